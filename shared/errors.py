@@ -1,0 +1,49 @@
+"""The errors of Penstock: one tree, and what a worker does on each branch.
+
+::
+
+    PenstockError
+    ├── SettingsError          the run's settings or inputs are wrong      → one sentence on stderr, exit 2, no traceback
+    ├── TemporaryError         may work later                              → the entry stays on the bus and is tried again
+    │   └── BusUnavailable     Redis or Valkey does not answer             → wait with capped backoff, keep what is held
+    ├── PermanentError         will never work for this message            → the entry is buried with its reason
+    │   └── MessageError       bytes that are no message of ours           → the same
+    ├── WeightsError           a snapshot is torn, corrupt or missing      → the old weights go on serving, next source
+    └── Fenced                 another process took this one's place       → stop at once, commit nothing
+
+Everything else is a bug: it stops the process, the supervisor restarts it and the bus redelivers.
+
+Messages are lower case and say what was expected, what was found and which setting to change.
+"""
+
+
+class PenstockError(Exception):
+    """Anything that Penstock itself reports."""
+
+
+class SettingsError(PenstockError):
+    """The run cannot start as it is configured; the message names the setting to change."""
+
+
+class TemporaryError(PenstockError):
+    """The same work may succeed later: leave the entry on the bus."""
+
+
+class BusUnavailable(TemporaryError):
+    """Redis or Valkey does not answer now."""
+
+
+class PermanentError(PenstockError):
+    """This message can never be handled: bury it with this reason."""
+
+
+class MessageError(PermanentError):
+    """These bytes are not a message that this version can read."""
+
+
+class WeightsError(PenstockError):
+    """A snapshot of weights is missing, torn, corrupt or of another layout."""
+
+
+class Fenced(PenstockError):
+    """Another process took this one's place; whatever this one holds must not be committed."""

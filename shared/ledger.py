@@ -1,0 +1,231 @@
+"""The run's state and the policy's history on the bus. Every change is one script; this module only asks and tells.
+
+::
+
+    created ──▶ running ◀──▶ paused          published ──▶ live ──▶ retired
+        └──────────┴──────────┴──▶ stopped                    └──────────┴──▶ revoked
+                   └──▶ finished
+
+The trainer publishes versions under its *epoch*: starting a trainer takes the next epoch, and a commit under an older one is
+refused, so a trainer that was presumed dead cannot write history.
+"""
+
+import dataclasses
+import time
+import uuid
+from collections.abc import Sequence
+from enum import StrEnum
+
+from shared import streams, wire
+from shared.bus import Bus, Delivery, EntryId
+from shared.errors import Fenced
+from shared.messages import Experience, PolicyRecord, PolicyUpdate, PolicyVersion, Prompt, StepReport
+
+
+class RunState(StrEnum):
+    """What the run does."""
+
+    CREATED = "created"
+    RUNNING = "running"
+    PAUSED = "paused"
+    STOPPED = "stopped"
+    FINISHED = "finished"
+
+
+class PolicyState(StrEnum):
+    """What a version is."""
+
+    PUBLISHED = "published"
+    LIVE = "live"
+    RETIRED = "retired"
+    REVOKED = "revoked"
+
+
+ACTIVE = (RunState.CREATED, RunState.RUNNING, RunState.PAUSED)
+ENDED = (RunState.STOPPED, RunState.FINISHED)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunStatus:
+    """The run as the bus knows it."""
+
+    state: RunState
+    reason: str
+    changed_at_s: float
+    step: int
+    """Committed optimizer steps."""
+    cursor: int
+    """Prompts admitted so far; the next group id."""
+    head: PolicyVersion | None
+    """The version that replicas serve."""
+    newest_version: PolicyVersion | None
+    """The version of the newest commit; the coordinator makes it the head."""
+    trainer_epoch: int
+    first_admission_s: float | None
+    last_commit_s: float | None
+
+
+class Ledger:
+    """One run's state and history."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._keys = bus.keys
+
+    # ---------------------------------------------------------------- run
+
+    async def create(self) -> None:
+        """Make the run, in state ``created``, unless it exists."""
+        await self._bus.call(lambda: self._bus.client.hsetnx(self._keys.run, "state", RunState.CREATED.value))
+
+    async def status(self) -> RunStatus:
+        """Return the run's status."""
+        raw = await self._bus.call(lambda: self._bus.client.hgetall(self._keys.run))
+        fields = {name.decode(): value.decode() for name, value in raw.items()}
+        return RunStatus(
+            state=RunState(fields.get("state", "created")),
+            reason=fields.get("reason", ""),
+            changed_at_s=float(fields.get("changed_at_s", 0)),
+            step=int(fields.get("step", 0)),
+            cursor=int(fields.get("cursor", 0)),
+            head=_version(fields.get("head")),
+            newest_version=_version(fields.get("newest_version")),
+            trainer_epoch=int(fields.get("trainer_epoch", 0)),
+            first_admission_s=_optional_float(fields.get("first_admission_s")),
+            last_commit_s=_optional_float(fields.get("last_commit_s")),
+        )
+
+    async def transition(self, to: RunState, reason: str, allowed: Sequence[RunState]) -> tuple[bool, RunState]:
+        """Change the run's state if it is one of ``allowed``; return whether, and the state that was found."""
+        arguments = [to.value, reason, time.time(), *(state.value for state in allowed)]
+        changed, found = await self._bus.script("transition", [self._keys.run], arguments)
+        return bool(changed), RunState(found.decode() or "created")
+
+    async def admit(
+        self, prompts: Sequence[Prompt], slots: int, groups_per_step: int, steps: int, newest: PolicyVersion
+    ) -> int:
+        """Admit as many of ``prompts`` as there are free slots, in order; their group ids start at the cursor.
+
+        Returns how many; -1 when the run is not running; -2 when the cursor or the newest version moved meanwhile.
+        Never admits more than the steps that are left can use.
+        """
+        keys = [self._keys.run, *(self._keys.of(stream) for stream in streams.TRAINING_STREAMS)]
+        cursor = prompts[0].group_id if prompts else 0
+        arguments = [slots, groups_per_step, steps, cursor, newest, time.time(), *(wire.encode(p) for p in prompts)]
+        return int(await self._bus.script("admit", keys, arguments))
+
+    async def in_flight(self) -> int:
+        """Return the number of groups in flight."""
+        return sum([await self._bus.length(stream) for stream in streams.TRAINING_STREAMS])
+
+    # ---------------------------------------------------------------- trainer
+
+    async def take_epoch(self) -> int:
+        """Start as the run's only trainer: whatever an older one still tries to commit is refused from now on."""
+        return int(await self._bus.call(lambda: self._bus.client.hincrby(self._keys.run, "trainer_epoch", 1)))
+
+    async def restore(self, step: int, cursor: int, newest: PolicyVersion) -> bool:
+        """Tell an empty bus what a checkpoint knows of the run; return False when the bus knows the run already."""
+        arguments = ["step", step, "cursor", cursor, "newest_version", newest]
+        return bool(await self._bus.script("restore", [self._keys.run], arguments))
+
+    async def commit(
+        self, epoch: int, record: PolicyRecord, deliveries: Sequence[Delivery[Experience]], report: StepReport | None
+    ) -> None:
+        """Move ``deliveries`` to the journal and publish ``record``, in one transaction.
+
+        Without deliveries ``record`` is a version of the step that is committed already.
+
+        Raises:
+            Fenced: another trainer took over, the ledger stands at another step, or an entry is no longer ours.
+        """
+        named = (
+            streams.EXPERIENCE,
+            streams.JOURNAL,
+        )
+        keys = [self._keys.run, *(self._keys.of(stream) for stream in named), self._keys.policies]
+        keys += [self._keys.policy_states, *(self._keys.of(s) for s in (streams.PUBLISHED, streams.STEPS))]
+        keys += [self._keys.counts, self._keys.of(streams.AUDIT)]
+        payload = wire.encode(record)
+        arguments: list[str | bytes | int | float] = [
+            epoch,
+            uuid.uuid4().hex,
+            record.step,
+            record.version,
+            "" if record.parent is None else record.parent,
+            payload,
+            payload,
+            b"" if report is None else wire.encode(report),
+            streams.EXPERIENCE.group or "",
+            self._bus.audit_entries,
+            streams.STEPS.max_entries or 0,
+            time.time(),
+        ]
+        answer = await self._bus.script("commit", keys, [*arguments, *(entry.entry_id for entry in deliveries)])
+        if answer != b"ok":
+            raise Fenced(f"expected to commit step {record.step} as version {record.version}, found {answer.decode()}")
+
+    async def journal(self, after: str) -> list[tuple[EntryId, int, bytes]]:
+        """Return the journal after an entry: (entry, step, experience's bytes), in the order of commits."""
+        rows = await self._bus.call(
+            lambda: self._bus.client.xrange(self._keys.of(streams.JOURNAL), min=f"({after}" if after else "-")
+        )
+        return [(EntryId(entry.decode()), int(fields[b"step"]), fields[b"data"]) for entry, fields in rows]
+
+    async def trim_journal(self, through: str) -> None:
+        """Forget the journal through an entry, which a checkpoint covers."""
+        key = self._keys.of(streams.JOURNAL)
+        milliseconds, _, sequence = through.partition("-")
+        after = f"{milliseconds}-{int(sequence or 0) + 1}"
+        await self._bus.call(lambda: self._bus.client.xtrim(key, minid=after, approximate=False))
+
+    async def set_checkpoint(self, version: PolicyVersion, folder: str | None) -> None:
+        """Note, or with None forget, that a version has a checkpoint."""
+        if folder is None:
+            await self._bus.call(lambda: self._bus.client.hdel(self._keys.checkpoints, str(version)))
+        else:
+            await self._bus.call(lambda: self._bus.client.hset(self._keys.checkpoints, str(version), folder))
+
+    # ---------------------------------------------------------------- policies
+
+    async def promote(self, delivery: Delivery[PolicyRecord]) -> bool:
+        """Make a published version the head and tell every replica; False when it was done before."""
+        record = delivery.message()
+        keys = [self._keys.of(streams.PUBLISHED), self._keys.run]
+        keys += [self._keys.policy_states, self._keys.of(streams.POLICY)]
+        update = wire.encode(PolicyUpdate(record=record, promoted_at_s=time.time()))
+        arguments = [streams.PUBLISHED.group or "", delivery.entry_id, record.version, update]
+        return bool(await self._bus.script("promote", keys, [*arguments, streams.POLICY.max_entries or 0]))
+
+    async def policy(self, version: PolicyVersion) -> PolicyRecord | None:
+        """Return a version's record."""
+        data = await self._bus.call(lambda: self._bus.client.hget(self._keys.policies, str(version)))
+        return None if data is None else wire.decode(data, PolicyRecord)
+
+    async def policies(self) -> list[PolicyRecord]:
+        """Return every version's record, oldest first."""
+        raw = await self._bus.call(lambda: self._bus.client.hgetall(self._keys.policies))
+        return sorted((wire.decode(data, PolicyRecord) for data in raw.values()), key=lambda record: record.version)
+
+    async def policy_states(self) -> dict[PolicyVersion, PolicyState]:
+        """Return every version's state."""
+        raw = await self._bus.call(lambda: self._bus.client.hgetall(self._keys.policy_states))
+        return {PolicyVersion(int(version)): PolicyState(state.decode()) for version, state in raw.items()}
+
+    async def checkpoints(self) -> dict[PolicyVersion, str]:
+        """Return the checkpoint folder of every version that has one."""
+        raw = await self._bus.call(lambda: self._bus.client.hgetall(self._keys.checkpoints))
+        return {PolicyVersion(int(version)): folder.decode() for version, folder in raw.items()}
+
+    async def revoked(self) -> frozenset[PolicyVersion]:
+        """Return the versions whose samples must not be trained on."""
+        states = await self.policy_states()
+        return frozenset(version for version, state in states.items() if state is PolicyState.REVOKED)
+
+
+def _version(text: str | None) -> PolicyVersion | None:
+    return None if text is None else PolicyVersion(int(text))
+
+
+def _optional_float(text: str | None) -> float | None:
+    return None if text is None else float(text)

@@ -1,0 +1,16 @@
+-- Promote: make a published version the head, retire the one before it, and tell every replica; or do nothing.
+-- KEYS published, run, policy_states, policy
+-- ARGV group, entry id, version, payload, policy length
+-- Returns 1, or 0 when this entry was promoted before.
+if redis.call('XACK', KEYS[1], ARGV[1], ARGV[2]) == 0 then
+  return 0
+end
+redis.call('XDEL', KEYS[1], ARGV[2])
+local head = redis.call('HGET', KEYS[2], 'head')
+if head then
+  redis.call('HSET', KEYS[3], head, 'retired')
+end
+redis.call('HSET', KEYS[2], 'head', ARGV[3])
+redis.call('HSET', KEYS[3], ARGV[3], 'live')
+redis.call('XADD', KEYS[4], 'MAXLEN', '~', ARGV[5], '*', 'id', ARGV[3], 'data', ARGV[4])
+return 1

@@ -1,0 +1,116 @@
+"""What every service does around its work: read its flags, connect, listen for SIGTERM, tell that it is there, stop in order.
+
+::
+
+    main("rollout", start)             one sentence on stderr and exit 2 for wrong settings; no traceback
+      └── start(context)               the service's own coroutine; returns when it has stopped in order
+            context.stop               set by SIGTERM and SIGINT
+"""
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+
+from shared import log
+from shared.bus import Bus
+from shared.errors import BusUnavailable, SettingsError
+from shared.messages import Json
+from shared.settings import Settings, load
+from shared.telemetry import Endpoints, Presence, Status
+from shared.worker import Patience
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Context:
+    """What a service is handed when it starts."""
+
+    settings: Settings
+    service: str
+    replica: str
+    """Its name on the bus: stays the same when a supervisor restarts it."""
+    bus: Bus
+    status: Status
+    stop: asyncio.Event
+
+    @property
+    def patience(self) -> Patience:
+        """How the workers of this run try and drain."""
+        bus = self.settings.bus
+        return Patience(claim_after_s=bus.claim_after_s, max_attempts=bus.max_attempts, drain_s=bus.drain_s)
+
+
+def parse(service: str, arguments: Sequence[str]) -> tuple[Settings, str]:
+    """Return the settings and the replica's name from a service's command line.
+
+    Raises:
+        SettingsError: the settings are wrong.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m services.{service}",
+        description=f"Run one {service} replica of Penstock. Any setting can be given as a flag: --run.steps 10",
+    )
+    parser.add_argument("--config", type=Path, required=True, help="the run's TOML file")
+    parser.add_argument("--replica", default="", help="name on the bus, stable over restarts; default: the host's name")
+    known, flags = parser.parse_known_args(arguments)
+    settings = load(known.config, flags)
+    if not settings.run.id:
+        raise SettingsError(
+            "expected run.id, found none: services of one run agree on it; set run.id, or start with `penstock up`"
+        )
+    return settings, known.replica or f"{service}-{socket.gethostname()}"
+
+
+@contextlib.asynccontextmanager
+async def serve(settings: Settings, service: str, replica: str, metrics_port: int) -> AsyncIterator[Context]:
+    """Connect to the bus, serve metrics and beat while the body runs; SIGTERM and SIGINT set ``stop``."""
+    stop, status = asyncio.Event(), Status()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    bus = await Bus.connect(
+        settings.bus.url, settings.run.id, wait_s=settings.bus.start_wait_s, audit_entries=settings.bus.audit_entries
+    )
+    bus.wait_for_ever()
+
+    def ready() -> dict[str, Json]:
+        return {"ready": status.ready and bus.available, "state": status.state, "bus": bus.available}
+
+    host = os.environ.get("POD_IP") or settings.coordinator.host
+    endpoints = Endpoints(host, metrics_port, f"{service}.metrics_port", ready)
+    presence = Presence(bus, service, replica, endpoints.address, settings.telemetry.heartbeat_s, status)
+    beating = asyncio.Event()
+    beats = asyncio.create_task(presence.run(beating))
+    try:
+        yield Context(settings, service, replica, bus, status, stop)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(2.0):
+                await presence.leave()
+    finally:
+        beating.set()
+        beats.cancel()
+        await asyncio.gather(beats, return_exceptions=True)
+        endpoints.close()
+        await bus.close()
+
+
+def main(service: str, run: Callable[[Settings, str], Awaitable[None]], arguments: Sequence[str] | None = None) -> int:
+    """Run a service from its command line; return its exit code (0 stopped in order, 2 wrong settings, 1 a bug)."""
+    try:
+        settings, replica = parse(service, sys.argv[1:] if arguments is None else arguments)
+        log.set_up(settings.telemetry.log_level, replica)
+        asyncio.run(_awaited(run(settings, replica)))
+    except (SettingsError, BusUnavailable) as error:
+        print(f"penstock {service}: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    return 0
+
+
+async def _awaited(work: Awaitable[None]) -> None:
+    await work

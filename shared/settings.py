@@ -1,0 +1,482 @@
+"""The settings of a run: one TOML file, then environment (``PENSTOCK__TRAINER__LEARNING_RATE``), then dotted flags.
+
+What two services must agree on stands once. Unknown keys are errors. Loaded in ``__main__``, passed down as values;
+nothing else reads the environment.
+"""
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+
+from shared.connection import redact
+from shared.errors import SettingsError
+
+ENVIRONMENT_PREFIX = "PENSTOCK__"
+
+
+class Section(BaseModel):
+    """One table of the TOML file."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True)
+
+
+class RunSettings(Section):
+    """What this run is."""
+
+    id: str = Field(default="", max_length=64)
+    """Names the run on the bus and in its folder; empty: made from the file's name and the time."""
+    folder: Path = Field(default=Path("runs"))
+    """Where run folders are made; everything a run leaves lies in `<folder>/<id>/`."""
+    steps: PositiveInt = Field(default=100)
+    """How many optimizer steps the run makes."""
+    seed: NonNegativeInt = Field(default=0)
+    """Seeds the dataset order, sampling and the trainer."""
+
+
+class BusSettings(Section):
+    """Redis or Valkey."""
+
+    url: str = Field(default="embedded")
+    """`embedded` (a Valkey of its own under the run's folder), redis://, rediss://, unix://, redis+sentinel:// or
+    redis+cluster://. Give a URL with a password by the environment: PENSTOCK__BUS__URL."""
+    claim_after_s: PositiveFloat = Field(default=30.0)
+    """An entry whose consumer has not renewed it for so long is taken over by another."""
+    max_attempts: PositiveInt = Field(default=5)
+    """An entry that failed so often is moved to the dead letters."""
+    drain_s: NonNegativeFloat = Field(default=20.0)
+    """How long a service that is told to stop finishes what it holds before it gives it back."""
+    start_wait_s: PositiveFloat = Field(default=30.0)
+    """How long a service waits for the bus at its start; later it waits for ever."""
+    audit_entries: NonNegativeInt = Field(default=100_000)
+    """How many endings of groups the audit stream keeps; 0: none."""
+
+
+class PolicySettings(Section):
+    """The model that is trained."""
+
+    model: str = Field(default="")
+    """A folder in Hugging Face form (config, safetensors, tokenizer), or a hub name where there is a network."""
+    tokenizer: str = Field(default="")
+    """Where the tokenizer is; empty: with the model."""
+    dtype: Literal["float32", "bfloat16"] = Field(default="bfloat16")
+    """Number type of the weights in rollout and in snapshots."""
+    trust_remote_code: bool = Field(default=False)
+    """Run Python code that comes with the model."""
+
+
+class DataSettings(Section):
+    """The prompts that the run trains on."""
+
+    path: Path = Field(default=Path("train.jsonl"))
+    """JSONL, Parquet, or a folder of a Hugging Face dataset saved to disk."""
+    prompt_field: str = Field(default="prompt")
+    """The column with the prompt's text."""
+    messages_field: str = Field(default="messages")
+    """The column with chat messages (`[{role, content}]`); used where the prompt's column is missing."""
+    answer_field: str = Field(default="answer")
+    """The column with the reference answer; every other column goes to the scorers."""
+    max_bad_rows: NonNegativeInt = Field(default=10)
+    """So many rows that cannot be read are counted and passed over; one more stops the start."""
+    shuffle: bool = Field(default=True)
+    """Draw each epoch in another order, from run.seed."""
+
+
+class EvaluationSettings(Section):
+    """Held-out problems, decoded greedily through the same replicas."""
+
+    path: Path | None = Field(default=None)
+    """Held-out problems, as data.path; none: no evaluation."""
+    every_steps: PositiveInt = Field(default=20)
+    """Evaluate each so many steps, and always before the first and after the last."""
+    problems: PositiveInt = Field(default=200)
+    """How many problems an evaluation between the first and the last takes; those two take all."""
+    correct_above: float = Field(default=0.5)
+    """A sample with a reward above this counts as correct."""
+
+
+class SamplingSettings(Section):
+    """How completions are drawn. The whole distribution is sampled (no top-p or top-k), so that behavior logprobs are
+    those of the distribution that the trainer computes."""
+
+    group_size: Annotated[int, Field(ge=2)] = Field(default=16)
+    """Completions per prompt. At least 2: the group is the baseline of its advantages."""
+    max_new_tokens: PositiveInt = Field(default=256)
+    """Length limit of a completion, in tokens."""
+    temperature: PositiveFloat = Field(default=1.0)
+    """Softmax temperature; the trainer divides its logits by the same number."""
+
+
+class RolloutSettings(Section):
+    """The replicas that generate."""
+
+    replicas: PositiveInt = Field(default=1)
+    """How many `penstock up` starts."""
+    engine: Literal["transformers", "scripted"] = Field(default="transformers")
+    """What generates: Hugging Face transformers, or a script for tests."""
+    max_groups: PositiveInt = Field(default=16)
+    """How many groups one replica generates at a time."""
+    device: str = Field(default="auto")
+    """`auto` (a GPU where there is one), `cpu`, or `cuda:0`."""
+    threads: NonNegativeInt = Field(default=0)
+    """CPU threads of one replica; 0: as torch decides."""
+    metrics_port: NonNegativeInt = Field(default=0)
+    """Port of /metrics, /healthz and /readyz; 0: any free one."""
+
+
+class AnswerScorer(Section):
+    """Compares the completion's answer with the reference."""
+
+    kind: Literal["answer"]
+    """The answer matcher."""
+    name: str = Field(default="answer", pattern=r"^[a-z_][a-z0-9_]*$")
+    """Its name in reward.expression and in metrics."""
+    mode: Literal["exact", "numeric", "math"] = Field(default="math")
+    """`exact` text, `numeric` value within tolerance, or `math` (symbolic, by math-verify)."""
+    extract: Literal["whole", "boxed", "hashes", "last_number", "auto"] = Field(default="auto")
+    """Where the answer stands in the completion: all of it, in \\boxed{}, after ####, the last number, or the first of
+    boxed, hashes, whole."""
+    tolerance: NonNegativeFloat = Field(default=1e-6)
+    """Largest relative difference of numbers that are equal."""
+    needs_stop: bool = Field(default=False)
+    """A completion cut at its length limit is `wrong_format`."""
+    timeout_s: PositiveFloat = Field(default=5.0)
+    """A comparison that takes longer is killed: status `timeout`, value 0."""
+    processes: PositiveInt = Field(default=1)
+    """Killable processes that compare."""
+
+
+class TagRule(Section):
+    """One pair of tags that the completion must hold."""
+
+    tag: str = Field(default="answer", min_length=1)
+    """`think` means <think>…</think>."""
+    required: bool = Field(default=True)
+    """It must be there."""
+    once: bool = Field(default=True)
+    """It must not be there twice."""
+
+
+class FormatScorer(Section):
+    """Checks the completion's form by declared rules; its value is the share of rules that hold."""
+
+    kind: Literal["format"]
+    """The format checker."""
+    name: str = Field(default="format", pattern=r"^[a-z_][a-z0-9_]*$")
+    """Its name in reward.expression and in metrics."""
+    tags: tuple[TagRule, ...] = Field(default=())
+    """Tags, in the order in which they must come."""
+    nothing_outside: bool = Field(default=False)
+    """No text but white space outside the tags."""
+    pattern: str = Field(default="")
+    """A regular expression that must match all of the completion."""
+    min_characters: NonNegativeInt = Field(default=0)
+    """Shortest completion."""
+    max_characters: PositiveInt | None = Field(default=None)
+    """Longest completion."""
+    needs_stop: bool = Field(default=False)
+    """It must end by itself, not at its length limit."""
+
+
+class RandomScorer(Section):
+    """Draws 0 or 1 by lot, whatever the completion: the control of an experiment (nothing should be learned)."""
+
+    kind: Literal["random"]
+    """The lot."""
+    name: str = Field(default="random", pattern=r"^[a-z_][a-z0-9_]*$")
+    """Its name in reward.expression and in metrics."""
+
+
+Scorer = Annotated[AnswerScorer | FormatScorer | RandomScorer, Field(discriminator="kind")]
+
+
+class RewardSettings(Section):
+    """What a completion is worth."""
+
+    replicas: PositiveInt = Field(default=1)
+    """How many `penstock up` starts."""
+    expression: str = Field(default="")
+    """The reward from the scorers' values, as `0.9 * answer + 0.1 * format`; empty: their mean."""
+    scorers: tuple[Scorer, ...] = Field(default=(AnswerScorer(kind="answer"),), min_length=1)
+    """Who scores; all run at once."""
+    max_groups: PositiveInt = Field(default=32)
+    """How many groups one replica scores at a time."""
+    metrics_port: NonNegativeInt = Field(default=0)
+    """Port of /metrics, /healthz and /readyz; 0: any free one."""
+
+
+class AlgorithmSettings(Section):
+    """The update rule: GRPO with a clipped importance ratio against behavior logprobs."""
+
+    groups_per_step: PositiveInt = Field(default=32)
+    """Groups per optimizer step."""
+    max_lag: NonNegativeInt = Field(default=1)
+    """Largest lag of a sample, in steps; 0: synchronous. Admission keeps (max_lag + 1) × groups_per_step in flight."""
+    on_stale: Literal["drop", "requeue"] = Field(default="drop")
+    """A group over max_lag leaves, or goes back to the prompts."""
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = Field(default=0.2)
+    """The importance ratio is clipped at 1 − clip_low where the advantage is negative."""
+    clip_high: PositiveFloat = Field(default=0.2)
+    """The importance ratio is clipped at 1 + clip_high where the advantage is positive."""
+    scale_advantages: Literal["group_std", "none"] = Field(default="group_std")
+    """Divide a group's advantages by its standard deviation of rewards (GRPO), or not (Dr. GRPO)."""
+
+
+class TrainerSettings(Section):
+    """The optimizer and its engine."""
+
+    ranks: PositiveInt = Field(default=1)
+    """Processes that train together on this host, started by torchrun."""
+    zero_stage: Literal[0, 1, 2] = Field(default=1)
+    """DeepSpeed ZeRO stage."""
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto")
+    """`auto`: a GPU where there is one."""
+    threads: NonNegativeInt = Field(default=0)
+    """CPU threads of one rank; 0: as torch decides."""
+    learning_rate: NonNegativeFloat = Field(default=1e-6)
+    """Peak learning rate of AdamW."""
+    warmup_steps: NonNegativeInt = Field(default=0)
+    """Steps of linear warm-up."""
+    schedule: Literal["constant", "linear", "cosine"] = Field(default="constant")
+    """What the learning rate does after the warm-up, until run.steps."""
+    final_learning_rate: NonNegativeFloat = Field(default=0.0)
+    """Where `linear` and `cosine` end."""
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.9)
+    """AdamW's first moment decay."""
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.999)
+    """AdamW's second moment decay."""
+    weight_decay: NonNegativeFloat = Field(default=0.0)
+    """AdamW's weight decay."""
+    max_grad_norm: PositiveFloat = Field(default=1.0)
+    """Gradients are scaled down to this global norm."""
+    micro_batch_tokens: PositiveInt = Field(default=16_384)
+    """Most tokens in one forward pass on one rank, padding included; a longer sample stops the start of its step."""
+    checkpoint_every_steps: PositiveInt = Field(default=20)
+    """Steps between checkpoints; the journal replays what lies after the newest."""
+    keep_last: PositiveInt = Field(default=2)
+    """Checkpoints that are kept."""
+    metrics_port: NonNegativeInt = Field(default=0)
+    """Port of /metrics, /healthz and /readyz of rank 0; 0: any free one."""
+
+
+class WeightsSettings(Section):
+    """How policy versions reach the replicas."""
+
+    transport: Literal["file"] = Field(default="file")
+    """`file`: safetensors on storage that trainer and replicas share."""
+    folder: Path | None = Field(default=None)
+    """Where snapshots lie; none: /dev/shm/penstock-<user>/<run id>."""
+    keep: Annotated[int, Field(ge=2)] = Field(default=4)
+    """Newest snapshots that are kept."""
+
+
+class CoordinatorSettings(Section):
+    """Admission, ledger and the HTTP API."""
+
+    host: str = Field(default="127.0.0.1")
+    """Address of the HTTP API."""
+    port: NonNegativeInt = Field(default=0)
+    """Port of the HTTP API; 0: any free one, written to <run folder>/coordinator.json."""
+    autostart: bool = Field(default=True)
+    """Start the run as soon as the services are there; otherwise wait for POST /v1/run/start."""
+    sample_every_steps: PositiveInt = Field(default=5)
+    """Each so many steps one trained group is written to rollouts.jsonl, to be read."""
+
+
+class TelemetrySettings(Section):
+    """Logs and heartbeats."""
+
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(default="INFO")
+    """Least severe line that is logged."""
+    heartbeat_s: PositiveFloat = Field(default=1.0)
+    """Seconds between a replica's heartbeats; it counts as gone after 5 of them."""
+
+
+class Settings(Section):
+    """One run."""
+
+    run: RunSettings = Field(default=RunSettings())
+    """What this run is."""
+    bus: BusSettings = Field(default=BusSettings())
+    """Redis or Valkey."""
+    policy: PolicySettings = Field(default=PolicySettings())
+    """The model that is trained."""
+    data: DataSettings = Field(default=DataSettings())
+    """The prompts that the run trains on."""
+    evaluation: EvaluationSettings = Field(default=EvaluationSettings())
+    """Held-out problems."""
+    sampling: SamplingSettings = Field(default=SamplingSettings())
+    """How completions are drawn."""
+    rollout: RolloutSettings = Field(default=RolloutSettings())
+    """The replicas that generate."""
+    reward: RewardSettings = Field(default=RewardSettings())
+    """What a completion is worth."""
+    algorithm: AlgorithmSettings = Field(default=AlgorithmSettings())
+    """The update rule."""
+    trainer: TrainerSettings = Field(default=TrainerSettings())
+    """The optimizer and its engine."""
+    weights: WeightsSettings = Field(default=WeightsSettings())
+    """How policy versions reach the replicas."""
+    coordinator: CoordinatorSettings = Field(default=CoordinatorSettings())
+    """Admission, ledger and the HTTP API."""
+    telemetry: TelemetrySettings = Field(default=TelemetrySettings())
+    """Logs and heartbeats."""
+
+    @property
+    def slots(self) -> int:
+        """How many groups may be in flight."""
+        return (self.algorithm.max_lag + 1) * self.algorithm.groups_per_step
+
+    @property
+    def run_folder(self) -> Path:
+        """Where everything this run leaves lies."""
+        return self.run.folder / self.run.id
+
+    @property
+    def snapshot_folder(self) -> Path:
+        """Where this run's weight snapshots lie."""
+        return self.weights.folder or Path("/dev/shm") / f"penstock-{os.getuid()}" / self.run.id  # noqa: S108
+
+    @model_validator(mode="after")
+    def _agree(self) -> "Settings":
+        names = [scorer.name for scorer in self.reward.scorers]
+        if len(set(names)) != len(names):
+            raise ValueError(f"expected scorers with different names, found {names}: change name in [[reward.scorers]]")
+        if self.trainer.warmup_steps > self.run.steps:
+            raise ValueError(
+                f"expected trainer.warmup_steps <= run.steps, found {self.trainer.warmup_steps} > {self.run.steps}: "
+                "change one of them"
+            )
+        if self.algorithm.max_lag > 0 and self.slots > 1_000_000:
+            raise ValueError(
+                f"expected at most 1,000,000 groups in flight, found (max_lag {self.algorithm.max_lag} + 1) × "
+                f"groups_per_step {self.algorithm.groups_per_step}: lower algorithm.max_lag"
+            )
+        return self
+
+
+def load(path: Path, flags: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Settings:
+    """Return the settings in ``path``, overridden by the environment and then by ``flags`` (``--trainer.ranks 2``).
+
+    Paths in the file are relative to the working directory.
+
+    Raises:
+        SettingsError: no such file, no TOML, an unknown key, a wrong type, or settings that contradict each other.
+    """
+    values = _read_toml(path)
+    for key, text in _environment(os.environ if environment is None else environment).items():
+        _set(values, key, text)
+    for key, text in _flags(flags).items():
+        _set(values, key, text)
+    try:
+        return Settings.model_validate(values)
+    except ValidationError as error:
+        raise SettingsError(_explain(error, path)) from error
+
+
+def dump(settings: Settings, path: Path) -> None:
+    """Write the resolved settings as TOML, without the password of bus.url, for services and for people to read."""
+    values = settings.model_dump(mode="json", exclude_none=True)
+    values["bus"]["url"] = redact(settings.bus.url)
+    path.write_text(f"# The resolved settings of run {settings.run.id}.\n{tomli_w.dumps(values)}", encoding="utf-8")
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise SettingsError(
+            f"expected a settings file at {path}, found none: check the path after the command"
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"expected a readable settings file at {path}, found: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"expected TOML in {path}, found: {error}") from error
+
+
+def _environment(environment: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", "."): value
+        for name, value in environment.items()
+        if name.startswith(ENVIRONMENT_PREFIX)
+    }
+
+
+def _flags(flags: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    words = iter(flags)
+    for word in words:
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or "." not in name:
+            raise SettingsError(f"expected a setting such as --trainer.ranks 2, found {word!r}")
+        if not equals:
+            value = next(words, "")
+            if value == "":
+                raise SettingsError(f"expected a value after {word}, found none")
+        found[name.replace("-", "_")] = value
+    return found
+
+
+def _set(values: dict[str, Any], key: str, text: str) -> None:
+    *tables, name = key.split(".")
+    for table in tables:
+        values = values.setdefault(table, {})
+        if not isinstance(values, dict):
+            raise SettingsError(f"expected the name of a setting, found {key!r}")
+    values[name] = _value(text)
+
+
+def _value(text: str) -> Any:
+    """Read ``text`` as a TOML value; anything that is none is a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _explain(error: ValidationError, path: Path) -> str:
+    return "\n".join(f"{path}: {_explain_one(dict(problem))}" for problem in error.errors())
+
+
+def _explain_one(problem: dict[str, Any]) -> str:
+    where = [str(part) for part in problem["loc"]]
+    key = ".".join(where)
+    if problem["type"] == "extra_forbidden":
+        known = _known_keys(where[:-1])
+        close = difflib.get_close_matches(where[-1], known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
+        return f"{key}: expected a known setting, found {where[-1]!r}; {hint}"
+    if problem["type"] == "value_error":
+        return str(problem["ctx"]["error"])
+    message = str(problem["msg"])
+    return f"{key}: expected {_expectation(message)}, found {problem['input']!r}: change {key}"
+
+
+def _expectation(message: str) -> str:
+    for start in ("Input should be ", "Value should be "):
+        if message.startswith(start):
+            return message.removeprefix(start)
+    return message[:1].lower() + message[1:]
+
+
+def _known_keys(where: Sequence[str]) -> list[str]:
+    model: Any = Settings
+    for name in where:
+        field = getattr(model, "model_fields", {}).get(name)
+        model = field.annotation if field is not None else None
+    return list(getattr(model, "model_fields", {}))

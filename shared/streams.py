@@ -1,0 +1,131 @@
+"""The map of the bus: every key of a run, who writes it, who reads it, and when an entry leaves it.
+
+::
+
+                 prompts             rollouts             experience
+    coordinator ────────▶ rollout × R ────────▶ reward × W ────────▶ trainer ──▶ journal, published
+         ▲                                                                             │
+         └───────────────── published ◀────────────────────────────────────────────────┘
+         └── policy ──▶ every rollout replica
+
+    key          kind    writer → reader            an entry leaves when
+    prompts      stream  coordinator → rollout      its RolloutGroup is published, in the same transaction
+    rollouts     stream  rollout → reward           its Experience is published, in the same transaction
+    experience   stream  reward → trainer           the step that used it is committed: moved to the journal
+    journal      stream  trainer → trainer          a checkpoint covers its step
+    published    stream  trainer → coordinator      its version is the head, in the same transaction
+    policy       stream  coordinator → all rollouts trimmed (broadcast; the newest entry is the head)
+    eval_*       stream  as prompts, rollouts, experience, for held-out problems; the coordinator reads the results
+    steps        stream  trainer → coordinator      trimmed (reports for people)
+    events       stream  all → people               trimmed
+    audit        stream  scripts → people           trimmed (how every group ended)
+    <stream>.dead stream scripts → people           by hand
+    run          hash    state, step, cursor, head, newest_version, trainer_epoch, …
+    counts       hash    trained, dropped:<reason>, dead:<stream>, requeued: exact, written by the same scripts
+    policies     hash    version → PolicyRecord;    policy_states: version → published | live | retired | revoked
+    checkpoints  hash    version → folder
+    services     set     replica names;             service:<replica>: its heartbeat, with a TTL
+
+Entries of a data stream are deleted on hand-over, so ``XLEN(prompts) + XLEN(rollouts) + XLEN(experience)`` is the number
+of groups in flight. No data stream is trimmed by length. All keys of a run share one hash tag, so that scripts hold on a
+cluster too. This module only names things; ``bus`` moves them.
+"""
+
+import dataclasses
+import re
+
+from shared.errors import SettingsError
+
+RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stream:
+    """One stream of a run and the consumer group that reads it (None for broadcast and trimmed streams)."""
+
+    name: str
+    group: str | None = None
+    max_entries: int | None = None
+    """Approximate length at which the oldest entries are trimmed; None for data streams, which are never trimmed."""
+
+    @property
+    def dead(self) -> "Stream":
+        """Where entries of this stream that cannot be handled lie, with their reasons."""
+        return Stream(f"{self.name}.dead")
+
+
+PROMPTS = Stream("prompts", group="rollout")
+ROLLOUTS = Stream("rollouts", group="reward")
+EXPERIENCE = Stream("experience", group="trainer")
+EVAL_PROMPTS = Stream("eval_prompts", group="rollout")
+EVAL_ROLLOUTS = Stream("eval_rollouts", group="reward")
+EVAL_RESULTS = Stream("eval_results", group="coordinator")
+JOURNAL = Stream("journal")
+PUBLISHED = Stream("published", group="coordinator")
+POLICY = Stream("policy", max_entries=64)
+STEPS = Stream("steps", max_entries=100_000)
+EVENTS = Stream("events", max_entries=10_000)
+AUDIT = Stream("audit", max_entries=100_000)
+
+TRAINING_STREAMS = (PROMPTS, ROLLOUTS, EXPERIENCE)
+"""The streams whose lengths add up to the groups in flight."""
+GROUPED_STREAMS = (PROMPTS, ROLLOUTS, EXPERIENCE, EVAL_PROMPTS, EVAL_ROLLOUTS, EVAL_RESULTS, PUBLISHED)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Keys:
+    """The key names of one run.
+
+    >>> Keys("demo").of(PROMPTS)
+    'penstock:{demo}:prompts'
+    """
+
+    run_id: str
+
+    def __post_init__(self) -> None:
+        if RUN_ID_PATTERN.fullmatch(self.run_id) is None:
+            raise SettingsError(
+                f"expected a run id of 1 to 64 letters, digits, '.', '_' or '-', found {self.run_id!r}: change run.id"
+            )
+
+    def of(self, stream: Stream) -> str:
+        """Return the key of a stream."""
+        return self.named(stream.name)
+
+    def named(self, name: str) -> str:
+        """Return the key ``name`` of this run."""
+        return f"penstock:{{{self.run_id}}}:{name}"
+
+    @property
+    def run(self) -> str:
+        """The hash that holds the run's state."""
+        return self.named("run")
+
+    @property
+    def counts(self) -> str:
+        """The hash that counts how groups ended."""
+        return self.named("counts")
+
+    @property
+    def policies(self) -> str:
+        """The hash version → PolicyRecord."""
+        return self.named("policies")
+
+    @property
+    def policy_states(self) -> str:
+        """The hash version → state."""
+        return self.named("policy_states")
+
+    @property
+    def checkpoints(self) -> str:
+        """The hash version → checkpoint folder."""
+        return self.named("checkpoints")
+
+    @property
+    def services(self) -> str:
+        """The set of replica names that were seen."""
+        return self.named("services")
+
+    def service(self, replica: str) -> str:
+        """Return the key of one replica's heartbeat."""
+        return self.named(f"service:{replica}")

@@ -1,0 +1,185 @@
+"""What a process tells of itself: /metrics, /healthz and /readyz over HTTP, and a heartbeat on the bus.
+
+The HTTP side is a daemon thread of the standard library, so that every image has it. ``/healthz`` needs nothing and says
+that the process runs; ``/readyz`` is 200 when ``ready()`` says so, else 503, with the same JSON. The coordinator serves the
+same three from its API.
+"""
+
+import asyncio
+import dataclasses
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import psutil
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, Gauge, generate_latest
+
+from shared.bus import Bus
+from shared.errors import SettingsError
+from shared.messages import Event, Json, PolicyVersion
+from shared.streams import EVENTS
+
+log = logging.getLogger(__name__)
+
+BUS_AVAILABLE = Gauge("penstock_bus_available", "1 while the bus answers this process, else 0.", ["replica"])
+MISSED_HEARTBEATS = 5
+"""A replica that has been silent for so many heartbeats is gone."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """What a replica says every ``heartbeat_s``; it vanishes by its TTL when the replica is gone."""
+
+    service: str
+    replica: str
+    state: str
+    """``starting``, ``working``, ``waiting``, ``degraded``, ``stopping``."""
+    version: PolicyVersion | None
+    """The policy version that it holds, where it holds one."""
+    host: str
+    pid: int
+    address: str
+    """``host:port`` of its HTTP endpoints."""
+    started_at_s: float
+    seen_at_s: float
+    memory_bytes: int
+    last_error: str
+    values: dict[str, float]
+    """Service's own figures: tokens_per_s, held, …"""
+
+
+@dataclasses.dataclass(slots=True)
+class Status:
+    """What a service's parts write and its heartbeat and /readyz read."""
+
+    state: str = "starting"
+    version: PolicyVersion | None = None
+    last_error: str = ""
+    values: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the service does its work."""
+        return self.state in ("working", "waiting", "degraded")
+
+
+class Endpoints:
+    """/metrics, /healthz and /readyz on one port.
+
+    Raises:
+        SettingsError: the port is taken.
+    """
+
+    def __init__(self, host: str, port: int, setting: str, ready: Callable[[], Mapping[str, Json]]) -> None:
+        def answer(request: BaseHTTPRequestHandler) -> tuple[int, str, bytes]:
+            path = request.path.partition("?")[0]
+            if path == "/metrics":
+                return 200, CONTENT_TYPE_LATEST, generate_latest(REGISTRY)
+            if path == "/healthz":
+                return 200, "application/json", b'{"status": "ok"}'
+            if path == "/readyz":
+                checks = dict(ready())
+                return (200 if checks.get("ready") else 503), "application/json", json.dumps(checks).encode()
+            return 404, "application/json", b'{"status": "no such path; try /metrics, /healthz or /readyz"}'
+
+        try:
+            self._server = ThreadingHTTPServer((host, port), _handler(answer))
+        except OSError as error:
+            raise SettingsError(
+                f"expected a free port for /metrics, found {host}:{port} taken ({error}): change {setting}"
+            ) from error
+        self._server.daemon_threads = True
+        self.address = f"{host}:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, name="endpoints", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def _handler(answer: Callable[[BaseHTTPRequestHandler], tuple[int, str, bytes]]) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, kind, body = answer(self)
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            log.debug("request", extra={"path": self.path})
+
+    return Handler
+
+
+class Presence:
+    """Tells the bus every ``heartbeat_s`` that this replica is there."""
+
+    def __init__(self, bus: Bus, service: str, replica: str, address: str, heartbeat_s: float, status: Status) -> None:
+        self._bus = bus
+        self._service = service
+        self._replica = replica
+        self._address = address
+        self._heartbeat_s = heartbeat_s
+        self._status = status
+        self._started_at_s = time.time()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Beat until ``stop``, then take the heartbeat away."""
+        process = psutil.Process()
+        while not stop.is_set():
+            await self._beat(process)
+            BUS_AVAILABLE.labels(self._replica).set(self._bus.available)
+            try:
+                async with asyncio.timeout(self._heartbeat_s):
+                    await stop.wait()
+            except TimeoutError:
+                continue
+
+    async def leave(self) -> None:
+        """Take the heartbeat away: the replica left by itself."""
+        await self._bus.call(lambda: self._bus.client.delete(self._bus.keys.service(self._replica)))
+
+    async def _beat(self, process: psutil.Process) -> None:
+        beat = Heartbeat(
+            service=self._service,
+            replica=self._replica,
+            state=self._status.state,
+            version=self._status.version,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            address=self._address,
+            started_at_s=self._started_at_s,
+            seen_at_s=time.time(),
+            memory_bytes=process.memory_info().rss,
+            last_error=self._status.last_error[:500],
+            values=dict(self._status.values),
+        )
+        text = json.dumps(dataclasses.asdict(beat))
+        ttl_ms = int(self._heartbeat_s * MISSED_HEARTBEATS * 1000)
+        keys = self._bus.keys
+        await self._bus.call(lambda: self._bus.client.set(keys.service(self._replica), text, px=ttl_ms))
+        await self._bus.call(lambda: self._bus.client.sadd(keys.services, self._replica))
+
+
+async def heartbeats(bus: Bus) -> list[Heartbeat]:
+    """Return the heartbeats of every replica that is there, by name."""
+    names = sorted(name.decode() for name in await bus.call(lambda: bus.client.smembers(bus.keys.services)))
+    if not names:
+        return []
+    texts = await bus.call(lambda: bus.client.mget([bus.keys.service(name) for name in names]))
+    return [Heartbeat(**json.loads(text)) for text in texts if text is not None]
+
+
+async def tell(bus: Bus, source: str, name: str, detail: str, **fields: Json) -> None:
+    """Write an event for people, on the bus and in the log."""
+    log.info(name, extra={"detail": detail, **fields})
+    await bus.publish(EVENTS, Event(at_s=time.time(), source=source, name=name, detail=detail, fields=fields))

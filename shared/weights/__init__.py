@@ -1,0 +1,1 @@
+"""How weights move: snapshots, and the transports that carry them."""

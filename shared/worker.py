@@ -1,0 +1,219 @@
+"""A service as a function from one message to another: take, handle, hand over, at most ``concurrency`` at a time.
+
+::
+
+    read ──▶ attempts > max? ──▶ bury
+      │            │
+      │      handler(message) ──▶ result ──▶ hand over (dropped if somebody else was first)
+      │            ├── TemporaryError ──▶ given back, tried again after a growing delay, counted as an attempt
+      │            ├── PermanentError ──▶ bury
+      │            └── anything else  ──▶ a bug: given back, and the process stops
+      ├── renew: every third of ``claim_after_s``; what is no longer ours is cancelled
+      └── reclaim: what others have not renewed for ``claim_after_s``
+
+Order of shutdown: stop taking; wait up to ``drain_s`` for what is held; cancel the rest and give it back uncounted.
+The worker knows no service and no message type.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, TypeVar
+
+from shared.bus import Bus, Delivery, EntryId
+from shared.errors import PermanentError, TemporaryError
+from shared.streams import Stream
+
+log = logging.getLogger(__name__)
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Patience:
+    """How long and how often a worker tries."""
+
+    claim_after_s: float = 30.0
+    """An entry that its consumer has not renewed for so long is taken over."""
+    max_attempts: int = 5
+    """An entry that failed so often is buried."""
+    retry_s: float = 0.5
+    """The first wait after a temporary failure; it doubles with each attempt, up to ``claim_after_s``."""
+    drain_s: float = 20.0
+    """How long a shutdown waits for what is held."""
+
+
+@dataclasses.dataclass(slots=True)
+class WorkCounts:
+    """What a worker did since it started; telemetry reads it."""
+
+    handed_over: int = 0
+    late: int = 0
+    """Results that were dropped because somebody else finished the entry first."""
+    retried: int = 0
+    buried: int = 0
+    given_back: int = 0
+    reclaimed: int = 0
+    last_error: str = ""
+
+
+class Worker(Generic[In, Out]):
+    """Run ``handler`` over one stream until told to stop."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        consumer: str,
+        source: Stream,
+        kind: type[In],
+        output: Stream,
+        handler: Callable[[In], Awaitable[Out]],
+        concurrency: int,
+        patience: Patience,
+    ) -> None:
+        self._bus = bus
+        self._consumer = consumer
+        self._source = source
+        self._kind = kind
+        self._output = output
+        self._handler = handler
+        self._concurrency = concurrency
+        self._patience = patience
+        self._held: dict[EntryId, asyncio.Task[None]] = {}
+        self._free = asyncio.Event()
+        self._broken: asyncio.Future[None] | None = None
+        self.counts = WorkCounts()
+
+    @property
+    def held(self) -> int:
+        """How many entries are being handled now."""
+        return len(self._held)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Work until ``stop`` is set, then drain.
+
+        Raises:
+            Exception: whatever a handler raised that is neither temporary nor permanent.
+        """
+        self._broken = asyncio.get_running_loop().create_future()
+        loops = [asyncio.create_task(self._take(), name="take"), asyncio.create_task(self._keep(), name="keep")]
+        stopping = asyncio.create_task(stop.wait(), name="stop")
+        try:
+            await asyncio.wait([*loops, stopping, self._broken], return_when=asyncio.FIRST_COMPLETED)
+            await _cancel([loops[0]])
+            if not self._broken.done():
+                await self._drain()
+        finally:
+            await _cancel([stopping, *loops])
+            await self._release()
+        for finished in (*loops, self._broken):
+            if finished.done() and not finished.cancelled() and (error := finished.exception()) is not None:
+                raise error
+
+    async def _take(self) -> None:
+        for delivery in await self._bus.read_own(self._source, self._kind, self._consumer, 1000):
+            await self._start(delivery)
+        patience_s, reclaim_at_s = min(1.0, self._patience.claim_after_s / 2), 0.0
+        while True:
+            room = await self._room()
+            if time.monotonic() >= reclaim_at_s:
+                deliveries = await self._reclaim(room)
+                reclaim_at_s = 0.0 if deliveries else time.monotonic() + patience_s
+            else:
+                deliveries = await self._bus.read(self._source, self._kind, self._consumer, room, patience_s)
+            for delivery in deliveries:
+                await self._start(delivery)
+
+    async def _reclaim(self, room: int) -> list[Delivery[In]]:
+        found = await self._bus.reclaim(self._source, self._kind, self._consumer, self._patience.claim_after_s, room)
+        self.counts.reclaimed += len(found)
+        return found
+
+    async def _room(self) -> int:
+        while len(self._held) >= self._concurrency:
+            self._free.clear()
+            await self._free.wait()
+        return self._concurrency - len(self._held)
+
+    async def _start(self, delivery: Delivery[In]) -> None:
+        if delivery.entry_id in self._held:
+            return
+        if delivery.attempts > self._patience.max_attempts:
+            await self._bury(delivery, f"failed {self._patience.max_attempts} times: {self.counts.last_error}")
+            return
+        task = asyncio.create_task(self._handle(delivery), name=f"{self._source.name}:{delivery.entry_id}")
+        self._held[delivery.entry_id] = task
+        task.add_done_callback(lambda done: self._finished(delivery.entry_id, done))
+
+    def _finished(self, entry_id: EntryId, task: asyncio.Task[None]) -> None:
+        if self._held.get(entry_id) is task:
+            del self._held[entry_id]
+        self._free.set()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            assert self._broken is not None
+            if not self._broken.done():
+                self._broken.set_exception(error)
+
+    async def _handle(self, delivery: Delivery[In]) -> None:
+        try:
+            result = await self._handler(delivery.message())
+        except PermanentError as error:
+            await self._bury(delivery, str(error))
+        except TemporaryError as error:
+            await self._retry_later(delivery, str(error))
+        except Exception as error:
+            self.counts.last_error = repr(error)
+            raise
+        else:
+            if await self._bus.hand_over(delivery, self._output, result):
+                self.counts.handed_over += 1
+            else:
+                self.counts.late += 1
+                log.info("late result dropped", extra={"stream": self._source.name, "entry": delivery.entry_id})
+
+    async def _bury(self, delivery: Delivery[In], reason: str) -> None:
+        self.counts.buried += 1
+        self.counts.last_error = reason
+        log.error("entry buried", extra={"stream": self._source.name, "group": delivery.group_id, "reason": reason})
+        await self._bus.bury(delivery, reason)
+
+    async def _retry_later(self, delivery: Delivery[In], reason: str) -> None:
+        self.counts.retried += 1
+        self.counts.last_error = reason
+        if delivery.attempts >= self._patience.max_attempts:
+            await self._bury(delivery, reason)
+            return
+        wait_s = min(self._patience.retry_s * 2 ** (delivery.attempts - 1), self._patience.claim_after_s)
+        log.warning(
+            "entry will be tried again",
+            extra={"stream": self._source.name, "group": delivery.group_id, "reason": reason, "wait_s": wait_s},
+        )
+        idle_s = max(0.0, self._patience.claim_after_s - wait_s)
+        await self._bus.give_back(self._source, self._consumer, delivery.entry_id, idle_s=idle_s, counted=True)
+
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(self._patience.claim_after_s / 3)
+            held = dict(self._held)
+            ours = await self._bus.renew(self._source, self._consumer, list(held))
+            for entry_id in held.keys() - ours:
+                if self._held.get(entry_id) is held[entry_id]:
+                    log.warning("entry was taken over", extra={"stream": self._source.name, "entry": entry_id})
+                    held[entry_id].cancel()
+
+    async def _drain(self) -> None:
+        if self._held:
+            await asyncio.wait(self._held.values(), timeout=self._patience.drain_s)
+
+    async def _release(self) -> None:
+        await _cancel(list(self._held.values()))
+        self.counts.given_back += await self._bus.give_all_back(self._source, self._consumer)
+
+
+async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,87 @@
+"""Fixtures: a real Valkey for the whole session, and a bus of its own for each test."""
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from shared import embedded
+from shared.bus import Bus
+
+
+class Server:
+    """A Valkey process that a test may kill and start again on the same data."""
+
+    def __init__(self, folder: Path) -> None:
+        self.data = folder / "valkey"
+        self.socket = embedded.socket_path("test")
+        self.url = embedded.url(self.socket)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            embedded.command(self.socket, self.data), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+
+    def stop(self, with_signal: int = signal.SIGKILL) -> None:
+        assert self.process is not None
+        self.process.send_signal(with_signal)
+        self.process.wait(10)
+
+    def close(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.stop()
+        shutil.rmtree(self.socket.parent, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    found = Server(tmp_path_factory.mktemp("bus"))
+    found.start()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[Server]:
+    """A server that the test may harm."""
+    found = Server(tmp_path)
+    found.start()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+async def bus(server: Server) -> AsyncIterator[Bus]:
+    found = await Bus.connect(server.url, f"test-{uuid.uuid4().hex[:8]}", wait_s=10.0)
+    yield found
+    await found.close()
+
+
+def need(tool: str, package: str) -> str:
+    """Return the path of a program; skip the test with a reason where it is missing, fail where CI=true."""
+    path = shutil.which(tool)
+    if path is None:
+        reason = f"needs {tool} from Debian's package {package}"
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return path
+
+
+async def until(condition: object, timeout_s: float = 10.0) -> None:
+    """Wait until ``condition()`` (sync or async) is true."""
+    async with asyncio.timeout(timeout_s):
+        while True:
+            found = condition()  # type: ignore[operator]
+            if asyncio.iscoroutine(found):
+                found = await found
+            if found:
+                return
+            await asyncio.sleep(0.01)
