@@ -224,8 +224,15 @@ class Ledger:
 
     async def revoked(self) -> frozenset[PolicyVersion]:
         """Return the versions whose samples must not be trained on."""
-        states = await self.policy_states()
-        return frozenset(version for version, state in states.items() if state is PolicyState.REVOKED)
+        names = await self._bus.call(lambda: self._bus.client.smembers(self._keys.revoked))
+        return frozenset(PolicyVersion(int(name)) for name in names)
+
+    async def revoke(self, version: PolicyVersion) -> None:
+        """Fence a version: samples that hold one of its tokens are dropped at the trainer's intake."""
+        await self._bus.call(lambda: self._bus.client.sadd(self._keys.revoked, str(version)))
+        await self._bus.call(
+            lambda: self._bus.client.hset(self._keys.policy_states, str(version), PolicyState.REVOKED.value)
+        )
 
 
 def _version(text: str | None) -> PolicyVersion | None:
