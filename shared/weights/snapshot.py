@@ -189,10 +189,14 @@ def _make_private(folder: Path) -> None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    with path.open("xb") as file:
+    with open(path, "xb", opener=_private) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _sync(folder: Path) -> None:

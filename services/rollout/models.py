@@ -1,0 +1,146 @@
+"""Open a policy in Hugging Face form: the one file here that knows transformers, besides what it returns.
+
+It gives architecture, tokenizer and initial weights. Which weights serve is the follower's business.
+"""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from shared.errors import SettingsError
+
+if TYPE_CHECKING:
+    import torch
+
+    from services.rollout.decoding import LanguageModel
+    from shared.settings import PolicySettings
+
+# What transformers raises for a folder or name that holds no model: OSError (missing files, no network), ValueError
+# (unknown architecture, bad name), KeyError and TypeError (fields of config.json), RuntimeError (shapes), ImportError
+# (a package that this tokenizer or model needs).
+_UNUSABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError)
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+class Tokenizer(Protocol):
+    """What is used of a tokenizer of transformers."""
+
+    chat_template: object
+    eos_token_id: int | None
+
+    def __call__(self, text: str) -> Any:
+        """Return the tokens of a text, as ``input_ids``."""
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, str]], *, add_generation_prompt: bool, tokenize: bool, return_dict: bool
+    ) -> list[int]:
+        """Return the tokens of a conversation, up to where the assistant speaks."""
+
+    def batch_decode(self, sequences: list[list[int]], *, skip_special_tokens: bool) -> list[str]:
+        """Return the texts of token ids."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A model on its device, and what generation must know of it."""
+
+    model: "LanguageModel"
+    parameters: "dict[str, torch.Tensor]"
+    """What a snapshot may fill, by Hugging Face name; tied ones under each of their names."""
+    required: frozenset[str]
+    """What a snapshot must fill: every parameter once."""
+    device: "torch.device"
+    stop: tuple[int, ...]
+    """Every token id that ends a completion."""
+    context_tokens: int
+    vocabulary: int
+
+
+def open_tokenizer(policy: "PolicySettings") -> Tokenizer:
+    """Return the tokenizer of ``policy``.
+
+    Raises:
+        SettingsError: there is none.
+    """
+    setting, source = ("policy.tokenizer", policy.tokenizer) if policy.tokenizer else ("policy.model", policy.model)
+    _check_source(setting, source, "tokenizer_config.json")
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=policy.trust_remote_code)
+    except _UNUSABLE as error:
+        raise SettingsError(
+            f"expected a tokenizer in {source!r}, found none that loads ({_first_line(error)}): change {setting}"
+        ) from error
+    return tokenizer
+
+
+def open_model(policy: "PolicySettings", tokenizer: Tokenizer, device: str) -> OpenedModel:
+    """Return the causal language model of ``policy`` on ``device`` (``auto``: a GPU where there is one).
+
+    Raises:
+        SettingsError: there is no such model or device.
+    """
+    _check_source("policy.model", policy.model, "config.json")
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    place = _device(device)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            policy.model, dtype=getattr(torch, policy.dtype), trust_remote_code=policy.trust_remote_code
+        )
+    except _UNUSABLE as error:
+        raise SettingsError(
+            f"expected a causal language model in {policy.model!r}, found none that loads ({_first_line(error)}): "
+            "change policy.model"
+        ) from error
+    model = model.eval().requires_grad_(False).to(place)
+    config = model.config.get_text_config()
+    stop = {*_ids(model.generation_config.eos_token_id), *_ids(config.eos_token_id), *_ids(tokenizer.eos_token_id)}
+    return OpenedModel(
+        model=model,
+        parameters=dict(model.state_dict(keep_vars=True)),
+        required=frozenset(name for name, _ in model.named_parameters()),
+        device=place,
+        stop=tuple(sorted(stop)),
+        context_tokens=int(getattr(config, "max_position_embeddings", 0) or 1 << 30),
+        vocabulary=int(model.get_input_embeddings().weight.shape[0]),
+    )
+
+
+def _check_source(setting: str, source: str, needed: str) -> None:
+    """Refuse at once what can be no folder with ``needed`` in it and no hub name either."""
+    if not source:
+        raise SettingsError(
+            f"expected a folder in Hugging Face form or a hub name in {setting}, found nothing: set {setting}"
+        )
+    folder = Path(source)
+    if folder.is_dir():
+        if not (folder / needed).is_file():
+            raise SettingsError(f"expected {needed} in the folder {source!r}, found none: change {setting}")
+    elif folder.exists() or _HUB_NAME.fullmatch(source) is None or source.startswith("."):
+        raise SettingsError(f"expected a folder in Hugging Face form at {source!r}, found none: change {setting}")
+
+
+def _device(name: str) -> "torch.device":
+    import torch
+
+    try:
+        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise SettingsError(
+            f"expected auto, cpu or a device of this machine, found {name!r} ({_first_line(error)}): "
+            "change rollout.device"
+        ) from error
+    return device
+
+
+def _ids(value: int | list[int] | None) -> list[int]:
+    return [] if value is None else [value] if isinstance(value, int) else list(value)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".:")
