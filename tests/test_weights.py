@@ -183,7 +183,7 @@ def test_a_name_that_comes_twice_is_refused(tmp_path: Path) -> None:
 
 def test_storage_that_refuses_is_told_with_the_setting_to_change(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(WeightsError, match="change weights.folder"):
+    with pytest.raises(WeightsError, match=r"change weights\.folder"):
         write(tmp_path / "file" / "weights")
 
 

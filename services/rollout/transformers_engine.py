@@ -178,7 +178,8 @@ class TransformersEngine:
             for place, asked in enumerate(batch):
                 if asked.answer.cancelled():
                     decoding.drop(place)
-        self._running = []
+        if decoding.finished:
+            self._running = []
 
     def _deliver(self, whole: Sequence[tuple[int, tuple[GeneratedSample, ...]]], started_at_s: float) -> None:
         now_s = time.time()
