@@ -36,7 +36,8 @@ def batch(model: Any, requests: list[GenerationRequest], stop: tuple[int, ...] =
 def decode(
     model: Any, requests: list[GenerationRequest], stop: tuple[int, ...] = NEVER, seed: int = 0
 ) -> list[tuple[GeneratedSample, ...]]:
-    decoding, found = batch(model, requests, stop, seed), {}
+    decoding = batch(model, requests, stop, seed)
+    found: dict[int, tuple[GeneratedSample, ...]] = {}
     while not decoding.finished:
         found.update(decoding.step(PolicyVersion(0)))
     return [found[place] for place in range(len(requests))]

@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from safetensors import SafetensorError
+
 from shared.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -18,8 +20,8 @@ if TYPE_CHECKING:
 
 # What transformers raises for a folder or name that holds no model: OSError (missing files, no network), ValueError
 # (unknown architecture, bad name), KeyError and TypeError (fields of config.json), RuntimeError (shapes), ImportError
-# (a package that this tokenizer or model needs).
-_UNUSABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError)
+# (a package that this tokenizer or model needs), SafetensorError (a torn file).
+_UNUSABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError)
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -67,6 +69,7 @@ def open_tokenizer(policy: "PolicySettings") -> Tokenizer:
     _check_source(setting, source, "tokenizer_config.json")
     from transformers import AutoTokenizer
 
+    _log_as_we_do()
     try:
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=policy.trust_remote_code)
     except _UNUSABLE as error:
@@ -108,6 +111,15 @@ def open_model(policy: "PolicySettings", tokenizer: Tokenizer, device: str) -> O
         context_tokens=int(getattr(config, "max_position_embeddings", 0) or 1 << 30),
         vocabulary=int(model.get_input_embeddings().weight.shape[0]),
     )
+
+
+def _log_as_we_do() -> None:
+    """Let transformers log through the root logger, and draw no progress bars between its lines."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.disable_default_handler()
+    logging.enable_propagation()
 
 
 def _check_source(setting: str, source: str, needed: str) -> None:

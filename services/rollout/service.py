@@ -47,18 +47,17 @@ _MAX_EVALUATION_GROUPS = 512
 
 @dataclasses.dataclass(slots=True)
 class Rate:
-    """Samples and tokens of the last ``RATE_WINDOW_S`` seconds."""
+    """Samples and tokens of the last ``RATE_WINDOW_S`` seconds; times are monotonic seconds."""
 
-    started_s: float = dataclasses.field(default_factory=time.monotonic)
+    started_s: float
     finished: deque[tuple[float, int, int]] = dataclasses.field(default_factory=deque)
 
-    def add(self, samples: int, tokens: int) -> None:
-        """Count a group that is finished now."""
-        self.finished.append((time.monotonic(), samples, tokens))
+    def add(self, now_s: float, samples: int, tokens: int) -> None:
+        """Count a group that is finished."""
+        self.finished.append((now_s, samples, tokens))
 
-    def per_second(self) -> tuple[float, float]:
+    def per_second(self, now_s: float) -> tuple[float, float]:
         """Return (samples, tokens) a second."""
-        now_s = time.monotonic()
         while self.finished and self.finished[0][0] < now_s - RATE_WINDOW_S:
             self.finished.popleft()
         window_s = max(1e-3, min(RATE_WINDOW_S, now_s - self.started_s))
@@ -73,7 +72,7 @@ class Generation:
         self._codec = codec
         self._follower = follower
         self._replica = replica
-        self.rate = Rate()
+        self.rate = Rate(time.monotonic())
 
     async def handle(self, prompt: Prompt) -> RolloutGroup:
         """Generate the group of ``prompt``.
@@ -114,7 +113,7 @@ class Generation:
         GENERATED_SAMPLES.labels(prompt.purpose.value).inc(len(generated.samples))
         TRUNCATED_SAMPLES.labels(prompt.purpose.value).inc(truncated)
         GENERATE.observe(generated.finished_at_s - generated.started_at_s)
-        self.rate.add(len(generated.samples), tokens)
+        self.rate.add(time.monotonic(), len(generated.samples), tokens)
 
 
 class Rollout:
@@ -173,7 +172,7 @@ class Rollout:
     async def _report(self, stop: asyncio.Event, report_s: float) -> None:
         while True:
             held = sum(worker.held for worker in self._workers)
-            samples_per_s, tokens_per_s = self._generation.rate.per_second()
+            samples_per_s, tokens_per_s = self._generation.rate.per_second(time.monotonic())
             self._status.values.update(samples_per_s=samples_per_s, tokens_per_s=tokens_per_s, held=float(held))
             self._status.state = self._state(held, stop.is_set())
             await asyncio.sleep(report_s)
