@@ -361,6 +361,17 @@ def test_a_model_that_is_none_is_told_in_one_sentence(tmp_path: Path, model: str
         open_tokenizer(PolicySettings(model=model.format(empty=tmp_path)))
 
 
+def test_a_hub_name_without_a_hub_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(SettingsError, match=r"found no folder 'nobody/nothing' and no hub \(.*\): change policy.model"):
+        open_tokenizer(PolicySettings(model="nobody/nothing"))
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SettingsError, match=r"expected a folder in Hugging Face form at 'models/mine', found none"):
+        open_tokenizer(PolicySettings(model="models/mine"))
+
+
 def test_a_broken_model_or_device_names_its_setting(tmp_path: Path) -> None:
     policy = PolicySettings(model=str(tiny.save(tmp_path)))
     tokenizer = open_tokenizer(policy)

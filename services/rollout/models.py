@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 # (unknown architecture, bad name), KeyError and TypeError (fields of config.json), RuntimeError (shapes), ImportError
 # (a package that this tokenizer or model needs), SafetensorError (a torn file).
 _UNUSABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError)
+_TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_HUB_TIMEOUT_S = 5.0
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -66,7 +68,7 @@ def open_tokenizer(policy: "PolicySettings") -> Tokenizer:
         SettingsError: there is none.
     """
     setting, source = ("policy.tokenizer", policy.tokenizer) if policy.tokenizer else ("policy.model", policy.model)
-    _check_source(setting, source, "tokenizer_config.json")
+    _check_source(setting, source, _TOKENIZER_FILES)
     from transformers import AutoTokenizer
 
     _log_as_we_do()
@@ -85,7 +87,7 @@ def open_model(policy: "PolicySettings", tokenizer: Tokenizer, device: str) -> O
     Raises:
         SettingsError: there is no such model or device.
     """
-    _check_source("policy.model", policy.model, "config.json")
+    _check_source("policy.model", policy.model, ("config.json",))
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -122,18 +124,38 @@ def _log_as_we_do() -> None:
     logging.enable_propagation()
 
 
-def _check_source(setting: str, source: str, needed: str) -> None:
-    """Refuse at once what can be no folder with ``needed`` in it and no hub name either."""
+def _check_source(setting: str, source: str, needed: tuple[str, ...]) -> None:
+    """Refuse at once what can be neither a folder with one of the files ``needed`` nor a hub name in reach."""
     if not source:
         raise SettingsError(
             f"expected a folder in Hugging Face form or a hub name in {setting}, found nothing: set {setting}"
         )
     folder = Path(source)
     if folder.is_dir():
-        if not (folder / needed).is_file():
-            raise SettingsError(f"expected {needed} in the folder {source!r}, found none: change {setting}")
-    elif folder.exists() or _HUB_NAME.fullmatch(source) is None or source.startswith("."):
+        if not any((folder / name).is_file() for name in needed):
+            raise SettingsError(f"expected {needed[0]} in the folder {source!r}, found none: change {setting}")
+    elif (folder.parent.is_dir() and "/" in source) or _HUB_NAME.fullmatch(source) is None or source.startswith("."):
         raise SettingsError(f"expected a folder in Hugging Face form at {source!r}, found none: change {setting}")
+    else:
+        _check_hub(setting, source, needed)
+
+
+def _check_hub(setting: str, name: str, needed: tuple[str, ...]) -> None:
+    """Refuse a hub name that is not cached while the hub is out of reach: transformers would try for a minute."""
+    import httpx
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if any(isinstance(try_to_load_from_cache(name, file), str) for file in needed):
+        return
+    try:
+        if constants.HF_HUB_OFFLINE:
+            raise httpx.ConnectError("HF_HUB_OFFLINE is set")
+        httpx.head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S)
+    except httpx.HTTPError as error:
+        raise SettingsError(
+            f"expected a folder in Hugging Face form or a hub name in reach, found no folder {name!r} and no hub "
+            f"({error}): change {setting}"
+        ) from error
 
 
 def _device(name: str) -> "torch.device":
