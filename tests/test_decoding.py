@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import MambaConfig, MambaForCausalLM
 
 from services.rollout.decoding import Batch, Tokens
 from services.rollout.engine import EngineDied, GeneratedGroup, GeneratedSample, GenerationRequest
-from services.rollout.transformers_engine import TransformersEngine, seed_of
-from shared.errors import WeightsError
+from services.rollout.transformers_engine import TransformersEngine, seed_of, try_out
+from shared.errors import SettingsError, WeightsError
 from shared.messages import FinishReason, PolicyVersion, Sampling
 from shared.weights.snapshot import read_snapshot, write_snapshot
 from tests import tiny
@@ -144,6 +145,13 @@ def test_the_same_seed_draws_the_same_tokens() -> None:
 def test_replicas_of_a_run_draw_different_tokens() -> None:
     assert seed_of(0, "rollout-0") == seed_of(0, "rollout-0")
     assert len({seed_of(0, "rollout-0"), seed_of(0, "rollout-1"), seed_of(1, "rollout-0")}) == 3
+
+
+def test_a_model_that_cannot_be_decoded_is_told_at_the_start() -> None:
+    try_out(tiny.opened(tiny.model()))
+    config = MambaConfig(vocab_size=48, hidden_size=16, num_hidden_layers=1, state_size=4)
+    with pytest.raises(SettingsError, match=r"found MambaForCausalLM, which failed to decode .*: change policy.model"):
+        try_out(tiny.opened(MambaForCausalLM(config).eval().requires_grad_(False)))
 
 
 # -------------------------------------------------------------------- how weights change

@@ -21,10 +21,11 @@ async def open_engine(settings: Settings, replica: str) -> tuple[Engine, Codec]:
 
         return ScriptedEngine(seed=settings.run.seed), CharacterCodec()
     from services.rollout.models import open_model, open_tokenizer
-    from services.rollout.transformers_engine import TransformersEngine, seed_of
+    from services.rollout.transformers_engine import TransformersEngine, seed_of, try_out
 
     tokenizer = await asyncio.to_thread(open_tokenizer, settings.policy)
     opened = await asyncio.to_thread(open_model, settings.policy, tokenizer, settings.rollout.device)
+    await asyncio.to_thread(try_out, opened)
     engine = TransformersEngine(
         opened,
         seed=seed_of(settings.run.seed, replica),

@@ -25,13 +25,14 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar, TypeVarTuple, Unpack
 
+import numpy as np
 import torch
 
 from services.rollout.decoding import Batch, Tokens
 from services.rollout.engine import EngineDied, GeneratedGroup, GeneratedSample, GenerationRequest
 from services.rollout.models import OpenedModel
-from shared.errors import WeightsError
-from shared.messages import PolicyVersion
+from shared.errors import SettingsError, WeightsError
+from shared.messages import PolicyVersion, Sampling
 
 GATHER_S = 0.004
 """An idle engine starts once no further request has come for so long."""
@@ -216,6 +217,27 @@ class TransformersEngine:
     def _call(self, callback: Callable[[Unpack[Arguments]], object], *arguments: *Arguments) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self._loop.call_soon_threadsafe(callback, *arguments)
+
+
+def try_out(opened: OpenedModel) -> None:
+    """Decode two tokens of two samples, so that a model that cannot be decoded like this is known at the start.
+
+    Raises:
+        SettingsError: it has no key-value cache of the usual kind, or does not fit its device.
+    """
+    request = GenerationRequest(np.zeros(1, dtype=np.int32), Sampling(samples=2, max_new_tokens=2, temperature=1.0))
+    generator = torch.Generator(device=opened.device)
+    try:
+        with torch.inference_mode():
+            decoding = Batch(opened.model, [request], Tokens(stop=()), generator, opened.device)
+            while not decoding.finished:
+                decoding.step(PolicyVersion(0))
+    except (TypeError, AttributeError, RuntimeError, ValueError, LookupError) as error:
+        raise SettingsError(
+            f"expected a decoder-only language model with a key-value cache that fits {opened.device}, found "
+            f"{type(opened.model).__name__}, which failed to decode ({type(error).__name__}: {error}): "
+            "change policy.model or rollout.device"
+        ) from error
 
 
 def seed_of(run_seed: int, replica: str) -> int:
