@@ -93,7 +93,7 @@ class _Compiler:
         try:
             tree = ast.parse(self._text, mode="eval")
         except SyntaxError as error:
-            raise self._refused("an expression", error.msg, (error.offset or 1) - 1) from error
+            raise self._refused("an expression", error.msg, (error.offset or len(self._text) + 1) - 1) from error
         except (ValueError, RecursionError, MemoryError) as error:
             raise self._refused("an expression", str(error) or "one that is nested too deeply", 0) from error
         return self._node(tree.body, 0)

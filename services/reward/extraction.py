@@ -11,6 +11,8 @@ _NUMBER = re.compile(
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
     r"(?:[eE][-+]?[0-9]{1,3}(?![0-9]))?(?:/[0-9]+)?(?:\\?%)?"
 )
+_LONGEST_BOXED = 10_000
+"""A box that is not closed within so many characters counts as cut off."""
 _LAST_NUMBER_WITHIN = 20_000
 """How far from the end the last number is looked for, in characters."""
 
@@ -41,7 +43,7 @@ def boxed(text: str) -> str | None:
         return None
     start += len("\\boxed{")
     depth, escaped = 1, False
-    for index in range(start, len(text)):
+    for index in range(start, min(len(text), start + _LONGEST_BOXED)):
         character = text[index]
         if escaped:
             escaped = False

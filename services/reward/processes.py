@@ -146,6 +146,13 @@ class Processes:
         for place in self._places:
             self._free.put_nowait(place)
         self._scorer = scorer
+        self.questions = 0
+        """How often a question was put."""
+
+    @property
+    def alive(self) -> int:
+        """How many processes there are now."""
+        return sum(place.alive for place in self._places)
 
     async def warm(self) -> None:
         """Start them all and wait until they are ready.
@@ -167,6 +174,7 @@ class Processes:
         async with self._place() as place:
             for _ in range(2):
                 await place.fill()
+                self.questions += 1
                 try:
                     async with asyncio.timeout(timeout_s):
                         return await place.put(line)
