@@ -63,6 +63,8 @@ class RunStatus:
     trainer_epoch: int
     first_admission_s: float | None
     last_commit_s: float | None
+    paused_s: float
+    """How long the run was paused, over all pauses that ended."""
 
 
 class Ledger:
@@ -93,6 +95,7 @@ class Ledger:
             trainer_epoch=int(fields.get("trainer_epoch", 0)),
             first_admission_s=_optional_float(fields.get("first_admission_s")),
             last_commit_s=_optional_float(fields.get("last_commit_s")),
+            paused_s=float(fields.get("paused_s", 0)),
         )
 
     async def transition(self, to: RunState, reason: str, allowed: Sequence[RunState]) -> tuple[bool, RunState]:
@@ -194,7 +197,7 @@ class Ledger:
     # ---------------------------------------------------------------- policies
 
     async def promote(self, delivery: Delivery[PolicyRecord]) -> bool:
-        """Make a published version the head and tell every replica; False when it was done before."""
+        """Make a published version the head and tell every replica; False when it, or a newer one, was promoted before."""
         record = delivery.message()
         keys = [self._keys.of(streams.PUBLISHED), self._keys.run]
         keys += [self._keys.policy_states, self._keys.of(streams.POLICY)]
