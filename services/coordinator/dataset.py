@@ -137,11 +137,12 @@ def _problem(source: str, row: Row, data: DataSettings) -> Problem:
         raise row
     text, messages = _question(row, data)
     named = {data.prompt_field, data.messages_field, data.answer_field}
-    extra = {name: rows.plain(value, name) for name, value in row.items() if name not in named}
-    found = Problem(source, text, messages, _answer(row.get(data.answer_field), data.answer_field), extra)
+    answer = _answer(row.get(data.answer_field), data.answer_field)
     try:
+        extra = {name: rows.plain(value, name) for name, value in row.items() if name not in named}
+        found = Problem(source, text, messages, answer, extra)
         wire.encode(found.prompt(0, _PROBE))
-    except (ValueError, OverflowError, TypeError) as error:
+    except (ValueError, OverflowError, TypeError, RecursionError) as error:
         raise BadRow(f"expected values that a message can carry, found {error}") from error
     return found
 
