@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from shared.messages import Json
@@ -69,11 +69,11 @@ def _parse(line: bytes) -> dict[str, Json] | None:
     return found if isinstance(found, dict) else None
 
 
-def finite(value: Json | Mapping[str, Json]) -> Json:
+def finite(value: Json) -> Json:
     """Return ``value`` with null in place of numbers that JSON cannot hold."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return {name: finite(item) for name, item in value.items()}
     if isinstance(value, list):
         return [finite(item) for item in value]

@@ -20,7 +20,7 @@ class BadRow(Exception):
     """A row that cannot be read; the message says what was expected and what was found."""
 
 
-Row: TypeAlias = "dict[str, object] | BadRow"
+Row: TypeAlias = dict[str, object] | BadRow
 
 
 def read(path: Path, setting: str) -> Iterator[tuple[str, Row]]:
