@@ -215,8 +215,10 @@ class Bus:
         )
         return EntryId(_text(entry))
 
-    async def read(self, stream: Stream, kind: type[M], consumer: str, count: int, block_s: float) -> list[Delivery[M]]:
-        """Take up to ``count`` entries that nobody has; wait up to ``block_s`` for the first."""
+    async def read(
+        self, stream: Stream, kind: type[M], consumer: str, count: int, block_s: float | None
+    ) -> list[Delivery[M]]:
+        """Take up to ``count`` entries that nobody has; wait up to ``block_s`` for the first (None: not at all)."""
         return await self._read(stream, kind, consumer, ">", count, block_s)
 
     async def read_own(self, stream: Stream, kind: type[M], consumer: str, count: int) -> list[Delivery[M]]:

@@ -27,6 +27,7 @@ from shared.messages import (
     StepReport,
 )
 from shared.settings import Settings
+from shared.streams import Stream
 from shared.telemetry import Status
 from shared.worker import Patience, Worker
 
@@ -155,7 +156,7 @@ async def replicas(bus: Bus, reward: Reward = lambda prompt: 1.0, evaluating: bo
         return Experience(group, rewards, (scores,) * len(group.samples), 3.0, 0.1)
 
     patience = Patience(claim_after_s=5.0, max_attempts=1, drain_s=0.0)
-    routes: list[tuple[Any, ...]] = [
+    routes: list[tuple[Stream, Any, Stream, Any]] = [
         (streams.PROMPTS, Prompt, streams.ROLLOUTS, generate),
         (streams.ROLLOUTS, RolloutGroup, streams.EXPERIENCE, score),
     ]
@@ -165,7 +166,9 @@ async def replicas(bus: Bus, reward: Reward = lambda prompt: 1.0, evaluating: bo
             (streams.EVAL_ROLLOUTS, RolloutGroup, streams.EVAL_RESULTS, score),
         ]
     stop = asyncio.Event()
-    workers = [Worker(bus, "replica", *route, 8, patience) for route in routes]
+    workers: list[Worker[Any, Any]] = [
+        Worker(bus, "replica", source, kind, output, handler, 8, patience) for source, kind, output, handler in routes
+    ]
     tasks = [asyncio.create_task(worker.run(stop)) for worker in workers]
     try:
         yield

@@ -187,10 +187,10 @@ INITIAL = summarize(Description(V0, 0, 1, True, False, 0.0), [(1.0, 0, 0)], 0.5,
         ({"step": 20, "head": 20}, 20, [INITIAL], Due()),
         ({"step": 23, "head": 22}, 22, [INITIAL], Due()),
         ({"step": 20, "head": 20, "state": RunState.PAUSED}, 20, [INITIAL], None),
-        ({"step": 21, "head": 21}, 21, [INITIAL, dataclasses.replace(INITIAL, step=20, version=20)], None),
+        ({"step": 21, "head": 21}, 21, [INITIAL, dataclasses.replace(INITIAL, step=20, version=PolicyVersion(20))], None),
         ({"step": 100, "head": 99, "newest_version": 100}, 99, [INITIAL], None),
         ({"step": 100, "head": 100, "newest_version": 100}, 100, [INITIAL], Due(final=True)),
-        ({"step": 100, "head": 100, "newest_version": 100}, 100, [INITIAL, dataclasses.replace(INITIAL, version=100, step=100, final=True)], None),
+        ({"step": 100, "head": 100, "newest_version": 100}, 100, [INITIAL, dataclasses.replace(INITIAL, version=PolicyVersion(100), step=100, final=True)], None),
     ],
 )  # fmt: skip
 def test_when_an_evaluation_is_due(

@@ -172,17 +172,12 @@ class Evaluator:
     async def _is_over(self, description: Description) -> bool:
         if await self._answered() >= description.problems:
             return True
-        *asked, results = await self._bus.call(self._lengths)
+        keys = [self._bus.keys.of(stream) for stream in EVALUATION_STREAMS]
+        # One script: an entry on its way from one stream to the next must not be missed.
+        rows = await self._bus.script("depths", keys, [""] * len(keys))
+        *asked, results = (int(entries) for entries, _, _ in rows)
         late = time.time() - description.started_at_s > self._settings.timeout_s
         return results == 0 and (late or sum(asked) == 0)
-
-    async def _lengths(self) -> list[int]:
-        # One transaction: an entry on its way from one stream to the next must not be missed.
-        pipeline = self._bus.client.pipeline(transaction=True)
-        for stream in EVALUATION_STREAMS:
-            pipeline.xlen(self._bus.keys.of(stream))
-        lengths: list[int] = await pipeline.execute()
-        return lengths
 
     # ---------------------------------------------------------------- end
 
@@ -219,7 +214,7 @@ class Evaluator:
 
 async def take_all(bus: Bus, stream: Stream, count: int = 256) -> list[Delivery[object]]:
     """Take up to ``count`` entries of a stream out of whoever's hands they are in; an empty list when none is left."""
-    fresh = await bus.read(stream, object, CONSUMER, count, 0.001)
+    fresh = await bus.read(stream, object, CONSUMER, count, None)
     return fresh or await bus.reclaim(stream, object, CONSUMER, 0.0, count)
 
 

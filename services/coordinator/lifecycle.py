@@ -185,10 +185,7 @@ class Lifecycle:
     # ---------------------------------------------------------------- end
 
     async def _end(self, state: RunState) -> bool:
-        if self.closed:
-            return False
         if await self._is_closed():
-            self.closed = True
             return False
         self._closing = "ending: waiting for the trainer"
         await self._wait_for_trainer()
@@ -196,19 +193,21 @@ class Lifecycle:
         return True
 
     async def _is_closed(self) -> bool:
-        key = self._bus.keys.run
-        return bool(await self._bus.call(lambda: self._bus.client.hexists(key, "closed_at_s")))
+        if not self.closed:
+            key = self._bus.keys.run
+            self.closed = bool(await self._bus.call(lambda: self._bus.client.hexists(key, "closed_at_s")))
+        return self.closed
 
     async def close(self, state: RunState) -> None:
         """Drop what is left, bring the records up to date, write summary and report, and note the end."""
-        if self.closed:
+        if await self._is_closed():
             return
         self._closing = "ending: dropping what is left"
         dropped = await drain(self._bus)
         self._closing = "ending: writing the report"
         status = await self._ledger.status()
         reason = _COMPLETE if state is RunState.FINISHED else status.reason
-        await tell(self._bus, SOURCE, f"run {state.value}", reason, dropped=dropped)
+        await tell(self._bus, SOURCE, "run ended", reason, state=state.value, dropped=dropped)
         await self._recorder.catch_up()
         await self._write(dataclasses.replace(status, state=state, reason=reason))
         self._closing = ""
