@@ -10,12 +10,13 @@ that ran although its answer was lost changes nothing when it runs again.
 
 import asyncio
 import dataclasses
+import hashlib
 import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib import resources
-from typing import Any, Generic, NewType, TypeVar
+from typing import Any, Generic, NewType, TypeAlias, TypeVar
 
 from redis.exceptions import (
     BusyLoadingError,
@@ -34,6 +35,7 @@ from shared.streams import Keys, Stream
 
 log = logging.getLogger(__name__)
 
+Argument: TypeAlias = str | bytes | int | float
 M = TypeVar("M")
 R = TypeVar("R")
 EntryId = NewType("EntryId", str)
@@ -131,7 +133,7 @@ class Bus:
 
     async def close(self) -> None:
         """Close the connections."""
-        await self.client.aclose()
+        await connection.close_client(self.client)
 
     async def make_groups(self) -> None:
         """Make the consumer group of every grouped stream, at its beginning, where it does not exist."""
@@ -181,11 +183,11 @@ class Bus:
             self.reconnects += 1
             log.info("bus available again", extra={"reconnects": self.reconnects})
 
-    async def script(self, name: str, keys: Sequence[str], arguments: Sequence[str | bytes | int | float]) -> Any:
+    async def script(self, name: str, keys: Sequence[str], arguments: Sequence[Argument]) -> Any:
         """Run one of ``shared/lua`` atomically."""
         return await self.call(lambda: self._script(name, keys, arguments))
 
-    async def _script(self, name: str, keys: Sequence[str], arguments: Sequence[str | bytes | int | float]) -> Any:
+    async def _script(self, name: str, keys: Sequence[str], arguments: Sequence[Argument]) -> Any:
         digest = self._digests.get(name)
         if digest is not None:
             try:
@@ -254,7 +256,7 @@ class Bus:
         self, stream: Stream, kind: type[M], consumer: str, min_idle_s: float, count: int
     ) -> list[Delivery[M]]:
         """Take over entries that their consumer has not renewed for ``min_idle_s``."""
-        arguments = [stream.group or "", consumer, int(min_idle_s * 1000), count, "0-0"]
+        arguments: list[Argument] = [stream.group or "", consumer, int(min_idle_s * 1000), count, "0-0"]
         try:
             answer = await self.script("reclaim", [self.keys.of(stream)], arguments)
         except ResponseError as error:
@@ -309,7 +311,12 @@ class Bus:
 
         Returns False when another consumer finished the entry first: nothing was published.
         """
-        arguments = [delivery.stream.group or "", delivery.entry_id, delivery.group_id, wire.encode(result)]
+        arguments: list[Argument] = [
+            delivery.stream.group or "",
+            delivery.entry_id,
+            delivery.group_id,
+            wire.encode(result),
+        ]
         keys = [self.keys.of(delivery.stream), self.keys.of(output)]
         return bool(await self.script("hand_over", keys, arguments))
 
@@ -329,7 +336,7 @@ class Bus:
         stream = delivery.stream
         counted = stream in streams.TRAINING_STREAMS
         keys = [self.keys.of(stream), self.keys.counts, self.keys.of(streams.AUDIT), self.keys.of(stream.dead)]
-        arguments = [
+        arguments: list[Argument] = [
             stream.group or "",
             delivery.entry_id,
             delivery.group_id,
@@ -345,7 +352,12 @@ class Bus:
     async def requeue(self, delivery: Delivery[Any], prompt: object) -> bool:
         """Send the group of a stale experience back to the prompts, in one transaction."""
         keys = [self.keys.of(delivery.stream), self.keys.of(streams.PROMPTS), self.keys.counts]
-        arguments = [delivery.stream.group or "", delivery.entry_id, delivery.group_id, wire.encode(prompt)]
+        arguments: list[Argument] = [
+            delivery.stream.group or "",
+            delivery.entry_id,
+            delivery.group_id,
+            wire.encode(prompt),
+        ]
         return bool(await self.script("requeue", keys, arguments))
 
     async def renew(self, stream: Stream, consumer: str, entries: Sequence[EntryId]) -> set[EntryId]:
@@ -357,12 +369,12 @@ class Bus:
 
     async def give_back(self, stream: Stream, consumer: str, entry_id: EntryId, *, idle_s: float, counted: bool) -> int:
         """Let any consumer take an entry, ``idle_s`` of its idle time already counted as passed."""
-        arguments = [stream.group or "", consumer, int(idle_s * 1000), 0 if counted else 1, entry_id]
+        arguments: list[Argument] = [stream.group or "", consumer, int(idle_s * 1000), 0 if counted else 1, entry_id]
         return int(await self.script("give_back", [self.keys.of(stream)], arguments))
 
     async def give_all_back(self, stream: Stream, consumer: str) -> int:
         """Let others take at once, uncounted, everything that ``consumer`` has; return how many entries."""
-        arguments = [stream.group or "", consumer, 86_400_000, 1]
+        arguments: list[Argument] = [stream.group or "", consumer, 86_400_000, 1]
         return int(await self.script("give_back", [self.keys.of(stream)], arguments))
 
     # ---------------------------------------------------------------- look
@@ -398,6 +410,4 @@ def _pairs(flat: Sequence[Any]) -> dict[Any, Any]:
 
 
 def _sha1(text: str) -> str:
-    import hashlib
-
     return hashlib.sha1(text.encode()).hexdigest()  # noqa: S324 (Redis names scripts by SHA-1)

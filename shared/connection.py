@@ -24,7 +24,7 @@ Client: TypeAlias = Any
 
 _OLDEST = {"redis": 7, "valkey": 8}
 _EVICTING = re.compile(r"allkeys|volatile")
-_OPTIONS = {
+_OPTIONS: dict[str, Any] = {
     "socket_connect_timeout": 5.0,
     "socket_timeout": 30.0,  # longer than any blocking read
     "health_check_interval": 15,
@@ -61,6 +61,14 @@ def open_client(url: str) -> Client:
         raise SettingsError(f"expected a bus URL, found {redact(url)!r} ({error}): change bus.url") from error
 
 
+async def close_client(client: Client) -> None:
+    """Close a client's connections, those to its sentinels too."""
+    manager = getattr(getattr(client, "connection_pool", None), "sentinel_manager", None)
+    for sentinel in manager.sentinels if manager is not None else ():
+        await sentinel.aclose()
+    await client.aclose()
+
+
 def _nodes(url: SplitResult, default_port: int) -> list[tuple[str, int]]:
     hosts = url.netloc.rpartition("@")[2].split(",")
     return [(host or "127.0.0.1", int(port or default_port)) for host, _, port in (h.partition(":") for h in hosts)]
@@ -75,7 +83,9 @@ def _credentials(url: SplitResult) -> dict[str, str]:
 def _sentinel(url: SplitResult, tls: bool) -> Client:
     name, _, db = url.path.strip("/").partition("/")
     query = dict(parse_qsl(url.query))
-    sentinel = Sentinel(_nodes(url, 26379), sentinel_kwargs={"password": query.get("sentinel_password"), "protocol": 2})
+    sentinel: Any = Sentinel(  # type: ignore[no-untyped-call]
+        _nodes(url, 26379), sentinel_kwargs={"password": query.get("sentinel_password"), "protocol": 2}
+    )
     options = {**_OPTIONS, **_credentials(url), "db": int(db or 0), "retry": Retry(NoBackoff(), 0)}
     return sentinel.master_for(name or "mymaster", ssl=tls, **_tls_files(query if tls else {}), **options)
 
@@ -86,7 +96,7 @@ def _cluster(url: SplitResult, tls: bool) -> Client:
     return RedisCluster(startup_nodes=nodes, ssl=tls, **options)
 
 
-def _tls_files(query: dict[str, str]) -> dict[str, str]:
+def _tls_files(query: dict[str, str]) -> dict[str, Any]:
     return {name: value for name, value in query.items() if name.startswith("ssl_")}
 
 
@@ -108,7 +118,7 @@ async def check_server(client: Client) -> str:
         memory = await client.info("memory")
     except (RedisError, OSError) as error:
         raise BusUnavailable(f"expected a Redis or Valkey server, found none that answers: {error}") from error
-    info, memory = _one(info), _one(memory)
+    info, memory = _one_node(info), _one_node(memory)
     name = "valkey" if "valkey_version" in info else "redis"
     version = str(info.get(f"{name}_version", info.get("redis_version", "0")))
     if int(version.split(".")[0]) < _OLDEST[name]:
@@ -125,7 +135,7 @@ async def check_server(client: Client) -> str:
     return f"{name} {version}"
 
 
-def _one(info: dict[str, object]) -> dict[str, object]:
+def _one_node(info: dict[str, Any]) -> dict[str, Any]:
     """A cluster answers per node: take one."""
     first = next(iter(info.values()), None)
     return first if isinstance(first, dict) and "redis_version" not in info and "maxmemory" not in info else info

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 
 from shared import streams, wire
-from shared.bus import Bus, Delivery, EntryId
+from shared.bus import Argument, Bus, Delivery, EntryId
 from shared.errors import Fenced
 from shared.messages import Experience, PolicyRecord, PolicyUpdate, PolicyVersion, Prompt, StepReport
 
@@ -97,7 +97,7 @@ class Ledger:
 
     async def transition(self, to: RunState, reason: str, allowed: Sequence[RunState]) -> tuple[bool, RunState]:
         """Change the run's state if it is one of ``allowed``; return whether, and the state that was found."""
-        arguments = [to.value, reason, time.time(), *(state.value for state in allowed)]
+        arguments: list[Argument] = [to.value, reason, time.time(), *(state.value for state in allowed)]
         changed, found = await self._bus.script("transition", [self._keys.run], arguments)
         return bool(changed), RunState(found.decode() or "created")
 
@@ -111,7 +111,15 @@ class Ledger:
         """
         keys = [self._keys.run, *(self._keys.of(stream) for stream in streams.TRAINING_STREAMS)]
         cursor = prompts[0].group_id if prompts else 0
-        arguments = [slots, groups_per_step, steps, cursor, newest, time.time(), *(wire.encode(p) for p in prompts)]
+        arguments: list[Argument] = [
+            slots,
+            groups_per_step,
+            steps,
+            cursor,
+            newest,
+            time.time(),
+            *(wire.encode(p) for p in prompts),
+        ]
         return int(await self._bus.script("admit", keys, arguments))
 
     async def in_flight(self) -> int:
@@ -126,7 +134,7 @@ class Ledger:
 
     async def restore(self, step: int, cursor: int, newest: PolicyVersion) -> bool:
         """Tell an empty bus what a checkpoint knows of the run; return False when the bus knows the run already."""
-        arguments = ["step", step, "cursor", cursor, "newest_version", newest]
+        arguments: list[Argument] = ["step", step, "cursor", cursor, "newest_version", newest]
         return bool(await self._bus.script("restore", [self._keys.run], arguments))
 
     async def commit(
@@ -139,15 +147,12 @@ class Ledger:
         Raises:
             Fenced: another trainer took over, the ledger stands at another step, or an entry is no longer ours.
         """
-        named = (
-            streams.EXPERIENCE,
-            streams.JOURNAL,
-        )
+        named = (streams.EXPERIENCE, streams.JOURNAL)
         keys = [self._keys.run, *(self._keys.of(stream) for stream in named), self._keys.policies]
         keys += [self._keys.policy_states, *(self._keys.of(s) for s in (streams.PUBLISHED, streams.STEPS))]
         keys += [self._keys.counts, self._keys.of(streams.AUDIT)]
         payload = wire.encode(record)
-        arguments: list[str | bytes | int | float] = [
+        arguments: list[Argument] = [
             epoch,
             uuid.uuid4().hex,
             record.step,
@@ -194,7 +199,7 @@ class Ledger:
         keys = [self._keys.of(streams.PUBLISHED), self._keys.run]
         keys += [self._keys.policy_states, self._keys.of(streams.POLICY)]
         update = wire.encode(PolicyUpdate(record=record, promoted_at_s=time.time()))
-        arguments = [streams.PUBLISHED.group or "", delivery.entry_id, record.version, update]
+        arguments: list[Argument] = [streams.PUBLISHED.group or "", delivery.entry_id, record.version, update]
         return bool(await self._bus.script("promote", keys, [*arguments, streams.POLICY.max_entries or 0]))
 
     async def policy(self, version: PolicyVersion) -> PolicyRecord | None:
@@ -219,8 +224,15 @@ class Ledger:
 
     async def revoked(self) -> frozenset[PolicyVersion]:
         """Return the versions whose samples must not be trained on."""
-        states = await self.policy_states()
-        return frozenset(version for version, state in states.items() if state is PolicyState.REVOKED)
+        names = await self._bus.call(lambda: self._bus.client.smembers(self._keys.revoked))
+        return frozenset(PolicyVersion(int(name)) for name in names)
+
+    async def revoke(self, version: PolicyVersion) -> None:
+        """Fence a version: samples that hold one of its tokens are dropped at the trainer's intake."""
+        await self._bus.call(lambda: self._bus.client.sadd(self._keys.revoked, str(version)))
+        await self._bus.call(
+            lambda: self._bus.client.hset(self._keys.policy_states, str(version), PolicyState.REVOKED.value)
+        )
 
 
 def _version(text: str | None) -> PolicyVersion | None:

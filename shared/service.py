@@ -107,9 +107,14 @@ def main(service: str, run: Callable[[Settings, str], Awaitable[None]], argument
         log.set_up(settings.telemetry.log_level, replica)
         asyncio.run(_awaited(run(settings, replica)))
     except (SettingsError, BusUnavailable) as error:
-        print(f"penstock {service}: {error}", file=sys.stderr)  # noqa: T201
-        return 2
+        return refuse(service, error)
     return 0
+
+
+def refuse(service: str, error: Exception) -> int:
+    """Say in one sentence why a service cannot start; return its exit code."""
+    print(f"penstock {service}: {error}", file=sys.stderr)  # noqa: T201
+    return 2
 
 
 async def _awaited(work: Awaitable[None]) -> None:

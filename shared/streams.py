@@ -23,7 +23,7 @@
     run          hash    state, step, cursor, head, newest_version, trainer_epoch, …
     counts       hash    trained, dropped:<reason>, dead:<stream>, requeued: exact, written by the same scripts
     policies     hash    version → PolicyRecord;    policy_states: version → published | live | retired | revoked
-    checkpoints  hash    version → folder
+    checkpoints  hash    version → folder;          revoked: the set of fenced versions
     services     set     replica names;             service:<replica>: its heartbeat, with a TTL
 
 Entries of a data stream are deleted on hand-over, so ``XLEN(prompts) + XLEN(rollouts) + XLEN(experience)`` is the number
@@ -115,6 +115,11 @@ class Keys:
     def policy_states(self) -> str:
         """The hash version → state."""
         return self.named("policy_states")
+
+    @property
+    def revoked(self) -> str:
+        """The set of revoked versions."""
+        return self.named("revoked")
 
     @property
     def checkpoints(self) -> str:

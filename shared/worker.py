@@ -99,10 +99,11 @@ class Worker(Generic[In, Out]):
             Exception: whatever a handler raised that is neither temporary nor permanent.
         """
         self._broken = asyncio.get_running_loop().create_future()
-        loops = [asyncio.create_task(self._take(), name="take"), asyncio.create_task(self._keep(), name="keep")]
-        stopping = asyncio.create_task(stop.wait(), name="stop")
+        loops: list[asyncio.Task[Any]] = [asyncio.create_task(self._take()), asyncio.create_task(self._keep())]
+        stopping: asyncio.Task[Any] = asyncio.create_task(stop.wait())
         try:
-            await asyncio.wait([*loops, stopping, self._broken], return_when=asyncio.FIRST_COMPLETED)
+            waited: list[asyncio.Future[Any]] = [*loops, stopping, self._broken]
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             await _cancel([loops[0]])
             if not self._broken.done():
                 await self._drain()

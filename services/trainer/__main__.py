@@ -1,0 +1,18 @@
+"""``python -m services.trainer --config run.toml``."""
+
+import os
+import sys
+
+from services.trainer.service import become_torchrun, run
+from shared import service
+from shared.errors import SettingsError
+
+if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        try:
+            settings, _ = service.parse("trainer", sys.argv[1:])
+        except SettingsError as error:
+            sys.exit(service.refuse("trainer", error))
+        if settings.trainer.ranks > 1:
+            become_torchrun(settings.trainer.ranks, sys.argv[1:])
+    sys.exit(service.main("trainer", run))

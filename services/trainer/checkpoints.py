@@ -1,0 +1,107 @@
+"""Checkpoints on disk: written beside, made whole by one rename, newest kept.
+
+::
+
+    <run folder>/checkpoints/step-000020/
+        engine/         DeepSpeed: model and optimizer, one file a rank
+        state.json      step, version, cursor, last journal entry, ranks, ZeRO stage (written last)
+
+A folder without ``state.json`` is no checkpoint. Ranks may not change between save and load; the message says so.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+
+from shared.errors import SettingsError
+from shared.messages import PolicyVersion
+
+_MARKER = "state.json"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CheckpointState:
+    """What a checkpoint knows beside weights and optimizer."""
+
+    step: int
+    version: PolicyVersion
+    cursor: int
+    """Prompts admitted when it was written: where the dataset goes on if the bus is lost."""
+    journal_entry: str
+    """The last journal entry that the weights contain; empty before the first."""
+    ranks: int
+    zero_stage: int
+    random_state: str
+    """Torch's CPU generator, hex."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A whole checkpoint."""
+
+    folder: Path
+    state: CheckpointState
+
+
+def beside(root: Path, step: int) -> Path:
+    """Return the folder in which the checkpoint of ``step`` is written before it is made whole."""
+    return root / f".step-{step:06d}.tmp"
+
+
+def make_whole(root: Path, state: CheckpointState) -> Checkpoint:
+    """Write the marker into :func:`beside`, and rename the folder into place."""
+    written, folder = beside(root, state.step), root / f"step-{state.step:06d}"
+    marker = written / _MARKER
+    marker.write_text(json.dumps(dataclasses.asdict(state), indent=1), encoding="utf-8")
+    for path in [*written.rglob("*"), written]:
+        _flush(path)
+    shutil.rmtree(folder, ignore_errors=True)
+    written.rename(folder)
+    _flush(root)
+    return Checkpoint(folder, state)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def find(root: Path) -> list[Checkpoint]:
+    """Return the whole checkpoints under ``root``, oldest first."""
+    found = []
+    for folder in sorted(root.glob("step-*")) if root.is_dir() else ():
+        try:
+            raw = json.loads((folder / _MARKER).read_text(encoding="utf-8"))
+            found.append(Checkpoint(folder, CheckpointState(**raw)))
+        except (OSError, ValueError, TypeError):
+            continue
+    return found
+
+
+def newest(root: Path, at_most_step: int | None) -> Checkpoint | None:
+    """Return the newest whole checkpoint, of a step that the ledger knows where ``at_most_step`` is given."""
+    usable = [found for found in find(root) if at_most_step is None or found.state.step <= at_most_step]
+    return usable[-1] if usable else None
+
+
+def check_ranks(checkpoint: Checkpoint, ranks: int, zero_stage: int) -> None:
+    """Raise SettingsError where a checkpoint was written by another number of ranks or ZeRO stage."""
+    state = checkpoint.state
+    if (state.ranks, state.zero_stage) != (ranks, zero_stage):
+        raise SettingsError(
+            f"expected to resume {checkpoint.folder} with trainer.ranks = {state.ranks} and trainer.zero_stage = "
+            f"{state.zero_stage}, which wrote it, found {ranks} and {zero_stage}: change them back"
+        )
+
+
+def prune(root: Path, keep_last: int) -> list[Checkpoint]:
+    """Delete all but the newest ``keep_last`` checkpoints; return those that went."""
+    gone = find(root)[:-keep_last]
+    for checkpoint in gone:
+        shutil.rmtree(checkpoint.folder, ignore_errors=True)
+    return gone

@@ -1,0 +1,161 @@
+"""Take experience off the bus: whole, fresh, unfenced, each group once. Rank 0 only.
+
+Groups are taken in the order of their entries and held until a step has enough. They stay pending on the bus until the
+step is committed, so a trainer that dies loses none of them. A group leaves here without being trained when it is
+
+    stale       its lag is over ``max_lag``: dropped, or sent back to the prompts (``on_stale``)
+    fenced      a token was written under a revoked version: dropped
+    too_long    a sample does not fit into a forward pass: dropped
+    duplicate   the group is held already: dropped
+    unreadable  or its arrays do not fit together: buried with the reason
+"""
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections import Counter
+
+import numpy as np
+
+from services.trainer.staleness import judge
+from shared.bus import Bus, Delivery
+from shared.errors import MessageError
+from shared.ledger import Ledger
+from shared.messages import Experience, GroupId, PolicyVersion
+from shared.settings import Settings
+from shared.streams import EXPERIENCE
+
+log = logging.getLogger(__name__)
+
+CONSUMER = "trainer"  # one name for every trainer of a run: what a dead one left is taken up at once
+_PROMPT_READ_S = 0.2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Taken:
+    """A group in the trainer's hands."""
+
+    delivery: Delivery[Experience]
+    experience: Experience
+
+
+class Intake:
+    """Fills the batch of the next step.
+
+    ``steps_of_versions`` is shared with the publisher: it grows with every version.
+    """
+
+    def __init__(self, bus: Bus, settings: Settings, steps_of_versions: dict[PolicyVersion, int]) -> None:
+        self._bus = bus
+        self._ledger = Ledger(bus)
+        self._settings = settings
+        self._steps_of_versions = steps_of_versions
+        self._held: dict[GroupId, Taken] = {}
+        self._arrived = asyncio.Event()
+        self.left: Counter[str] = Counter()
+        """Groups that left untrained since the last batch, by reason."""
+
+    async def fill(self) -> None:
+        """Hold whatever arrives, for ever; run it in the background."""
+        for delivery in await self._bus.read_own(EXPERIENCE, Experience, CONSUMER, 10_000):
+            await self._hold(delivery)
+        while True:
+            wanted = self._settings.slots - len(self._held)
+            for delivery in await self._bus.read(EXPERIENCE, Experience, CONSUMER, max(1, wanted), _PROMPT_READ_S):
+                await self._hold(delivery)
+
+    async def _hold(self, delivery: Delivery[Experience]) -> None:
+        if delivery.attempts > self._settings.bus.max_attempts:
+            await self._bury(delivery, f"was in the trainer's hands {delivery.attempts - 1} times when it died")
+            return
+        try:
+            experience = delivery.message()
+            _check(experience)
+        except MessageError as error:
+            await self._bury(delivery, str(error))
+            return
+        group_id = experience.group.prompt.group_id
+        if group_id in self._held:
+            await self._drop(delivery, "duplicate", "a group of this id is held already")
+            return
+        if (tokens := _longest_tokens(experience)) > self._settings.trainer.micro_batch_tokens:
+            await self._drop(delivery, "too_long", f"{tokens} tokens > trainer.micro_batch_tokens")
+            return
+        self._held[group_id] = Taken(delivery, experience)
+        self._arrived.set()
+
+    async def next_batch(self, step: int, wait_s: float) -> list[Taken] | None:
+        """Return the groups of the step after ``step``, or None when there were not enough within ``wait_s``."""
+        deadline_s = time.monotonic() + wait_s
+        while True:
+            self._arrived.clear()
+            if len(self._held) >= self._settings.algorithm.groups_per_step:
+                await self._sort_out(step)
+            if len(self._held) >= self._settings.algorithm.groups_per_step:
+                return list(self._held.values())[: self._settings.algorithm.groups_per_step]
+            try:
+                async with asyncio.timeout(deadline_s - time.monotonic()):
+                    await self._arrived.wait()
+            except TimeoutError:
+                return None
+
+    def release(self, batch: list[Taken]) -> None:
+        """Forget a batch that was committed."""
+        for taken in batch:
+            del self._held[taken.experience.group.prompt.group_id]
+
+    async def _sort_out(self, step: int) -> None:
+        revoked = await self._ledger.revoked()
+        max_lag = self._settings.algorithm.max_lag
+        for group_id, taken in list(self._held.items()):
+            group = taken.experience.group
+            verdict = judge(group, step, self._steps_of_versions, revoked, max_lag)
+            if verdict == "fresh":
+                continue
+            del self._held[group_id]
+            if verdict == "stale" and self._settings.algorithm.on_stale == "requeue":
+                await self._requeue(taken)
+            else:
+                await self._drop(taken.delivery, verdict, f"oldest version {group.oldest_version} at step {step}")
+
+    async def _requeue(self, taken: Taken) -> None:
+        prompt = taken.experience.group.prompt
+        newest = max(self._steps_of_versions, default=PolicyVersion(0))
+        again = dataclasses.replace(prompt, requeues=prompt.requeues + 1, min_version=newest)
+        self.left["requeued"] += 1
+        await self._bus.requeue(taken.delivery, again)
+
+    async def _drop(self, delivery: Delivery[Experience], reason: str, detail: str) -> None:
+        self.left[reason] += 1
+        log.info("group dropped", extra={"group": delivery.group_id, "reason": reason, "detail": detail})
+        await self._bus.drop(delivery, reason, detail)
+
+    async def _bury(self, delivery: Delivery[Experience], reason: str) -> None:
+        self.left["buried"] += 1
+        log.error("group buried", extra={"group": delivery.group_id, "reason": reason})
+        await self._bus.bury(delivery, reason)
+
+
+def _longest_tokens(experience: Experience) -> int:
+    return len(experience.group.prompt_token_ids) + max(len(s.token_ids) for s in experience.group.samples)
+
+
+def _check(experience: Experience) -> None:
+    """Raise MessageError where the parts of a group do not fit together."""
+    group, rewards = experience.group, experience.rewards
+    if len(group.prompt_token_ids) == 0 or not group.samples or len(rewards) != len(group.samples):
+        raise MessageError(
+            f"expected a prompt and one reward a sample, found {len(group.prompt_token_ids)} prompt tokens, "
+            f"{len(group.samples)} samples and {len(rewards)} rewards"
+        )
+    if not np.isfinite(rewards).all():
+        raise MessageError(f"expected finite rewards, found {rewards.tolist()}")
+    for sample in group.samples:
+        if len(sample.token_ids) == 0 or len(sample.token_ids) != len(sample.behavior_logprobs):
+            raise MessageError(
+                f"expected one behavior logprob a token, found {len(sample.behavior_logprobs)} for "
+                f"{len(sample.token_ids)} tokens"
+            )
+        if not np.isfinite(sample.behavior_logprobs).all() or len(sample.version_spans) == 0:
+            raise MessageError("expected finite behavior logprobs and at least one version span")

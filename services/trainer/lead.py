@@ -1,0 +1,293 @@
+"""Rank 0's side of the training loop: intake, resume, publish, commit, tell. It runs on the training thread and reaches
+the bus through the event loop of the main thread.
+
+Order of a commit (see docs/architecture.md): the snapshot is written, then one transaction moves the batch to the
+journal and publishes the version. A trainer that dies before it leaves its batch pending on the bus; one that dies after
+it is replayed from the journal.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from services.trainer import measures
+from services.trainer.checkpoints import Checkpoint, CheckpointState, newest
+from services.trainer.engine import TrainingEngine
+from services.trainer.intake import Intake, Taken
+from services.trainer.measures import Phases, batch_figures, export_metrics, memory_bytes
+from services.trainer.orders import Kind, Order, decode_all
+from services.trainer.policy import export
+from shared.errors import WeightsError
+from shared.ledger import Ledger, RunStatus
+from shared.messages import PolicyRecord, PolicyVersion, StepReport
+from shared.service import Context
+from shared.streams import JOURNAL
+from shared.telemetry import tell
+from shared.weights.snapshot import keep_newest, read_snapshot, write_snapshot
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_TURN_S = 2.0
+"""How long rank 0 waits for a batch before it sends an IDLE order."""
+
+
+class Lead:
+    """Leads the ranks of one trainer."""
+
+    def __init__(self, context: Context, loop: asyncio.AbstractEventLoop) -> None:
+        self._context = context
+        self._settings = context.settings
+        self._bus = context.bus
+        self._ledger = Ledger(context.bus)
+        self._loop = loop
+        self._steps_of_versions: dict[PolicyVersion, int] = {}
+        self._intake = Intake(context.bus, context.settings, self._steps_of_versions)
+        self._filling: asyncio.Task[None] | None = None
+        self._epoch = 0
+        self._newest: PolicyVersion | None = None
+        self._batch: list[Taken] = []
+        self._opening: Iterator[Order] | None = None
+        self._committed_s = time.perf_counter()
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    # ---------------------------------------------------------------- orders
+
+    def next_order(self, step: int, phases: Phases) -> Order:
+        """Return what every rank does next: first the resume, then batches, STOP once SIGTERM came."""
+        if self._opening is None:
+            self._opening = iter(self._call(self._open()))
+        if (order := next(self._opening, None)) is not None:
+            return order
+        if self._context.stop.is_set():
+            self._context.status.state = "stopping"
+            return Order(Kind.STOP)
+        if step >= self._settings.run.steps:
+            self._call(self._wait_for_stop())
+            return Order(Kind.IDLE)
+        with phases.measure("wait"):
+            batch = self._call(self._next_batch(step))
+        if batch is None:
+            self._context.status.state = "waiting"
+            return Order(Kind.IDLE)
+        self._context.status.state = "working"
+        self._batch = batch
+        return Order(
+            Kind.TRAIN,
+            payloads=tuple(taken.delivery.data for taken in batch),
+            groups=tuple(taken.experience for taken in batch),
+        )
+
+    async def _wait_for_stop(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_TURN_S):
+                await self._context.stop.wait()
+
+    async def _next_batch(self, step: int) -> list[Taken] | None:
+        if self._filling is None:
+            self._filling = asyncio.create_task(self._intake.fill())
+        if self._filling.done():
+            self._filling.result()  # raises what stopped it
+        waiting = asyncio.create_task(self._intake.next_batch(step, _TURN_S))
+        stopping = asyncio.create_task(self._context.stop.wait())
+        await asyncio.wait([waiting, stopping], return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not waiting.done():
+            waiting.cancel()
+            return None
+        return waiting.result()
+
+    # ---------------------------------------------------------------- resume
+
+    async def _open(self) -> list[Order]:
+        """Take the epoch, and return the orders that bring every rank to the ledger's step."""
+        self._epoch = await self._ledger.take_epoch()
+        known = await self._bus.call(lambda: self._bus.client.hexists(self._bus.keys.run, "step"))
+        status = await self._ledger.status()
+        checkpoint = newest(self._settings.run_folder / "checkpoints", status.step if known else None)
+        if checkpoint is not None and not known:
+            await self._restore(checkpoint)
+            status = await self._ledger.status()
+        for record in await self._ledger.policies():
+            self._steps_of_versions[record.version] = record.step
+        self._newest = status.newest_version
+        replay = await self._replay(checkpoint, status)
+        load = [Order(Kind.LOAD, folder=str(checkpoint.folder))] if checkpoint is not None else []
+        return [*load, *replay]
+
+    async def _restore(self, checkpoint: Checkpoint) -> None:
+        """The bus is empty but a checkpoint is there: go on from it. Groups that were in flight are lost with the bus."""
+        state, folder = checkpoint.state, self._settings.snapshot_folder
+        written = [int(path.name[1:]) for path in folder.glob("v[0-9]*") if path.name[1:].isdigit()]
+        newest_version = PolicyVersion(max([state.version, *written]))
+        await self._ledger.restore(state.step, state.cursor, newest_version)
+        detail = f"the bus was empty; going on from the checkpoint of step {state.step}"
+        await tell(self._bus, "trainer", "run restored", detail, step=state.step, cursor=state.cursor)
+
+    async def _replay(self, checkpoint: Checkpoint | None, status: RunStatus) -> list[Order]:
+        entries = await self._ledger.journal(checkpoint.state.journal_entry if checkpoint is not None else "")
+        start = checkpoint.state.step if checkpoint is not None else 0
+        by_step: dict[int, list[bytes]] = defaultdict(list)
+        for _, step, payload in entries:
+            by_step[step].append(payload)
+        steps = [step for step in sorted(by_step) if step > start]
+        if steps != list(range(start + 1, status.step + 1)):
+            raise RuntimeError(
+                f"expected the journal to hold steps {start + 1} to {status.step} after the newest checkpoint, found "
+                f"{steps}: the run cannot be continued from {self._settings.run_folder}; start a new one from its policy"
+            )
+        if steps:
+            detail = f"replaying {len(steps)} steps from the journal after the checkpoint of step {start}"
+            await tell(self._bus, "trainer", "journal replayed", detail, start=start, end=status.step)
+        return [Order(Kind.REPLAY, payloads=tuple(by_step[s]), groups=decode_all(by_step[s])) for s in steps]
+
+    # ---------------------------------------------------------------- publish and commit
+
+    def ready(self, engine: TrainingEngine, step: int) -> None:
+        """Publish the weights of ``step`` unless they are the ledger's newest already, readable."""
+        if not self._call(self._is_published(step)):
+            record = self._snapshot(engine, step, {})
+            self._call(self._ledger.commit(self._epoch, record, [], None))
+            self._published(record)
+        self._context.status.state = "waiting"
+        self._committed_s = time.perf_counter()
+
+    async def _is_published(self, step: int) -> bool:
+        record = None if self._newest is None else await self._ledger.policy(self._newest)
+        if record is None or record.step != step:
+            return False
+        try:
+            await asyncio.to_thread(read_snapshot, self._snapshot_path(record), record.manifest_digest)
+        except WeightsError as error:
+            log.warning("newest snapshot is gone, publishing again", extra={"error": str(error)})
+            return False
+        self._context.status.version = record.version
+        return True
+
+    @staticmethod
+    def _snapshot_path(record: PolicyRecord) -> Any:
+        from pathlib import Path
+
+        return Path(record.location)
+
+    def _snapshot(self, engine: TrainingEngine, step: int, metrics: dict[str, float]) -> PolicyRecord:
+        version = PolicyVersion(0 if self._newest is None else self._newest + 1)
+        dtype = torch.float32 if self._settings.policy.dtype == "float32" else torch.bfloat16
+        snapshot = write_snapshot(self._settings.snapshot_folder, version, step, engine.tensors(), dtype)
+        return PolicyRecord(
+            version=version,
+            parent=self._newest,
+            step=step,
+            created_at_s=time.time(),
+            manifest_digest=snapshot.digest,
+            location=str(snapshot.location),
+            metrics=metrics,
+        )
+
+    def _published(self, record: PolicyRecord) -> None:
+        self._newest = record.version
+        self._steps_of_versions[record.version] = record.step
+        self._context.status.version = record.version
+        keep_newest(self._settings.snapshot_folder, self._settings.weights.keep)
+
+    def commit(self, engine: TrainingEngine, step: int, measured: dict[str, float], phases: Phases) -> None:
+        """Publish the weights of ``step`` and move its batch to the journal, in one transaction."""
+        batch, self._batch = self._batch, []
+        figures = batch_figures([taken.experience for taken in batch], step - 1, self._steps_of_versions)
+        metrics = {**measured, **figures.metrics}
+        with phases.measure("snapshot"):
+            record = self._snapshot(
+                engine, step, {name: metrics[name] for name in ("reward_mean", "kl_mean", "entropy")}
+            )
+        step_s = time.perf_counter() - self._committed_s
+        metrics |= self._rates(figures, step_s) | self._left() | {"memory_bytes": memory_bytes(engine.device)}
+        metrics |= {f"phase_{phase}_s": seconds for phase, seconds in phases.take().items()}
+        report = StepReport(
+            step=step,
+            version=record.version,
+            finished_at_s=time.time(),
+            samples=figures.samples,
+            metrics=metrics,
+            lag_counts={str(lag): count for lag, count in sorted(figures.lag_counts.items())},
+        )
+        self._committed_s = time.perf_counter()
+        with phases.measure("commit"):
+            self._call(self._ledger.commit(self._epoch, record, [taken.delivery for taken in batch], report))
+        self._intake.release(batch)
+        self._published(record)
+        self._tell_step(step, record.version, figures, metrics)
+
+    def _rates(self, figures: measures.BatchFigures, step_s: float) -> dict[str, float]:
+        return {
+            "step_s": step_s,
+            "tokens_per_s": figures.tokens / step_s,
+            "samples_per_s": figures.samples / step_s,
+        }
+
+    def _left(self) -> dict[str, float]:
+        left, self._intake.left = self._intake.left, Counter()
+        for reason, count in left.items():
+            measures.LEFT.labels(reason).inc(count)
+        return {"dropped_stale": float(left["stale"]), "dropped_fenced": float(left["fenced"])}
+
+    def _tell_step(
+        self, step: int, version: PolicyVersion, figures: measures.BatchFigures, metrics: dict[str, float]
+    ) -> None:
+        export_metrics(step, version, figures, metrics)
+        self._context.status.values.update(step=float(step), tokens_per_s=metrics["tokens_per_s"])
+        shown = ("reward_mean", "kl_mean", "entropy", "lag_mean", "samples_per_s")
+        log.info("step", extra={"step": step, "version": version, **{name: round(metrics[name], 4) for name in shown}})
+
+    # ---------------------------------------------------------------- checkpoints and the end
+
+    def describe(self, step: int) -> CheckpointState:
+        """Return what a checkpoint of ``step`` must know."""
+        status, entry = self._call(self._ledger.status()), self._call(self._last_journal_entry())
+        assert self._newest is not None
+        return CheckpointState(
+            step=step,
+            version=self._newest,
+            cursor=status.cursor,
+            journal_entry=entry,
+            ranks=self._settings.trainer.ranks,
+            zero_stage=self._settings.trainer.zero_stage,
+            random_state=bytes(torch.get_rng_state().numpy()).hex(),
+        )
+
+    async def _last_journal_entry(self) -> str:
+        key = self._bus.keys.of(JOURNAL)
+        information = await self._bus.call(lambda: self._bus.client.exists(key))
+        if not information:
+            return ""
+        last = (await self._bus.call(lambda: self._bus.client.xinfo_stream(key)))["last-generated-id"]
+        return last.decode() if isinstance(last, bytes) else str(last)
+
+    def note_checkpoint(self, checkpoint: Checkpoint, gone: Sequence[Checkpoint]) -> None:
+        """Tell the ledger, and forget the journal that the checkpoint covers."""
+        state = checkpoint.state
+        self._call(self._ledger.set_checkpoint(state.version, str(checkpoint.folder)))
+        for old in gone:
+            self._call(self._ledger.set_checkpoint(old.state.version, None))
+        if state.journal_entry:
+            self._call(self._ledger.trim_journal(state.journal_entry))
+        log.info("checkpoint written", extra={"step": state.step, "folder": str(checkpoint.folder)})
+
+    def finish(self, engine: TrainingEngine) -> None:
+        """Write the final policy in Hugging Face form."""
+        folder = self._settings.run_folder / "policy"
+        export(engine.policy.model, self._settings.policy, folder)
+        self._context.status.state = "waiting"
+        log.info("final policy written", extra={"folder": str(folder)})
+
+    def clean_up(self) -> None:
+        """Stop the intake; called on the event loop."""
+        if self._filling is not None:
+            self._filling.cancel()

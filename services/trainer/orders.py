@@ -1,0 +1,63 @@
+"""What rank 0 tells every rank to do next, so that all of them run the same loop.
+
+Rank 0 alone talks to the bus. Before each turn it broadcasts one order as bytes: MessagePack, no pickle. An order with
+nothing to do comes every few seconds while rank 0 waits, so that no rank's collective times out during a long pause.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from enum import IntEnum
+
+import msgpack
+import torch
+import torch.distributed as dist
+
+from shared import wire
+from shared.messages import Experience
+
+
+class Kind(IntEnum):
+    """What to do."""
+
+    IDLE = 0
+    LOAD = 1
+    REPLAY = 2
+    TRAIN = 3
+    STOP = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Order:
+    """One turn. ``payloads`` are encoded experience, in the order of the batch."""
+
+    kind: Kind
+    folder: str = ""
+    """The checkpoint to load."""
+    payloads: tuple[bytes, ...] = ()
+    groups: tuple[Experience, ...] = ()
+    """The decoded payloads; other ranks decode for themselves."""
+
+
+def share(order: Order | None, device: torch.device) -> Order:
+    """Give rank 0's order to every rank; the others pass None."""
+    if dist.get_world_size() == 1:
+        assert order is not None
+        return order
+    data = b"" if order is None else msgpack.packb((int(order.kind), order.folder, list(order.payloads)))
+    size = torch.tensor([len(data)], dtype=torch.int64, device=device)
+    dist.broadcast(size, src=0)
+    buffer = torch.empty(int(size), dtype=torch.uint8, device=device)
+    if order is not None:
+        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    dist.broadcast(buffer, src=0)
+    return order if order is not None else _read(buffer.cpu().numpy().tobytes())
+
+
+def _read(data: bytes) -> Order:
+    kind, folder, payloads = msgpack.unpackb(data)
+    return Order(Kind(kind), folder, tuple(payloads), decode_all(payloads))
+
+
+def decode_all(payloads: Sequence[bytes]) -> tuple[Experience, ...]:
+    """Return the experience in ``payloads``."""
+    return tuple(wire.decode(payload, Experience) for payload in payloads)

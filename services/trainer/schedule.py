@@ -1,0 +1,21 @@
+"""The learning rate as a function of the step alone, so that a resumed run has the same one."""
+
+import math
+
+from shared.settings import TrainerSettings
+
+
+def learning_rate(settings: TrainerSettings, step: int, steps: int) -> float:
+    """Return the learning rate of optimizer step ``step`` (1 is the first) of ``steps``.
+
+    Linear from 0 over the warm-up, then constant, linear or half a cosine down to ``final_learning_rate``.
+    """
+    if step <= settings.warmup_steps:
+        return settings.learning_rate * step / settings.warmup_steps
+    if settings.schedule == "constant":
+        return settings.learning_rate
+    done = (step - settings.warmup_steps) / max(1, steps - settings.warmup_steps)
+    left = 1.0 - min(1.0, done)
+    if settings.schedule == "cosine":
+        left = 0.5 * (1.0 - math.cos(math.pi * left))
+    return settings.final_learning_rate + (settings.learning_rate - settings.final_learning_rate) * left

@@ -1,0 +1,65 @@
+"""One rank of the trainer: rank 0 leads on the bus, every rank trains.
+
+Started alone it is the only rank, or becomes torchrun with ``trainer.ranks`` of itself. Under torchrun (RANK is set) it is
+one rank. A rank that dies takes the others down with it: the supervisor starts all of them again, and they resume.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from shared import log
+from shared.service import serve
+from shared.settings import Settings
+
+if TYPE_CHECKING:
+    from services.trainer.loop import Leading
+
+
+def become_torchrun(ranks: int, arguments: list[str]) -> None:
+    """Replace this process by torchrun with ``ranks`` ranks of this service, on a free port."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    os.execv(sys.executable, [*command, "-m", "services.trainer", *arguments])  # noqa: S606 (no shell)
+
+
+async def run(settings: Settings, replica: str) -> None:
+    """Run the rank that the environment names."""
+    if int(os.environ.get("RANK", "0")) > 0:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)  # rank 0 says when to stop
+        log.set_up(settings.telemetry.log_level, f"{replica}.{os.environ['RANK']}")
+        train(settings, None)
+        return
+    async with serve(settings, "trainer", replica, settings.trainer.metrics_port) as context:
+        from services.trainer.lead import Lead
+
+        lead = Lead(context, asyncio.get_running_loop())
+        try:
+            await asyncio.to_thread(train, settings, lead)
+        finally:
+            lead.clean_up()
+
+
+def train(settings: Settings, lead: "Leading | None") -> None:
+    """Load the policy, join the other ranks, and train until told to stop."""
+    import torch
+    import torch.distributed as dist
+
+    from services.trainer.engine import TrainingEngine, pick_device, start_ranks
+    from services.trainer.loop import Trainer
+    from services.trainer.policy import Policy, load_model
+
+    if settings.trainer.threads:
+        torch.set_num_threads(settings.trainer.threads)
+    torch.manual_seed(settings.run.seed)
+    device = pick_device(settings.trainer.device)
+    start_ranks(device)
+    dtype = torch.float32 if device == "cpu" or settings.policy.dtype == "float32" else torch.bfloat16
+    policy = Policy(load_model(settings.policy, dtype), settings.sampling.temperature)
+    policy.train()
+    try:
+        Trainer(TrainingEngine(policy, settings, device), settings, lead).run()
+    finally:
+        dist.destroy_process_group()

