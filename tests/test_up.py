@@ -26,7 +26,10 @@ from pathlib import Path
 from services.up.plan import ProcessPlan, current_environment
 from services.up.prepare import prepare
 from services.up.process import Backoff
+import services.up.watch
 from services.up.run import go
+
+services.up.watch.POLL_S = 0.1
 
 def planner(run, url):
     scripts = Path(sys.argv[1])
