@@ -295,40 +295,33 @@ async def test_a_killed_up_leaves_no_process_and_the_run_can_be_resumed(up: Up) 
     up.start()
     await until(lambda: up.ready("rollout-0"))
     pids = [up.pid(name) for name in up.table()]
-    first = subprocess.run(  # the bus keeps this over the death
-        [*redis_set(place_of_socket(up), "penstock:{law}:mark", "here")], capture_output=True, check=True, timeout=20
-    )
-    assert b"True" in first.stdout
+    assert "True" in on_bus(place_of_socket(up), "set('penstock:{law}:mark', 'here')")
     up.signal(signal.SIGKILL)
     up.wait()
     await until(lambda: gone(*pids))
     up.start("resume", "--resume", str(up.run_folder))
     await until(lambda: up.pid("rollout-0") not in (0, *pids) and up.ready("rollout-0"))
-    again = subprocess.run(redis_get(place_of_socket(up), "penstock:{law}:mark"), capture_output=True, timeout=20)
-    assert b"here" in again.stdout
+    assert "here" in on_bus(place_of_socket(up), "get('penstock:{law}:mark')")
     up.signal(signal.SIGTERM)
     assert up.wait()[0] == 143
 
 
-def redis_set(socket: Path, key: str, value: str) -> list[str]:
-    return [sys.executable, "-c", f"import redis; print(redis.Redis(unix_socket_path={str(socket)!r}).set({key!r}, {value!r}))"]
+def on_bus(socket: Path, command: str) -> str:
+    code = f"import redis; print(redis.Redis(unix_socket_path={str(socket)!r}).{command})"
+    return python("-c", code).stdout
 
 
-def redis_get(socket: Path, key: str) -> list[str]:
-    return [sys.executable, "-c", f"import redis; print(redis.Redis(unix_socket_path={str(socket)!r}).get({key!r}))"]
+def python(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=20, cwd=Path(__file__).parents[1]
+    )
 
 
 async def test_one_up_holds_a_run_at_a_time(up: Up) -> None:
     up.script("rollout-0")
     up.start()
     await until(lambda: up.pid("rollout-0"))
-    other = subprocess.run(
-        [sys.executable, "-m", "services", "up", "--resume", str(up.run_folder)],
-        capture_output=True,
-        text=True,
-        timeout=20,
-        cwd=Path(__file__).parents[1],
-    )
+    other = python("-m", "services", "up", "--resume", str(up.run_folder))
     assert other.returncode == 2
     assert "found another `penstock up` on" in other.stderr
     up.signal(signal.SIGTERM)
