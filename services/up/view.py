@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -24,6 +24,9 @@ _STATE_STYLES = {
     "created": "bold cyan",
 }
 _MISSING = "–"
+_WIDE = 72
+"""Columns that the whole table of processes needs."""
+_GOOD = frozenset({*READY_STATES, "ready"} - {"degraded"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ def screen(title: str, run: RunView | None, rows: Sequence[Row], messages: Seque
     """Return all of it, for a terminal of 60 columns or more."""
     parts: list[RenderableType] = [_facts(run) if run is not None else Text("starting …", style="cyan")]
     if rows:
-        parts += [Text(), _processes(rows)]
+        parts += [Text(), _Processes(rows)]
     if messages:
         parts += [Text(), *(Text(message, style="dim", overflow="ellipsis", no_wrap=True) for message in messages)]
     return Panel(Group(*parts), title=Text(title, style="bold"), box=box.ROUNDED, border_style="dim", padding=(0, 1))
@@ -104,12 +107,12 @@ def _accuracies(evaluations: Sequence[Evaluation]) -> Text:
 
 def _flight(run: RunView) -> Text:
     lag = f"lag {number(last(run, 'lag_mean'), 2)}, at most {number(last(run, 'lag_max'), 0)}"
-    return Text(f"{run.groups_in_flight} of {run.slots} groups   {lag}   head {_version(run.head)}")
+    return Text(f"{run.groups_in_flight} of {run.slots} groups  {lag}  head {_version(run.head)}")
 
 
 def _speed(run: RunView) -> Text:
-    line = f"{number(run.tokens_per_s, 0)} tokens/s   {number(last(run, 'samples_per_s'), 0)} samples/s"
-    return Text(f"{line}   training {duration(run.training_s)}")
+    line = f"{number(run.tokens_per_s, 0)} tokens/s  {number(last(run, 'samples_per_s'), 0)} samples/s"
+    return Text(f"{line}  for {duration(run.training_s)}")
 
 
 def _streams(run: RunView) -> Text:
@@ -118,20 +121,32 @@ def _streams(run: RunView) -> Text:
     return Text(" · ".join(f"{name} {depth.entries}" for name, depth in found) or _MISSING)
 
 
-def _processes(rows: Sequence[Row]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", expand=False)
-    table.add_column("process", no_wrap=True)
-    table.add_column("state", no_wrap=True)
-    for name in ("version", "memory", "restarts", "pid"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True, overflow="ellipsis", style="dim")
-    for row in rows:
-        good = row.state in (*READY_STATES, "ready") and row.state != "degraded"
-        state = Text("● ", style="green" if good else "yellow").append(row.state, style="")
-        restarts = Text(str(row.restarts or _MISSING), style="yellow" if row.restarts else "dim")
-        pid = str(row.pid or _MISSING)
-        table.add_row(row.name, state, _version(row.version), memory(row.memory_bytes), restarts, pid, row.note)
-    return table
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Processes:
+    """The table of processes; what there is no room for is left out."""
+
+    rows: Sequence[Row]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = options.max_width >= _WIDE
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", expand=False)
+        for name in ("process", "state"):
+            table.add_column(name, no_wrap=True)
+        for name in ("version", "memory", "starts", "pid") if wide else ("version", "memory"):
+            table.add_column(name, justify="right", no_wrap=True)
+        if wide:
+            table.add_column("", no_wrap=True, overflow="ellipsis", style="dim")
+        for row in self.rows:
+            cells: list[Text | str] = [row.name, _health(row), _version(row.version), memory(row.memory_bytes)]
+            starts = Text(str(row.restarts + 1), style="yellow" if row.restarts else "dim")
+            more: list[Text | str] = [starts, str(row.pid or _MISSING), row.note]
+            table.add_row(*cells, *(more if wide else ()))
+        yield table
+
+
+def _health(row: Row) -> Text:
+    good = row.state in _GOOD
+    return Text("● ", style="green" if good else "yellow").append(row.state, style="none")
 
 
 # ---------------------------------------------------------------- one line
