@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import httpx
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from shared.errors import PenstockError
 
@@ -20,6 +20,10 @@ _TIMEOUT_S = 5.0
 
 class Unreachable(PenstockError):
     """No coordinator answers there."""
+
+
+class Unreadable(Unreachable):
+    """Something answers there that is no coordinator that this version understands."""
 
 
 class Refused(PenstockError):
@@ -117,7 +121,14 @@ class ReplicaView(View):
 
 
 class _Services(View):
+    """A list of replicas, bare or by name."""
+
     services: list[ReplicaView] = Field(default=[])
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, found: object) -> object:
+        return {"services": found} if isinstance(found, list) else found
 
 
 V = TypeVar("V", bound=View)
@@ -158,7 +169,7 @@ class Coordinator:
 
     def run_json(self) -> str:
         """Return ``GET /v1/run`` as it came, with the replicas beside it, as JSON text."""
-        replicas = self._answer("GET", "/v1/services").json()["services"]
+        replicas = [replica.model_dump() for replica in self.replicas()]
         return json.dumps({**self._answer("GET", "/v1/run").json(), "services": replicas}, indent=2)
 
     def replicas(self) -> list[ReplicaView]:
@@ -231,6 +242,6 @@ def _read(answer: httpx.Response, kind: type[V]) -> V:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise Unreachable(
+        raise Unreadable(
             f"expected a Penstock coordinator at {answer.url}, found another answer ({where}: {first['msg']}): check --url"
         ) from error

@@ -69,7 +69,7 @@ class Coordinator:
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                self.answer(200, RUN if self.path == "/v1/run" else SERVICES)
+                self.answer(200, RUN if self.path == "/v1/run" else SERVICES["services"])
 
             def do_POST(self) -> None:
                 outer.asked.append(self.path)

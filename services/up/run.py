@@ -57,8 +57,8 @@ def go(run: Prepared, planner: Planner = service_plans, backoff: Backoff | None 
 
 
 async def _go(run: Prepared, plans: Sequence[ProcessPlan], bus_url: str, backoff: Backoff) -> Ending:
-    watch = Watch(run.folder)
     with open_screen(f"penstock · {run.settings.run.id}") as screen:
+        watch = Watch(run.folder, screen.tell)
         supervisor = Supervisor(run.folder, plans, bus_url, backoff, screen.tell, watch.finished)
         screen.tell(f"run folder: {run.folder}")
         _listen(supervisor, screen)

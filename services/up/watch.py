@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from services.client import AsyncCoordinator, Refused, ReplicaView, RunView, Unreachable, find
+from services.client import AsyncCoordinator, Refused, ReplicaView, RunView, Unreachable, Unreadable, find
+from shared.errors import PenstockError
 
 POLL_S = 1.0
 
@@ -27,8 +28,10 @@ class Seen:
 class Watch:
     """Poll the coordinator of one run folder."""
 
-    def __init__(self, run_folder: Path) -> None:
+    def __init__(self, run_folder: Path, tell: Callable[[str], None]) -> None:
         self.seen = Seen()
+        self._tell = tell
+        self._told = ""
         self._run_folder = run_folder
         self._asking = asyncio.Lock()
         self._coordinator: AsyncCoordinator | None = None
@@ -49,8 +52,9 @@ class Watch:
             try:
                 coordinator = self._find()
                 run, replicas = await coordinator.run(), await coordinator.replicas()
-            except (Unreachable, Refused):
+            except (Unreachable, Refused) as error:
                 await self._forget()
+                self._tell_once(error)
                 return False
             self.seen = Seen(run, {replica.replica: replica for replica in replicas}, time.time())
             return True
@@ -60,6 +64,12 @@ class Watch:
         await self.ask()
         run = self.seen.run
         return run is not None and (run.ended or 0 < run.steps <= run.step)
+
+    def _tell_once(self, error: PenstockError) -> None:
+        """That nobody answers is normal while processes start; an answer that makes no sense is not."""
+        if isinstance(error, (Unreadable, Refused)) and str(error) != self._told:
+            self._told = str(error)
+            self._tell(self._told)
 
     def _find(self) -> AsyncCoordinator:
         if self._coordinator is None:
