@@ -296,11 +296,13 @@ async def test_a_killed_up_leaves_no_process_and_the_run_can_be_resumed(up: Up) 
     await until(lambda: up.ready("rollout-0"))
     pids = [up.pid(name) for name in up.table()]
     assert "True" in on_bus(place_of_socket(up), "set('penstock:{law}:mark', 'here')")
+    left = place_of_socket(up).parent
     up.signal(signal.SIGKILL)
     up.wait()
     await until(lambda: gone(*pids))
     up.start("resume", "--resume", str(up.run_folder))
     await until(lambda: up.pid("rollout-0") not in (0, *pids) and up.ready("rollout-0"))
+    assert not left.exists()
     assert "here" in on_bus(place_of_socket(up), "get('penstock:{law}:mark')")
     up.signal(signal.SIGTERM)
     assert up.wait()[0] == 143

@@ -86,10 +86,11 @@ def link_latest(folder: Path) -> None:
 
 
 def end_leftovers(folder: Path) -> int:
-    """Kill the processes that a killed `up` of this run left behind, before their bus is opened again; return how many."""
+    """End what a killed `up` of this run left behind, before its bus is opened again; return how many processes."""
     try:
-        rows = json.loads((folder / "up.json").read_text(encoding="utf-8"))["processes"]
-        found = [(int(row["pid"]), float(row["started_at_s"])) for row in rows if row["pid"]]
+        table = json.loads((folder / "up.json").read_text(encoding="utf-8"))
+        found = [(int(row["pid"]), float(row["started_at_s"])) for row in table["processes"] if row["pid"]]
+        socket = Path(str(table["bus"]).removeprefix("unix://"))
     except (OSError, ValueError, KeyError, TypeError):
         return 0
     alive = [pid for pid, started_s in found if _is_same(pid, started_s)]
@@ -98,6 +99,8 @@ def end_leftovers(folder: Path) -> int:
     deadline = time.monotonic() + _LEFTOVER_S
     while any(system.is_alive(pid) for pid in alive) and time.monotonic() < deadline:
         time.sleep(0.02)
+    if socket.parent.name.startswith("penstock-"):
+        shutil.rmtree(socket.parent, ignore_errors=True)
     return len(alive)
 
 

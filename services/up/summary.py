@@ -34,7 +34,9 @@ def _places(run_folder: Path, folder: str) -> str:
         ("summary.json", "the figures above, and more"),
         ("logs", "what each process said"),
     )
-    return "\n".join(f"{folder + '/' + name:<44} {what}" for name, what in known if (run_folder / name).exists())
+    found = [(f"{folder}/{name}", what) for name, what in known if (run_folder / name).exists()]
+    width = max((len(place) for place, _ in found), default=0)
+    return "\n".join(f"{place:<{width}}  {what}" for place, what in found)
 
 
 def _next(run_folder: Path, folder: str, resumable: bool) -> str:
