@@ -1,10 +1,329 @@
-"""The run's report, report.html. A placeholder: the page itself is built beside this."""
+"""report.html: what came of a run, as one file that opens anywhere, offline and without scripts.
 
+Read from the run's records, any of which may be missing or cut short (a run that goes on, a run that was killed); it can be
+written at any time and again. It knows no bus and no settings object: only files.
+"""
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from services.coordinator import page
+from services.coordinator.charts import Band, Series, curves, figure, stack
+from shared.messages import Json
+
+Line = dict[str, Json]
+"""One line of a JSONL file."""
+
+_PHASES = {
+    "phase_wait_s": "wait for experience",
+    "phase_forward_backward_s": "forward and backward",
+    "phase_optimizer_s": "optimizer",
+    "phase_snapshot_s": "snapshot",
+    "phase_commit_s": "commit",
+    "phase_checkpoint_s": "checkpoint",
+}
+_ROLLOUTS = 8
+_COMPLETIONS = 16
+_EVENTS = 40
 
 
 def write_report(run_folder: Path) -> Path:
-    """Write <run folder>/report.html and return its path."""
+    """Write ``<run_folder>/report.html``, whole, at once; return its path.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
     path = run_folder / "report.html"
-    path.write_text("<!doctype html><title>Penstock</title>\n", encoding="utf-8")
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(render(run_folder), encoding="utf-8")
+    beside.replace(path)
     return path
+
+
+def render(run_folder: Path) -> str:
+    """Return the page on the run in ``run_folder``."""
+    summary = _object(run_folder / "summary.json")
+    steps = _one_line_a_step(_lines(run_folder / "metrics.jsonl"))
+    evaluations = _lines(run_folder / "evaluations.jsonl")
+    run_id = _word(summary, "run_id") or run_folder.resolve().name
+    return page.document(
+        f"Penstock: {run_id}",
+        [
+            _header(run_id, summary, steps),
+            _headline(summary, steps, evaluations),
+            page.section("What it learned", _learning(steps, evaluations), "grid-of"),
+            page.section("How it learned", _training(steps), "grid-of"),
+            page.section("Where the time went", _times(steps), "grid-of"),
+            page.section("How the groups ended", _endings(summary, steps), "grid-of"),
+            page.section("To read", _rollouts(_lines(run_folder / "rollouts.jsonl"))),
+            page.section("Records", _records(run_folder, summary)),
+        ],
+    )
+
+
+# ---------------------------------------------------------------- parts
+
+
+def _header(run_id: str, summary: Line, steps: Sequence[Line]) -> str:
+    state = _word(summary, "state") or ("no step yet" if not steps else "no summary yet")
+    reason = _word(summary, "reason")
+    at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(_figure(summary, "finished_at_s") or time.time()))
+    note = f'<p class="soft">{page.text(reason)}</p>' if reason else ""
+    return (
+        f'<div class="head"><h1>{page.text(run_id)}</h1><span class="state">{page.text(state)}</span></div>'
+        f'<p class="soft">a Penstock run, {at}</p>{note}'
+    )
+
+
+def _headline(summary: Line, steps: Sequence[Line], evaluations: Sequence[Line]) -> str:
+    accuracies = [_figure(line, "accuracy") for line in evaluations]
+    before = _figure(summary, "accuracy_before") if summary else next(iter(accuracies), None)
+    after = _figure(summary, "accuracy_after") if summary else next(reversed(accuracies), None)
+    rewards = _column(steps, "reward_mean")
+    tiles = [
+        ("held-out accuracy, before → after", _change(before, after)),
+        ("mean reward, first → last step", _change(rewards[0], rewards[-1]) if rewards else ""),
+        ("optimizer steps", figure(_figure(summary, "steps") or _last(steps, "step"))),
+        ("training time", _duration(_figure(summary, "training_s"))),
+        ("samples per second", figure(_figure(summary, "samples_per_s"))),
+        ("largest lag, in steps", figure(max(_known(steps, "lag_max"), default=None))),
+    ]
+    shown = [page.tile(name, value) for name, value in tiles if value not in ("", "–")]
+    return f'<div class="tiles">{"".join(shown)}</div>' if shown else ""
+
+
+def _learning(steps: Sequence[Line], evaluations: Sequence[Line]) -> list[str]:
+    x = _axis(steps)
+    mean, deviation = _column(steps, "reward_mean"), _column(steps, "reward_std")
+    low, high = _column(steps, "reward_min"), _column(steps, "reward_max")
+    near = [_within(m, d, lo, hi) for m, d, lo, hi in zip(mean, deviation, low, high, strict=True)]
+    bands = [Band("min to max", low, high), Band("one deviation", [n[0] for n in near], [n[1] for n in near])]
+    reward = curves(x, [Series("mean reward", mean)], bands)
+    held_out = curves(
+        _axis(evaluations),
+        [Series("accuracy", _column(evaluations, "accuracy"), points=True)],
+        low=0.0,
+        high=1.0,
+    )
+    note = "" if evaluations else "none was made"
+    return [
+        page.card("Reward", reward, "of training samples: mean, one deviation, min to max"),
+        page.card("Held-out accuracy", held_out or f'<p class="soft">{note}</p>', "greedy"),
+        _chart(steps, "Zero-variance groups", ["zero_std_groups"], "a step's groups that teach nothing", low=0.0),
+    ]
+
+
+def _training(steps: Sequence[Line]) -> list[str]:
+    return [
+        _chart(steps, "Lag", ["lag_mean", "lag_max"], "steps between the oldest token's version and its use", low=0.0),
+        _chart(steps, "KL", ["kl_mean"], "nats a token, behavior against policy", low=0.0),
+        _chart(steps, "Entropy", ["entropy"], "nats a token", low=0.0),
+        _chart(steps, "Clipped tokens", ["clip_fraction"], "share of trained tokens", low=0.0),
+        _chart(steps, "Gradient norm", ["grad_norm"], "before clipping", low=0.0),
+        _chart(steps, "Response length", ["response_tokens_mean"], "tokens, mean", low=0.0),
+    ]
+
+
+def _times(steps: Sequence[Line]) -> list[str]:
+    phases = stack(_axis(steps), [Series(label, _column(steps, name)) for name, label in _PHASES.items()])
+    return [
+        _chart(steps, "Throughput", ["tokens_per_s"], "trained tokens per second", low=0.0),
+        page.card("A step's phases", phases, "seconds in the trainer"),
+        page.card("Mean seconds a step", _phase_table(steps)),
+    ]
+
+
+def _phase_table(steps: Sequence[Line]) -> str:
+    names = {
+        "step_s": "whole step",
+        **_PHASES,
+        "generate_s_mean": "generate one group",
+        "score_s_mean": "score one group",
+    }
+    means = [(label, _mean(_known(steps, name))) for name, label in names.items()]
+    return page.table([(label, f"{mean:.3f}") for label, mean in means if mean is not None], numbers=[1])
+
+
+def _endings(summary: Line, steps: Sequence[Line]) -> list[str]:
+    counts = summary.get("counts")
+    found = counts if isinstance(counts, dict) else {}
+    rows = [(name, figure(_figure(found, name))) for name in sorted(found, key=lambda name: name != "trained")]
+    admitted = _figure(summary, "groups_admitted")
+    if admitted is not None:
+        rows.insert(0, ("admitted", figure(admitted)))
+    lags: dict[str, float] = {}
+    for line in steps:
+        by_lag = line.get("lag_counts")
+        for lag, samples in (by_lag if isinstance(by_lag, dict) else {}).items():
+            lags[lag] = lags.get(lag, 0.0) + (samples if isinstance(samples, (int, float)) else 0.0)
+    total = sum(lags.values())
+    shares = [(lag, figure(lags[lag]), f"{lags[lag] / total:.1%}") for lag in sorted(lags, key=_by_number) if total]
+    return [
+        page.card("Groups", page.table(rows, numbers=[1])),
+        page.card("Samples by lag", page.table(shares, ["lag, in steps", "samples", "share"], numbers=[1, 2])),
+    ]
+
+
+def _rollouts(lines: Sequence[Line]) -> list[str]:
+    """A few groups, spread over the run, the last one open."""
+    count = min(_ROLLOUTS, len(lines))
+    chosen = [lines[round(index * (len(lines) - 1) / max(1, count - 1))] for index in range(count)]
+    return [_rollout(line, index == count - 1) for index, line in enumerate(chosen)]
+
+
+def _rollout(line: Line, is_open: bool) -> str:
+    completions = line.get("completions")
+    rows = []
+    for one in completions[:_COMPLETIONS] if isinstance(completions, list) else []:
+        if isinstance(one, dict):
+            reward = _figure(one, "reward")
+            sign = "good" if (reward or 0.0) > 0 else "bad"
+            rows.append(
+                f'<tr><td class="number {sign}">{figure(reward)}</td><td class="text">{page.text(one.get("text", ""))}</td></tr>'
+            )
+    body = f'<div class="scroll"><table><tr><th class="number">reward</th><th>completion</th></tr>{"".join(rows)}</table></div>'
+    asked = f'<p class="soft">asked</p>{page.preformatted(_asked(line.get("prompt")))}'
+    answer = (
+        f'<p class="soft">answer</p>{page.preformatted(str(line.get("answer")))}'
+        if line.get("answer") is not None
+        else ""
+    )
+    title = f"step {figure(_figure(line, 'step'))}: {_asked(line.get('prompt'))[:80]}"
+    return page.fold(title, asked + answer + body, is_open)
+
+
+def _asked(prompt: Json) -> str:
+    if not isinstance(prompt, list):
+        return str(prompt)
+    return "\n".join(f"{turn.get('role')}: {turn.get('content')}" for turn in prompt if isinstance(turn, dict))
+
+
+def _records(run_folder: Path, summary: Line) -> list[str]:
+    plain = [(name, _plain(value)) for name, value in summary.items() if not isinstance(value, (dict, list))]
+    versions = summary.get("versions")
+    packages = sorted(versions.items()) if isinstance(versions, dict) else []
+    events = [
+        (_clock(_figure(line, "at_s")), _word(line, "source"), _word(line, "name"), _word(line, "detail"))
+        for line in _lines(run_folder / "events.jsonl")[-_EVENTS:]
+    ]
+    return [
+        page.fold("summary", page.table(plain)),
+        page.fold("versions", page.table(packages)),
+        page.fold("events", page.table(events, ["time", "from", "event", "what"])),
+        page.fold("settings", page.preformatted(_read(run_folder / "settings.toml"))),
+    ]
+
+
+def _chart(steps: Sequence[Line], title: str, names: Sequence[str], note: str, low: float | None = None) -> str:
+    series = [Series(name.replace("_", " "), _column(steps, name)) for name in names]
+    return page.card(title, curves(_axis(steps), series, low=low), note)
+
+
+# ---------------------------------------------------------------- reading
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _lines(file: Path) -> list[Line]:
+    found = [_parsed(line) for line in _read(file).splitlines()]
+    return [line for line in found if line]
+
+
+def _object(file: Path) -> Line:
+    return _parsed(_read(file))
+
+
+def _parsed(text: str) -> Line:
+    """Return an object; nothing where the text is none (a line that is just being written)."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _one_line_a_step(lines: Sequence[Line]) -> list[Line]:
+    """A run that was taken back to a checkpoint wrote some steps twice: the later line holds."""
+    by_step: list[Line] = []
+    for line in lines:
+        step = _figure(line, "step")
+        if step is None:
+            continue
+        while by_step and (_figure(by_step[-1], "step") or 0.0) >= step:
+            by_step.pop()
+        by_step.append(line)
+    return by_step
+
+
+def _figure(line: Mapping[str, Json], name: str) -> float | None:
+    value = line.get(name)
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _word(line: Mapping[str, Json], name: str) -> str:
+    value = line.get(name)
+    return value if isinstance(value, str) else ""
+
+
+def _column(lines: Sequence[Line], name: str) -> list[float | None]:
+    return [_figure(line, name) for line in lines]
+
+
+def _known(lines: Sequence[Line], name: str) -> list[float]:
+    return [value for value in _column(lines, name) if value is not None]
+
+
+def _axis(lines: Sequence[Line]) -> list[float]:
+    return [_figure(line, "step") or 0.0 for line in lines]
+
+
+def _last(lines: Sequence[Line], name: str) -> float | None:
+    return _figure(lines[-1], name) if lines else None
+
+
+# ---------------------------------------------------------------- figures
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _within(
+    mean: float | None, deviation: float | None, low: float | None, high: float | None
+) -> tuple[float | None, float | None]:
+    if mean is None or deviation is None:
+        return None, None
+    bottom, top = mean - deviation, mean + deviation
+    return (bottom if low is None else max(low, bottom)), (top if high is None else min(high, top))
+
+
+def _change(before: float | None, after: float | None) -> str:
+    return f"{figure(before)} → {figure(after)}" if before is not None or after is not None else ""
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
+
+
+def _clock(at_s: float | None) -> str:
+    return "" if at_s is None else time.strftime("%H:%M:%S", time.gmtime(at_s))
+
+
+def _plain(value: Json) -> str:
+    return f"{value:.6g}" if isinstance(value, float) and abs(value) < 1e6 else str(value)
+
+
+def _by_number(text: str) -> tuple[int, str]:
+    return (int(text), text) if text.isdigit() else (1 << 30, text)

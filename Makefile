@@ -1,0 +1,59 @@
+# Everything that desk and CI call. `make` alone says what there is.
+#
+# Settings: PYTHON=python3.12   which Python makes .venv
+#           CONFIG=my-run.toml  what `make up` runs;  ARGS='--run.steps 20' is added to up, demo and pytest
+
+PYTHON ?= python3
+CONFIG ?= config/arithmetic.toml
+ARGS ?=
+export PYTHON
+
+# Called by module, not by script: a script's first line cannot hold a path with a space.
+VENV_PYTHON := .venv/bin/python
+
+.PHONY: help demo up test quick check lint format types imports clean install install-dev
+
+help:
+	@echo "make demo    train the arithmetic example on this machine, from nothing"
+	@echo "make up      the same for CONFIG=your.toml"
+	@echo "make test    all tests, from nothing        make quick   those that take no whole run"
+	@echo "make check   what CI runs: ruff, mypy, the import rule, all tests"
+	@echo "make format  let ruff format the code       make clean   remove .venv and caches (runs/ stays)"
+
+install:
+	@bash .ci/install all
+
+install-dev:
+	@bash .ci/install dev
+
+demo: install
+	@$(VENV_PYTHON) -m services up config/arithmetic.toml $(ARGS)
+
+up: install
+	@$(VENV_PYTHON) -m services up "$(CONFIG)" $(ARGS)
+
+test: install-dev
+	$(VENV_PYTHON) -m pytest $(ARGS)
+
+quick: install-dev
+	$(VENV_PYTHON) -m pytest -m "not slow" $(ARGS)
+
+check: lint types imports test
+
+lint: install-dev
+	$(VENV_PYTHON) -m ruff check .
+	$(VENV_PYTHON) -m ruff format --check .
+
+types: install-dev
+	$(VENV_PYTHON) -m mypy
+
+imports: install-dev
+	$(VENV_PYTHON) -c "import sys; from importlinter.cli import lint_imports_command; sys.exit(lint_imports_command())"
+
+format: install-dev
+	$(VENV_PYTHON) -m ruff check --fix .
+	$(VENV_PYTHON) -m ruff format .
+
+clean:
+	rm -rf .venv build dist penstock.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

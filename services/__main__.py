@@ -1,0 +1,219 @@
+"""penstock: the command line. Starts a whole run, and looks at, pauses and stops one that goes on.
+
+Every command but ``up``, ``report`` and ``settings`` is a thin client of the coordinator's HTTP API.
+"""
+
+import importlib.metadata
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from shared.errors import PenstockError, SettingsError
+
+app = typer.Typer(
+    name="penstock",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    help=(
+        "Asynchronous RL post-training for language models, as a message-bus system.\n\n"
+        "**Try it:** `penstock up config/arithmetic.toml` trains a tiny model on this machine's CPU; "
+        "meanwhile, in another terminal, `penstock status`, `penstock pause`, `penstock resume`.\n\n"
+        "**Your own data:** copy `config/own-data.toml`, set `policy.model` and `data.path`, and start it with `penstock up`. "
+        "`penstock settings` explains every setting.\n\n"
+        "Exit codes: 0 done, 1 no answer or refused, 2 wrong settings, 130 interrupted (go on with `up --resume`)."
+    ),
+)
+
+Run = Annotated[Path, typer.Option("--run", metavar="RUN_FOLDER", help="The run's folder.")]
+Url = Annotated[str, typer.Option("--url", metavar="URL", help="The coordinator's address, instead of --run.")]
+LATEST = Path("runs/latest")
+
+
+@app.callback(invoke_without_command=True)
+def _top(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)] = False,
+) -> None:
+    if version:
+        print(f"penstock {_version()}")  # noqa: T201
+        raise typer.Exit
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def up(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CONFIG] [--TABLE.SETTING VALUE]...",
+            help="The run's TOML file, and any settings to override.",
+            show_default=False,
+        ),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN_FOLDER", help="Go on with the run in this folder instead.", show_default=False),
+    ] = None,
+) -> None:
+    """Start a whole run on this machine and look after it until it ends.
+
+    Starts an embedded Valkey (unless `bus.url` names a server), the coordinator, the rollout and reward replicas and the
+    trainer, each as its own process; starts one again that dies; stops all in order on Ctrl-C (twice: at once).
+    Everything the run leaves lies in `runs/<run id>/`, and `runs/latest` leads to the newest.
+
+    **Examples**
+
+    `penstock up config/arithmetic.toml`
+
+    `penstock up config/arithmetic.toml --run.steps 50 --rollout.replicas 3`
+
+    `penstock up --resume runs/latest`
+
+    `PENSTOCK__BUS__URL=rediss://:secret@host:6379 penstock up my-run.toml`
+    """
+    from services.up import prepare, run, summary
+
+    config, flags = _split(words or [])
+    prepared = prepare.prepare(config, resume, flags)
+    ending = run.go(prepared)
+    if ending.sentence:
+        print(f"penstock up: {ending.sentence}", file=sys.stderr)  # noqa: T201
+        print(f"logs: {prepared.folder / 'logs'}", file=sys.stderr)  # noqa: T201
+    else:
+        interrupted = ending.code in (run.INTERRUPTED, run.TERMINATED)
+        print(f"\n{summary.text(prepared.folder, interrupted)}")  # noqa: T201
+    raise typer.Exit(ending.code)
+
+
+@app.command()
+def status(
+    run: Run = LATEST,
+    url: Url = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print what the API says, for scripts.")] = False,
+) -> None:
+    """Show what a run does now.
+
+    **Examples:** `penstock status` · `penstock status --run runs/arithmetic-…` · `penstock status --json | jq .step`
+    """
+    from services.client import Coordinator, find
+    from services.up import view
+
+    coordinator = Coordinator(find(url, run))
+    if as_json:
+        print(coordinator.run_json())  # noqa: T201
+        return
+    seen, replicas = coordinator.run(), coordinator.replicas()
+    Console().print(view.screen(f"penstock · {seen.run_id}", seen, [view.row_of(replica) for replica in replicas]))
+
+
+@app.command()
+def start(run: Run = LATEST, url: Url = "") -> None:
+    """Start a run that waits (`coordinator.autostart = false`)."""
+    _ask("start", run, url)
+
+
+@app.command()
+def pause(run: Run = LATEST, url: Url = "") -> None:
+    """Pause: nothing more is admitted, running groups finish. `penstock resume` goes on exactly there."""
+    _ask("pause", run, url)
+
+
+@app.command()
+def resume(run: Run = LATEST, url: Url = "") -> None:
+    """Go on after a pause. (A run whose `penstock up` has ended goes on with `penstock up --resume`.)"""
+    _ask("resume", run, url)
+
+
+@app.command()
+def stop(run: Run = LATEST, url: Url = "") -> None:
+    """End a run for good, before its last step; summary and report are written. Ctrl-C on `up` only interrupts it."""
+    _ask("stop", run, url)
+
+
+@app.command()
+def report(run: Run = LATEST) -> None:
+    """Write the run's report.html anew from its records, also while it goes on.
+
+    **Example:** `penstock report --run runs/latest`
+    """
+    from services.coordinator.report import write_report
+
+    if not run.is_dir():
+        raise PenstockError(f"expected a run's folder, found none at {run}: give --run RUN_FOLDER")
+    try:
+        print(write_report(run))  # noqa: T201
+    except OSError as error:
+        raise PenstockError(f"expected to write the report in {run}, found: {error}") from error
+
+
+@app.command()
+def settings(
+    name: Annotated[str, typer.Argument(metavar="[NAME]", help="Only those whose name holds this.")] = "",
+) -> None:
+    """Print every setting with its default and what it does.
+
+    **Examples:** `penstock settings` · `penstock settings trainer` · `penstock settings max_lag`
+    """
+    from services.up import explain
+
+    found = [entry for entry in explain.entries() if name in entry.key]
+    if not found:
+        raise PenstockError(f"expected a part of a setting's name, found {name!r}: try `penstock settings`")
+    explain.show(found, Console())
+
+
+def _ask(what: str, run: Path, url: str) -> None:
+    from services.client import Coordinator, find
+
+    coordinator = Coordinator(find(url, run))
+    coordinator.ask(what)
+    seen = coordinator.run()
+    print(f"{seen.run_id}: {seen.state}, step {seen.step} of {seen.steps}")  # noqa: T201
+
+
+def _split(words: list[str]) -> tuple[Path | None, list[str]]:
+    """Part the settings file from the flags, wherever it stands among them."""
+    files, flags = [], []
+    rest = iter(words)
+    for word in rest:
+        if not word.startswith("--"):
+            files.append(word)
+        elif "=" in word:
+            flags.append(word)
+        else:
+            flags += [word, *(value for value in [next(rest, None)] if value is not None)]
+    if len(files) > 1:
+        raise SettingsError(
+            f"expected one settings file, found {' '.join(files)}: settings are given as --run.steps 10"
+        )
+    return (Path(files[0]) if files else None), flags
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("penstock")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; return its exit code."""
+    words = sys.argv[1:] if arguments is None else arguments
+    command = next((word for word in words if not word.startswith("-")), "")
+    try:
+        app(args=words, prog_name="penstock")
+    except PenstockError as error:
+        print(f"penstock {command}: {error}", file=sys.stderr)  # noqa: T201
+        return 2 if isinstance(error, SettingsError) else 1
+    except KeyboardInterrupt:
+        return 130
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,247 @@
+"""The coordinator's HTTP API from outside: where it is, what it says, and what one can ask of it.
+
+What it answers is read into the models below; a field that is not there keeps its default, so that a newer or an older
+coordinator can be looked at too. This module knows no service; the command line and the live view use it.
+"""
+
+import json
+from pathlib import Path
+from typing import TypeVar
+
+import httpx
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from shared.errors import PenstockError
+
+ENDED_STATES = ("stopped", "finished")
+READY_STATES = ("working", "waiting", "degraded")
+_TIMEOUT_S = 5.0
+
+
+class Unreachable(PenstockError):
+    """No coordinator answers there."""
+
+
+class Unreadable(Unreachable):
+    """Something answers there that is no coordinator that this version understands."""
+
+
+class Refused(PenstockError):
+    """The coordinator answered that it will not; the message is its reason."""
+
+
+class View(BaseModel):
+    """Something the coordinator says."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class StreamDepth(View):
+    """How much lies in one stream."""
+
+    entries: int = 0
+    pending: int = 0
+    oldest_age_s: float = 0.0
+
+
+class Evaluation(View):
+    """The accuracy of one version on the held-out problems, 0 to 1."""
+
+    step: int = 0
+    version: int = 0
+    accuracy: float | None = None
+    """None where no problem was answered."""
+    problems: int = 0
+    initial: bool = False
+    final: bool = False
+
+
+class History(View):
+    """The newest steps, one number each."""
+
+    step: list[int] = Field(default=[])
+    reward_mean: list[float | None] = Field(default=[])
+    tokens_per_s: list[float | None] = Field(default=[])
+
+
+class RunView(View):
+    """``GET /v1/run``."""
+
+    run_id: str = ""
+    state: str = "created"
+    reason: str = ""
+    closed: bool = True
+    """Once ended: its records, summary and report are whole."""
+    activity: str = ""
+    """What it does now, in a few words."""
+    step: int = 0
+    steps: int = 0
+    head: int | None = None
+    newest_version: int | None = None
+    groups_in_flight: int = 0
+    slots: int = 0
+    streams: dict[str, StreamDepth] = Field(default={})
+    counts: dict[str, int] = Field(default={})
+    last: dict[str, float | None] = Field(default={})
+    """The metrics of the newest step, by name."""
+    history: History = Field(default=History())
+    evaluations: list[Evaluation] = Field(default=[])
+    tokens_per_s: float | None = None
+    started_at_s: float | None = None
+    training_s: float | None = None
+    eta_s: float | None = None
+    bus: str = ""
+    """Name and version of the bus's server."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will happen in this run."""
+        return self.state in ENDED_STATES and self.closed
+
+
+class ReplicaView(View):
+    """One entry of ``GET /v1/services``: a replica's newest heartbeat."""
+
+    service: str = ""
+    replica: str = ""
+    state: str = ""
+    version: int | None = None
+    pid: int = 0
+    address: str = ""
+    started_at_s: float = 0.0
+    seen_at_s: float = 0.0
+    memory_bytes: int = 0
+    last_error: str = ""
+    values: dict[str, float | None] = Field(default={})
+
+    @property
+    def ready(self) -> bool:
+        """Whether it does its work."""
+        return self.state in READY_STATES
+
+
+class _Services(View):
+    """A list of replicas, bare or by name."""
+
+    services: list[ReplicaView] = Field(default=[])
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, found: object) -> object:
+        return {"services": found} if isinstance(found, list) else found
+
+
+V = TypeVar("V", bound=View)
+
+
+def find(url: str | None, run_folder: Path) -> str:
+    """Return the coordinator's URL: the one given, else what ``coordinator.json`` in the run's folder says.
+
+    Raises:
+        Unreachable: there is no such file, or it says nothing.
+    """
+    if url:
+        return url.rstrip("/")
+    file = run_folder / "coordinator.json"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))["url"]
+    except FileNotFoundError as error:
+        raise Unreachable(
+            f"expected a run at {run_folder}, found no {file.name} there: start one with `penstock up`, "
+            "or give --run RUN_FOLDER or --url http://HOST:PORT"
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Unreachable(
+            f"expected the coordinator's URL in {file}, found none: give --url http://HOST:PORT"
+        ) from error
+    return str(found).rstrip("/")
+
+
+class Coordinator:
+    """Ask one coordinator, and wait for each answer."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def run(self) -> RunView:
+        """Return what the run does."""
+        return _read(self._answer("GET", "/v1/run"), RunView)
+
+    def run_json(self) -> str:
+        """Return ``GET /v1/run`` as it came, with the replicas beside it, as JSON text."""
+        replicas = [replica.model_dump() for replica in self.replicas()]
+        return json.dumps({**self._answer("GET", "/v1/run").json(), "services": replicas}, indent=2)
+
+    def replicas(self) -> list[ReplicaView]:
+        """Return every replica that is there."""
+        return _read(self._answer("GET", "/v1/services"), _Services).services
+
+    def ask(self, what: str) -> None:
+        """Ask for ``start``, ``pause``, ``resume`` or ``stop``.
+
+        Raises:
+            Refused: the run is in no state for it.
+            Unreachable: nothing answers.
+        """
+        self._answer("POST", f"/v1/run/{what}")
+
+    def _answer(self, method: str, path: str) -> httpx.Response:
+        try:
+            answer = httpx.request(method, f"{self._url}{path}", timeout=_TIMEOUT_S, trust_env=False)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise Unreachable(_nobody(self._url, error)) from error
+        return _checked(answer)
+
+
+class AsyncCoordinator:
+    """Ask one coordinator while other things go on."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._client = httpx.AsyncClient(base_url=url, timeout=_TIMEOUT_S, trust_env=False)
+
+    async def run(self) -> RunView:
+        """Return what the run does."""
+        return _read(await self._get("/v1/run"), RunView)
+
+    async def replicas(self) -> list[ReplicaView]:
+        """Return every replica that is there."""
+        return _read(await self._get("/v1/services"), _Services).services
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    async def _get(self, path: str) -> httpx.Response:
+        try:
+            answer = await self._client.get(path)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise Unreachable(_nobody(self.url, error)) from error
+        return _checked(answer)
+
+
+def _nobody(url: str, error: Exception) -> str:
+    return f"expected a coordinator at {url}, found none that answers ({error or type(error).__name__}): is the run up?"
+
+
+def _checked(answer: httpx.Response) -> httpx.Response:
+    if answer.is_success:
+        return answer
+    try:
+        reason = str(answer.json()["detail"])
+    except (ValueError, KeyError, TypeError):
+        reason = answer.text[:200] or answer.reason_phrase
+    if answer.status_code >= 500:
+        raise Unreachable(f"expected an answer from {answer.url}, found {answer.status_code}: {reason}")
+    raise Refused(reason)
+
+
+def _read(answer: httpx.Response, kind: type[V]) -> V:
+    try:
+        return kind.model_validate_json(answer.content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise Unreadable(
+            f"expected a Penstock coordinator at {answer.url}, found another answer ({where}: {first['msg']}): check --url"
+        ) from error

@@ -1,0 +1,93 @@
+"""Which processes a run has, how each is started, and the order in which they stop.
+
+Each service starts here the way it is started alone: ``python -m services.<name> --config … --replica …``.
+"""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from shared import embedded
+from shared.settings import ENVIRONMENT_PREFIX, Settings
+
+STOP_ORDER = ("rollout", "reward", "trainer", "coordinator", "valkey")
+"""Upstream first, so that what is under way can still be handed over; the coordinator after those that it watches over;
+the bus last, for everybody gives back there what they hold."""
+VALKEY = "valkey"
+_VALKEY_STOP_S = 10.0
+_STOP_AFTER_DRAIN_S = 10.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProcessPlan:
+    """One process to keep running."""
+
+    name: str
+    """Its name on the bus, in the view and of its log: the same over restarts."""
+    service: str
+    """One of ``STOP_ORDER``."""
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    """All of its environment."""
+    stop_s: float = 20.0
+    """How long it may take to stop before it is killed."""
+    socket: Path | None = None
+    """A socket file that its predecessor may have left behind."""
+
+
+def services(settings: Settings, config: Path, bus_url: str, environment: Mapping[str, str]) -> list[ProcessPlan]:
+    """Return the processes of a run, the bus aside. ``config`` holds the resolved settings; ``bus_url`` comes to each
+    process by its environment, because it may hold a password."""
+    counts = {"coordinator": 1, "rollout": settings.rollout.replicas, "reward": settings.reward.replicas, "trainer": 1}
+    threads = {"rollout": settings.rollout.threads, "trainer": settings.trainer.threads}
+    return [
+        ProcessPlan(
+            name=f"{service}-{index}",
+            service=service,
+            command=(
+                *(sys.executable, "-m", f"services.{service}"),
+                *("--config", str(config), "--replica", f"{service}-{index}"),
+                *_port_flags(settings, service, index),
+            ),
+            environment=_environment(environment, bus_url, threads.get(service, 0)),
+            stop_s=settings.bus.drain_s + _STOP_AFTER_DRAIN_S,
+        )
+        for service, count in counts.items()
+        for index in range(count)
+    ]
+
+
+def valkey(socket: Path, data: Path, environment: Mapping[str, str]) -> ProcessPlan:
+    """Return the embedded bus. Raises SettingsError when it is not installed."""
+    command = tuple(embedded.command(socket, data))
+    return ProcessPlan(VALKEY, VALKEY, command, dict(environment), stop_s=_VALKEY_STOP_S, socket=socket)
+
+
+def metrics_ports(settings: Settings) -> list[tuple[str, int]]:
+    """Return (setting, port) of every fixed port of the services but the coordinator's. Replica i takes port + i."""
+    found = [(settings.rollout.metrics_port, settings.rollout.replicas, "rollout")]
+    found += [(settings.reward.metrics_port, settings.reward.replicas, "reward")]
+    found += [(settings.trainer.metrics_port, 1, "trainer")]
+    return [(f"{name}.metrics_port", port + index) for port, count, name in found if port for index in range(count)]
+
+
+def _port_flags(settings: Settings, service: str, index: int) -> tuple[str, ...]:
+    ports = {"rollout": settings.rollout.metrics_port, "reward": settings.reward.metrics_port}
+    port = ports.get(service, 0)
+    return (f"--{service}.metrics_port", str(port + index)) if port and index else ()
+
+
+def _environment(base: Mapping[str, str], bus_url: str, threads: int) -> dict[str, str]:
+    """The resolved settings hold every override already: a second one by the environment would undo a flag."""
+    kept = {name: value for name, value in base.items() if not name.startswith(ENVIRONMENT_PREFIX)}
+    kept |= {f"{ENVIRONMENT_PREFIX}BUS__URL": bus_url, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    if threads:
+        kept |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    return kept
+
+
+def current_environment() -> dict[str, str]:
+    """Return this process's environment."""
+    return dict(os.environ)

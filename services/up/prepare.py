@@ -1,0 +1,208 @@
+"""Make a run ready: resolve its settings, look early at everything that can be looked at, take its folder.
+
+Whatever is wrong here is one sentence within a second, before any process starts. What only a service can see (a dataset's
+bad line, a model that does not load) that service says in the same way, and it ends the run.
+"""
+
+import asyncio
+import dataclasses
+import os
+import re
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from services.up import place
+from services.up.plan import metrics_ports
+from shared import connection
+from shared.errors import BusUnavailable, SettingsError
+from shared.settings import Section, Settings, dump, load
+
+EMBEDDED = "embedded"
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_BUS_CHECK_S = 6.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prepared:
+    """A run that can start."""
+
+    settings: Settings
+    """Resolved: every path absolute."""
+    folder: Path
+    config: Path
+    """The resolved settings as the services read them."""
+    resumed: bool
+    lock: TextIO
+    """Held while the run is ours."""
+
+
+def prepare(config: Path | None, resume: Path | None, flags: Sequence[str]) -> Prepared:
+    """Return a run that can start.
+
+    Raises:
+        SettingsError: it cannot, and which setting to change.
+    """
+    if (config is None) == (resume is None):
+        found = "neither" if config is None else "both"
+        raise SettingsError(
+            f"expected a settings file (penstock up config/arithmetic.toml) or --resume RUN_FOLDER, found {found}"
+        )
+    if resume is not None:
+        return _resumed(resume.absolute(), flags)
+    assert config is not None
+    settings = _resolved(load(config, flags))
+    if not settings.run.id:
+        settings = _with(settings, "run", id=place.new_run_id(config))
+    _check(settings)
+    folder = place.make_run_folder(settings)
+    return _placed(settings, folder, place.lock(folder), resumed=False)
+
+
+def _resumed(folder: Path, flags: Sequence[str]) -> Prepared:
+    if not (folder / place.SETTINGS_FILE).is_file():
+        raise SettingsError(
+            f"expected a run's folder after --resume, found no {place.SETTINGS_FILE} in {folder}: give runs/<run id>"
+        )
+    folder = folder.resolve()  # `latest` may soon lead elsewhere
+    held = place.lock(folder)
+    place.end_leftovers(folder)
+    before = load(folder / place.SETTINGS_FILE, environment={})
+    settings = _resolved(load(folder / place.SETTINGS_FILE, flags))
+    if settings.run.id != before.run.id:
+        raise SettingsError(f"expected run.id {before.run.id!r} on resume, found {settings.run.id!r}: leave run.id out")
+    if ":***@" in settings.bus.url:
+        raise SettingsError(
+            f"expected the bus's password, found {settings.bus.url!r}: give the URL by PENSTOCK__BUS__URL on resume too"
+        )
+    settings = _with(settings, "run", folder=folder.parent, id=folder.name)
+    if settings.weights.folder is not None and place.is_in_memory(settings.weights.folder):
+        settings = _with(settings, "weights", folder=None)
+    _check(settings)
+    return _placed(settings, folder, held, resumed=True)
+
+
+def _placed(settings: Settings, folder: Path, held: TextIO, resumed: bool) -> Prepared:
+    place.remove_dead_snapshots()
+    keep_free = place.model_bytes(Path(settings.policy.model)) * (settings.weights.keep + 2)
+    snapshots = place.snapshot_folder(settings, keep_free)
+    settings = _with(settings, "weights", folder=snapshots)
+    place.mark_in_memory(snapshots, folder)
+    dump(settings, folder / place.SETTINGS_FILE)
+    place.link_latest(folder)
+    return Prepared(settings, folder, folder / place.SETTINGS_FILE, resumed, held)
+
+
+# ---------------------------------------------------------------- settings
+
+
+def _with(settings: Settings, table: str, **changes: object) -> Settings:
+    section: Section = getattr(settings, table)
+    return settings.model_copy(update={table: section.model_copy(update=changes)})
+
+
+def _resolved(settings: Settings) -> Settings:
+    """Make every path absolute, for services that run elsewhere and for a later resume."""
+    settings = _with(settings, "run", folder=settings.run.folder.absolute())
+    settings = _with(
+        settings,
+        "policy",
+        model=_absolute(settings.policy.model),
+        tokenizer=_absolute(settings.policy.tokenizer),
+    )
+    settings = _with(settings, "data", path=settings.data.path.absolute())
+    if settings.evaluation.path is not None:
+        settings = _with(settings, "evaluation", path=settings.evaluation.path.absolute())
+    return settings
+
+
+def _absolute(model: str) -> str:
+    return str(Path(model).absolute()) if model and Path(model).exists() else model
+
+
+# ---------------------------------------------------------------- checks
+
+
+def _check(settings: Settings) -> None:
+    _check_model(settings.policy.model, "policy.model", "config.json")
+    if settings.policy.tokenizer:
+        _check_model(settings.policy.tokenizer, "policy.tokenizer", "tokenizer_config.json")
+    _check_data(settings.data.path, "data.path")
+    if settings.evaluation.path is not None:
+        _check_data(settings.evaluation.path, "evaluation.path")
+    _check_port(settings.coordinator.host, settings.coordinator.port, "coordinator.port")
+    for setting, port in metrics_ports(settings):
+        _check_port(settings.coordinator.host, port, setting)
+    if settings.bus.url != EMBEDDED:
+        asyncio.run(_check_bus(settings.bus.url))
+
+
+def _check_model(model: str, setting: str, needed: str) -> None:
+    if not model:
+        raise SettingsError(f"expected a model in Hugging Face form, found none: set {setting} to its folder")
+    if Path(model).is_dir():
+        if not (Path(model) / needed).is_file():
+            raise SettingsError(
+                f"expected a model in Hugging Face form in {model}, found no {needed}: change {setting}"
+            )
+        return
+    if Path(model).exists() or _HUB_NAME.fullmatch(model) is None or model.startswith("."):
+        raise SettingsError(f"expected a model's folder, found none at {model}: change {setting}")
+    if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE") and not _cached(model):
+        raise SettingsError(
+            f"expected a folder {model} or a model of that name in the hub's cache (HF_HUB_OFFLINE is set), found neither: "
+            f"change {setting}"
+        )
+
+
+def _cached(model: str) -> bool:
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    return (Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{model.replace('/', '--')}").is_dir()
+
+
+def _check_data(path: Path, setting: str) -> None:
+    if not path.exists():
+        raise SettingsError(f"expected a dataset, found nothing at {path}: change {setting}")
+    if path.is_dir():
+        if not any(path.iterdir()):
+            raise SettingsError(f"expected a dataset saved to disk, found an empty folder {path}: change {setting}")
+        return
+    try:
+        with path.open("rb") as file:
+            empty = not any(line.strip() for line in file)
+    except OSError as error:
+        raise SettingsError(
+            f"expected a readable dataset, found {path} ({error.strerror}): change {setting}"
+        ) from error
+    if empty:
+        raise SettingsError(f"expected a dataset with at least one row, found {path} empty: change {setting}")
+
+
+def _check_port(host: str, port: int, setting: str) -> None:
+    if port == 0:
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError) as error:
+            raise SettingsError(
+                f"expected a free port, found {host}:{port} not free ({error}): change {setting}, or set it to 0 for any"
+            ) from error
+
+
+async def _check_bus(url: str) -> None:
+    client = connection.open_client(url)
+    try:
+        async with asyncio.timeout(_BUS_CHECK_S):
+            await connection.check_server(client)
+    except (BusUnavailable, TimeoutError) as error:
+        reason = str(error.__cause__ or error) or "no answer"
+        raise SettingsError(
+            f"expected a Redis or Valkey server at {connection.redact(url)}, found none that answers ({reason}): "
+            "start one, change bus.url, or set it to 'embedded'"
+        ) from error
+    finally:
+        await client.aclose()

@@ -1,0 +1,243 @@
+"""One process that is kept running: started, waited for, started again with a growing wait, stopped when asked.
+
+::
+
+    starting ──▶ ready ──▶ (dies) ──▶ waiting ──▶ starting …      waits double, up to a cap; a good while of work resets them
+        │                                  │
+        └──────────── stop ────────────────┴──▶ stopping ──▶ ended
+
+Two deaths end the run instead: exit code 2 (wrong settings) before the process was ever ready, and ``give_up`` deaths in a
+row of one that was never ready. A process that was ready once is started again for ever.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import BinaryIO
+
+from services.up import system
+from services.up.plan import ProcessPlan
+
+WRONG_SETTINGS = 2
+_LAST_LINES = 15
+
+
+class ChildState(StrEnum):
+    """What a process does, as its supervisor sees it."""
+
+    STARTING = "starting"
+    READY = "ready"
+    WAITING = "restarting"
+    STOPPING = "stopping"
+    ENDED = "ended"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Backoff:
+    """How patiently a process is started again."""
+
+    first_s: float = 0.25
+    longest_s: float = 15.0
+    well_after_s: float = 20.0
+    """A process that was ready and lived so long counts as well: the next wait is the first again."""
+    give_up: int = 5
+    """So many deaths in a row of a process that was never ready end the run."""
+
+    def wait_s(self, failures: int) -> float:
+        """Return the wait after the ``failures``-th death in a row, counted from 1."""
+        return min(self.first_s * 2.0 ** min(failures - 1, 30), self.longest_s)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a run cannot go on: what to tell, and the exit code."""
+
+    sentence: str
+    code: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a process is handed by its supervisor."""
+
+    logs: Path
+    backoff: Backoff
+    starting: asyncio.Lock
+    """Held while a process is started, so that nobody takes it for an orphan."""
+    changed: Callable[[], None]
+    """Called when a pid or a state changes."""
+    tell: Callable[[str], None]
+    """Says a line to whoever watches."""
+    fail: Callable[[Failure], None]
+    """Ends the run."""
+    finished: Callable[[], Awaitable[bool]]
+    """Whether the run has nothing more to do, so that exit code 0 is an end and no death."""
+
+
+class Child:
+    """One process and its restarts."""
+
+    def __init__(self, plan: ProcessPlan, around: Surroundings) -> None:
+        self.plan = plan
+        self.state = ChildState.STARTING
+        self.pid: int | None = None
+        self.started_at_s = 0.0
+        self.restarts = 0
+        self.last_death = ""
+        self.log = around.logs / f"{plan.name}.log"
+        self._around = around
+        self._failures = 0
+        self._was_ready = False
+        self._is_ready = False
+        self._log_start = 0
+        self._asked = asyncio.Event()
+        self._hurry = asyncio.Event()
+
+    def mark_ready(self) -> None:
+        """Say that the process does its work."""
+        if self.state is ChildState.STARTING:
+            self._was_ready = self._is_ready = True
+            self._set(ChildState.READY)
+
+    async def run(self) -> None:
+        """Keep the process running until asked to stop, or until the run fails or needs it no more."""
+        while not self._asked.is_set():
+            code = await self._live()
+            if self._asked.is_set() or (code == 0 and await self._around.finished()):
+                break
+            if (failure := self._judge(code)) is not None:
+                self._around.fail(failure)
+                break
+            await self._wait_before_restart(code)
+        self._set(ChildState.ENDED)
+
+    def stop(self) -> None:
+        """Ask the process to stop; after ``plan.stop_s`` it is killed."""
+        self._asked.set()
+
+    def kill(self) -> None:
+        """Do not wait for it."""
+        self._asked.set()
+        self._hurry.set()
+        if self.pid is not None:
+            system.kill_group(self.pid)
+
+    # ---------------------------------------------------------------- one life
+
+    async def _live(self) -> int:
+        """Start the process and wait until it is gone; return its exit code, negative for a signal."""
+        self._is_ready = False
+        if self.plan.socket is not None:
+            self.plan.socket.unlink(missing_ok=True)
+        async with self._around.starting:
+            with self.log.open("ab") as log:
+                self._log_start = log.tell()
+                process = await self._start(log)
+            self.pid, self.started_at_s = process.pid, time.time()
+        self._set(ChildState.STARTING)
+        try:
+            code = await self._until_gone(process)
+        finally:
+            system.kill_group(process.pid)  # whatever it started and left
+        self.pid = None
+        self._around.changed()
+        return code
+
+    async def _start(self, log: BinaryIO) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *self.plan.command,
+            env=dict(self.plan.environment),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=system.dies_with_parent(),
+        )
+
+    async def _until_gone(self, process: asyncio.subprocess.Process) -> int:
+        async with asyncio.TaskGroup() as tasks:
+            stopping = tasks.create_task(self._stop_when_asked(process))
+            code = await process.wait()
+            stopping.cancel()
+        return code
+
+    async def _stop_when_asked(self, process: asyncio.subprocess.Process) -> None:
+        await self._asked.wait()
+        self._set(ChildState.STOPPING)
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.plan.stop_s):
+                await self._hurry.wait()
+        system.kill_group(process.pid)
+
+    # ---------------------------------------------------------------- after a death
+
+    def _judge(self, code: int) -> Failure | None:
+        """Count a death; return why the run cannot go on, or None when the process should be started again."""
+        lived_s = time.time() - self.started_at_s
+        well = self._is_ready and lived_s >= self._around.backoff.well_after_s
+        self._failures = 1 if well else self._failures + 1
+        if self._was_ready:
+            return None
+        if code == WRONG_SETTINGS and (sentence := self._sentence()):
+            return Failure(sentence, WRONG_SETTINGS)
+        if self._failures < self._around.backoff.give_up:
+            return None
+        return Failure(
+            f"{self.plan.name} stopped {self._failures} times before it was ready (last: {how(code)}); the end of its log, "
+            f"{self.log}:\n{self._tail()}",
+            1,
+        )
+
+    async def _wait_before_restart(self, code: int) -> None:
+        wait_s = self._around.backoff.wait_s(self._failures)
+        self.restarts += 1
+        self.last_death = how(code)
+        self._set(ChildState.WAITING)
+        self._around.tell(f"{self.plan.name} stopped ({self.last_death}); starts again in {wait_s:.1f} s")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self._asked.wait()
+
+    def _set(self, state: ChildState) -> None:
+        self.state = state
+        self._around.changed()
+
+    def _written(self) -> list[str]:
+        """Return the lines that the newest life wrote."""
+        with self.log.open("rb") as log:
+            log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - 100_000))
+            return [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+
+    def _sentence(self) -> str:
+        """Return what a service said of its wrong settings: everything from its line `penstock <service>: …` on."""
+        said = f"penstock {self.plan.service}:"
+        lines = self._written()
+        starts = [index for index, line in enumerate(lines) if line.startswith(said)]
+        if not starts:
+            return ""
+        return "\n".join([lines[starts[-1]].removeprefix(said).strip(), *lines[starts[-1] + 1 :]])
+
+    def _tail(self) -> str:
+        return "\n".join(f"  {line}" for line in self._written()[-_LAST_LINES:]) or "  (nothing)"
+
+
+def how(code: int) -> str:
+    """Return an exit code in words.
+
+    >>> how(-9), how(1)
+    ('SIGKILL', 'exit code 1')
+    """
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"

@@ -1,0 +1,120 @@
+"""One run from its first process to its last: supervise, watch, show, end. What the command line calls.
+
+::
+
+    Supervisor ◀── ready, ended ── Watch (asks the coordinator) ── what it said ──▶ Screen
+        ▲                                                                              ▲
+        └── SIGINT, SIGTERM, SIGHUP                  pids, restarts, deaths ───────────┘
+"""
+
+import asyncio
+import shutil
+import signal
+from collections.abc import Callable, Sequence
+
+from services.up import place, plan, system
+from services.up.plan import ProcessPlan
+from services.up.prepare import EMBEDDED, Prepared
+from services.up.process import Backoff, Child, ChildState
+from services.up.screen import Screen, open_screen
+from services.up.supervisor import Ending, Supervisor
+from services.up.view import Row
+from services.up.watch import Seen, Watch
+from shared import embedded
+
+INTERRUPTED, TERMINATED = 130, 143
+_SHOW_EVERY_S = 0.5
+
+Planner = Callable[[Prepared, str], Sequence[ProcessPlan]]
+"""Given a run and its bus URL, return its processes, the bus aside."""
+
+
+def service_plans(run: Prepared, bus_url: str) -> Sequence[ProcessPlan]:
+    """Return the processes of a real run."""
+    return plan.services(run.settings, run.config, bus_url, plan.current_environment())
+
+
+def go(run: Prepared, planner: Planner = service_plans, backoff: Backoff | None = None) -> Ending:
+    """Run until it ends; return how. Leaves no process, no socket and no snapshot in memory behind.
+
+    Raises:
+        SettingsError: the embedded bus is wanted and not installed.
+    """
+    socket = embedded.socket_path(run.settings.run.id) if run.settings.bus.url == EMBEDDED else None
+    try:
+        url = run.settings.bus.url if socket is None else embedded.url(socket)
+        plans = list(planner(run, url))
+        if socket is not None:
+            plans.insert(0, plan.valkey(socket, run.folder / "valkey", plan.current_environment()))
+        (run.folder / "coordinator.json").unlink(missing_ok=True)
+        system.inherit_orphans()
+        return asyncio.run(_go(run, plans, url, backoff or Backoff()))
+    finally:
+        (run.folder / "coordinator.json").unlink(missing_ok=True)  # its port may be another's tomorrow
+        place.remove_snapshots(run.settings.snapshot_folder)
+        if socket is not None:
+            shutil.rmtree(socket.parent, ignore_errors=True)
+
+
+async def _go(run: Prepared, plans: Sequence[ProcessPlan], bus_url: str, backoff: Backoff) -> Ending:
+    with open_screen(f"penstock · {run.settings.run.id}") as screen:
+        watch = Watch(run.folder, screen.tell)
+        supervisor = Supervisor(run.folder, plans, bus_url, backoff, screen.tell, watch.finished)
+        screen.tell(f"run folder: {run.folder}")
+        _listen(supervisor, screen)
+        async with asyncio.TaskGroup() as tasks:
+            around = [
+                tasks.create_task(watch.run(lambda seen: _heed(supervisor, seen))),
+                tasks.create_task(_show(supervisor, watch, screen)),
+            ]
+            ending = await supervisor.run()
+            for task in around:
+                task.cancel()
+        screen.show(watch.seen.run, _rows(supervisor.children, watch.seen))
+        return ending
+
+
+def _listen(supervisor: Supervisor, screen: Screen) -> None:
+    """The first signal stops in order, the second at once."""
+    told: list[int] = []
+
+    def heard(number: signal.Signals) -> None:
+        if told:
+            supervisor.kill()
+            return
+        told.append(number)
+        again = "; Ctrl-C again: at once" if number == signal.SIGINT else ""
+        screen.tell(f"stopping in order{again}")
+        supervisor.end(Ending(INTERRUPTED if number == signal.SIGINT else TERMINATED))
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, heard, number)
+
+
+def _heed(supervisor: Supervisor, seen: Seen) -> None:
+    """Tell the supervisor what the coordinator said."""
+    for replica in seen.replicas.values():
+        if replica.ready:
+            supervisor.mark_ready(replica.replica, replica.started_at_s)
+    if seen.run is not None and seen.run.ended:
+        supervisor.end(Ending(0))
+
+
+async def _show(supervisor: Supervisor, watch: Watch, screen: Screen) -> None:
+    while True:
+        screen.show(watch.seen.run, _rows(supervisor.children, watch.seen))
+        await asyncio.sleep(_SHOW_EVERY_S)
+
+
+def _rows(children: Sequence[Child], seen: Seen) -> list[Row]:
+    return [_row(child, seen) for child in children]
+
+
+def _row(child: Child, seen: Seen) -> Row:
+    replica = seen.replicas.get(child.plan.name)
+    fresh = replica is not None and replica.started_at_s >= child.started_at_s and child.state is ChildState.READY
+    if replica is None or not fresh:
+        used = 0 if child.pid is None else system.memory_bytes(child.pid)
+        return Row(child.plan.name, child.state.value, None, used, child.restarts, child.pid, child.last_death)
+    note = replica.last_error or child.last_death
+    return Row(child.plan.name, replica.state, replica.version, replica.memory_bytes, child.restarts, child.pid, note)

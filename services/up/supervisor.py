@@ -1,0 +1,148 @@
+"""Keep a run's processes running until the run ends, then stop them in order and leave nothing behind.
+
+::
+
+    start the bus ──▶ it answers ──▶ start the services ──▶ … ──▶ end(…) ──▶ stop in order: rollout, reward, trainer,
+                                                                              coordinator, bus
+
+``<run folder>/up.json`` always names every process that runs. This module knows neither the coordinator's API nor the
+screen: it is told who is ready, when the run has ended, and where to say things.
+"""
+
+import asyncio
+import dataclasses
+import json
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from services.up import system
+from services.up.plan import STOP_ORDER, VALKEY, ProcessPlan
+from services.up.process import Backoff, Child, ChildState, Failure, Surroundings
+from shared import connection
+from shared.errors import BusUnavailable, SettingsError
+
+_BUS_START_S = 30.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ending:
+    """How a run's processes ended: the exit code for the shell, and the sentence of a failure."""
+
+    code: int
+    sentence: str = ""
+
+
+class Supervisor:
+    """The processes of one run."""
+
+    def __init__(
+        self,
+        run_folder: Path,
+        plans: Sequence[ProcessPlan],
+        bus_url: str,
+        backoff: Backoff,
+        tell: Callable[[str], None],
+        finished: Callable[[], Awaitable[bool]],
+    ) -> None:
+        self._run_folder = run_folder
+        self._bus_url = bus_url
+        self._ending: Ending | None = None
+        self._ended = asyncio.Event()
+        self._starting = asyncio.Lock()
+        logs = run_folder / "logs"
+        logs.mkdir(exist_ok=True)
+        around = Surroundings(logs, backoff, self._starting, self._write_table, tell, self._fail, finished)
+        self.children = [Child(plan, around) for plan in plans]
+
+    def end(self, ending: Ending) -> None:
+        """Stop everything in order; the first caller says how it ended."""
+        self._ending = self._ending or ending
+        self._ended.set()
+
+    def kill(self) -> None:
+        """Stop everything at once."""
+        for child in self.children:
+            child.kill()
+
+    def mark_ready(self, name: str, since_s: float) -> None:
+        """Say that the replica ``name``, started at ``since_s``, does its work."""
+        for child in self.children:
+            if child.plan.name == name and since_s >= child.started_at_s:
+                child.mark_ready()
+
+    async def run(self) -> Ending:
+        """Run until the end; return how it was."""
+        async with asyncio.TaskGroup() as tasks:
+            bus = [child for child in self.children if child.plan.service == VALKEY]
+            runs = {child: tasks.create_task(child.run()) for child in bus}
+            if not bus or await self._bus_answers(bus[0]):
+                runs |= {child: tasks.create_task(child.run()) for child in self.children if child not in runs}
+            sweeping = tasks.create_task(self._end_orphans())
+            await self._ended.wait()
+            await self._stop_in_order(runs)
+            sweeping.cancel()
+        system.end_orphans(())
+        self._write_table()
+        assert self._ending is not None
+        return self._ending
+
+    async def _stop_in_order(self, runs: dict[Child, asyncio.Task[None]]) -> None:
+        for service in STOP_ORDER:
+            stage = [child for child in runs if child.plan.service == service]
+            for child in stage:
+                child.stop()
+            await asyncio.gather(*(runs[child] for child in stage))
+
+    async def _bus_answers(self, child: Child) -> bool:
+        """Wait until the bus answers; False when the run ended meanwhile."""
+        client = connection.open_client(self._bus_url)
+        try:
+            async with asyncio.timeout(_BUS_START_S):
+                while not self._ended.is_set():
+                    try:
+                        await connection.check_server(client)
+                    except BusUnavailable:
+                        await asyncio.sleep(0.05)
+                    else:
+                        child.mark_ready()
+                        return True
+        except SettingsError as error:
+            self._fail(Failure(str(error), 2))
+        except TimeoutError:
+            self._fail(Failure(f"the embedded bus did not answer within {_BUS_START_S:.0f} s; its log: {child.log}", 1))
+        finally:
+            await client.aclose()
+        return False
+
+    async def _end_orphans(self) -> None:
+        """End what a dead child left; it has come to us (a rank of a killed trainer)."""
+        while True:
+            await asyncio.sleep(1.0)
+            async with self._starting:
+                system.end_orphans([child.pid for child in self.children if child.pid is not None])
+
+    def _fail(self, failure: Failure) -> None:
+        self.end(Ending(failure.code, failure.sentence))
+
+    def _write_table(self) -> None:
+        table = {
+            "pid": os.getpid(),
+            "bus": connection.redact(self._bus_url),
+            "processes": [_row(child) for child in self.children if child.state is not ChildState.ENDED],
+        }
+        beside = self._run_folder / "up.json.new"
+        beside.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+        beside.replace(self._run_folder / "up.json")
+
+
+def _row(child: Child) -> dict[str, str | int | float | None]:
+    return {
+        "name": child.plan.name,
+        "service": child.plan.service,
+        "pid": child.pid,
+        "state": child.state.value,
+        "started_at_s": child.started_at_s,
+        "restarts": child.restarts,
+        "log": str(child.log),
+    }
