@@ -239,7 +239,7 @@ def launch(path: Path, *flags: str) -> "subprocess.Popen[str]":
 
 def refusal(path: Path, *flags: str) -> str:
     process = launch(path, *flags)
-    output, error = process.communicate(timeout=30)
+    output, error = process.communicate(timeout=60)
     assert (process.returncode, output) == (2, "")
     assert "Traceback" not in error
     return error

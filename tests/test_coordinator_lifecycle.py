@@ -9,11 +9,14 @@ from services.coordinator.lifecycle import drain
 from services.coordinator.service import Coordinator
 from shared import streams
 from shared.bus import Bus
-from shared.ledger import Ledger, RunState
+from shared.ledger import Ledger, RunState, read_status
 from shared.messages import Event, Experience, Prompt
+from shared.telemetry import Presence, Status
 from tests import builders
 from tests.conftest import until
 from tests.coordinator_players import Trainer, make, replicas, running, settings
+
+STATUS = read_status({})
 
 
 async def state(bus: Bus) -> RunState:
@@ -164,6 +167,22 @@ async def test_a_stop_ends_the_run_with_what_there_is(bus: Bus, tmp_path: Path) 
     assert (found["accuracy_before"], found["counts"]["trained"]) == (1.0, 2)
     assert sum(found["counts"].values()) == found["groups_admitted"] == (await Ledger(bus).status()).cursor
     assert (run.run_folder / "report.html").exists()
+
+
+async def test_the_end_waits_for_a_trainer_that_still_works(bus: Bus, tmp_path: Path) -> None:
+    run = settings(tmp_path, steps=1, bus={"drain_s": 60.0})
+    working, stop = Status(state="working"), asyncio.Event()
+    beating = asyncio.create_task(Presence(bus, "trainer", "trainer-0", 0.02, working).run(stop))
+    async with running(make(bus, run)) as parts, replicas(bus):
+        trainer = await Trainer(bus).start()
+        await trainer.step()
+        await until(lambda: parts.lifecycle.activity(STATUS) == "ending: waiting for the trainer")
+        assert not (run.run_folder / "summary.json").exists()
+        working.state = "waiting"  # the final policy is written
+        await closes(parts)
+    stop.set()
+    await beating
+    assert await state(bus) is RunState.FINISHED
 
 
 async def test_a_stop_interrupts_the_initial_evaluation(bus: Bus, tmp_path: Path) -> None:

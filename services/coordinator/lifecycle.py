@@ -228,11 +228,15 @@ class Lifecycle:
         await asyncio.to_thread(write_report, self._folder)
 
     async def _wait_for_trainer(self) -> None:
-        """Give the trainer time to end its step or to write the final policy: at most ``bus.drain_s``."""
+        """Give the trainer time to end its step or to write the final policy: at most ``bus.drain_s``.
+
+        Only a heartbeat that is younger than the last commit tells what it did after it.
+        """
+        committed_at_s = (await self._ledger.status()).last_commit_s or 0.0
         until_s = time.monotonic() + self._settings.bus.drain_s
         while time.monotonic() < until_s:
-            beats = await heartbeats(self._bus)
-            if not any(beat.service == "trainer" and beat.state == "working" for beat in beats):
+            beats = [beat for beat in await heartbeats(self._bus) if beat.service == "trainer"]
+            if all(beat.state != "working" and beat.seen_at_s > committed_at_s for beat in beats):
                 return
             await asyncio.sleep(0.1)
 

@@ -53,7 +53,7 @@ class Server:
                 f"expected a free port for the HTTP API, found {host}:{port} not to be had ({error.strerror}): "
                 "change coordinator.port (0: any free one) or coordinator.host"
             ) from error
-        shown = f"[{host}]" if family is socket.AF_INET6 else host
+        shown = f"[{host}]" if family is socket.AF_INET6 else host.replace("0.0.0.0", "127.0.0.1")  # noqa: S104
         self.address = f"{shown}:{self._socket.getsockname()[1]}"
         self.url = f"http://{self.address}"
 
