@@ -13,6 +13,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from shared import connection
 from shared.errors import BusUnavailable, SettingsError
 
 _BUS_START_S = 30.0
+_WORTH_TELLING_S = 3.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ class Supervisor:
     ) -> None:
         self._run_folder = run_folder
         self._bus_url = bus_url
+        self._tell = tell
         self._ending: Ending | None = None
         self._ended = asyncio.Event()
         self._starting = asyncio.Lock()
@@ -92,7 +95,12 @@ class Supervisor:
             stage = [child for child in runs if child.plan.service == service]
             for child in stage:
                 child.stop()
+            since_s = time.monotonic()
             await asyncio.gather(*(runs[child] for child in stage))
+            if time.monotonic() - since_s > _WORTH_TELLING_S:
+                self._tell(
+                    f"{', '.join(child.plan.name for child in stage)}: stopped after {time.monotonic() - since_s:.0f} s"
+                )
 
     async def _bus_answers(self, child: Child) -> bool:
         """Wait until the bus answers; False when the run ended meanwhile."""

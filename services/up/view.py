@@ -154,6 +154,8 @@ def _health(row: Row) -> Text:
 
 def line(run: RunView) -> str:
     """Return the run as one line for a log."""
+    if run.state == "created":
+        return f"{run.state:<8} {run.activity}".rstrip()
     parts = [f"{run.state:<8} step {run.step}/{run.steps}", f"head {_version(run.head)}"]
     parts.append(f"reward {number(last(run, 'reward_mean'))}")
     parts.append(f"held-out {number(run.evaluations[-1].accuracy if run.evaluations else None)}")
