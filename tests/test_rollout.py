@@ -16,15 +16,14 @@ import torch
 
 from services.rollout.engine import EngineDied, GenerationRequest
 from services.rollout.follower import Follower
-from services.rollout.models import open_model, open_tokenizer
-from services.rollout.prompts import CharacterCodec, TokenizerCodec
+from services.rollout.prompts import CharacterCodec
 from services.rollout.scripted_engine import ScriptedEngine
 from services.rollout.service import Rate, Rollout
 from shared import streams
 from shared.bus import Bus, Delivery
-from shared.errors import PermanentError, SettingsError, TemporaryError
+from shared.errors import TemporaryError
 from shared.messages import (
-    ChatMessage,
+    Event,
     FinishReason,
     PolicyRecord,
     PolicyUpdate,
@@ -33,15 +32,12 @@ from shared.messages import (
     RolloutGroup,
     Sampling,
 )
-from shared.settings import PolicySettings
 from shared.streams import Stream
 from shared.telemetry import Status, heartbeats
 from shared.weights.snapshot import write_snapshot
 from shared.worker import Patience
 from tests import builders, tiny
 from tests.conftest import Server, until
-
-CHAT = "{% for m in messages %}{{ m.role[0] }}={{ m.content }} {% endfor %}{% if messages|length > 2 %}{{ raise_exception('too long') }}{% endif %}"
 
 
 async def announce(bus: Bus, folder: Path, version: int) -> Path:
@@ -66,14 +62,16 @@ async def take(bus: Bus, stream: Stream = streams.ROLLOUTS) -> list[Delivery[Rol
     return await bus.read(stream, RolloutGroup, "test", 100, 5.0)
 
 
-def rollout(bus: Bus, engine: ScriptedEngine, status: Status | None = None, name: str = "rollout-0") -> Rollout:
+def rollout(
+    bus: Bus, engine: ScriptedEngine, status: Status | None = None, name: str = "rollout-0", drain_s: float = 0.2
+) -> Rollout:
     return Rollout(
         bus,
         engine,
         CharacterCodec(),
         status or Status(),
         replica=name,
-        patience=Patience(claim_after_s=5.0, drain_s=0.2),
+        patience=Patience(claim_after_s=5.0, drain_s=drain_s),
         max_groups=4,
         group_size=2,
     )
@@ -210,6 +208,17 @@ async def test_a_replica_that_stops_gives_back_what_it_cannot_finish(bus: Bus, t
     assert [(entry.group_id, entry.attempts) for entry in entries] == [("1", 1), ("2", 1)]
 
 
+async def test_a_replica_that_stops_does_not_wait_for_a_version_that_may_never_come(bus: Bus, tmp_path: Path) -> None:
+    await announce(bus, tmp_path, 0)
+    await put(bus, builders.prompt(1, min_version=9))
+    status = Status()
+    serving = Serving(rollout(bus, ScriptedEngine(), status, drain_s=60.0))
+    await until(lambda: status.values.get("held") == 1)
+    await serving.end()
+    entries = await bus.reclaim(streams.PROMPTS, Prompt, "test", 5.0, 10)
+    assert [(entry.group_id, entry.attempts) for entry in entries] == [("1", 1)]
+
+
 # -------------------------------------------------------------------- which weights serve
 
 
@@ -241,13 +250,7 @@ async def test_harmed_snapshots_are_refused_and_the_old_version_goes_on_until_a_
     await announce(bus, tmp_path, 2)
     await until(lambda: status.version == 2)
     assert status.last_error == ""
-    assert [event.name for _, event in await bus.newest(streams.EVENTS, _event())] == ["weights refused"]
-
-
-def _event() -> Any:
-    from shared.messages import Event
-
-    return Event
+    assert [event.name for _, event in await bus.newest(streams.EVENTS, Event)] == ["weights refused"]
 
 
 async def test_a_snapshot_that_comes_late_is_pulled_when_it_is_there(
@@ -292,96 +295,6 @@ async def test_a_scripted_swap_falls_between_two_steps() -> None:
     assert sample.token_ids.tolist() == [97, 98, 99]
     assert sample.version_spans.tolist() == [[0, 7], [2, 8]]
     assert sample.finish_reason is FinishReason.LENGTH
-
-
-# -------------------------------------------------------------------- text and tokens
-
-
-def codec(chat_template: str | None = None) -> TokenizerCodec:
-    return TokenizerCodec(tiny.tokenizer(chat_template), tiny.opened(tiny.model()))
-
-
-def asking(**fields: Any) -> Prompt:
-    values = {name: getattr(builders.prompt(7), name) for name in Prompt.__slots__} | fields
-    return Prompt(**values)
-
-
-def test_a_text_is_tokenized_and_completions_are_read_without_special_tokens() -> None:
-    assert codec().encode(asking(text="12+3=")).tolist() == [3, 4, 12, 5, 13]
-    assert codec().decode([np.array([6, 8, 1], dtype=np.int32), np.array([3], dtype=np.int32)]) == ["46", "1"]
-
-
-def test_messages_go_through_the_chat_template() -> None:
-    messages = (ChatMessage("user", "1+1"),)
-    assert (
-        codec(CHAT).encode(asking(text=None, messages=messages)).tolist()
-        == codec().encode(asking(text="u=1+1 ")).tolist()
-    )
-
-
-@pytest.mark.parametrize(
-    ("fields", "template", "sentence"),
-    [
-        ({"text": None}, None, "expected text or messages in train.jsonl:8, found neither"),
-        ({"text": ""}, None, "at least one token in train.jsonl:8, found an empty one"),
-        ({"text": "1" * 509}, None, "at most 508 tokens .* context of 512 less 4 new ones.* found 509: shorten it"),
-        ({"text": None, "messages": (ChatMessage("user", "1"),)}, None, "no chat template, found messages"),
-        ({"text": None, "messages": (ChatMessage("user", "1"),) * 3}, CHAT, "fit the chat template .*too long"),
-    ],
-)
-def test_a_prompt_that_the_model_cannot_read_is_refused_with_a_sentence(
-    fields: dict[str, Any], template: str | None, sentence: str
-) -> None:
-    with pytest.raises(PermanentError, match=sentence):
-        codec(template).encode(asking(**fields))
-
-
-def test_a_saved_policy_is_opened_with_its_stop_tokens_and_limits(tmp_path: Path) -> None:
-    policy = PolicySettings(model=str(tiny.save(tmp_path)), dtype="bfloat16")
-    opened = open_model(policy, open_tokenizer(policy), "cpu")
-    assert (opened.stop, opened.context_tokens, opened.vocabulary) == ((1,), 512, 48)
-    assert opened.parameters["model.norm.weight"].dtype == torch.bfloat16
-    assert "lm_head.weight" in opened.parameters  # tied: may come, need not
-    assert "lm_head.weight" not in opened.required
-
-
-@pytest.mark.parametrize(
-    ("model", "sentence"),
-    [
-        ("", "hub name in policy.model, found nothing: set policy.model"),
-        (
-            "/no/such/folder",
-            "expected a folder in Hugging Face form at '/no/such/folder', found none: change policy.model",
-        ),
-        ("{empty}", r"expected tokenizer_config.json in the folder .*, found none: change policy.model"),
-    ],
-)
-def test_a_model_that_is_none_is_told_in_one_sentence(tmp_path: Path, model: str, sentence: str) -> None:
-    with pytest.raises(SettingsError, match=sentence):
-        open_tokenizer(PolicySettings(model=model.format(empty=tmp_path)))
-
-
-def test_a_hub_name_without_a_hub_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(SettingsError, match=r"found no folder 'nobody/nothing' and no hub \(.*\): change policy.model"):
-        open_tokenizer(PolicySettings(model="nobody/nothing"))
-    (tmp_path / "models").mkdir()
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SettingsError, match=r"expected a folder in Hugging Face form at 'models/mine', found none"):
-        open_tokenizer(PolicySettings(model="models/mine"))
-
-
-def test_a_broken_model_or_device_names_its_setting(tmp_path: Path) -> None:
-    policy = PolicySettings(model=str(tiny.save(tmp_path)))
-    tokenizer = open_tokenizer(policy)
-    with pytest.raises(SettingsError, match=r"found 'cuda:77'.*: change rollout.device"):
-        open_model(policy, tokenizer, "cuda:77")
-    with pytest.raises(SettingsError, match=r"found 'gpu'.*: change rollout.device"):
-        open_model(policy, tokenizer, "gpu")
-    (tmp_path / "model.safetensors").write_bytes(b"nothing")
-    with pytest.raises(SettingsError, match=r"found none that loads .*: change policy.model"):
-        open_model(policy, tokenizer, "cpu")
 
 
 def test_rates_are_those_of_the_recent_seconds() -> None:

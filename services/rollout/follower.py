@@ -15,6 +15,7 @@ import asyncio
 import logging
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -24,7 +25,9 @@ from shared.bus import Bus
 from shared.errors import TemporaryError, WeightsError
 from shared.messages import PolicyUpdate, PolicyVersion
 from shared.telemetry import Status, tell
-from shared.weights.snapshot import read_snapshot
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +61,7 @@ class Follower:
         self._failing_since_s: float | None = None
         self._wanted: PolicyUpdate | None = None
         self._after = "0"
+        self._released = False
         self.failures = 0
 
     @property
@@ -70,14 +74,22 @@ class Follower:
 
         Raises:
             TemporaryError: pulls have been failing for ``give_up_s``: another replica may do better.
+            asyncio.CancelledError: the replica stops; the worker gives the prompt back.
         """
         async with self._changed:
-            await self._changed.wait_for(lambda: self._holds(version) or self._gave_up())
+            await self._changed.wait_for(lambda: self._holds(version) or self._gave_up() or self._released)
         if not self._holds(version):
+            if self._released:
+                raise asyncio.CancelledError(f"the replica stops while it waits for policy version {version}")
             raise TemporaryError(
                 f"expected to pull policy version {version}, found failures for {self._give_up_s:.0f} s: "
                 f"{self._status.last_error}"
             )
+
+    async def release(self) -> None:
+        """Send everybody away who waits, now and later: a replica that stops need not wait for a version."""
+        self._released = True
+        await self._notify()
 
     async def run(self) -> None:
         """Follow the head until cancelled."""
@@ -99,7 +111,7 @@ class Follower:
     async def _pull(self, update: PolicyUpdate) -> bool:
         record, started_s = update.record, time.monotonic()
         try:
-            tensors = await asyncio.to_thread(read_snapshot, Path(record.location), record.manifest_digest)
+            tensors = await asyncio.to_thread(_read, Path(record.location), record.manifest_digest)
             await self._engine.swap(tensors, record.version)
         except WeightsError as error:
             await self._note_failure(record.version, error)
@@ -135,3 +147,9 @@ class Follower:
     def _gave_up(self) -> bool:
         since_s = self._failing_since_s
         return since_s is not None and time.monotonic() - since_s >= self._give_up_s
+
+
+def _read(location: Path, digest: str) -> "dict[str, torch.Tensor]":
+    from shared.weights.snapshot import read_snapshot  # torch: late, so that a replica is there before it is loaded
+
+    return read_snapshot(location, digest)

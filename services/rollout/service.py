@@ -160,14 +160,20 @@ class Rollout:
             async with asyncio.TaskGroup() as around:
                 following = around.create_task(self._follower.run())
                 reporting = around.create_task(self._report(stop, report_s))
+                releasing = around.create_task(self._release(stop))
                 async with asyncio.TaskGroup() as working:
                     for worker in self._workers:
                         working.create_task(worker.run(stop))
                 following.cancel()
                 reporting.cancel()
+                releasing.cancel()
         finally:
             self._status.state = "stopping"
             await self._engine.close()
+
+    async def _release(self, stop: asyncio.Event) -> None:
+        await stop.wait()
+        await self._follower.release()
 
     async def _report(self, stop: asyncio.Event, report_s: float) -> None:
         while True:
