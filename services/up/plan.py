@@ -12,9 +12,11 @@ from pathlib import Path
 from shared import embedded
 from shared.settings import ENVIRONMENT_PREFIX, Settings
 
-STOP_ORDER = ("rollout", "reward", "trainer", "coordinator", "valkey")
+STOP_ORDER = (("rollout",), ("reward",), ("trainer",), ("coordinator",), ("valkey",))
 """Upstream first, so that what is under way can still be handed over; the coordinator after those that it watches over;
 the bus last, for everybody gives back there what they hold."""
+STOP_ORDER_ENDED = (("rollout", "reward", "trainer"), ("coordinator",), ("valkey",))
+"""Of a run that has ended: nothing is under way any more, so those that only work need not wait for one another."""
 VALKEY = "valkey"
 _VALKEY_STOP_S = 10.0
 _STOP_AFTER_DRAIN_S = 10.0
@@ -27,7 +29,7 @@ class ProcessPlan:
     name: str
     """Its name on the bus, in the view and of its log: the same over restarts."""
     service: str
-    """One of ``STOP_ORDER``."""
+    """One of those in ``STOP_ORDER``."""
     command: tuple[str, ...]
     environment: Mapping[str, str]
     """All of its environment."""

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from services.up import system
-from services.up.plan import STOP_ORDER, VALKEY, ProcessPlan
+from services.up.plan import STOP_ORDER, STOP_ORDER_ENDED, VALKEY, ProcessPlan
 from services.up.process import Backoff, Child, ChildState, Failure, Surroundings
 from shared import connection
 from shared.errors import BusUnavailable, SettingsError
@@ -91,8 +91,9 @@ class Supervisor:
         return self._ending
 
     async def _stop_in_order(self, runs: dict[Child, asyncio.Task[None]]) -> None:
-        for service in STOP_ORDER:
-            stage = [child for child in runs if child.plan.service == service]
+        ended = self._ending is not None and self._ending.code == 0
+        for services in STOP_ORDER_ENDED if ended else STOP_ORDER:
+            stage = [child for child in runs if child.plan.service in services]
             for child in stage:
                 child.stop()
             since_s = time.monotonic()
