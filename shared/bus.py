@@ -156,9 +156,11 @@ class Bus:
             BusUnavailable: the server did not answer for ``wait_s``.
         """
         started_s, wait_s = time.monotonic(), _FIRST_WAIT_S
+        cancels = _cancels()
         while True:
             try:
                 result = await command()
+                _raise_swallowed(cancels)
             except (*_UNAVAILABLE, BusUnavailable) as error:
                 waited_s = time.monotonic() - started_s
                 if self._wait_s is not None and waited_s > self._wait_s:
@@ -166,6 +168,7 @@ class Bus:
                         f"expected a Redis or Valkey server to answer within {self._wait_s:.0f} s, found: {error}"
                     ) from error
                 self._note_lost(error)
+                _raise_swallowed(cancels)
                 await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
                 wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
             else:
@@ -212,8 +215,10 @@ class Bus:
         )
         return EntryId(_text(entry))
 
-    async def read(self, stream: Stream, kind: type[M], consumer: str, count: int, block_s: float) -> list[Delivery[M]]:
-        """Take up to ``count`` entries that nobody has; wait up to ``block_s`` for the first."""
+    async def read(
+        self, stream: Stream, kind: type[M], consumer: str, count: int, block_s: float | None
+    ) -> list[Delivery[M]]:
+        """Take up to ``count`` entries that nobody has; wait up to ``block_s`` for the first (None: not at all)."""
         return await self._read(stream, kind, consumer, ">", count, block_s)
 
     async def read_own(self, stream: Stream, kind: type[M], consumer: str, count: int) -> list[Delivery[M]]:
@@ -399,6 +404,21 @@ class Bus:
         """Return how groups ended: ``trained``, ``dropped:<reason>``, ``dead:<stream>``, ``requeued``."""
         fields: dict[Any, Any] = await self.call(lambda: self.client.hgetall(self.keys.counts))
         return {_text(name): int(value) for name, value in fields.items()}
+
+
+def _cancels() -> int:
+    task = asyncio.current_task()
+    return 0 if task is None else task.cancelling()
+
+
+def _raise_swallowed(cancels: int) -> None:
+    """Raise the cancellation that redis-py swallowed since there were ``cancels``.
+
+    It sends through ``asyncio.wait_for``, which before Python 3.12 may swallow a cancellation that comes just as the
+    command was sent: a loop over the bus would never stop.
+    """
+    if _cancels() > cancels:
+        raise asyncio.CancelledError
 
 
 def _text(value: bytes | str) -> str:

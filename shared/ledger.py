@@ -13,7 +13,7 @@ refused, so a trainer that was presumed dead cannot write history.
 import dataclasses
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
 from shared import streams, wire
@@ -51,6 +51,7 @@ class RunStatus:
 
     state: RunState
     reason: str
+    created_at_s: float
     changed_at_s: float
     step: int
     """Committed optimizer steps."""
@@ -63,6 +64,8 @@ class RunStatus:
     trainer_epoch: int
     first_admission_s: float | None
     last_commit_s: float | None
+    paused_s: float
+    """How long the run was paused, over all pauses that ended."""
 
 
 class Ledger:
@@ -76,24 +79,13 @@ class Ledger:
 
     async def create(self) -> None:
         """Make the run, in state ``created``, unless it exists."""
+        await self._bus.call(lambda: self._bus.client.hsetnx(self._keys.run, "created_at_s", time.time()))
         await self._bus.call(lambda: self._bus.client.hsetnx(self._keys.run, "state", RunState.CREATED.value))
 
     async def status(self) -> RunStatus:
         """Return the run's status."""
         raw = await self._bus.call(lambda: self._bus.client.hgetall(self._keys.run))
-        fields = {name.decode(): value.decode() for name, value in raw.items()}
-        return RunStatus(
-            state=RunState(fields.get("state", "created")),
-            reason=fields.get("reason", ""),
-            changed_at_s=float(fields.get("changed_at_s", 0)),
-            step=int(fields.get("step", 0)),
-            cursor=int(fields.get("cursor", 0)),
-            head=_version(fields.get("head")),
-            newest_version=_version(fields.get("newest_version")),
-            trainer_epoch=int(fields.get("trainer_epoch", 0)),
-            first_admission_s=_optional_float(fields.get("first_admission_s")),
-            last_commit_s=_optional_float(fields.get("last_commit_s")),
-        )
+        return read_status(raw)
 
     async def transition(self, to: RunState, reason: str, allowed: Sequence[RunState]) -> tuple[bool, RunState]:
         """Change the run's state if it is one of ``allowed``; return whether, and the state that was found."""
@@ -194,7 +186,7 @@ class Ledger:
     # ---------------------------------------------------------------- policies
 
     async def promote(self, delivery: Delivery[PolicyRecord]) -> bool:
-        """Make a published version the head and tell every replica; False when it was done before."""
+        """Make a published version the head and tell every replica; False when it, or a newer one, was promoted before."""
         record = delivery.message()
         keys = [self._keys.of(streams.PUBLISHED), self._keys.run]
         keys += [self._keys.policy_states, self._keys.of(streams.POLICY)]
@@ -233,6 +225,25 @@ class Ledger:
         await self._bus.call(
             lambda: self._bus.client.hset(self._keys.policy_states, str(version), PolicyState.REVOKED.value)
         )
+
+
+def read_status(raw: Mapping[bytes, bytes]) -> RunStatus:
+    """Return the status in the run's hash."""
+    fields = {name.decode(): value.decode() for name, value in raw.items()}
+    return RunStatus(
+        state=RunState(fields.get("state", "created")),
+        reason=fields.get("reason", ""),
+        created_at_s=float(fields.get("created_at_s", 0)),
+        changed_at_s=float(fields.get("changed_at_s", 0)),
+        step=int(fields.get("step", 0)),
+        cursor=int(fields.get("cursor", 0)),
+        head=_version(fields.get("head")),
+        newest_version=_version(fields.get("newest_version")),
+        trainer_epoch=int(fields.get("trainer_epoch", 0)),
+        first_admission_s=_optional_float(fields.get("first_admission_s")),
+        last_commit_s=_optional_float(fields.get("last_commit_s")),
+        paused_s=float(fields.get("paused_s", 0)),
+    )
 
 
 def _version(text: str | None) -> PolicyVersion | None:

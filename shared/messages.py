@@ -15,7 +15,7 @@ from typing import NewType, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from shared.wire import message, record
+from shared.wire import columns, message, record
 
 GroupId = NewType("GroupId", int)
 """The place of a prompt in the run's order of admission: 0, 1, 2, …; never reused in a run."""
@@ -102,7 +102,7 @@ class Prompt:
     """How often the group came back because its samples were stale."""
 
 
-@record
+@columns
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Sample:
     """One completion with its tokens and behavior logprobs.

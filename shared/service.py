@@ -68,8 +68,11 @@ def parse(service: str, arguments: Sequence[str]) -> tuple[Settings, str]:
 
 
 @contextlib.asynccontextmanager
-async def serve(settings: Settings, service: str, replica: str, metrics_port: int) -> AsyncIterator[Context]:
-    """Connect to the bus, serve metrics and beat while the body runs; SIGTERM and SIGINT set ``stop``."""
+async def serve(settings: Settings, service: str, replica: str, metrics_port: int | None) -> AsyncIterator[Context]:
+    """Connect to the bus, serve metrics and beat while the body runs; SIGTERM and SIGINT set ``stop``.
+
+    With ``metrics_port`` None the service serves its metrics itself and writes where into ``status.address``.
+    """
     stop, status = asyncio.Event(), Status()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -83,8 +86,9 @@ async def serve(settings: Settings, service: str, replica: str, metrics_port: in
         return {"ready": status.ready and bus.available, "state": status.state, "bus": bus.available}
 
     host = os.environ.get("POD_IP") or settings.coordinator.host
-    endpoints = Endpoints(host, metrics_port, f"{service}.metrics_port", ready)
-    presence = Presence(bus, service, replica, endpoints.address, settings.telemetry.heartbeat_s, status)
+    endpoints = None if metrics_port is None else Endpoints(host, metrics_port, f"{service}.metrics_port", ready)
+    status.address = "" if endpoints is None else endpoints.address
+    presence = Presence(bus, service, replica, settings.telemetry.heartbeat_s, status)
     beating = asyncio.Event()
     beats = asyncio.create_task(presence.run(beating))
     try:
@@ -96,7 +100,8 @@ async def serve(settings: Settings, service: str, replica: str, metrics_port: in
         beating.set()
         beats.cancel()
         await asyncio.gather(beats, return_exceptions=True)
-        endpoints.close()
+        if endpoints is not None:
+            endpoints.close()
         await bus.close()
 
 

@@ -108,6 +108,8 @@ class EvaluationSettings(Section):
     """How many problems an evaluation between the first and the last takes; those two take all."""
     correct_above: float = Field(default=0.5)
     """A sample with a reward above this counts as correct."""
+    timeout_s: PositiveFloat = Field(default=600.0)
+    """An evaluation that takes longer reports on the answers that it has, and says so."""
 
 
 class SamplingSettings(Section):

@@ -24,6 +24,8 @@
     counts       hash    trained, dropped:<reason>, dead:<stream>, requeued: exact, written by the same scripts
     policies     hash    version → PolicyRecord;    policy_states: version → published | live | retired | revoked
     checkpoints  hash    version → folder;          revoked: the set of fenced versions
+    evaluation   hash    the evaluation that is under way; its answers: evaluation_answers, problem → reward
+    evaluations  hash    version → what its evaluation found (JSON), written by the coordinator
     services     set     replica names;             service:<replica>: its heartbeat, with a TTL
 
 Entries of a data stream are deleted on hand-over, so ``XLEN(prompts) + XLEN(rollouts) + XLEN(experience)`` is the number
@@ -125,6 +127,21 @@ class Keys:
     def checkpoints(self) -> str:
         """The hash version → checkpoint folder."""
         return self.named("checkpoints")
+
+    @property
+    def evaluation(self) -> str:
+        """The hash that describes the evaluation under way; absent when there is none."""
+        return self.named("evaluation")
+
+    @property
+    def evaluation_answers(self) -> str:
+        """The hash problem → reward of the evaluation under way."""
+        return self.named("evaluation_answers")
+
+    @property
+    def evaluations(self) -> str:
+        """The hash version → what its evaluation found."""
+        return self.named("evaluations")
 
     @property
     def services(self) -> str:

@@ -62,6 +62,8 @@ class Status:
     version: PolicyVersion | None = None
     last_error: str = ""
     values: dict[str, float] = dataclasses.field(default_factory=dict)
+    address: str = ""
+    """``host:port`` of the HTTP endpoints."""
 
     @property
     def ready(self) -> bool:
@@ -123,11 +125,10 @@ def _handler(answer: Callable[[BaseHTTPRequestHandler], tuple[int, str, bytes]])
 class Presence:
     """Tells the bus every ``heartbeat_s`` that this replica is there."""
 
-    def __init__(self, bus: Bus, service: str, replica: str, address: str, heartbeat_s: float, status: Status) -> None:
+    def __init__(self, bus: Bus, service: str, replica: str, heartbeat_s: float, status: Status) -> None:
         self._bus = bus
         self._service = service
         self._replica = replica
-        self._address = address
         self._heartbeat_s = heartbeat_s
         self._status = status
         self._started_at_s = time.time()
@@ -156,7 +157,7 @@ class Presence:
             version=self._status.version,
             host=socket.gethostname(),
             pid=os.getpid(),
-            address=self._address,
+            address=self._status.address,
             started_at_s=self._started_at_s,
             seen_at_s=time.time(),
             memory_bytes=process.memory_info().rss,

@@ -8,14 +8,18 @@ A message is a map ``{"kind": str, "schema": int, <field>: <value>, ...}``. A nu
             │ dtype  │ ndim  │ 0  0    │ ndim × uint32 LE │ elements, little-endian C │
             └────────┴───────┴─────────┴──────────────────┴───────────────────────────┘
 
+A tuple of many small records of one kind (a group's samples) is written by columns, so that a message has a few large
+arrays instead of many small ones: ``{"rows": 2, "text": ["46", "47"], "token_ids": {"lengths": [3, 2], "joined": array}}``.
+
 Decoded arrays are read-only views of the received bytes. Unknown fields are ignored, missing ones take their default,
 a newer ``schema`` is refused. There is no pickle. This module knows no message type: classes register themselves
-with :func:`message`, nested records with :func:`record`.
+with :func:`message`, nested records with :func:`record`, those written by columns with :func:`columns`.
 """
 
 import dataclasses
 import enum
 import struct
+import threading
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -38,12 +42,21 @@ _Reader = Callable[[Any], Any]
 _messages: dict[str, type] = {}
 _kinds: dict[type, tuple[str, int]] = {}
 _readers: dict[type, dict[str, _Reader | None]] = {}
+_columns: set[type] = set()
+_writers: dict[type, dict[str, type | None]] = {}
+_local = threading.local()
 
 
 def record(cls: type[T]) -> type[T]:
     """Register a dataclass that appears inside messages."""
     _readers[cls] = {}
     return cls
+
+
+def columns(cls: type[T]) -> type[T]:
+    """Register a dataclass whose tuples inside messages are written by columns."""
+    _columns.add(cls)
+    return record(cls)
 
 
 def message(kind: str, schema: int) -> Callable[[type[T]], type[T]]:
@@ -60,7 +73,15 @@ def message(kind: str, schema: int) -> Callable[[type[T]], type[T]]:
 def encode(value: object) -> bytes:
     """Return the bytes of a registered message."""
     kind, schema = _kinds[type(value)]
-    return typing.cast(bytes, msgpack.packb({"kind": kind, "schema": schema, **_fields(value)}, default=_plain))
+    return typing.cast(bytes, _packer().pack({"kind": kind, "schema": schema, **_fields(value)}))
+
+
+def _packer() -> msgpack.Packer:
+    """Return this thread's packer: its buffer has grown to the size of our messages and is used again."""
+    packer = getattr(_local, "packer", None)
+    if packer is None:
+        packer = _local.packer = msgpack.Packer(default=_plain)
+    return packer
 
 
 def decode(data: bytes, expected: type[T]) -> T:
@@ -89,7 +110,59 @@ def decode(data: bytes, expected: type[T]) -> T:
 
 
 def _fields(value: object) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in _readers_of(type(value))}
+    """Return the fields of a record as MessagePack writes them; tuples of columnar records as their columns."""
+    return {
+        name: getattr(value, name) if row is None else _write_columns(row, getattr(value, name))
+        for name, row in _writers_of(type(value)).items()
+    }
+
+
+def _writers_of(cls: type) -> dict[str, type | None]:
+    if cls not in _writers:
+        hints = typing.get_type_hints(cls)
+        _writers[cls] = {field.name: _columnar(hints[field.name]) for field in dataclasses.fields(cls)}
+    return _writers[cls]
+
+
+def _columnar(hint: Any) -> type | None:
+    arguments = typing.get_args(hint)
+    return arguments[0] if typing.get_origin(hint) is tuple and arguments[0] in _columns else None
+
+
+def _write_columns(row: type, values: tuple[Any, ...]) -> dict[str, Any]:
+    written: dict[str, Any] = {"rows": len(values)}
+    for name in _readers_of(row) if values else ():
+        column = [getattr(value, name) for value in values]
+        if isinstance(column[0], np.ndarray):
+            written[name] = {"lengths": [len(array) for array in column], "joined": np.concatenate(column)}
+        else:
+            written[name] = column
+    return written
+
+
+def _read_columns(row: type, written: Mapping[str, Any]) -> tuple[Any, ...]:
+    rows = int(written["rows"])
+    columns = {
+        name: _read_column(reader, written[name]) for name, reader in _readers_of(row).items() if name in written
+    }
+    if any(len(column) != rows for column in columns.values()):
+        raise ValueError(f"expected columns of {rows} rows, found { ({n: len(c) for n, c in columns.items()}) }")
+    names = list(columns)
+    return tuple([row(**dict(zip(names, values, strict=True))) for values in zip(*columns.values(), strict=True)])
+
+
+def _read_column(reader: _Reader | None, column: Any) -> list[Any]:
+    if isinstance(column, dict):
+        joined, start = _require_array(column["joined"]), 0
+        ends = np.cumsum(column["lengths"]).tolist()
+        if not ends or ends[-1] != len(joined):
+            raise ValueError(f"expected lengths that add up to {len(joined)}, found {ends[-1:]}")
+        arrays = []
+        for end in ends:
+            arrays.append(joined[start:end])
+            start = end
+        return arrays
+    return column if reader is None else [reader(value) for value in column]
 
 
 def _plain(value: object) -> Any:
@@ -107,7 +180,8 @@ def _write_array(array: npt.NDArray[Any]) -> msgpack.ExtType:
     if little not in _DTYPE_CODES:
         raise TypeError(f"cannot write an array of {array.dtype} into a message")
     header = struct.pack(f"<BBxx{array.ndim}I", _DTYPE_CODES[little], array.ndim, *array.shape)
-    return msgpack.ExtType(ARRAY_EXTENSION, header + array.astype(little, copy=False).tobytes())
+    elements = np.ascontiguousarray(array, dtype=little)
+    return msgpack.ExtType(ARRAY_EXTENSION, b"".join((header, elements.data if elements.size else b"")))
 
 
 def _read_array(code: int, data: bytes) -> npt.NDArray[Any]:
@@ -144,6 +218,8 @@ def _reader(hint: Any) -> _Reader | None:
     if origin in (types.UnionType, typing.Union):
         inner = next((reader for a in arguments if (reader := _reader(a)) is not None), None)
         return None if inner is None else lambda value: None if value is None else inner(value)
+    if (row := _columnar(hint)) is not None:
+        return lambda written: _read_columns(row, written)
     if origin is tuple:
         return _tuple_reader(_reader(arguments[0]))
     if isinstance(hint, type) and hint in _readers:

@@ -97,6 +97,36 @@ def test_a_required_field_that_is_missing_is_named() -> None:
         wire.decode(msgpack.packb(fields), Prompt)
 
 
+def test_samples_are_written_by_columns() -> None:
+    written = msgpack.unpackb(wire.encode(builders.group()), ext_hook=wire._read_array)["samples"]
+    assert written["rows"] == 2
+    assert written["text"] == ["46", "47"]
+    assert written["token_ids"]["lengths"] == [3, 3]
+    assert written["token_ids"]["joined"].tolist() == [0, 1, 2, 0, 1, 2]
+    assert written["version_spans"]["joined"].tolist() == [[0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rows": 3},
+        {"token_ids": {"lengths": [3, 4], "joined": np.zeros(6, np.int32)}},
+        {"text": ["46"]},
+        {"token_ids": 5},
+    ],
+)
+def test_columns_that_do_not_fit_together_are_refused(change: dict[str, object]) -> None:
+    fields = msgpack.unpackb(wire.encode(builders.group()), ext_hook=wire._read_array)
+    fields["samples"].update(change)
+    with pytest.raises(MessageError, match="rollout_group"):
+        wire.decode(msgpack.packb(fields, default=wire._plain), RolloutGroup)
+
+
+def test_a_group_without_samples_survives() -> None:
+    sent = builders.RolloutGroup(builders.prompt(), np.zeros(0, np.int32), (), "r", 1.0, 2.0)
+    assert wire.decode(wire.encode(sent), RolloutGroup).samples == ()
+
+
 def test_every_message_field_is_plain_data() -> None:
     for kind in wire._messages.values():
         assert dataclasses.is_dataclass(kind)

@@ -103,6 +103,7 @@ class Trainer:
             self._lead.ready(self._engine, self.step)
         if self.step >= self._settings.run.steps:
             self._finish()
+        self._phases.take()  # the replay's seconds are no step's
         return True
 
     def _train(self, batch: Sequence[Experience]) -> None:

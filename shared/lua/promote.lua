@@ -1,12 +1,16 @@
 -- Promote: make a published version the head, retire the one before it, and tell every replica; or do nothing.
 -- KEYS published, run, policy_states, policy
 -- ARGV group, entry id, version, payload, policy length
--- Returns 1, or 0 when this entry was promoted before.
+-- Returns 1, or 0 when this entry was promoted before, or a newer version is the head already.
 if redis.call('XACK', KEYS[1], ARGV[1], ARGV[2]) == 0 then
   return 0
 end
 redis.call('XDEL', KEYS[1], ARGV[2])
 local head = redis.call('HGET', KEYS[2], 'head')
+if head and tonumber(head) >= tonumber(ARGV[3]) then
+  redis.call('HSET', KEYS[3], ARGV[3], 'retired')
+  return 0
+end
 if head then
   redis.call('HSET', KEYS[3], head, 'retired')
 end

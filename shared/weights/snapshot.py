@@ -24,6 +24,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -37,6 +38,7 @@ from shared.weights.manifest import BucketEntry, Manifest, TensorEntry
 
 BUCKET_BYTES = 1 << 30
 """Largest bucket, in bytes of tensors."""
+_READERS = 4
 MANIFEST = "manifest.json"
 _COMMITTED = re.compile(r"v(\d{6,})")
 _UNFINISHED = re.compile(r"\.v(\d{6,})\.[^/]*\.tmp")
@@ -101,7 +103,8 @@ def read_snapshot(location: Path, digest: str) -> dict[str, torch.Tensor]:
             "it is corrupt, or another trainer's snapshot of the same number"
         )
     manifest = manifests.decode(data, str(location))
-    buckets = [_read_bucket(location, bucket) for bucket in manifest.buckets]
+    with ThreadPoolExecutor(_READERS) as pool:  # hashing takes longest, and lets other threads run
+        buckets = list(pool.map(lambda bucket: _read_bucket(location, bucket), manifest.buckets))
     return {entry.name: _view(buckets[entry.bucket], entry) for entry in manifest.tensors}
 
 
@@ -189,10 +192,14 @@ def _make_private(folder: Path) -> None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    with path.open("xb") as file:
+    with open(path, "xb", opener=_private) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _sync(folder: Path) -> None:

@@ -1,0 +1,105 @@
+#!/usr/bin/env python3
+"""The baseline to beat: TRL's GRPOTrainer on the same model, prompts, group size and lengths.
+
+CPU, in-process generation:
+    python3 trl_grpo.py --model MODEL --prompts prompts.jsonl --prompts-per-step 32 --group-size 16 --max-new-tokens 4 --steps 40
+Two GPUs, TRL against a vLLM server on GPU 0, TRL on GPU 1:
+    CUDA_VISIBLE_DEVICES=0 VLLM_SERVER_DEV_MODE=1 python3 -m vllm.entrypoints.openai.api_server --model MODEL \\
+        --dtype bfloat16 --max-model-len 2048 --max-num-seqs 512 --weight-transfer-config '{"backend":"nccl"}' &
+    CUDA_VISIBLE_DEVICES=1 python3 trl_grpo.py ... --vllm-url http://127.0.0.1:8000 --micro-batch 16
+
+prompts.jsonl: one {"prompt": str, "answer": str} a line. Needs trl==1.16.0. Reward: 1 where the completion starts with the answer.
+The first third of the steps is warm-up. The last line is one JSON object.
+
+Seen: 1,191 samples/s on 2 CPU cores (1.05M parameters, 512 samples a step, 4 new tokens); 31.3 samples/s and
+16.0k generated tokens/s on 2xH200 (Qwen2-0.5B shape, bf16, 64-token prompts, 512 new tokens, 256 samples a step).
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+
+def starts_with_answer(completions: list[str], answer: list[str], **_: object) -> list[float]:
+    """Return 1 where a completion starts with its answer."""
+    return [float(c.strip().startswith(a)) for c, a in zip(completions, answer, strict=True)]
+
+
+def main() -> None:
+    """Train for some steps and print the rate."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--prompts", required=True)
+    parser.add_argument("--prompts-per-step", type=int, default=32)
+    parser.add_argument("--group-size", type=int, default=16)
+    parser.add_argument("--max-new-tokens", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--micro-batch", type=int, default=0, help="sequences a forward; 0 = all of a step")
+    parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument("--vllm-url")
+    args = parser.parse_args()
+
+    import torch
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    samples = args.prompts_per_step * args.group_size
+    micro = args.micro_batch or samples
+    gpu = torch.cuda.is_available()
+    finished: list[float] = []
+    rewards: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *_: object, **__: object) -> None:
+            finished.append(time.perf_counter())
+
+        def on_log(
+            self, _args: object, _state: object, _control: object, logs: dict | None = None, **__: object
+        ) -> None:
+            if logs and "reward" in logs:
+                rewards.append(float(logs["reward"]))
+
+    config = GRPOConfig(
+        output_dir="trl-baseline",
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=samples // micro,
+        num_generations=args.group_size,
+        max_completion_length=args.max_new_tokens,
+        max_steps=args.steps,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        beta=0.0,
+        learning_rate=args.learning_rate,
+        temperature=1.0,
+        bf16=gpu,
+        use_cpu=not gpu,
+        remove_unused_columns=False,
+        gradient_checkpointing=False,
+        model_init_kwargs={"dtype": "bfloat16" if gpu else "float32"},
+        **({"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": args.vllm_url} if args.vllm_url else {}),
+    )
+    with Path(args.prompts).open() as lines:
+        dataset = Dataset.from_list([json.loads(line) for line in lines])
+    GRPOTrainer(
+        model=args.model, reward_funcs=starts_with_answer, args=config, train_dataset=dataset, callbacks=[Clock()]
+    ).train()
+    warm = max(2, args.steps // 3)
+    step_s = (finished[-1] - finished[warm - 1]) / (len(finished) - warm)
+    print(
+        json.dumps(
+            {
+                "system": "trl",
+                "step_s": step_s,
+                "samples_per_s": samples / step_s,
+                "first_reward": rewards[0],
+                "last_reward": rewards[-1],
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Append-only files of JSON lines that survive a kill: a torn last line is cut off when the file is opened again."""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from shared.messages import Json
+
+
+class Lines:
+    """One file of JSON objects, a line each.
+
+    >>> lines = Lines(Path("metrics.jsonl"))          # doctest: +SKIP
+    >>> lines.last                                    # doctest: +SKIP
+    {'entry': '17-0', 'step': 3}
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.last = _mend(path)
+        """The newest line; None where there is none."""
+
+    def append(self, lines: Sequence[dict[str, Json]]) -> None:
+        """Write lines, whole, behind the others. Numbers that JSON cannot hold become null."""
+        if not lines:
+            return
+        text = "".join(f"{json.dumps(finite(line), ensure_ascii=False)}\n" for line in lines)
+        with self._path.open("ab") as file:
+            file.write(text.encode("utf-8", "replace"))
+        self.last = lines[-1]
+
+    def read(self) -> Iterator[dict[str, Json]]:
+        """Yield every line, oldest first."""
+        return read(self._path)
+
+
+def read(path: Path) -> Iterator[dict[str, Json]]:
+    """Yield every whole line of a file, oldest first; nothing where there is no file."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            if (found := _parse(line)) is not None:
+                yield found
+
+
+def _mend(path: Path) -> dict[str, Json] | None:
+    """Cut off what stands behind the last whole line; return that line."""
+    last, whole = None, 0
+    if not path.exists():
+        return None
+    with path.open("r+b") as file:
+        for line in file:
+            if (found := _parse(line)) is None:
+                break
+            last, whole = found, whole + len(line)
+        file.truncate(whole)
+    return last
+
+
+def _parse(line: bytes) -> dict[str, Json] | None:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def finite(value: Json) -> Json:
+    """Return ``value`` with null in place of numbers that JSON cannot hold."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: finite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    return value

@@ -1,0 +1,240 @@
+"""Looks at the run: the live view that the API answers with, and the gauges that Prometheus scrapes.
+
+One look is two round trips that move no payload, kept for ``_KEEP_S`` whoever asks; the gauges are set on a schedule,
+never in the scrape. It changes nothing.
+"""
+
+import asyncio
+import dataclasses
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from prometheus_client import Gauge
+
+from services.coordinator.evaluation import Evaluation, read_evaluations
+from services.coordinator.models import EvaluationView, History, RunView, StreamView
+from services.coordinator.summary import training_seconds
+from shared import streams, wire
+from shared.bus import Argument, Bus
+from shared.errors import MessageError
+from shared.ledger import RunState, RunStatus, read_status
+from shared.messages import StepReport
+from shared.settings import Settings
+from shared.telemetry import Status, heartbeats
+
+STREAM_ENTRIES = Gauge("penstock_coordinator_stream_entries", "Entries in a stream of the run.", ["stream"])
+STREAM_PENDING = Gauge("penstock_coordinator_stream_pending", "Entries in a replica's hands.", ["stream"])
+STREAM_OLDEST_AGE = Gauge(
+    "penstock_coordinator_stream_oldest_age_seconds", "How long the oldest entry has been in the stream.", ["stream"]
+)
+GROUPS_IN_FLIGHT = Gauge("penstock_coordinator_groups_in_flight", "Groups between admission and commit.")
+SLOTS = Gauge("penstock_coordinator_slots", "How many groups may be in flight.")
+RUN_STATE = Gauge("penstock_coordinator_run_state", "1 for the state that the run is in, else 0.", ["state"])
+HEAD_VERSION = Gauge("penstock_coordinator_head_version", "The version that replicas serve; -1: none yet.")
+STEP = Gauge("penstock_coordinator_step", "Committed optimizer steps.")
+DEAD_LETTERS = Gauge("penstock_coordinator_dead_letters", "Entries among the dead letters.")
+REPLICAS_VERSION = Gauge("penstock_coordinator_replicas_version", "The version that a replica holds.", ["replica"])
+
+SHOWN = (*streams.TRAINING_STREAMS, streams.JOURNAL)
+_KEEP_S = 0.1
+_EVERY_S = 1.0
+_HISTORY_STEPS = 60
+_PACE_STEPS = 20
+"""Steps from which the time that is left is guessed."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Look:
+    """What one look at the bus found."""
+
+    status: RunStatus
+    depths: dict[str, StreamView]
+    dead: int
+    counts: dict[str, int]
+    evaluations: list[Evaluation]
+
+
+class Monitor:
+    """Looks at one run.
+
+    Args:
+        activity: says in words what the run does in a status.
+        closed: says whether the run's records are whole.
+        telling: this process's own heartbeat.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        settings: Settings,
+        activity: Callable[[RunStatus], str],
+        closed: Callable[[], bool],
+        telling: Status,
+    ) -> None:
+        self._bus = bus
+        self._settings = settings
+        self._activity = activity
+        self._closed = closed
+        self._telling = telling
+        self._history: deque[StepReport] = deque(maxlen=_HISTORY_STEPS)
+        self._newest_report = ""
+        self._view: RunView | None = None
+        self._seen_at_s = -math.inf
+        self._busy = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Set the gauges for ever."""
+        while True:
+            self._set_gauges(await self.view())
+            await self._set_replicas()
+            await asyncio.sleep(_EVERY_S)
+
+    def forget(self) -> None:
+        """Look anew when asked next: something was changed."""
+        self._seen_at_s = -math.inf
+
+    async def view(self) -> RunView:
+        """Return the run as it was at most 100 ms ago."""
+        async with self._busy:
+            if self._view is None or time.monotonic() - self._seen_at_s > _KEEP_S:
+                look, _ = await asyncio.gather(self._look(), self._read_steps())
+                self._view, self._seen_at_s = self._compose(look), time.monotonic()
+            return self._view
+
+    # ---------------------------------------------------------------- read
+
+    async def _look(self) -> Look:
+        dead = [stream.dead for stream in streams.GROUPED_STREAMS]
+        named = [*SHOWN, *dead]
+        arguments: list[Argument] = [stream.group or "" for stream in named]
+        rows = await self._bus.script("depths", [self._bus.keys.of(stream) for stream in named], arguments)
+        run, counts, found = await self._bus.call(self._read_hashes)
+        return Look(
+            status=read_status(run),
+            depths={stream.name: _depth(row) for stream, row in zip(SHOWN, rows, strict=False)},
+            dead=sum(int(row[0]) for row in rows[len(SHOWN) :]),
+            counts={name.decode(): int(value) for name, value in counts.items()},
+            evaluations=read_evaluations(found),
+        )
+
+    async def _read_hashes(self) -> tuple[dict[bytes, bytes], dict[bytes, bytes], dict[bytes, bytes]]:
+        pipeline = self._bus.client.pipeline(transaction=False)
+        for key in (self._bus.keys.run, self._bus.keys.counts, self._bus.keys.evaluations):
+            pipeline.hgetall(key)
+        run, counts, found = await pipeline.execute()
+        return run, counts, found
+
+    async def _read_steps(self) -> None:
+        key, start = self._bus.keys.of(streams.STEPS), f"({self._newest_report}" if self._newest_report else "-"
+        newer = await self._bus.call(lambda: self._bus.client.xrevrange(key, min=start, count=_HISTORY_STEPS))
+        for entry, fields in reversed(newer):
+            self._newest_report = entry.decode()
+            try:
+                report = wire.decode(fields.get(b"data", b""), StepReport)
+            except MessageError:
+                continue  # the recorder says so
+            while self._history and self._history[-1].step >= report.step:
+                self._history.pop()
+            self._history.append(report)
+
+    # ---------------------------------------------------------------- compose
+
+    def _compose(self, look: Look) -> RunView:
+        status, steps = look.status, self._settings.run.steps
+        newest = self._history[-1] if self._history else None
+        metrics = {} if newest is None else numbers(newest.metrics)
+        return RunView(
+            run_id=self._bus.keys.run_id,
+            state=status.state,
+            reason=status.reason,
+            closed=self._closed(),
+            activity=self._activity(status),
+            step=status.step,
+            steps=steps,
+            head=status.head,
+            newest_version=status.newest_version,
+            groups_in_flight=sum(look.depths[stream.name].entries for stream in streams.TRAINING_STREAMS),
+            slots=self._settings.slots,
+            cursor=status.cursor,
+            streams=look.depths,
+            counts=look.counts,
+            dead=look.dead,
+            last=metrics,
+            lag_counts={} if newest is None else dict(newest.lag_counts),
+            history=_history(self._history),
+            evaluations=[_evaluation(found) for found in look.evaluations],
+            tokens_per_s=metrics.get("tokens_per_s") or 0.0,
+            started_at_s=status.created_at_s,
+            training_s=training_seconds(status, steps, time.time()),
+            eta_s=eta_s(status, steps, [report.finished_at_s for report in self._history]),
+            bus=self._bus.server,
+        )
+
+    def _set_gauges(self, view: RunView) -> None:
+        for name, depth in view.streams.items():
+            STREAM_ENTRIES.labels(name).set(depth.entries)
+            STREAM_PENDING.labels(name).set(depth.pending)
+            STREAM_OLDEST_AGE.labels(name).set(depth.oldest_age_s)
+        for state in RunState:
+            RUN_STATE.labels(state.value).set(view.state is state)
+        GROUPS_IN_FLIGHT.set(view.groups_in_flight)
+        SLOTS.set(view.slots)
+        HEAD_VERSION.set(-1 if view.head is None else view.head)
+        STEP.set(view.step)
+        DEAD_LETTERS.set(view.dead)
+        self._telling.values = {"step": float(view.step), "groups_in_flight": float(view.groups_in_flight)}
+
+    async def _set_replicas(self) -> None:
+        beats = await heartbeats(self._bus)
+        REPLICAS_VERSION.clear()  # a replica that is gone leaves no line
+        for beat in beats:
+            if beat.version is not None:
+                REPLICAS_VERSION.labels(beat.replica).set(beat.version)
+
+
+def eta_s(status: RunStatus, steps: int, finished_at_s: Sequence[float]) -> float | None:
+    """Return the seconds until the last step, at the pace of the last 20; None when nobody can tell.
+
+    >>> eta_s(running_at_step_10, 12, [100.0, 101.0, 102.0])    # doctest: +SKIP
+    2.0
+    """
+    times = list(finished_at_s)[-_PACE_STEPS:]
+    if status.state is not RunState.RUNNING or len(times) < 2:
+        return None
+    return max(0, steps - status.step) * max(0.0, times[-1] - times[0]) / (len(times) - 1)
+
+
+def numbers(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Return ``metrics`` with None in place of what JSON cannot hold."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+
+
+def _depth(row: Sequence[bytes | int]) -> StreamView:
+    entries, pending, oldest = row
+    oldest_ms = int(bytes(oldest).partition(b"-")[0] or 0) if isinstance(oldest, bytes) else 0
+    age_s = max(0.0, time.time() - oldest_ms / 1000) if oldest_ms else 0.0
+    return StreamView(entries=int(entries), pending=int(pending), oldest_age_s=age_s)
+
+
+def _history(reports: Sequence[StepReport]) -> History:
+    metrics = [numbers(report.metrics) for report in reports]
+    return History(
+        step=[report.step for report in reports],
+        reward_mean=[found.get("reward_mean") for found in metrics],
+        tokens_per_s=[found.get("tokens_per_s") for found in metrics],
+    )
+
+
+def _evaluation(found: Evaluation) -> EvaluationView:
+    return EvaluationView(
+        step=found.step,
+        version=found.version,
+        accuracy=found.accuracy,
+        problems=found.problems,
+        answered=found.answered,
+        initial=found.initial,
+        final=found.final,
+        note=found.note,
+    )

@@ -1,0 +1,77 @@
+"""Promotion: make each version that the trainer published the head, in the order of versions, and tell every replica.
+
+Blocks on ``published``, so a version is live about a millisecond after its commit. The transaction that promotes also
+acknowledges: a version is promoted once, whoever restarts when, and never behind a newer one.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+
+from prometheus_client import Histogram
+
+from shared.bus import Bus, Delivery
+from shared.errors import MessageError
+from shared.ledger import Ledger
+from shared.messages import PolicyRecord, PolicyVersion
+from shared.streams import PUBLISHED
+from shared.telemetry import tell
+
+log = logging.getLogger(__name__)
+
+PROMOTE_SECONDS = Histogram(
+    "penstock_coordinator_promote_seconds",
+    "Seconds from a version's commit to the moment at which it was the head.",
+    buckets=(0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0),
+)
+
+CONSUMER = "coordinator"
+"""One name whatever the process: who comes next takes over what the last one left."""
+_LOST_AFTER_S = 2.0
+
+
+class Promotion:
+    """Promotes what is published.
+
+    Args:
+        promoted: is told each new head.
+    """
+
+    def __init__(self, bus: Bus, ledger: Ledger, promoted: Callable[[PolicyVersion], None]) -> None:
+        self._bus = bus
+        self._ledger = ledger
+        self._promoted = promoted
+
+    async def run(self) -> None:
+        """Promote for ever."""
+        await self._promote_all(await self._bus.read_own(PUBLISHED, PolicyRecord, CONSUMER, 1000))
+        while True:
+            deliveries = await self._bus.read(PUBLISHED, PolicyRecord, CONSUMER, 16, _LOST_AFTER_S / 2)
+            if not deliveries:  # an answer that a broken connection lost, or another process's
+                deliveries = await self._bus.reclaim(PUBLISHED, PolicyRecord, CONSUMER, _LOST_AFTER_S, 1000)
+            await self._promote_all(deliveries)
+
+    async def _promote_all(self, deliveries: list[Delivery[PolicyRecord]]) -> None:
+        for delivery in deliveries:
+            await self._promote(delivery)
+
+    async def _promote(self, delivery: Delivery[PolicyRecord]) -> None:
+        try:
+            record = delivery.message()
+        except MessageError as error:
+            log.error("published version cannot be read", extra={"entry": delivery.entry_id, "reason": str(error)})
+            await self._bus.bury(delivery, str(error))
+            return
+        if not await self._ledger.promote(delivery):
+            return
+        self._promoted(record.version)
+        published_at_s = int(delivery.entry_id.partition("-")[0]) / 1000
+        PROMOTE_SECONDS.observe(max(0.0, time.time() - published_at_s))
+        await tell(
+            self._bus,
+            CONSUMER,
+            "policy live",
+            f"version {record.version} of step {record.step} is the head",
+            version=int(record.version),
+            step=record.step,
+        )

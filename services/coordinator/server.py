@@ -1,0 +1,77 @@
+"""The API's server: uvicorn in this process's event loop, on a port that is ours before anything else starts.
+
+Signals stay with the service; the address is written to <run folder>/coordinator.json once the server answers.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+
+from services.coordinator.summary import write_whole
+from shared.errors import SettingsError
+
+
+class _Quiet(uvicorn.Server):
+    """A server that leaves the process's signals alone and says when it answers."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.answers = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.answers.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Server:
+    """Serves one app.
+
+    Raises:
+        SettingsError: the port is taken, or the host is not one of this machine's.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind((host, port))
+        except OSError as error:
+            self._socket.close()
+            raise SettingsError(
+                f"expected a free port for the HTTP API, found {host}:{port} not to be had ({error.strerror}): "
+                "change coordinator.port (0: any free one) or coordinator.host"
+            ) from error
+        shown = f"[{host}]" if family is socket.AF_INET6 else host.replace("0.0.0.0", "127.0.0.1")  # noqa: S104
+        self.address = f"{shown}:{self._socket.getsockname()[1]}"
+        self.url = f"http://{self.address}"
+
+    async def run(self, app: FastAPI, announce: Path, run_id: str) -> None:
+        """Serve until cancelled; then answer what is under way, and close."""
+        config = uvicorn.Config(
+            app, log_config=None, access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=2
+        )
+        server = _Quiet(config)
+        serving = asyncio.ensure_future(server.serve(sockets=[self._socket]))
+        try:
+            await server.answers.wait()
+            write_whole(announce, json.dumps({"url": self.url, "pid": os.getpid(), "run_id": run_id}) + "\n")
+            await asyncio.shield(serving)
+        finally:
+            server.should_exit = True
+            await serving
+
+    def close(self) -> None:
+        """Give the port back."""
+        self._socket.close()

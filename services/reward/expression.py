@@ -1,0 +1,201 @@
+"""The run's reward expression: what a sample is worth, from the values of its scorers.
+
+::
+
+    0.9 * answer + 0.1 * format if format > 0 else 0
+
+    expression = expression "if" expression "else" expression
+               | "and", "or", "not", comparison, + - * /, min(…), max(…)      as in Python
+               | the name of a scorer | a number
+
+It is parsed into a checked tree when the service starts and nothing is ever evaluated as Python: there are no attributes,
+calls, powers or other names to reach.
+"""
+
+import ast
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+from shared.errors import PermanentError, SettingsError
+
+Values: TypeAlias = Mapping[str, float]
+Evaluator: TypeAlias = Callable[[Values], float]
+
+LONGEST = 1_000
+DEEPEST = 100
+_LARGEST_REWARD = 3.4e38  # of a float32
+_BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+_COMPARISONS: dict[type[ast.cmpop], Callable[[float, float], bool]] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+}
+_FUNCTIONS: dict[str, Callable[[list[float]], float]] = {"min": min, "max": max}
+
+
+class Expression:
+    """A checked reward expression over the values of ``scorers``; empty text is their mean.
+
+    >>> Expression("0.9 * answer + 0.1 * format if format > 0 else 0", ["answer", "format"])({"answer": 1, "format": 0.5})
+    0.9500000000000001
+
+    Raises:
+        SettingsError: it is no expression, or names something that is no scorer.
+    """
+
+    def __init__(self, text: str, scorers: Sequence[str]) -> None:
+        self.text = " ".join(text.split())
+        self._evaluate = _Compiler(self.text, scorers).compile() if self.text else _mean
+
+    def __call__(self, values: Values) -> float:
+        """Return the reward.
+
+        Raises:
+            PermanentError: it is no finite number.
+        """
+        try:
+            reward = float(self._evaluate(values))
+        except ArithmeticError as error:
+            raise self._not_finite(values, str(error)) from error
+        if not abs(reward) <= _LARGEST_REWARD:
+            raise self._not_finite(values, str(reward))
+        return reward
+
+    def _not_finite(self, values: Values, found: str) -> PermanentError:
+        return PermanentError(
+            f"expected a finite reward from {self.text or 'the mean'!r} with {dict(values)}, found {found}: change reward.expression"
+        )
+
+
+def _mean(values: Values) -> float:
+    return sum(values.values()) / len(values)
+
+
+class _Compiler:
+    def __init__(self, text: str, scorers: Sequence[str]) -> None:
+        self._text = text
+        self._scorers = frozenset(scorers)
+        self._known = ", ".join(scorers)
+
+    def compile(self) -> Evaluator:
+        if len(self._text) > LONGEST:
+            raise self._refused(f"at most {LONGEST} characters", f"{len(self._text)}", 0)
+        try:
+            tree = ast.parse(self._text, mode="eval")
+        except SyntaxError as error:
+            raise self._refused("an expression", error.msg, (error.offset or len(self._text) + 1) - 1) from error
+        except (ValueError, RecursionError, MemoryError) as error:
+            raise self._refused("an expression", str(error) or "one that is nested too deeply", 0) from error
+        return self._node(tree.body, 0)
+
+    def _node(self, node: ast.expr, depth: int) -> Evaluator:
+        if depth > DEEPEST:
+            raise self._refused(f"an expression nested at most {DEEPEST} deep", "more", node.col_offset)
+        match node:
+            case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+                return self._constant(value, node)
+            case ast.Name(id=name):
+                return self._scorer(name, node)
+            case ast.UnaryOp(op=ast.USub() | ast.UAdd() | ast.Not() as sign, operand=operand):
+                return _unary(sign, self._node(operand, depth + 1))
+            case ast.BinOp(op=found) if type(found) in _BINARY:
+                return _binary(
+                    _BINARY[type(found)], self._node(node.left, depth + 1), self._node(node.right, depth + 1)
+                )
+            case ast.BoolOp(op=word, values=operands):
+                return _boolean(isinstance(word, ast.And), [self._node(operand, depth + 1) for operand in operands])
+            case ast.Compare(left=left, ops=operators, comparators=rest):
+                return self._comparison([left, *rest], operators, depth)
+            case ast.IfExp(test=test, body=body, orelse=other):
+                return _conditional(*(self._node(part, depth + 1) for part in (test, body, other)))
+            case ast.Call(func=ast.Name(id=name), args=[_, _, *_], keywords=[]) if name in _FUNCTIONS:
+                return _function(_FUNCTIONS[name], [self._node(argument, depth + 1) for argument in node.args])
+            case _:
+                raise self._refused_part(node)
+
+    def _refused_part(self, node: ast.expr) -> SettingsError:
+        return self._refused(
+            "names of scorers, numbers, + - * /, comparisons, and, or, not, if-else, min(a, b) and max(a, b)",
+            repr(ast.get_source_segment(self._text, node))[:80],
+            node.col_offset,
+        )
+
+    def _constant(self, value: float, node: ast.expr) -> Evaluator:
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
+            raise self._refused("finite numbers", "one that is not", node.col_offset)
+        return lambda values: number
+
+    def _scorer(self, name: str, node: ast.expr) -> Evaluator:
+        if name not in self._scorers:
+            raise self._refused(f"the name of a scorer ({self._known})", repr(name), node.col_offset)
+        return operator.itemgetter(name)
+
+    def _comparison(self, nodes: list[ast.expr], operators: list[ast.cmpop], depth: int) -> Evaluator:
+        operands = [self._node(node, depth + 1) for node in nodes]
+        for found, node in zip(operators, nodes[1:], strict=True):
+            if type(found) not in _COMPARISONS:
+                raise self._refused("a comparison of numbers (< <= > >= == !=)", "another", node.col_offset)
+        holds = [_COMPARISONS[type(found)] for found in operators]
+
+        def evaluate(values: Values) -> float:
+            left = operands[0](values)
+            for compare, operand in zip(holds, operands[1:], strict=True):
+                right = operand(values)
+                if not compare(left, right):
+                    return 0.0
+                left = right
+            return 1.0
+
+        return evaluate
+
+    def _refused(self, expected: str, found: str, offset: int) -> SettingsError:
+        return SettingsError(
+            f"expected {expected} in reward.expression, found {found} at character {offset + 1} "
+            f"of {self._text[:120]!r}: change reward.expression"
+        )
+
+
+def _unary(sign: ast.unaryop, operand: Evaluator) -> Evaluator:
+    if isinstance(sign, ast.Not):
+        return lambda values: float(not operand(values))
+    if isinstance(sign, ast.USub):
+        return lambda values: -operand(values)
+    return operand
+
+
+def _binary(combine: Callable[[float, float], float], left: Evaluator, right: Evaluator) -> Evaluator:
+    return lambda values: combine(left(values), right(values))
+
+
+def _boolean(every: bool, operands: list[Evaluator]) -> Evaluator:
+    def evaluate(values: Values) -> float:
+        value = 0.0
+        for operand in operands:
+            value = operand(values)
+            if bool(value) is not every:
+                break
+        return value
+
+    return evaluate
+
+
+def _conditional(test: Evaluator, body: Evaluator, other: Evaluator) -> Evaluator:
+    return lambda values: body(values) if test(values) else other(values)
+
+
+def _function(choose: Callable[[list[float]], float], arguments: list[Evaluator]) -> Evaluator:
+    return lambda values: choose([argument(values) for argument in arguments])

@@ -1,0 +1,88 @@
+"""The seam between the rollout service and whatever generates: one protocol, and the values that cross it.
+
+An engine turns a prompt's token ids into a group of samples, and takes new weights while it does so::
+
+    generate ────────────────┬──────────────────────▶ GeneratedGroup
+    decoding steps   0   1   │   2   3   4
+                             swap(version 8)
+    version_spans            [[0, 7], [2, 8]]
+
+What every engine promises:
+
+- ``behavior_logprobs`` are those of the distribution that the token was drawn from: the whole softmax after temperature,
+  under the weights of that very decoding step. At temperature 0 the token is the most likely one and its logprob is that
+  of the distribution at temperature 1.
+- A swap falls between two decoding steps and is whole or not at all. Running groups go on, on their key-value cache; the
+  tokens that they write from then on carry the new version.
+- The stop token, where there is one, is the last of ``token_ids``: the policy chose it.
+
+Text, streams and the ledger are not an engine's business.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
+
+from shared.messages import FinishReason, Float32Array, Int32Array, PolicyVersion, Sampling
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class GenerationRequest:
+    """One prompt (int32, P) and how to go on from it. ``sampling`` asks for at least one sample of at least one token."""
+
+    prompt_token_ids: Int32Array
+    sampling: Sampling
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class GeneratedSample:
+    """One completion of T tokens: ids (int32), logprobs (float32, nats), rows of (first token, version) (int32, K × 2)."""
+
+    token_ids: Int32Array
+    behavior_logprobs: Float32Array
+    version_spans: Int32Array
+    finish_reason: FinishReason
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class GeneratedGroup:
+    """All samples of one request. Unix seconds: from when the engine took it up, not from when it was asked."""
+
+    samples: tuple[GeneratedSample, ...]
+    started_at_s: float
+    finished_at_s: float
+
+
+class EngineDied(Exception):
+    """The engine cannot go on; a bug, or memory that ran out. The process stops and others redo what it held."""
+
+
+class Engine(Protocol):
+    """What generates. Safe to call from many tasks of one event loop."""
+
+    @property
+    def version(self) -> PolicyVersion | None:
+        """The version of the weights that the next token will be drawn from; None before the first swap."""
+
+    async def generate(self, request: GenerationRequest) -> GeneratedGroup:
+        """Return a group of ``request.sampling.samples`` completions.
+
+        A caller that is cancelled takes its request back.
+
+        Raises:
+            EngineDied: the engine cannot go on.
+        """
+
+    async def swap(self, tensors: "Mapping[str, torch.Tensor]", version: PolicyVersion) -> None:
+        """Put the weights ``tensors`` (by Hugging Face name) in place; return when the next token will be drawn from them.
+
+        Raises:
+            WeightsError: they do not fit this model; the old weights go on serving.
+            EngineDied: the engine cannot go on.
+        """
+
+    async def close(self) -> None:
+        """Stop between two decoding steps and let go of the device; what still waits is cancelled."""

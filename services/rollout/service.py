@@ -1,0 +1,191 @@
+"""The rollout service: prompts become rollout groups, under the newest weights.
+
+::
+
+    prompts ───────▶ encode ──▶ wait for min_version ──▶ engine.generate ──▶ decode ──▶ rollouts
+    eval_prompts ─▶     the same handler, the same batches                          ──▶ eval_rollouts
+    policy ─▶ follower ──▶ engine.swap
+
+Order of shutdown: both workers stop taking, finish what they hold or give it back; the follower stops; the engine closes.
+An engine that died fails every handler, which stops the process; what it held is redone by others.
+"""
+
+import asyncio
+import dataclasses
+import time
+from collections import deque
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from services.rollout.engine import Engine, GeneratedGroup, GenerationRequest
+from services.rollout.follower import Follower
+from services.rollout.prompts import Codec
+from shared import streams
+from shared.bus import Bus
+from shared.messages import FinishReason, Prompt, RolloutGroup, Sample
+from shared.streams import Stream
+from shared.telemetry import Status
+from shared.worker import Patience, Worker
+
+GENERATED_TOKENS = Counter("penstock_rollout_generated_tokens_total", "Tokens generated, by purpose.", ["purpose"])
+GENERATED_SAMPLES = Counter(
+    "penstock_rollout_generated_samples_total", "Completions generated, by purpose.", ["purpose"]
+)
+TRUNCATED_SAMPLES = Counter(
+    "penstock_rollout_truncated_samples_total", "Completions cut at their length limit, by purpose.", ["purpose"]
+)
+GROUPS_IN_PROGRESS = Gauge("penstock_rollout_groups_in_progress", "Groups being generated or waiting for weights.")
+GENERATE = Histogram(
+    "penstock_rollout_generate_seconds",
+    "Seconds that the engine spent on a group, without waiting for its turn.",
+    buckets=(0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000),
+)
+
+RATE_WINDOW_S = 10.0
+_MAX_EVALUATION_GROUPS = 512
+
+
+@dataclasses.dataclass(slots=True)
+class Rate:
+    """Samples and tokens of the last ``RATE_WINDOW_S`` seconds; times are monotonic seconds."""
+
+    started_s: float
+    finished: deque[tuple[float, int, int]] = dataclasses.field(default_factory=deque)
+
+    def add(self, now_s: float, samples: int, tokens: int) -> None:
+        """Count a group that is finished."""
+        self.finished.append((now_s, samples, tokens))
+
+    def per_second(self, now_s: float) -> tuple[float, float]:
+        """Return (samples, tokens) a second."""
+        while self.finished and self.finished[0][0] < now_s - RATE_WINDOW_S:
+            self.finished.popleft()
+        window_s = max(1e-3, min(RATE_WINDOW_S, now_s - self.started_s))
+        return sum(row[1] for row in self.finished) / window_s, sum(row[2] for row in self.finished) / window_s
+
+
+class Generation:
+    """The handler: from a prompt to its rollout group."""
+
+    def __init__(self, engine: Engine, codec: Codec, follower: Follower, replica: str) -> None:
+        self._engine = engine
+        self._codec = codec
+        self._follower = follower
+        self._replica = replica
+        self.rate = Rate(time.monotonic())
+
+    async def handle(self, prompt: Prompt) -> RolloutGroup:
+        """Generate the group of ``prompt``.
+
+        Raises:
+            PermanentError: this prompt can never be generated.
+            TemporaryError: the weights that it needs cannot be pulled here.
+        """
+        with GROUPS_IN_PROGRESS.track_inprogress():
+            token_ids = self._codec.encode(prompt)
+            await self._follower.wait_for(prompt.min_version)
+            generated = await self._engine.generate(GenerationRequest(token_ids, prompt.sampling))
+        self._count(prompt, generated)
+        texts = self._codec.decode([sample.token_ids for sample in generated.samples])
+        samples = tuple(
+            Sample(
+                token_ids=sample.token_ids,
+                behavior_logprobs=sample.behavior_logprobs,
+                version_spans=sample.version_spans,
+                finish_reason=sample.finish_reason,
+                text=text,
+            )
+            for sample, text in zip(generated.samples, texts, strict=True)
+        )
+        return RolloutGroup(
+            prompt=prompt,
+            prompt_token_ids=token_ids,
+            samples=samples,
+            replica=self._replica,
+            started_at_s=generated.started_at_s,
+            finished_at_s=generated.finished_at_s,
+        )
+
+    def _count(self, prompt: Prompt, generated: GeneratedGroup) -> None:
+        tokens = sum(len(sample.token_ids) for sample in generated.samples)
+        truncated = sum(sample.finish_reason is FinishReason.LENGTH for sample in generated.samples)
+        GENERATED_TOKENS.labels(prompt.purpose.value).inc(tokens)
+        GENERATED_SAMPLES.labels(prompt.purpose.value).inc(len(generated.samples))
+        TRUNCATED_SAMPLES.labels(prompt.purpose.value).inc(truncated)
+        GENERATE.observe(generated.finished_at_s - generated.started_at_s)
+        self.rate.add(time.monotonic(), len(generated.samples), tokens)
+
+
+class Rollout:
+    """One replica, from its start to its stop in order; the engine is its own from now on.
+
+    Args:
+        max_groups: training groups that are held at a time; evaluation groups, mostly of one sample, may be
+            ``group_size`` times as many.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        engine: Engine,
+        codec: Codec,
+        status: Status,
+        *,
+        replica: str,
+        patience: Patience,
+        max_groups: int,
+        group_size: int,
+    ) -> None:
+        self._engine = engine
+        self._status = status
+        self._follower = Follower(bus, engine, status, replica)
+        self._generation = Generation(engine, codec, self._follower, replica)
+        evaluation_groups = max(max_groups, min(max_groups * group_size, _MAX_EVALUATION_GROUPS))
+
+        def worker(source: Stream, output: Stream, concurrency: int) -> Worker[Prompt, RolloutGroup]:
+            return Worker(bus, replica, source, Prompt, output, self._generation.handle, concurrency, patience)
+
+        self._workers = (
+            worker(streams.PROMPTS, streams.ROLLOUTS, max_groups),
+            worker(streams.EVAL_PROMPTS, streams.EVAL_ROLLOUTS, evaluation_groups),
+        )
+
+    async def run(self, stop: asyncio.Event, report_s: float) -> None:
+        """Serve until ``stop``; write status every ``report_s``.
+
+        Raises:
+            Exception: a bug, or the engine's death, in a group; nothing that was held is lost.
+        """
+        try:
+            async with asyncio.TaskGroup() as around:
+                following = around.create_task(self._follower.run())
+                reporting = around.create_task(self._report(stop, report_s))
+                releasing = around.create_task(self._release(stop))
+                async with asyncio.TaskGroup() as working:
+                    for worker in self._workers:
+                        working.create_task(worker.run(stop))
+                following.cancel()
+                reporting.cancel()
+                releasing.cancel()
+        finally:
+            self._status.state = "stopping"
+            await self._engine.close()
+
+    async def _release(self, stop: asyncio.Event) -> None:
+        await stop.wait()
+        await self._follower.release()
+
+    async def _report(self, stop: asyncio.Event, report_s: float) -> None:
+        while True:
+            held = sum(worker.held for worker in self._workers)
+            samples_per_s, tokens_per_s = self._generation.rate.per_second(time.monotonic())
+            self._status.values.update(samples_per_s=samples_per_s, tokens_per_s=tokens_per_s, held=float(held))
+            self._status.state = self._state(held, stop.is_set())
+            await asyncio.sleep(report_s)
+
+    def _state(self, held: int, stopping: bool) -> str:
+        if stopping:
+            return "stopping"
+        if self._follower.failing:
+            return "degraded"
+        return "working" if held and self._engine.version is not None else "waiting"

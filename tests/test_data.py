@@ -1,0 +1,217 @@
+"""Laws of datasets: what a row becomes, what a bad one is called, and the order of a run."""
+
+import datetime
+import json
+import sys
+from pathlib import Path
+
+import pyarrow as arrow
+import pyarrow.parquet as parquet
+import pytest
+
+from services.coordinator import dataset
+from services.coordinator.dataset import Order, subset
+from shared.errors import SettingsError
+from shared.messages import ChatMessage
+from shared.settings import DataSettings
+
+
+def lines(path: Path, *rows: object) -> Path:
+    path.write_text(
+        "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n", encoding="utf-8"
+    )
+    return path
+
+
+def load(path: Path, **changed: object) -> dataset.Dataset:
+    return dataset.load(path, DataSettings.model_validate({"path": path, **changed}), "data.path")
+
+
+def refusal(path: Path, **changed: object) -> str:
+    with pytest.raises(SettingsError) as caught:
+        load(path, **changed)
+    return str(caught.value)
+
+
+def test_a_row_becomes_text_answer_and_the_rest(tmp_path: Path) -> None:
+    found = load(lines(tmp_path / "a.jsonl", {"prompt": "12+34=", "answer": 46, "level": 1, "tags": ["x", None]}))
+    assert found.problems == (dataset.Problem("a.jsonl:1", "12+34=", None, "46", {"level": 1, "tags": ["x", None]}),)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"), [("46", "46"), (46, "46"), (0.5, "0.5"), (-3, "-3"), (None, None), ("", "")]
+)
+def test_numbers_become_text(tmp_path: Path, answer: object, text: str | None) -> None:
+    assert load(lines(tmp_path / "a.jsonl", {"prompt": "q", "answer": answer})).problems[0].answer == text
+
+
+def test_messages_stand_in_where_there_is_no_prompt(tmp_path: Path) -> None:
+    turns = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"}]
+    found = load(
+        lines(tmp_path / "a.jsonl", {"messages": turns}, {"prompt": turns}, {"prompt": "t", "messages": turns})
+    )
+    expected = (ChatMessage("system", "Add."), ChatMessage("user", "1+1"))
+    assert [problem.messages for problem in found.problems] == [expected, expected, None]
+    assert [problem.text for problem in found.problems] == [None, None, "t"]
+
+
+def test_other_columns_can_be_named(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", {"question": "q", "solution": "a"})
+    found = load(path, prompt_field="question", answer_field="solution")
+    assert (found.problems[0].text, found.problems[0].answer, found.problems[0].extra) == ("q", "a", {})
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ('{"prompt": ', "expected a JSON object, found no JSON"),
+        ("[1]", "expected a JSON object, found list"),
+        ({"question": "q"}, "expected a column 'prompt' or 'messages', found 'question'"),
+        ({}, "expected a column 'prompt' or 'messages', found no column"),
+        ({"prompt": ""}, "expected text in 'prompt', found none"),
+        ({"prompt": 7}, "expected text or chat messages in 'prompt', found 7"),
+        ({"messages": []}, "expected text or chat messages in 'messages', found []"),
+        ({"messages": [{"role": "user"}]}, "expected {role, content} as texts in 'messages', found"),
+        ({"prompt": "q", "answer": [1]}, "expected text or a number in 'answer', found [1]"),
+        ({"prompt": "q", "answer": True}, "expected text or a number in 'answer', found true"),
+        ({"prompt": "q", "big": 2**64}, "expected values that a message can carry"),
+        ('{"prompt": "\\ud800"}', "expected values that a message can carry"),
+        ("[" * 100_000, "expected a JSON object, found no JSON"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, row: object, words: str) -> None:
+    path = lines(tmp_path / "train.jsonl", {"prompt": "q"}, row)
+    assert load(path, max_bad_rows=1).bad_rows == 1
+    assert f"train.jsonl:2: {words}" in refusal(path, max_bad_rows=0)
+
+
+def test_bytes_that_are_not_utf8_are_a_bad_row(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"prompt": "caf\xe9"}\n\xef\xbb\xbf\n{"prompt": "q"}\n')
+    assert "a.jsonl:1: expected UTF-8, found" in refusal(path, max_bad_rows=0)
+
+
+def test_a_byte_order_mark_and_blank_lines_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "q"}\r\n\n  \n{"prompt": "r"}')
+    found = load(path, max_bad_rows=0)
+    assert [(problem.source, problem.text) for problem in found.problems] == [("a.jsonl:1", "q"), ("a.jsonl:4", "r")]
+
+
+def test_bad_rows_are_counted_up_to_the_limit_and_the_first_are_listed(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", {"prompt": "q"}, *["bad"] * 7)
+    assert load(path, max_bad_rows=7).bad_rows == 7
+    words = refusal(path, max_bad_rows=6)
+    assert "expected at most 6 bad rows" in words
+    assert "data.max_bad_rows" in words
+    assert [f"a.jsonl:{line}:" in words for line in (2, 6, 7)] == [True, True, False]
+
+
+def test_an_empty_dataset_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.touch()
+    assert refusal(path) == f"expected at least one row in {path}, found none: change data.path"
+
+
+def test_a_missing_or_unknown_file_is_refused(tmp_path: Path) -> None:
+    assert "found nothing: change data.path" in refusal(tmp_path / "no.jsonl")
+    (tmp_path / "a.csv").touch()
+    assert "expected .jsonl, .parquet, or a folder" in refusal(tmp_path / "a.csv")
+
+
+def test_parquet_rows_read_like_lines(tmp_path: Path) -> None:
+    path = tmp_path / "train.parquet"
+    turns = [[{"role": "user", "content": "1+1"}], None]
+    day = datetime.date(2026, 1, 2)
+    columns = {"prompt": [None, "2+2="], "messages": turns, "answer": [2, 4], "day": [day, None]}
+    parquet.write_table(arrow.table(columns), path)
+    found = load(path)
+    assert found.problems == (
+        dataset.Problem("train.parquet:1", None, (ChatMessage("user", "1+1"),), "2", {"day": "2026-01-02"}),
+        dataset.Problem("train.parquet:2", "2+2=", None, "4", {"day": None}),
+    )
+
+
+def test_a_column_that_json_cannot_hold_is_a_bad_row(tmp_path: Path) -> None:
+    path = tmp_path / "train.parquet"
+    parquet.write_table(arrow.table({"prompt": ["q"], "image": [b"\x00"]}), path)
+    assert "train.parquet:1: expected a JSON value in 'image', found bytes" in refusal(path, max_bad_rows=0)
+
+
+def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"no")
+    assert "expected a Parquet file" in refusal(tmp_path / "a.parquet")
+
+
+def test_a_saved_hugging_face_dataset_is_read_and_a_dict_of_splits_is_refused(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    one = datasets.Dataset.from_dict({"prompt": ["1+1=", "2+2="], "answer": [2, 4], "level": [1, 2]})
+    one.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": one, "test": one}).save_to_disk(str(tmp_path / "both"))
+    assert load(tmp_path / "one").problems[1] == dataset.Problem("one:2", "2+2=", None, "4", {"level": 2})
+    words = refusal(tmp_path / "both")
+    assert "found a DatasetDict (train, test)" in words
+    assert f"change data.path to the folder of one split, such as {tmp_path}/both/train" in words
+    assert load(tmp_path / "both" / "train").problems[0].text == "1+1="
+
+
+def test_a_folder_that_is_no_dataset_is_refused(tmp_path: Path) -> None:
+    assert "a folder without dataset_info.json" in refusal(tmp_path)
+
+
+def test_without_the_datasets_package_the_sentence_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dataset_info.json").touch()
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert "pip install 'penstock[datasets]'" in refusal(tmp_path)
+
+
+def test_each_epoch_draws_every_problem_once_in_its_own_order() -> None:
+    order = Order(50, seed=7, shuffle=True)
+    first, second = ([order.index(place) for place in range(start, start + 50)] for start in (0, 50))
+    assert sorted(first) == sorted(second) == list(range(50))
+    assert first != second
+    assert first != list(range(50))
+
+
+def test_the_order_depends_on_seed_and_cursor_alone() -> None:
+    whole = [Order(10, seed=3, shuffle=True).index(place) for place in range(30)]
+    resumed = Order(10, seed=3, shuffle=True)
+    assert [resumed.index(place) for place in range(17, 30)] == whole[17:]
+    assert [Order(10, seed=4, shuffle=True).index(place) for place in range(30)] != whole
+
+
+def test_the_order_of_a_seed_never_changes() -> None:
+    # Runs resume by cursor: another order under the same seed would train on other problems than the cursor says.
+    assert [Order(8, seed=0, shuffle=True).index(place) for place in range(16)] == [
+        2,
+        4,
+        3,
+        6,
+        5,
+        0,
+        1,
+        7,
+        1,
+        3,
+        7,
+        6,
+        0,
+        4,
+        2,
+        5,
+    ]
+
+
+def test_without_shuffle_the_order_is_the_files() -> None:
+    assert [Order(3, seed=0, shuffle=False).index(place) for place in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_a_subset_is_fixed_by_its_seed() -> None:
+    chosen = subset(100, 10, seed=5)
+    assert chosen == subset(100, 10, seed=5)
+    assert chosen == sorted(set(chosen))
+    assert len(chosen) == 10
+    assert subset(3, 10, seed=5) == [0, 1, 2]

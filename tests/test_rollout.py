@@ -1,0 +1,352 @@
+"""Laws of the rollout service: what becomes of a prompt, and which weights serve it."""
+
+import asyncio
+import os
+import random
+import signal
+import sys
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from services.rollout.engine import EngineDied, GenerationRequest
+from services.rollout.follower import Follower
+from services.rollout.prompts import CharacterCodec
+from services.rollout.scripted_engine import ScriptedEngine
+from services.rollout.service import Rate, Rollout
+from shared import streams
+from shared.bus import Bus, Delivery
+from shared.errors import TemporaryError
+from shared.messages import (
+    Event,
+    FinishReason,
+    PolicyRecord,
+    PolicyUpdate,
+    PolicyVersion,
+    Prompt,
+    RolloutGroup,
+    Sampling,
+)
+from shared.streams import Stream
+from shared.telemetry import Status, heartbeats
+from shared.weights.snapshot import write_snapshot
+from shared.worker import Patience
+from tests import builders, tiny
+from tests.conftest import Server, until
+
+
+async def announce(bus: Bus, folder: Path, version: int) -> Path:
+    """Write a snapshot of ``version`` and make it the head."""
+    written = write_snapshot(
+        folder, PolicyVersion(version), version, [("w", torch.tensor([float(version)]))], torch.float32
+    )
+    await announce_at(bus, written.location, version, written.digest)
+    return written.location
+
+
+async def announce_at(bus: Bus, location: Path, version: int, digest: str) -> None:
+    record = PolicyRecord(PolicyVersion(version), None, version, 0.0, digest, str(location))
+    await bus.publish(streams.POLICY, PolicyUpdate(record, 0.0), str(version))
+
+
+async def put(bus: Bus, prompt: Prompt, stream: Stream = streams.PROMPTS) -> None:
+    await bus.publish(stream, prompt, str(prompt.group_id))
+
+
+async def take(bus: Bus, stream: Stream = streams.ROLLOUTS) -> list[Delivery[RolloutGroup]]:
+    return await bus.read(stream, RolloutGroup, "test", 100, 5.0)
+
+
+def rollout(
+    bus: Bus, engine: ScriptedEngine, status: Status | None = None, name: str = "rollout-0", drain_s: float = 0.2
+) -> Rollout:
+    return Rollout(
+        bus,
+        engine,
+        CharacterCodec(),
+        status or Status(),
+        replica=name,
+        patience=Patience(claim_after_s=5.0, drain_s=drain_s),
+        max_groups=4,
+        group_size=2,
+    )
+
+
+class Serving:
+    """A replica that runs until the test ends."""
+
+    def __init__(self, replica: Rollout) -> None:
+        self.stop = asyncio.Event()
+        self.task = asyncio.ensure_future(replica.run(self.stop, 0.01))
+
+    async def end(self) -> None:
+        self.stop.set()
+        await asyncio.wait_for(self.task, 10)
+
+
+@pytest.fixture
+async def served(bus: Bus) -> AsyncIterator[tuple[ScriptedEngine, Status]]:
+    engine, status = ScriptedEngine(), Status()
+    serving = Serving(rollout(bus, engine, status))
+    yield engine, status
+    await serving.end()
+
+
+# -------------------------------------------------------------------- a prompt's way
+
+
+async def test_a_prompt_becomes_a_group_with_its_samples_versions_and_texts(
+    bus: Bus, tmp_path: Path, served: tuple[ScriptedEngine, Status]
+) -> None:
+    await announce(bus, tmp_path, 3)
+    await put(bus, builders.prompt(5, "12+34=", samples=8))
+    (delivery,) = await take(bus)
+    group = delivery.message()
+    assert delivery.group_id == "5"
+    assert (group.prompt.group_id, group.prompt.answer, group.replica) == (5, "46", "rollout-0")
+    assert group.prompt_token_ids.tolist() == [49, 50, 43, 51, 52, 61]
+    assert {sample.text for sample in group.samples} == {"46", "47"}
+    for sample in group.samples:
+        assert sample.token_ids.tolist() == [*map(ord, sample.text), 0]
+        assert sample.version_spans.tolist() == [[0, 3]]
+        assert sample.finish_reason is FinishReason.STOP
+        np.testing.assert_allclose(sample.behavior_logprobs, [np.log(0.5), 0, 0], atol=1e-6)
+    assert await bus.length(streams.PROMPTS) == 0
+    await until(lambda: served[1].values.get("samples_per_s", 0) > 0 and served[1].values["held"] == 0)
+
+
+async def test_held_out_prompts_go_their_own_way(
+    bus: Bus, tmp_path: Path, served: tuple[ScriptedEngine, Status]
+) -> None:
+    await announce(bus, tmp_path, 0)
+    for problem in range(6):
+        await put(bus, builders.prompt(problem, samples=1), streams.EVAL_PROMPTS)
+    found: set[str] = set()
+    while len(found) < 6:
+        found |= {delivery.group_id for delivery in await take(bus, streams.EVAL_ROLLOUTS)}
+    assert found == {"0", "1", "2", "3", "4", "5"}
+    assert await bus.length(streams.ROLLOUTS) == 0
+
+
+async def test_a_prompt_waits_for_the_version_that_it_asks_for(
+    bus: Bus, tmp_path: Path, served: tuple[ScriptedEngine, Status]
+) -> None:
+    _, status = served
+    await put(bus, builders.prompt(1, min_version=2))
+    await announce(bus, tmp_path, 0)
+    await announce(bus, tmp_path, 1)
+    await until(lambda: status.version == 1)
+    await put(bus, builders.prompt(2, min_version=1))
+    assert [delivery.group_id for delivery in await take(bus)] == ["2"]
+    await announce(bus, tmp_path, 2)
+    (delivery,) = await take(bus)
+    assert delivery.group_id == "1"
+    assert delivery.message().oldest_version == 2
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        ({"text": None}, "expected a text in train.jsonl:8, found none"),
+        ({"sampling": Sampling(samples=0, max_new_tokens=4, temperature=1.0)}, "expected at least one sample"),
+        ({"sampling": Sampling(samples=2, max_new_tokens=4, temperature=-1.0)}, "at a temperature >= 0"),
+    ],
+)
+async def test_a_prompt_that_can_never_be_generated_is_buried_with_its_reason(
+    bus: Bus, tmp_path: Path, served: tuple[ScriptedEngine, Status], harm: dict[str, Any], reason: str
+) -> None:
+    await announce(bus, tmp_path, 0)
+    fields = {name: getattr(builders.prompt(7), name) for name in Prompt.__slots__} | harm
+    await put(bus, Prompt(**fields))
+    await put(bus, builders.prompt(8))
+    assert [delivery.group_id for delivery in await take(bus)] == ["8"]
+    await until(lambda: _dead(bus))
+    assert reason in await _dead(bus)
+    assert (await bus.counts())["dead:prompts"] == 1
+
+
+async def _dead(bus: Bus) -> str:
+    entries = await bus.client.xrange(bus.keys.of(streams.PROMPTS.dead))
+    return str(entries[0][1][b"reason"].decode()) if entries else ""
+
+
+async def test_an_engine_that_dies_stops_the_process_and_others_redo_its_groups(bus: Bus, tmp_path: Path) -> None:
+    def die(prompt: str, version: PolicyVersion, lot: random.Random) -> tuple[str, float]:
+        raise EngineDied("out of memory")
+
+    await announce(bus, tmp_path, 0)
+    await put(bus, builders.prompt(1))
+    with pytest.raises(ExceptionGroup) as caught:
+        await rollout(bus, ScriptedEngine(die)).run(asyncio.Event(), 0.01)
+    assert caught.group_contains(EngineDied, match="out of memory")
+    serving = Serving(rollout(bus, ScriptedEngine(), name="rollout-1"))
+    (delivery,) = await take(bus)
+    assert delivery.message().replica == "rollout-1"
+    await serving.end()
+
+
+async def test_a_replica_that_stops_gives_back_what_it_cannot_finish(bus: Bus, tmp_path: Path) -> None:
+    never = asyncio.Event()
+
+    async def hold() -> None:
+        await never.wait()
+
+    await announce(bus, tmp_path, 0)
+    await put(bus, builders.prompt(1))
+    await put(bus, builders.prompt(2, min_version=9))
+    status = Status()
+    serving = Serving(rollout(bus, ScriptedEngine(pause=hold), status))
+    await until(lambda: status.values.get("held") == 2)
+    await serving.end()
+    assert status.state == "stopping"
+    entries = await bus.reclaim(streams.PROMPTS, Prompt, "test", 5.0, 10)
+    assert [(entry.group_id, entry.attempts) for entry in entries] == [("1", 1), ("2", 1)]
+
+
+async def test_a_replica_that_stops_does_not_wait_for_a_version_that_may_never_come(bus: Bus, tmp_path: Path) -> None:
+    await announce(bus, tmp_path, 0)
+    await put(bus, builders.prompt(1, min_version=9))
+    status = Status()
+    serving = Serving(rollout(bus, ScriptedEngine(), status, drain_s=60.0))
+    await until(lambda: status.values.get("held") == 1)
+    await serving.end()
+    entries = await bus.reclaim(streams.PROMPTS, Prompt, "test", 5.0, 10)
+    assert [(entry.group_id, entry.attempts) for entry in entries] == [("1", 1)]
+
+
+# -------------------------------------------------------------------- which weights serve
+
+
+async def test_a_replica_that_starts_serves_the_head_at_once(bus: Bus, tmp_path: Path) -> None:
+    for version in (4, 5, 6):
+        await announce(bus, tmp_path, version)
+    (tmp_path / "v000004" / "manifest.json").unlink()  # it is not even looked at
+    status = Status()
+    serving = Serving(rollout(bus, ScriptedEngine(), status))
+    await until(lambda: status.version == 6)
+    assert status.last_error == ""
+    await serving.end()
+
+
+async def test_harmed_snapshots_are_refused_and_the_old_version_goes_on_until_a_newer_one_is_whole(
+    bus: Bus, tmp_path: Path, served: tuple[ScriptedEngine, Status]
+) -> None:
+    _, status = served
+    await announce(bus, tmp_path, 0)
+    await until(lambda: status.version == 0)
+    written = write_snapshot(tmp_path, PolicyVersion(1), 1, [("w", torch.ones(4))], torch.float32)
+    bucket = written.location / "bucket-00000.safetensors"
+    bucket.write_bytes(bucket.read_bytes()[:-4])
+    await announce_at(bus, written.location, 1, written.digest)
+    await until(lambda: "it is torn" in status.last_error and status.state == "degraded")
+    await put(bus, builders.prompt(1))
+    (delivery,) = await take(bus)
+    assert delivery.message().versions == {0}
+    await announce(bus, tmp_path, 2)
+    await until(lambda: status.version == 2)
+    assert status.last_error == ""
+    assert [event.name for _, event in await bus.newest(streams.EVENTS, Event)] == ["weights refused"]
+
+
+async def test_a_snapshot_that_comes_late_is_pulled_when_it_is_there(
+    bus: Bus, tmp_path: Path, served: tuple[ScriptedEngine, Status]
+) -> None:
+    _, status = served
+    written = write_snapshot(tmp_path / "elsewhere", PolicyVersion(1), 1, [("w", torch.ones(4))], torch.float32)
+    await announce_at(bus, tmp_path / "v000001", 1, written.digest)
+    await until(lambda: "No such file" in status.last_error)
+    written.location.rename(tmp_path / "v000001")
+    await until(lambda: status.version == 1)
+
+
+async def test_a_waiter_is_sent_away_only_while_pulls_keep_failing(bus: Bus, tmp_path: Path) -> None:
+    follower = Follower(bus, ScriptedEngine(), Status(), "rollout-0", give_up_s=0.0)
+    waiting = asyncio.ensure_future(follower.wait_for(PolicyVersion(1)))
+    following = asyncio.ensure_future(follower.run())
+    await announce_at(bus, tmp_path / "absent", 1, "0" * 64)
+    with pytest.raises(TemporaryError, match="expected to pull policy version 1, found failures"):
+        await asyncio.wait_for(waiting, 10)
+    await announce(bus, tmp_path, 2)
+    await until(lambda: not follower.failing)
+    await follower.wait_for(PolicyVersion(1))
+    following.cancel()
+    await asyncio.wait([following])
+
+
+async def test_a_scripted_swap_falls_between_two_steps() -> None:
+    steps = 0
+    engine = ScriptedEngine(lambda *_: ("abc", 1.0), pause=lambda: swap())
+
+    async def swap() -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 2:
+            await engine.swap({}, PolicyVersion(8))
+
+    await engine.swap({}, PolicyVersion(7))
+    sampling = Sampling(samples=1, max_new_tokens=3, temperature=1.0)
+    group = await engine.generate(GenerationRequest(np.array([49], dtype=np.int32), sampling))
+    (sample,) = group.samples
+    assert sample.token_ids.tolist() == [97, 98, 99]
+    assert sample.version_spans.tolist() == [[0, 7], [2, 8]]
+    assert sample.finish_reason is FinishReason.LENGTH
+
+
+def test_rates_are_those_of_the_recent_seconds() -> None:
+    rate = Rate(started_s=100.0)
+    rate.add(101.0, samples=16, tokens=64)
+    assert rate.per_second(104.0) == (4.0, 16.0)
+    assert rate.per_second(110.5) == (1.6, 6.4)
+    assert rate.per_second(120.0) == (0.0, 0.0)
+
+
+# -------------------------------------------------------------------- the process
+
+
+async def start(folder: Path, server: Server, run_id: str, settings: str) -> asyncio.subprocess.Process:
+    config = folder / "run.toml"
+    config.write_text(f'[run]\nid = "{run_id}"\n[bus]\nurl = "{server.url}"\n{settings}')
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services.rollout", "--config", str(config), "--replica", "rollout-0",
+        stderr=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+    )  # fmt: skip
+
+
+async def test_a_process_without_a_model_ends_with_one_sentence_and_code_2(tmp_path: Path, server: Server) -> None:
+    process = await start(tmp_path, server, "no-model", '[policy]\nmodel = "/no/such/folder"')
+    _, errors = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 2
+    assert errors.decode().splitlines() == [
+        "penstock rollout: expected a folder in Hugging Face form at '/no/such/folder', found none: change policy.model"
+    ]
+
+
+async def test_a_process_serves_a_real_policy_until_sigterm_and_ends_with_code_0(
+    tmp_path: Path, server: Server
+) -> None:
+    run_id = f"test-{uuid.uuid4().hex[:8]}"
+    model = tiny.save(tmp_path / "policy")
+    settings = f'[policy]\nmodel = "{model}"\ndtype = "float32"\n[rollout]\ndevice = "cpu"\nthreads = 1'
+    process = await start(tmp_path, server, run_id, settings)
+    bus = await Bus.connect(server.url, run_id, wait_s=10.0)
+    written = write_snapshot(tmp_path, PolicyVersion(0), 0, tiny.model(2).named_parameters(), torch.float32)
+    await announce_at(bus, written.location, 0, written.digest)
+    await put(bus, builders.prompt(1, "1+2=", samples=3))
+    found: list[Delivery[RolloutGroup]] = []
+    while not found:
+        found = await take(bus)
+        assert process.returncode is None
+    assert len(found[0].message().samples) == 3
+    assert found[0].message().versions == {0}
+    (beat,) = await heartbeats(bus)
+    assert (beat.service, beat.replica) == ("rollout", "rollout-0")
+    process.send_signal(signal.SIGTERM)
+    _, errors = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 0, errors.decode()
+    assert await heartbeats(bus) == []
+    await bus.close()

@@ -1,0 +1,264 @@
+"""Laws of the trainer as a process: commit, kill, resume, fence. Real DeepSpeed, real Valkey, real SIGKILL."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from shared import wire
+from shared.bus import Bus
+from shared.ledger import Ledger
+from shared.messages import Experience, PolicyVersion, Sample
+from shared.streams import EXPERIENCE, PUBLISHED, Stream
+from shared.weights.snapshot import read_snapshot
+from tests import builders
+from tests.conftest import Server, until
+
+ROOT = Path(__file__).parent.parent
+MODEL = ROOT / "examples" / "arithmetic" / "policy"
+STEPS, GROUPS = 5, 2
+
+
+class Run:
+    """A run with a trainer that a test starts and kills; the test itself plays everybody else."""
+
+    def __init__(self, folder: Path, server: Server, run_id: str, **trainer: int) -> None:
+        self.folder, self.server, self.run_id = folder, server, run_id
+        self.config, self.log = folder / f"{run_id}.toml", folder / f"{run_id}.log"
+        options = {"ranks": 1, "zero_stage": 1, "checkpoint_every_steps": 2, "threads": 1, **trainer}
+        self.config.write_text(
+            f'[run]\nid = "{run_id}"\nfolder = "{folder}/runs"\nsteps = {STEPS}\n'
+            f'[bus]\nurl = "{server.url}"\n'
+            f'[policy]\nmodel = "{MODEL}"\ndtype = "float32"\n'
+            f"[algorithm]\ngroups_per_step = {GROUPS}\nmax_lag = {STEPS}\n"
+            f'[weights]\nfolder = "{folder}/weights-{run_id}"\n'
+            "[trainer]\nlearning_rate = 1e-3\nadam_beta2 = 0.99\n"
+            + "".join(f"{name} = {value}\n" for name, value in options.items())
+        )
+
+    @contextlib.asynccontextmanager
+    async def trainer(self) -> AsyncIterator[subprocess.Popen[bytes]]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "services.trainer", "--config", str(self.config), "--replica", "trainer-0"],
+            cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=self.log.open("a"), start_new_session=True,
+        )  # fmt: skip
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
+
+    async def reaches(self, ledger: Ledger, step: int, process: subprocess.Popen[bytes]) -> None:
+        async def reached() -> bool:
+            if process.poll() is not None:
+                pytest.fail(f"trainer ended with {process.returncode}: {self.log.read_text()[-3000:]}")
+            status = await ledger.status()
+            return status.newest_version is not None and status.step >= step
+
+        await until(reached, timeout_s=60.0)
+
+    async def stops(self, process: subprocess.Popen[bytes]) -> None:
+        process.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(process.wait, 60)
+
+    async def weights(self, ledger: Ledger) -> dict[str, torch.Tensor]:
+        status = await ledger.status()
+        assert status.newest_version is not None
+        record = await ledger.policy(status.newest_version)
+        assert record is not None
+        return read_snapshot(Path(record.location), record.manifest_digest)
+
+
+def experience(group_id: int, version: int = 0) -> Experience:
+    """A group whose samples the small policy could have written, with rewards that differ."""
+    generator = np.random.default_rng(group_id)
+
+    def sample(length: int) -> Sample:
+        return Sample(
+            token_ids=generator.integers(2, 60, length).astype(np.int32),
+            behavior_logprobs=np.full(length, -4.0, dtype=np.float32),
+            version_spans=np.array([[0, version]], dtype=np.int32),
+            finish_reason=builders.FinishReason.STOP,
+            text="46",
+        )
+
+    made = builders.experience(group_id, (1.0, 0.0, 0.0), version)
+    group = builders.RolloutGroup(
+        prompt=made.group.prompt,
+        prompt_token_ids=generator.integers(2, 60, 6).astype(np.int32),
+        samples=tuple(sample(length) for length in (3, 4, 2)),
+        replica="rollout-0",
+        started_at_s=1.0,
+        finished_at_s=2.0,
+    )
+    return builders.Experience(group, made.rewards, made.scores, 4.0, 0.1)
+
+
+def _last_rank(pid: int) -> int:
+    """The process of the last rank: a child of torchrun, or the trainer itself."""
+    children = [child for child in psutil.Process(pid).children() if "services.trainer" in child.cmdline()]
+    return children[-1].pid if children else pid
+
+
+async def feed(bus: Bus, start: int, count: int, stream: Stream = EXPERIENCE) -> None:
+    for group_id in range(start, start + count):
+        await bus.append(stream, {"id": str(group_id), "data": wire.encode(experience(group_id))})
+
+
+@contextlib.asynccontextmanager
+async def bus_of(run: Run) -> AsyncIterator[tuple[Bus, Ledger]]:
+    bus = await Bus.connect(run.server.url, run.run_id, wait_s=10.0)
+    ledger = Ledger(bus)
+    await ledger.create()
+    yield bus, ledger
+    await bus.close()
+
+
+async def versions(ledger: Ledger) -> list[tuple[int, int | None, int]]:
+    return [(record.version, record.parent, record.step) for record in await ledger.policies()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "zero_stage"), [(1, 1), (2, 2)])
+async def test_a_trainer_killed_after_a_commit_comes_back_at_its_step_with_the_same_weights(
+    tmp_path: Path, server: Server, ranks: int, zero_stage: int
+) -> None:
+    whole = Run(tmp_path, server, f"whole-{ranks}", ranks=ranks, zero_stage=zero_stage)
+    async with bus_of(whole) as (bus, ledger), whole.trainer() as process:
+        await feed(bus, 0, STEPS * GROUPS)
+        await whole.reaches(ledger, STEPS, process)
+        expected = await whole.weights(ledger)
+
+    killed = Run(tmp_path, server, f"killed-{ranks}", ranks=ranks, zero_stage=zero_stage)
+    async with bus_of(killed) as (bus, ledger):
+        await feed(bus, 0, 3 * GROUPS)
+        async with killed.trainer() as process:
+            await killed.reaches(ledger, 3, process)  # the checkpoint is of step 2, the journal holds step 3
+            os.kill(_last_rank(process.pid), signal.SIGKILL)
+            await asyncio.to_thread(process.wait, 60)
+        published = await bus.length(PUBLISHED)
+        await feed(bus, 3 * GROUPS, 2 * GROUPS)
+        async with killed.trainer() as process:
+            await killed.reaches(ledger, STEPS, process)
+            await killed.stops(process)
+            assert ranks > 1 or process.returncode == 0
+        assert await versions(ledger) == [(0, None, 0), (1, 0, 1), (2, 1, 2), (3, 2, 3), (4, 3, 4), (5, 4, 5)]
+        assert await bus.length(PUBLISHED) == published + 2, "a replayed step is not published again"
+        assert await bus.counts() == {"trained": STEPS * GROUPS}
+        found = await killed.weights(ledger)
+    assert found.keys() == expected.keys()
+    assert all(torch.allclose(found[name], expected[name], atol=1e-6) for name in expected)
+    assert (tmp_path / "runs" / f"killed-{ranks}" / "policy" / "config.json").exists()
+
+
+@pytest.mark.slow
+async def test_two_ranks_learn_what_one_rank_learns(tmp_path: Path, server: Server) -> None:
+    found = []
+    for ranks, zero_stage, cap in ((1, 0, 16_384), (2, 1, 24)):  # the cap makes several micro-batches a rank
+        run = Run(tmp_path, server, f"ranks-{ranks}", ranks=ranks, zero_stage=zero_stage, micro_batch_tokens=cap)
+        async with bus_of(run) as (bus, ledger), run.trainer() as process:
+            await feed(bus, 0, 2 * GROUPS)
+            await run.reaches(ledger, 2, process)
+            found.append(await run.weights(ledger))
+    one, two = found
+    assert all(torch.allclose(one[name], two[name], atol=1e-5) for name in one)
+
+
+@pytest.mark.slow
+async def test_what_cannot_be_trained_on_leaves_with_its_reason_and_the_rest_is_trained(
+    tmp_path: Path, server: Server
+) -> None:
+    run = Run(tmp_path, server, "leaving", micro_batch_tokens=40)
+    async with bus_of(run) as (bus, ledger), run.trainer() as process:
+        await run.reaches(ledger, 0, process)
+        await ledger.revoke(PolicyVersion(77))
+        await bus.append(EXPERIENCE, {"id": "0", "data": b"noise"})
+        await bus.append(EXPERIENCE, {"id": "1", "data": wire.encode(experience(1, version=77))})
+        short = builders.Experience(experience(2).group, np.array([1.0], np.float32), (), 1.0, 0.1)
+        await bus.append(EXPERIENCE, {"id": "2", "data": wire.encode(short)})
+        long = builders.experience(3, (1.0, 0.0))
+        long = builders.Experience(
+            builders.RolloutGroup(long.group.prompt, np.arange(60, dtype=np.int32), long.group.samples, "r", 1.0, 2.0),
+            long.rewards, long.scores, 1.0, 0.1,
+        )  # fmt: skip
+        await bus.append(EXPERIENCE, {"id": "3", "data": wire.encode(long)})
+        await feed(bus, 10, GROUPS)
+        await feed(bus, 10, 1)  # the same group twice
+        await run.reaches(ledger, 1, process)
+        await feed(bus, 20, 1)
+        await until(lambda: _ended(bus, 6))
+        assert await bus.counts() == {
+            "dead:experience": 2, "dropped:fenced": 1, "dropped:too_long": 1, "dropped:duplicate": 1, "trained": GROUPS,
+        }  # fmt: skip
+
+
+async def _ended(bus: Bus, count: int) -> bool:
+    return sum((await bus.counts()).values()) >= count
+
+
+@pytest.mark.slow
+async def test_a_commit_under_an_older_epoch_is_refused_and_nothing_moves(tmp_path: Path, server: Server) -> None:
+    run = Run(tmp_path, server, "epochs")
+    async with bus_of(run) as (bus, ledger), run.trainer() as process:
+        await run.reaches(ledger, 0, process)
+        await ledger.take_epoch()  # another trainer starts
+        await feed(bus, 0, GROUPS)
+        assert await asyncio.to_thread(process.wait, 60) == 1
+        assert "fenced" in run.log.read_text()
+        assert (await ledger.status()).step == 0
+        assert await bus.length(EXPERIENCE) == GROUPS
+
+
+@pytest.mark.slow
+async def test_an_empty_bus_is_restored_from_the_checkpoint_and_no_version_is_reused(
+    tmp_path: Path, server: Server
+) -> None:
+    run = Run(tmp_path, server, "emptied")
+    async with bus_of(run) as (bus, ledger):
+        await feed(bus, 0, 3 * GROUPS)
+        await bus.client.hset(bus.keys.run, "cursor", 9)
+        async with run.trainer() as process:
+            await run.reaches(ledger, 3, process)
+            os.kill(process.pid, signal.SIGKILL)
+        for key in await bus.client.keys(bus.keys.named("*")):
+            await bus.client.delete(key)
+        await bus.make_groups()
+        async with run.trainer() as process:
+            await run.reaches(ledger, 2, process)
+            status = await ledger.status()
+            assert (status.step, status.cursor) == (2, 9)
+            assert await versions(ledger) == [(4, 3, 2)], "version 3 was published before the bus was lost"
+        state = json.loads((tmp_path / "runs/emptied/checkpoints/step-000002/state.json").read_text())
+        assert (state["step"], state["version"]) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("--policy.model=/nowhere", "change policy.model"),
+        ("--trainer.zero_stage=7", "trainer.zero_stage: expected 0, 1 or 2, found 7"),
+        ("--sampling.group_size=1", "sampling.group_size: expected greater than or equal to 2, found 1"),
+        ("--trainer.learnin_rate=1", "did you mean 'learning_rate'?"),
+    ],
+)
+async def test_a_wrong_setting_is_one_sentence(tmp_path: Path, server: Server, change: str, sentence: str) -> None:
+    run = Run(tmp_path, server, "wrong")
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-m", "services.trainer", "--config", str(run.config), change],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
