@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import math
 import os
 import signal
 import socket
@@ -25,6 +26,9 @@ from shared.messages import Json
 from shared.settings import Settings, load
 from shared.telemetry import Endpoints, Presence, Status
 from shared.worker import Patience
+
+_LEAVE_S = 10.0
+"""A process that was told to stop is ended so long after ``bus.drain_s``, by the kernel, whatever it waits for."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,12 +75,20 @@ def parse(service: str, arguments: Sequence[str]) -> tuple[Settings, str]:
 async def serve(settings: Settings, service: str, replica: str, metrics_port: int | None) -> AsyncIterator[Context]:
     """Connect to the bus, serve metrics and beat while the body runs; SIGTERM and SIGINT set ``stop``.
 
+    A process that was told to stop and cannot (its bus is gone for good, say) ends ``_LEAVE_S`` after ``bus.drain_s``.
+
     With ``metrics_port`` None the service serves its metrics itself and writes where into ``status.address``.
     """
     stop, status = asyncio.Event(), Status()
     loop = asyncio.get_running_loop()
+
+    def told_to_stop() -> None:
+        if not stop.is_set():
+            stop.set()
+            signal.alarm(math.ceil(settings.bus.drain_s + _LEAVE_S))
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, told_to_stop)
     bus = await Bus.connect(
         settings.bus.url, settings.run.id, wait_s=settings.bus.start_wait_s, audit_entries=settings.bus.audit_entries
     )
@@ -103,6 +115,7 @@ async def serve(settings: Settings, service: str, replica: str, metrics_port: in
         if endpoints is not None:
             endpoints.close()
         await bus.close()
+        signal.alarm(0)
 
 
 def main(service: str, run: Callable[[Settings, str], Awaitable[None]], arguments: Sequence[str] | None = None) -> int:

@@ -16,6 +16,8 @@ _WIDTH, _HEIGHT = 440.0, 200.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48.0, 10.0, 8.0, 24.0
 _MOST_POINTS = 240
 _TICKS = 4
+_PEAK = 2.0
+"""A stack is shown up to so many times what 95 % of its points stay below."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,15 +79,16 @@ def curves(
 
 
 def stack(steps: Sequence[float], series: Sequence[Series]) -> str:
-    """Return a chart in which each series stands on those before it."""
+    """Return a chart in which each series stands on those before it; rare peaks are cut off at the top, not in what is told."""
     steps, series, _ = _thinned(steps, [one for one in series if any(_finite([one.values]))], ())
     if not steps or not series:
         return ""
     tops: list[list[float]] = [[0.0] * len(steps)]
     for one in series:
         tops.append([base + (value or 0.0) for base, value in zip(tops[-1], _known(one.values), strict=True)])
-    y_ticks = ticks(0.0, max(tops[-1]))
+    y_ticks = ticks(0.0, min(max(tops[-1]), _PEAK * sorted(tops[-1])[int(0.95 * (len(steps) - 1))] or 1.0))
     scale = _Scale(min(steps), max(steps), y_ticks[0], y_ticks[-1])
+    tops = [[min(value, y_ticks[-1]) for value in top] for top in tops]
     marks = [_grid(scale, y_ticks)]
     marks += [_area(scale, steps, tops[index], tops[index + 1], f"stack s{index}") for index in range(len(series))]
     marks.append(_tips(scale, steps, series, ()))

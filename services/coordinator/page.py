@@ -31,7 +31,8 @@ td, th { text-align: left; padding: 4px 12px 4px 0; border-bottom: 1px solid var
   overflow-wrap: anywhere; }
 th { color: var(--soft); font-weight: 500; }
 tr:last-child td { border-bottom: 0; }
-td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; width: 1%; }
+td:first-child { min-width: 5ch; }
 td.text { white-space: pre-wrap; font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; font-size: 13px; }
 details { margin: 8px 0; } summary { cursor: pointer; padding: 2px 0; overflow-wrap: anywhere; }
 pre { overflow-x: auto; margin: 8px 0 0; }

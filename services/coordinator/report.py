@@ -137,14 +137,12 @@ def _times(steps: Sequence[Line]) -> list[str]:
 
 
 def _phase_table(steps: Sequence[Line]) -> str:
-    names = {
-        "step_s": "whole step",
-        **_PHASES,
-        "generate_s_mean": "generate one group",
-        "score_s_mean": "score one group",
-    }
-    means = [(label, _mean(_known(steps, name))) for name, label in names.items()]
-    return page.table([(label, f"{mean:.3f}") for label, mean in means if mean is not None], numbers=[1])
+    """A phase that most steps do not have (a checkpoint) is shared out over all of them."""
+    names = {"step_s": "whole step", **_PHASES}
+    rows = [(label, sum(known) / len(steps)) for name, label in names.items() if (known := _known(steps, name))]
+    others = {"generate_s_mean": "generate one group", "score_s_mean": "score one group"}
+    rows += [(label, sum(known) / len(known)) for name, label in others.items() if (known := _known(steps, name))]
+    return page.table([(label, f"{mean:.3f}") for label, mean in rows], numbers=[1])
 
 
 def _endings(summary: Line, steps: Sequence[Line]) -> list[str]:
@@ -290,10 +288,6 @@ def _last(lines: Sequence[Line], name: str) -> float | None:
 
 
 # ---------------------------------------------------------------- figures
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 def _within(
