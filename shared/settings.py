@@ -150,11 +150,13 @@ class AnswerScorer(Section):
     """Its name in reward.expression and in metrics."""
     mode: Literal["exact", "numeric", "math"] = Field(default="math")
     """`exact` text, `numeric` value within tolerance, or `math` (symbolic, by math-verify)."""
-    extract: Literal["whole", "boxed", "hashes", "last_number", "auto"] = Field(default="auto")
-    """Where the answer stands in the completion: all of it, in \\boxed{}, after ####, the last number, or the first of
-    boxed, hashes, whole."""
+    extract: Literal["whole", "boxed", "hashes", "last_number", "tag", "auto"] = Field(default="auto")
+    """Where the answer stands in the completion: all of it, in \\boxed{}, after ####, the last number, in the tag named
+    by `tag`, or the first of boxed, hashes, whole."""
+    tag: str = Field(default="answer", min_length=1)
+    """With extract = "tag": `answer` means <answer>…</answer>."""
     tolerance: NonNegativeFloat = Field(default=1e-6)
-    """Largest relative difference of numbers that are equal."""
+    """Largest relative difference of numbers that are equal; whole numbers and fractions in mode `math` are exact."""
     needs_stop: bool = Field(default=False)
     """A completion cut at its length limit is `wrong_format`."""
     timeout_s: PositiveFloat = Field(default=5.0)

@@ -102,7 +102,7 @@ class AnswerMatcher:
                 f"expected an answer for scorer {self.name!r} in the column {self._answer_field!r} of {prompt.problem}, "
                 "found none: change data.answer_field"
             )
-        reference = extract(text, self._scorer.extract) or text
+        reference = extract(text, self._scorer.extract, self._scorer.tag) or text
         if self._scorer.mode == "numeric" and plain_numbers.read(reference) is None:
             raise PermanentError(
                 f"expected a number as the answer of {prompt.problem}, found {reference[:80]!r}: "
@@ -114,7 +114,7 @@ class AnswerMatcher:
         """Return the sample's answer, or the score that says why there is none."""
         if self._scorer.needs_stop and is_cut(sample):
             return self._wrong_format("cut at its length limit")
-        answer = extract(sample.text, self._scorer.extract)
+        answer = extract(sample.text, self._scorer.extract, self._scorer.tag)
         if answer is None:
             return self._wrong_format(f"expected {_WANTED.get(self._scorer.extract, 'an answer')}, found none")
         return answer

@@ -3,8 +3,8 @@
 import re
 from typing import Literal, TypeAlias
 
-Place: TypeAlias = Literal["whole", "boxed", "hashes", "last_number", "auto"]
-"""All of the text, in ``\\boxed{}``, after ``####``, the last number, or the first of boxed, hashes and whole."""
+Place: TypeAlias = Literal["whole", "boxed", "hashes", "last_number", "tag", "auto"]
+"""All of the text, in ``\\boxed{}``, after ``####``, the last number, in a tag, or the first of boxed, hashes and whole."""
 
 _NUMBER = re.compile(
     r"(?:(?<![\w.)\]}])[-+])?"  # a sign, where it is no operator
@@ -17,8 +17,8 @@ _LAST_NUMBER_WITHIN = 20_000
 """How far from the end the last number is looked for, in characters."""
 
 
-def extract(text: str, place: Place) -> str | None:
-    """Return the answer in ``text``, stripped; None where there is none.
+def extract(text: str, place: Place, tag: str = "answer") -> str | None:
+    """Return the answer in ``text``, stripped; None where there is none. ``tag`` counts where the place is a tag.
 
     >>> extract(r"so it is \\boxed{\\frac{1}{2}}.", "boxed")
     '\\\\frac{1}{2}'
@@ -33,6 +33,8 @@ def extract(text: str, place: Place) -> str | None:
         return hashes(text)
     if place == "last_number":
         return last_number(text)
+    if place == "tag":
+        return tagged(text, tag)
     return boxed(text) or hashes(text) or text.strip() or None
 
 
@@ -56,6 +58,17 @@ def boxed(text: str) -> str | None:
             if depth == 0:
                 return text[start:index].strip() or None
     return None
+
+
+def tagged(text: str, tag: str) -> str | None:
+    """Return what stands in the last ``<tag>…</tag>``; None where it is missing or not closed.
+
+    >>> tagged("<think>3 + 4</think> <answer>7</answer>", "answer")
+    '7'
+    """
+    start = text.rfind(f"<{tag}>")
+    end = text.find(f"</{tag}>", start)
+    return text[start + len(tag) + 2 : end].strip() or None if 0 <= start < end else None
 
 
 def hashes(text: str) -> str | None:
