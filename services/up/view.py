@@ -79,7 +79,7 @@ def _facts(run: RunView) -> RenderableType:
 def _state(run: RunView) -> Text:
     line = Text(run.state, style=_STATE_STYLES.get(run.state, "bold"))
     for extra in (run.reason, run.activity):
-        if extra:
+        if extra and extra != run.state:
             line.append(f"  {extra}", style="dim")
     return line
 
