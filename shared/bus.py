@@ -377,9 +377,12 @@ class Bus:
         arguments: list[Argument] = [stream.group or "", consumer, int(idle_s * 1000), 0 if counted else 1, entry_id]
         return int(await self.script("give_back", [self.keys.of(stream)], arguments))
 
-    async def give_all_back(self, stream: Stream, consumer: str) -> int:
-        """Let others take at once, uncounted, everything that ``consumer`` has; return how many entries."""
-        arguments: list[Argument] = [stream.group or "", consumer, 86_400_000, 1]
+    async def give_all_back(self, stream: Stream, consumer: str, *, counted: bool = False) -> int:
+        """Let others take at once everything that ``consumer`` has; return how many entries.
+
+        ``counted``: this attempt counts, so that an entry that stops its handlers by a bug is buried in the end.
+        """
+        arguments: list[Argument] = [stream.group or "", consumer, 86_400_000, 0 if counted else 1]
         return int(await self.script("give_back", [self.keys.of(stream)], arguments))
 
     # ---------------------------------------------------------------- look

@@ -32,6 +32,10 @@ _OPTIONS: dict[str, Any] = {
 }
 
 
+_MOST_CONNECTIONS = 64
+"""Of one process to one server; further calls wait for a free one."""
+
+
 def redact(url: str) -> str:
     """Return ``url`` without its password, for logs and files."""
     return re.sub(r"://([^/@:]*):[^/@]*@", r"://\1:***@", url)
@@ -56,7 +60,10 @@ def open_client(url: str) -> Client:
             return _sentinel(urlsplit(url), tls=scheme == "rediss")
         if form == "cluster":
             return _cluster(urlsplit(url), tls=scheme == "rediss")
-        return redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **_OPTIONS)
+        pool = redis.BlockingConnectionPool.from_url(
+            url, max_connections=_MOST_CONNECTIONS, timeout=None, retry=Retry(NoBackoff(), 0), **_OPTIONS
+        )
+        return redis.Redis.from_pool(pool)
     except ValueError as error:
         raise SettingsError(f"expected a bus URL, found {redact(url)!r} ({error}): change bus.url") from error
 
@@ -86,14 +93,20 @@ def _sentinel(url: SplitResult, tls: bool) -> Client:
     sentinel: Any = Sentinel(  # type: ignore[no-untyped-call]
         _nodes(url, 26379), sentinel_kwargs={"password": query.get("sentinel_password"), "protocol": 2}
     )
-    options = {**_OPTIONS, **_credentials(url), "db": int(db or 0), "retry": Retry(NoBackoff(), 0)}
+    options = {
+        **_OPTIONS,
+        **_credentials(url),
+        "db": int(db or 0),
+        "retry": Retry(NoBackoff(), 0),
+        "max_connections": 1000,
+    }
     return sentinel.master_for(name or "mymaster", ssl=tls, **_tls_files(query if tls else {}), **options)
 
 
 def _cluster(url: SplitResult, tls: bool) -> Client:
     options = {**_OPTIONS, **_credentials(url), **_tls_files(dict(parse_qsl(url.query)) if tls else {})}
     nodes = [ClusterNode(host, port) for host, port in _nodes(url, 6379)]
-    return RedisCluster(startup_nodes=nodes, ssl=tls, **options)
+    return RedisCluster(startup_nodes=nodes, ssl=tls, max_connections=1000, **options)
 
 
 def _tls_files(query: dict[str, str]) -> dict[str, Any]:

@@ -7,7 +7,7 @@
       │      handler(message) ──▶ result ──▶ hand over (dropped if somebody else was first)
       │            ├── TemporaryError ──▶ given back, tried again after a growing delay, counted as an attempt
       │            ├── PermanentError ──▶ bury
-      │            └── anything else  ──▶ a bug: given back, and the process stops
+      │            └── anything else  ──▶ a bug: given back, counted as an attempt, and the process stops
       ├── renew: every third of ``claim_after_s``; what is no longer ours is cancelled
       └── reclaim: what others have not renewed for ``claim_after_s``
 
@@ -83,6 +83,8 @@ class Worker(Generic[In, Out]):
         self._concurrency = concurrency
         self._patience = patience
         self._held: dict[EntryId, asyncio.Task[None]] = {}
+        self._leaving: set[EntryId] = set()
+        """Handled, and on their way off the stream: no longer ours is no news of them."""
         self._free = asyncio.Event()
         self._broken: asyncio.Future[None] | None = None
         self.counts = WorkCounts()
@@ -152,6 +154,7 @@ class Worker(Generic[In, Out]):
     def _finished(self, entry_id: EntryId, task: asyncio.Task[None]) -> None:
         if self._held.get(entry_id) is task:
             del self._held[entry_id]
+        self._leaving.discard(entry_id)
         self._free.set()
         if not task.cancelled() and (error := task.exception()) is not None:
             assert self._broken is not None
@@ -169,6 +172,7 @@ class Worker(Generic[In, Out]):
             self.counts.last_error = repr(error)
             raise
         else:
+            self._leaving.add(delivery.entry_id)
             if await self._bus.hand_over(delivery, self._output, result):
                 self.counts.handed_over += 1
             else:
@@ -198,9 +202,9 @@ class Worker(Generic[In, Out]):
     async def _keep(self) -> None:
         while True:
             await asyncio.sleep(self._patience.claim_after_s / 3)
-            held = dict(self._held)
+            held = {entry_id: task for entry_id, task in self._held.items() if entry_id not in self._leaving}
             ours = await self._bus.renew(self._source, self._consumer, list(held))
-            for entry_id in held.keys() - ours:
+            for entry_id in held.keys() - ours - self._leaving:
                 if self._held.get(entry_id) is held[entry_id]:
                     log.warning("entry was taken over", extra={"stream": self._source.name, "entry": entry_id})
                     held[entry_id].cancel()
@@ -211,7 +215,8 @@ class Worker(Generic[In, Out]):
 
     async def _release(self) -> None:
         await _cancel(list(self._held.values()))
-        self.counts.given_back += await self._bus.give_all_back(self._source, self._consumer)
+        stopped_by_bug = self._broken is not None and self._broken.done()
+        self.counts.given_back += await self._bus.give_all_back(self._source, self._consumer, counted=stopped_by_bug)
 
 
 async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:
