@@ -51,12 +51,12 @@ def main() -> None:
     finished: list[float] = []
     rewards: list[float] = []
 
-    class Clock(TrainerCallback):
+    class Clock(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: object, **__: object) -> None:
             finished.append(time.perf_counter())
 
         def on_log(
-            self, _args: object, _state: object, _control: object, logs: dict | None = None, **__: object
+            self, _args: object, _state: object, _control: object, logs: dict[str, float] | None = None, **__: object
         ) -> None:
             if logs and "reward" in logs:
                 rewards.append(float(logs["reward"]))

@@ -190,7 +190,7 @@ class _Answers:
     """A client that says what an old or evicting server would say."""
 
     def __init__(self, version: dict[str, str], memory: dict[str, object]) -> None:
-        self._info = {"server": version, "memory": memory}
+        self._info: dict[str, dict[str, object]] = {"server": dict(version), "memory": memory}
 
     async def info(self, section: str) -> dict[str, object]:
         return dict(self._info[section])

@@ -16,7 +16,7 @@ from services.trainer.packing import MicroBatch, Row, attention_mask, micro_batc
 from services.trainer.policy import Policy
 from services.trainer.schedule import learning_rate
 from services.trainer.staleness import judge, lag_steps
-from shared.messages import PolicyVersion, Sample
+from shared.messages import FinishReason, PolicyVersion, Sample
 from shared.settings import TrainerSettings
 from tests import builders
 
@@ -150,7 +150,7 @@ def real_row(generator: np.random.Generator, prompt: int, lengths: Sequence[int]
             token_ids=generator.integers(0, 23, length).astype(np.int32),
             behavior_logprobs=np.zeros(length, dtype=np.float32),
             version_spans=np.array([[0, 0]], dtype=np.int32),
-            finish_reason=builders.FinishReason.STOP,
+            finish_reason=FinishReason.STOP,
             text="",
         )
         for length in lengths

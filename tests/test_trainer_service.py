@@ -18,7 +18,7 @@ import torch
 from shared import wire
 from shared.bus import Bus
 from shared.ledger import Ledger
-from shared.messages import Experience, PolicyVersion, Sample
+from shared.messages import Experience, FinishReason, PolicyVersion, RolloutGroup, Sample
 from shared.streams import EXPERIENCE, PUBLISHED, Stream
 from shared.weights.snapshot import read_snapshot
 from tests import builders
@@ -89,12 +89,12 @@ def experience(group_id: int, version: int = 0) -> Experience:
             token_ids=generator.integers(2, 60, length).astype(np.int32),
             behavior_logprobs=np.full(length, -4.0, dtype=np.float32),
             version_spans=np.array([[0, version]], dtype=np.int32),
-            finish_reason=builders.FinishReason.STOP,
+            finish_reason=FinishReason.STOP,
             text="46",
         )
 
     made = builders.experience(group_id, (1.0, 0.0, 0.0), version)
-    group = builders.RolloutGroup(
+    group = RolloutGroup(
         prompt=made.group.prompt,
         prompt_token_ids=generator.integers(2, 60, 6).astype(np.int32),
         samples=tuple(sample(length) for length in (3, 4, 2)),
@@ -102,7 +102,7 @@ def experience(group_id: int, version: int = 0) -> Experience:
         started_at_s=1.0,
         finished_at_s=2.0,
     )
-    return builders.Experience(group, made.rewards, made.scores, 4.0, 0.1)
+    return Experience(group, made.rewards, made.scores, 4.0, 0.1)
 
 
 def _last_rank(pid: int) -> int:
@@ -185,11 +185,11 @@ async def test_what_cannot_be_trained_on_leaves_with_its_reason_and_the_rest_is_
         await ledger.revoke(PolicyVersion(77))
         await bus.append(EXPERIENCE, {"id": "0", "data": b"noise"})
         await bus.append(EXPERIENCE, {"id": "1", "data": wire.encode(experience(1, version=77))})
-        short = builders.Experience(experience(2).group, np.array([1.0], np.float32), (), 1.0, 0.1)
+        short = Experience(experience(2).group, np.array([1.0], np.float32), (), 1.0, 0.1)
         await bus.append(EXPERIENCE, {"id": "2", "data": wire.encode(short)})
         long = builders.experience(3, (1.0, 0.0))
-        long = builders.Experience(
-            builders.RolloutGroup(long.group.prompt, np.arange(60, dtype=np.int32), long.group.samples, "r", 1.0, 2.0),
+        long = Experience(
+            RolloutGroup(long.group.prompt, np.arange(60, dtype=np.int32), long.group.samples, "r", 1.0, 2.0),
             long.rewards, long.scores, 1.0, 0.1,
         )  # fmt: skip
         await bus.append(EXPERIENCE, {"id": "3", "data": wire.encode(long)})

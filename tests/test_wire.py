@@ -54,7 +54,7 @@ def test_experience_survives_the_journey_whole() -> None:
 @given(
     npst.arrays(st.sampled_from([np.int32, np.float32, np.uint8, np.bool_]), npst.array_shapes(max_dims=3, min_side=0))
 )
-def test_any_array_comes_back_as_it_was(array: np.ndarray) -> None:  # type: ignore[type-arg]
+def test_any_array_comes_back_as_it_was(array: np.ndarray) -> None:
     extension = wire._write_array(array)
     back = wire._read_array(extension.code, extension.data)
     assert back.dtype == array.dtype
@@ -123,7 +123,7 @@ def test_columns_that_do_not_fit_together_are_refused(change: dict[str, object])
 
 
 def test_a_group_without_samples_survives() -> None:
-    sent = builders.RolloutGroup(builders.prompt(), np.zeros(0, np.int32), (), "r", 1.0, 2.0)
+    sent = RolloutGroup(builders.prompt(), np.zeros(0, np.int32), (), "r", 1.0, 2.0)
     assert wire.decode(wire.encode(sent), RolloutGroup).samples == ()
 
 
