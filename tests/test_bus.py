@@ -304,8 +304,9 @@ async def test_a_password_in_the_url_is_used(tmp_path: Path) -> None:
 
 
 async def test_a_run_lives_in_one_slot_of_a_cluster(tmp_path: Path) -> None:
-    port = _free_port()
-    process = _server([_valkey(), "--port", str(port), "--cluster-enabled", "yes", "--save", ""], tmp_path)
+    port, cluster_port = _free_port(), _free_port()
+    cluster = ["--cluster-enabled", "yes", "--cluster-port", str(cluster_port)]
+    process = _server([_valkey(), "--port", str(port), *cluster, "--save", ""], tmp_path)
     try:
         single = connection.open_client(f"redis://127.0.0.1:{port}/0")
         await until(lambda: _answers(single))

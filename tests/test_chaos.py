@@ -95,7 +95,11 @@ async def running(folder: Path) -> AsyncIterator[Chaos]:
 
 
 async def connect(chaos: Chaos) -> Bus:
-    await until(lambda: chaos.check() or "bus" in chaos.table(), timeout_s=30.0)
+    def started() -> bool:
+        chaos.check()
+        return "bus" in chaos.table()
+
+    await until(started, timeout_s=30.0)
     return await Bus.connect(str(chaos.table()["bus"]), "chaos", wait_s=30.0)
 
 

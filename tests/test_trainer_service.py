@@ -236,6 +236,7 @@ async def test_an_empty_bus_is_restored_from_the_checkpoint_and_no_version_is_re
         await bus.make_groups()
         async with run.trainer() as process:
             await run.reaches(ledger, 2, process)
+            await until(ledger.policies, timeout_s=60.0)
             status = await ledger.status()
             assert (status.step, status.cursor) == (2, 9)
             assert await versions(ledger) == [(4, 3, 2)], "version 3 was published before the bus was lost"
