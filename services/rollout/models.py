@@ -4,13 +4,12 @@ It gives architecture, tokenizer and initial weights. Which weights serve is the
 """
 
 import dataclasses
-import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from safetensors import SafetensorError
 
 from shared.errors import SettingsError
+from shared.model_source import check_source
 
 if TYPE_CHECKING:
     import torch
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
 # (a package that this tokenizer or model needs), SafetensorError (a torn file).
 _UNUSABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError)
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_HUB_TIMEOUT_S = 5.0
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 class Tokenizer(Protocol):
@@ -68,7 +65,7 @@ def open_tokenizer(policy: "PolicySettings") -> Tokenizer:
         SettingsError: there is none.
     """
     setting, source = ("policy.tokenizer", policy.tokenizer) if policy.tokenizer else ("policy.model", policy.model)
-    _check_source(setting, source, _TOKENIZER_FILES)
+    check_source(setting, source, _TOKENIZER_FILES)
     from transformers import AutoTokenizer
 
     _log_as_we_do()
@@ -87,7 +84,7 @@ def open_model(policy: "PolicySettings", tokenizer: Tokenizer, device: str) -> O
     Raises:
         SettingsError: there is no such model or device.
     """
-    _check_source("policy.model", policy.model, ("config.json",))
+    check_source("policy.model", policy.model, ("config.json",))
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -122,40 +119,6 @@ def _log_as_we_do() -> None:
     logging.disable_progress_bar()
     logging.disable_default_handler()
     logging.enable_propagation()
-
-
-def _check_source(setting: str, source: str, needed: tuple[str, ...]) -> None:
-    """Refuse at once what can be neither a folder with one of the files ``needed`` nor a hub name in reach."""
-    if not source:
-        raise SettingsError(
-            f"expected a folder in Hugging Face form or a hub name in {setting}, found nothing: set {setting}"
-        )
-    folder = Path(source)
-    if folder.is_dir():
-        if not any((folder / name).is_file() for name in needed):
-            raise SettingsError(f"expected {needed[0]} in the folder {source!r}, found none: change {setting}")
-    elif (folder.parent.is_dir() and "/" in source) or _HUB_NAME.fullmatch(source) is None or source.startswith("."):
-        raise SettingsError(f"expected a folder in Hugging Face form at {source!r}, found none: change {setting}")
-    else:
-        _check_hub(setting, source, needed)
-
-
-def _check_hub(setting: str, name: str, needed: tuple[str, ...]) -> None:
-    """Refuse a hub name that is not cached while the hub is out of reach: transformers would try for a minute."""
-    import httpx
-    from huggingface_hub import constants, try_to_load_from_cache
-
-    if any(isinstance(try_to_load_from_cache(name, file), str) for file in needed):
-        return
-    try:
-        if constants.HF_HUB_OFFLINE:
-            raise httpx.ConnectError("HF_HUB_OFFLINE is set")
-        httpx.head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S)
-    except httpx.HTTPError as error:
-        raise SettingsError(
-            f"expected a folder in Hugging Face form or a hub name in reach, found no folder {name!r} and no hub "
-            f"({error}): change {setting}"
-        ) from error
 
 
 def _device(name: str) -> "torch.device":

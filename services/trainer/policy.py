@@ -4,6 +4,7 @@ The only file of the trainer that knows transformers. It computes logits only wh
 """
 
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from services.trainer.packing import MicroBatch, attention_mask
 from shared.errors import SettingsError
+from shared.model_source import check_source
 from shared.settings import PolicySettings
 
 _SCALED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -64,8 +66,11 @@ def load_model(settings: PolicySettings, training_dtype: torch.dtype) -> Any:
     Raises:
         SettingsError: there is none, or it scales its logits in a way that this forward pass does not know.
     """
+    check_source("policy.model", settings.model, ("config.json",))
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(
             settings.model,
@@ -88,8 +93,6 @@ def load_model(settings: PolicySettings, training_dtype: torch.dtype) -> Any:
 
 def export(model: Any, settings: PolicySettings, folder: Path) -> None:
     """Write model and tokenizer in Hugging Face form, whole or not at all."""
-    import shutil
-
     from transformers import AutoTokenizer
 
     beside = folder.with_name(f".{folder.name}.tmp")

@@ -6,8 +6,6 @@ bad line, a model that does not load) that service says in the same way, and it 
 
 import asyncio
 import dataclasses
-import os
-import re
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,10 +15,10 @@ from services.up import place
 from services.up.plan import metrics_ports
 from shared import connection
 from shared.errors import BusUnavailable, SettingsError
+from shared.model_source import check_source
 from shared.settings import Section, Settings, dump, load
 
 EMBEDDED = "embedded"
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _BUS_CHECK_S = 6.0
 
 
@@ -125,9 +123,9 @@ def _absolute(model: str) -> str:
 
 
 def _check(settings: Settings) -> None:
-    _check_model(settings.policy.model, "policy.model", "config.json")
+    check_source("policy.model", settings.policy.model, ("config.json",))
     if settings.policy.tokenizer:
-        _check_model(settings.policy.tokenizer, "policy.tokenizer", "tokenizer_config.json")
+        check_source("policy.tokenizer", settings.policy.tokenizer, ("tokenizer_config.json",))
     _check_data(settings.data.path, "data.path")
     if settings.evaluation.path is not None:
         _check_data(settings.evaluation.path, "evaluation.path")
@@ -136,29 +134,6 @@ def _check(settings: Settings) -> None:
         _check_port(settings.coordinator.host, port, setting)
     if settings.bus.url != EMBEDDED:
         asyncio.run(_check_bus(settings.bus.url))
-
-
-def _check_model(model: str, setting: str, needed: str) -> None:
-    if not model:
-        raise SettingsError(f"expected a model in Hugging Face form, found none: set {setting} to its folder")
-    if Path(model).is_dir():
-        if not (Path(model) / needed).is_file():
-            raise SettingsError(
-                f"expected a model in Hugging Face form in {model}, found no {needed}: change {setting}"
-            )
-        return
-    if Path(model).exists() or _HUB_NAME.fullmatch(model) is None or model.startswith("."):
-        raise SettingsError(f"expected a model's folder, found none at {model}: change {setting}")
-    if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE") and not _cached(model):
-        raise SettingsError(
-            f"expected a folder {model} or a model of that name in the hub's cache (HF_HUB_OFFLINE is set), found neither: "
-            f"change {setting}"
-        )
-
-
-def _cached(model: str) -> bool:
-    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-    return (Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{model.replace('/', '--')}").is_dir()
 
 
 def _check_data(path: Path, setting: str) -> None:

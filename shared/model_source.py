@@ -1,0 +1,50 @@
+"""Whether a policy can be opened at all: a folder in Hugging Face form, or the name of one on a hub that is in reach.
+
+Asked before a model library is loaded, because those try an unreachable hub for the better part of a minute.
+"""
+
+import re
+from pathlib import Path
+
+from shared.errors import SettingsError
+
+_HUB_TIMEOUT_S = 5.0
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def check_source(setting: str, source: str, needed: tuple[str, ...]) -> None:
+    """Refuse at once what can be neither a folder with one of the files ``needed`` nor a hub name in reach.
+
+    Raises:
+        SettingsError: naming ``setting``.
+    """
+    if not source:
+        raise SettingsError(
+            f"expected a folder in Hugging Face form or a hub name in {setting}, found nothing: set {setting}"
+        )
+    folder = Path(source)
+    if folder.is_dir():
+        if not any((folder / name).is_file() for name in needed):
+            raise SettingsError(f"expected {needed[0]} in the folder {source!r}, found none: change {setting}")
+    elif (folder.parent.is_dir() and "/" in source) or _HUB_NAME.fullmatch(source) is None or source.startswith("."):
+        raise SettingsError(f"expected a folder in Hugging Face form at {source!r}, found none: change {setting}")
+    else:
+        _check_hub(setting, source, needed)
+
+
+def _check_hub(setting: str, name: str, needed: tuple[str, ...]) -> None:
+    """Refuse a hub name that is not cached while the hub is out of reach: transformers would try for a minute."""
+    import httpx
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if any(isinstance(try_to_load_from_cache(name, file), str) for file in needed):
+        return
+    try:
+        if constants.HF_HUB_OFFLINE:
+            raise httpx.ConnectError("HF_HUB_OFFLINE is set")
+        httpx.head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S)
+    except httpx.HTTPError as error:
+        raise SettingsError(
+            f"expected a folder in Hugging Face form or a hub name in reach, found no folder {name!r} and no hub "
+            f"({error}): change {setting}"
+        ) from error

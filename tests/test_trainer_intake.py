@@ -1,0 +1,112 @@
+"""Laws of the trainer's intake, on a real Valkey."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from services.trainer.intake import CONSUMER, Intake
+from shared import wire
+from shared.bus import Bus
+from shared.messages import Experience, PolicyVersion, Prompt
+from shared.settings import Settings
+from shared.streams import EXPERIENCE, PROMPTS
+from tests import builders
+from tests.conftest import until
+
+V = PolicyVersion
+
+
+def settings(on_stale: str = "drop", max_lag: int = 1) -> Settings:
+    return Settings.model_validate(
+        {"algorithm": {"groups_per_step": 2, "max_lag": max_lag, "on_stale": on_stale}, "bus": {"max_attempts": 2}}
+    )
+
+
+async def put(bus: Bus, group_id: int, version: int = 0) -> None:
+    experience = builders.experience(group_id, version=version)
+    await bus.append(EXPERIENCE, {"id": str(group_id), "data": wire.encode(experience)})
+
+
+@contextlib.asynccontextmanager
+async def filling(intake: Intake) -> AsyncIterator[None]:
+    task = asyncio.create_task(intake.fill())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_batch_is_the_oldest_groups_in_order_and_they_stay_pending(bus: Bus) -> None:
+    for group_id in (5, 3, 8):
+        await put(bus, group_id)
+    intake = Intake(bus, settings(), {V(0): 0})
+    async with filling(intake):
+        batch = await intake.next_batch(0, wait_s=5.0)
+    assert batch is not None
+    assert [taken.experience.group.prompt.group_id for taken in batch] == [5, 3]
+    assert (await bus.depth(EXPERIENCE)).pending == 3
+
+
+async def test_without_enough_groups_there_is_no_batch(bus: Bus) -> None:
+    await put(bus, 0)
+    intake = Intake(bus, settings(), {V(0): 0})
+    async with filling(intake):
+        assert await intake.next_batch(0, wait_s=0.3) is None
+
+
+async def test_a_stale_group_is_dropped_and_counted(bus: Bus) -> None:
+    steps = {V(0): 0, V(1): 1, V(2): 2}
+    for group_id, version in ((0, 0), (1, 1), (2, 2)):
+        await put(bus, group_id, version)
+    intake = Intake(bus, settings(), steps)
+    async with filling(intake):
+        batch = await intake.next_batch(2, wait_s=5.0)
+    assert batch is not None
+    assert [taken.experience.group.prompt.group_id for taken in batch] == [1, 2]
+    assert await bus.counts() == {"dropped:stale": 1}
+
+
+async def test_a_requeued_group_goes_back_to_the_prompts_for_the_newest_weights_and_has_not_ended(bus: Bus) -> None:
+    await put(bus, 0, version=0)
+    await put(bus, 1, version=5)
+    intake = Intake(bus, settings("requeue"), {V(0): 0, V(5): 5})
+    async with filling(intake):
+        assert await intake.next_batch(5, wait_s=1.0) is None
+    (delivery,) = await bus.read(PROMPTS, Prompt, "a", 10, block_s=0.5)
+    assert (delivery.group_id, delivery.message().requeues, delivery.message().min_version) == ("0", 1, 5)
+    assert await bus.counts() == {"requeued": 1}
+
+
+async def test_a_group_that_was_held_when_the_trainer_died_too_often_is_buried(bus: Bus) -> None:
+    await put(bus, 0)
+    await bus.read(EXPERIENCE, Experience, CONSUMER, 1, block_s=0.5)
+    await bus.read_own(EXPERIENCE, Experience, CONSUMER, 1)  # the second trainer
+    async with filling(Intake(bus, settings(), {V(0): 0})):  # the third
+        await until(lambda: _buried(bus))
+    assert await bus.length(EXPERIENCE) == 0
+
+
+async def _buried(bus: Bus) -> bool:
+    return await bus.counts() == {"dead:experience": 1}
+
+
+@pytest.mark.parametrize("max_lag", [0, 3])
+async def test_the_lag_bound_is_that_of_the_settings(bus: Bus, max_lag: int) -> None:
+    steps = {V(version): version for version in range(5)}
+    for version in range(5):
+        await put(bus, version, version)
+    await put(bus, 9, 4)
+    intake = Intake(bus, settings(max_lag=max_lag), steps)
+    async with filling(intake):
+        await until(lambda: _held(bus, 6))
+        batch = await intake.next_batch(4, wait_s=2.0)
+    assert batch is not None
+    kept = [taken.experience.group.oldest_version for taken in batch]
+    assert kept == ([4, 4] if max_lag == 0 else [1, 2])
+
+
+async def _held(bus: Bus, count: int) -> bool:
+    return (await bus.depth(EXPERIENCE)).pending == count
