@@ -229,7 +229,10 @@ BAD = {
     "impossible max_lag": (["--algorithm.max_lag", "-1"], "change algorithm.max_lag"),
     "too large max_lag": (["--algorithm.max_lag", "99999999"], "lower algorithm.max_lag"),
     "no model": (["--policy.model", "no/such/model"], "at 'no/such/model', found none: change policy.model"),
-    "no hub model offline": (["--policy.model", "some/model"], "found no folder 'some/model' and no hub (HF_HUB_OFFLINE is set): change policy.model"),
+    "no hub model offline": (
+        ["--policy.model", "some/model"],
+        "found no folder 'some/model' and no hub (HF_HUB_OFFLINE is set): change policy.model",
+    ),
     "a folder without a model": (["--policy.model", "."], "expected config.json in the folder"),
     "no dataset": (["--data.path", "none.jsonl"], "none.jsonl: change data.path"),
     "empty dataset": (["--data.path", "empty.jsonl"], "empty: change data.path"),
