@@ -252,7 +252,7 @@ def test_wrong_input_is_a_sentence_with_the_setting_to_change(
 ) -> None:
     flags, piece = BAD[case]
     monkeypatch.chdir(run)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HOME", str(run / "hub"))
     assert main(["up", "run.toml", *flags]) == 2
     said = capsys.readouterr().err
