@@ -163,6 +163,24 @@ async def test_a_trainer_killed_after_a_commit_comes_back_at_its_step_with_the_s
 
 
 @pytest.mark.slow
+async def test_ranks_do_not_outlive_their_launcher(tmp_path: Path, server: Server) -> None:
+    run = Run(tmp_path, server, "orphans", ranks=2)
+    async with bus_of(run) as (_, ledger), run.trainer() as process:
+        await run.reaches(ledger, 0, process)
+        ranks = [child for child in psutil.Process(process.pid).children() if "services.trainer" in child.cmdline()]
+        assert len(ranks) == 2
+        os.kill(process.pid, signal.SIGKILL)
+        await until(lambda: not any(_runs(rank) for rank in ranks))
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.slow
 async def test_two_ranks_learn_what_one_rank_learns(tmp_path: Path, server: Server) -> None:
     found = []
     for ranks, zero_stage, cap in ((1, 0, 16_384), (2, 1, 24)):  # the cap makes several micro-batches a rank

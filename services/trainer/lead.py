@@ -12,6 +12,7 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Coroutine, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -165,18 +166,12 @@ class Lead:
         if record is None or record.step != step:
             return False
         try:
-            await asyncio.to_thread(read_snapshot, self._snapshot_path(record), record.manifest_digest)
+            await asyncio.to_thread(read_snapshot, Path(record.location), record.manifest_digest)
         except WeightsError as error:
             log.warning("newest snapshot is gone, publishing again", extra={"error": str(error)})
             return False
         self._context.status.version = record.version
         return True
-
-    @staticmethod
-    def _snapshot_path(record: PolicyRecord) -> Any:
-        from pathlib import Path
-
-        return Path(record.location)
 
     def _snapshot(self, engine: TrainingEngine, step: int, metrics: dict[str, float]) -> PolicyRecord:
         version = PolicyVersion(0 if self._newest is None else self._newest + 1)
@@ -264,8 +259,7 @@ class Lead:
 
     async def _last_journal_entry(self) -> str:
         key = self._bus.keys.of(JOURNAL)
-        information = await self._bus.call(lambda: self._bus.client.exists(key))
-        if not information:
+        if not await self._bus.call(lambda: self._bus.client.exists(key)):
             return ""
         last = (await self._bus.call(lambda: self._bus.client.xinfo_stream(key)))["last-generated-id"]
         return last.decode() if isinstance(last, bytes) else str(last)

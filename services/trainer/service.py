@@ -1,7 +1,8 @@
 """One rank of the trainer: rank 0 leads on the bus, every rank trains.
 
 Started alone it is the only rank, or becomes torchrun with ``trainer.ranks`` of itself. Under torchrun (RANK is set) it is
-one rank. A rank that dies takes the others down with it: the supervisor starts all of them again, and they resume.
+one rank. A rank that dies takes the others down with it, and so does torchrun: the supervisor starts all of them again, and
+they resume.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from shared import log
+from shared.parent import die_with
 from shared.service import serve
 from shared.settings import Settings
 
@@ -18,14 +20,20 @@ if TYPE_CHECKING:
     from services.trainer.loop import Leading
 
 
+_LAUNCHER = "PENSTOCK_LAUNCHER_PID"
+
+
 def become_torchrun(ranks: int, arguments: list[str]) -> None:
     """Replace this process by torchrun with ``ranks`` ranks of this service, on a free port."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    os.environ[_LAUNCHER] = str(os.getpid())  # exec keeps it
     os.execv(sys.executable, [*command, "-m", "services.trainer", *arguments])  # noqa: S606 (no shell)
 
 
 async def run(settings: Settings, replica: str) -> None:
     """Run the rank that the environment names."""
+    if "RANK" in os.environ and not die_with(int(os.environ.get(_LAUNCHER, os.getppid())), signal.SIGKILL):
+        return
     if int(os.environ.get("RANK", "0")) > 0:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)  # rank 0 says when to stop

@@ -1,4 +1,4 @@
-"""The system calls that keep a machine clean: what dies with its parent, and who inherits orphans. The only such file.
+"""The system calls that keep a machine clean: what dies with its parent, and who inherits orphans.
 
 On Linux a child is told when its parent dies, however that died, and an orphan of a child (a trainer's rank, say) comes to
 this process, which ends it. Elsewhere both are left out and an orderly stop does the work alone.
@@ -13,7 +13,8 @@ from collections.abc import Callable, Collection
 
 import psutil
 
-_SET_PARENT_DEATH_SIGNAL = 1
+from shared.parent import die_with
+
 _SET_CHILD_SUBREAPER = 36
 _prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else None
 
@@ -22,11 +23,10 @@ def dies_with_parent() -> Callable[[], None] | None:
     """Return what a child calls between fork and exec, so that SIGTERM reaches it when this process is gone."""
     if _prctl is None:
         return None
-    prctl, parent = _prctl, os.getpid()
+    parent = os.getpid()
 
     def ask() -> None:
-        prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
-        if os.getppid() != parent:  # it died before we asked
+        if not die_with(parent, signal.SIGTERM):
             os._exit(1)
 
     return ask
