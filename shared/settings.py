@@ -5,6 +5,7 @@ nothing else reads the environment.
 """
 
 import difflib
+import hashlib
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -284,7 +285,7 @@ class WeightsSettings(Section):
     transport: Literal["file"] = Field(default="file")
     """`file`: safetensors on storage that trainer and replicas share."""
     folder: Path | None = Field(default=None)
-    """Where snapshots lie; none: /dev/shm/penstock-<user>/<run id>."""
+    """Where snapshots lie; none: /dev/shm/penstock-<user>/<run id>-<letters of the run's folder>."""
     keep: Annotated[int, Field(ge=2)] = Field(default=4)
     """Newest snapshots that are kept."""
 
@@ -354,7 +355,11 @@ class Settings(Section):
     @property
     def snapshot_folder(self) -> Path:
         """Where this run's weight snapshots lie."""
-        return self.weights.folder or Path("/dev/shm") / f"penstock-{os.getuid()}" / self.run.id  # noqa: S108
+        letters = hashlib.sha256(str(self.run_folder.absolute()).encode()).hexdigest()[
+            :8
+        ]  # runs elsewhere may share the id
+        name = f"{self.run.id}-{letters}"
+        return self.weights.folder or Path("/dev/shm") / f"penstock-{os.getuid()}" / name  # noqa: S108
 
     @model_validator(mode="after")
     def _agree(self) -> "Settings":

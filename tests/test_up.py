@@ -16,6 +16,7 @@ import pytest
 from services.up import place
 from services.up.process import Backoff, how
 from services.up.view import duration, spark
+from shared.settings import load
 from tests.conftest import until
 
 BACKOFF = Backoff(first_s=0.1, longest_s=1.0, well_after_s=0.0, give_up=3)
@@ -245,15 +246,20 @@ async def test_services_stop_upstream_first_and_the_bus_last(up: Up) -> None:
     up.start()
     await until(lambda: all(up.ready(name) for name in ("trainer-0", "reward-0", "rollout-0", "coordinator-0")))
     pids = [up.pid(name) for name in up.table()]
-    socket = place_of_socket(up)
+    socket, snapshots = place_of_socket(up), place_of_snapshots(up)
+    assert snapshots.exists()
     up.signal(signal.SIGINT)
     code, _ = up.wait()
     assert code == 130
     assert (up.run_folder / "order.txt").read_text().split() == ["rollout-0", "reward-0", "trainer-0", "coordinator-0"]
     assert gone(*pids)
     assert not socket.parent.exists()
-    assert not (Path("/dev/shm") / f"penstock-{os.getuid()}" / "law").exists()
+    assert not snapshots.exists()
     assert not (up.run_folder / "coordinator.json").exists()
+
+
+def place_of_snapshots(up: Up) -> Path:
+    return load(up.run_folder / "settings.toml").snapshot_folder
 
 
 def place_of_socket(up: Up) -> Path:

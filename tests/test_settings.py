@@ -1,0 +1,75 @@
+"""Laws of the settings: where they come from, and what is said of those that are wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from shared.errors import SettingsError
+from shared.settings import Settings, dump, load
+
+ROOT = Path(__file__).parent.parent
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.toml"
+    path.write_text(text)
+    return path
+
+
+def test_flags_come_before_the_environment_and_that_before_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "[trainer]\nranks = 1\nlearning_rate = 1e-3\nwarmup_steps = 3\n")
+    environment = {"PENSTOCK__TRAINER__RANKS": "2", "PENSTOCK__TRAINER__LEARNING_RATE": "2e-3", "OTHER": "x"}
+    found = load(path, ["--trainer.ranks", "4"], environment).trainer
+    assert (found.ranks, found.learning_rate, found.warmup_steps) == (4, 2e-3, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[trainer]\nlearnin_rate = 1", "trainer.learnin_rate: expected a known setting, found 'learnin_rate'; did you mean 'learning_rate'?"),
+        ("[trainr]\nranks = 1", "trainr: expected a known setting, found 'trainr'; did you mean 'trainer'?"),
+        ('[run]\nsteps = "many"', "run.steps: expected a valid integer, unable to parse string as an integer, found 'many': change run.steps"),
+        ("[sampling]\ngroup_size = 1", "sampling.group_size: expected greater than or equal to 2, found 1: change sampling.group_size"),
+        ("[algorithm]\nmax_lag = -1", "algorithm.max_lag: expected greater than or equal to 0, found -1: change algorithm.max_lag"),
+        ("[algorithm]\nmax_lag = 100000000", "expected at most 1,000,000 groups in flight"),
+        ("[run]\nsteps = 5\n[trainer]\nwarmup_steps = 6", "expected trainer.warmup_steps <= run.steps, found 6 > 5"),
+        ('[[reward.scorers]]\nkind = "answer"\n[[reward.scorers]]\nkind = "answer"', "expected scorers with different names, found ['answer', 'answer']"),
+        ("[run", "expected TOML in"),
+    ],
+)  # fmt: skip
+def test_a_wrong_setting_is_a_sentence_that_names_it(tmp_path: Path, text: str, sentence: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load(write(tmp_path, text), environment={})
+    assert sentence in str(caught.value)
+
+
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"expected a settings file at .*none\.toml, found none"):
+        load(tmp_path / "none.toml")
+
+
+def test_every_field_says_what_it_is() -> None:
+    for name, section in Settings.model_fields.items():
+        assert section.description, name
+        for field, info in getattr(section.annotation, "model_fields", {}).items():
+            assert info.description, f"{name}.{field}"
+
+
+def test_what_is_dumped_is_loaded_again_without_the_password(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, '[bus]\nurl = "redis://:secret@host:1/0"\n[[reward.scorers]]\nkind = "format"\nneeds_stop = true\n'
+    )
+    settings = load(path, environment={})
+    dump(settings, tmp_path / "resolved.toml")
+    assert "secret" not in (tmp_path / "resolved.toml").read_text()
+    assert load(tmp_path / "resolved.toml", environment={}).reward == settings.reward
+
+
+@pytest.mark.parametrize("name", ["arithmetic.toml", "own-data.toml"])
+def test_the_configs_that_come_with_penstock_load(name: str) -> None:
+    load(ROOT / "config" / name, environment={})
+
+
+def test_runs_of_one_name_in_different_folders_keep_their_snapshots_apart() -> None:
+    here, there = (Settings.model_validate({"run": {"id": "x", "folder": folder}}) for folder in ("/a", "/b"))
+    assert here.snapshot_folder != there.snapshot_folder
