@@ -39,14 +39,15 @@ async def filling(intake: Intake) -> AsyncIterator[None]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_a_batch_is_the_oldest_groups_in_order_and_they_stay_pending(bus: Bus) -> None:
-    for group_id in (5, 3, 8):
+async def test_a_batch_is_the_groups_admitted_first_and_they_stay_pending(bus: Bus) -> None:
+    for group_id in (5, 8, 3):
         await put(bus, group_id)
     intake = Intake(bus, settings(), {V(0): 0})
     async with filling(intake):
+        await until(lambda: _held(bus, 3))
         batch = await intake.next_batch(0, wait_s=5.0)
     assert batch is not None
-    assert [taken.experience.group.prompt.group_id for taken in batch] == [5, 3]
+    assert [taken.experience.group.prompt.group_id for taken in batch] == [3, 5]
     assert (await bus.depth(EXPERIENCE)).pending == 3
 
 

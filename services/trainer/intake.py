@@ -1,7 +1,8 @@
 """Take experience off the bus: whole, fresh, unfenced, each group once. Rank 0 only.
 
-Groups are taken in the order of their entries and held until a step has enough. They stay pending on the bus until the
-step is committed, so a trainer that dies loses none of them. A group leaves here without being trained when it is
+Groups are held until a step has enough, and those admitted first are used first: one that was overtaken on its way does
+not wait until it is stale. They stay pending on the bus until the step is committed, so a trainer that dies loses none of
+them. A group leaves here without being trained when it is
 
     stale       its lag is over ``max_lag``: dropped, or sent back to the prompts (``on_stale``)
     fenced      a token was written under a revoked version: dropped
@@ -93,7 +94,8 @@ class Intake:
             if len(self._held) >= self._settings.algorithm.groups_per_step:
                 await self._sort_out(step)
             if len(self._held) >= self._settings.algorithm.groups_per_step:
-                return list(self._held.values())[: self._settings.algorithm.groups_per_step]
+                oldest = sorted(self._held)[: self._settings.algorithm.groups_per_step]
+                return [self._held[group_id] for group_id in oldest]
             try:
                 async with asyncio.timeout(deadline_s - time.monotonic()):
                     await self._arrived.wait()
