@@ -55,6 +55,7 @@ _SCRIPTS = {
     for path in resources.files("shared").joinpath("lua").iterdir()
     if path.name.endswith(".lua")
 }
+_DIGESTS = {name: hashlib.sha1(text.encode()).hexdigest() for name, text in _SCRIPTS.items()}  # noqa: S324 (Redis names scripts so)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,7 +102,8 @@ class Bus:
         self.available = True
         self._wait_s = wait_s
         self.audit_entries = audit_entries
-        self._digests: dict[str, str] = {}
+        self.server = ""
+        """The server's name and version, once connected."""
 
     @classmethod
     async def connect(
@@ -124,8 +126,6 @@ class Bus:
             await bus.close()
             raise
         return bus
-
-    server: str = ""
 
     def wait_for_ever(self) -> None:
         """From now on wait for a server that went away until it is back."""
@@ -191,15 +191,10 @@ class Bus:
         return await self.call(lambda: self._script(name, keys, arguments))
 
     async def _script(self, name: str, keys: Sequence[str], arguments: Sequence[Argument]) -> Any:
-        digest = self._digests.get(name)
-        if digest is not None:
-            try:
-                return await self.client.evalsha(digest, len(keys), *keys, *arguments)
-            except NoScriptError:
-                pass  # the server restarted
-        result = await self.client.eval(_SCRIPTS[name], len(keys), *keys, *arguments)
-        self._digests[name] = _sha1(_SCRIPTS[name])
-        return result
+        try:
+            return await self.client.evalsha(_DIGESTS[name], len(keys), *keys, *arguments)
+        except NoScriptError:  # a server that is new, or restarted
+            return await self.client.eval(_SCRIPTS[name], len(keys), *keys, *arguments)
 
     # ---------------------------------------------------------------- publish and read
 
@@ -430,7 +425,3 @@ def _text(value: bytes | str) -> str:
 
 def _pairs(flat: Sequence[Any]) -> dict[Any, Any]:
     return dict(zip(flat[::2], flat[1::2], strict=True))
-
-
-def _sha1(text: str) -> str:
-    return hashlib.sha1(text.encode()).hexdigest()  # noqa: S324 (Redis names scripts by SHA-1)

@@ -8,7 +8,7 @@ redis+cluster://host:port,host:port         a cluster; one run lives in one slot
 
 import re
 from typing import Any, TypeAlias
-from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 import redis.asyncio as redis
 from redis.asyncio.cluster import ClusterNode, RedisCluster
@@ -111,12 +111,6 @@ def _cluster(url: SplitResult, tls: bool) -> Client:
 
 def _tls_files(query: dict[str, str]) -> dict[str, Any]:
     return {name: value for name, value in query.items() if name.startswith("ssl_")}
-
-
-def with_option(url: str, **options: str) -> str:
-    """Return ``url`` with query options added, as ``ssl_ca_certs=/path``."""
-    parts = urlsplit(url)
-    return parts._replace(query=urlencode({**dict(parse_qsl(parts.query)), **options})).geturl()
 
 
 async def check_server(client: Client) -> str:

@@ -41,7 +41,6 @@ class PolicyState(StrEnum):
     REVOKED = "revoked"
 
 
-ACTIVE = (RunState.CREATED, RunState.RUNNING, RunState.PAUSED)
 ENDED = (RunState.STOPPED, RunState.FINISHED)
 
 

@@ -48,7 +48,7 @@ class Patience:
 
 @dataclasses.dataclass(slots=True)
 class WorkCounts:
-    """What a worker did since it started; telemetry reads it."""
+    """What a worker did since it started."""
 
     handed_over: int = 0
     late: int = 0

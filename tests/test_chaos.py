@@ -28,7 +28,7 @@ from shared.streams import AUDIT, EVENTS, POLICY, TRAINING_STREAMS
 from tests.conftest import until
 
 ROOT = Path(__file__).parent.parent
-STEPS, GROUPS = 60, 8
+STEPS, GROUPS, CHECKPOINT_EVERY = 60, 8, 7
 FLAGS = {
     "run.id": "chaos",
     "run.steps": STEPS,
@@ -36,7 +36,7 @@ FLAGS = {
     "algorithm.groups_per_step": GROUPS,
     "algorithm.max_lag": 2,
     "trainer.ranks": 2,
-    "trainer.checkpoint_every_steps": 7,
+    "trainer.checkpoint_every_steps": CHECKPOINT_EVERY,
     "bus.claim_after_s": 2,
     "bus.drain_s": 5,
     "evaluation.every_steps": 1000,
@@ -71,10 +71,24 @@ class Chaos:
     async def kill(self, name: str) -> None:
         pid = self.pid(name)
         assert pid is not None
-        if name == "trainer-0":  # a rank, not the launcher
-            pid = [child for child in psutil.Process(pid).children() if "services.trainer" in child.cmdline()][-1].pid
         os.kill(pid, signal.SIGKILL)
         self.check()
+
+    async def kill_rank(self, ledger: Ledger) -> None:
+        """Kill the last rank where the newest checkpoint is behind the ledger, so that there is something to replay."""
+        pid = self.pid("trainer-0")
+        assert pid is not None
+        ranks = [child for child in psutil.Process(pid).children() if "services.trainer" in child.cmdline()]
+        killed = False
+        while not killed:
+            for rank in ranks:
+                rank.suspend()
+            if killed := (await ledger.status()).step % CHECKPOINT_EVERY != 0:
+                ranks.pop().kill()
+            for rank in ranks:
+                rank.resume()
+            if not killed:
+                await more_steps(self, ledger, 1)
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -127,7 +141,7 @@ async def test_whatever_is_killed_every_prompt_ends_once_and_no_version_is_reuse
         assert frozen is not None
         os.kill(frozen, signal.SIGSTOP)
         for name in ("rollout-0", "reward-0", "coordinator-0", "trainer-0", "valkey"):
-            await chaos.kill(name)
+            await (chaos.kill_rank(ledger) if name == "trainer-0" else chaos.kill(name))
             await more_steps(chaos, ledger, 4)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(frozen, signal.SIGCONT)
