@@ -11,10 +11,10 @@ A folder without ``state.json`` is no checkpoint. Ranks may not change between s
 
 import dataclasses
 import json
-import os
 import shutil
 from pathlib import Path
 
+from shared import durable
 from shared.errors import SettingsError
 from shared.messages import PolicyVersion
 
@@ -56,19 +56,11 @@ def make_whole(root: Path, state: CheckpointState) -> Checkpoint:
     marker = written / _MARKER
     marker.write_text(json.dumps(dataclasses.asdict(state), indent=1), encoding="utf-8")
     for path in [*written.rglob("*"), written]:
-        _flush(path)
+        durable.flush(path)
     shutil.rmtree(folder, ignore_errors=True)
     written.rename(folder)
-    _flush(root)
+    durable.flush(root)
     return Checkpoint(folder, state)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def find(root: Path) -> list[Checkpoint]:

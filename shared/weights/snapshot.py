@@ -31,6 +31,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from shared import durable
 from shared.errors import WeightsError
 from shared.messages import PolicyVersion
 from shared.weights import manifest as manifests
@@ -73,7 +74,7 @@ def write_snapshot(
         manifest = _write_buckets(unfinished, version, step, tensors, dtype)
         data = manifest.encode()
         _write(unfinished / MANIFEST, data)
-        _sync(unfinished)
+        durable.flush(unfinished)
         _commit(unfinished, committed)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -182,7 +183,7 @@ def _commit(unfinished: Path, committed: Path) -> None:
         committed.rename(aside)
         shutil.rmtree(aside, ignore_errors=True)
     unfinished.rename(committed)
-    _sync(committed.parent)
+    durable.flush(committed.parent)
 
 
 def _make_private(folder: Path) -> None:
@@ -200,14 +201,6 @@ def _write(path: Path, data: bytes) -> None:
 
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # -------------------------------------------------------------------- reading
