@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from types import MappingProxyType
 
 from shared import streams, wire
 from shared.bus import Argument, Bus, Delivery, EntryId
@@ -184,12 +185,17 @@ class Ledger:
 
     # ---------------------------------------------------------------- policies
 
-    async def promote(self, delivery: Delivery[PolicyRecord]) -> bool:
-        """Make a published version the head and tell every replica; False when it, or a newer one, was promoted before."""
+    async def promote(
+        self, delivery: Delivery[PolicyRecord], sources: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    ) -> bool:
+        """Make a published version the head and tell every replica; False when it, or a newer one, was promoted before.
+
+        ``sources`` are told with it: by replica, the addresses to pull from.
+        """
         record = delivery.message()
         keys = [self._keys.of(streams.PUBLISHED), self._keys.run]
         keys += [self._keys.policy_states, self._keys.of(streams.POLICY)]
-        update = wire.encode(PolicyUpdate(record=record, promoted_at_s=time.time()))
+        update = wire.encode(PolicyUpdate(record=record, promoted_at_s=time.time(), sources=dict(sources)))
         arguments: list[Argument] = [streams.PUBLISHED.group or "", delivery.entry_id, record.version, update]
         return bool(await self._bus.script("promote", keys, [*arguments, streams.POLICY.max_entries or 0]))
 

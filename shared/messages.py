@@ -190,6 +190,32 @@ class Experience:
     score_s: float
 
 
+@record
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Probe:
+    """A few sequences and what the trainer makes of them, so that a replica can check the weights that it serves.
+
+    Sequences stand one after another: of lengths [3, 2], ``token_ids`` holds five, and ``logprobs`` three, as nothing
+    predicts a first token::
+
+        token_ids   41  9  3 | 17  2
+        logprobs        a  b |     c        nats, teacher-forced at temperature 1
+    """
+
+    token_ids: Int32Array
+    lengths: Int32Array
+    logprobs: Float32Array
+
+    def sequences(self) -> list[tuple[Int32Array, Float32Array]]:
+        """Return (token ids, logprobs of all but the first) of each sequence."""
+        ends = np.cumsum(self.lengths).tolist()
+        starts = [0, *ends[:-1]]
+        return [
+            (self.token_ids[start:end], self.logprobs[start - place : end - place - 1])
+            for place, (start, end) in enumerate(zip(starts, ends, strict=True))
+        ]
+
+
 @message("policy_record", schema=1)
 @dataclasses.dataclass(frozen=True, slots=True)
 class PolicyRecord:
@@ -200,10 +226,13 @@ class PolicyRecord:
     step: int
     created_at_s: float
     manifest_digest: str
-    """SHA-256 of the snapshot's manifest, hex."""
+    """SHA-256, hex, of what vouches for every weight: the header of a pull, or the manifest of a snapshot on disk."""
     location: str
-    """Where the snapshot can be read: a folder, for the file transport."""
+    """The folder of the snapshot on disk; empty where there is none."""
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    source: str = ""
+    """``host:port`` where the trainer serves this version; empty: by file only."""
+    probe: Probe | None = None
 
 
 @message("policy_update", schema=1)
@@ -213,6 +242,8 @@ class PolicyUpdate:
 
     record: PolicyRecord
     promoted_at_s: float
+    sources: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    """By replica: the addresses that it should pull from, in the order to try; the trainer's is the last."""
 
 
 @message("step_report", schema=1)

@@ -9,8 +9,10 @@
 
 import argparse
 import asyncio
+import atexit
 import contextlib
 import dataclasses
+import logging
 import math
 import os
 import signal
@@ -18,6 +20,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from shared import log
 from shared.bus import Bus
@@ -42,6 +45,11 @@ class Context:
     bus: Bus
     status: Status
     stop: asyncio.Event
+
+    @property
+    def host(self) -> str:
+        """The address at which others reach this process."""
+        return own_host(self.settings)
 
     @property
     def patience(self) -> Patience:
@@ -97,8 +105,9 @@ async def serve(settings: Settings, service: str, replica: str, metrics_port: in
     def ready() -> dict[str, Json]:
         return {"ready": status.ready and bus.available, "state": status.state, "bus": bus.available}
 
-    host = os.environ.get("POD_IP") or settings.coordinator.host
-    endpoints = None if metrics_port is None else Endpoints(host, metrics_port, f"{service}.metrics_port", ready)
+    endpoints = (
+        None if metrics_port is None else Endpoints(own_host(settings), metrics_port, f"{service}.metrics_port", ready)
+    )
     status.address = "" if endpoints is None else endpoints.address
     presence = Presence(bus, service, replica, settings.telemetry.heartbeat_s, status)
     beating = asyncio.Event()
@@ -118,6 +127,11 @@ async def serve(settings: Settings, service: str, replica: str, metrics_port: in
         signal.alarm(0)
 
 
+def own_host(settings: Settings) -> str:
+    """Return the address of this process: its pod's where Kubernetes names one, else ``coordinator.host``."""
+    return os.environ.get("POD_IP") or settings.coordinator.host
+
+
 def main(service: str, run: Callable[[Settings, str], Awaitable[None]], arguments: Sequence[str] | None = None) -> int:
     """Run a service from its command line; return its exit code (0 stopped in order, 2 wrong settings, 1 a bug)."""
     try:
@@ -127,6 +141,19 @@ def main(service: str, run: Callable[[Settings, str], Awaitable[None]], argument
     except (SettingsError, BusUnavailable) as error:
         return refuse(service, error)
     return 0
+
+
+def leave(code: int) -> NoReturn:
+    """End the process with ``code``: exit handlers run, output is flushed, nothing else is waited for.
+
+    A thread that a library holds for ever (a rendezvous with a process that was stopped) would make the interpreter's own end
+    an abort: it dies in C++ when it asks for an interpreter that is gone.
+    """
+    atexit._run_exitfuncs()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def refuse(service: str, error: Exception) -> int:

@@ -14,8 +14,6 @@ from typing import Annotated, Any, Literal
 
 import tomli_w
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -25,16 +23,13 @@ from pydantic import (
     model_validator,
 )
 
+from shared.algorithm import AlgorithmSettings
 from shared.connection import redact
+from shared.deepspeed_keys import check_deepspeed
 from shared.errors import SettingsError
+from shared.section import Section
 
 ENVIRONMENT_PREFIX = "PENSTOCK__"
-
-
-class Section(BaseModel):
-    """One table of the TOML file."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True)
 
 
 class RunSettings(Section):
@@ -68,6 +63,19 @@ class BusSettings(Section):
     """How many endings of groups the audit stream keeps; 0: none."""
 
 
+class LoraSettings(Section):
+    """Low-rank adapters instead of the weights themselves (Hu et al. 2021, arXiv:2106.09685): W + (alpha / rank) · B · A."""
+
+    rank: NonNegativeInt = Field(default=0)
+    """Width of the adapters; 0: none, every weight is trained."""
+    alpha: PositiveFloat = Field(default=32.0)
+    """An adapter counts alpha / rank times."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.0)
+    """Share of an adapter's inputs that are left out while it trains."""
+    target_modules: str | tuple[str, ...] = Field(default="all-linear")
+    """Names of the layers that get one, such as ["q_proj", "v_proj"]; `all-linear`: all but the output layer."""
+
+
 class PolicySettings(Section):
     """The model that is trained."""
 
@@ -79,6 +87,8 @@ class PolicySettings(Section):
     """Number type of the weights in rollout and in snapshots."""
     trust_remote_code: bool = Field(default=False)
     """Run Python code that comes with the model."""
+    lora: LoraSettings = Field(default=LoraSettings())
+    """Low-rank adapters."""
 
 
 class DataSettings(Section):
@@ -125,21 +135,48 @@ class SamplingSettings(Section):
     """Softmax temperature; the trainer divides its logits by the same number."""
 
 
+class VllmSettings(Section):
+    """vLLM, where it generates."""
+
+    tensor_parallel_size: PositiveInt = Field(default=1)
+    """GPUs of one replica, which share each layer."""
+    max_num_seqs: NonNegativeInt = Field(default=0)
+    """Most samples decoded at a time; 0: rollout.max_groups × sampling.group_size."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(default=0.85)
+    """Share of the GPU's memory that vLLM may take, weights and key-value cache together."""
+    max_model_len: NonNegativeInt = Field(default=0)
+    """Longest prompt with its completion, in tokens; 0: the model's own context."""
+    enforce_eager: bool = Field(default=False)
+    """Run without CUDA graphs: a quicker start, slower decoding."""
+    enable_prefix_caching: bool = Field(default=True)
+    """Prefill a prompt once for all of its samples. Prompts never reuse what older weights computed."""
+    logprobs: Literal["captured", "native"] = Field(default="captured")
+    """Behavior logprobs as our hook captures them where tokens are drawn, or as vLLM returns them."""
+    arguments: dict[str, Any] = Field(default={})
+    """Anything else for vLLM's AsyncEngineArgs, by its name there."""
+
+
 class RolloutSettings(Section):
     """The replicas that generate."""
 
     replicas: PositiveInt = Field(default=1)
     """How many `penstock up` starts."""
-    engine: Literal["transformers", "scripted"] = Field(default="transformers")
-    """What generates: Hugging Face transformers, or a script for tests."""
+    engine: Literal["auto", "vllm", "transformers", "scripted"] = Field(default="auto")
+    """What generates: vLLM, Hugging Face transformers, or a script for tests; `auto`: vLLM where it is installed and
+    there is a GPU, else transformers."""
     max_groups: PositiveInt = Field(default=16)
     """How many groups one replica generates at a time."""
     device: str = Field(default="auto")
     """`auto` (a GPU where there is one), `cpu`, or `cuda:0`."""
+    gpus: tuple[NonNegativeInt, ...] = Field(default=())
+    """Which GPUs of this machine `penstock up` gives to the replicas, in turn, as many to each as it needs; none: they
+    all see every GPU."""
     threads: NonNegativeInt = Field(default=0)
     """CPU threads of one replica; 0: as torch decides."""
     metrics_port: NonNegativeInt = Field(default=0)
     """Port of /metrics, /healthz and /readyz; 0: any free one."""
+    vllm: VllmSettings = Field(default=VllmSettings())
+    """vLLM, where it generates."""
 
 
 class AnswerScorer(Section):
@@ -225,32 +262,17 @@ class RewardSettings(Section):
     """Port of /metrics, /healthz and /readyz; 0: any free one."""
 
 
-class AlgorithmSettings(Section):
-    """The update rule: GRPO with a clipped importance ratio against behavior logprobs."""
-
-    groups_per_step: PositiveInt = Field(default=32)
-    """Groups per optimizer step."""
-    max_lag: NonNegativeInt = Field(default=1)
-    """Largest lag of a sample, in steps; 0: synchronous. Admission keeps (max_lag + 1) × groups_per_step in flight."""
-    on_stale: Literal["drop", "requeue"] = Field(default="drop")
-    """A group over max_lag leaves, or goes back to the prompts."""
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = Field(default=0.2)
-    """The importance ratio is clipped at 1 − clip_low where the advantage is negative."""
-    clip_high: PositiveFloat = Field(default=0.2)
-    """The importance ratio is clipped at 1 + clip_high where the advantage is positive."""
-    scale_advantages: Literal["group_std", "none"] = Field(default="group_std")
-    """Divide a group's advantages by its standard deviation of rewards (GRPO), or not (Dr. GRPO)."""
-
-
 class TrainerSettings(Section):
     """The optimizer and its engine."""
 
     ranks: PositiveInt = Field(default=1)
     """Processes that train together on this host, started by torchrun."""
-    zero_stage: Literal[0, 1, 2] = Field(default=1)
-    """DeepSpeed ZeRO stage."""
+    zero_stage: Literal[0, 1, 2, 3] = Field(default=1)
+    """DeepSpeed ZeRO stage: ranks share nothing (0), the optimizer's state (1), gradients too (2), weights too (3)."""
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto")
     """`auto`: a GPU where there is one."""
+    gpus: tuple[NonNegativeInt, ...] = Field(default=())
+    """Which GPUs of this machine `penstock up` gives to the ranks, one to each; none: they see every GPU."""
     threads: NonNegativeInt = Field(default=0)
     """CPU threads of one rank; 0: as torch decides."""
     learning_rate: NonNegativeFloat = Field(default=1e-6)
@@ -270,24 +292,75 @@ class TrainerSettings(Section):
     max_grad_norm: PositiveFloat = Field(default=1.0)
     """Gradients are scaled down to this global norm."""
     micro_batch_tokens: PositiveInt = Field(default=16_384)
-    """Most tokens in one forward pass on one rank, padding included; a longer sample stops the start of its step."""
+    """Most tokens in one forward pass on one rank; a longer sample leaves untrained."""
+    attention: Literal["auto", "mask", "varlen"] = Field(default="auto")
+    """How packed sequences attend: torch's variable-length attention (`varlen`; CUDA, half precision), or rectangles of similar
+    sequences with a mask (`mask`, anywhere); `auto`: varlen where it runs. Both give the logprobs of separate sequences."""
+    logits_chunk_tokens: NonNegativeInt = Field(default=2048)
+    """Logits of so many tokens are in memory at a time, and computed again in the backward pass; 0: of a whole micro-batch."""
+    gradient_checkpointing: bool = Field(default=False)
+    """Compute each layer's activations again in the backward pass instead of keeping them: less memory, a third more work."""
+    offload: Literal["none", "optimizer", "all"] = Field(default="none")
+    """What lies in the host's memory between uses: the optimizer's state (zero_stage 1 to 3), or weights too (zero_stage 3)."""
+    deepspeed: dict[str, Any] = Field(default={})
+    """More settings of DeepSpeed, in its own words; those that other settings decide are refused."""
+    peak_flops: NonNegativeFloat = Field(default=0.0)
+    """What one GPU can do, in TFLOP/s, to report utilisation (`mfu`); 0: by the GPU's name, where it is known."""
     checkpoint_every_steps: PositiveInt = Field(default=20)
     """Steps between checkpoints; the journal replays what lies after the newest."""
     keep_last: PositiveInt = Field(default=2)
     """Checkpoints that are kept."""
+    max_skipped_steps: NonNegativeInt = Field(default=3)
+    """So many batches in a row may give a loss or gradient that is not finite: each leaves uncommitted, counted as
+    dropped:nonfinite. One more stops the trainer."""
     metrics_port: NonNegativeInt = Field(default=0)
     """Port of /metrics, /healthz and /readyz of rank 0; 0: any free one."""
+
+    @model_validator(mode="after")
+    def _agree(self) -> "TrainerSettings":
+        least = {"none": 0, "optimizer": 1, "all": 3}[self.offload]
+        if self.zero_stage < least:
+            raise ValueError(
+                f'expected trainer.zero_stage >= {least} with trainer.offload = "{self.offload}", found {self.zero_stage}: '
+                "change one of them"
+            )
+        check_deepspeed(self.deepspeed)
+        return self
 
 
 class WeightsSettings(Section):
     """How policy versions reach the replicas."""
 
-    transport: Literal["file"] = Field(default="file")
-    """`file`: safetensors on storage that trainer and replicas share."""
+    transport: Literal["pull", "file"] = Field(default="pull")
+    """`pull`: replicas fetch each version over the network from the trainer's memory and from one another, beside
+    running generation; `file`: safetensors on storage that trainer and replicas share."""
+    source_port: Annotated[int, Field(ge=0, le=65_535)] = Field(default=0)
+    """Port at which the trainer serves weights; 0: any free one."""
+    deadline_s: PositiveFloat = Field(default=30.0)
+    """No wait of a pull takes longer: for an answer, for a peer, for a bucket. Then the next source is tried."""
+    bucket_mib: PositiveInt = Field(default=512)
+    """Weights move in buckets of at most so many MiB, unless a single tensor is larger."""
+    fan_out: PositiveInt = Field(default=2)
+    """How many replicas pull from the trainer; so many more pull from each of them, and so on."""
+    kv: Literal["keep", "recompute"] = Field(default="keep")
+    """At new weights, running completions go on with their key-value cache, or it is computed anew."""
+    update: Literal["inflight", "drain"] = Field(default="inflight")
+    """New weights go live between two decoding steps, or once the completions that run are finished."""
+    shadow: Literal["auto", "full", "bucketed"] = Field(default="auto")
+    """Where a replica receives: into a second copy of the weights (`full`), or bucket by bucket into the live ones while
+    generation is held (`bucketed`); `auto`: full where the memory is there."""
+    probe_every_versions: NonNegativeInt = Field(default=10)
+    """Each so many versions, and at the trainer's start, replicas check logprobs of a few sequences; 0: never."""
+    probe_gap_nats: PositiveFloat = Field(default=0.05)
+    """A mean absolute difference between trainer's and replica's logprobs above this is an alarm."""
     folder: Path | None = Field(default=None)
     """Where snapshots lie; none: /dev/shm/penstock-<user>/<run id>-<letters of the run's folder>."""
     keep: Annotated[int, Field(ge=2)] = Field(default=4)
-    """Newest snapshots that are kept."""
+    """Newest snapshots that are kept on disk."""
+    lora: Literal["auto", "adapter", "merged"] = Field(default="auto")
+    """With policy.lora: publish the `adapter` alone, by file in weights.folder, which trainer and replicas must share
+    (vLLM only), or whole weights with the adapter `merged` in, by weights.transport; `auto`: the adapter where
+    rollout.engine is "vllm"."""
 
 
 class CoordinatorSettings(Section):
@@ -348,6 +421,14 @@ class Settings(Section):
         return (self.algorithm.max_lag + 1) * self.algorithm.groups_per_step
 
     @property
+    def publishes_adapters(self) -> bool:
+        """Whether versions are adapters alone, by file, whatever weights.transport says."""
+        chosen = self.weights.lora
+        return self.policy.lora.rank > 0 and (
+            chosen == "adapter" or (chosen == "auto" and self.rollout.engine == "vllm")
+        )
+
+    @property
     def run_folder(self) -> Path:
         """Where everything this run leaves lies."""
         return self.run.folder / self.run.id
@@ -371,12 +452,57 @@ class Settings(Section):
                 f"expected trainer.warmup_steps <= run.steps, found {self.trainer.warmup_steps} > {self.run.steps}: "
                 "change one of them"
             )
+        if self.algorithm.needs_critic and self.algorithm.critic.warmup_steps >= self.run.steps:
+            raise ValueError(
+                f"expected algorithm.critic.warmup_steps < run.steps, found {self.algorithm.critic.warmup_steps} and "
+                f"{self.run.steps}: the policy would never move; change one of them"
+            )
+        self._check_gpus()
         if self.algorithm.max_lag > 0 and self.slots > 1_000_000:
             raise ValueError(
                 f"expected at most 1,000,000 groups in flight, found (max_lag {self.algorithm.max_lag} + 1) × "
                 f"groups_per_step {self.algorithm.groups_per_step}: lower algorithm.max_lag"
             )
+        if self.rollout.engine in ("transformers", "scripted"):
+            check_plain_engine(self, self.rollout.engine)
         return self
+
+    def _check_gpus(self) -> None:
+        ranks, replicas = self.trainer.gpus, self.rollout.gpus
+        if ranks and (len(ranks) != self.trainer.ranks or len(set(ranks)) != len(ranks)):
+            raise ValueError(
+                f"expected {self.trainer.ranks} different numbers in trainer.gpus, one for each of trainer.ranks, found "
+                f"{list(ranks)}: change one of them, or leave trainer.gpus empty"
+            )
+        if replicas and len(replicas) % self.rollout.replicas:
+            raise ValueError(
+                f"expected as many numbers in rollout.gpus for each of {self.rollout.replicas} rollout.replicas, found "
+                f"{list(replicas)}: change one of them, or leave rollout.gpus empty"
+            )
+
+
+def check_plain_engine(settings: Settings, engine: str) -> None:
+    """Raise ValueError where ``settings`` ask of ``engine``, which is not vLLM, what only vLLM does."""
+    if settings.publishes_adapters:
+        raise ValueError(
+            f'expected weights.lora = "merged" with the engine "{engine}", which serves no adapters, found '
+            f'"{settings.weights.lora}": change it, or set rollout.engine = "vllm"'
+        )
+    only_vllm = (
+        ("rollout.vllm.tensor_parallel_size", settings.rollout.vllm.tensor_parallel_size, 1),
+        ("weights.kv", settings.weights.kv, "keep"),
+        ("weights.shadow", "full" if settings.weights.shadow == "auto" else settings.weights.shadow, "full"),
+    )
+    for key, found, expected in only_vllm:
+        if found != expected:
+            raise ValueError(
+                f'expected {key} = {_text(expected)} with the engine "{engine}", found {_text(found)}: '
+                f'change it, or set rollout.engine = "vllm"'
+            )
+
+
+def _text(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def load(path: Path, flags: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Settings:

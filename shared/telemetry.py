@@ -52,6 +52,8 @@ class Heartbeat:
     last_error: str
     values: dict[str, float]
     """Service's own figures: tokens_per_s, held, …"""
+    source: str = ""
+    """``host:port`` where this replica serves the weights that it holds to others; empty: nowhere."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -64,6 +66,8 @@ class Status:
     values: dict[str, float] = dataclasses.field(default_factory=dict)
     address: str = ""
     """``host:port`` of the HTTP endpoints."""
+    source: str = ""
+    """``host:port`` where weights are served to other replicas."""
 
     @property
     def ready(self) -> bool:
@@ -163,6 +167,7 @@ class Presence:
             memory_bytes=process.memory_info().rss,
             last_error=self._status.last_error[:500],
             values=dict(self._status.values),
+            source=self._status.source,
         )
         text = json.dumps(dataclasses.asdict(beat))
         ttl_ms = int(self._heartbeat_s * MISSED_HEARTBEATS * 1000)
@@ -177,7 +182,14 @@ async def heartbeats(bus: Bus) -> list[Heartbeat]:
     if not names:
         return []
     texts = await bus.call(lambda: bus.client.mget([bus.keys.service(name) for name in names]))
-    return [Heartbeat(**json.loads(text)) for text in texts if text is not None]
+    return [_heartbeat(json.loads(text)) for text in texts if text is not None]
+
+
+def _heartbeat(fields: dict[str, Any]) -> Heartbeat:
+    """Read a heartbeat; what a newer version says besides is ignored."""
+    return Heartbeat(
+        **{field.name: fields[field.name] for field in dataclasses.fields(Heartbeat) if field.name in fields}
+    )
 
 
 async def tell(bus: Bus, source: str, name: str, detail: str, **fields: Json) -> None:

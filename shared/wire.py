@@ -222,6 +222,8 @@ def _reader(hint: Any) -> _Reader | None:
         return lambda written: _read_columns(row, written)
     if origin is tuple:
         return _tuple_reader(_reader(arguments[0]))
+    if origin is dict:
+        return _dict_reader(_reader(arguments[1]))
     if isinstance(hint, type) and hint in _readers:
         return lambda value: _build(hint, value)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
@@ -233,6 +235,10 @@ def _reader(hint: Any) -> _Reader | None:
 
 def _tuple_reader(inner: _Reader | None) -> _Reader:
     return tuple if inner is None else lambda values: tuple([inner(value) for value in values])
+
+
+def _dict_reader(inner: _Reader | None) -> _Reader | None:
+    return None if inner is None else lambda values: {name: inner(value) for name, value in values.items()}
 
 
 def _require_array(value: Any) -> npt.NDArray[Any]:

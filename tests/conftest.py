@@ -1,11 +1,13 @@
 """Fixtures: a real Valkey for the whole session, and a bus of its own for each test."""
 
 import asyncio
+import importlib.util
 import os
 import shutil
 import signal
 import subprocess
 import uuid
+import warnings
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -75,6 +77,15 @@ def need(tool: str, package: str) -> str:
     return path
 
 
+def need_module(name: str, package: str) -> None:
+    """Skip the test with a reason where a Python module is missing, fail where CI=true."""
+    if importlib.util.find_spec(name) is None:
+        reason = f"needs the Python package {package}"
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason)
+        pytest.skip(reason)
+
+
 async def until(condition: object, timeout_s: float = 10.0) -> None:
     """Wait until ``condition()`` (sync or async) is true."""
     async with asyncio.timeout(timeout_s):
@@ -85,3 +96,25 @@ async def until(condition: object, timeout_s: float = 10.0) -> None:
             if found:
                 return
             await asyncio.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """Make this process the only rank. The process group stays: DeepSpeed remembers groups and cannot take another."""
+    import torch
+    import torch.distributed as dist
+
+    from services.trainer.engine import start_ranks
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if not dist.is_initialized():
+            start_ranks("cpu")
+    os.environ.update(names)
+    yield
+    for name in names:
+        os.environ.pop(name, None)  # processes that other tests start are no ranks
+    torch.set_num_threads(threads)

@@ -193,7 +193,7 @@ async def promote_until(bus: Bus, version: int, *parts: Promotion) -> None:
 async def test_versions_are_promoted_once_and_in_order(bus: Bus) -> None:
     told: list[PolicyVersion] = []
     await publish(bus, 5)
-    await promote_until(bus, 4, Promotion(bus, Ledger(bus), told.append))
+    await promote_until(bus, 4, Promotion(bus, Ledger(bus), 2, told.append))
     assert told == [0, 1, 2, 3, 4]
     assert await heads(bus) == [0, 1, 2, 3, 4]
     states = await Ledger(bus).policy_states()
@@ -203,13 +203,13 @@ async def test_versions_are_promoted_once_and_in_order(bus: Bus) -> None:
 async def test_a_killed_coordinators_versions_are_promoted_by_the_next(bus: Bus) -> None:
     await publish(bus, 3)
     assert len(await bus.read(streams.PUBLISHED, PolicyRecord, CONSUMER, 2, 0.1)) == 2  # and then it was killed
-    await promote_until(bus, 2, Promotion(bus, Ledger(bus), lambda version: None))
+    await promote_until(bus, 2, Promotion(bus, Ledger(bus), 2, lambda version: None))
     assert await heads(bus) == [0, 1, 2]
 
 
 async def test_two_coordinators_promote_each_version_at_most_once_and_never_go_back(bus: Bus) -> None:
     await publish(bus, 30)
-    parts = [Promotion(bus, Ledger(bus), lambda version: None) for _ in range(2)]
+    parts = [Promotion(bus, Ledger(bus), 2, lambda version: None) for _ in range(2)]
     await promote_until(bus, 29, *parts)
     found = await heads(bus)
     assert found == sorted(set(found))
@@ -230,7 +230,7 @@ async def test_an_older_version_never_takes_the_heads_place(bus: Bus) -> None:
 async def test_a_record_that_cannot_be_read_is_buried_and_the_next_one_promoted(bus: Bus) -> None:
     await bus.append(streams.PUBLISHED, {"id": "0", "data": b"no"})
     await publish(bus, 1)
-    await promote_until(bus, 0, Promotion(bus, Ledger(bus), lambda version: None))
+    await promote_until(bus, 0, Promotion(bus, Ledger(bus), 2, lambda version: None))
     assert await bus.length(streams.PUBLISHED.dead) == 1
 
 

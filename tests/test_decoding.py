@@ -3,7 +3,6 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,11 +12,11 @@ from transformers import MambaConfig, MambaForCausalLM
 
 from services.rollout.decoding import Batch, Tokens
 from services.rollout.engine import EngineDied, GeneratedGroup, GeneratedSample, GenerationRequest
-from services.rollout.transformers_engine import TransformersEngine, seed_of, try_out
+from services.rollout.transformers_engine import TransformersEngine
+from services.rollout.trial import seed_of, try_out
 from shared.errors import SettingsError, WeightsError
 from shared.messages import FinishReason, PolicyVersion, Sampling
-from shared.weights.snapshot import read_snapshot, write_snapshot
-from tests import tiny
+from tests import tiny, weights
 from tests.conftest import until
 
 NEVER = (999,)
@@ -196,7 +195,8 @@ async def engine() -> AsyncIterator[TransformersEngine]:
 async def test_a_swap_falls_between_two_steps_of_a_running_group() -> None:
     served, new = tiny.model(1), tiny.model(2)
     engine = TransformersEngine(tiny.opened(served, stop=NEVER), seed=0, max_rows=64)
-    await engine.swap(dict(served.named_parameters()), PolicyVersion(0))
+    await weights.load(engine, served.named_parameters(), 0)
+    await weights.stage(engine, new.named_parameters(), 1)
     loop, steps = asyncio.get_running_loop(), 0
     swaps: list[Any] = []
 
@@ -207,7 +207,7 @@ async def test_a_swap_falls_between_two_steps_of_a_running_group() -> None:
             asked = threading.Event()
 
             async def swap() -> None:
-                swapping = asyncio.ensure_future(engine.swap(dict(new.named_parameters()), PolicyVersion(1)))
+                swapping = asyncio.ensure_future(engine.swap(PolicyVersion(1)))
                 await asyncio.sleep(0)  # it is in the inbox now
                 asked.set()
                 await swapping
@@ -224,11 +224,11 @@ async def test_a_swap_falls_between_two_steps_of_a_running_group() -> None:
 
 
 async def test_a_snapshot_of_the_trained_parameters_is_all_that_a_swap_needs(
-    engine: TransformersEngine, tmp_path: Path
+    engine: TransformersEngine,
 ) -> None:
     new = tiny.model(2)
-    written = write_snapshot(tmp_path, PolicyVersion(4), 4, new.named_parameters(), torch.float32)
-    await engine.swap(read_snapshot(written.location, written.digest), PolicyVersion(4))
+    report = await weights.load(engine, new.named_parameters(), 4)
+    assert (report.path, report.copied_bytes) == ("copy", 4 * sum(p.numel() for p in new.parameters()))
     group = await engine.generate(request(5, 6, 7, max_new_tokens=4))
     expected = forward_logprobs(new, [5, 6, 7], group.samples[0], 1.0)
     np.testing.assert_allclose(group.samples[0].behavior_logprobs, expected, atol=1e-5)
@@ -244,15 +244,50 @@ async def test_a_snapshot_of_the_trained_parameters_is_all_that_a_swap_needs(
     ],
 )
 async def test_weights_of_another_model_are_refused_whole(engine: TransformersEngine, harm: Any, sentence: str) -> None:
-    await engine.swap(dict(tiny.model(1).named_parameters()), PolicyVersion(3))
+    await weights.load(engine, tiny.model(1).named_parameters(), 3)
     tensors = dict(tiny.model(2).named_parameters())
     harm(tensors)
     with pytest.raises(WeightsError, match=sentence):
-        await engine.swap(tensors, PolicyVersion(4))
+        await weights.stage(engine, tensors.items(), 4)
+    with pytest.raises(WeightsError, match="expected version 4 to be received"):
+        await engine.swap(PolicyVersion(4))
     assert engine.version == 3
     group = await engine.generate(request(5, 6, 7, max_new_tokens=4))
     expected = forward_logprobs(tiny.model(1), [5, 6, 7], group.samples[0], 1.0)
     np.testing.assert_allclose(group.samples[0].behavior_logprobs, expected, atol=1e-5)
+
+
+async def test_logprobs_of_a_probe_are_those_of_the_live_weights_also_while_a_group_runs(
+    engine: TransformersEngine,
+) -> None:
+    new = tiny.model(2)
+    await weights.load(engine, new.named_parameters(), 0)
+    running = asyncio.ensure_future(engine.generate(request(5, 6, max_new_tokens=200)))
+    ids = np.array([7, 3, 3, 40, 12], dtype=np.int32)
+    found = await engine.logprobs(ids)
+    assert not running.done()
+    with torch.inference_mode():
+        logits = new(input_ids=torch.from_numpy(ids).long()[None]).logits[0, :-1]
+    expected = torch.log_softmax(logits, -1)[torch.arange(4), torch.from_numpy(ids).long()[1:]]
+    np.testing.assert_allclose(found, expected.numpy(), atol=1e-5)
+    assert found.dtype == np.float32
+    await running
+
+
+async def test_an_engine_that_drains_swaps_once_the_running_batch_is_finished() -> None:
+    served, new = tiny.model(1), tiny.model(2)
+    engine = TransformersEngine(tiny.opened(served, stop=NEVER), seed=0, max_rows=64, drain=True)
+    await weights.load(engine, served.named_parameters(), 0)
+    await weights.stage(engine, new.named_parameters(), 1)
+    started = threading.Event()
+    served.register_forward_hook(lambda *_: started.set())
+    running = asyncio.ensure_future(engine.generate(request(5, 6, max_new_tokens=50)))
+    await until(started.is_set)
+    await engine.swap(PolicyVersion(1))
+    assert (await running).samples[0].version_spans.tolist() == [[0, 0]]
+    later = await engine.generate(request(5, 6))
+    assert later.samples[0].version_spans.tolist() == [[0, 1]]
+    await engine.close()
 
 
 # -------------------------------------------------------------------- the engine's thread
@@ -262,7 +297,7 @@ async def test_requests_that_wait_together_share_a_batch_up_to_the_cap() -> None
     served, rows = tiny.model(1), []
     served.register_forward_pre_hook(lambda *call: rows.append(tuple(call[2]["input_ids"].shape)), with_kwargs=True)
     engine = TransformersEngine(tiny.opened(served, stop=NEVER), seed=0, max_rows=20)
-    await engine.swap(dict(served.named_parameters()), PolicyVersion(0))
+    await weights.load(engine, served.named_parameters(), 0)
     training = [request(5, 6, samples=8, max_new_tokens=2) for _ in range(2)]
     evaluation = [request(7, 8, max_new_tokens=2, temperature=0.0) for _ in range(8)]
     groups = await asyncio.gather(*(engine.generate(one) for one in training + evaluation))
@@ -274,7 +309,7 @@ async def test_requests_that_wait_together_share_a_batch_up_to_the_cap() -> None
 async def test_an_engine_that_dies_tells_whoever_waits_and_whoever_comes_later() -> None:
     served = tiny.model(1)
     engine = TransformersEngine(tiny.opened(served, stop=NEVER), seed=0, max_rows=8)
-    await engine.swap(dict(served.named_parameters()), PolicyVersion(0))
+    await weights.load(engine, served.named_parameters(), 0)
 
     def fail(*_: object) -> None:
         raise MemoryError("no room")
@@ -285,14 +320,14 @@ async def test_an_engine_that_dies_tells_whoever_waits_and_whoever_comes_later()
     with pytest.raises(EngineDied, match="no room"):
         await engine.generate(request(5))
     with pytest.raises(EngineDied, match="no room"):
-        await engine.swap({}, PolicyVersion(1))
+        await engine.swap(PolicyVersion(1))
     await engine.close()
 
 
 async def test_closing_stops_between_two_steps_and_cancels_what_waits() -> None:
     served = tiny.model(1)
     engine = TransformersEngine(tiny.opened(served, stop=NEVER), seed=0, max_rows=1)
-    await engine.swap(dict(served.named_parameters()), PolicyVersion(0))
+    await weights.load(engine, served.named_parameters(), 0)
     running = threading.Event()
     served.register_forward_hook(lambda *_: running.set())
     waiting = [asyncio.ensure_future(engine.generate(request(5, max_new_tokens=500))) for _ in range(2)]
@@ -305,7 +340,7 @@ async def test_closing_stops_between_two_steps_and_cancels_what_waits() -> None:
 async def test_a_request_that_is_taken_back_leaves_its_batch() -> None:
     served = tiny.model(1)
     engine = TransformersEngine(tiny.opened(served, stop=NEVER), seed=0, max_rows=8)
-    await engine.swap(dict(served.named_parameters()), PolicyVersion(0))
+    await weights.load(engine, served.named_parameters(), 0)
     tasks: list[asyncio.Task[GeneratedGroup]] = []
     loop, steps, cancelled = asyncio.get_running_loop(), [], threading.Event()
 

@@ -57,6 +57,19 @@ async def test_the_example_learns(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [("--algorithm.preset=ppo", "--algorithm.critic.learning_rate=1e-3"), ("--algorithm.preset=dpo",)],
+    ids=["ppo", "dpo"],
+)
+async def test_other_presets_learn(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    folder = await run(tmp_path, "preset", *flags)
+    accuracies = [json.loads(line)["accuracy"] for line in (folder / "evaluations.jsonl").read_text().splitlines()]
+    assert accuracies[0] <= 0.40
+    assert accuracies[-1] >= 0.60
+
+
+@pytest.mark.slow
 async def test_a_learning_rate_of_zero_changes_nothing(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

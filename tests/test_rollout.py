@@ -32,11 +32,13 @@ from shared.messages import (
     RolloutGroup,
     Sampling,
 )
+from shared.settings import WeightsSettings
 from shared.streams import Stream
 from shared.telemetry import Status, heartbeats
+from shared.weights.puller import Puller
 from shared.weights.snapshot import write_snapshot
 from shared.worker import Patience
-from tests import builders, tiny
+from tests import builders, tiny, weights
 from tests.conftest import Server, until
 
 
@@ -70,6 +72,8 @@ def rollout(
         engine,
         CharacterCodec(),
         status or Status(),
+        Puller(engine.place, engine.ranks, 5.0),
+        WeightsSettings(deadline_s=5.0),
         replica=name,
         patience=Patience(claim_after_s=5.0, drain_s=drain_s),
         max_groups=4,
@@ -91,7 +95,7 @@ class Serving:
 
 @pytest.fixture
 async def served(bus: Bus) -> AsyncIterator[tuple[ScriptedEngine, Status]]:
-    engine, status = ScriptedEngine(), Status()
+    engine, status = ScriptedEngine(receive=weights.receiving()), Status()
     serving = Serving(rollout(bus, engine, status))
     yield engine, status
     await serving.end()
@@ -265,7 +269,9 @@ async def test_a_snapshot_that_comes_late_is_pulled_when_it_is_there(
 
 
 async def test_a_waiter_is_sent_away_only_while_pulls_keep_failing(bus: Bus, tmp_path: Path) -> None:
-    follower = Follower(bus, ScriptedEngine(), Status(), "rollout-0", give_up_s=0.0)
+    engine = ScriptedEngine()
+    puller = Puller(engine.place, engine.ranks, 5.0)
+    follower = Follower(bus, engine, Status(), "rollout-0", puller, deadline_s=5.0, probe_gap_nats=0.05, give_up_s=0.0)
     waiting = asyncio.ensure_future(follower.wait_for(PolicyVersion(1)))
     following = asyncio.ensure_future(follower.run())
     await announce_at(bus, tmp_path / "absent", 1, "0" * 64)
@@ -286,9 +292,9 @@ async def test_a_scripted_swap_falls_between_two_steps() -> None:
         nonlocal steps
         steps += 1
         if steps == 2:
-            await engine.swap({}, PolicyVersion(8))
+            await engine.swap(PolicyVersion(8))
 
-    await engine.swap({}, PolicyVersion(7))
+    await engine.swap(PolicyVersion(7))
     sampling = Sampling(samples=1, max_new_tokens=3, temperature=1.0)
     group = await engine.generate(GenerationRequest(np.array([49], dtype=np.int32), sampling))
     (sample,) = group.samples

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from services.up import explain
 from shared.errors import SettingsError
 from shared.settings import Settings, dump, load
 
@@ -34,7 +35,16 @@ def test_flags_come_before_the_environment_and_that_before_the_file(tmp_path: Pa
         ("[algorithm]\nmax_lag = 100000000", "expected at most 1,000,000 groups in flight"),
         ("[run]\nsteps = 5\n[trainer]\nwarmup_steps = 6", "expected trainer.warmup_steps <= run.steps, found 6 > 5"),
         ('[[reward.scorers]]\nkind = "answer"\n[[reward.scorers]]\nkind = "answer"', "expected scorers with different names, found ['answer', 'answer']"),
+        ("[trainer]\nranks = 2\ngpus = [0]", "expected 2 different numbers in trainer.gpus, one for each of trainer.ranks, found [0]"),
+        ("[rollout]\nreplicas = 2\ngpus = [0, 1, 2]", "expected as many numbers in rollout.gpus for each of 2 rollout.replicas, found [0, 1, 2]"),
         ("[run", "expected TOML in"),
+        ("[rollout.vllm]\nmax_num_seq = 4", "rollout.vllm.max_num_seq: expected a known setting, found 'max_num_seq'; did you mean 'max_num_seqs'?"),
+        ("[rollout.vllm]\ngpu_memory_utilization = 1.5", "rollout.vllm.gpu_memory_utilization: expected less than or equal to 1, found 1.5: change rollout.vllm.gpu_memory_utilization"),
+        ('[rollout]\nengine = "transformers"\nvllm.tensor_parallel_size = 2', 'expected rollout.vllm.tensor_parallel_size = 1 with the engine "transformers", found 2: change it, or set rollout.engine = "vllm"'),
+        ('[rollout]\nengine = "transformers"\n[weights]\nkv = "recompute"', 'expected weights.kv = "keep" with the engine "transformers", found "recompute"'),
+        ('[rollout]\nengine = "scripted"\n[weights]\nshadow = "bucketed"', 'expected weights.shadow = "full" with the engine "scripted", found "bucketed"'),
+        ('[weights]\ntransport = "carrier pigeon"', "weights.transport: expected 'pull' or 'file', found 'carrier pigeon': change weights.transport"),
+        ("[weights]\nfan_out = 0", "weights.fan_out: expected greater than 0, found 0: change weights.fan_out"),
     ],
 )  # fmt: skip
 def test_a_wrong_setting_is_a_sentence_that_names_it(tmp_path: Path, text: str, sentence: str) -> None:
@@ -43,26 +53,44 @@ def test_a_wrong_setting_is_a_sentence_that_names_it(tmp_path: Path, text: str, 
     assert sentence in str(caught.value)
 
 
+def test_a_table_within_a_table_is_set_by_file_environment_and_flag(tmp_path: Path) -> None:
+    path = write(tmp_path, "[rollout]\nreplicas = 3\n[rollout.vllm]\nmax_num_seqs = 1\nenforce_eager = true\n")
+    environment = {"PENSTOCK__ROLLOUT__VLLM__MAX_NUM_SEQS": "2", "PENSTOCK__ROLLOUT__VLLM__MAX_MODEL_LEN": "512"}
+    flags = ["--rollout.vllm.max_num_seqs", "8", "--rollout.vllm.arguments.swap_space", "0.5"]
+    found = load(path, flags, environment).rollout
+    assert (found.replicas, found.vllm.max_num_seqs, found.vllm.max_model_len) == (3, 8, 512)
+    assert found.vllm.enforce_eager
+    assert found.vllm.arguments == {"swap_space": 0.5}
+
+
+@pytest.mark.parametrize("engine", ["auto", "vllm"])
+def test_what_only_vllm_does_is_not_refused_before_the_engine_is_known(tmp_path: Path, engine: str) -> None:
+    text = f'[rollout]\nengine = "{engine}"\nvllm.tensor_parallel_size = 2\n[weights]\nkv = "recompute"'
+    assert load(write(tmp_path, text), environment={}).rollout.vllm.tensor_parallel_size == 2
+
+
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"expected a settings file at .*none\.toml, found none"):
         load(tmp_path / "none.toml")
 
 
 def test_every_field_says_what_it_is() -> None:
-    for name, section in Settings.model_fields.items():
-        assert section.description, name
-        for field, info in getattr(section.annotation, "model_fields", {}).items():
-            assert info.description, f"{name}.{field}"
+    found = [entry.key for entry in explain.entries()]
+    assert [entry.key for entry in explain.entries() if not entry.text] == []
+    assert len(found) == len(set(found))
+    assert {"run.id", "rollout.vllm.max_num_seqs", "reward.scorers[answer].mode", "weights.deadline_s"} <= set(found)
 
 
 def test_what_is_dumped_is_loaded_again_without_the_password(tmp_path: Path) -> None:
     path = write(
-        tmp_path, '[bus]\nurl = "redis://:secret@host:1/0"\n[[reward.scorers]]\nkind = "format"\nneeds_stop = true\n'
+        tmp_path,
+        '[rollout.vllm.arguments]\nswap_space = 1\n[bus]\nurl = "redis://:secret@host:1/0"\n[[reward.scorers]]\nkind = "format"\nneeds_stop = true\n',
     )
     settings = load(path, environment={})
     dump(settings, tmp_path / "resolved.toml")
     assert "secret" not in (tmp_path / "resolved.toml").read_text()
-    assert load(tmp_path / "resolved.toml", environment={}).reward == settings.reward
+    again = load(tmp_path / "resolved.toml", environment={})
+    assert (again.reward, again.rollout) == (settings.reward, settings.rollout)
 
 
 @pytest.mark.parametrize("name", ["arithmetic.toml", "own-data.toml"])

@@ -90,6 +90,37 @@ async def test_a_group_that_was_held_when_the_trainer_died_too_often_is_buried(b
     assert await bus.length(EXPERIENCE) == 0
 
 
+def dynamic(rounds: int = 10) -> Settings:
+    algorithm = {"groups_per_step": 2, "preset": "dapo", "dynamic_sampling_rounds": rounds}
+    return Settings.model_validate({"algorithm": algorithm})
+
+
+async def test_with_dynamic_sampling_groups_without_signal_leave_counted_and_free_their_slots(bus: Bus) -> None:
+    for group_id, rewards in enumerate([(1.0, 1.0), (1.0, 0.0), (0.0, 0.0), (0.0, 1.0)]):
+        experience = builders.experience(group_id, rewards)
+        await bus.append(EXPERIENCE, {"id": str(group_id), "data": wire.encode(experience)})
+    intake = Intake(bus, dynamic(), {V(0): 0})
+    async with filling(intake):
+        batch = await intake.next_batch(0, wait_s=5.0)
+    assert batch is not None
+    assert [taken.experience.group.prompt.group_id for taken in batch] == [1, 3]
+    assert await bus.counts() == {"dropped:no_signal": 2}
+    assert intake.left["no_signal"] == 2
+    assert await bus.length(EXPERIENCE) == 2, "two slots are free again"
+
+
+async def test_where_nothing_has_signal_any_more_groups_are_taken_all_the_same(bus: Bus) -> None:
+    for group_id in range(4):
+        experience = builders.experience(group_id, (1.0, 1.0))
+        await bus.append(EXPERIENCE, {"id": str(group_id), "data": wire.encode(experience)})
+    intake = Intake(bus, dynamic(rounds=1), {V(0): 0})
+    async with filling(intake):
+        batch = await intake.next_batch(0, wait_s=5.0)
+    assert batch is not None
+    assert [taken.experience.group.prompt.group_id for taken in batch] == [2, 3]
+    assert await bus.counts() == {"dropped:no_signal": 2}
+
+
 async def _buried(bus: Bus) -> bool:
     return await bus.counts() == {"dead:experience": 1}
 

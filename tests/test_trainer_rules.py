@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.trainer.advantages import group_advantages
-from services.trainer.losses import clipped_ratio, kl_k3
-from services.trainer.packing import MicroBatch, Row, attention_mask, micro_batch, plan, split_row
+from services.trainer.kl import estimate
+from services.trainer.losses import clipped_ratio
+from services.trainer.packing import MicroBatch, Row, micro_batch, plan, split_row
 from services.trainer.policy import Policy
 from services.trainer.schedule import learning_rate
 from services.trainer.staleness import judge, lag_steps
@@ -29,16 +30,16 @@ def rewards(*values: float) -> np.ndarray[Any, np.dtype[np.float32]]:
 
 def test_grpo_advantages_are_centred_and_divided_by_the_groups_deviation() -> None:
     # mean 0.25, deviation sqrt(3)/4 = 0.4330127
-    found = group_advantages(rewards(1, 0, 0, 0), "group_std")
+    found = group_advantages(rewards(1, 0, 0, 0), "grpo")
     assert found.tolist() == pytest.approx([0.75 / 0.4331127, *[-0.25 / 0.4331127] * 3], abs=1e-5)
 
 
 def test_dr_grpo_advantages_are_only_centred() -> None:
-    assert group_advantages(rewards(1, 0, 0, 0), "none").tolist() == [0.75, -0.25, -0.25, -0.25]
+    assert group_advantages(rewards(1, 0, 0, 0), "dr_grpo").tolist() == [0.75, -0.25, -0.25, -0.25]
 
 
 def test_a_group_without_spread_has_no_advantage() -> None:
-    assert group_advantages(rewards(1, 1, 1), "group_std").tolist() == [0.0, 0.0, 0.0]
+    assert group_advantages(rewards(1, 1, 1), "grpo").tolist() == [0.0, 0.0, 0.0]
 
 
 def test_the_clipped_ratio_takes_the_smaller_of_free_and_bounded() -> None:
@@ -47,14 +48,15 @@ def test_the_clipped_ratio_takes_the_smaller_of_free_and_bounded() -> None:
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
     loss = clipped_ratio(policy, behavior, advantages, clip_low=0.2, clip_high=0.3)
     # min(1.8, 1.3) + min(-1.8, -1.3) + min(0.4, 0.8) + min(-0.4, -0.8)
-    assert float(loss.sum) == pytest.approx(-(1.3 - 1.8 + 0.4 - 0.8), abs=1e-6)
-    assert loss.clipped_N.tolist() == [True, False, False, True]
+    assert float(loss.loss_N.sum()) == pytest.approx(-(1.3 - 1.8 + 0.4 - 0.8), abs=1e-6)
+    assert loss.clipped_high_N.tolist() == [True, False, False, False]
+    assert loss.clipped_low_N.tolist() == [False, False, False, True]
 
 
 def test_a_clipped_token_has_no_gradient_and_a_free_one_has_the_policy_gradient() -> None:
     behavior = torch.zeros(2)
     policy = torch.tensor([1.0, 0.0], requires_grad=True)  # ratios e, 1
-    clipped_ratio(policy, behavior, torch.tensor([1.0, 2.0]), 0.2, 0.2).sum.backward()
+    clipped_ratio(policy, behavior, torch.tensor([1.0, 2.0]), 0.2, 0.2).loss_N.sum().backward()
     assert policy.grad is not None
     assert policy.grad.tolist() == [0.0, -2.0]
 
@@ -62,7 +64,7 @@ def test_a_clipped_token_has_no_gradient_and_a_free_one_has_the_policy_gradient(
 def test_kl_is_zero_where_policies_agree_and_never_negative() -> None:
     behavior, policy = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.0, -2.0, 0.0])
     # exp(x) - 1 - x for x = 0, -1, 1
-    assert kl_k3(behavior, policy).tolist() == pytest.approx([0.0, 0.3678794, 0.7182818], abs=1e-6)
+    assert estimate(behavior, policy, "k3").tolist() == pytest.approx([0.0, 0.3678794, 0.7182818], abs=1e-6)
 
 
 def test_lag_counts_steps_since_the_oldest_token() -> None:
@@ -84,34 +86,23 @@ def test_the_learning_rate_depends_on_the_step_alone() -> None:
 
 def row(prompt: int, *lengths: int) -> Row:
     samples = tuple(builders.sample(tokens=length) for length in lengths)
-    return Row(np.arange(prompt, dtype=np.int32), samples, tuple(float(i) for i in range(len(lengths))))
+    return Row(np.arange(prompt, dtype=np.int32), samples, tuple(range(len(lengths))))
 
 
 def test_a_group_lies_in_one_row_with_its_prompt_once() -> None:
     laid = micro_batch([row(3, 3, 2)])
     assert laid.input_ids_BT.tolist() == [[0, 1, 2, 0, 1, 0]]
     assert laid.position_ids_BT.tolist() == [[0, 1, 2, 3, 4, 3]]
-    assert laid.segments_BT.tolist() == [[0, 0, 0, 1, 1, 2]]
+    assert laid.segments.starts_K.tolist() == [0, 3, 5]
     assert laid.columns_N.tolist() == [2, 3, 4, 2, 5]
     assert laid.targets_N.tolist() == [0, 1, 2, 0, 1]
-    assert laid.advantages_N.tolist() == [0.0, 0.0, 0.0, 1.0, 1.0]
-
-
-def test_completions_do_not_see_one_another() -> None:
-    mask = attention_mask(np.array([[0, 1, 2, 2, -1]]))[0, 0]
-    assert mask.astype(int).tolist() == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [1, 0, 1, 0, 0],
-        [1, 0, 1, 1, 0],
-        [0, 0, 0, 0, 1],
-    ]
+    assert (laid.lengths_S.tolist(), laid.places_S.tolist()) == ([3, 2], [0, 1])
 
 
 def test_a_row_over_the_cap_is_split_between_completions_and_loses_none() -> None:
     pieces = split_row(row(4, 5, 5, 5), max_tokens=12)
     assert [len(piece.samples) for piece in pieces] == [2, 1]
-    assert [piece.advantages for piece in pieces] == [(0.0, 1.0), (2.0,)]
+    assert [piece.places for piece in pieces] == [(0, 1), (2,)]
     assert all(piece.tokens <= 12 for piece in pieces)
 
 
@@ -155,7 +146,7 @@ def real_row(generator: np.random.Generator, prompt: int, lengths: Sequence[int]
         )
         for length in lengths
     )
-    return Row(generator.integers(0, 23, prompt).astype(np.int32), samples, (1.0,) * len(lengths))
+    return Row(generator.integers(0, 23, prompt).astype(np.int32), samples, tuple(range(len(lengths))))
 
 
 def separate_logprobs(model: Any, rows: Sequence[Row], temperature: float) -> torch.Tensor:
@@ -197,17 +188,17 @@ def test_where_behavior_and_policy_are_equal_the_ratio_is_one_and_the_kl_zero() 
     batch = micro_batch([real_row(generator, 5, (4, 3))])
     logprobs = Policy(model, 1.0)(batch).policy_logprobs_N
     behavior = logprobs.detach()
-    assert float(kl_k3(behavior, logprobs).detach().max()) == 0.0
+    assert float(estimate(behavior, logprobs, "k3").detach().max()) == 0.0
     loss = clipped_ratio(logprobs, behavior, torch.ones(7), 0.2, 0.2)
-    assert float(loss.sum.detach()) == pytest.approx(-7.0)
-    assert not loss.clipped_N.any()
+    assert float(loss.loss_N.sum().detach()) == pytest.approx(-7.0)
+    assert not (loss.clipped_low_N | loss.clipped_high_N).any()
 
 
 def test_an_empty_micro_batch_trains_nothing() -> None:
     model = tiny_model()
     empty: MicroBatch = micro_batch([])
     out = Policy(model, 1.0)(empty)
-    loss = clipped_ratio(out.policy_logprobs_N, torch.zeros(0), torch.zeros(0), 0.2, 0.2).sum
+    loss = clipped_ratio(out.policy_logprobs_N, torch.zeros(0), torch.zeros(0), 0.2, 0.2).loss_N.sum()
     loss.backward()
     assert float(loss.detach()) == 0.0
     assert all(p.grad is None or not math.isnan(float(p.grad.sum())) for p in model.parameters())

@@ -14,9 +14,10 @@ import psutil
 import pytest
 
 from services.up import place
+from services.up.plan import services
 from services.up.process import Backoff, how
 from services.up.view import duration, spark
-from shared.settings import load
+from shared.settings import Settings, load
 from tests.conftest import until
 
 BACKOFF = Backoff(first_s=0.1, longest_s=1.0, well_after_s=0.0, give_up=3)
@@ -358,3 +359,12 @@ def test_a_run_id_tells_its_settings_file_and_its_time() -> None:
     first, second = place.new_run_id(Path("config/my run.toml")), place.new_run_id(Path("config/my run.toml"))
     assert first.startswith(f"my-run-{time.strftime('%Y%m', time.gmtime())}")
     assert first != second
+
+
+def test_every_process_is_shown_the_gpus_that_are_its_own() -> None:
+    settings = Settings.model_validate(
+        {"run": {"id": "r"}, "trainer": {"gpus": [0]}, "rollout": {"replicas": 2, "gpus": [1, 2, 3, 4]}}
+    )
+    plans = services(settings, Path("run.toml"), "unix:///bus", {"PATH": "/bin"})
+    shown = {plan.name: plan.environment.get("CUDA_VISIBLE_DEVICES") for plan in plans}
+    assert shown == {"coordinator-0": None, "rollout-0": "1,2", "rollout-1": "3,4", "reward-0": None, "trainer-0": "0"}

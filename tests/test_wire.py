@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as npst
 
 from shared import wire
 from shared.errors import MessageError
-from shared.messages import Experience, Prompt, RolloutGroup
+from shared.messages import Experience, PolicyRecord, PolicyVersion, Probe, Prompt, RolloutGroup
 from tests import builders
 
 GOLDEN_PROMPT = (
@@ -125,6 +125,23 @@ def test_columns_that_do_not_fit_together_are_refused(change: dict[str, object])
 def test_a_group_without_samples_survives() -> None:
     sent = RolloutGroup(builders.prompt(), np.zeros(0, np.int32), (), "r", 1.0, 2.0)
     assert wire.decode(wire.encode(sent), RolloutGroup).samples == ()
+
+
+def test_a_record_written_before_there_was_a_probe_stays_readable_and_one_with_it_survives() -> None:
+    probe = Probe(
+        np.array([4, 5, 6, 7, 8], np.int32), np.array([3, 2], np.int32), np.array([-1.0, -2.0, -3.0], np.float32)
+    )
+    sent = PolicyRecord(PolicyVersion(3), None, 3, 0.0, "ab", "", source="h:1", probe=probe)
+    fields = msgpack.unpackb(wire.encode(sent), ext_hook=wire._read_array)
+    found = wire.decode(wire.encode(sent), PolicyRecord)
+    assert found.probe is not None
+    assert [(ids.tolist(), logprobs.tolist()) for ids, logprobs in found.probe.sequences()] == [
+        ([4, 5, 6], [-1.0, -2.0]),
+        ([7, 8], [-3.0]),
+    ]
+    del fields["probe"], fields["source"]
+    before = wire.decode(msgpack.packb(fields), PolicyRecord)
+    assert (before.source, before.probe) == ("", None)
 
 
 def test_every_message_field_is_plain_data() -> None:

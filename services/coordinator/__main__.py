@@ -1,9 +1,7 @@
 """python -m services.coordinator --config run.toml"""
 
-import sys
-
 from services.coordinator.service import start
-from shared.service import main
+from shared.service import leave, main
 
 if __name__ == "__main__":
-    sys.exit(main("coordinator", start))
+    leave(main("coordinator", start))

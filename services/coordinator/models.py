@@ -143,9 +143,11 @@ class PolicyView(Answer):
     created_at_s: float
     """When it was committed, Unix time."""
     location: str
-    """Where its snapshot is or was."""
+    """Where its snapshot on disk is or was; empty: it never was on disk."""
+    source: str
+    """Where the trainer serves or served it, host:port; empty: by file only."""
     manifest_digest: str
-    """SHA-256 of the snapshot's manifest, hex."""
+    """SHA-256, hex, of what vouches for its weights: a pull's header, or the manifest of a snapshot on disk."""
     metrics: dict[str, float | None]
     """What was measured at its step."""
 
@@ -177,6 +179,8 @@ class ServiceView(Answer):
     """What went wrong last."""
     values: dict[str, float | None]
     """Its own figures."""
+    source: str
+    """host:port where it passes weights on to other replicas; empty: nowhere."""
 
 
 class Health(Answer):

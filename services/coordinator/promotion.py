@@ -1,6 +1,7 @@
 """Promotion: make each version that the trainer published the head, in the order of versions, and tell every replica.
 
-Blocks on ``published``, so a version is live about a millisecond after its commit. The transaction that promotes also
+Blocks on ``published``, so a version is live about a millisecond after its commit. With the word goes from whom each
+replica should pull (see ``tree``), by the heartbeats of that moment; who joins later finds a source by itself. The transaction that promotes also
 acknowledges: a version is promoted once, whoever restarts when, and never behind a newer one.
 """
 
@@ -10,12 +11,13 @@ from collections.abc import Callable
 
 from prometheus_client import Histogram
 
+from services.coordinator.tree import serving, sources
 from shared.bus import Bus, Delivery
 from shared.errors import MessageError
 from shared.ledger import Ledger
 from shared.messages import PolicyRecord, PolicyVersion
 from shared.streams import PUBLISHED
-from shared.telemetry import tell
+from shared.telemetry import heartbeats, tell
 
 log = logging.getLogger(__name__)
 
@@ -34,12 +36,14 @@ class Promotion:
     """Promotes what is published.
 
     Args:
+        fan_out: most replicas that pull from the trainer, and from each replica.
         promoted: is told each new head.
     """
 
-    def __init__(self, bus: Bus, ledger: Ledger, promoted: Callable[[PolicyVersion], None]) -> None:
+    def __init__(self, bus: Bus, ledger: Ledger, fan_out: int, promoted: Callable[[PolicyVersion], None]) -> None:
         self._bus = bus
         self._ledger = ledger
+        self._fan_out = fan_out
         self._promoted = promoted
 
     async def run(self) -> None:
@@ -62,7 +66,7 @@ class Promotion:
             log.error("published version cannot be read", extra={"entry": delivery.entry_id, "reason": str(error)})
             await self._bus.bury(delivery, str(error))
             return
-        if not await self._ledger.promote(delivery):
+        if not await self._ledger.promote(delivery, await self._sources(record)):
             return
         self._promoted(record.version)
         published_at_s = int(delivery.entry_id.partition("-")[0]) / 1000
@@ -75,3 +79,8 @@ class Promotion:
             version=int(record.version),
             step=record.step,
         )
+
+    async def _sources(self, record: PolicyRecord) -> dict[str, tuple[str, ...]]:
+        if not record.source:
+            return {}
+        return sources(serving(await heartbeats(self._bus)), self._fan_out, record.source)

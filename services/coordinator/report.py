@@ -19,6 +19,9 @@ Line = dict[str, Json]
 
 _PHASES = {
     "phase_wait_s": "wait for experience",
+    "phase_proximal_s": "proximal logprobs",
+    "phase_reference_s": "reference logprobs",
+    "phase_critic_s": "critic",
     "phase_forward_backward_s": "forward and backward",
     "phase_optimizer_s": "optimizer",
     "phase_snapshot_s": "snapshot",
@@ -121,14 +124,27 @@ def _training(steps: Sequence[Line]) -> list[str]:
         _chart(steps, "Lag", ["lag_mean", "lag_max"], "steps between the oldest token's version and its use", low=0.0),
         _chart(steps, "KL", ["kl_mean"], "nats a token, behavior against policy", low=0.0),
         _chart(steps, "Entropy", ["entropy"], "nats a token", low=0.0),
-        _chart(steps, "Clipped tokens", ["clip_fraction"], "share of trained tokens", low=0.0),
+        _chart(steps, "Clipped tokens", ["clip_fraction", "masked_fraction"], "share of trained tokens", low=0.0),
+        _chart(steps, "Effective sample size", ["ess"], "share of trained tokens; 1 is on policy", low=0.0),
+        *_of_some_algorithms(steps),
         _chart(steps, "Gradient norm", ["grad_norm"], "before clipping", low=0.0),
         _chart(steps, "Response length", ["response_tokens_mean"], "tokens, mean", low=0.0),
     ]
 
 
+def _of_some_algorithms(steps: Sequence[Line]) -> list[str]:
+    """Charts of figures that only some algorithms have."""
+    charts = {
+        "kl_coefficient": ("KL to the reference", "reference_kl", "nats a token"),
+        "explained_variance": ("Critic", "explained_variance", "share of the returns that it foresaw"),
+        "preference_accuracy": ("Preferences", "preference_accuracy", "share of pairs that the policy orders right"),
+    }
+    return [_chart(steps, title, [name], note) for sign, (title, name, note) in charts.items() if _known(steps, sign)]
+
+
 def _times(steps: Sequence[Line]) -> list[str]:
-    phases = stack(_axis(steps), [Series(label, _column(steps, name)) for name, label in _PHASES.items()])
+    shown = {name: label for name, label in _PHASES.items() if _known(steps, name)}
+    phases = stack(_axis(steps), [Series(label, _column(steps, name)) for name, label in shown.items()])
     return [
         _chart(steps, "Throughput", ["tokens_per_s"], "trained tokens per second", low=0.0),
         page.card("A step's phases", phases, "seconds in the trainer"),

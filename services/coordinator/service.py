@@ -131,7 +131,9 @@ def assemble(bus: Bus, settings: Settings, data: Data, folder: Path, status: Sta
     )
     monitor = Monitor(bus, settings, lifecycle.activity, lambda: lifecycle.closed, status)
     api = Parts(bus, ledger, monitor, status, look)
-    return Coordinator(Promotion(bus, ledger, promoted), admission, lifecycle, recorder, monitor, api)
+    return Coordinator(
+        Promotion(bus, ledger, settings.weights.fan_out, promoted), admission, lifecycle, recorder, monitor, api
+    )
 
 
 def make_evaluator(bus: Bus, ledger: Ledger, heldout: dataset.Dataset, settings: Settings) -> Evaluator:

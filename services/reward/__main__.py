@@ -1,9 +1,7 @@
 """``python -m services.reward --config run.toml``: run one reward replica."""
 
-import sys
-
 from services.reward.service import run
-from shared.service import main
+from shared.service import leave, main
 
 if __name__ == "__main__":
-    sys.exit(main("reward", run))
+    leave(main("reward", run))

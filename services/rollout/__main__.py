@@ -1,27 +1,98 @@
 """Start one rollout replica: ``python -m services.rollout --config run.toml --replica rollout-0``."""
 
 import asyncio
-import sys
+import importlib.util
+from typing import Any
 
 from services.rollout.engine import Engine
 from services.rollout.prompts import CharacterCodec, Codec, TokenizerCodec
 from services.rollout.service import Rollout
 from shared import service
-from shared.settings import Settings
+from shared.errors import SettingsError
+from shared.settings import Settings, check_plain_engine
+
+_VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks for which vLLM has kernels."""
 
 
-async def open_engine(settings: Settings, replica: str) -> tuple[Engine, Codec]:
+async def open_engine(settings: Settings, replica: str, host: str) -> tuple[Engine, Codec]:
     """Return the engine of ``rollout.engine`` and the codec of its vocabulary; heartbeats go on while a model loads.
 
+    Args:
+        host: the address at which other replicas reach this one.
+
     Raises:
-        SettingsError: there is no such model or device.
+        SettingsError: there is no such model or device, or the engine cannot do what is set.
     """
-    if settings.rollout.engine == "scripted":
+    name: str = settings.rollout.engine
+    if name == "auto":
+        name = await asyncio.to_thread(pick_engine, settings.rollout.device)
+    if name == "vllm":
+        return await _open_vllm(settings, replica, host)
+    try:
+        check_plain_engine(settings, name)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+    if name == "scripted":
         from services.rollout.scripted_engine import ScriptedEngine
 
         return ScriptedEngine(seed=settings.run.seed), CharacterCodec()
+    return await _open_transformers(settings, replica, host)
+
+
+def pick_engine(device: str) -> str:
+    """Return ``vllm`` where it is installed and ``device`` means a GPU that is there, else ``transformers``."""
+    if device == "cpu" or importlib.util.find_spec("vllm") is None:
+        return "transformers"
+    import torch
+
+    return "vllm" if torch.cuda.is_available() else "transformers"
+
+
+async def _open_vllm(settings: Settings, replica: str, host: str) -> tuple[Engine, Codec]:
+    from services.rollout.models import open_tokenizer
+    from services.rollout.trial import seed_of
+    from services.rollout.vllm_start import open_vllm
+
+    vllm, weights = settings.rollout.vllm, settings.weights
+    tokenizer = await asyncio.to_thread(open_tokenizer, settings.policy)
+    engine = await open_vllm(
+        settings.policy.model,
+        dtype=settings.policy.dtype,
+        seed=seed_of(settings.run.seed, replica),
+        max_num_seqs=vllm.max_num_seqs or settings.rollout.max_groups * settings.sampling.group_size,
+        stop=() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,),
+        trust_remote_code=settings.policy.trust_remote_code,
+        tensor_parallel_size=vllm.tensor_parallel_size,
+        gpu_memory_utilization=vllm.gpu_memory_utilization,
+        max_model_len=vllm.max_model_len,
+        enforce_eager=vllm.enforce_eager,
+        enable_prefix_caching=vllm.enable_prefix_caching,
+        logprobs=vllm.logprobs,
+        arguments=vllm_arguments(settings),
+        kv=weights.kv,
+        update=weights.update,
+        shadow=weights.shadow,
+        peer_host=host if weights.transport == "pull" else "",
+        deadline_s=weights.deadline_s,
+    )
+    return engine, TokenizerCodec(tokenizer, engine)
+
+
+def vllm_arguments(settings: Settings) -> dict[str, Any]:
+    """Return ``rollout.vllm.arguments`` with what serving the run's adapters needs."""
+    given = settings.rollout.vllm.arguments
+    if not settings.publishes_adapters:
+        return given
+    rank = settings.policy.lora.rank
+    fits = next((known for known in _VLLM_RANKS if known >= rank), rank)
+    return {"enable_lora": True, "max_lora_rank": fits, "max_loras": 1, **given}
+
+
+async def _open_transformers(settings: Settings, replica: str, host: str) -> tuple[Engine, Codec]:
     from services.rollout.models import open_model, open_tokenizer
-    from services.rollout.transformers_engine import TransformersEngine, seed_of, try_out
+    from services.rollout.transformers_engine import TransformersEngine
+    from services.rollout.trial import seed_of, try_out
 
     tokenizer = await asyncio.to_thread(open_tokenizer, settings.policy)
     opened = await asyncio.to_thread(open_model, settings.policy, tokenizer, settings.rollout.device)
@@ -31,6 +102,9 @@ async def open_engine(settings: Settings, replica: str) -> tuple[Engine, Codec]:
         seed=seed_of(settings.run.seed, replica),
         max_rows=settings.rollout.max_groups * settings.sampling.group_size,
         threads=settings.rollout.threads,
+        host=host if settings.weights.transport == "pull" else "",
+        deadline_s=settings.weights.deadline_s,
+        drain=settings.weights.update == "drain",
     )
     return engine, TokenizerCodec(tokenizer, opened)
 
@@ -38,12 +112,16 @@ async def open_engine(settings: Settings, replica: str) -> tuple[Engine, Codec]:
 async def run(settings: Settings, replica: str) -> None:
     """Serve until SIGTERM."""
     async with service.serve(settings, "rollout", replica, settings.rollout.metrics_port) as context:
-        engine, codec = await open_engine(settings, replica)
+        from shared.weights.puller import Puller
+
+        engine, codec = await open_engine(settings, replica, context.host)
         rollout = Rollout(
             context.bus,
             engine,
             codec,
             context.status,
+            Puller(engine.place, engine.ranks, settings.weights.deadline_s),
+            settings.weights,
             replica=replica,
             patience=context.patience,
             max_groups=settings.rollout.max_groups,
@@ -53,4 +131,4 @@ async def run(settings: Settings, replica: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(service.main("rollout", run))
+    service.leave(service.main("rollout", run))

@@ -2,31 +2,36 @@
 
 An engine turns a prompt's token ids into a group of samples, and takes new weights while it does so::
 
-    generate ────────────────┬──────────────────────▶ GeneratedGroup
-    decoding steps   0   1   │   2   3   4
-                             swap(version 8)
-    version_spans            [[0, 7], [2, 8]]
+    generate ─────────────────────────┬──────────────────────▶ GeneratedGroup
+    decoding steps   0     1     2    │   3   4
+                   stage(offer of 8)  swap(8)
+    version_spans                     [[0, 7], [3, 8]]
 
 What every engine promises:
 
 - ``behavior_logprobs`` are those of the distribution that the token was drawn from: the whole softmax after temperature,
   under the weights of that very decoding step. At temperature 0 the token is the most likely one and its logprob is that
   of the distribution at temperature 1.
-- A swap falls between two decoding steps and is whole or not at all. Running groups go on, on their key-value cache; the
-  tokens that they write from then on carry the new version.
+- Staging receives new weights beside the live ones while decoding goes on. A swap falls between two decoding steps and is
+  whole or not at all. Running groups go on, by default on their key-value cache; the tokens that they write from then on
+  carry the new version.
 - The stop token, where there is one, is the last of ``token_ids``: the policy chose it.
 
 Text, streams and the ledger are not an engine's business.
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from shared.messages import FinishReason, Float32Array, Int32Array, PolicyVersion, Sampling
 
 if TYPE_CHECKING:
-    import torch
+    from shared.weights.offer import Offer
+    from shared.weights.place import Place
+
+SwapPath = Literal["plan", "layerwise", "copy", "bucketed", "adapter"]
+"""How weights went from where they were received into the model: by a traced plan, by vLLM's own reload, tensor by tensor,
+bucket by bucket behind a pause, or as an adapter."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +61,15 @@ class GeneratedGroup:
     finished_at_s: float
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class SwapReport:
+    """What a swap took: seconds from the last decoding step under the old weights to the first under the new."""
+
+    seconds: float
+    path: SwapPath
+    copied_bytes: int
+
+
 class EngineDied(Exception):
     """The engine cannot go on; a bug, or memory that ran out. The process stops and others redo what it held."""
 
@@ -67,6 +81,22 @@ class Engine(Protocol):
     def version(self) -> PolicyVersion | None:
         """The version of the weights that the next token will be drawn from; None before the first swap."""
 
+    @property
+    def ranks(self) -> int:
+        """Processes that share the model: each receives every version."""
+
+    @property
+    def place(self) -> "Place":
+        """Where the weights go: the kind of device, and which."""
+
+    @property
+    def peer_address(self) -> str:
+        """``host:port`` where this replica serves what it received to others; empty where it serves nobody."""
+
+    @property
+    def torn(self) -> bool:
+        """Whether a swap failed in the middle: nothing is generated until another one is whole."""
+
     async def generate(self, request: GenerationRequest) -> GeneratedGroup:
         """Return a group of ``request.sampling.samples`` completions.
 
@@ -76,12 +106,26 @@ class Engine(Protocol):
             EngineDied: the engine cannot go on.
         """
 
-    async def swap(self, tensors: "Mapping[str, torch.Tensor]", version: PolicyVersion) -> None:
-        """Put the weights ``tensors`` (by Hugging Face name) in place; return when the next token will be drawn from them.
+    async def stage(self, offer: "Offer") -> None:
+        """Receive the weights of ``offer`` beside the live ones; generation goes on.
 
         Raises:
-            WeightsError: they do not fit this model; the old weights go on serving.
+            WeightsError: they did not come whole, or do not fit this model; the live weights go on serving.
             EngineDied: the engine cannot go on.
+        """
+
+    async def swap(self, version: PolicyVersion) -> SwapReport:
+        """Put what was staged last, which is ``version``, in place; return when the next token will be drawn from it.
+
+        Raises:
+            WeightsError: it could not be put in place; the old weights go on serving, unless :attr:`torn` says otherwise.
+            EngineDied: the engine cannot go on.
+        """
+
+    async def logprobs(self, token_ids: Int32Array) -> Float32Array:
+        """Return the logprobs (float32, nats) of ``token_ids[1:]`` under the live weights, each after those before it.
+
+        Teacher-forced at temperature 1. Raises EngineDied where the engine cannot go on.
         """
 
     async def close(self) -> None:

@@ -2,43 +2,63 @@
 
 ::
 
-    policy (broadcast) ──▶ newest update ──▶ read its snapshot in a thread ──▶ engine.swap ──▶ waiters wake
-                               ▲                  │ WeightsError: missing, torn, corrupt, does not fit
-                               └──────────────────┘ the old version goes on serving; again after a growing wait,
-                                                    or at once for a newer update
+    policy (broadcast) ──▶ newest update ──▶ for each source: ask ─▶ engine.stage ─▶ engine.swap ──▶ waiters wake
+                               ▲                  │ WeightsError: gone, too slow, torn, corrupt, does not fit
+                               │                  ▼
+                               │             the next source (see ``sources``)
+                               └── all failed: the old version goes on serving; again after a growing wait,
+                                   or at once for a newer update, which also ends a round between two sources
 
 Versions never go down, and one that a newer update overtook is not pulled. A prompt waits for its ``min_version`` here,
 for as long as it takes; only while pulls have been failing for a while it is given back for another replica to try.
+An engine whose weights are torn generates nothing: when no source can make it whole, the process stops.
 """
 
 import asyncio
+import contextlib
 import logging
+import random
 import time
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.rollout.engine import Engine
+from services.rollout.engine import Engine, EngineDied, SwapReport
+from services.rollout.probing import ProbeCheck
+from services.rollout.sources import Attempt, attempts, holders
 from shared import streams
 from shared.bus import Bus
 from shared.errors import TemporaryError, WeightsError
-from shared.messages import PolicyUpdate, PolicyVersion
-from shared.telemetry import Status, tell
-
-if TYPE_CHECKING:
-    import torch
+from shared.messages import PolicyRecord, PolicyUpdate, PolicyVersion
+from shared.telemetry import Status, heartbeats, tell
+from shared.weights.offer import Offer
+from shared.weights.puller import Puller, file_offer
 
 log = logging.getLogger(__name__)
 
+_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 POLICY_VERSION = Gauge("penstock_rollout_policy_version", "The policy version that this replica serves.")
 WEIGHT_PULL = Histogram(
     "penstock_rollout_weight_pull_seconds",
-    "Seconds from the start of reading a snapshot to its weights being live.",
-    buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100),
+    "Seconds from asking a source for a version to having received all of it, by kind of source.",
+    ["source"],
+    buckets=_SECONDS,
+)
+WEIGHT_SWAP = Histogram(
+    "penstock_rollout_weight_swap_seconds",
+    "Seconds from the last decoding step under old weights to the first under new ones, by how they were put in place.",
+    ["path"],
+    buckets=_SECONDS,
+)
+WEIGHT_BYTES = Counter(
+    "penstock_rollout_weight_received_bytes_total", "Bytes of weights received whole, by kind of source.", ["source"]
 )
 WEIGHT_PULL_FAILURES = Counter(
-    "penstock_rollout_weight_pull_failures_total", "Snapshots that were missing, torn, corrupt or of another model."
+    "penstock_rollout_weight_pull_failures_total",
+    "Attempts to pull that failed, by transport (none: nothing was offered) and by what failed: ask, receive, swap.",
+    ["transport", "reason"],
+)
+WEIGHT_PULLS_OVERTAKEN = Counter(
+    "penstock_rollout_weight_pulls_overtaken_total", "Versions that were given up for a newer one."
 )
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S, _IDLE_S = 0.1, 5.0, 1.0
@@ -48,21 +68,39 @@ class Follower:
     """Keeps ``engine`` on the head.
 
     Args:
+        puller: asks sources, as this replica.
+        deadline_s: no wait of a pull takes longer.
+        probe_gap_nats: see :class:`ProbeCheck`.
         give_up_s: a waiter is sent away once pulls have been failing for so long.
     """
 
-    def __init__(self, bus: Bus, engine: Engine, status: Status, replica: str, *, give_up_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        engine: Engine,
+        status: Status,
+        replica: str,
+        puller: Puller,
+        *,
+        deadline_s: float,
+        probe_gap_nats: float,
+        give_up_s: float = 60.0,
+    ) -> None:
         self._bus = bus
         self._engine = engine
         self._status = status
         self._replica = replica
+        self._puller = puller
+        self._deadline_s = deadline_s
+        self._probe = ProbeCheck(bus, engine, replica, probe_gap_nats)
         self._give_up_s = give_up_s
         self._changed = asyncio.Condition()
+        self._told = asyncio.Event()
         self._failing_since_s: float | None = None
         self._wanted: PolicyUpdate | None = None
         self._after = "0"
         self._released = False
-        self.failures = 0
+        self._lot = random.Random(replica)
 
     @property
     def failing(self) -> bool:
@@ -92,48 +130,139 @@ class Follower:
         await self._notify()
 
     async def run(self) -> None:
-        """Follow the head until cancelled."""
+        """Follow the head until cancelled.
+
+        Raises:
+            EngineDied: the engine cannot go on.
+        """
+        self._status.source = self._engine.peer_address
         for entry, update in await self._bus.newest(streams.POLICY, PolicyUpdate):
             self._after, self._wanted = entry, update
-        retry_s = _FIRST_RETRY_S
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._listen())
+            tasks.create_task(self._keep_up())
+
+    async def _listen(self) -> None:
         while True:
-            wait_s = _IDLE_S
-            if self._wanted is not None and not self._holds(self._wanted.record.version):
-                if await self._pull(self._wanted):
-                    retry_s = _FIRST_RETRY_S
-                else:
-                    wait_s, retry_s = retry_s, min(2 * retry_s, _LONGEST_RETRY_S)
-            found = await self._bus.tail(streams.POLICY, PolicyUpdate, self._after, 64, wait_s)
+            found = await self._bus.tail(streams.POLICY, PolicyUpdate, self._after, 64, _IDLE_S)
             if found:
                 self._after, self._wanted = found[-1]
-                retry_s = _FIRST_RETRY_S
+                self._told.set()
 
-    async def _pull(self, update: PolicyUpdate) -> bool:
-        record, started_s = update.record, time.monotonic()
+    async def _keep_up(self) -> None:
+        retry_s = _FIRST_RETRY_S
+        retried: PolicyUpdate | None = None
+        while True:
+            update = await self._next()
+            errors = await self._pull(update, again=update is retried)
+            if not errors:
+                retry_s = _FIRST_RETRY_S
+            elif await self._overtaken(update, retry_s):
+                WEIGHT_PULLS_OVERTAKEN.inc()
+                retry_s = _FIRST_RETRY_S
+            else:
+                await self._note_failure(update.record.version, "; ".join(errors))
+                retried, retry_s = update, min(2 * retry_s, _LONGEST_RETRY_S)
+
+    async def _next(self) -> PolicyUpdate:
+        """Wait for an update that the engine is behind."""
+        while self._wanted is None or self._holds(self._wanted.record.version):
+            self._told.clear()
+            await self._told.wait()
+        return self._wanted
+
+    async def _overtaken(self, update: PolicyUpdate, wait_s: float | None) -> bool:
+        """Wait so long (None: for ever) for a newer update; return whether there is one."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while self._wanted is update:
+                    self._told.clear()
+                    await self._told.wait()
+        return self._wanted is not update
+
+    # ---------------------------------------------------------------- one version
+
+    async def _pull(self, update: PolicyUpdate, *, again: bool) -> list[str]:
+        """Try each source in turn; return no errors once the version is live, else what each of them said."""
+        errors: list[str] = []
+        for attempt in await self._attempts(update, again=again):
+            if errors and self._wanted is not update:
+                return errors
+            try:
+                await self._pull_from(attempt, update)
+            except WeightsError as error:
+                errors.append(f"{attempt.kind} {attempt.address}: {error}".replace(" :", ":"))
+                log.info("source failed", extra={"version": update.record.version, "error": errors[-1]})
+                continue
+            await self._note_success(update.record)
+            return []
+        if self._engine.torn:
+            raise EngineDied(f"expected whole weights from any source, found none: {'; '.join(errors)}")
+        return errors or ["expected a record with a source or a location, found neither"]
+
+    async def _attempts(self, update: PolicyUpdate, *, again: bool) -> list[Attempt]:
+        """In the order of the coordinator's tree; where that failed before, of those who say that they hold the version."""
+        told = None if again else update.sources.get(self._replica)
+        if told is None and update.record.source:
+            told = tuple(holders(await heartbeats(self._bus), update, self._replica, self._lot))
+        return attempts(update.record, told or (), self._engine.peer_address)
+
+    async def _pull_from(self, attempt: Attempt, update: PolicyUpdate) -> None:
+        record, started_s, offer = update.record, time.monotonic(), None
+        transport, reason = "none", "ask"
         try:
-            tensors = await asyncio.to_thread(_read, Path(record.location), record.manifest_digest)
-            await self._engine.swap(tensors, record.version)
+            offer = await self._ask(attempt, update)
+            transport, reason = offer.transport, "receive"
+            await self._engine.stage(offer)
+            pull_s = time.monotonic() - started_s
+            reason = "swap"
+            report = await self._engine.swap(record.version)
         except WeightsError as error:
-            await self._note_failure(record.version, error)
-            return False
-        pull_s = time.monotonic() - started_s
-        WEIGHT_PULL.observe(pull_s)
+            WEIGHT_PULL_FAILURES.labels(transport, reason).inc()
+            if offer is not None:
+                await self._puller.finish(offer, str(error))
+            raise
+        await self._puller.finish(offer, None)
+        _measure(attempt, record, offer, pull_s, report)
+
+    async def _ask(self, attempt: Attempt, update: PolicyUpdate) -> Offer:
+        record = update.record
+        if attempt.kind == "file":
+            return await asyncio.to_thread(file_offer, record, self._deadline_s)
+        if attempt.kind == "requested_file":
+            return await self._requested_file(attempt.address, update)
+        return await self._puller.ask(attempt.address, record)
+
+    async def _requested_file(self, address: str, update: PolicyUpdate) -> Offer:
+        """Wait for a file that takes long to write, but not once there is a newer version."""
+        writing = asyncio.ensure_future(self._puller.ask_for_file(address, update.record))
+        overtaken = asyncio.ensure_future(self._overtaken(update, None))
+        try:
+            await asyncio.wait([writing, overtaken], return_when=asyncio.FIRST_COMPLETED)
+            if not writing.done():
+                raise WeightsError(f"expected version {update.record.version} by file, found it overtaken")
+            return writing.result()
+        finally:
+            writing.cancel()
+            overtaken.cancel()
+            await asyncio.wait([writing, overtaken])
+
+    # ---------------------------------------------------------------- what becomes of it
+
+    async def _note_success(self, record: PolicyRecord) -> None:
         POLICY_VERSION.set(record.version)
-        log.info("policy version live", extra={"version": record.version, "step": record.step, "pull_s": pull_s})
         self._failing_since_s = None
         self._status.version = record.version
         self._status.last_error = ""
         await self._notify()
-        return True
+        await self._probe.check(record)
 
-    async def _note_failure(self, version: PolicyVersion, error: WeightsError) -> None:
-        self.failures += 1
-        WEIGHT_PULL_FAILURES.inc()
-        self._status.last_error = str(error)
-        log.warning("weights refused, the old version goes on", extra={"version": version, "error": str(error)})
+    async def _note_failure(self, version: PolicyVersion, error: str) -> None:
+        self._status.last_error = error
+        log.warning("weights refused, the old version goes on", extra={"version": version, "error": error})
         if self._failing_since_s is None:
             self._failing_since_s = time.monotonic()
-            await tell(self._bus, self._replica, "weights refused", str(error), version=int(version))
+            await tell(self._bus, self._replica, "weights refused", error, version=int(version))
         await self._notify()
 
     async def _notify(self) -> None:
@@ -149,7 +278,9 @@ class Follower:
         return since_s is not None and time.monotonic() - since_s >= self._give_up_s
 
 
-def _read(location: Path, digest: str) -> "dict[str, torch.Tensor]":
-    from shared.weights.snapshot import read_snapshot  # torch: late, so that a replica is there before it is loaded
-
-    return read_snapshot(location, digest)
+def _measure(attempt: Attempt, record: PolicyRecord, offer: Offer, pull_s: float, report: SwapReport) -> None:
+    WEIGHT_PULL.labels(attempt.label).observe(pull_s)
+    WEIGHT_SWAP.labels(report.path).observe(report.seconds)
+    WEIGHT_BYTES.labels(attempt.label).inc(offer.layout.nbytes)
+    shown = {"source": attempt.label, "transport": offer.transport, "pull_s": pull_s, "swap_s": report.seconds}
+    log.info("policy version live", extra={"version": record.version, "step": record.step, **shown})

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from services.rollout.models import OpenedModel, Tokenizer
+from services.rollout.models import Tokenizer
 from shared.errors import PermanentError
 from shared.messages import Int32Array, Prompt
 
@@ -28,13 +28,25 @@ class Codec(Protocol):
         """Return the texts of completions, special tokens left out."""
 
 
+class Reader(Protocol):
+    """What can be read: an opened model, or an engine that opened one."""
+
+    @property
+    def context_tokens(self) -> int:
+        """Most tokens of a prompt and its completion."""
+
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids there are."""
+
+
 class TokenizerCodec:
     """A tokenizer of transformers, held to what the model can read."""
 
-    def __init__(self, tokenizer: Tokenizer, opened: OpenedModel) -> None:
+    def __init__(self, tokenizer: Tokenizer, reader: Reader) -> None:
         self._tokenizer = tokenizer
-        self._context_tokens = opened.context_tokens
-        self._vocabulary = opened.vocabulary
+        self._context_tokens = reader.context_tokens
+        self._vocabulary = reader.vocabulary
 
     def encode(self, prompt: Prompt) -> Int32Array:
         """Return the token ids of a prompt (see :class:`Codec`)."""

@@ -1,24 +1,26 @@
 """An engine that reads its completions from a script: for tests of everything around it, without a model or torch.
 
 It is a whole :class:`Engine` otherwise: every token is one decoding step, a swap falls between two of them, and versions
-are recorded per token. Token ids are character codes, 0 stops. The "weights" of a swap are looked at by nobody.
+are recorded per token. Token ids are character codes, 0 stops. It holds no weights: unless a test hands it something
+that receives, whatever is offered is taken as received.
 """
 
 import asyncio
 import random
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from services.rollout.engine import EngineDied, GeneratedGroup, GeneratedSample, GenerationRequest
+from services.rollout.engine import EngineDied, GeneratedGroup, GeneratedSample, GenerationRequest, SwapReport
 from services.rollout.prompts import CharacterCodec
-from shared.messages import FinishReason, Int32Array, PolicyVersion
+from shared.messages import FinishReason, Float32Array, Int32Array, PolicyVersion
+from shared.weights.place import Place, boot_id
 
 if TYPE_CHECKING:
-    import torch
+    from shared.weights.offer import Offer
 
 Script = Callable[[str, PolicyVersion, random.Random], tuple[str, float]]
 """(prompt's text, version, lot) → (completion, its probability)."""
@@ -42,6 +44,9 @@ class ScriptedEngine:
         script: what it says to a prompt.
         seed: of the lot.
         pause: awaited between two decoding steps; a test that holds it back swaps in mid-generation.
+        receive: called in a thread with each offer that is staged; may raise WeightsError.
+        peer_address: where it says that others may pull.
+        logprob: what it says of every token of a probe.
     """
 
     def __init__(
@@ -50,10 +55,17 @@ class ScriptedEngine:
         *,
         seed: int = 0,
         pause: Callable[[], Awaitable[None]] | None = None,
+        receive: "Callable[[Offer], None] | None" = None,
+        peer_address: str = "",
+        logprob: float = 0.0,
     ) -> None:
         self._script = script
         self._lot = random.Random(seed)
         self._pause = pause
+        self._received = receive
+        self._peer_address = peer_address
+        self._logprob = logprob
+        self.torn = False
         self._version: PolicyVersion | None = None
         self._closed = False
 
@@ -77,11 +89,36 @@ class ScriptedEngine:
         samples = tuple(_sample(text, probability, sampling.max_new_tokens, versions) for text, probability in said)
         return GeneratedGroup(samples, started_at_s, time.time())
 
-    async def swap(self, tensors: "Mapping[str, torch.Tensor]", version: PolicyVersion) -> None:
+    @property
+    def ranks(self) -> int:
+        """One process."""
+        return 1
+
+    @property
+    def place(self) -> Place:
+        """This machine's CPU."""
+        return Place("cpu", (), boot_id())
+
+    @property
+    def peer_address(self) -> str:
+        """Where others may pull, as the test says."""
+        return self._peer_address
+
+    async def stage(self, offer: "Offer") -> None:
+        """Take ``offer`` as received (see :class:`Engine`)."""
+        if self._received is not None:
+            await asyncio.to_thread(self._received, offer)
+
+    async def swap(self, version: PolicyVersion) -> SwapReport:
         """Serve ``version`` from the next decoding step on (see :class:`Engine`)."""
         if self._closed:
             raise EngineDied("expected an open engine: a bug")
         self._version = version
+        return SwapReport(0.0, "copy", 0)
+
+    async def logprobs(self, token_ids: Int32Array) -> Float32Array:
+        """Return what the test says (see :class:`Engine`)."""
+        return np.full(len(token_ids) - 1, self._logprob, dtype=np.float32)
 
     async def close(self) -> None:
         """Answer nothing any more."""

@@ -4,9 +4,10 @@
 
     prompts ───────▶ encode ──▶ wait for min_version ──▶ engine.generate ──▶ decode ──▶ rollouts
     eval_prompts ─▶     the same handler, the same batches                          ──▶ eval_rollouts
-    policy ─▶ follower ──▶ engine.swap
+    policy ─▶ follower ──▶ engine.stage, engine.swap
 
-Order of shutdown: both workers stop taking, finish what they hold or give it back; the follower stops; the engine closes.
+Order of shutdown: both workers stop taking, finish what they hold or give it back; the follower stops; the engine closes, and
+with it what it serves to other replicas.
 An engine that died fails every handler, which stops the process; what it held is redone by others.
 """
 
@@ -23,8 +24,10 @@ from services.rollout.prompts import Codec
 from shared import streams
 from shared.bus import Bus
 from shared.messages import FinishReason, Prompt, RolloutGroup, Sample
+from shared.settings import WeightsSettings
 from shared.streams import Stream
 from shared.telemetry import Status
+from shared.weights.puller import Puller
 from shared.worker import Patience, Worker
 
 GENERATED_TOKENS = Counter("penstock_rollout_generated_tokens_total", "Tokens generated, by purpose.", ["purpose"])
@@ -120,6 +123,8 @@ class Rollout:
     """One replica, from its start to its stop in order; the engine is its own from now on.
 
     Args:
+        puller: asks sources of weights, as this replica.
+        weights: how versions reach the replicas.
         max_groups: training groups that are held at a time; evaluation groups, mostly of one sample, may be
             ``group_size`` times as many.
     """
@@ -130,6 +135,8 @@ class Rollout:
         engine: Engine,
         codec: Codec,
         status: Status,
+        puller: Puller,
+        weights: WeightsSettings,
         *,
         replica: str,
         patience: Patience,
@@ -138,7 +145,16 @@ class Rollout:
     ) -> None:
         self._engine = engine
         self._status = status
-        self._follower = Follower(bus, engine, status, replica)
+        self._puller = puller
+        self._follower = Follower(
+            bus,
+            engine,
+            status,
+            replica,
+            puller,
+            deadline_s=weights.deadline_s,
+            probe_gap_nats=weights.probe_gap_nats,
+        )
         self._generation = Generation(engine, codec, self._follower, replica)
         evaluation_groups = max(max_groups, min(max_groups * group_size, _MAX_EVALUATION_GROUPS))
 
@@ -170,6 +186,7 @@ class Rollout:
         finally:
             self._status.state = "stopping"
             await self._engine.close()
+            await self._puller.close()
 
     async def _release(self, stop: asyncio.Event) -> None:
         await stop.wait()

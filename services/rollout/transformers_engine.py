@@ -4,7 +4,9 @@
 
     tasks of the event loop                      the engine's thread
     generate ──▶ inbox ───────────────────────▶  waiting ──▶ batch: prefill, step, step, … ──▶ futures
-    swap     ──▶ inbox ──── between two steps ─▶ copy into the parameters, note the version
+    swap     ──▶ inbox ──── between two steps ─▶ copy the shadow into the parameters, note the version
+    logprobs ──▶ inbox ──── between two steps ─▶ one forward pass
+    stage    ──▶ the weights' thread ──────────▶ receive into the shadow (see ``shadow``)
 
 All requests that wait are decoded as one batch, up to ``max_rows`` samples; which arrive while a batch runs wait for the
 next one. (Requests that join a running batch are what vLLM is for.) An idle engine lets requests gather until none has
@@ -16,48 +18,32 @@ batches draw the same tokens, but which requests share a batch depends on timing
 
 import asyncio
 import contextlib
-import dataclasses
-import hashlib
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar, TypeVarTuple, Unpack
 
-import numpy as np
 import torch
 
+from services.rollout import inbox
 from services.rollout.decoding import Batch, Tokens
-from services.rollout.engine import EngineDied, GeneratedGroup, GeneratedSample, GenerationRequest
+from services.rollout.engine import EngineDied, GeneratedGroup, GeneratedSample, GenerationRequest, SwapReport
+from services.rollout.inbox import Answer, Asked, Close, Item, Score, Swap
 from services.rollout.models import OpenedModel
-from shared.errors import SettingsError, WeightsError
-from shared.messages import PolicyVersion, Sampling
+from services.rollout.shadow import Shadow
+from shared.errors import WeightsError
+from shared.messages import Float32Array, Int32Array, PolicyVersion
+from shared.weights.offer import Offer
+from shared.weights.place import Place, boot_id, plain_uuid
 
 GATHER_S = 0.004
 """An idle engine starts once no further request has come for so long."""
 
 R = TypeVar("R")
 Arguments = TypeVarTuple("Arguments")
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
-    """A request and where its answer goes."""
-
-    request: GenerationRequest
-    answer: "asyncio.Future[GeneratedGroup]"
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Swap:
-    tensors: Mapping[str, torch.Tensor]
-    version: PolicyVersion
-    answer: "asyncio.Future[None]"
-
-
-class _Close:
-    pass
 
 
 class TransformersEngine:
@@ -68,17 +54,34 @@ class TransformersEngine:
         seed: of the random numbers; see :func:`seed_of`.
         max_rows: samples that are decoded at a time; a request with more is a batch of its own.
         threads: CPU threads of torch; 0: as torch decides.
+        host: where other replicas may pull weights from this one; empty: nowhere.
+        deadline_s: no wait of such a pull takes longer.
+        drain: swap only once the running batch is finished.
     """
 
-    def __init__(self, opened: OpenedModel, *, seed: int, max_rows: int, threads: int = 0) -> None:
+    def __init__(
+        self,
+        opened: OpenedModel,
+        *,
+        seed: int,
+        max_rows: int,
+        threads: int = 0,
+        host: str = "",
+        deadline_s: float = 30.0,
+        drain: bool = False,
+    ) -> None:
         self._opened = opened
         self._seed = seed
         self._max_rows = max_rows
         self._threads = threads
+        self._drain = drain
+        self._shadow = Shadow(opened, host, deadline_s)
+        self._receiving = ThreadPoolExecutor(1, "weights", self._set_threads)
+        self._held_swaps: list[Swap] = []
         self._version: PolicyVersion | None = None
-        self._inbox: queue.SimpleQueue[_Asked | _Swap | _Close] = queue.SimpleQueue()
-        self._waiting: deque[_Asked] = deque()
-        self._running: list[_Asked] = []
+        self._inbox: queue.SimpleQueue[Item | Close] = queue.SimpleQueue()
+        self._waiting: deque[Asked] = deque()
+        self._running: list[Asked] = []
         self._closing = False
         self._door = threading.Lock()
         self._shut = False
@@ -95,19 +98,59 @@ class TransformersEngine:
     async def generate(self, request: GenerationRequest) -> GeneratedGroup:
         """Return a group of completions (see :class:`Engine`)."""
         answer: asyncio.Future[GeneratedGroup] = self._loop.create_future()
-        return await self._ask(_Asked(request, answer), answer)
+        return await self._ask(Asked(request, answer), answer)
 
-    async def swap(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> None:
-        """Put new weights in place between two decoding steps (see :class:`Engine`)."""
-        answer: asyncio.Future[None] = self._loop.create_future()
-        await self._ask(_Swap(tensors, version, answer), answer)
+    @property
+    def ranks(self) -> int:
+        """One process holds the model."""
+        return 1
+
+    @property
+    def place(self) -> Place:
+        """The model's device."""
+        device = self._opened.device
+        if device.type != "cuda":
+            return Place("cpu", (), boot_id())
+        return Place("cuda", (plain_uuid(torch.cuda.get_device_properties(device).uuid),), boot_id())
+
+    @property
+    def peer_address(self) -> str:
+        """``host:port`` where other replicas may pull; empty: nowhere."""
+        return self._shadow.address
+
+    @property
+    def torn(self) -> bool:
+        """Never: a swap copies what is whole."""
+        return False
+
+    async def stage(self, offer: Offer) -> None:
+        """Receive new weights beside the live ones (see :class:`Engine`)."""
+        receiving = self._loop.run_in_executor(self._receiving, self._shadow.receive, offer)
+        try:
+            await asyncio.shield(receiving)
+        except asyncio.CancelledError:
+            self._shadow.abort()
+            await asyncio.gather(receiving, return_exceptions=True)
+            raise
+
+    async def swap(self, version: PolicyVersion) -> SwapReport:
+        """Put staged weights in place between two decoding steps (see :class:`Engine`)."""
+        answer: asyncio.Future[SwapReport] = self._loop.create_future()
+        return await self._ask(Swap(version, answer), answer)
+
+    async def logprobs(self, token_ids: Int32Array) -> Float32Array:
+        """Return the logprobs of ``token_ids[1:]`` under the live weights (see :class:`Engine`)."""
+        answer: asyncio.Future[Float32Array] = self._loop.create_future()
+        return await self._ask(Score(token_ids, answer), answer)
 
     async def close(self) -> None:
         """Stop between two decoding steps; what still waits is cancelled."""
-        self._inbox.put(_Close())
+        self._inbox.put(Close())
         await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._shadow.close)
+        self._receiving.shutdown(wait=False)
 
-    async def _ask(self, item: _Asked | _Swap, answer: "asyncio.Future[R]") -> R:
+    async def _ask(self, item: Item, answer: "asyncio.Future[R]") -> R:
         with self._door:
             if self._shut:
                 raise EngineDied(f"the engine's thread has ended: {self._death!r}") from self._death
@@ -118,8 +161,7 @@ class TransformersEngine:
 
     def _live(self) -> None:
         try:
-            if self._threads:
-                torch.set_num_threads(self._threads)
+            self._set_threads()
             generator = torch.Generator(device=self._opened.device).manual_seed(self._seed)
             with torch.inference_mode():
                 while self._gather():
@@ -129,8 +171,13 @@ class TransformersEngine:
         finally:
             self._tell_all()
 
+    def _set_threads(self) -> None:
+        if self._threads:
+            torch.set_num_threads(self._threads)
+
     def _gather(self) -> bool:
         """Wait until there is something to generate; return False when it is time to close."""
+        self._swap_held()
         while not self._waiting and not self._closing:
             self._receive(self._inbox.get())
         with contextlib.suppress(queue.Empty):
@@ -143,16 +190,22 @@ class TransformersEngine:
             while True:
                 self._receive(self._inbox.get_nowait())
 
-    def _receive(self, item: _Asked | _Swap | _Close) -> None:
-        if isinstance(item, _Asked):
+    def _receive(self, item: Item | Close) -> None:
+        if isinstance(item, Asked):
             self._waiting.append(item)
-        elif isinstance(item, _Swap):
-            self._swap(item)
+        elif isinstance(item, Swap) and self._drain and self._running:
+            self._held_swaps.append(item)
+        elif isinstance(item, (Swap, Score)):
+            try:
+                self._swap(item) if isinstance(item, Swap) else self._score(item)
+            except BaseException as error:
+                self._call(inbox.end, item.answer, error)
+                raise
         else:
             self._closing = True
 
-    def _next_batch(self) -> list[_Asked]:
-        batch: list[_Asked] = []
+    def _next_batch(self) -> list[Asked]:
+        batch: list[Asked] = []
         while self._waiting:
             asked = self._waiting[0]
             if batch and _rows(batch) + asked.request.sampling.samples > self._max_rows:
@@ -162,7 +215,7 @@ class TransformersEngine:
                 batch.append(asked)
         return batch
 
-    def _run(self, batch: list[_Asked], generator: torch.Generator) -> None:
+    def _run(self, batch: list[Asked], generator: torch.Generator) -> None:
         if not batch:
             return
         self._running, started_at_s = batch, time.time()
@@ -185,105 +238,59 @@ class TransformersEngine:
     def _deliver(self, whole: Sequence[tuple[int, tuple[GeneratedSample, ...]]], started_at_s: float) -> None:
         now_s = time.time()
         for place, samples in whole:
-            self._call(_answer, self._running[place].answer, GeneratedGroup(samples, started_at_s, now_s))
+            self._call(inbox.answer, self._running[place].answer, GeneratedGroup(samples, started_at_s, now_s))
 
-    def _swap(self, item: _Swap) -> None:
+    def _swap_held(self) -> None:
+        held, self._held_swaps = self._held_swaps, []
+        for item in held:
+            self._swap(item)
+
+    def _swap(self, item: Swap) -> None:
+        started_s = time.perf_counter()
         try:
-            pairs = _matched(self._opened, item.tensors)
+            pairs = self._shadow.pairs(item.version)
         except WeightsError as error:
-            self._call(_refuse, item.answer, error)
+            self._call(inbox.refuse, item.answer, error)
             return
-        for parameter, tensor in pairs:
-            parameter.copy_(tensor)
+        torch._foreach_copy_([parameter for parameter, _ in pairs], [value for _, value in pairs])
         if self._opened.device.type == "cuda":
             torch.cuda.synchronize(self._opened.device)
         self._version = item.version
-        self._call(_answer, item.answer, None)
+        copied_bytes = sum(value.nbytes for _, value in pairs)
+        self._call(inbox.answer, item.answer, SwapReport(time.perf_counter() - started_s, "copy", copied_bytes))
+
+    def _score(self, item: Score) -> None:
+        ids_1T = torch.tensor(item.token_ids, dtype=torch.long, device=self._opened.device).unsqueeze(0)
+        positions_1T = torch.arange(ids_1T.shape[1], device=self._opened.device).unsqueeze(0)
+        output = self._opened.model(
+            input_ids=ids_1T,
+            attention_mask=None,
+            position_ids=positions_1T,
+            past_key_values=None,
+            use_cache=False,
+            logits_to_keep=0,
+        )
+        logprobs_TV = torch.log_softmax(output.logits[0, :-1].float(), dim=-1)
+        logprobs_T = logprobs_TV.gather(1, ids_1T[0, 1:].unsqueeze(1)).squeeze(1)
+        self._call(inbox.answer, item.answer, logprobs_T.cpu().numpy())
 
     def _tell_all(self) -> None:
         """Cancel what still waits, or tell it of the thread's death; nothing gets in any more."""
         with self._door:
             self._shut = True
-        ends: list[asyncio.Future[GeneratedGroup] | asyncio.Future[None]] = [
-            asked.answer for asked in (*self._running, *self._waiting)
-        ]
+        ends: list[Answer] = [asked.answer for asked in (*self._running, *self._waiting)]
+        ends += [held.answer for held in self._held_swaps]
         while not self._inbox.empty():
             item = self._inbox.get()
-            if not isinstance(item, _Close):
+            if not isinstance(item, Close):
                 ends.append(item.answer)
         for answer in ends:
-            self._call(_end, answer, self._death)
+            self._call(inbox.end, answer, self._death)
 
     def _call(self, callback: Callable[[Unpack[Arguments]], object], *arguments: *Arguments) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self._loop.call_soon_threadsafe(callback, *arguments)
 
 
-def try_out(opened: OpenedModel) -> None:
-    """Decode two tokens of two samples, so that a model that cannot be decoded like this is known at the start.
-
-    Raises:
-        SettingsError: it has no key-value cache of the usual kind, or does not fit its device.
-    """
-    request = GenerationRequest(np.zeros(1, dtype=np.int32), Sampling(samples=2, max_new_tokens=2, temperature=1.0))
-    generator = torch.Generator(device=opened.device)
-    try:
-        with torch.inference_mode():
-            decoding = Batch(opened.model, [request], Tokens(stop=()), generator, opened.device)
-            while not decoding.finished:
-                decoding.step(PolicyVersion(0))
-    except (TypeError, AttributeError, RuntimeError, ValueError, LookupError) as error:
-        raise SettingsError(
-            f"expected a decoder-only language model with a key-value cache that fits {opened.device}, found "
-            f"{type(opened.model).__name__}, which failed to decode ({type(error).__name__}: {error}): "
-            "change policy.model or rollout.device"
-        ) from error
-
-
-def seed_of(run_seed: int, replica: str) -> int:
-    """Return a replica's seed: different for every replica of a run, the same whenever it starts."""
-    return int.from_bytes(hashlib.sha256(f"{run_seed}:{replica}".encode()).digest()[:8], "little") >> 1
-
-
-def _matched(opened: OpenedModel, tensors: Mapping[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return (parameter, new value) pairs after checking all of them, so that a swap is whole or not at all."""
-    missing, unknown = opened.required - tensors.keys(), tensors.keys() - opened.parameters.keys()
-    if missing or unknown:
-        name = min(missing or unknown)
-        raise WeightsError(
-            f"expected the tensors of policy.model, found {len(missing)} missing and {len(unknown)} unknown, "
-            f"{name!r} for one: trainer and rollout must be configured with the same policy.model"
-        )
-    pairs = [(opened.parameters[name], tensor) for name, tensor in tensors.items()]
-    for name, (parameter, tensor) in zip(tensors, pairs, strict=True):
-        if parameter.shape != tensor.shape:
-            raise WeightsError(
-                f"expected {name!r} of shape {tuple(parameter.shape)}, found {tuple(tensor.shape)}: "
-                "trainer and rollout must be configured with the same policy.model"
-            )
-    return pairs
-
-
-def _rows(asked: Sequence[_Asked] | deque[_Asked]) -> int:
+def _rows(asked: Sequence[Asked] | deque[Asked]) -> int:
     return sum(one.request.sampling.samples for one in asked)
-
-
-def _answer(future: "asyncio.Future[R]", result: R) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
-def _refuse(future: "asyncio.Future[None]", error: WeightsError) -> None:
-    if not future.done():
-        future.set_exception(error)
-
-
-def _end(future: "asyncio.Future[GeneratedGroup] | asyncio.Future[None]", death: BaseException | None) -> None:
-    if future.done():
-        return
-    if death is None:
-        future.cancel()
-        return
-    error = EngineDied(f"the engine's thread died: {death!r}")
-    error.__cause__ = death
-    future.set_exception(error)

@@ -15,4 +15,4 @@ if __name__ == "__main__":
             sys.exit(service.refuse("trainer", error))
         if settings.trainer.ranks > 1:
             become_torchrun(settings.trainer.ranks, sys.argv[1:])
-    sys.exit(service.main("trainer", run))
+    service.leave(service.main("trainer", run))

@@ -3,7 +3,8 @@
 ::
 
     <run folder>/checkpoints/step-000020/
-        engine/         DeepSpeed: model and optimizer, one file a rank
+        engine/         DeepSpeed: model and optimizer, one file a rank; with adapters, theirs only
+        critic/         the same of the critic, where there is one
         state.json      step, version, cursor, last journal entry, ranks, ZeRO stage (written last)
 
 A folder without ``state.json`` is no checkpoint. Ranks may not change between save and load; the message says so.
@@ -17,6 +18,7 @@ from pathlib import Path
 from shared import durable
 from shared.errors import SettingsError
 from shared.messages import PolicyVersion
+from shared.settings import PolicySettings
 
 _MARKER = "state.json"
 
@@ -35,6 +37,10 @@ class CheckpointState:
     zero_stage: int
     random_state: str
     """Torch's CPU generator, hex."""
+    kl_coefficient: float | None = None
+    """What a nat away from the reference costs, where it is steered."""
+    adapter_of: str = ""
+    """With adapters: the base that they belong to, and their rank and scale; the base itself is not in the checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,6 +94,22 @@ def check_ranks(checkpoint: Checkpoint, ranks: int, zero_stage: int) -> None:
         raise SettingsError(
             f"expected to resume {checkpoint.folder} with trainer.ranks = {state.ranks} and trainer.zero_stage = "
             f"{state.zero_stage}, which wrote it, found {ranks} and {zero_stage}: change them back"
+        )
+
+
+def base_of(policy: PolicySettings) -> str:
+    """Return what adapters belong to, in words; "" without any."""
+    lora = policy.lora
+    return f"{policy.model} (rank {lora.rank}, alpha {lora.alpha:g}, {lora.target_modules})" if lora.rank else ""
+
+
+def check_base(checkpoint: Checkpoint, policy: PolicySettings) -> None:
+    """Raise SettingsError where a checkpoint's adapters are not those of the settings."""
+    found, expected = base_of(policy), checkpoint.state.adapter_of
+    if found != expected:
+        raise SettingsError(
+            f"expected to resume {checkpoint.folder} with {expected or 'no adapters'}, which wrote it, found "
+            f"{found or 'no adapters'}: change policy.model or policy.lora back"
         )
 
 

@@ -2,12 +2,21 @@
 
 The loss of a step is a sum over tokens divided by the tokens of the *global* batch, so every trained token weighs the
 same whatever rank or micro-batch it lies in. DeepSpeed averages gradients over ranks, hence the factor ``ranks``.
-Nothing is compiled at run time: torch's AdamW, and gloo or NCCL as torch brings them.
+Nothing is compiled at run time: torch's AdamW (fused on a GPU), and gloo or NCCL as torch brings them.
+
+At ZeRO stage 3 a rank holds a part of each weight. Whoever looks at whole ones goes through :meth:`TrainingEngine.tensors`,
+which gathers about a bucket at a time; every rank walks through it at the same point of its loop, and rank 0 alone keeps
+copies.
+
+With adapters (see ``adapter``) the frozen weights are in no optimizer and no checkpoint; :meth:`TrainingEngine.tensors` gives
+them merged, one at a time, and changes nothing in the model.
 """
 
+import contextlib
 import logging
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +24,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shared.settings import Settings
+from services.trainer import adapter
+from services.trainer.flops import ModelSizes
+from shared.settings import Settings, TrainerSettings
 
 _TAG = "engine"
+_CHECKPOINTING = {"use_reentrant": False}
+_GATHER_BYTES = 256 << 20
+"""About so much of the weights is whole on every rank at a time, at ZeRO stage 3."""
 
 
 def start_ranks(device: str) -> tuple[int, int]:
@@ -58,12 +72,23 @@ class TrainingEngine:
         self.ranks = dist.get_world_size()
         self.device = torch.device(device)
         self.policy = policy.to(self.device)
+        if settings.trainer.gradient_checkpointing:
+            model: Any = self.policy.model
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=_CHECKPOINTING)
+        parameters = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
         engine, _, _, _ = deepspeed.initialize(
             model=self.policy,
-            model_parameters=[parameter for parameter in self.policy.parameters() if parameter.requires_grad],
+            model_parameters=parameters,
+            optimizer=_optimizer(parameters, settings.trainer, device),
             config=_config(settings),
         )
         self._engine: Any = engine
+        self._sharded = settings.trainer.zero_stage == 3
+        self._plain_optimizer = settings.trainer.zero_stage == 0 and settings.policy.dtype == "float32"
+        lora = settings.policy.lora
+        self._scale = adapter.scale(lora) if lora.rank else 0.0
+        self._frozen = not all(parameter.requires_grad for parameter in self.policy.parameters())
+        self._writer = _Writer(engine.checkpoint_engine)
 
     def forward(self, batch: object) -> Any:
         """Run the policy on a micro-batch."""
@@ -77,26 +102,177 @@ class TrainingEngine:
             self._engine.step()  # counts the micro-batch, changes nothing
 
     def step(self, learning_rate: float) -> float:
-        """Update the weights; return the global gradient norm before clipping."""
+        """Update the weights; return the global gradient norm before clipping.
+
+        Where that is not finite, on every rank alike, weights and optimizer stay as they are.
+        """
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
+        if self._plain_optimizer:
+            return self._step_plainly()
         self._engine.step()
         norm = self._engine.get_global_grad_norm()
+        if not self._engine.was_step_applied():
+            return math.inf
         return float(norm) if norm is not None else 0.0
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Return the model's tensors under their Hugging Face names, tied ones once."""
-        return ((name.removeprefix("model."), tensor) for name, tensor in _unique(self.policy))
+    def _step_plainly(self) -> float:
+        """Without ZeRO in float32, DeepSpeed neither tells the norm nor looks at it; gradients are whole on every rank."""
+        gradients = [parameter.grad for parameter in self.policy.parameters() if parameter.grad is not None]
+        norm = float(torch.stack([gradient.norm() for gradient in gradients]).norm()) if gradients else 0.0
+        if not math.isfinite(norm):
+            self._engine.zero_grad()
+            return math.inf
+        self._engine.step()
+        return norm
 
-    def save(self, folder: Path) -> None:
-        """Write model and optimizer state; every rank calls it."""
-        self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
+    @property
+    def recovers(self) -> bool:
+        """Whether a forward pass may fail on one rank: at ZeRO stage 3 other ranks would wait in the middle of it."""
+        return not self._sharded
+
+    def on_any_rank(self, found: bool) -> bool:
+        """Return whether ``found`` on any rank; every rank calls it."""
+        if self.ranks == 1:
+            return found
+        flag = torch.tensor([int(found)], dtype=torch.int64, device=self.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids there are."""
+        model: Any = self.policy.model
+        return int(model.config.get_text_config().vocab_size)
+
+    @property
+    def sizes(self) -> ModelSizes:
+        """What a forward pass of the policy costs depends on."""
+        policy: Any = self.policy
+        sizes: ModelSizes = policy.sizes
+        return sizes
+
+    def evaluate(self, batch: object, **options: float) -> Any:
+        """Run the module on a micro-batch without gradients or dropout; every rank calls it.
+
+        Args:
+            batch: what its forward pass takes.
+            options: what else it takes, such as the policy's ``temperature``.
+        """
+        self._engine.eval()
+        try:
+            with torch.no_grad():
+                return self._engine(batch, **options)
+        finally:
+            self._engine.train()
+
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """Return the model's tensors whole, under their Hugging Face names, tied ones once, adapters merged in.
+
+        A list; at ZeRO stage 3 an iterator that every rank must go through to its end, where a tensor is whole only until
+        the next is asked for; with adapters an iterator as well.
+        """
+        whole = self._whole(_parts(self.policy))
+        return whole if self._sharded or self._frozen else list(whole)
+
+    def factors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the adapters' tensors whole, under their names in a PEFT file; as :meth:`tensors`."""
+        named = [(name, tensor) for name, tensor in _unique(self.policy) if adapter.is_factor(name)]
+        return self._whole([(adapter.file_name(name.removeprefix("model.")), (tensor,)) for name, tensor in named])
+
+    def _whole(self, parts: Iterable[tuple[str, tuple[Tensor, ...]]]) -> Iterator[tuple[str, Tensor]]:
+        for group in _groups(parts):
+            with self._gathered([tensor for _, tensors in group for tensor in tensors]):
+                for name, tensors in group:
+                    yield name, self._joined(tensors)
+
+    def _joined(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        if len(tensors) == 1:
+            return tensors[0].detach()
+        weight, factor_a, factor_b = tensors
+        return adapter.merged(weight, factor_a, factor_b, self._scale)
+
+    def shapes(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """Yield name, number type and whole shape of each of :meth:`tensors`, in their order; gathers nothing."""
+        for name, (tensor, *_) in _parts(self.policy):
+            yield name, tensor.dtype, tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+    def take_part(self, *, factors: bool = False) -> None:
+        """Do a rank's share while rank 0 goes through :meth:`tensors`, or through :meth:`factors`."""
+        if self._sharded:
+            for _ in self.factors() if factors else self.tensors():
+                pass
+
+    def _gathered(self, tensors: list[Tensor]) -> contextlib.AbstractContextManager[object]:
+        if not self._sharded:
+            return contextlib.nullcontext()
+        import deepspeed
+
+        gathered: contextlib.AbstractContextManager[object] = deepspeed.zero.GatheredParameters(
+            [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
+        )
+        return gathered
+
+    def save(self, folder: Path) -> str:
+        """Write model and optimizer state, without what is frozen; return what storage refused on this rank, or "".
+
+        Every rank calls it, and all of them come back even where one could not write.
+        """
+        self._writer.error = ""
+        self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False, exclude_frozen_parameters=self._frozen)
+        return self._writer.error
 
     def load(self, folder: Path) -> None:
         """Read what :meth:`save` wrote; every rank calls it."""
-        found, _ = self._engine.load_checkpoint(str(folder), tag=_TAG)
+        found, _ = self._engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=not self._frozen)
         if found is None:
             raise RuntimeError(f"expected a DeepSpeed checkpoint in {folder}, found none")
+
+
+class _Writer:
+    """Keeps what storage refused from interrupting DeepSpeed between two barriers, where other ranks would wait for ever."""
+
+    def __init__(self, checkpoint_engine: Any) -> None:
+        self._write = checkpoint_engine.save
+        self.error = ""
+        checkpoint_engine.save = self.save
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Write, unless a file before was refused."""
+        if self.error:
+            return
+        try:
+            self._write(state_dict, path)
+        except (OSError, RuntimeError) as error:  # torch's own writer raises RuntimeError
+            self.error = f"{path}: {error}".splitlines()[0]
+
+
+def _groups(
+    parts: Iterable[tuple[str, tuple[Tensor, ...]]],
+) -> Iterator[list[tuple[str, tuple[Tensor, ...]]]]:
+    """Cut into runs of about ``_GATHER_BYTES``."""
+    group: list[tuple[str, tuple[Tensor, ...]]] = []
+    held_bytes = 0
+    for name, tensors in parts:
+        nbytes = sum(getattr(tensor, "ds_numel", tensor.numel()) * tensor.element_size() for tensor in tensors)
+        if group and held_bytes + nbytes > _GATHER_BYTES:
+            yield group
+            group, held_bytes = [], 0
+        group.append((name, tensors))
+        held_bytes += nbytes
+    if group:
+        yield group
+
+
+def _parts(module: nn.Module) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
+    """Yield what is published, by Hugging Face name: a tensor, or a weight with the two factors of its adapter."""
+    named = dict(_unique(module))
+    for name, tensor in named.items():
+        if adapter.is_factor(name):
+            continue
+        a, b = adapter.factors_of(name)
+        found = (tensor, named[a], named[b]) if a in named else (tensor,)
+        yield adapter.plain_name(name.removeprefix("model.")), found
 
 
 def _unique(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -119,23 +295,32 @@ def _import_deepspeed(device: str) -> Any:
     return deepspeed
 
 
-def _config(settings: Settings) -> dict[str, object]:
+def _optimizer(parameters: list[nn.Parameter], trainer: TrainerSettings, device: str) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        parameters,
+        lr=trainer.learning_rate,
+        betas=(trainer.adam_beta1, trainer.adam_beta2),
+        weight_decay=trainer.weight_decay,
+        fused=device == "cuda" and trainer.offload == "none",
+    )
+
+
+def _config(settings: Settings) -> dict[str, Any]:
     trainer = settings.trainer
+    zero: dict[str, Any] = {"stage": trainer.zero_stage}
+    pinned = {"device": "cpu", "pin_memory": pick_device(trainer.device) == "cuda"}
+    if trainer.offload != "none":
+        zero["offload_optimizer"] = pinned
+    if trainer.offload == "all":
+        zero["offload_param"] = pinned
     return {
+        **trainer.deepspeed,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,  # boundaries are set by hand
         "gradient_clipping": trainer.max_grad_norm,
         "bf16": {"enabled": settings.policy.dtype == "bfloat16"},
-        "zero_optimization": {"stage": trainer.zero_stage},
+        "zero_optimization": {**trainer.deepspeed.get("zero_optimization", {}), **zero},
         "zero_allow_untested_optimizer": True,
-        "optimizer": {
-            "type": "AdamW",
-            "params": {
-                "lr": trainer.learning_rate,
-                "betas": [trainer.adam_beta1, trainer.adam_beta2],
-                "weight_decay": trainer.weight_decay,
-                "torch_adam": True,
-            },
-        },
+        "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own for the host is compiled at run time
         "steps_per_print": 2**31 - 1,
     }

@@ -6,7 +6,10 @@ them. A group leaves here without being trained when it is
 
     stale       its lag is over ``max_lag``: dropped, or sent back to the prompts (``on_stale``)
     fenced      a token was written under a revoked version: dropped
-    too_long    a sample does not fit into a forward pass: dropped
+    too_long    a sample (with preferences: a pair) does not fit into a forward pass: dropped
+    no_signal   its rewards are all equal and algorithm.dynamic_sampling is on: dropped, and admission has another
+                generated in its slot (Yu et al. 2025, DAPO, arXiv:2503.14476, §3.2)
+    nonfinite   its batch gave a loss or gradient that is not finite: dropped, by the loop
     duplicate   the group is held already: dropped
     unreadable  or its arrays do not fit together: buried with the reason
 """
@@ -19,6 +22,8 @@ from collections import Counter
 
 import numpy as np
 
+from services.trainer.advantages import has_signal
+from services.trainer.credit import shaped_rewards
 from services.trainer.staleness import judge
 from shared.bus import Bus, Delivery
 from shared.errors import MessageError
@@ -56,6 +61,7 @@ class Intake:
         self._arrived = asyncio.Event()
         self.left: Counter[str] = Counter()
         """Groups that left untrained since the last batch, by reason."""
+        self._useless = 0  # groups without signal that were dropped since the last batch
 
     async def fill(self) -> None:
         """Hold whatever arrives, for ever; run it in the background."""
@@ -80,11 +86,30 @@ class Intake:
         if group_id in self._held:
             await self._drop(delivery, "duplicate", "a group of this id is held already")
             return
-        if (tokens := _longest_tokens(experience)) > self._settings.trainer.micro_batch_tokens:
+        if (tokens := self._longest_tokens(experience)) > self._settings.trainer.micro_batch_tokens:
             await self._drop(delivery, "too_long", f"{tokens} tokens > trainer.micro_batch_tokens")
+            return
+        if self._is_useless(experience):
+            self._useless += 1
+            await self._drop(delivery, "no_signal", f"all rewards are {float(experience.rewards[0]):g}")
             return
         self._held[group_id] = Taken(delivery, experience)
         self._arrived.set()
+
+    def _is_useless(self, experience: Experience) -> bool:
+        """Whether the group teaches nothing and is left out; after so many for one step, none is, so that a run ends."""
+        algorithm = self._settings.algorithm
+        if not algorithm.dynamic_sampling:
+            return False
+        if self._useless >= algorithm.dynamic_sampling_rounds * algorithm.groups_per_step:
+            return False
+        return not has_signal(shaped_rewards(experience, algorithm, self._settings.sampling.max_new_tokens))
+
+    def _longest_tokens(self, experience: Experience) -> int:
+        """Return the longest row that cannot be split: the prompt with its longest sample, or with its longest pair."""
+        together = 2 if self._settings.algorithm.loss == "dpo" else 1
+        lengths = sorted(len(sample.token_ids) for sample in experience.group.samples)
+        return len(experience.group.prompt_token_ids) + sum(lengths[-together:])
 
     async def next_batch(self, step: int, wait_s: float) -> list[Taken] | None:
         """Return the groups of the step after ``step``, or None when there were not enough within ``wait_s``."""
@@ -106,6 +131,13 @@ class Intake:
         """Forget a batch that was committed."""
         for taken in batch:
             del self._held[taken.experience.group.prompt.group_id]
+        self._useless = 0
+
+    async def discard(self, batch: list[Taken], reason: str, detail: str) -> None:
+        """Let a batch leave untrained: each of its groups by itself, so a crash in the middle loses none of the others."""
+        for taken in batch:
+            await self._drop(taken.delivery, reason, detail)
+        self.release(batch)
 
     async def _sort_out(self, step: int) -> None:
         revoked = await self._ledger.revoked()
@@ -137,10 +169,6 @@ class Intake:
         self.left["buried"] += 1
         log.error("group buried", extra={"group": delivery.group_id, "reason": reason})
         await self._bus.bury(delivery, reason)
-
-
-def _longest_tokens(experience: Experience) -> int:
-    return len(experience.group.prompt_token_ids) + max(len(s.token_ids) for s in experience.group.samples)
 
 
 def _check(experience: Experience) -> None:

@@ -1,8 +1,8 @@
 """Rank 0's side of the training loop: intake, resume, publish, commit, tell. It runs on the training thread and reaches
 the bus through the event loop of the main thread.
 
-Order of a commit (see docs/architecture.md): the snapshot is written, then one transaction moves the batch to the
-journal and publishes the version. A trainer that dies before it leaves its batch pending on the bus; one that dies after
+Order of a commit (see docs/architecture.md): the weights are put where replicas can get them, then one transaction moves
+the batch to the journal and publishes the version. A trainer that dies before it leaves its batch pending on the bus; one that dies after
 it is replayed from the journal.
 """
 
@@ -21,16 +21,18 @@ from services.trainer import measures
 from services.trainer.checkpoints import Checkpoint, CheckpointState, newest
 from services.trainer.engine import TrainingEngine
 from services.trainer.intake import Intake, Taken
-from services.trainer.measures import Phases, batch_figures, export_metrics, memory_bytes
+from services.trainer.measures import Phases, batch_figures, export_metrics
 from services.trainer.orders import Kind, Order, decode_all
-from services.trainer.policy import export
+from services.trainer.policy import export, export_adapter
+from services.trainer.publication import Publication, note_version, noted_version
+from services.trainer.staleness import lag_steps
 from shared.errors import WeightsError
 from shared.ledger import Ledger, RunStatus
-from shared.messages import PolicyRecord, PolicyVersion, StepReport
+from shared.messages import Experience, PolicyRecord, PolicyVersion, Probe, StepReport
 from shared.service import Context
 from shared.streams import JOURNAL
 from shared.telemetry import tell
-from shared.weights.snapshot import keep_newest, read_snapshot, write_snapshot
+from shared.weights.snapshot import read_snapshot
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ class Lead:
         self._filling: asyncio.Task[None] | None = None
         self._epoch = 0
         self._newest: PolicyVersion | None = None
+        self._publication = Publication(context.settings, context.host)
         self._batch: list[Taken] = []
         self._opening: Iterator[Order] | None = None
         self._committed_s = time.perf_counter()
@@ -85,6 +88,7 @@ class Lead:
             Kind.TRAIN,
             payloads=tuple(taken.delivery.data for taken in batch),
             groups=tuple(taken.experience for taken in batch),
+            lags=self._lags([taken.experience for taken in batch], step),
         )
 
     async def _wait_for_stop(self) -> None:
@@ -111,6 +115,7 @@ class Lead:
     async def _open(self) -> list[Order]:
         """Take the epoch, and return the orders that bring every rank to the ledger's step."""
         self._epoch = await self._ledger.take_epoch()
+        await self._warn()
         known = await self._bus.call(lambda: self._bus.client.hexists(self._bus.keys.run, "step"))
         status = await self._ledger.status()
         checkpoint = newest(self._settings.run_folder / "checkpoints", status.step if known else None)
@@ -124,11 +129,19 @@ class Lead:
         load = [Order(Kind.LOAD, folder=str(checkpoint.folder))] if checkpoint is not None else []
         return [*load, *replay]
 
+    async def _warn(self) -> None:
+        algorithm = self._settings.algorithm
+        if algorithm.max_lag and algorithm.correction == "none" and algorithm.loss != "dpo":
+            detail = (
+                f"samples may be {algorithm.max_lag} steps old and nothing corrects for it: allow_uncorrected is on"
+            )
+            log.warning("uncorrected run", extra={"detail": detail})
+            await tell(self._bus, "trainer", "uncorrected run", detail, max_lag=algorithm.max_lag)
+
     async def _restore(self, checkpoint: Checkpoint) -> None:
         """The bus is empty but a checkpoint is there: go on from it. Groups that were in flight are lost with the bus."""
-        state, folder = checkpoint.state, self._settings.snapshot_folder
-        written = [int(path.name[1:]) for path in folder.glob("v[0-9]*") if path.name[1:].isdigit()]
-        newest_version = PolicyVersion(max([state.version, *written]))
+        state = checkpoint.state
+        newest_version = max(state.version, noted_version(self._settings.run_folder))
         await self._ledger.restore(state.step, state.cursor, newest_version)
         detail = f"the bus was empty; going on from the checkpoint of step {state.step}"
         await tell(self._bus, "trainer", "run restored", detail, step=state.step, cursor=state.cursor)
@@ -148,22 +161,36 @@ class Lead:
         if steps:
             detail = f"replaying {len(steps)} steps from the journal after the checkpoint of step {start}"
             await tell(self._bus, "trainer", "journal replayed", detail, start=start, end=status.step)
-        return [Order(Kind.REPLAY, payloads=tuple(by_step[s]), groups=decode_all(by_step[s])) for s in steps]
+        return [self._replayed(by_step[s], s) for s in steps]
+
+    def _replayed(self, payloads: Sequence[bytes], step: int) -> Order:
+        groups = decode_all(payloads)
+        return Order(Kind.REPLAY, payloads=tuple(payloads), groups=groups, lags=self._lags(groups, step - 1))
+
+    def _lags(self, groups: Sequence[Experience], step: int) -> tuple[int, ...]:
+        """Return each group's lag when ``step`` steps are committed: the same in a replay, as versions keep their steps."""
+        return tuple(lag_steps(found.group, step, self._steps_of_versions) for found in groups)
 
     # ---------------------------------------------------------------- publish and commit
 
-    def ready(self, engine: TrainingEngine, step: int) -> None:
-        """Publish the weights of ``step`` unless they are the ledger's newest already, readable."""
-        if not self._call(self._is_published(step)):
-            record = self._snapshot(engine, step, {})
-            self._call(self._ledger.commit(self._epoch, record, [], None))
-            self._published(record)
+    def is_published(self, step: int) -> bool:
+        """Whether the weights of ``step`` are the ledger's newest version already, readable."""
+        return self._call(self._is_published(step))
+
+    def publish(self, engine: TrainingEngine, step: int, probe: Probe | None) -> None:
+        """Publish the weights of ``step``, which is committed already, as a new version."""
+        record = self._record(engine, step, {}, probe)
+        self._call(self._ledger.commit(self._epoch, record, [], None))
+        self._published(record)
+
+    def ready(self) -> None:
+        """Say that training can begin."""
         self._context.status.state = "waiting"
         self._committed_s = time.perf_counter()
 
     async def _is_published(self, step: int) -> bool:
         record = None if self._newest is None else await self._ledger.policy(self._newest)
-        if record is None or record.step != step:
+        if record is None or record.step != step or not self._publication.outlives_the_process:
             return False
         try:
             await asyncio.to_thread(read_snapshot, Path(record.location), record.manifest_digest)
@@ -173,37 +200,42 @@ class Lead:
         self._context.status.version = record.version
         return True
 
-    def _snapshot(self, engine: TrainingEngine, step: int, metrics: dict[str, float]) -> PolicyRecord:
+    def _record(
+        self, engine: TrainingEngine, step: int, metrics: dict[str, float], probe: Probe | None
+    ) -> PolicyRecord:
         version = PolicyVersion(0 if self._newest is None else self._newest + 1)
-        dtype = torch.float32 if self._settings.policy.dtype == "float32" else torch.bfloat16
-        snapshot = write_snapshot(self._settings.snapshot_folder, version, step, engine.tensors(), dtype)
+        note_version(self._settings.run_folder, version)
+        found = self._publication.publish(engine, version, step)
         return PolicyRecord(
             version=version,
             parent=self._newest,
             step=step,
             created_at_s=time.time(),
-            manifest_digest=snapshot.digest,
-            location=str(snapshot.location),
+            manifest_digest=found.digest,
+            location=found.location,
             metrics=metrics,
+            source=found.source,
+            probe=probe,
         )
 
     def _published(self, record: PolicyRecord) -> None:
         self._newest = record.version
         self._steps_of_versions[record.version] = record.step
         self._context.status.version = record.version
-        keep_newest(self._settings.snapshot_folder, self._settings.weights.keep)
+        self._publication.clear()
 
-    def commit(self, engine: TrainingEngine, step: int, measured: dict[str, float], phases: Phases) -> None:
+    def commit(
+        self, engine: TrainingEngine, step: int, measured: dict[str, float], probe: Probe | None, phases: Phases
+    ) -> None:
         """Publish the weights of ``step`` and move its batch to the journal, in one transaction."""
         batch, self._batch = self._batch, []
         figures = batch_figures([taken.experience for taken in batch], step - 1, self._steps_of_versions)
         metrics = {**measured, **figures.metrics}
         with phases.measure("snapshot"):
-            record = self._snapshot(
-                engine, step, {name: metrics[name] for name in ("reward_mean", "kl_mean", "entropy")}
-            )
+            shown = {name: metrics[name] for name in ("reward_mean", "kl_mean", "entropy")}
+            record = self._record(engine, step, shown, probe)
         step_s = time.perf_counter() - self._committed_s
-        metrics |= self._rates(figures, step_s) | self._left() | {"memory_bytes": memory_bytes(engine.device)}
+        metrics |= self._rates(figures, step_s) | self._left() | phases.take_memory()
         metrics |= {f"phase_{phase}_s": seconds for phase, seconds in phases.take().items()}
         report = StepReport(
             step=step,
@@ -220,6 +252,12 @@ class Lead:
         self._published(record)
         self._tell_step(step, record.version, figures, metrics)
 
+    def skip(self, reason: str, detail: str) -> None:
+        """Let the batch of the last order leave the bus untrained."""
+        batch, self._batch = self._batch, []
+        self._call(self._intake.discard(batch, reason, detail))
+        self._call(tell(self._bus, "trainer", "batch skipped", detail, groups=len(batch)))
+
     def _rates(self, figures: measures.BatchFigures, step_s: float) -> dict[str, float]:
         return {
             "step_s": step_s,
@@ -231,7 +269,7 @@ class Lead:
         left, self._intake.left = self._intake.left, Counter()
         for reason, count in left.items():
             measures.LEFT.labels(reason).inc(count)
-        return {"dropped_stale": float(left["stale"]), "dropped_fenced": float(left["fenced"])}
+        return {f"dropped_{reason}": float(left[reason]) for reason in ("stale", "fenced", "no_signal", "nonfinite")}
 
     def _tell_step(
         self, step: int, version: PolicyVersion, figures: measures.BatchFigures, metrics: dict[str, float]
@@ -274,14 +312,24 @@ class Lead:
             self._call(self._ledger.trim_journal(state.journal_entry))
         log.info("checkpoint written", extra={"step": state.step, "folder": str(checkpoint.folder)})
 
+    def note_failed_checkpoint(self, step: int, error: str) -> None:
+        """Tell that the checkpoint of ``step`` could not be written; the one before stays, and so does the journal."""
+        measures.CHECKPOINTS_FAILED.inc()
+        detail = f"the checkpoint of step {step} was refused, the one before stays: {error}: make room in run.folder"
+        log.warning("checkpoint failed", extra={"detail": detail})
+        self._call(tell(self._bus, "trainer", "checkpoint failed", detail, step=step))
+
     def finish(self, engine: TrainingEngine) -> None:
-        """Write the final policy in Hugging Face form."""
+        """Write the final policy in Hugging Face form, adapters merged in, and these beside it."""
         folder = self._settings.run_folder / "policy"
-        export(engine.policy.model, self._settings.policy, folder)
+        export(engine.policy.model, engine.tensors(), self._settings.policy, folder)
+        if self._settings.policy.lora.rank:
+            export_adapter(dict(engine.factors()), self._settings.policy, self._settings.run_folder / "adapter")
         self._context.status.state = "waiting"
         log.info("final policy written", extra={"folder": str(folder)})
 
-    def clean_up(self) -> None:
-        """Stop the intake; called on the event loop."""
+    async def clean_up(self) -> None:
+        """Stop the intake, and serve no more weights."""
         if self._filling is not None:
             self._filling.cancel()
+        await asyncio.to_thread(self._publication.close)

@@ -3,19 +3,25 @@
 ::
 
     order = orders.next()                                  # a batch that is whole, fresh and unfenced
-    advantages = group_advantages(rewards)                 # GRPO: the group is its own baseline
-    for micro_batch in plan(rows, tokens, ranks):          # hard token cap, equal counts on all ranks
-        backward(clipped_ratio(policy, behavior, advantages) / tokens of the global batch)
-    step(learning_rate)
-    lead.commit(batch)                                     # journal and version, one transaction
+    learner.learn(batch):                                  # see ``learner``; by default, GRPO:
+        advantages = group_advantages(rewards)             # the group is its own baseline
+        for micro_batch in plan(rows, tokens, ranks):      # hard token cap, equal counts on all ranks
+            backward(clipped_ratio(policy, behavior, advantages) / tokens of the global batch)
+        step(learning_rate)
+    probe = prober.next()                                  # logprobs that replicas check the version with, now and then
+    lead.commit(batch, probe)                              # journal and version, one transaction
     every N steps: checkpoint                              # then the journal before it is forgotten
+
+A batch whose loss or gradient is not finite leaves the bus as dropped:nonfinite and nothing is committed; a checkpoint that
+storage refuses is tried again at the next interval, and the journal is kept until one is whole.
 
 A resumed trainer loads the newest whole checkpoint and replays the journal through the same :meth:`Trainer.update`,
 without publishing. The loop knows no bus: it asks ``lead``, which other ranks do not have.
 """
 
+import dataclasses
 import logging
-import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -24,14 +30,13 @@ import torch
 import torch.distributed as dist
 
 from services.trainer import checkpoints
-from services.trainer.advantages import group_advantages
 from services.trainer.engine import TrainingEngine
-from services.trainer.losses import clipped_ratio, kl_k3
-from services.trainer.measures import Phases, TokenSums
-from services.trainer.orders import Kind, Order, share
-from services.trainer.packing import MicroBatch, Row, plan
-from services.trainer.schedule import learning_rate
-from shared.messages import Experience
+from services.trainer.learner import Learner, NotFinite, Reference
+from services.trainer.measures import Phases
+from services.trainer.orders import Kind, Order, agree, share
+from services.trainer.probe import Prober
+from shared.errors import SettingsError
+from shared.messages import Experience, Probe
 from shared.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -44,11 +49,21 @@ class Leading(Protocol):
         """Return the next order; IDLE when there was nothing for a while."""
         ...
 
-    def ready(self, engine: TrainingEngine, step: int) -> None:
-        """Publish the weights of ``step`` unless they are the ledger's newest already."""
+    def is_published(self, step: int) -> bool:
+        """Whether the weights of ``step`` are the ledger's newest version already, where replicas can get them."""
         ...
 
-    def commit(self, engine: TrainingEngine, step: int, measured: dict[str, float], phases: Phases) -> None:
+    def publish(self, engine: TrainingEngine, step: int, probe: Probe | None) -> None:
+        """Publish the weights of ``step``, which is committed already, as a new version."""
+        ...
+
+    def ready(self) -> None:
+        """Say that training can begin."""
+        ...
+
+    def commit(
+        self, engine: TrainingEngine, step: int, measured: dict[str, float], probe: Probe | None, phases: Phases
+    ) -> None:
         """Publish the weights of ``step`` and move its batch to the journal."""
         ...
 
@@ -60,6 +75,14 @@ class Leading(Protocol):
         """Tell the ledger, and forget the journal that the checkpoint covers."""
         ...
 
+    def skip(self, reason: str, detail: str) -> None:
+        """Let the batch of the last order leave the bus untrained, counted under ``dropped:<reason>``."""
+        ...
+
+    def note_failed_checkpoint(self, step: int, error: str) -> None:
+        """Tell that the checkpoint of ``step`` could not be written."""
+        ...
+
     def finish(self, engine: TrainingEngine) -> None:
         """Write the final policy."""
         ...
@@ -68,13 +91,24 @@ class Leading(Protocol):
 class Trainer:
     """One rank."""
 
-    def __init__(self, engine: TrainingEngine, settings: Settings, lead: Leading | None) -> None:
+    def __init__(
+        self,
+        engine: TrainingEngine,
+        settings: Settings,
+        lead: Leading | None,
+        critic: TrainingEngine | None = None,
+        reference: Reference | None = None,
+    ) -> None:
         self._engine = engine
+        self._critic = critic
         self._settings = settings
         self._lead = lead
-        self._phases = Phases()
+        self._phases = Phases(engine.device)
+        self._learner = Learner(engine, settings, self._phases, critic, reference)
+        self._prober = Prober(engine, settings.run.seed, settings.weights.probe_every_versions)
         self._root = settings.run_folder / "checkpoints"
         self._checkpointed_step = 0
+        self._skipped = 0
         self.step = 0
 
     def run(self) -> None:
@@ -89,9 +123,9 @@ class Trainer:
             if order.kind is Kind.LOAD:
                 self._load(Path(order.folder))
             elif order.kind is Kind.REPLAY:
-                self.update(order.groups)
+                self.update(order.groups, order.lags)
             elif order.kind is Kind.TRAIN:
-                self._train(order.groups)
+                self._train(order.groups, order.lags)
         if self.step > self._checkpointed_step:
             self._checkpoint()
 
@@ -99,63 +133,80 @@ class Trainer:
         return self._lead.next_order(self.step, self._phases) if self._lead is not None else None
 
     def _get_ready(self) -> bool:
+        published = self._lead.is_published(self.step) if self._lead is not None else None
+        if not agree(published, self._engine.device):
+            probe = self._prober.next()
+            if self._lead is not None:
+                self._lead.publish(self._engine, self.step, probe)
+            else:
+                self._take_part()
         if self._lead is not None:
-            self._lead.ready(self._engine, self.step)
+            self._lead.ready()
         if self.step >= self._settings.run.steps:
             self._finish()
         self._phases.take()  # the replay's seconds are no step's
         return True
 
-    def _train(self, batch: Sequence[Experience]) -> None:
-        measured = self.update(batch)
+    def _train(self, batch: Sequence[Experience], lags: Sequence[int]) -> None:
+        random_state = torch.get_rng_state()
+        try:
+            measured = self.update(batch, lags)
+        except NotFinite as error:
+            torch.set_rng_state(random_state)  # as a replay will find it, which knows nothing of this batch
+            self._skip(error)
+            return
+        self._skipped = 0
+        with self._phases.measure("probe"):
+            probe = self._prober.next()
         if self._lead is not None:
-            self._lead.commit(self._engine, self.step, measured, self._phases)
+            self._lead.commit(self._engine, self.step, measured, probe, self._phases)
+        else:
+            self._take_part()
         if self.step % self._settings.trainer.checkpoint_every_steps == 0 or self.step == self._settings.run.steps:
             self._checkpoint()
         if self.step == self._settings.run.steps:
             self._finish()
 
-    def update(self, batch: Sequence[Experience]) -> dict[str, float]:
-        """Make one optimizer step from ``batch``; return what it measured, over all ranks."""
-        settings = self._settings
-        with self._phases.measure("forward_backward"):
-            rows = [_row(experience, settings) for experience in batch]
-            shares = plan(rows, settings.trainer.micro_batch_tokens, self._engine.ranks)
-            tokens = sum(len(sample.token_ids) for row in rows for sample in row.samples)
-            sums = TokenSums(self._engine.device)
-            mine = shares[dist.get_rank()]
-            for number, micro_batch in enumerate(mine, start=1):
-                self._accumulate(micro_batch, tokens, sums, last=number == len(mine))
-        with self._phases.measure("optimizer"):
-            rate = learning_rate(settings.trainer, self.step + 1, settings.run.steps)
-            grad_norm = self._engine.step(rate)
-            measured = sums.over_ranks(tokens)
-        if not math.isfinite(measured["loss"]) or not math.isfinite(grad_norm):
-            raise FloatingPointError(
-                f"expected a finite loss and gradient norm at step {self.step + 1}, found {measured['loss']} and "
-                f"{grad_norm}: nothing was committed; lower trainer.learning_rate"
-            )
+    def update(self, batch: Sequence[Experience], lags: Sequence[int]) -> dict[str, float]:
+        """Make one step from ``batch``, whose groups have ``lags``; return what it measured, over all ranks."""
+        measured = self._learner.learn(batch, lags, self.step + 1)
         self.step += 1
-        return {**measured, "grad_norm": grad_norm, "learning_rate": rate}
+        return measured
 
-    def _accumulate(self, batch: MicroBatch, tokens: int, sums: TokenSums, *, last: bool) -> None:
-        device, algorithm = self._engine.device, self._settings.algorithm
-        behavior_logprobs_N = torch.from_numpy(batch.behavior_logprobs_N).to(device)
-        advantages_N = torch.from_numpy(batch.advantages_N).to(device)
-        out = self._engine.forward(batch)
-        policy_loss = clipped_ratio(
-            out.policy_logprobs_N, behavior_logprobs_N, advantages_N, algorithm.clip_low, algorithm.clip_high
-        )
-        loss = policy_loss.sum / tokens
-        self._engine.backward(loss * self._engine.ranks, last=last)
-        with torch.no_grad():
-            kl_N = kl_k3(behavior_logprobs_N, out.policy_logprobs_N)
-            sums.add(loss, kl_N, out.entropy_N, policy_loss.clipped_N)
+    def _skip(self, error: NotFinite) -> None:
+        """Leave a batch out of the run; stop where that is no way on."""
+        self._skipped += 1
+        if self._lead is not None:
+            self._lead.skip("nonfinite", str(error))
+        dist.barrier()
+        if error.touched:
+            raise RuntimeError(
+                f"{error}, after some of its weights had moved: nothing was committed, the batch is dropped, and the "
+                "trainer starts again from its checkpoint and journal"
+            ) from error
+        if self._skipped > self._settings.trainer.max_skipped_steps:
+            raise SettingsError(
+                f"expected at most {self._settings.trainer.max_skipped_steps} batches in a row that are not finite "
+                f"(trainer.max_skipped_steps), found {self._skipped}; the last: {error}: lower trainer.learning_rate"
+            ) from error
+
+    def _take_part(self) -> None:
+        self._engine.take_part(factors=self._settings.publishes_adapters)
 
     def _load(self, folder: Path) -> None:
         (found,) = [checkpoint for checkpoint in checkpoints.find(self._root) if checkpoint.folder == folder]
         checkpoints.check_ranks(found, self._engine.ranks, self._settings.trainer.zero_stage)
+        checkpoints.check_base(found, self._settings.policy)
         self._engine.load(folder / "engine")
+        if self._critic is not None:
+            if not (folder / "critic").is_dir():
+                raise SettingsError(
+                    f"expected a critic in the checkpoint {folder}, found none: change algorithm.advantage back to what "
+                    "the run was started with"
+                )
+            self._critic.load(folder / "critic")
+        if found.state.kl_coefficient is not None:
+            self._learner.kl_coefficient = found.state.kl_coefficient
         torch.set_rng_state(torch.frombuffer(bytearray.fromhex(found.state.random_state), dtype=torch.uint8))
         self.step = self._checkpointed_step = found.state.step
         log.info("checkpoint loaded", extra={"folder": str(folder), "step": self.step})
@@ -163,19 +214,38 @@ class Trainer:
     def _checkpoint(self) -> None:
         with self._phases.measure("checkpoint"):
             written = checkpoints.beside(self._root, self.step)
-            self._engine.save(written / "engine")
+            error = self._engine.save(written / "engine")
+            if self._critic is not None:
+                error = error or self._critic.save(written / "critic")
+            refused = self._engine.on_any_rank(bool(error))
+            if self._lead is not None and not refused:
+                error = self._make_whole(self._lead)
+            refused = agree(refused or bool(error) if self._lead is not None else None, self._engine.device)
+            if refused and self._lead is not None:
+                shutil.rmtree(written, ignore_errors=True)
+                self._lead.note_failed_checkpoint(self.step, error or "another rank could not write its part")
             dist.barrier()
-            if self._lead is not None:
-                checkpoint = checkpoints.make_whole(self._root, self._lead.describe(self.step))
-                self._lead.note_checkpoint(checkpoint, checkpoints.prune(self._root, self._settings.trainer.keep_last))
-            dist.barrier()
-        self._checkpointed_step = self.step
+        if not refused:
+            self._checkpointed_step = self.step
+
+    def _make_whole(self, lead: Leading) -> str:
+        """Make what all ranks wrote a checkpoint; return what storage refused, or ""."""
+        state = dataclasses.replace(
+            lead.describe(self.step),
+            kl_coefficient=self._learner.kl_coefficient,
+            adapter_of=checkpoints.base_of(self._settings.policy),
+        )
+        try:
+            checkpoint = checkpoints.make_whole(self._root, state)
+        except OSError as error:
+            return str(error)
+        lead.note_checkpoint(checkpoint, checkpoints.prune(self._root, self._settings.trainer.keep_last))
+        return ""
 
     def _finish(self) -> None:
         if self._lead is not None:
             self._lead.finish(self._engine)
-
-
-def _row(experience: Experience, settings: Settings) -> Row:
-    advantages = group_advantages(experience.rewards, settings.algorithm.scale_advantages)
-    return Row(experience.group.prompt_token_ids, experience.group.samples, tuple(advantages.tolist()))
+            return
+        self._engine.take_part()
+        if self._settings.policy.lora.rank:
+            self._engine.take_part(factors=True)

@@ -1,4 +1,4 @@
-"""What a step measures, and the Prometheus metrics of the trainer. Sums over tokens are reduced over ranks."""
+"""What a batch tells without a model, and the Prometheus metrics of the trainer. What tokens tell is in ``diagnostics``."""
 
 import contextlib
 import dataclasses
@@ -9,11 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import psutil
 import torch
-import torch.distributed as dist
 from prometheus_client import Counter as PrometheusCounter
 from prometheus_client import Gauge, Histogram
-from torch import Tensor
 
+from services.trainer.flops import peak_tflops
 from services.trainer.staleness import lag_steps
 from shared.messages import Experience, FinishReason, PolicyVersion
 
@@ -22,6 +21,9 @@ VERSION = Gauge("penstock_trainer_policy_version", "Newest published policy vers
 SAMPLES = PrometheusCounter("penstock_trainer_samples_total", "Samples trained on.")
 TOKENS = PrometheusCounter("penstock_trainer_tokens_total", "Generated tokens trained on.")
 LEFT = PrometheusCounter("penstock_trainer_groups_untrained_total", "Groups that left untrained.", ["reason"])
+CHECKPOINTS_FAILED = PrometheusCounter(
+    "penstock_trainer_checkpoint_failures_total", "Checkpoints that storage refused; the one before stays."
+)
 LAG = Histogram("penstock_trainer_lag_steps", "Lag of each sample when used.", buckets=(0, 1, 2, 3, 4, 6, 8, 16, 32))
 PHASE = Histogram(
     "penstock_trainer_phase_seconds", "Seconds of each phase of a step.", ["phase"], buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
@@ -36,6 +38,25 @@ GAUGES = {
     "kl_max": Gauge("penstock_trainer_kl_max_nats", "Largest k3 estimate of KL(behavior || policy) of a token."),
     "entropy": Gauge("penstock_trainer_entropy_nats", "Mean entropy of the policy per token."),
     "clip_fraction": Gauge("penstock_trainer_clip_ratio", "Share of tokens whose importance ratio was clipped."),
+    "clip_low_fraction": Gauge("penstock_trainer_clip_low_ratio", "Share of tokens clipped at the lower bound."),
+    "clip_high_fraction": Gauge("penstock_trainer_clip_high_ratio", "Share of tokens clipped at the upper bound."),
+    "masked_fraction": Gauge("penstock_trainer_masked_ratio", "Share of tokens that a correction took out."),
+    "ess": Gauge("penstock_trainer_effective_sample_ratio", "Effective sample size of the tokens, as a share."),
+    "ratio_max": Gauge("penstock_trainer_importance_ratio_max", "Largest ratio of policy to behavior of a token."),
+    "reference_kl": Gauge("penstock_trainer_reference_kl_nats", "Mean KL of the policy to the reference per token."),
+    "kl_coefficient": Gauge("penstock_trainer_kl_coefficient", "What a nat away from the reference costs."),
+    "updates": Gauge("penstock_trainer_updates", "Optimizer updates of the last step."),
+    "micro_batch_splits": Gauge(
+        "penstock_trainer_micro_batch_splits", "Forward passes of the last step that did not fit and were cut in two."
+    ),
+    "dropped_out_of_memory": Gauge(
+        "penstock_trainer_out_of_memory_samples", "Samples of the last step left out, as they do not fit alone."
+    ),
+    "value_loss": Gauge("penstock_trainer_value_loss", "The critic's loss of the last step."),
+    "explained_variance": Gauge("penstock_trainer_explained_variance", "Share of returns that the critic foresaw."),
+    "critic_grad_norm": Gauge("penstock_trainer_critic_grad_norm", "The critic's gradient norm before clipping."),
+    "preference_accuracy": Gauge("penstock_trainer_preference_ratio", "Share of pairs that the policy orders right."),
+    "preference_margin": Gauge("penstock_trainer_preference_margin", "Mean reward margin of the last step's pairs."),
     "grad_norm": Gauge("penstock_trainer_grad_norm", "Global gradient norm before clipping."),
     "learning_rate": Gauge("penstock_trainer_learning_rate", "Learning rate of the last step."),
     "truncated_fraction": Gauge("penstock_trainer_truncated_ratio", "Share of samples cut at the length limit."),
@@ -43,57 +64,55 @@ GAUGES = {
     "tokens_per_s": Gauge("penstock_trainer_tokens_per_second", "Generated tokens trained on per second."),
     "samples_per_s": Gauge("penstock_trainer_samples_per_second", "Samples trained on per second."),
     "memory_bytes": Gauge("penstock_trainer_memory_bytes", "Memory of rank 0: on the GPU at its peak, else resident."),
+    "mfu": Gauge(
+        "penstock_trainer_flops_utilisation_ratio", "Share of the GPU's peak that forward, backward and update used."
+    ),
+    "model_tflops_per_s": Gauge("penstock_trainer_model_tflops_per_second", "Model TFLOP/s of a rank in those phases."),
     "step_s": Gauge("penstock_trainer_step_seconds", "Seconds from the commit before to the last one."),
 }
 
 
 class Phases:
-    """Seconds of a step by phase."""
+    """Seconds and memory of a step by phase.
 
-    def __init__(self) -> None:
+    Args:
+        device: whose memory is measured: a GPU's at its peak in the phase, otherwise what is resident at its end.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
+        self._memory: dict[str, float] = {}
+        self._device = device or torch.device("cpu")
+        self._peak_bytes = 0.0
 
     @contextlib.contextmanager
     def measure(self, phase: str) -> Iterator[None]:
-        """Add the body's wall time to ``phase``."""
+        """Add the body's wall time to ``phase``, and note its memory. Phases do not lie in one another."""
+        self._note()
         started_s = time.perf_counter()
         try:
             yield
         finally:
             self.seconds[phase] += time.perf_counter() - started_s
+            self._memory[phase] = max(self._memory.get(phase, 0.0), self._note())
+
+    def _note(self) -> float:
+        found = memory_bytes(self._device)
+        self._peak_bytes = max(self._peak_bytes, found)
+        return found
 
     def take(self) -> dict[str, float]:
         """Return the seconds so far and start again."""
         seconds, self.seconds = self.seconds, defaultdict(float)
         return dict(seconds)
 
-
-class TokenSums:
-    """Sums over a step's trained tokens on this rank: loss, KL, entropy, clipped; and the largest KL."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._sums = torch.zeros(4, dtype=torch.float64, device=device)
-        self._largest_kl = torch.zeros(1, dtype=torch.float64, device=device)
-
-    def add(self, loss: Tensor, kl_N: Tensor, entropy_N: Tensor, clipped_N: Tensor) -> None:
-        """Add a micro-batch; ``loss`` is its part of the step's loss."""
-        parts = (loss.detach(), kl_N.sum(), entropy_N.sum(), clipped_N.sum())
-        self._sums += torch.stack([part.double() for part in parts])
-        if kl_N.numel():
-            self._largest_kl = torch.maximum(self._largest_kl, kl_N.max().double())
-
-    def over_ranks(self, tokens: int) -> dict[str, float]:
-        """Return the step's figures; every rank calls it."""
-        dist.all_reduce(self._sums)
-        dist.all_reduce(self._largest_kl, op=dist.ReduceOp.MAX)
-        loss, kl, entropy, clipped = self._sums.tolist()
-        return {
-            "loss": loss,
-            "kl_mean": kl / tokens,
-            "kl_max": float(self._largest_kl),
-            "entropy": entropy / tokens,
-            "clip_fraction": clipped / tokens,
-        }
+    def take_memory(self) -> dict[str, float]:
+        """Return bytes: ``memory_bytes`` since the last call, and ``memory_<phase>_bytes``; start again."""
+        self._note()
+        found = {"memory_bytes": self._peak_bytes if self._device.type == "cuda" else memory_bytes(self._device)}
+        found |= {f"memory_{phase}_bytes": nbytes for phase, nbytes in self._memory.items()}
+        self._memory, self._peak_bytes = {}, 0.0
+        return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -139,6 +158,22 @@ def memory_bytes(device: torch.device) -> float:
         torch.cuda.reset_peak_memory_stats(device)
         return float(peak)
     return float(psutil.Process().memory_info().rss)
+
+
+def utilisation(flops: float, seconds: float, peak_flops: float, device: torch.device) -> dict[str, float]:
+    """Return how fast a rank computed, and as a share of what its device can do, where that is known.
+
+    Args:
+        flops: of forward and backward passes (``flops``), of this rank.
+        seconds: that they and the update took.
+        peak_flops: what the device can do, in TFLOP/s; 0: by its name.
+        device: of this rank.
+    """
+    reached = flops / max(seconds, 1e-9) / 1e12
+    if not peak_flops and device.type == "cuda":
+        peak_flops = peak_tflops(torch.cuda.get_device_name(device))
+    found = {"model_tflops_per_s": reached}
+    return found | ({"mfu": reached / peak_flops} if peak_flops else {})
 
 
 def export_metrics(step: int, version: int, figures: BatchFigures, metrics: Mapping[str, float]) -> None:

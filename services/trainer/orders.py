@@ -36,6 +36,8 @@ class Order:
     payloads: tuple[bytes, ...] = ()
     groups: tuple[Experience, ...] = ()
     """The decoded payloads; other ranks decode for themselves."""
+    lags: tuple[int, ...] = ()
+    """The lag of each group, in steps."""
 
 
 def share(order: Order | None, device: torch.device) -> Order:
@@ -43,7 +45,9 @@ def share(order: Order | None, device: torch.device) -> Order:
     if dist.get_world_size() == 1:
         assert order is not None
         return order
-    data = b"" if order is None else msgpack.packb((int(order.kind), order.folder, list(order.payloads)))
+    data = (
+        b"" if order is None else msgpack.packb((int(order.kind), order.folder, list(order.payloads), list(order.lags)))
+    )
     size = torch.tensor([len(data)], dtype=torch.int64, device=device)
     dist.broadcast(size, src=0)
     buffer = torch.empty(int(size), dtype=torch.uint8, device=device)
@@ -53,9 +57,19 @@ def share(order: Order | None, device: torch.device) -> Order:
     return order if order is not None else _read(buffer.cpu().numpy().tobytes())
 
 
+def agree(decision: bool | None, device: torch.device) -> bool:
+    """Give rank 0's decision to every rank; the others pass None."""
+    if dist.get_world_size() == 1:
+        assert decision is not None
+        return decision
+    told = torch.tensor([int(bool(decision))], dtype=torch.int64, device=device)
+    dist.broadcast(told, src=0)
+    return bool(int(told))
+
+
 def _read(data: bytes) -> Order:
-    kind, folder, payloads = msgpack.unpackb(data)
-    return Order(Kind(kind), folder, tuple(payloads), decode_all(payloads))
+    kind, folder, payloads, lags = msgpack.unpackb(data)
+    return Order(Kind(kind), folder, tuple(payloads), decode_all(payloads), tuple(lags))
 
 
 def decode_all(payloads: Sequence[bytes]) -> tuple[Experience, ...]:

@@ -1,17 +1,19 @@
 """Put the groups of a step into forward passes. Pure numpy; no model, no settings object.
 
-A group is run as *one* row: its prompt once, then its completions side by side. Completions see the prompt and
-themselves, not one another, and their positions start where the prompt ends, so the logprobs are those of separate
-sequences while the prompt is computed once::
+A group is a :class:`Row`: its prompt once, then its completions side by side. Completions see the prompt and themselves, not
+one another, and their positions start where the prompt ends, so the logprobs are those of separate sequences while the prompt
+is computed once. The rows of a micro-batch lie end to end; nothing is padded::
 
-    tokens      12+34=  4 6  4 7  5        prompt, then each completion without its last token (it predicts nothing)
-    segments    000000  1 1  2 2  3
-    positions   012345  6 7  6 7  6
+    tokens      12+34=  4 6  4 7  5    98-1=  7        each prompt, then each completion without its last token (which
+    segments    0       1    2    3    4      5        predicts nothing)
+    positions   012345  6 7  6 7  6    01234  5
+    sees also           0    0    0           4        a segment sees itself, causally, and all of its prompt
 
-A row that would exceed the cap is split between completions. Rows go to ranks and micro-batches by longest first.
-Every rank computes the same plan, and every rank has the same number of micro-batches (the last may be empty).
+A row that would exceed the cap is split between completions. Pieces go to ranks by their cost (``flops``), costliest first to
+the rank that has least; on a rank, first-fit-decreasing says how few micro-batches hold them, and costs are spread evenly over
+so many. Every rank computes the same plan and has the same number of micro-batches (some may be empty).
 
-Shapes: ``B`` rows, ``T`` tokens a row (padded), ``N`` trained tokens of the micro-batch.
+Shapes: ``B`` 1 (models want it), ``T`` tokens of the micro-batch, ``K`` segments, ``N`` trained tokens, ``S`` samples.
 """
 
 import dataclasses
@@ -21,42 +23,76 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from services.trainer.flops import ModelSizes, forward_flops
 from shared.messages import Float32Array, Int32Array, Sample
 
 Int64Array = npt.NDArray[np.int64]
 
+TOKENS_ALONE = ModelSizes()
+"""Costs are tokens."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """A prompt and some of its completions, with one advantage each."""
+    """A prompt and some of its completions, with the place of each in the batch."""
 
     prompt_token_ids: Int32Array
     samples: tuple[Sample, ...]
-    advantages: tuple[float, ...]
+    places: tuple[int, ...]
 
     @property
     def tokens(self) -> int:
         """How long the row is."""
         return len(self.prompt_token_ids) + sum(len(sample.token_ids) - 1 for sample in self.samples)
 
+    @property
+    def visible_pairs(self) -> int:
+        """How many pairs of a position and one that it sees, itself included."""
+        prompt = len(self.prompt_token_ids)
+        lengths = [len(sample.token_ids) - 1 for sample in self.samples]
+        return prompt * (prompt + 1) // 2 + sum(prompt * n + n * (n + 1) // 2 for n in lengths)
+
+    def flops(self, sizes: ModelSizes) -> float:
+        """Operations of its forward pass."""
+        predicted = sum(len(sample.token_ids) for sample in self.samples)
+        return forward_flops(self.tokens, self.visible_pairs, predicted, sizes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Segments:
+    """Where prompts and completions lie in the row, in its order; together they are all of it, and none is empty."""
+
+    starts_K: Int64Array
+    lengths_K: Int64Array
+    prompt_starts_K: Int64Array
+    """Where the tokens lie that a segment sees beside itself."""
+    prompt_lengths_K: Int64Array
+    """How many these are; 0 for a prompt."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One forward pass on one rank. ``rows_N, columns_N`` say which position predicts each trained token."""
+    """One forward pass on one rank. ``columns_N`` say which position predicts each trained token.
+
+    Trained tokens lie sample after sample: the first ``lengths_S[0]`` belong to the first, and so on.
+    """
 
     input_ids_BT: Int64Array
     position_ids_BT: Int64Array
-    segments_BT: Int64Array
-    """0 prompt, 1… completion, −1 padding."""
-    rows_N: Int64Array
+    segments: Segments
     columns_N: Int64Array
     targets_N: Int64Array
     behavior_logprobs_N: Float32Array
-    advantages_N: Float32Array
+    lengths_S: Int64Array
+    """Trained tokens of each sample."""
+    places_S: Int64Array
+    """The place of each sample in the batch."""
+    flops: float = 0.0
+    """Operations of the forward pass, as the plan's model sizes have it."""
 
     @property
     def tokens(self) -> int:
-        """Computed positions, padding included."""
+        """Computed positions."""
         return int(self.input_ids_BT.size)
 
 
@@ -75,93 +111,122 @@ def split_row(row: Row, max_tokens: int) -> list[Row]:
 
 
 def _piece(row: Row, start: int, end: int) -> Row:
-    return Row(row.prompt_token_ids, row.samples[start:end], row.advantages[start:end])
+    return Row(row.prompt_token_ids, row.samples[start:end], row.places[start:end])
 
 
-def plan(rows: Sequence[Row], max_tokens: int, ranks: int) -> list[list[MicroBatch]]:
+def plan(
+    rows: Sequence[Row], max_tokens: int, ranks: int, *, split: bool = True, sizes: ModelSizes = TOKENS_ALONE
+) -> list[list[MicroBatch]]:
     """Return the micro-batches of each rank, equally many for each.
 
-    Rows are given to the rank with the fewest tokens so far, longest first; on a rank, rows of similar length share a
-    micro-batch as long as rows × longest ≤ ``max_tokens``.
+    Args:
+        rows: the groups.
+        max_tokens: most tokens of a micro-batch; only a row that cannot be split is longer.
+        ranks: how many there are.
+        split: whether a row may be split between completions.
+        sizes: the model, whose costs are balanced over ranks and micro-batches.
     """
-    pieces = [piece for row in rows for piece in split_row(row, max_tokens)]
-    pieces.sort(key=lambda piece: -piece.tokens)  # stable: the order of the batch breaks ties
+    shares = assign_pieces(rows, max_tokens, ranks, split=split, sizes=sizes)
+    return [[micro_batch(chunk, sizes) for chunk in share] for share in shares]
+
+
+def assign_pieces(
+    rows: Sequence[Row], max_tokens: int, ranks: int, *, split: bool = True, sizes: ModelSizes = TOKENS_ALONE
+) -> list[list[list[Row]]]:
+    """Return what :func:`plan` lays out: of each rank, of each micro-batch, the pieces."""
+    pieces = [piece for row in rows for piece in (split_row(row, max_tokens) if split else [row])]
     shares: list[list[Row]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
-    for piece in pieces:
+    loads = [0.0] * ranks
+    for piece in sorted(pieces, key=lambda piece: -piece.flops(sizes)):  # stable: the order of the batch breaks ties
         lightest = loads.index(min(loads))
         shares[lightest].append(piece)
-        loads[lightest] += piece.tokens
-    batches = [[micro_batch(chunk) for chunk in _chunks(share, max_tokens)] for share in shares]
-    longest = max(len(share) for share in batches)
-    return [share + [micro_batch([])] * (longest - len(share)) for share in batches]
+        loads[lightest] += piece.flops(sizes)
+    fitted = [_first_fit(share, max_tokens) for share in shares]
+    count = max(1, *(len(chunks) for chunks in fitted))
+    return [_spread(share, chunks, count, max_tokens, sizes) for share, chunks in zip(shares, fitted, strict=True)]
 
 
-def _chunks(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
+def _first_fit(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
+    """Put each row, longest first, into the first chunk that has room."""
     chunks: list[list[Row]] = []
-    for row in rows:  # longest first: the first row of a chunk sets its width
-        if chunks and (len(chunks[-1]) + 1) * chunks[-1][0].tokens <= max_tokens:
-            chunks[-1].append(row)
-        else:
-            chunks.append([row])
+    rooms: list[int] = []
+    for row in sorted(rows, key=lambda row: -row.tokens):
+        place = next((place for place, room in enumerate(rooms) if room >= row.tokens), len(chunks))
+        if place == len(chunks):
+            chunks.append([])
+            rooms.append(max_tokens)
+        chunks[place].append(row)
+        rooms[place] -= row.tokens
     return chunks
 
 
-def micro_batch(rows: Sequence[Row]) -> MicroBatch:
-    """Lay rows out as arrays; without rows, one position that trains nothing."""
-    height, width = max(1, len(rows)), max((row.tokens for row in rows), default=1)
-    input_ids = np.zeros((height, width), dtype=np.int64)
-    positions = np.zeros((height, width), dtype=np.int64)
-    segments = np.full((height, width), -1, dtype=np.int64)
-    columns: list[npt.NDArray[np.int64]] = []
-    for index, row in enumerate(rows):
-        _lay_out(row, input_ids[index], positions[index], segments[index], columns)
+def _spread(
+    rows: Sequence[Row], fitted: list[list[Row]], count: int, max_tokens: int, sizes: ModelSizes
+) -> list[list[Row]]:
+    """Put ``rows``, costliest first, into ``count`` chunks of even cost; as ``fitted`` where the cap does not let them."""
+    chunks: list[list[Row]] = [[] for _ in range(count)]
+    rooms, loads = [max_tokens] * count, [0.0] * count
+    for row in rows:
+        possible = [place for place in range(count) if rooms[place] >= row.tokens]
+        if not possible:
+            return fitted + [[] for _ in range(count - len(fitted))]
+        lightest = min(possible, key=loads.__getitem__)
+        chunks[lightest].append(row)
+        rooms[lightest] -= row.tokens
+        loads[lightest] += row.flops(sizes)
+    return chunks
+
+
+def micro_batch(rows: Sequence[Row], sizes: ModelSizes = TOKENS_ALONE) -> MicroBatch:
+    """Lay rows end to end; without rows, one position that trains nothing."""
+    input_ids, positions, columns = _lay_out(rows) if rows else (np.zeros(1, np.int64), np.zeros(1, np.int64), [])
     samples = [sample for row in rows for sample in row.samples]
-    lengths = [len(sample.token_ids) for sample in samples]
-    per_row = [sum(len(sample.token_ids) for sample in row.samples) for row in rows]
-    advantages = np.array([advantage for row in rows for advantage in row.advantages], dtype=np.float32)
     return MicroBatch(
-        input_ids_BT=input_ids,
-        position_ids_BT=positions,
-        segments_BT=segments,
-        rows_N=np.repeat(np.arange(len(rows), dtype=np.int64), per_row),
+        input_ids_BT=input_ids[None],
+        position_ids_BT=positions[None],
+        segments=_segments(rows),
         columns_N=_join(columns, np.int64),
         targets_N=_join([sample.token_ids for sample in samples], np.int64),
         behavior_logprobs_N=_join([sample.behavior_logprobs for sample in samples], np.float32),
-        advantages_N=np.repeat(advantages, lengths),
+        lengths_S=np.array([len(sample.token_ids) for sample in samples], dtype=np.int64),
+        places_S=np.array([place for row in rows for place in row.places], dtype=np.int64),
+        flops=sum(row.flops(sizes) for row in rows),
     )
 
 
-def _lay_out(
-    row: Row, input_ids: Int64Array, positions: Int64Array, segments: Int64Array, columns: list[Int64Array]
-) -> None:
-    prompt = len(row.prompt_token_ids)
-    input_ids[:prompt] = row.prompt_token_ids
-    positions[:prompt] = np.arange(prompt)
-    segments[:prompt] = 0
-    start = prompt
-    for number, sample in enumerate(row.samples, start=1):
-        length = len(sample.token_ids) - 1
-        end = start + length
-        input_ids[start:end] = sample.token_ids[:-1]
-        positions[start:end] = np.arange(prompt, prompt + length)
-        segments[start:end] = number
-        columns.append(np.concatenate(([prompt - 1], np.arange(start, end))))
-        start = end
+def _lay_out(rows: Sequence[Row]) -> tuple[Int64Array, Int64Array, list[Int64Array]]:
+    input_ids: list[Int32Array] = []
+    positions: list[Int64Array] = []
+    columns: list[Int64Array] = []
+    start = 0
+    for row in rows:
+        prompt = len(row.prompt_token_ids)
+        input_ids.append(row.prompt_token_ids)
+        positions.append(np.arange(prompt))
+        last, start = start + prompt - 1, start + prompt
+        for sample in row.samples:
+            length = len(sample.token_ids) - 1
+            input_ids.append(sample.token_ids[:-1])
+            positions.append(np.arange(prompt, prompt + length))
+            columns.append(np.concatenate(([last], np.arange(start, start + length))))
+            start += length
+    return _join(input_ids, np.int64), _join(positions, np.int64), columns
+
+
+def _segments(rows: Sequence[Row]) -> Segments:
+    found: list[tuple[int, int, int, int]] = []
+    start = 0
+    for row in rows:
+        prompt_start, prompt = start, len(row.prompt_token_ids)
+        found.append((start, prompt, prompt_start, 0))
+        start += prompt
+        for sample in row.samples:
+            length = len(sample.token_ids) - 1
+            if length:
+                found.append((start, length, prompt_start, prompt))
+            start += length
+    return Segments(*np.array(found or [(0, 1, 0, 0)], dtype=np.int64).T.copy())
 
 
 def _join(parts: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:
     return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype=dtype)
-
-
-def attention_mask(segments_BT: Int64Array) -> npt.NDArray[np.bool_]:
-    """Return which position sees which, B × 1 × T × T: causal, within a completion and its prompt.
-
-    Padding sees itself only, which keeps its softmax finite and touches nothing else.
-    """
-    width = segments_BT.shape[1]
-    causal = np.tril(np.ones((width, width), dtype=np.bool_))
-    same = segments_BT[:, :, None] == segments_BT[:, None, :]
-    prompt = (segments_BT == 0)[:, None, :] & (segments_BT >= 0)[:, :, None]
-    mask: npt.NDArray[np.bool_] = (causal & (same | prompt))[:, None, :, :]
-    return mask

@@ -1,30 +1,27 @@
 """The policy as the trainer sees it: a Hugging Face causal model that gives the logprobs of given tokens.
 
-The only file of the trainer that knows transformers. It computes logits only where a trained token is predicted.
+It computes logits only where a trained token is predicted, and not all of them at once (``logits``). Only this file and
+``attention`` know transformers.
 """
 
-import dataclasses
+import contextlib
 import shutil
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from services.trainer.packing import MicroBatch, attention_mask
+from services.trainer import adapter, attention
+from services.trainer.flops import ModelSizes
+from services.trainer.logits import TokenLogprobs, token_logprobs
+from services.trainer.packing import MicroBatch
 from shared.errors import SettingsError
 from shared.model_source import check_source
 from shared.settings import PolicySettings
 
 _SCALED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Of each trained token: its logprob, and the entropy of the distribution it was drawn from (no gradient), nats."""
-
-    policy_logprobs_N: Tensor
-    entropy_N: Tensor
 
 
 class Policy(nn.Module):
@@ -33,31 +30,58 @@ class Policy(nn.Module):
     Args:
         model: a Hugging Face causal model.
         temperature: the softmax temperature of sampling; logits are divided by it.
+        entropy_gradient: whether entropies carry a gradient, for an entropy bonus.
+        kind: which attention.
+        chunk_tokens: logits of so many tokens are there at a time; 0: of all.
     """
 
-    def __init__(self, model: Any, temperature: float) -> None:
+    def __init__(
+        self,
+        model: Any,
+        temperature: float,
+        *,
+        entropy_gradient: bool = False,
+        kind: attention.Kind = "auto",
+        chunk_tokens: int = 0,
+    ) -> None:
         super().__init__()
         self.model = model
+        self.sizes = measure(model)
+        """What its forward pass costs depends on."""
+        attention.install(model)
         self._temperature = temperature
+        self._entropy_gradient = entropy_gradient
+        self._kind: attention.Kind = kind
+        self._chunk_tokens = chunk_tokens
 
-    def forward(self, batch: MicroBatch) -> TokenLogprobs:
-        """Return the logprobs of ``batch``'s trained tokens under the current weights."""
-        device = next(self.model.parameters()).device
-        hidden_BTD = self.model.get_decoder()(
-            input_ids=torch.from_numpy(batch.input_ids_BT).to(device),
-            position_ids=torch.from_numpy(batch.position_ids_BT).to(device),
-            attention_mask=torch.from_numpy(attention_mask(batch.segments_BT)).to(device),
-            use_cache=False,
-        ).last_hidden_state
-        rows_N, columns_N = torch.from_numpy(batch.rows_N).to(device), torch.from_numpy(batch.columns_N).to(device)
-        hidden_ND = hidden_BTD[rows_N, columns_N]
-        logits_NV = self.model.get_output_embeddings()(hidden_ND).float() / self._temperature
-        logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
-        targets_N = torch.from_numpy(batch.targets_N).to(device)
-        chosen_N = logprobs_NV.gather(-1, targets_N[:, None]).squeeze(-1)
-        with torch.no_grad():
-            entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
-        return TokenLogprobs(policy_logprobs_N=chosen_N, entropy_N=entropy_N)
+    def forward(self, batch: MicroBatch, temperature: float | None = None) -> TokenLogprobs:
+        """Return the logprobs of ``batch``'s trained tokens under the current weights.
+
+        ``temperature`` stands in for that of sampling.
+        """
+        hidden_ND = attention.hidden_states(self.model.get_decoder(), batch, self._kind)
+        return token_logprobs(
+            hidden_ND,
+            self.model.get_output_embeddings(),
+            torch.from_numpy(batch.targets_N).to(hidden_ND.device),
+            temperature or self._temperature,
+            self._chunk_tokens,
+            entropy_gradient=self._entropy_gradient,
+        )
+
+
+def measure(model: Any) -> ModelSizes:
+    """Return what a forward pass of ``model`` costs depends on; of experts, all are counted."""
+    config, output = model.config.get_text_config(), model.get_output_embeddings()
+    linear = sum(
+        module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear) and module is not output
+    )
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return ModelSizes(
+        linear_weights=linear,
+        attention_width=config.num_hidden_layers * config.num_attention_heads * head,
+        output_weights=config.vocab_size * config.hidden_size,
+    )
 
 
 def load_model(settings: PolicySettings, training_dtype: torch.dtype) -> Any:
@@ -91,13 +115,52 @@ def load_model(settings: PolicySettings, training_dtype: torch.dtype) -> Any:
     return model
 
 
-def export(model: Any, settings: PolicySettings, folder: Path) -> None:
-    """Write model and tokenizer in Hugging Face form, whole or not at all."""
+def load_reference(
+    settings: PolicySettings,
+    dtype: torch.dtype,
+    temperature: float,
+    device: str,
+    *,
+    kind: attention.Kind = "auto",
+    chunk_tokens: int = 0,
+) -> Policy:
+    """Return the initial policy, frozen, on this rank's device: whole on every rank, whatever the ZeRO stage."""
+    reference = Policy(load_model(settings, dtype), temperature, kind=kind, chunk_tokens=chunk_tokens)
+    return reference.to(torch.device(device)).eval().requires_grad_(False)
+
+
+def load_trunk(settings: PolicySettings, model: str, dtype: torch.dtype) -> tuple[Any, int]:
+    """Return ``model`` (empty: the policy's) without its output layer, for a critic, and its hidden states' width."""
+    chosen = settings.model_copy(update={"model": model or settings.model})
+    whole = load_model(chosen, dtype)
+    return whole.get_decoder(), int(whole.config.get_text_config().hidden_size)
+
+
+def export(model: Any, tensors: Iterable[tuple[str, Tensor]], settings: PolicySettings, folder: Path) -> None:
+    """Write ``model`` with ``tensors`` (copied one by one) and the tokenizer in Hugging Face form, whole or not at all."""
     from transformers import AutoTokenizer
 
+    with _whole(folder) as beside:
+        model.save_pretrained(beside, state_dict={name: tensor.to("cpu", copy=True) for name, tensor in tensors})
+        AutoTokenizer.from_pretrained(settings.tokenizer or settings.model).save_pretrained(beside)
+
+
+def export_adapter(factors: Mapping[str, Tensor], settings: PolicySettings, folder: Path) -> None:
+    """Write an adapter's ``factors`` (names of a PEFT file) in PEFT form, whole or not at all."""
+    from safetensors.torch import save_file
+
+    with _whole(folder) as beside:
+        (beside / "adapter_config.json").write_bytes(adapter.file_configuration(settings, factors))
+        copies = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in factors.items()}
+        save_file(copies, beside / "adapter_model.safetensors")
+
+
+@contextlib.contextmanager
+def _whole(folder: Path) -> Iterator[Path]:
+    """Give the block a folder to write, which takes the place of ``folder`` when all is written."""
     beside = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(beside, ignore_errors=True)
-    model.save_pretrained(beside)
-    AutoTokenizer.from_pretrained(settings.tokenizer or settings.model).save_pretrained(beside)
+    beside.mkdir(parents=True)
+    yield beside
     shutil.rmtree(folder, ignore_errors=True)
     beside.rename(folder)

@@ -2,7 +2,7 @@
 
 import math
 
-from shared.settings import TrainerSettings
+from shared.settings import Settings, TrainerSettings
 
 
 def learning_rate(settings: TrainerSettings, step: int, steps: int) -> float:
@@ -19,3 +19,10 @@ def learning_rate(settings: TrainerSettings, step: int, steps: int) -> float:
     if settings.schedule == "cosine":
         left = 0.5 * (1.0 - math.cos(math.pi * left))
     return settings.final_learning_rate + (settings.learning_rate - settings.final_learning_rate) * left
+
+
+def critic_learning_rate(settings: Settings, step: int) -> float:
+    """Return the critic's learning rate of step ``step``: linear over the policy's warm-up, then constant."""
+    rate = settings.algorithm.critic.learning_rate
+    warmup = settings.trainer.warmup_steps
+    return rate * step / warmup if step <= warmup else rate

@@ -47,7 +47,7 @@ async def run(settings: Settings, replica: str) -> None:
         try:
             await asyncio.to_thread(train, settings, lead)
         finally:
-            lead.clean_up()
+            await lead.clean_up()
 
 
 def train(settings: Settings, lead: "Leading | None") -> None:
@@ -55,19 +55,37 @@ def train(settings: Settings, lead: "Leading | None") -> None:
     import torch
     import torch.distributed as dist
 
+    from services.trainer import adapter
+    from services.trainer.critic import Critic
     from services.trainer.engine import TrainingEngine, pick_device, start_ranks
+    from services.trainer.learner import AdapterOff, Reference
     from services.trainer.loop import Trainer
-    from services.trainer.policy import Policy, load_model
+    from services.trainer.policy import Policy, load_model, load_reference, load_trunk
 
     if settings.trainer.threads:
         torch.set_num_threads(settings.trainer.threads)
     torch.manual_seed(settings.run.seed)
     device = pick_device(settings.trainer.device)
     start_ranks(device)
+    algorithm = settings.algorithm
     dtype = torch.float32 if device == "cpu" or settings.policy.dtype == "float32" else torch.bfloat16
-    policy = Policy(load_model(settings.policy, dtype), settings.sampling.temperature)
-    policy.train()
+    temperature = settings.sampling.temperature
+    kind, chunk = settings.trainer.attention, settings.trainer.logits_chunk_tokens
+    bonus = algorithm.entropy_bonus > 0
+    model = adapter.add(load_model(settings.policy, dtype), settings.policy)
+    policy = Policy(model, temperature, entropy_gradient=bonus, kind=kind, chunk_tokens=chunk).train()
     try:
-        Trainer(TrainingEngine(policy, settings, device), settings, lead).run()
+        engine = TrainingEngine(policy, settings, device)
+        reference: Reference | None = None
+        if algorithm.needs_reference:
+            if settings.policy.lora.rank:
+                reference = AdapterOff(engine)
+            else:
+                reference = load_reference(settings.policy, dtype, temperature, device, kind=kind, chunk_tokens=chunk)
+        critic = None
+        if algorithm.needs_critic:
+            trunk, width = load_trunk(settings.policy, algorithm.critic.model, dtype)
+            critic = TrainingEngine(Critic(trunk, width, kind=kind).train(), settings, device)
+        Trainer(engine, settings, lead, critic, reference).run()
     finally:
         dist.destroy_process_group()

@@ -1,6 +1,7 @@
 """Say what every setting is: its name, type, default and docstring, from the models themselves."""
 
 import dataclasses
+import json
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from shared.algorithm import PRESETS
 from shared.settings import Settings
 
 
@@ -38,8 +40,11 @@ def show(found: Sequence[Entry], console: Console) -> None:
         if head != table:
             table = head
             console.print(Text(f"\n[{head}]", style="bold"))
-        line = Text(entry.key, style="cyan").append(f"  {entry.kind}", style="dim")
-        line.append(f" = {entry.default}" if entry.default else "  (no default)")
+        line = Text(entry.key, style="cyan")
+        if entry.kind:
+            line.append(f"  {entry.kind}", style="dim").append(
+                f" = {entry.default}" if entry.default else "  (no default)"
+            )
         console.print(line, soft_wrap=True)
         console.print(Padding(Text(entry.text), (0, 0, 0, 4)))
 
@@ -48,14 +53,22 @@ def _of(model: type[BaseModel], prefix: str) -> Iterator[Entry]:
     fields = sorted(model.model_fields.items(), key=lambda item: bool(_models(item[1].annotation)))
     for name, field in fields:
         parts = _models(field.annotation)
-        if parts and not prefix:
-            yield from _of(parts[0], f"{name}.")
+        if parts == [field.annotation]:
+            yield from _of(parts[0], f"{prefix}{name}.")
             continue
         text = " ".join((field.description or "").split())
         yield Entry(f"{prefix}{name}", _kind(field.annotation), _default(field, bool(parts)), text)
+        if f"{prefix}{name}" == "algorithm.preset":
+            yield from _presets()
         for part in parts:
             kind = _literal(part)
             yield from _of(part, f"{prefix}{name}[{kind}]." if kind else f"{prefix}{name}[].")
+
+
+def _presets() -> Iterator[Entry]:
+    for preset, overrides in PRESETS.items():
+        sets = ", ".join(f"{name} = {json.dumps(value)}" for name, value in overrides.items())
+        yield Entry(f'algorithm.preset = "{preset}"', "", "", f"sets {sets}" if sets else "the defaults below")
 
 
 def _models(annotation: object) -> list[type[BaseModel]]:
@@ -79,6 +92,8 @@ def _kind(annotation: object) -> str:
         return "tables"
     if typing.get_origin(annotation) is typing.Annotated:
         return _kind(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) is dict:
+        return "table"
     names = {str: "text", Path: "path", bool: "true | false", int: "integer", float: "number"}
     return next((name for kind, name in names.items() if annotation is kind), "list")
 

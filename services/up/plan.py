@@ -53,7 +53,7 @@ def services(settings: Settings, config: Path, bus_url: str, environment: Mappin
                 *("--config", str(config), "--replica", f"{service}-{index}"),
                 *_port_flags(settings, service, index),
             ),
-            environment=_environment(environment, bus_url, threads.get(service, 0)),
+            environment=_environment(environment, bus_url, threads.get(service, 0)) | _gpus(settings, service, index),
             stop_s=settings.bus.drain_s + _STOP_AFTER_DRAIN_S,
         )
         for service, count in counts.items()
@@ -79,6 +79,18 @@ def _port_flags(settings: Settings, service: str, index: int) -> tuple[str, ...]
     ports = {"rollout": settings.rollout.metrics_port, "reward": settings.reward.metrics_port}
     port = ports.get(service, 0)
     return (f"--{service}.metrics_port", str(port + index)) if port and index else ()
+
+
+def _gpus(settings: Settings, service: str, index: int) -> dict[str, str]:
+    """Return what shows a process its GPUs and no other; nothing where the settings name none."""
+    if service == "trainer":
+        shown = settings.trainer.gpus
+    elif service == "rollout":
+        each = len(settings.rollout.gpus) // settings.rollout.replicas
+        shown = settings.rollout.gpus[index * each : (index + 1) * each]
+    else:
+        shown = ()
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, shown))} if shown else {}
 
 
 def _environment(base: Mapping[str, str], bus_url: str, threads: int) -> dict[str, str]:

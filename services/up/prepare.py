@@ -16,7 +16,8 @@ from services.up.plan import metrics_ports
 from shared import connection
 from shared.errors import BusUnavailable, SettingsError
 from shared.model_source import check_source
-from shared.settings import Section, Settings, dump, load
+from shared.section import Section
+from shared.settings import Settings, dump, load
 
 EMBEDDED = "embedded"
 _BUS_CHECK_S = 6.0
@@ -109,10 +110,16 @@ def _resolved(settings: Settings) -> Settings:
         model=_absolute(settings.policy.model),
         tokenizer=_absolute(settings.policy.tokenizer),
     )
+    settings = _with_critic(settings)
     settings = _with(settings, "data", path=settings.data.path.absolute())
     if settings.evaluation.path is not None:
         settings = _with(settings, "evaluation", path=settings.evaluation.path.absolute())
     return settings
+
+
+def _with_critic(settings: Settings) -> Settings:
+    critic = settings.algorithm.critic
+    return _with(settings, "algorithm", critic=critic.model_copy(update={"model": _absolute(critic.model)}))
 
 
 def _absolute(model: str) -> str:
@@ -126,6 +133,8 @@ def _check(settings: Settings) -> None:
     check_source("policy.model", settings.policy.model, ("config.json",))
     if settings.policy.tokenizer:
         check_source("policy.tokenizer", settings.policy.tokenizer, ("tokenizer_config.json",))
+    if settings.algorithm.needs_critic and settings.algorithm.critic.model:
+        check_source("algorithm.critic.model", settings.algorithm.critic.model, ("config.json",))
     _check_data(settings.data.path, "data.path")
     if settings.evaluation.path is not None:
         _check_data(settings.evaluation.path, "evaluation.path")

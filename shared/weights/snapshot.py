@@ -8,6 +8,11 @@
         bucket-00000.safetensors  at most BUCKET_BYTES each, but for a single larger tensor
         ...
 
+An adapter alone is a snapshot whose files have the names that PEFT gives them, so that an inference engine reads the folder::
+
+    <folder>/v000012/
+        manifest.json, adapter_model.safetensors, adapter_config.json
+
 A reader is handed location and digest by the ledger. It uses exactly the bytes that it has hashed, so a file that is torn,
 exchanged or deleted meanwhile raises :class:`WeightsError` and never yields other weights.
 
@@ -23,7 +28,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -41,6 +46,7 @@ BUCKET_BYTES = 1 << 30
 """Largest bucket, in bytes of tensors."""
 _READERS = 4
 MANIFEST = "manifest.json"
+ADAPTER = "adapter_model.safetensors"
 _COMMITTED = re.compile(r"v(\d{6,})")
 _UNFINISHED = re.compile(r"\.v(\d{6,})\.[^/]*\.tmp")
 
@@ -55,23 +61,60 @@ class Snapshot:
 
 
 def write_snapshot(
-    folder: Path, version: PolicyVersion, step: int, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
+    folder: Path,
+    version: PolicyVersion,
+    step: int,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    dtype: torch.dtype | None,
 ) -> Snapshot:
     """Write ``tensors`` (Hugging Face name, tensor on any device) as ``folder``/v<version>, visible whole or not at all.
 
     ``tensors`` is consumed lazily and each tensor is copied before the next is asked for, so a generator may gather them
-    one by one. A snapshot of the same number that a dead trainer left is replaced.
+    one by one. Without ``dtype`` floating point stays as it is, too. A snapshot of the same number that a dead trainer left is replaced.
 
     Raises:
         WeightsError: the storage refused (full, read-only), or a name came twice.
     """
+    return _write_whole(folder, version, lambda beside: _write_buckets(beside, version, step, tensors, dtype))
+
+
+def write_adapter(
+    folder: Path,
+    version: PolicyVersion,
+    step: int,
+    factors: Iterable[tuple[str, torch.Tensor]],
+    configuration: Callable[[list[str]], bytes],
+    dtype: torch.dtype,
+) -> Snapshot:
+    """Write an adapter (names of a PEFT file) as ``folder``/v<version>, visible whole or not at all; ``factors`` as ``tensors``.
+
+    Args:
+        configuration: from the names, the bytes of adapter_config.json.
+
+    Raises:
+        WeightsError: the storage refused (full, read-only).
+    """
+
+    def fill(beside: Path) -> Manifest:
+        tensors = {name: _copied(tensor, dtype) for name, tensor in factors}
+        bucket, offsets = _write_bucket(beside / ADAPTER, tensors)
+        entries = [TensorEntry(n, dtype_name(t.dtype), tuple(t.shape), offsets[n], 0) for n, t in tensors.items()]
+        data = configuration(list(tensors))
+        _write(beside / "adapter_config.json", data)
+        settings = BucketEntry("adapter_config.json", len(data), hashlib.sha256(data).hexdigest())
+        return Manifest(version=version, step=step, tensors=tuple(entries), buckets=(bucket, settings))
+
+    return _write_whole(folder, version, fill)
+
+
+def _write_whole(folder: Path, version: PolicyVersion, fill: Callable[[Path], Manifest]) -> Snapshot:
     committed = folder / f"v{version:06d}"
     unfinished = folder / f".{committed.name}.{os.getpid()}.tmp"
     try:
         _make_private(folder)
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(mode=0o700)
-        manifest = _write_buckets(unfinished, version, step, tensors, dtype)
+        manifest = fill(unfinished)
         data = manifest.encode()
         _write(unfinished / MANIFEST, data)
         durable.flush(unfinished)
@@ -130,7 +173,11 @@ def _numbered(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
 
 
 def _write_buckets(
-    folder: Path, version: PolicyVersion, step: int, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
+    folder: Path,
+    version: PolicyVersion,
+    step: int,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    dtype: torch.dtype | None,
 ) -> Manifest:
     entries: dict[str, TensorEntry] = {}
     buckets: list[BucketEntry] = []
@@ -140,7 +187,9 @@ def _write_buckets(
     def flush() -> None:
         bucket, offsets = _write_bucket(folder / f"bucket-{len(buckets):05d}.safetensors", held)
         for name, tensor in held.items():
-            entries[name] = TensorEntry(name, _name(tensor.dtype), tuple(tensor.shape), offsets[name], len(buckets))
+            entries[name] = TensorEntry(
+                name, dtype_name(tensor.dtype), tuple(tensor.shape), offsets[name], len(buckets)
+            )
         buckets.append(bucket)
         held.clear()
 
@@ -158,8 +207,8 @@ def _write_buckets(
     return Manifest(version=version, step=step, tensors=tuple(entries.values()), buckets=tuple(buckets))
 
 
-def _copied(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    target = dtype if tensor.is_floating_point() else tensor.dtype
+def _copied(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     return tensor.detach().to(device="cpu", dtype=target, copy=True).contiguous()
 
 
@@ -227,5 +276,6 @@ def _view(bucket: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
     return flat.view(getattr(torch, entry.dtype)).view(entry.shape)
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return what manifests and layouts call a number type."""
     return str(dtype).removeprefix("torch.")

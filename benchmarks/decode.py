@@ -1,0 +1,183 @@
+"""What behavior logprobs cost while vLLM decodes: without any, as our hook captures them, and as vLLM returns them.
+
+One engine, the three in turn for some rounds, the first of them warm-up; ratios are medians over rounds of tokens per second of the
+same round. On a GPU: the shape of Qwen2-0.5B in bfloat16, 64 groups of 8 samples of 512 new tokens, random weights. On a CPU
+a tiny shape. The last part asks for both kinds in the same requests and compares them token by token.
+
+    python -m benchmarks.decode --rounds 4
+
+Prints one JSON object: ``ratio`` (captured ÷ none), ``native_ratio`` (vLLM's ÷ none), ``max_abs_difference`` (nats).
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from services.rollout.engine import GenerationRequest
+from services.rollout.vllm_engine import VllmEngine
+from services.rollout.vllm_start import check_version, open_vllm
+from shared.messages import PolicyRecord, PolicyVersion, Sampling
+from shared.weights.puller import file_offer
+from shared.weights.snapshot import write_snapshot
+
+GPU_SHAPE: dict[str, Any] = {
+    "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+    "num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 32768,
+}  # fmt: skip
+CPU_SHAPE: dict[str, Any] = {
+    "vocab_size": 8192, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
+}  # fmt: skip
+PROMPT_TOKENS = 64
+
+
+class Work:
+    """Groups of one kind of request, run by one engine in three ways; each returns tokens per second."""
+
+    def __init__(self, engine: VllmEngine, groups: int, samples: int, new_tokens: int) -> None:
+        self._engine = engine
+        self._sampling = Sampling(samples=samples, max_new_tokens=new_tokens, temperature=1.0)
+        self._lot = np.random.default_rng(0)
+        self._groups = groups
+        self._requests = 0
+
+    async def none(self) -> float:
+        """Without logprobs, straight through vLLM."""
+        return await self._through_vllm(logprobs=False)
+
+    async def native(self) -> float:
+        """With vLLM's own logprobs of the drawn tokens, turned into arrays."""
+        return await self._through_vllm(logprobs=True)
+
+    async def captured(self) -> float:
+        """As the rollout service generates."""
+        await self._engine._call("penstock_listen", True)
+        started_s = time.monotonic()
+        groups = await asyncio.gather(*(self._engine.generate(request) for request in self._prompts()))
+        seconds = time.monotonic() - started_s
+        return sum(len(sample.token_ids) for group in groups for sample in group.samples) / seconds
+
+    async def difference(self) -> float:
+        """Return the largest difference in nats between the captured and vLLM's own logprobs of the same tokens."""
+        await self._engine._call("penstock_listen", True)
+        return max(await asyncio.gather(*(self._difference(request) for request in self._prompts())))
+
+    def _prompts(self) -> list[GenerationRequest]:
+        ids = self._lot.integers(0, self._engine.vocabulary, (self._groups, PROMPT_TOKENS), dtype=np.int32)
+        return [GenerationRequest(row, self._sampling) for row in ids]
+
+    async def _through_vllm(self, logprobs: bool) -> float:
+        await self._engine._call("penstock_listen", False)
+        started_s = time.monotonic()
+        tokens = await asyncio.gather(*(self._run(request, logprobs) for request in self._prompts()))
+        return sum(tokens) / (time.monotonic() - started_s)
+
+    async def _run(self, request: GenerationRequest, logprobs: bool) -> int:
+        self._requests += 1
+        finished = await self._engine._run(
+            f"b{self._requests}", request.prompt_token_ids, "benchmark", self._parameters(request, logprobs)
+        )
+        arrays = [np.array(output.token_ids, dtype=np.int32) for output in finished.outputs]
+        if logprobs:
+            assert all(
+                len(_native(output)) == len(array) for output, array in zip(finished.outputs, arrays, strict=True)
+            )
+        return sum(len(array) for array in arrays)
+
+    def _parameters(self, request: GenerationRequest, logprobs: bool) -> Any:
+        parameters = self._engine._parameters(request, request.sampling.samples)
+        parameters.logprobs, parameters.flat_logprobs = (0, True) if logprobs else (None, False)
+        return parameters
+
+    async def _difference(self, request: GenerationRequest) -> float:
+        self._requests += 1
+        name = f"g{10**9 + self._requests}"
+        self._engine._reports.expect(name)
+        finished = await self._engine._run(name, request.prompt_token_ids, "d", self._parameters(request, True))
+        rows = await self._engine._rows(name, request.sampling.samples)
+        pairs = zip(sorted(finished.outputs, key=lambda output: int(output.index)), rows, strict=True)
+        return max(
+            float(np.abs(_native(output) - row.logprobs[: len(output.token_ids)]).max()) for output, row in pairs
+        )
+
+
+def _native(output: Any) -> Any:
+    return np.array(output.logprobs.logprobs, dtype=np.float32)
+
+
+def random_policy(folder: Path, shape: dict[str, Any], dtype: torch.dtype) -> Any:
+    """Write a Qwen2 with random weights and no stop token, and return it."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(**shape, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None)
+    model = Qwen2ForCausalLM(config).to(dtype)
+    model.save_pretrained(folder)
+    return model
+
+
+async def measure(folder: Path, rounds: int) -> dict[str, Any]:
+    """Return the figures."""
+    on_gpu = torch.cuda.device_count() > 0
+    shape, dtype = (GPU_SHAPE, torch.bfloat16) if on_gpu else (CPU_SHAPE, torch.float32)
+    groups, samples, new_tokens = (64, 8, 512) if on_gpu else (8, 4, 64)
+    model = await asyncio.to_thread(random_policy, folder / "policy", shape, dtype)
+    written = write_snapshot(folder / "weights", PolicyVersion(0), 0, model.named_parameters(), dtype)
+    engine = await open_vllm(
+        str(folder / "policy"),
+        dtype=str(dtype).removeprefix("torch."),
+        seed=0,
+        max_num_seqs=groups * samples,
+        max_model_len=PROMPT_TOKENS + new_tokens,
+        enforce_eager=not on_gpu,
+    )
+    try:
+        await engine.stage(
+            file_offer(PolicyRecord(PolicyVersion(0), None, 0, 0.0, written.digest, str(written.location)), 60.0)
+        )
+        report = await engine.swap(PolicyVersion(0))
+        work = Work(engine, groups, samples, new_tokens)
+        rates: dict[str, list[float]] = {"none": [], "captured": [], "native": []}
+        for number in range(rounds + 1):
+            names = ["none", "captured", "native"]
+            for name in names[number % 3 :] + names[: number % 3]:
+                rates[name].append(await getattr(work, name)())
+        difference = await work.difference()
+    finally:
+        await engine.close()
+    measured = {name: found[1:] for name, found in rates.items()}
+    return {
+        "ratio": _ratio(measured["captured"], measured["none"]),
+        "native_ratio": _ratio(measured["native"], measured["none"]),
+        "max_abs_difference": difference,
+        "tokens_per_s": {name: [round(rate) for rate in found] for name, found in measured.items()},
+        "swap": {"path": report.path, "seconds": round(report.seconds, 4), "copied_bytes": report.copied_bytes},
+        "work": f"{groups} groups of {samples}, {new_tokens} new tokens",
+        "device": torch.cuda.get_device_name(0) if on_gpu else "cpu",
+        "versions": {"vllm": check_version(), "torch": torch.__version__},
+    }
+
+
+def _ratio(rates: list[float], base: list[float]) -> float:
+    return round(statistics.median(rate / other for rate, other in zip(rates, base, strict=True)), 4)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=4)
+    rounds = parser.parse_args().rounds
+    with tempfile.TemporaryDirectory() as folder:
+        print(json.dumps(asyncio.run(measure(Path(folder), rounds))))
+
+
+if __name__ == "__main__":
+    main()

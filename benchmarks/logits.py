@@ -1,0 +1,85 @@
+"""What logprobs and entropies of many tokens cost in memory: all logits at once, and in chunks.
+
+    python -m benchmarks.logits --vocabulary 152064 --tokens 16384 --hidden 256
+
+Each way runs forward and backward in a process of its own: float32 on a CPU, where the peak of resident memory less what
+was resident before is measured, or bfloat16 on a GPU (``--device cuda``), by torch's allocator. Hidden states and the output
+layer are there before and do not count; their gradients do. The plain way needs about 40 GB for 16,384 tokens in float32;
+``--tokens 4096 --chunk 512 --hidden 64`` keeps the proportion in 11 GB. Prints one JSON object, and fails below a ratio of 4.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+
+import psutil
+import torch
+
+from services.trainer.logits import token_logprobs
+
+LEAST_RATIO = 4.0
+
+
+def measure(arguments: argparse.Namespace, chunk_tokens: int) -> dict[str, float]:
+    """Run one way in this process; return its peak (bytes) and seconds."""
+    torch.manual_seed(0)
+    device = torch.device(arguments.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    output = torch.nn.Linear(arguments.hidden, arguments.vocabulary, bias=False, device=device, dtype=dtype)
+    hidden_ND = torch.randn(arguments.tokens, arguments.hidden, device=device, dtype=dtype, requires_grad=True)
+    targets_N = torch.randint(0, arguments.vocabulary, (arguments.tokens,), device=device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    else:
+        before = psutil.Process().memory_info().rss
+    started_s = time.perf_counter()
+    out = token_logprobs(hidden_ND, output, targets_N, 1.0, chunk_tokens, entropy_gradient=arguments.entropy_gradient)
+    wanted = out.policy_logprobs_N.sum() + (out.entropy_N.sum() if arguments.entropy_gradient else 0.0)
+    torch.autograd.backward(wanted)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated()
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"bytes": float(peak - before), "seconds": time.perf_counter() - started_s}
+
+
+def main() -> None:
+    """Measure both ways in processes of their own, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vocabulary", type=int, default=152_064)
+    parser.add_argument("--tokens", type=int, default=16_384)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--chunk", type=int, default=2048)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--entropy-gradient", action="store_true")
+    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one is not None:
+        print(json.dumps(measure(arguments, arguments.one)))
+        return
+    plain, chunked = (_apart(chunk) for chunk in (0, arguments.chunk))
+    ratio = plain["bytes"] / chunked["bytes"]
+    found = {"memory_ratio": ratio, "plain_bytes": plain["bytes"], "chunked_bytes": chunked["bytes"]}
+    found |= {"plain_s": plain["seconds"], "chunked_s": chunked["seconds"]}
+    print(
+        json.dumps(
+            found | {name: vars(arguments)[name] for name in ("vocabulary", "tokens", "hidden", "chunk", "device")}
+        )
+    )
+    sys.exit(ratio < LEAST_RATIO)
+
+
+def _apart(chunk_tokens: int) -> dict[str, float]:
+    command = [sys.executable, "-m", "benchmarks.logits", *sys.argv[1:], "--one", str(chunk_tokens)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+if __name__ == "__main__":
+    main()

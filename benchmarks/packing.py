@@ -1,0 +1,101 @@
+"""How well packing fills its micro-batches and shares the work: a long-tailed mix of lengths, over 1, 2, 4 and 8 ranks.
+
+    python -m benchmarks.packing --groups 512 --samples 8 --cap 16384
+
+Prompts and completions have log-normal lengths (medians 150 and 600 tokens; a completion in twenty is 5 times longer than
+half of them). Costs are those of a model of 7B parameters. ``fill``: tokens / (micro-batches × cap), over all ranks; ``imbalance``:
+the costliest rank's operations over the mean, less 1; ``padded_fill``: what rows padded to the longest of a micro-batch
+would have had, packed by length. Prints one JSON object, and fails where a bar is missed.
+"""
+
+import argparse
+import json
+import sys
+import time
+
+import numpy as np
+
+from services.trainer.flops import ModelSizes
+from services.trainer.packing import Row, assign_pieces
+from shared.messages import FinishReason, Sample
+
+MODEL = ModelSizes(linear_weights=6_525_288_448, attention_width=28 * 28 * 128, output_weights=152_064 * 3584)
+"""Qwen2.5-7B."""
+LEAST_FILL = 0.95
+MOST_IMBALANCE = 0.03
+
+
+def mix(groups: int, samples: int, cap: int, seed: int = 0) -> list[Row]:
+    """Return rows of random lengths, no sequence longer than ``cap``."""
+    lot = np.random.default_rng(seed)
+    found = []
+    for _ in range(groups):
+        prompt = int(np.clip(lot.lognormal(np.log(150), 0.6), 8, cap // 4))
+        lengths = np.clip(lot.lognormal(np.log(600), 1.0, samples), 4, cap - prompt).astype(int)
+        found.append(Row(np.zeros(prompt, np.int32), tuple(_sample(int(n)) for n in lengths), tuple(range(samples))))
+    return found
+
+
+def _sample(tokens: int) -> Sample:
+    zeros = np.zeros(tokens, np.float32)
+    return Sample(np.zeros(tokens, np.int32), zeros, np.zeros((1, 2), np.int32), FinishReason.STOP, "")
+
+
+def measure(rows: list[Row], cap: int, ranks: int) -> dict[str, float]:
+    """Return the figures of one plan."""
+    started_s = time.perf_counter()
+    shares = assign_pieces(rows, cap, ranks, sizes=MODEL)
+    plan_s = time.perf_counter() - started_s
+    chunks = [chunk for share in shares for chunk in share]
+    assert len({len(share) for share in shares}) == 1
+    assert all(sum(row.tokens for row in chunk) <= cap for chunk in chunks)
+    tokens = sum(row.tokens for chunk in chunks for row in chunk)
+    costs = [sum(row.flops(MODEL) for chunk in share for row in chunk) for share in shares]
+    return {
+        "fill": tokens / (len(chunks) * cap),
+        "imbalance": max(costs) * ranks / sum(costs) - 1,
+        "micro_batches": len(shares[0]),
+        "plan_s": plan_s,
+    }
+
+
+def padded_fill(rows: list[Row], cap: int) -> float:
+    """Return the share of tokens of separate sequences, padded to the longest of a micro-batch, longest first."""
+    lengths = sorted((len(row.prompt_token_ids) + len(s.token_ids) for row in rows for s in row.samples), reverse=True)
+    computed, place = 0, 0
+    while place < len(lengths):
+        count = max(1, cap // lengths[place])
+        computed += len(lengths[place : place + count]) * lengths[place]
+        place += count
+    return sum(lengths) / computed
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", type=int, default=512)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--cap", type=int, default=16_384)
+    arguments = parser.parse_args()
+    rows = mix(arguments.groups, arguments.samples, arguments.cap)
+    by_ranks = {ranks: measure(rows, arguments.cap, ranks) for ranks in (1, 2, 4, 8)}
+    fill = min(found["fill"] for found in by_ranks.values())
+    imbalance = max(found["imbalance"] for found in by_ranks.values())
+    separate = sum(len(row.prompt_token_ids) + len(s.token_ids) for row in rows for s in row.samples)
+    print(
+        json.dumps(
+            {
+                "fill": fill,
+                "imbalance": imbalance,
+                "ranks": by_ranks,
+                "padded_fill": padded_fill(rows, arguments.cap),
+                "tokens": sum(row.tokens for row in rows),
+                "tokens_of_separate_sequences": separate,
+            }
+        )
+    )
+    sys.exit(fill < LEAST_FILL or imbalance > MOST_IMBALANCE)
+
+
+if __name__ == "__main__":
+    main()

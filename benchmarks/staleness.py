@@ -1,0 +1,69 @@
+"""What lag costs, and what a correction gives back: the arithmetic example at each lag, corrected and not.
+
+    python -m benchmarks.staleness --lags 0,1,4,8 --steps 300
+
+Corrected: the preset (``--preset``; the default, ``tis``, weighs tokens by a truncated ratio). Uncorrected: the same with
+``correction = "none"``, which takes ``allow_uncorrected`` to run at all. ``max_lag`` is how many steps generation may be
+ahead; the lag that was measured stands beside it.
+
+Prints a row of a Markdown table per run, then one JSON object.
+"""
+
+import argparse
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.learning import Learned, learn
+
+LEARNING_RATE = 2e-4
+"""Half the example's, the same at every lag: eight steps of the full one make another policy."""
+
+
+def run(folder: Path, preset: str, lag: int, corrected: bool, steps: int) -> Learned:
+    """Run one lag."""
+    algorithm: dict[str, Any] = {"preset": preset, "max_lag": lag}
+    if not corrected:
+        algorithm |= {"correction": "none", "allow_uncorrected": True}
+    return learn(folder, name(lag, corrected), algorithm, {"trainer": {"learning_rate": LEARNING_RATE}}, steps)
+
+
+def name(lag: int, corrected: bool) -> str:
+    """Return what the run is called."""
+    return f"lag-{lag}-{'corrected' if corrected else 'uncorrected'}"
+
+
+def main() -> None:
+    """Run every lag, corrected and not, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lags", default="0,1,4,8")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--preset", default="tis")
+    arguments = parser.parse_args()
+    found: dict[str, Learned] = {}
+    print("| max_lag | corrected | mean lag | accuracy before | after | KL | ESS |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    with tempfile.TemporaryDirectory(prefix="penstock-staleness-") as folder:
+        for lag in (int(word) for word in arguments.lags.split(",")):
+            for corrected in (True, False):
+                learned = run(Path(folder), arguments.preset, lag, corrected, arguments.steps)
+                found[name(lag, corrected)] = learned
+                print(_row(lag, corrected, learned), flush=True)
+    best = found[name(min(int(word) for word in arguments.lags.split(",")), True)].accuracy_after
+    losses = {run_name: round(best - learned.accuracy_after, 4) for run_name, learned in found.items()}
+    runs = {run_name: dataclasses.asdict(learned) for run_name, learned in found.items()}
+    print(json.dumps({"preset": arguments.preset, "points_behind": losses, "runs": runs}))
+
+
+def _row(lag: int, corrected: bool, found: Learned) -> str:
+    figures = found.figures
+    return (
+        f"| {lag} | {'yes' if corrected else 'no'} | {figures['lag_mean']:.2f} | {found.accuracy_before:.3f} | "
+        f"{found.accuracy_after:.3f} | {figures['kl_mean']:.4f} | {figures['ess']:.3f} |"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""New weights under running generation: how fast they come, how long they stop anything, and what that costs.
+
+::
+
+    trainer, GPU 0                           replica, GPU 1: the rollout service's engine under load
+      change weights                           256 sequences decode without end, one more is watched token by token
+      fill snapshot, offer ──── pull ────────▶ stage (decoding goes on), verify, swap
+
+In one run, on the same two devices:
+
+- ``raw_gb_per_s``: a plain broadcast between them, nothing else running. ``wire_ratio``: bytes of a pull under load ÷ seconds
+  from the accepted offer to verified weights ÷ that.
+- ``stall_ms``: of each update, the longest wait for a token of the watched sequence from the accepted offer until a quarter of
+  a second after the swap, less the usual wait (median without updates). It is seen by the client, so all that delays a
+  token counts.
+- ``throughput_ratio``: tokens/s in windows with an update every 2 s ÷ mean of the windows without before and after; the median.
+- ``publish_to_live_s``: from the first byte copied into the trainer's snapshot to the return of the swap.
+- ``bytes_equal``: after the last swap, every live parameter equals what was received (through the plan), whose checksums were
+  compared with the trainer's. null where there is no plan (layer by layer on the CPU).
+- ``all_live_ratio``: with more replicas, seconds until the last of them is live ÷ seconds where only one pulls.
+- ``trainer_ratio``: with more replicas, optimizer-like steps (matrix products) a second in windows with an update every 2 s,
+  filling the snapshot included ÷ without; the median.
+- ``native_*``: the same with vLLM's own packed NCCL transfer behind ``pause_generation(mode="keep")``.
+
+    python -m benchmarks.weights                                        two GPUs, Qwen2-7B in bfloat16
+    python -m benchmarks.weights --replicas 3 --fan-out 1               four GPUs, a chain
+    python -m benchmarks.weights --device cpu                           the same over gloo, on a small shape
+"""
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.weights_measures import Player, Run
+from benchmarks.weights_players import Options, environment, gpus, play
+
+SHAPES: dict[str, dict[str, int]] = {
+    "qwen2-7b": {
+        "hidden_size": 3584,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "intermediate_size": 18944,
+        "vocab_size": 152064,
+    },
+    "qwen2-0.5b": {
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "intermediate_size": 4864,
+        "vocab_size": 151936,
+    },
+    "small": {
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 512,
+        "vocab_size": 4001,
+    },
+}
+
+
+def main() -> None:
+    """Run what the command line asks for, and print its figures as one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--shape", choices=list(SHAPES), default="")
+    parser.add_argument("--seconds", type=float, default=20.0, help="with updates; as long again without")
+    parser.add_argument("--sequences", type=int, default=0, help="decoding; 256, or 32 on the CPU")
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--fan-out", type=int, default=2, help="pullers of a source; 1 is a chain")
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--bucket-mib", type=int, default=512)
+    parser.add_argument("--shadow", choices=["full", "bucketed"], default="full")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.7)
+    parser.add_argument("--max-model-len", type=int, default=0, help="8192, or 512 on the CPU")
+    parser.add_argument("--deadline", type=float, default=30.0)
+    parser.add_argument("--no-native", action="store_true")
+    print(json.dumps(run(parser.parse_args())))
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of a run."""
+    on_gpu = args.device == "cuda"
+    shape = args.shape or ("qwen2-7b" if on_gpu else "small")
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        _configure(folder, SHAPES[shape])
+        options = Options(
+            folder=folder,
+            device=args.device,
+            dtype="bfloat16" if on_gpu else "float32",
+            sequences=args.sequences or (256 if on_gpu else 32),
+            tensor_parallel_size=args.tensor_parallel,
+            max_model_len=args.max_model_len or (8192 if on_gpu else 512),
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            bucket_bytes=args.bucket_mib << 20,
+            deadline_s=args.deadline,
+            shadow=args.shadow,
+        )
+        trainer = _started(stack, environment(on_gpu, [0]), "trainer", options)
+        replicas = [
+            _started(stack, environment(on_gpu, gpus(number, args.tensor_parallel)), "replica", options)
+            for number in range(args.replicas)
+        ]
+        head = {"device": args.device, "shape": shape, "sequences": options.sequences, "replicas": args.replicas}
+        return {**head, **Run(trainer, replicas, args, on_gpu).figures()}
+
+
+# ---------------------------------------------------------------- processes
+
+
+def _configure(folder: Path, shape: dict[str, int]) -> None:
+    config: dict[str, Any] = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "max_position_embeddings": 32768,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        **shape,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _started(stack: ExitStack, environment: dict[str, str], player: str, options: Options) -> Player:
+    with _surroundings(environment):
+        started = Player(play, environment, player, options)
+    stack.callback(started.close)
+    return started
+
+
+@contextmanager
+def _surroundings(environment: dict[str, str]) -> Iterator[None]:
+    """Let processes that start meanwhile see ``environment`` before they import anything."""
+    before = dict(os.environ)
+    os.environ |= environment
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+if __name__ == "__main__":
+    main()

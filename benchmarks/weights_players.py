@@ -1,0 +1,86 @@
+"""The processes of ``benchmarks.weights``: what they are told, and how they answer.
+
+Each runs :func:`play`: it answers one question at a time over a pipe, and ends when the pipe closes. Times are of the
+monotonic clock, which all processes of a host share. Nothing is measured here that is not answered; figures are made by
+the caller.
+"""
+
+import asyncio
+import dataclasses
+import os
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeAlias
+
+Answers: TypeAlias = dict[str, Callable[..., Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What every process of a run is told."""
+
+    folder: Path
+    """A Hugging Face configuration without weights."""
+    device: str
+    dtype: str
+    sequences: int
+    tensor_parallel_size: int
+    max_model_len: int
+    gpu_memory_utilization: float
+    bucket_bytes: int
+    deadline_s: float
+    shadow: str
+
+
+def environment(on_gpu: bool, numbers: list[int]) -> dict[str, str]:
+    """Return the environment of a process that may use the GPUs ``numbers``, as this process counts them."""
+    if on_gpu:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        names = visible.split(",") if visible else [str(number) for number in range(64)]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(names[number] for number in numbers)}
+    return {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+
+
+def gpus(number: int, ranks: int) -> list[int]:
+    """Return the GPUs of replica ``number``: the trainer has the first."""
+    return [1 + number * ranks + rank for rank in range(ranks)]
+
+
+def play(connection: Connection, surroundings: dict[str, str], player: str, options: Options) -> None:
+    """Be ``player`` until the pipe closes."""
+    os.environ |= surroundings
+    from benchmarks.weights_replica import replica
+    from benchmarks.weights_trainer import trainer
+
+    asyncio.run({"trainer": trainer, "replica": replica}[player](connection, options))
+
+
+async def serve(connection: Connection, answers: Answers) -> None:
+    """Answer questions ``(name, arguments)`` until the pipe closes."""
+    while True:
+        try:
+            name, arguments = await asyncio.to_thread(connection.recv)
+        except (EOFError, OSError):
+            return
+        try:
+            answer = answers[name](**arguments)
+            connection.send((True, await answer if asyncio.iscoroutine(answer) else answer))
+        except Exception:  # noqa: BLE001 (the caller is told, and decides)
+            connection.send((False, traceback.format_exc()))
+
+
+def layout_of(options: Options) -> Any:
+    """Return the layout of the model in ``options.folder``."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from shared.weights.layout import plan_layout
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.folder))
+    return plan_layout(
+        ((name, options.dtype, tuple(parameter.shape)) for name, parameter in model.named_parameters()),
+        options.bucket_bytes,
+    )

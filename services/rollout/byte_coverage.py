@@ -1,0 +1,69 @@
+"""Which bytes of a storage a set of strided views touches: interval arithmetic, no tensors.
+
+A view of shape (3, 4) and strides (10, 1) over two-byte numbers, at byte 100, touches three runs of eight bytes::
+
+    intervals(100, (3, 4), (10, 1), 2)    [[100, 108], [120, 128], [140, 148]]
+
+Many such arrays are joined by :func:`union`, which refuses bytes that stand twice, and asked by :func:`first_missing`.
+"""
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Intervals: TypeAlias = npt.NDArray[np.int64]
+"""int64, N × 2: rows of (first byte, byte after the last)."""
+
+
+class TouchedTwice(Exception):
+    """A byte that should stand once stands twice; ``byte`` is where."""
+
+    def __init__(self, byte: int) -> None:
+        super().__init__(f"byte {byte} is touched twice")
+        self.byte = byte
+
+
+def intervals(offset: int, shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> Intervals:
+    """Return the runs of bytes that a view touches: ``offset`` in bytes, ``strides`` in items."""
+    if 0 in shape:
+        return np.empty((0, 2), dtype=np.int64)
+    run, starts = item_bytes, np.array([offset], dtype=np.int64)
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
+        if stride * item_bytes == run and len(starts) == 1:
+            run *= size
+        else:
+            starts = (np.arange(size, dtype=np.int64)[:, None] * (stride * item_bytes) + starts[None, :]).ravel()
+    return np.stack([starts, starts + run], axis=1)
+
+
+def union(parts: Sequence[Intervals]) -> Intervals:
+    """Return all intervals in order, neighbours joined.
+
+    Raises:
+        TouchedTwice: two of them overlap.
+    """
+    if not parts:
+        return np.empty((0, 2), dtype=np.int64)
+    joined = np.concatenate(parts)
+    joined = joined[np.argsort(joined[:, 0], kind="stable")]
+    overlaps = np.flatnonzero(joined[1:, 0] < joined[:-1, 1])
+    if len(overlaps):
+        raise TouchedTwice(int(joined[overlaps[0] + 1, 0]))
+    breaks = np.flatnonzero(joined[1:, 0] > joined[:-1, 1])
+    first, last = np.concatenate([[0], breaks + 1]), np.concatenate([breaks, [len(joined) - 1]])
+    return np.stack([joined[first, 0], joined[last, 1]], axis=1) if len(joined) else joined
+
+
+def first_missing(covered: Intervals, wanted: Intervals) -> int | None:
+    """Return the lowest byte of ``wanted`` that ``covered`` (a union) does not hold, None where it holds all."""
+    if not len(wanted):
+        return None
+    wanted = wanted[np.argsort(wanted[:, 0], kind="stable")]
+    if not len(covered):
+        return int(wanted[0, 0])
+    found = np.searchsorted(covered[:, 0], wanted[:, 0], side="right") - 1
+    held = np.where(found >= 0, covered[np.maximum(found, 0), 1], 0)  # up to where the wanted interval is held
+    missing = np.flatnonzero(held < wanted[:, 1])
+    return None if not len(missing) else int(max(wanted[missing[0], 0], held[missing[0]]))

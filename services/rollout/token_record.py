@@ -1,0 +1,183 @@
+"""What a worker of vLLM notes of every token that it draws: its logprob, and the version that drew it.
+
+vLLM itself returns logprobs as Python lists through two processes, which costs nearly half of the rate. Here they stay on
+the device until their request is finished::
+
+    step of the runner      sampler ─▶ (processed logits, token) ─▶ token logprob ─▶ scatter ─▶ flat buffer, row × position
+    a request finished      its row ─▶ pinned host memory (no wait) ─▶ :class:`Finished`, for whoever sends it away
+    a swap                  every request that is held: (tokens drawn so far, new version)
+
+Rows belong to requests, not to vLLM's slots: a request that is preempted and resumed elsewhere keeps its row. Positions come
+from the scheduler's counts, which are exact without speculative decoding, so a token that vLLM throws away and draws again
+overwrites what stood there. Rows of prompts that are not read to their end write to one spill cell. A logprob is taken from
+the very logits that the token is drawn from, after temperature, in float32.
+
+It knows no process, no socket and no weights. Legend: n requests of a step, V vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Versions = list[tuple[int, int]]
+_ROWS, _TOKENS = 64, 1024
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Finished:
+    """Requests whose last token is drawn. ``logprobs`` (float32, on the host) may be read once ``ready`` has passed."""
+
+    requests: tuple[str, ...]
+    lengths: tuple[int, ...]
+    """Logprobs of each; asynchronous scheduling may have drawn one past the stop."""
+    versions: tuple[Versions, ...]
+    """Of each, (first token, version) with ascending first tokens."""
+    logprobs: torch.Tensor
+    """Of all of them, one after the other."""
+    ready: Callable[[], None]
+
+    def rows(self) -> Iterable[tuple[str, bytes, Versions]]:
+        """Wait until the logprobs are there; yield (request, float32 logprobs in bytes, versions)."""
+        self.ready()
+        values, start = self.logprobs.numpy(), 0
+        for request, length, versions in zip(self.requests, self.lengths, self.versions, strict=True):
+            yield request, values[start : start + length].tobytes(), versions
+            start += length
+
+
+class TokenRecord:
+    """Logprobs and versions of the requests that one worker holds. Used by the thread that steps the model, and no other."""
+
+    def __init__(self, device: torch.device, logprobs: bool = True) -> None:
+        self._device = device
+        self._keeps_logprobs = logprobs
+        self._rows: dict[str, int] = {}
+        self._versions: dict[str, Versions] = {}
+        self._free: list[int] = []
+        self._capacity, self._tokens = 0, _TOKENS
+        self._prompt, self._known, self._drawn = (np.zeros(0, dtype=np.int64) for _ in range(3))
+        self._logprobs = torch.zeros(1, dtype=torch.float32, device=device)
+        self._index_n: torch.Tensor | None = None
+        self._version: int | None = None
+        self._grow(_ROWS, _TOKENS)
+
+    @property
+    def held(self) -> dict[str, int]:
+        """Tokens drawn so far of every request that is held."""
+        return {request: int(self._drawn[row]) for request, row in self._rows.items()}
+
+    def admit(self, request: str, prompt_tokens: int, known_tokens: int, max_new_tokens: int) -> None:
+        """Take up a request, or take it up again after it was preempted.
+
+        Args:
+            known_tokens: prompt and completion tokens that the model must read before it draws the next.
+        """
+        row = self._rows.get(request)
+        if row is None:
+            if not self._free:
+                self._grow(2 * self._capacity, self._tokens)
+            row = self._rows[request] = self._free.pop()
+            self._versions[request] = [] if self._version is None else [(0, self._version)]
+        if max_new_tokens > self._tokens:
+            self._grow(self._capacity, 1 << (max_new_tokens - 1).bit_length())
+        self._prompt[row] = prompt_tokens
+        self._rewind(request, row, known_tokens)
+
+    def resume(self, request: str, completion_tokens: int) -> None:
+        """Go on with a preempted request of which ``completion_tokens`` are kept; further ones will be drawn again."""
+        row = self._rows.get(request)
+        if row is not None:
+            self._rewind(request, row, int(self._prompt[row]) + completion_tokens)
+
+    def _rewind(self, request: str, row: int, known_tokens: int) -> None:
+        drawn = known_tokens - int(self._prompt[row])
+        self._known[row], self._drawn[row] = known_tokens, drawn
+        self._versions[request] = [(min(first, drawn), version) for first, version in self._versions[request]]
+
+    def step(self, requests: Sequence[str], computed_n: npt.NDArray[Any], scheduled_n: npt.NDArray[Any]) -> None:
+        """Say which requests a step of the model reads, and how many of their tokens it has read before and reads now.
+
+        Where logprobs are kept, the next logits are theirs, in this order. Other requests than those held draw unnoticed.
+        """
+        row_n = np.fromiter((self._rows.get(request, -1) for request in requests), dtype=np.int64, count=len(requests))
+        read_n = np.asarray(computed_n, dtype=np.int64) + scheduled_n
+        position_n = read_n - self._prompt[row_n]
+        draws_n = (read_n >= self._known[row_n]) & (row_n >= 0)
+        self._drawn[row_n[draws_n]] = position_n[draws_n] + 1
+        if self._keeps_logprobs:
+            kept_n = draws_n & (position_n < self._tokens)
+            index_n = torch.from_numpy(np.where(kept_n, row_n * self._tokens + position_n, len(self._logprobs) - 1))
+            if self._device.type == "cuda":
+                index_n = index_n.pin_memory().to(self._device, non_blocking=True)
+            self._index_n = index_n
+
+    @torch.inference_mode()
+    def store(self, logits_nV: torch.Tensor, token_n: torch.Tensor) -> None:
+        """Note the logprobs of the tokens that were drawn from ``logits_nV``; without a :meth:`step` before it, nothing."""
+        index_n, self._index_n = self._index_n, None
+        if index_n is not None:
+            self._logprobs.scatter_(0, index_n, token_logprobs(logits_nV, token_n.view(-1)))
+
+    def swap(self, version: int) -> None:
+        """Note that every token from here on is drawn by ``version``."""
+        self._version = version
+        for request, drawn in self.held.items():
+            self._versions[request].append((drawn, version))
+
+    def release(self, requests: Iterable[str]) -> Finished | None:
+        """Let finished requests go; return what was noted of them, if there is any that is held."""
+        rows = {request: self._rows.pop(request) for request in requests if request in self._rows}
+        if not rows:
+            return None
+        longest = self._tokens if self._keeps_logprobs else 0
+        lengths = tuple(min(int(self._drawn[row]), longest) for row in rows.values())
+        on_gpu = self._device.type == "cuda"
+        host = torch.empty(sum(lengths), dtype=torch.float32, pin_memory=on_gpu)
+        start = 0
+        for row, length in zip(rows.values(), lengths, strict=True):
+            begin = row * self._tokens
+            host[start : start + length].copy_(self._logprobs[begin : begin + length], non_blocking=True)
+            start += length
+        self._free.extend(rows.values())
+        versions = tuple(list(dict(self._versions.pop(request)).items()) for request in rows)
+        return Finished(tuple(rows), lengths, versions, host, _copied(self._device) if on_gpu else _nothing)
+
+    @torch.inference_mode()
+    def _grow(self, rows: int, tokens: int) -> None:
+        """Make room for so many requests of so many tokens; what is there stays."""
+        grown = torch.zeros(rows * tokens + 1, dtype=torch.float32, device=self._device)
+        if self._capacity:
+            old = self._logprobs[:-1].view(self._capacity, self._tokens)
+            grown[:-1].view(rows, tokens)[: self._capacity, : self._tokens].copy_(old)
+        self._prompt, self._known, self._drawn = (
+            np.concatenate([array, np.zeros(rows - self._capacity, dtype=np.int64)])
+            for array in (self._prompt, self._known, self._drawn)
+        )
+        self._free.extend(range(self._capacity, rows))
+        self._logprobs, self._capacity, self._tokens = grown, rows, tokens
+
+
+def token_logprobs(logits_nV: torch.Tensor, token_n: torch.Tensor) -> torch.Tensor:
+    """Return log softmax(logits)[token] in float32, without a second tensor of the logits' size on a GPU."""
+    token_n1 = token_n.to(torch.int64).unsqueeze(1)
+    if logits_nV.is_cuda:
+        from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
+
+        logprobs_n1: torch.Tensor = compute_token_logprobs(logits_nV, token_n1)
+        return logprobs_n1.squeeze(1)
+    logits_nV = logits_nV.float()
+    return logits_nV.gather(1, token_n1).squeeze(1) - logits_nV.logsumexp(1)
+
+
+def _copied(device: torch.device) -> Callable[[], None]:
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event.synchronize
+
+
+def _nothing() -> None:
+    pass

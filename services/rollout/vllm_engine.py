@@ -1,0 +1,378 @@
+"""vLLM behind the engine's protocol: token ids in and out, weights swapped under running requests.
+
+::
+
+    generate ─▶ gate ─▶ AsyncLLM (engine process) ─▶ tokens ──┐
+                                  │ worker: token record ─────┴▶ GeneratedGroup
+    stage ──▶ every worker receives into its shadow, decoding goes on ──▶ ok of each rank
+    swap  ──▶ one call between two steps of the model: shadow ─▶ live parameters; boundaries are noted
+
+What it promises besides :class:`Engine`:
+
+- Behavior logprobs are those of the worker's token record (``logprobs = "captured"``): vLLM's own cost nearly half of the
+  rate. ``"native"``, and a model runner of an unknown kind, use vLLM's.
+- New prompts never reuse the prefix cache of older weights: the cache is salted with the version.
+- A worker that dies is noticed at once, whatever waits for it; the engine's processes do not outlive this one.
+- In ``bucketed`` mode weights stream into the live parameters behind a pause. If that fails in the middle, requests stay
+  held (``torn``) until another swap is whole.
+
+What happens inside the workers is :mod:`services.rollout.vllm_worker`'s business; how the arguments of vLLM come about is
+:mod:`services.rollout.vllm_arguments`'.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+from prometheus_client import Gauge
+
+from services.rollout.engine import EngineDied, GeneratedGroup, GeneratedSample, GenerationRequest, SwapReport
+from services.rollout.engine_reports import Reports, Row
+from services.rollout.gate import Gate
+from shared.errors import PermanentError, WeightsError
+from shared.messages import FinishReason, Float32Array, Int32Array, PolicyVersion
+from shared.weights.offer import Offer
+from shared.weights.place import Place, boot_id
+from shared.weights.snapshot import read_snapshot
+
+log = logging.getLogger(__name__)
+
+LOGPROBS_CAPTURED = Gauge(
+    "penstock_rollout_logprobs_captured",
+    "1 while vLLM's workers note logprobs on the device, 0 while vLLM returns them at the cost of much of the rate.",
+)
+
+_ROW_S = 60.0
+"""A finished request's row comes within milliseconds; this long means that the worker is lost."""
+_CLOSE_S = 10.0
+"""vLLM's processes are given so long to end by themselves."""
+_GREEDY = 1e-5
+"""vLLM's own border of greedy decoding."""
+_FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+
+Answer = dict[str, Any]
+R = TypeVar("R")
+
+
+class VllmEngine:
+    """An :class:`Engine` on vLLM; made by :func:`services.rollout.vllm_start.open_vllm`.
+
+    Args:
+        llm: an AsyncLLM whose workers have :class:`services.rollout.vllm_worker.WorkerExtension`.
+        workers: what each rank's ``penstock_open`` answered.
+        stop: token ids that end a completion.
+        kv: what becomes of the key-value cache of running requests at a swap: kept, or computed again.
+        update: swap under running requests, or when none runs.
+        bucketed: stream weights into the live parameters, for want of memory beside them.
+        adapters: whether vLLM serves adapters.
+    """
+
+    def __init__(
+        self,
+        llm: Any,
+        reports: Reports,
+        workers: list[Answer],
+        *,
+        stop: tuple[int, ...],
+        kv: Literal["keep", "recompute"],
+        update: Literal["inflight", "drain"],
+        bucketed: bool,
+        adapters: bool,
+    ) -> None:
+        self._llm = llm
+        self._reports = reports
+        self._kv, self._update, self._bucketed, self._adapters = kv, update, bucketed, adapters
+        self._native = bool(workers[0]["refusal"])
+        self._gate = Gate()
+        self._numbers = itertools.count()
+        self._version: PolicyVersion | None = None
+        self._staged: Offer | None = None
+        self._adapter: Any = None
+        self._swapping = asyncio.Lock()
+        self.torn = False
+        self.receive_s = 0.0
+        """Seconds that the workers took for the newest staging, from the first wait for the shadow to verified bytes."""
+        """Whether a swap failed in the middle: requests are held until another one is whole."""
+        self.ranks = len(workers)
+        uuids = tuple(str(worker["gpu_uuid"]) for worker in workers if worker["gpu_uuid"])
+        self.place = Place(device="cuda" if uuids else "cpu", gpu_uuids=uuids, boot_id=boot_id())
+        self.peer_address: str = workers[0]["peer_address"]
+        self.stop = stop
+        """Every token id that ends a completion."""
+        self.context_tokens = int(llm.model_config.max_model_len)
+        self.vocabulary = int(llm.model_config.get_vocab_size())
+        LOGPROBS_CAPTURED.set(not self._native)
+        if self._native:
+            log.warning("vLLM returns logprobs at the cost of much of the rate", extra={"why": workers[0]["refusal"]})
+
+    @property
+    def version(self) -> PolicyVersion | None:
+        """The version of the weights that the next token will be drawn from; None before the first swap."""
+        return self._version
+
+    # ---------------------------------------------------------------- generating
+
+    async def generate(self, request: GenerationRequest) -> GeneratedGroup:
+        """Return a group of completions (see :class:`Engine`).
+
+        Raises:
+            PermanentError: vLLM refuses this request.
+            EngineDied: the engine cannot go on.
+        """
+        return await self._living(self._group(request))
+
+    async def _group(self, request: GenerationRequest) -> GeneratedGroup:
+        async with self._gate.passage():
+            if self._version is None:
+                raise EngineDied("expected weights before the first request: a bug")
+            started_at_s = time.time()
+            greedy = (
+                request.sampling.temperature < _GREEDY
+            )  # vLLM draws one sample of a greedy request; all are the same
+            count = 1 if greedy else request.sampling.samples
+            samples = await self._samples(request, count)
+            return GeneratedGroup(samples * (request.sampling.samples // count), started_at_s, time.time())
+
+    async def _samples(self, request: GenerationRequest, count: int) -> tuple[GeneratedSample, ...]:
+        name = f"g{next(self._numbers)}"
+        self._reports.expect(name)
+        try:
+            finished = await self._run(
+                name, request.prompt_token_ids, f"v{self._version}", self._parameters(request, count)
+            )
+            rows = await self._rows(name, count)
+        finally:
+            self._reports.forget(name)
+        outputs = sorted(finished.outputs, key=lambda output: int(output.index))
+        return tuple(_sample(output, row, self._native) for output, row in zip(outputs, rows, strict=True))
+
+    def _parameters(self, request: GenerationRequest, count: int) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            n=count,
+            temperature=request.sampling.temperature,
+            max_tokens=request.sampling.max_new_tokens,
+            stop_token_ids=list(self.stop),
+            ignore_eos=True,  # what the model names is among them
+            detokenize=False,
+            logprobs=0 if self._native else None,
+            flat_logprobs=self._native,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    async def _run(self, name: str, token_ids: Int32Array, salt: str, parameters: Any) -> Any:
+        """Return vLLM's one output of a request, all samples in it."""
+        from vllm import exceptions
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        refusals = (ValueError, getattr(exceptions, "VLLMClientError", ValueError))  # the latter from 0.3x on
+        prompt = {"prompt_token_ids": token_ids.tolist(), "cache_salt": salt}
+        last: Any = None
+        try:
+            async for output in self._llm.generate(prompt, parameters, name, lora_request=self._adapter):
+                last = output
+        except refusals as error:
+            raise PermanentError(
+                f"expected a prompt that vLLM can serve, found one that it refuses: {error}"
+            ) from error
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise EngineDied(f"vLLM cannot go on: {error}") from error
+        if last is None or not last.finished:
+            raise EngineDied("expected a finished request from vLLM, found none: a bug")
+        return last
+
+    async def _rows(self, name: str, count: int) -> list[Row]:
+        """Wait for what the worker noted of a finished request. It is let go with the next step, and none is made in a pause."""
+        while True:
+            held = self.torn or self._swapping.locked()
+            try:
+                async with asyncio.timeout(_ROW_S):
+                    return await self._reports.rows(name, count)
+            except TimeoutError as error:
+                if not held and not self.torn:
+                    raise EngineDied(
+                        f"expected the logprobs of a finished request within {_ROW_S:.0f} s, found none"
+                    ) from error
+
+    async def logprobs(self, token_ids: Int32Array) -> Float32Array:
+        """Return the logprobs of ``token_ids[1:]`` under the live weights, teacher-forced at temperature 1."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        final = RequestOutputKind.FINAL_ONLY
+        parameters = SamplingParams(
+            max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False, output_kind=final
+        )
+        name = (
+            f"probe{next(self._numbers)}"  # as a salt, it keeps the prefix cache out: a cached prefix has no logprobs
+        )
+        finished = await self._living(self._run(name, token_ids, name, parameters))
+        ids = token_ids.tolist()
+        found = [finished.prompt_logprobs[place][ids[place]].logprob for place in range(1, len(ids))]
+        return np.array(found, dtype=np.float32)
+
+    # ---------------------------------------------------------------- weights
+
+    async def stage(self, offer: Offer) -> None:
+        """Receive ``offer`` beside the live weights (see :class:`Engine`); only remember it, if they are to be streamed."""
+        self._staged = None
+        if _is_adapter(offer):
+            await asyncio.to_thread(self._check_adapter, offer)
+        elif not self._bucketed:
+            await self._receive(offer)
+        self._staged = offer
+
+    def _check_adapter(self, offer: Offer) -> None:
+        if not self._adapters:
+            raise WeightsError(
+                f"expected weights of the whole policy, found the adapter {offer.source}: "
+                'set rollout.vllm.arguments.enable_lora (weights.lora = "adapter" does)'
+            )
+        if not (Path(offer.source) / "adapter_model.safetensors").is_file():
+            raise WeightsError(f"expected adapter_model.safetensors in {offer.source}, found none")
+        if offer.manifest_digest:
+            read_snapshot(Path(offer.source), offer.manifest_digest)  # raises where a file is torn or another's
+
+    async def _receive(self, offer: Offer) -> None:
+        staging = next(self._numbers)
+        self._reports.tell({"kind": "stage", "offer": offer.pack(), "staging": staging})
+        try:
+            async with asyncio.timeout(2 * offer.deadline_s):  # each wait of the workers has a deadline of its own
+                error, self.receive_s = await self._living(self._reports.staged(staging, self.ranks))
+        except TimeoutError as late:
+            self._reports.tell({"kind": "abort"})
+            raise WeightsError(f"expected version {offer.header.version} from {offer.source}, found it late") from late
+        except asyncio.CancelledError:
+            self._reports.tell({"kind": "abort"})
+            raise
+        if error:
+            raise WeightsError(error)
+
+    async def swap(self, version: PolicyVersion) -> SwapReport:
+        """Make what was staged live between two steps of the model (see :class:`Engine`)."""
+        offer = self._staged
+        if offer is None or offer.header.version != version:
+            raise WeightsError(f"expected policy version {version} to be staged, found another or none")
+        async with self._swapping:
+            started_s = time.monotonic()
+            async with self._quiet():
+                answer = await self._put(offer)
+            return SwapReport(time.monotonic() - started_s, answer["path"], answer["copied_bytes"])
+
+    async def _put(self, offer: Offer) -> Answer:
+        streamed = self._bucketed and not _is_adapter(offer)
+        if _is_adapter(offer):
+            answers = await self._call("penstock_adapt", offer.source, int(offer.header.version))
+        elif streamed:
+            self.torn = True  # whatever happens from here on, until it is known to be whole
+            answers = await self._call("penstock_stream", offer.pack())
+        else:
+            answers = await self._call("penstock_swap", int(offer.header.version))
+        errors = [answer for answer in answers if answer["error"]]
+        torn = any(answer["torn"] for answer in errors) or 0 < len(errors) < len(answers)
+        if torn and not streamed:
+            raise EngineDied(f"a swap failed in the middle while requests run: {errors[0]['error']}")
+        self.torn = torn
+        _check(answers)
+        self._version = offer.header.version
+        if _is_adapter(offer):
+            from services.rollout.vllm_worker import adapter_request
+
+            self._adapter = adapter_request(offer.source)
+        return answers[0]
+
+    @contextlib.asynccontextmanager
+    async def _quiet(self) -> AsyncIterator[None]:
+        """Do with what runs as settings ask, for the length of a swap; hold requests after it, if the weights are torn."""
+        pause = self._bucketed or self._kv == "recompute"
+        try:
+            if self._update == "drain":
+                await self._gate.shut(empty=True)
+            if pause:
+                await self._gate.shut()
+                await self._living(self._llm.pause_generation(mode="keep", clear_cache=self._kv == "recompute"))
+            yield
+        finally:
+            if not self.torn and not self._reports.died.done():
+                if pause:
+                    await self._living(self._llm.resume_generation())
+                await self._gate.open()
+
+    async def _call(self, method: str, *arguments: Any) -> list[Answer]:
+        """Return every rank's answer to a call of the worker extension."""
+        try:
+            answers: list[Answer] = await self._living(self._llm.collective_rpc(method, args=arguments))
+        except EngineDied:
+            raise
+        except Exception as error:  # vLLM raises bare ones
+            raise EngineDied(f"{method} failed in a worker: {error}") from error
+        return answers
+
+    # ---------------------------------------------------------------- living and dying
+
+    async def _living(self, work: Coroutine[Any, Any, R]) -> R:
+        """Return what ``work`` gives, for as long as the workers live; cancel it when they die or this closes."""
+        task = asyncio.ensure_future(work)
+        either: set[asyncio.Future[Any]] = {task, self._reports.died}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise EngineDied(self._reports.died.result())
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task}, timeout=_CLOSE_S)
+
+    async def close(self) -> None:
+        """End the engine's processes; what still waits is cancelled."""
+        if self._llm is None:
+            return
+        dead = self._reports.died.done()
+        self._reports.died.cancel()
+        if dead:
+            for pid in self._reports.pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        await asyncio.to_thread(self._llm.shutdown, 1.0 if dead else _CLOSE_S)
+        self._llm = None  # it would shut down again when the interpreter ends, without the modules that it needs
+        await self._reports.close()
+
+
+def _sample(output: Any, row: Row, native: bool) -> GeneratedSample:
+    """Join what vLLM returned of a sample with what its worker noted."""
+    token_ids = np.array(output.token_ids, dtype=np.int32)
+    length = len(token_ids)
+    logprobs = np.array(output.logprobs.logprobs, dtype=np.float32) if native else row.logprobs
+    spans = [span for span in row.versions if span[0] < length]
+    if len(logprobs) < length or output.finish_reason not in _FINISH or not spans or spans[0][0] != 0:
+        raise EngineDied(
+            f"expected {length} logprobs, versions from the first token on and an end by itself, found {len(logprobs)}, "
+            f"{spans[:1]} and {output.finish_reason!r}: a bug"
+        )
+    return GeneratedSample(
+        token_ids=token_ids,
+        behavior_logprobs=logprobs[:length].copy(),
+        version_spans=np.array(spans, dtype=np.int32),
+        finish_reason=_FINISH[output.finish_reason],
+    )
+
+
+def _is_adapter(offer: Offer) -> bool:
+    return offer.transport == "file" and (Path(offer.source) / "adapter_config.json").is_file()
+
+
+def _check(answers: list[Answer]) -> None:
+    for answer in answers:
+        if answer["error"]:
+            raise WeightsError(answer["error"])

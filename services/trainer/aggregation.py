@@ -1,0 +1,46 @@
+"""From the losses of tokens to the loss of a batch, and between tokens and their samples. Pure functions of tensors.
+
+``N`` tokens lie sample after sample, ``lengths_S`` of them each. A batch is spread over micro-batches and ranks, so its
+loss is a sum (:func:`total`, of each micro-batch) over a divisor that is that of the whole batch (:func:`divisor`)::
+
+    token      Σ_t loss_t / tokens                          every token weighs the same      DAPO, arXiv:2503.14476, eq. 8
+    sequence   Σ_i (1/|y_i|) Σ_t loss_t / samples           every sample weighs the same     GRPO, arXiv:2402.03300, eq. 3
+    constant   Σ_t loss_t / (samples × longest allowed)     nothing depends on lengths       Dr. GRPO, arXiv:2503.20783
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Aggregation = Literal["token", "sequence", "constant"]
+
+
+def total(loss_N: Tensor, lengths_S: Tensor, aggregation: Aggregation) -> Tensor:
+    """Return a micro-batch's part of the batch's loss, before the division (a scalar)."""
+    if aggregation == "sequence":
+        return sequence_means(loss_N, lengths_S).sum()
+    return loss_N.sum()
+
+
+def divisor(aggregation: Aggregation, tokens: int, samples: int, max_tokens: int) -> float:
+    """Return what the batch's sum is divided by; at least 1, so that an empty batch has a loss of 0."""
+    found = {"token": tokens, "sequence": samples, "constant": samples * max_tokens}[aggregation]
+    return float(max(1, found))
+
+
+def sequence_sums(values_N: Tensor, lengths_S: Tensor) -> Tensor:
+    """Return the sum over each sample's tokens (S); the same on every run, also on a GPU."""
+    if lengths_S.numel() == 0:
+        return values_N
+    return torch.segment_reduce(values_N, "sum", lengths=lengths_S, axis=0)
+
+
+def sequence_means(values_N: Tensor, lengths_S: Tensor) -> Tensor:
+    """Return the mean over each sample's tokens (S)."""
+    return sequence_sums(values_N, lengths_S) / lengths_S
+
+
+def spread(values_S: Tensor, lengths_S: Tensor) -> Tensor:
+    """Give each token its sample's value (N)."""
+    return torch.repeat_interleave(values_S, lengths_S, dim=0)

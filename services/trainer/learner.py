@@ -1,0 +1,356 @@
+"""What happens to the weights in one step, in the order of the algorithm. Every rank calls it with the same batch.
+
+::
+
+    minibatches = shares of the batch's groups                    drawn by (run.seed, step); one: the batch as it is
+    look        proximal, reference logprobs and values           forward passes without gradients, where needed
+    assign      advantages of all tokens                          see ``credit``
+    for epoch, for minibatch:
+        backward(objective / divisor of the minibatch over all ranks); step          the policy
+        backward(value loss / tokens); step                                          the critic, where there is one
+
+A *step* is what is made of one batch and committed as one version: ``epochs × minibatches`` updates of the optimizer, one by
+default. All of it follows from the batch, the lags, the step's number and the weights, so a replay repeats it to the bit.
+
+A micro-batch that does not fit into memory on one rank is cut in two on all of them and tried again; a single sample that
+does not fit is left out (it counts in the divisor, and adds no gradient). A gradient that is not finite reaches no weight.
+It knows no bus and publishes nothing.
+"""
+
+import dataclasses
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from services.trainer import adapter, splitting
+from services.trainer import facts as known
+from services.trainer.aggregation import divisor
+from services.trainer.credit import assign, shaped_rewards
+from services.trainer.critic import value_loss
+from services.trainer.diagnostics import StepSums, explained_variance
+from services.trainer.engine import TrainingEngine
+from services.trainer.facts import Facts
+from services.trainer.flops import BACKWARD
+from services.trainer.kl import next_coefficient
+from services.trainer.logits import TokenLogprobs
+from services.trainer.measures import Phases, utilisation
+from services.trainer.objective import Objective, objective
+from services.trainer.packing import MicroBatch, Row, plan
+from services.trainer.preference import best_and_worst
+from services.trainer.schedule import critic_learning_rate, learning_rate
+from shared.messages import Experience, Float32Array
+from shared.settings import Settings
+
+log = logging.getLogger(__name__)
+
+Reference = Callable[[MicroBatch], TokenLogprobs]
+"""The frozen initial policy: a copy of it, or the policy without its adapter. Every rank calls it alike."""
+
+
+class NotFinite(Exception):
+    """A loss or a gradient is not finite. ``touched``: some weights of this step were updated before it showed."""
+
+    def __init__(self, message: str, *, touched: bool) -> None:
+        super().__init__(message)
+        self.touched = touched
+
+
+class AdapterOff:
+    """The reference of a policy with adapters: the same weights without them, so no copy is held."""
+
+    def __init__(self, engine: TrainingEngine) -> None:
+        self._engine = engine
+
+    def __call__(self, batch: MicroBatch) -> TokenLogprobs:
+        """Return the initial policy's logprobs of ``batch``'s trained tokens."""
+        with adapter.off(self._engine.policy):
+            found: TokenLogprobs = self._engine.evaluate(batch)
+            return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Minibatch:
+    """This rank's part of one update, and how much all ranks have together."""
+
+    facts: list[Facts]
+    """Cut smaller where they did not fit."""
+    rows: Mapping[int, Row]
+    """The row of each sample, by its place in the batch."""
+    tokens: int
+    samples: int
+
+
+class Learner:
+    """The weights of this rank: the policy's, and the critic's and the reference's where the algorithm needs them."""
+
+    def __init__(
+        self,
+        policy: TrainingEngine,
+        settings: Settings,
+        phases: Phases,
+        critic: TrainingEngine | None = None,
+        reference: Reference | None = None,
+    ) -> None:
+        self._policy = policy
+        self._critic = critic
+        self._reference = reference
+        self._settings = settings
+        self._algorithm = settings.algorithm
+        self._phases = phases
+        self.kl_coefficient = settings.algorithm.kl.coefficient
+        """What a nat away from the reference costs in the next step; part of a checkpoint."""
+
+    def learn(self, batch: Sequence[Experience], lags: Sequence[int], step: int) -> dict[str, float]:
+        """Make step ``step`` (1 is the first) from ``batch``; return what it measured, over all ranks.
+
+        Args:
+            batch: the groups, the same on every rank.
+            lags: the lag of each group, in steps.
+            step: the number of this step.
+
+        Raises:
+            NotFinite: a loss or gradient is not, on every rank alike.
+        """
+        rewards = [shaped_rewards(e, self._algorithm, self._settings.sampling.max_new_tokens) for e in batch]
+        lags_M = [lag for lag, e in zip(lags, batch, strict=True) for _ in e.group.samples]
+        minibatches = self._lay_out(_rows(batch, rewards, pairs=self._algorithm.loss == "dpo"), lags_M, step)
+        everything = [found for minibatch in minibatches for found in minibatch.facts]
+        self._look(everything)
+        assign(everything, rewards, self._algorithm, self.kl_coefficient)
+        return self._improve(minibatches, everything, step, len(lags_M))
+
+    # ---------------------------------------------------------------- before the update
+
+    def _lay_out(self, rows: Sequence[Row], lags_M: Sequence[int], step: int) -> list[Minibatch]:
+        order = np.arange(len(rows))
+        if self._algorithm.minibatches > 1:
+            order = np.random.default_rng([self._settings.run.seed, step]).permutation(len(rows))
+        shares = np.array_split(order, self._algorithm.minibatches)
+        return [self._minibatch([rows[place] for place in share], lags_M) for share in shares]
+
+    def _minibatch(self, rows: Sequence[Row], lags_M: Sequence[int]) -> Minibatch:
+        cap, whole = self._settings.trainer.micro_batch_tokens, self._algorithm.loss == "dpo"
+        mine = plan(rows, cap, self._policy.ranks, split=not whole, sizes=self._policy.sizes)[dist.get_rank()]
+        lengths = [len(sample.token_ids) for row in rows for sample in row.samples]
+        facts = [known.of(one, lags_M, self._policy.device) for one in mine]
+        return Minibatch(facts, splitting.rows_by_place(rows), sum(lengths), len(lengths))
+
+    def _look(self, everything: Sequence[Facts]) -> None:
+        if self._algorithm.proximal == "recomputed":
+            with self._phases.measure("proximal"):
+                for found in everything:
+                    found.proximal_logprobs_N = self._policy.evaluate(found.batch).policy_logprobs_N
+        if self._reference is not None:
+            with self._phases.measure("reference"), torch.no_grad():
+                for found in everything:
+                    found.reference_logprobs_N = self._reference(found.batch).policy_logprobs_N
+        if self._critic is not None:
+            with self._phases.measure("critic"):
+                for found in everything:
+                    found.values_N = self._critic.evaluate(found.batch)
+
+    # ---------------------------------------------------------------- the update
+
+    def _improve(
+        self, minibatches: Sequence[Minibatch], everything: Sequence[Facts], step: int, samples: int
+    ) -> dict[str, float]:
+        device = self._policy.device
+        sums, tally, spent_s = StepSums(device), Tally(device), self._spent_s()
+        rate = learning_rate(self._settings.trainer, step, self._settings.run.steps)
+        if self._critic is not None and step <= self._algorithm.critic.warmup_steps:
+            rate = 0.0
+        for _ in range(self._algorithm.epochs):
+            for minibatch in minibatches:
+                self._update_policy(minibatch, rate, sums, tally, step)
+                if self._critic is not None:
+                    self._update_critic(minibatch, step, tally)
+        measured = {**sums.over_ranks(), **tally.over_ranks(), "learning_rate": rate}
+        _check_finite(measured, step)
+        measured |= self._utilisation(everything, self._spent_s() - spent_s)
+        return measured | self._look_back(everything, measured["reference_kl"], samples)
+
+    def _spent_s(self) -> float:
+        return self._phases.seconds["forward_backward"] + self._phases.seconds["optimizer"]
+
+    def _utilisation(self, everything: Sequence[Facts], seconds: float) -> dict[str, float]:
+        """Return how fast this rank made the step's forward passes, backward passes and updates."""
+        once = sum(found.batch.flops for found in everything)
+        flops = once * (1 + BACKWARD) * self._algorithm.epochs
+        return utilisation(flops, seconds, self._settings.trainer.peak_flops, self._policy.device)
+
+    def _update_policy(self, minibatch: Minibatch, rate: float, sums: StepSums, tally: "Tally", step: int) -> None:
+        algorithm = self._algorithm
+        parts = divisor(
+            algorithm.aggregation, minibatch.tokens, minibatch.samples, self._settings.sampling.max_new_tokens
+        )
+        if algorithm.loss == "dpo":
+            parts = max(1.0, minibatch.samples / 2)
+        with self._phases.measure("forward_backward"):
+            for wanted, last in self._objectives(minibatch, tally):
+                loss = wanted.sum / parts
+                self._policy.backward(loss * self._policy.ranks, last=last)
+                with torch.no_grad():
+                    sums.add(wanted.figures)
+                    tally.add(loss, wanted.margins_P)
+        with self._phases.measure("optimizer"):
+            tally.updated(self._policy.step(rate), step)
+
+    def _objectives(self, minibatch: Minibatch, tally: "Tally") -> Iterator[tuple[Objective, bool]]:
+        """Yield what each forward pass is to minimise, and whether it is the last; the minibatch keeps them as cut."""
+        waiting, done = deque(minibatch.facts), []
+        while waiting:
+            found = waiting.popleft()
+            wanted = self._try(found)
+            if self._policy.recovers and self._policy.on_any_rank(wanted is None):
+                waiting.extendleft(reversed(self._smaller(found, minibatch.rows, wanted is not None, tally)))
+                continue
+            assert wanted is not None
+            done.append(found)
+            yield wanted, not waiting
+        minibatch.facts[:] = done
+
+    def _try(self, found: Facts) -> Objective | None:
+        """Return the objective of a forward pass, or None where it did not fit into memory."""
+        try:
+            return objective(found, self._policy.forward(found.batch), self._algorithm, self.kl_coefficient)
+        except torch.OutOfMemoryError:
+            if not self._policy.recovers:
+                raise
+            return None
+
+    def _smaller(self, found: Facts, rows: Mapping[int, Row], fits: bool, tally: "Tally") -> list[Facts]:
+        """Return two micro-batches for one, as every rank must; a sample that does not fit alone is left out."""
+        together = 2 if self._algorithm.loss == "dpo" else 1
+        samples = len(found.batch.places_S)
+        if samples == 0 and not fits:
+            raise torch.OutOfMemoryError(
+                "expected memory for an empty forward pass, found none: lower trainer.micro_batch_tokens"
+            )
+        tally.split()
+        if samples <= together and not fits:
+            log.warning("sample left out: no memory", extra={"tokens": found.batch.tokens, "samples": samples})
+            tally.left_out(samples)
+            samples = 0
+        if self._policy.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if samples <= together:
+            return [splitting.part(found, rows, 0, samples), splitting.part(found, rows, 0, 0)]
+        return splitting.halves(found, rows, together=together)
+
+    def _update_critic(self, minibatch: Minibatch, step: int, tally: "Tally") -> None:
+        assert self._critic is not None
+        with self._phases.measure("critic"):
+            for number, found in enumerate(minibatch.facts, start=1):
+                assert found.values_N is not None
+                assert found.returns_N is not None
+                values_N = self._critic.forward(found.batch)
+                loss_N = value_loss(values_N, found.values_N, found.returns_N, self._algorithm.critic.clip)
+                loss = loss_N.sum() / max(1, minibatch.tokens)
+                self._critic.backward(loss * self._critic.ranks, last=number == len(minibatch.facts))
+                tally.add_value_loss(loss)
+            tally.critic_updated(self._critic.step(critic_learning_rate(self._settings, step)), step)
+
+    def _look_back(self, everything: Sequence[Facts], reference_kl: float, samples: int) -> dict[str, float]:
+        """Return figures of the whole step, and move the KL coefficient on."""
+        found: dict[str, float] = {}
+        if self._reference is not None:
+            found["kl_coefficient"] = self.kl_coefficient
+        if self._critic is not None:
+            returns = [one.returns_N for one in everything if one.returns_N is not None]
+            values = [one.values_N for one in everything if one.values_N is not None]
+            found["explained_variance"] = explained_variance(torch.cat(returns), torch.cat(values))
+        kl = self._algorithm.kl
+        if kl.target:
+            self.kl_coefficient = next_coefficient(self.kl_coefficient, reference_kl, kl.target, samples, kl.horizon)
+        return found
+
+
+class Tally:
+    """Losses and gradient norms of a step's updates: means over the updates, sums over ranks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._losses = torch.zeros(5, dtype=torch.float64, device=device)  # policy, value, pairs, agreed, margin
+        self._left_out = torch.zeros(1, dtype=torch.float64, device=device)
+        self._splits = 0
+        self._norms: list[float] = []
+        self._critic_norms: list[float] = []
+
+    def add(self, loss: Tensor, margins_P: Tensor | None) -> None:
+        """Add a micro-batch's part of the policy's loss."""
+        self._losses[0] += loss.detach().double()
+        if margins_P is not None:
+            self._losses[2] += margins_P.numel()
+            self._losses[3] += (margins_P > 0).sum()
+            self._losses[4] += margins_P.double().sum()
+
+    def add_value_loss(self, loss: Tensor) -> None:
+        """Add a micro-batch's part of the critic's loss."""
+        self._losses[1] += loss.detach().double()
+
+    def split(self) -> None:
+        """Note a micro-batch that was cut in two."""
+        self._splits += 1
+
+    def left_out(self, samples: int) -> None:
+        """Note samples of this rank that do not fit into memory."""
+        self._left_out += samples
+
+    def updated(self, grad_norm: float, step: int) -> None:
+        """Note an update of the policy. Raises NotFinite."""
+        _check_norm("policy", grad_norm, step, touched=bool(self._norms))
+        self._norms.append(grad_norm)
+
+    def critic_updated(self, grad_norm: float, step: int) -> None:
+        """Note an update of the critic. Raises NotFinite."""
+        _check_norm("critic", grad_norm, step, touched=True)
+        self._critic_norms.append(grad_norm)
+
+    def over_ranks(self) -> dict[str, float]:
+        """Return the step's figures; every rank calls it."""
+        dist.all_reduce(self._losses)
+        dist.all_reduce(self._left_out)
+        loss, value, pairs, agreed, margin = self._losses.tolist()
+        updates = len(self._norms)
+        found = {"loss": loss / updates, "grad_norm": sum(self._norms) / updates, "updates": float(updates)}
+        found |= {"micro_batch_splits": float(self._splits), "dropped_out_of_memory": float(self._left_out)}
+        if self._critic_norms:
+            found |= {"value_loss": value / updates, "critic_grad_norm": sum(self._critic_norms) / updates}
+        if pairs:
+            found |= {"preference_accuracy": agreed / pairs, "preference_margin": margin / pairs}
+        return found
+
+
+def _check_norm(whose: str, grad_norm: float, step: int, *, touched: bool) -> None:
+    if not math.isfinite(grad_norm):
+        raise NotFinite(f"expected a finite gradient of the {whose} at step {step}, found {grad_norm}", touched=touched)
+
+
+def _check_finite(measured: Mapping[str, float], step: int) -> None:
+    watched = {name: measured[name] for name in ("loss", "value_loss") if name in measured}
+    if not all(math.isfinite(value) for value in watched.values()):
+        raise NotFinite(f"expected a finite loss at step {step}, found {watched}", touched=True)
+
+
+def _rows(batch: Sequence[Experience], rewards: Sequence[Float32Array], *, pairs: bool) -> list[Row]:
+    """Return a row a group; with ``pairs``, its best and its worst sample only (none: a row that trains nothing)."""
+    rows, first = [], 0
+    for experience, rewards_S in zip(batch, rewards, strict=True):
+        samples = experience.group.samples
+        chosen = tuple(range(len(samples)))
+        if pairs:
+            chosen = best_and_worst(rewards_S) or ()
+        rows.append(
+            Row(
+                experience.group.prompt_token_ids,
+                tuple(samples[place] for place in chosen),
+                tuple(first + place for place in chosen),
+            )
+        )
+        first += len(samples)
+    return rows

@@ -1,0 +1,63 @@
+"""The probe: a few fixed sequences whose logprobs go out with a version, so that replicas can tell that they serve it.
+
+Sequences of token ids are drawn once from ``run.seed`` over the whole vocabulary, so that every weight matters and nothing
+depends on data. The trainer scores them with the weights that it trains, at temperature 1. Those are the published ones up
+to number types: on a CPU both are float32 or the published ones are rounded to ``policy.dtype``; on a GPU both are
+``policy.dtype``, computed by other kernels than a replica's. A gap of some thousandths of a nat is therefore no alarm.
+
+Every rank calls :meth:`Prober.next` at the same point of its loop: ZeRO stage 3 computes together.
+"""
+
+import numpy as np
+
+from services.trainer.engine import TrainingEngine
+from services.trainer.packing import MicroBatch, Row, micro_batch
+from shared.messages import FinishReason, Int32Array, Probe, Sample
+
+SEQUENCES = 4
+TOKENS = 16
+"""Length of each sequence."""
+
+
+class Prober:
+    """Scores the probe at this process' first publication and at each ``every``-th after it; 0: never."""
+
+    def __init__(self, engine: TrainingEngine, seed: int, every: int) -> None:
+        self._engine = engine
+        self._every = every
+        self._publications = 0
+        self._sequences = draw(engine.vocabulary, seed)
+
+    def next(self) -> Probe | None:
+        """Return the probe of the version that is published next, or None where it carries none."""
+        due = self._every > 0 and self._publications % self._every == 0
+        self._publications += 1
+        if not due:
+            return None
+        out = self._engine.evaluate(lay_out(self._sequences), temperature=1.0)
+        return Probe(
+            token_ids=np.concatenate(self._sequences),
+            lengths=np.array([len(sequence) for sequence in self._sequences], dtype=np.int32),
+            logprobs=out.policy_logprobs_N.float().cpu().numpy(),
+        )
+
+
+def draw(vocabulary: int, seed: int) -> list[Int32Array]:
+    """Return ``SEQUENCES`` arrays of ``TOKENS`` token ids (int32) below ``vocabulary``, the same for the same seed."""
+    lot = np.random.default_rng(seed)
+    return [lot.integers(0, vocabulary, TOKENS, dtype=np.int32) for _ in range(SEQUENCES)]
+
+
+def lay_out(sequences: list[Int32Array]) -> MicroBatch:
+    """Return the forward pass that scores all tokens of ``sequences`` but their first."""
+    return micro_batch([Row(sequence[:1], (_sample(sequence[1:]),), (0,)) for sequence in sequences])
+
+
+def _sample(token_ids: Int32Array) -> Sample:
+    return Sample(
+        token_ids=token_ids,
+        behavior_logprobs=np.zeros(len(token_ids), dtype=np.float32),
+        version_spans=np.zeros((1, 2), dtype=np.int32),
+        finish_reason=FinishReason.LENGTH,
+        text="",
+    )

@@ -1,0 +1,50 @@
+"""How the ranks of a replica hear at once that a source gave a pull up: NCCL itself would let them wait for the deadline.
+
+The source sets a key in the session's store; each rank asks for it from a thread of its own, since a question to a process that
+is stopped may block for ever. Nothing depends on it but how soon a failure is seen.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from torch._C._distributed_c10d import Store
+
+from shared.errors import WeightsError
+from shared.weights.waits import Interrupt, bounded
+
+_EVERY_S = 0.05
+_SOUND_S = 1.0
+
+
+def sound(store: Store, pull: int) -> None:
+    """Tell the ranks that this pull will not go on; never raises."""
+    with contextlib.suppress(WeightsError):
+        bounded(lambda: store.set(_key(pull), "failed"), _SOUND_S, "the store of this process")
+
+
+@contextlib.contextmanager
+def listening(store: Store, pull: int) -> Iterator[Interrupt]:
+    """Give the block an interrupt that raises WeightsError once the source gave the pull up."""
+    ended, failed = threading.Event(), threading.Event()
+
+    def listen() -> None:
+        with contextlib.suppress(RuntimeError):  # the source is gone, which others notice
+            while not ended.wait(_EVERY_S):
+                if store.check([_key(pull)]):
+                    failed.set()
+                    return
+
+    def interrupt() -> None:
+        if failed.is_set():
+            raise WeightsError("expected a bucket, found that the source gave the pull up")
+
+    threading.Thread(target=listen, name="alarm of a pull", daemon=True).start()
+    try:
+        yield interrupt
+    finally:
+        ended.set()
+
+
+def _key(pull: int) -> str:
+    return f"pull/{pull}/failed"

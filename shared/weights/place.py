@@ -1,0 +1,34 @@
+"""Where a process's weights live: what a source needs to know of a puller to choose how bytes travel. No torch."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """A kind of device, the GPUs by UUID (in the order of ranks; none on a CPU), and the boot that they belong to."""
+
+    device: Literal["cuda", "cpu"] = "cpu"
+    gpu_uuids: tuple[str, ...] = ()
+    boot_id: str = ""
+    """Equal for two processes exactly when they run under the same kernel."""
+
+    def pack(self) -> dict[str, Any]:
+        """Return this as texts and lists of them."""
+        return {"device": self.device, "gpu_uuids": list(self.gpu_uuids), "boot_id": self.boot_id}
+
+
+def boot_id() -> str:
+    """Return the kernel's boot id, or "" where there is none."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
+def plain_uuid(uuid: object) -> str:
+    """Return a GPU's UUID in one form: NVML says ``GPU-1b…``, torch says ``1b…``."""
+    return str(uuid).lower().removeprefix("gpu-")

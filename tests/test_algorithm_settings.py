@@ -1,0 +1,84 @@
+"""Laws of the [algorithm] table: what a preset sets, what wins over it, and which settings are refused with advice."""
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from shared.algorithm import PRESETS, AlgorithmSettings, Preset
+from shared.errors import SettingsError
+from shared.settings import Settings, dump, load
+
+
+def algorithm(**values: Any) -> AlgorithmSettings:
+    return Settings.model_validate({"algorithm": values}).algorithm
+
+
+def test_without_a_preset_the_rule_is_grpo_with_a_clipped_ratio_against_behavior() -> None:
+    found = algorithm()
+    assert (found.preset, found.advantage, found.loss, found.proximal) == ("grpo", "grpo", "clip", "behavior")
+    assert (found.clip_low, found.clip_high, found.aggregation, found.correction) == (0.2, 0.2, "token", "ratio")
+    assert (found.epochs, found.minibatches, found.kl.coefficient, found.dynamic_sampling) == (1, 1, 0.0, False)
+    assert not found.needs_reference
+    assert not found.needs_critic
+
+
+@pytest.mark.parametrize("preset", get_args(Preset))
+def test_every_preset_holds_with_a_lag_and_sets_what_its_table_says(preset: str) -> None:
+    found = algorithm(preset=preset, max_lag=4)
+    for name, value in PRESETS[preset].items():  # type: ignore[index]
+        assert getattr(found, name) == value
+
+
+def test_an_explicit_key_wins_over_the_preset() -> None:
+    found = algorithm(preset="dapo", clip_high=0.3)
+    assert (found.clip_high, found.dynamic_sampling) == (0.3, True)
+
+
+def test_a_resolved_preset_is_the_same_when_it_is_read_again(tmp_path: Path) -> None:
+    settings = Settings.model_validate({"algorithm": {"preset": "ppo", "critic": {"learning_rate": 3e-4}}})
+    dump(settings, tmp_path / "resolved.toml")
+    assert load(tmp_path / "resolved.toml", environment={}).algorithm == settings.algorithm
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"proximal": "recomputed", "correction": "none"},
+         'expected an off-policy correction with algorithm.max_lag = 1, found correction = "none": set algorithm.correction'),
+        ({"correction": "token_tis"},
+         'expected algorithm.correction = "ratio" with algorithm.loss = "clip", found "token_tis": the ratio starts from behavior'),
+        ({"proximal": "recomputed"}, 'the ratio starts from proximal logprobs and corrects nothing: set algorithm.correction = "token_tis"'),
+        ({"loss": "policy_gradient"}, 'which has no ratio, found "ratio": set algorithm.correction = "token_tis"'),
+        ({"loss": "policy_gradient", "correction": "none", "max_lag": 0, "epochs": 2}, "expected a correction where a batch is used for several updates"),
+        ({"loss": "policy_gradient", "correction": "token_tis", "proximal": "recomputed"}, "expected nothing to clip"),
+        ({"loss": "dpo"}, 'expected algorithm.correction = "none" with algorithm.loss = "dpo"'),
+        ({"preset": "dpo", "kl": {"coefficient": 0.1}}, "the reference holds the policy by algorithm.dpo_beta"),
+        ({"preset": "dpo", "advantage": "gae"}, 'expected algorithm.advantage = "grpo" with algorithm.loss = "dpo"'),
+        ({"loss": "gspo", "dual_clip": 3.0}, "expected algorithm.dual_clip = 0"),
+        ({"dual_clip": 0.5}, "expected algorithm.dual_clip = 0, or over 1"),
+        ({"preset": "ppo", "dynamic_sampling": True}, 'expected algorithm.dynamic_sampling = false with advantage = "gae"'),
+        ({"groups_per_step": 9, "minibatches": 2}, "expected algorithm.groups_per_step to be a multiple of minibatches, found 9 and 2"),
+        ({"preset": "icepop", "correction_low": 1.5}, "expected correction_low <= 1 <= correction_high"),
+        ({"kl": {"target": 0.1}}, "expected algorithm.kl.coefficient > 0 to start from"),
+        ({"preset": "grbo"}, "algorithm.preset: expected 'grpo', 'dr_grpo'"),
+        ({"kl": {"coeficient": 1}}, "did you mean 'coefficient'?"),
+    ],
+)  # fmt: skip
+def test_contradictions_are_refused_with_advice(tmp_path: Path, values: dict[str, Any], sentence: str) -> None:
+    import tomli_w
+
+    (tmp_path / "run.toml").write_text(tomli_w.dumps({"algorithm": values}))
+    with pytest.raises(SettingsError) as caught:
+        load(tmp_path / "run.toml", environment={})
+    assert sentence in str(caught.value)
+
+
+def test_an_uncorrected_run_needs_a_word_or_no_lag() -> None:
+    algorithm(proximal="recomputed", correction="none", max_lag=0)
+    algorithm(proximal="recomputed", correction="none", max_lag=4, allow_uncorrected=True)
+
+
+def test_a_critic_that_only_warms_up_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"expected algorithm.critic.warmup_steps < run.steps, found 5 and 5"):
+        Settings.model_validate({"run": {"steps": 5}, "algorithm": {"preset": "ppo", "critic": {"warmup_steps": 5}}})

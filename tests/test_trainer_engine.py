@@ -1,0 +1,270 @@
+"""Laws of the engine room: what saves memory changes no result, and what packs loses nothing. One rank, in this process."""
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from services.trainer import attention
+from services.trainer.engine import TrainingEngine
+from services.trainer.flops import ModelSizes, forward_flops, peak_tflops
+from services.trainer.learner import Learner
+from services.trainer.logits import token_logprobs
+from services.trainer.measures import Phases
+from services.trainer.packing import Row, Segments, assign_pieces, micro_batch, plan
+from services.trainer.policy import Policy
+from shared.errors import SettingsError
+from shared.messages import FinishReason, Sample
+from shared.settings import Settings
+from tests import builders, test_learner, tiny
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def settings(zero_stage: int = 0, **trainer: Any) -> Settings:
+    return Settings.model_validate(
+        {
+            "policy": {"dtype": "float32"},
+            "sampling": {"max_new_tokens": 8},
+            "algorithm": {"preset": "grpo", "groups_per_step": 4, "entropy_bonus": 0.01},
+            "trainer": {"device": "cpu", "learning_rate": 1e-3, "zero_stage": zero_stage, **trainer},
+        }
+    )
+
+
+def step(of: Settings) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """Two steps; what the second measured, and the weights after it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = tiny.model(0).requires_grad_(True)
+        chunk = of.trainer.logits_chunk_tokens
+        engine = TrainingEngine(Policy(model, 1.0, entropy_gradient=True, chunk_tokens=chunk).train(), of, "cpu")
+        learner = Learner(engine, of, Phases())
+        data = test_learner.batch()
+        measured = [learner.learn(data, [1] * len(data), number) for number in (1, 2)][-1]
+        return measured, {name: tensor.float().clone() for name, tensor in engine.tensors()}
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        {"logits_chunk_tokens": 5},
+        {"gradient_checkpointing": True},
+        {"zero_stage": 1, "offload": "optimizer"},
+        {"zero_stage": 2, "deepspeed": {"zero_optimization": {"reduce_bucket_size": 1000}}},
+        {"zero_stage": 3},
+        {"zero_stage": 3, "logits_chunk_tokens": 5, "gradient_checkpointing": True},
+        {"zero_stage": 3, "offload": "optimizer"},
+        {"zero_stage": 3, "offload": "all", "logits_chunk_tokens": 5},
+    ],
+    ids=lambda t: "-".join(f"{k}={v}" for k, v in t.items())[:70],
+)
+def test_what_saves_memory_makes_the_same_step(trainer: dict[str, Any]) -> None:
+    plain, weights = step(settings(logits_chunk_tokens=0))
+    found, others = step(settings(**{"logits_chunk_tokens": 0, **trainer}))
+    assert found["loss"] == pytest.approx(plain["loss"], abs=1e-5)
+    assert found["entropy"] == pytest.approx(plain["entropy"], abs=1e-5)
+    assert found["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-4)
+    assert all(torch.allclose(weights[name], others[name], atol=5e-5) for name in weights)  # a step moves one by 1e-3
+
+
+def test_what_is_computed_again_is_still_measured_against_the_models_own_operations() -> None:
+    found, _ = step(settings(peak_flops=1000.0))
+    assert found["mfu"] == pytest.approx(found["model_tflops_per_s"] / 1000.0)
+    assert found["model_tflops_per_s"] > 0.0
+    assert "mfu" not in step(settings())[0]
+
+
+# ---------------------------------------------------------------- logits
+
+
+@pytest.mark.parametrize("bonus", [0.0, 0.3])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_chunked_logprobs_entropies_and_gradients_are_those_of_all_logits_at_once(
+    bonus: float, temperature: float
+) -> None:
+    torch.manual_seed(0)
+    output = torch.nn.Linear(16, 50)
+    hidden = torch.randn(23, 16, requires_grad=True)
+    targets = torch.randint(0, 50, (23,))
+    found = []
+    for chunk in (0, 7):
+        out = token_logprobs(hidden, output, targets, temperature, chunk, entropy_gradient=bonus > 0)
+        wanted = out.policy_logprobs_N.square().sum() + (bonus * out.entropy_N).sum()
+        gradients = torch.autograd.grad(wanted, [hidden, output.weight, output.bias])
+        assert out.entropy_N.requires_grad == (bonus > 0)
+        found.append([out.policy_logprobs_N.detach(), out.entropy_N.detach(), *gradients])
+    for plain, chunked in zip(*found, strict=True):
+        assert torch.allclose(plain, chunked, atol=1e-5)
+
+
+def test_without_gradients_chunks_are_the_same_too() -> None:
+    torch.manual_seed(0)
+    output, hidden, targets = torch.nn.Linear(4, 9), torch.randn(5, 4), torch.randint(0, 9, (5,))
+    with torch.no_grad():
+        plain, chunked = (token_logprobs(hidden, output, targets, 1.0, chunk) for chunk in (0, 2))
+    assert torch.allclose(plain.policy_logprobs_N, chunked.policy_logprobs_N, atol=1e-6)
+    assert torch.allclose(plain.entropy_N, chunked.entropy_N, atol=1e-6)
+
+
+# ---------------------------------------------------------------- attention
+
+
+def rows(seed: int) -> list[Row]:
+    generator = np.random.default_rng(seed)
+    found = []
+    for prompt, lengths in ((5, (4, 1, 6)), (9, (2, 2)), (1, (3,)), (40, (30, 3, 70)), (60, (80,))):
+        samples = tuple(
+            Sample(
+                generator.integers(0, tiny.VOCABULARY, n).astype(np.int32), np.zeros(n, np.float32),
+                np.zeros((1, 2), np.int32), FinishReason.STOP, "",
+            )
+            for n in lengths
+        )  # fmt: skip
+        ids = generator.integers(0, tiny.VOCABULARY, prompt).astype(np.int32)
+        found.append(Row(ids, samples, tuple(range(len(lengths)))))
+    return found
+
+
+def separate(model: Any, of: list[Row]) -> torch.Tensor:
+    """One plain forward pass a sequence."""
+    found = []
+    for row in of:
+        for sample in row.samples:
+            ids = torch.from_numpy(np.concatenate([row.prompt_token_ids, sample.token_ids]).astype(np.int64))
+            logprobs = torch.log_softmax(model(input_ids=ids[None]).logits[0, :-1], -1).gather(-1, ids[1:, None])[:, 0]
+            found.append(logprobs[len(row.prompt_token_ids) - 1 :])
+    return torch.cat(found)
+
+
+def loop_varlen(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, query_ends: torch.Tensor, key_ends: torch.Tensor,
+    longest_query: int, longest_key: int, *, scale: float | None, window_size: tuple[int, int], enable_gqa: bool,
+) -> torch.Tensor:  # fmt: skip
+    """What torch's varlen_attn computes, a sequence after the other: causal from the lower right corner."""
+    assert (window_size, enable_gqa) == ((-1, 0), True)
+    found = []
+    for i in range(len(query_ends) - 1):
+        q = query[query_ends[i] : query_ends[i + 1]].transpose(0, 1)
+        k, v = (t[key_ends[i] : key_ends[i + 1]].transpose(0, 1) for t in (key, value))
+        assert (q.shape[1] <= longest_query, k.shape[1] <= longest_key) == (True, True)
+        mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
+        found.append(out.transpose(0, 1))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("way", ["varlen", "segments", "short rows whole", "all rows whole"])
+def test_packed_logprobs_and_gradients_are_those_of_separate_sequences(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", loop_varlen)
+    short = {"segments": 0, "all rows whole": 10_000}.get(way, 128)
+    monkeypatch.setattr(attention, "_SHORT_ROW_TOKENS", short)
+    monkeypatch.setattr(attention, "_SLACK_PAIRS", 0)
+    model = tiny.model(0).requires_grad_(True)
+    policy = Policy(model, 1.0, kind="varlen" if way == "varlen" else "mask")
+    plain, packed = separate(model, rows(0)), policy(micro_batch(rows(0))).policy_logprobs_N
+    assert torch.allclose(plain, packed, atol=1e-5)
+    weights = list(model.parameters())
+    one, other = (torch.autograd.grad(found.mean(), weights) for found in (plain, packed))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(one, other, strict=True))
+
+
+def test_keys_are_the_prompts_and_then_the_segments_own() -> None:
+    # a prompt of 2, completions of 1 and 2 (computed) tokens, then a prompt of 1
+    segments = Segments(*(np.array(found) for found in ([0, 2, 3, 5], [2, 1, 2, 1], [0, 0, 0, 5], [0, 2, 2, 0])))
+    keys, query_ends, key_ends, longest_query, longest_key = attention.ragged(segments, torch.device("cpu"))
+    assert keys.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 4, 5]
+    assert (query_ends.tolist(), key_ends.tolist()) == ([0, 2, 3, 5, 6], [0, 2, 5, 9, 10])
+    assert (longest_query, longest_key) == (2, 4)
+
+
+def test_a_sequence_beyond_a_sliding_window_is_refused() -> None:
+    layout = attention.Layout(micro_batch(rows(0)).segments, "mask", torch.device("cpu"))
+    nothing = torch.zeros(1, 1, 1, 8)
+    with pytest.raises(SettingsError, match="sliding window of 100 tokens, found 139"):
+        attention.attend(torch.nn.Identity(), nothing, nothing, nothing, None, layout=layout, sliding_window=100)
+
+
+# ---------------------------------------------------------------- costs and packing
+
+
+def test_a_forward_pass_costs_its_products() -> None:
+    # 2 · 10 · 100 + 4 · 30 · 8 + 2 · 5 · 50
+    assert forward_flops(10, 30, 5, ModelSizes(100, 8, 50)) == 2000.0 + 960.0 + 500.0
+
+
+def test_the_sizes_of_a_model_are_its_linear_layers_and_its_attention() -> None:
+    sizes = Policy(tiny.model(0), 1.0).sizes
+    # two layers: q 32·32, k and v 32·16, o 32·32, and three of 32·64
+    assert sizes == ModelSizes(2 * (1024 + 2 * 512 + 1024 + 3 * 2048), 2 * 4 * 8, 48 * 32)
+
+
+def test_a_row_sees_its_prompt_once_and_each_completion_its_own() -> None:
+    row = Row(np.arange(3, dtype=np.int32), (builders.sample(tokens=3), builders.sample(tokens=2)), (0, 1))
+    assert row.visible_pairs == 6 + (2 * 3 + 3) + (1 * 3 + 1)
+
+
+def lengths(found: list[list[list[Row]]]) -> list[list[list[int]]]:
+    return [[[row.tokens for row in chunk] for chunk in share] for share in found]
+
+
+def long_row(tokens: int) -> Row:
+    return Row(np.arange(tokens, dtype=np.int32), (builders.sample(tokens=1),), (0,))
+
+
+def test_rows_fill_as_few_micro_batches_as_longest_first_finds_and_costs_are_even() -> None:
+    # 6 with 4, and 5 with 3 and 2: two full micro-batches
+    assert lengths(assign_pieces([long_row(n) for n in (2, 3, 4, 5, 6)], 10, 1)) == [[[6, 4], [5, 3, 2]]]
+    # first fit would be 6 with 4, and 5 with 3: costs are evened out where the cap allows it
+    assert lengths(assign_pieces([long_row(n) for n in (3, 4, 5, 6)], 11, 1)) == [[[6, 3], [5, 4]]]
+
+
+def test_costs_are_balanced_where_tokens_alone_would_not_be() -> None:
+    # attention makes one row of 8 cost as much as many of 2: 36 pairs against 3 each
+    sizes = ModelSizes(linear_weights=0, attention_width=1)
+    one, other = assign_pieces([long_row(8), *[long_row(2)] * 12], 100, 2, sizes=sizes)
+    assert lengths([one, other]) == [[[8]], [[2] * 12]]
+
+
+def test_no_position_is_padding() -> None:
+    (share,) = plan(rows(0), 10_000, 1)
+    assert sum(batch.tokens for batch in share) == sum(row.tokens for row in rows(0))
+
+
+def test_a_known_gpu_has_a_peak_and_an_unknown_one_has_none() -> None:
+    assert peak_tflops("NVIDIA H200") == 989.0
+    assert peak_tflops("NVIDIA H100 PCIe") == 756.0
+    assert peak_tflops("Some GPU") == 0.0
+
+
+# ---------------------------------------------------------------- measures and settings
+
+
+def test_each_phase_has_its_seconds_and_its_memory() -> None:
+    phases = Phases(torch.device("cpu"))
+    with phases.measure("forward_backward"):
+        pass
+    memory = phases.take_memory()
+    assert set(memory) == {"memory_bytes", "memory_forward_backward_bytes"}
+    assert min(memory.values()) > 1e6
+    assert set(phases.take()) == {"forward_backward"}
+    assert set(phases.take_memory()) == {"memory_bytes"}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "sentence"),
+    [
+        ({"zero_stage": 0, "offload": "optimizer"}, 'expected trainer.zero_stage >= 1 with trainer.offload = "optimizer", found 0'),
+        ({"zero_stage": 2, "offload": "all"}, 'expected trainer.zero_stage >= 3 with trainer.offload = "all", found 2'),
+        ({"deepspeed": {"bf16": {"enabled": True}}}, "expected no bf16 in trainer.deepspeed.*what decides it is policy.dtype"),
+        ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "expected no zero_optimization.stage.*trainer.zero_stage"),
+        ({"deepspeed": {"zero_optimization": 2}}, "expected a table in trainer.deepspeed.zero_optimization, found 2"),
+    ],
+)  # fmt: skip
+def test_settings_of_the_engine_that_contradict_are_refused(trainer: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        settings(**trainer)

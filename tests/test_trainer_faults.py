@@ -1,0 +1,208 @@
+"""Laws of what goes wrong in a step: no memory for a sample, a gradient that is not finite, a folder that is full.
+
+The real engine on one rank in this process; two ranks and real processes are in test_trainer_service.
+"""
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from services.trainer import checkpoints, splitting
+from services.trainer import facts as known
+from services.trainer.learner import NotFinite
+from services.trainer.loop import Trainer
+from services.trainer.packing import Row, micro_batch
+from services.trainer.policy import Policy
+from shared.errors import SettingsError
+from shared.messages import Experience, PolicyVersion
+from shared.settings import Settings
+from tests.test_learner import One, batch, settings, timeless
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Let a forward pass with gradients of more than so many tokens find no memory."""
+    forward = Policy.forward
+
+    def limit(most_tokens: int) -> None:
+        def tight(self: Policy, found: Any, temperature: float | None = None) -> Any:
+            if torch.is_grad_enabled() and found.tokens > most_tokens:
+                raise torch.OutOfMemoryError(f"{found.tokens} tokens")
+            return forward(self, found, temperature)
+
+        monkeypatch.setattr(Policy, "forward", tight)
+
+    return limit
+
+
+@pytest.mark.parametrize("preset", ["grpo", "ppo", "dpo", "tis"])
+def test_a_micro_batch_that_does_not_fit_is_cut_and_the_step_is_the_same(memory: Any, preset: str) -> None:
+    whole, tight = One(settings(preset=preset)), One(settings(preset=preset))
+    expected = whole.learn(batch())
+    memory(15)
+    found = tight.learn(batch())
+    assert expected["micro_batch_splits"] == 0.0
+    assert found["micro_batch_splits"] > 0.0
+    assert found["dropped_out_of_memory"] == 0.0
+    assert found["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+
+
+def test_a_sample_that_does_not_fit_alone_is_left_out_and_counted(memory: Any) -> None:
+    one = One(settings())
+    # prompts of 3, 4, 5, 6 tokens with samples of 2, 5, 3, 4: only 6 + 5 − 1 positions are more than 9
+    memory(9)
+    found = one.learn(batch())
+    assert found["dropped_out_of_memory"] == 1.0
+    assert np.isfinite(found["loss"])
+    assert found["grad_norm"] > 0.0
+
+
+def test_without_memory_for_anything_it_says_so(memory: Any) -> None:
+    one = One(settings())
+    memory(0)
+    with pytest.raises(torch.OutOfMemoryError, match=r"lower trainer\.micro_batch_tokens"):
+        one.learn(batch())
+
+
+def test_the_parts_of_a_micro_batch_are_slices_of_what_is_known() -> None:
+    groups = [experience.group for experience in batch()[:2]]
+    rows = [
+        Row(group.prompt_token_ids, group.samples, tuple(range(4 * n, 4 * n + 4))) for n, group in enumerate(groups)
+    ]
+    whole = known.of(micro_batch(rows), [1, 2, 3, 4, 5, 6, 7, 8], torch.device("cpu"))
+    whole.advantages_N = torch.arange(float(len(whole.lags_N)))
+    first, second = splitting.halves(whole, splitting.rows_by_place(rows))
+    assert (first.batch.places_S.tolist(), second.batch.places_S.tolist()) == ([0, 1, 2, 3], [4, 5, 6, 7])
+    assert first.lengths_S.tolist() == [2, 5, 3, 4]
+    assert torch.equal(torch.cat([first.lags_N, second.lags_N]), whole.lags_N)
+    assert first.advantages_N is not None
+    assert first.advantages_N.tolist() == [float(n) for n in range(14)]
+    assert second.batch.targets_N.tolist() == whole.batch.targets_N[14:].tolist()
+    nothing = splitting.part(whole, splitting.rows_by_place(rows), 0, 0)
+    assert (len(nothing.batch.places_S), len(nothing.lags_N)) == (0, 0)
+
+
+# -------------------------------------------------------------------- not finite
+
+
+def poison(of: list[Experience]) -> list[Experience]:
+    """Return a batch whose gradient is not finite."""
+    rewards = np.array([np.nan, 0, 0, 1], dtype=np.float32)
+    return [Experience(e.group, rewards, e.scores, e.scored_at_s, e.score_s) for e in of]
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_a_gradient_that_is_not_finite_reaches_neither_weights_nor_optimizer(zero_stage: int) -> None:
+    of = settings()
+    trainer = of.trainer.model_copy(update={"zero_stage": zero_stage})
+    of = of.model_copy(update={"trainer": trainer})
+    poisoned, clean = One(of), One(of)
+    before = poisoned.whole()
+    with pytest.raises(NotFinite, match="finite gradient of the policy at step 1") as caught:
+        poisoned.learn(poison(batch()))
+    assert not caught.value.touched
+    assert all(torch.equal(before[name], tensor) for name, tensor in poisoned.whole().items())
+    assert timeless(poisoned.learn(batch())) == timeless(clean.learn(batch()))
+    after = clean.whole()
+    assert all(torch.equal(after[name], tensor) for name, tensor in poisoned.whole().items())
+
+
+def test_once_some_weights_moved_the_error_says_so() -> None:
+    data = batch()
+    one = One(settings(preset="tis", minibatches=4))
+    with pytest.raises(NotFinite) as caught:
+        one.learn([*data[:1], *poison(data[1:2]), *data[2:]])
+    order = np.random.default_rng([0, 1]).permutation(4).tolist()
+    assert caught.value.touched is (order[0] != 1)
+
+
+class Leader:
+    """What rank 0 does, written down."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, Any]] = []
+
+    def skip(self, reason: str, detail: str) -> None:
+        self.said.append(("skipped", reason))
+
+    def commit(self, engine: Any, step: int, *_: Any) -> None:
+        self.said.append(("committed", step))
+
+    def describe(self, step: int) -> checkpoints.CheckpointState:
+        return checkpoints.CheckpointState(step, PolicyVersion(step), 0, "", 1, 0, "00")
+
+    def note_checkpoint(self, checkpoint: checkpoints.Checkpoint, gone: Any) -> None:
+        self.said.append(("checkpoint", checkpoint.state.step))
+
+    def note_failed_checkpoint(self, step: int, error: str) -> None:
+        self.said.append(("no checkpoint", step))
+
+
+def trainer(folder: Path, **options: Any) -> tuple[Trainer, Leader]:
+    of = Settings.model_validate(
+        {
+            **settings().model_dump(),
+            "run": {"id": "faults", "folder": folder},
+            "weights": {"probe_every_versions": 0},
+            "trainer": {"learning_rate": 1e-3, "zero_stage": 0, "checkpoint_every_steps": 1, **options},
+        }
+    )
+    leader = Leader()
+    made: Any = leader
+    return Trainer(One(of).engine, of, made), leader
+
+
+def test_a_batch_that_is_not_finite_is_skipped_and_the_next_one_makes_the_step(tmp_path: Path) -> None:
+    found, leader = trainer(tmp_path)
+    for data in (batch(), poison(batch()), batch()):
+        found._train(data, [1] * 4)
+    committed = [what for what in leader.said if what[0] != "checkpoint"]
+    assert committed == [("committed", 1), ("skipped", "nonfinite"), ("committed", 2)]
+
+
+def test_more_in_a_row_than_allowed_stop_the_trainer_with_a_sentence(tmp_path: Path) -> None:
+    found, leader = trainer(tmp_path, max_skipped_steps=1)
+    for data in (poison(batch()), batch(), poison(batch())):
+        found._train(data, [1] * 4)
+    with pytest.raises(SettingsError, match="expected at most 1 batches in a row that are not finite"):
+        found._train(poison(batch()), [1] * 4)
+    assert leader.said.count(("skipped", "nonfinite")) == 3
+
+
+# -------------------------------------------------------------------- a full folder
+
+
+@pytest.mark.parametrize("place", ["model", "marker"])
+def test_a_checkpoint_that_storage_refuses_leaves_the_one_before_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    found, leader = trainer(tmp_path)
+    found._train(batch(), [1] * 4)
+    with monkeypatch.context() as full:
+        if place == "model":
+            full.setattr(torch, "save", _write_half)
+        else:
+            full.setattr(Path, "write_text", _refuse)
+        found._train(batch(), [1] * 4)
+    root = tmp_path / "faults" / "checkpoints"
+    assert [checkpoint.state.step for checkpoint in checkpoints.find(root)] == [1]
+    assert sorted(path.name for path in root.iterdir()) == ["step-000001"], "no half checkpoint takes up room"
+    assert leader.said == [("committed", 1), ("checkpoint", 1), ("committed", 2), ("no checkpoint", 2)]
+    found._train(batch(), [1] * 4)
+    assert [checkpoint.state.step for checkpoint in checkpoints.find(root)] == [1, 3]
+
+
+def _write_half(state: Any, path: Any, *_: Any, **__: Any) -> None:
+    Path(path).write_bytes(b"half")
+    raise RuntimeError("PytorchStreamWriter failed writing file data/1: file write failed")
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
