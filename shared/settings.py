@@ -267,6 +267,12 @@ class TrainerSettings(Section):
 
     ranks: PositiveInt = Field(default=1)
     """Processes that train together on this host, started by torchrun."""
+    nodes: PositiveInt = Field(default=1)
+    """Hosts that train together, with trainer.ranks processes each; each of them starts the trainer by itself."""
+    node: NonNegativeInt = Field(default=0)
+    """Which of trainer.nodes this host is. The first, 0, leads: it speaks to the bus and serves weights."""
+    rendezvous: str = Field(default="", pattern=r"^$|^.+:[0-9]+$")
+    """`host:port` at which the first of several hosts lets the others join."""
     zero_stage: Literal[0, 1, 2, 3] = Field(default=1)
     """DeepSpeed ZeRO stage: ranks share nothing (0), the optimizer's state (1), gradients too (2), weights too (3)."""
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto")
@@ -323,6 +329,11 @@ class TrainerSettings(Section):
             raise ValueError(
                 f'expected trainer.zero_stage >= {least} with trainer.offload = "{self.offload}", found {self.zero_stage}: '
                 "change one of them"
+            )
+        if self.nodes > 1 and (not self.rendezvous or self.node >= self.nodes):
+            raise ValueError(
+                f"expected trainer.rendezvous and trainer.node < {self.nodes} with trainer.nodes = {self.nodes}, found "
+                f"{self.rendezvous!r} and {self.node}: change one of them"
             )
         check_deepspeed(self.deepspeed)
         return self

@@ -4,6 +4,7 @@ It stores what it is given and validates nothing; that is ``tests/test_chart.py`
 groups exist (the CRDs of a cluster) and which version it says it is are the test's choice.
 """
 
+import base64
 import json
 import re
 import threading
@@ -90,7 +91,7 @@ class FakeKubernetes:
             assert body is not None
             body = _merged(self.objects[path], body)
         if body is not None:
-            self.objects[path] = body
+            self.objects[path] = _with_data(body)
         return (201 if method == "POST" else 200), self.objects[path]
 
     def _discovery(self, path: str) -> tuple[int, Json]:
@@ -150,6 +151,13 @@ class FakeKubernetes:
 
 def _status(code: int, reason: str) -> tuple[int, Json]:
     return code, {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": reason, "code": code}
+
+
+def _with_data(body: Json) -> Json:
+    """As an API server does: a secret's ``stringData`` is read back as ``data``, in base64."""
+    texts = body.get("stringData", {})
+    data = {key: base64.b64encode(text.encode()).decode() for key, text in texts.items()}
+    return {**body, "data": {**body.get("data", {}), **data}} if texts else body
 
 
 def _merged(old: Json, new: Json) -> Json:

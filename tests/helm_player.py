@@ -1,7 +1,8 @@
 """Runs Helm over one chart in a process of its own: ``python -m tests.helm_player`` with a job as JSON on standard input.
 
 ``HELM_DRIVER=memory`` must be in the environment before the process starts: Helm's Go runtime does not see later changes.
-Each step installs or upgrades; the answer is one JSON list, an object or an error's text for each step.
+A job is a list of releases, each with its namespace and its steps: the first installs, each further one upgrades. The answer is
+one JSON list a release, with an object or an error's text for each step.
 """
 
 import asyncio
@@ -12,13 +13,17 @@ from typing import Any
 from helm_sdkpy import Configuration, HelmError, Install, Upgrade
 
 
-def play(job: dict[str, Any]) -> list[dict[str, Any]]:
+def play(job: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    return [asyncio.run(_release(job, release)) for release in job["releases"]]
+
+
+async def _release(job: dict[str, Any], release: dict[str, Any]) -> list[dict[str, Any]]:
+    config = Configuration(namespace=release["namespace"], kubeconfig=job["kubeconfig"])
     found: list[dict[str, Any]] = []
-    config = Configuration(namespace=job["namespace"], kubeconfig=job["kubeconfig"])
-    for step in job["steps"]:
-        action = {"install": Install, "upgrade": Upgrade}[step["action"]](config)
+    for number, values in enumerate(release["steps"]):
+        action = Upgrade(config) if number else Install(config)
         try:
-            found.append(asyncio.run(action.run(job["release"], job["chart"], values=step["values"], wait=False)))
+            found.append(await action.run(release["name"], job["chart"], values=values, wait=False))
         except HelmError as error:
             found.append({"error": str(error)})
     return found

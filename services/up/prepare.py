@@ -130,6 +130,11 @@ def _absolute(model: str) -> str:
 
 
 def _check(settings: Settings) -> None:
+    if settings.trainer.nodes > 1:
+        raise SettingsError(
+            f"expected trainer.nodes = 1 with `penstock up`, which starts one host, found {settings.trainer.nodes}: "
+            "start the services by themselves on each host (docs/kubernetes.md), or change it"
+        )
     check_source("policy.model", settings.policy.model, ("config.json",))
     if settings.policy.tokenizer:
         check_source("policy.tokenizer", settings.policy.tokenizer, ("tokenizer_config.json",))
