@@ -34,7 +34,9 @@ class Release:
     def of(self, kind: str, role: str = "") -> list[Json]:
         """Return the objects of a kind, of one component."""
         return [
-            one for one in self.objects if one["kind"] == kind and role in ("", labels(one)["app.kubernetes.io/component"])
+            one
+            for one in self.objects
+            if one["kind"] == kind and role in ("", labels(one)["app.kubernetes.io/component"])
         ]
 
     def one(self, kind: str, role: str) -> Json:

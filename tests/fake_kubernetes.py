@@ -141,7 +141,7 @@ class FakeKubernetes:
                 self.end_headers()
                 self.wfile.write(content)
 
-            do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _do
+            do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _do  # noqa: N815
 
             def log_message(self, format: str, *args: Any) -> None:
                 pass

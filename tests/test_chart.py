@@ -1,10 +1,12 @@
 """The chart, as real Helm renders it for clusters of several versions, with and without the CRDs that it can use."""
 
+import functools
 import itertools
 import json
 import re
+import subprocess
 from collections.abc import Iterator, Mapping
-from typing import Any
+from pathlib import Path
 
 import pytest
 import yaml
@@ -27,7 +29,7 @@ from tests.chart import (
     render,
     values,
 )
-from tests.conftest import need_module
+from tests.conftest import need, need_module
 
 EVERYTHING: Json = {
     "executor": {"enabled": True, "runtimeClassName": "gvisor"},
@@ -91,10 +93,12 @@ def everything(found: Release) -> list[Json]:
 
 
 def test_every_object_is_valid_for_the_cluster_it_was_rendered_for(
-    matrix: Mapping[tuple[str, int, bool], Release],
+    matrix: Mapping[tuple[str, int, bool], Release], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import kubernetes_validate
+    from kubernetes_validate import utils
 
+    monkeypatch.setattr(utils, "schema_contents", functools.cache(utils.schema_contents))  # or read a file an object
     different = {
         (version, json.dumps(one, sort_keys=True))  # most objects are the same in every case
         for (_, version, _), release in matrix.items()
@@ -105,7 +109,9 @@ def test_every_object_is_valid_for_the_cluster_it_was_rendered_for(
     for version, text in different:
         kubernetes_validate.validate(json.loads(text), f"1.{version}", strict=True)
     for version in (OLDEST, NEWEST):
-        kubernetes_validate.validate(matrix["defaults", version, True].one("Secret", "bus"), f"1.{version}", strict=True)
+        kubernetes_validate.validate(
+            matrix["defaults", version, True].one("Secret", "bus"), f"1.{version}", strict=True
+        )
 
 
 def test_every_custom_resource_is_one_of_its_crd(releases: list[Release]) -> None:
@@ -182,7 +188,9 @@ def test_every_key_and_claim_that_is_mounted_exists(releases: list[Release]) -> 
             volumes = {one["name"]: one for one in pod["spec"]["volumes"]}
             templates = {claim["metadata"]["name"] for claim in templates_of(release, pod)}
             for container in pod["spec"]["containers"]:
-                assert len({mount["mountPath"] for mount in container["volumeMounts"]}) == len(container["volumeMounts"])
+                assert len({mount["mountPath"] for mount in container["volumeMounts"]}) == len(
+                    container["volumeMounts"]
+                )
                 for mount in container["volumeMounts"]:
                     volume = volumes.get(mount["name"], {})
                     assert volume or mount["name"] in templates
@@ -308,7 +316,7 @@ def test_the_files_of_a_pod_are_read_only_and_no_pod_has_a_token(releases: list[
             assert all(one["securityContext"]["readOnlyRootFilesystem"] for one in pod["spec"]["containers"])
 
 
-def test_a_pod_may_take_longer_to_end_than_its_service_to_drain(tmp_path: Any) -> None:
+def test_a_pod_may_take_longer_to_end_than_its_service_to_drain() -> None:
     release = render(values(bus={"drainSeconds": 45}))
     leave_s = 10  # shared.service ends a process so long after bus.drain_s
     for role in ("coordinator", "rollout", "reward", "trainer"):
@@ -320,7 +328,7 @@ def test_a_pod_may_take_longer_to_end_than_its_service_to_drain(tmp_path: Any) -
         assert spec["terminationGracePeriodSeconds"] >= 45 + leave_s + pre_stop
 
 
-def test_the_settings_that_a_pod_is_given_are_settings(tmp_path: Any) -> None:
+def test_the_settings_that_a_pod_is_given_are_settings(tmp_path: Path) -> None:
     """Every PENSTOCK__ variable of every service is one that the settings know; the executor's are its own branch's."""
     release = render(values("one-gpu-node"))
     config = tmp_path / "run.toml"
@@ -396,7 +404,9 @@ def test_a_schema_error_names_the_value() -> None:
         image={"tag": "latest"}, rollout={"replicas": "two", "gpus": 3}, coordinator={"replicas": 2}, run={"confg": ""}
     )
     lines = refusal(wrong).splitlines()
-    assert lines[0] == "install failed: values don't meet the specifications of the schema(s) in the following chart(s):"
+    assert (
+        lines[0] == "install failed: values don't meet the specifications of the schema(s) in the following chart(s):"
+    )
     assert sorted(lines[2:]) == [
         "  - at '/rollout': additional properties 'gpus' not allowed",
         "  - at '/rollout/replicas': got string, want integer",
@@ -458,3 +468,48 @@ def test_the_chart_is_of_this_release() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     project = (ROOT / "pyproject.toml").read_text()
     assert f'version = "{chart["appVersion"]}"' in project
+
+
+# ---------------------------------------------------------------- checkov
+
+ACCEPTED = {
+    "CKV_K8S_8": "a check that ends by itself needs no liveness probe",
+    "CKV_K8S_9": "… nor a readiness probe",
+    "CKV_K8S_11": "a limit of CPU slows a service down while its node idles; memory is limited",
+    "CKV_K8S_15": "IfNotPresent: tags are never `latest`, and a GPU node should not fetch 10 GB again",
+    "CKV_K8S_21": "Helm sets the namespace; objects do not name it",
+    "CKV_K8S_25": "RDMA needs IPC_LOCK, and only where a value asks for it",
+    "CKV_K8S_35": "settings come by the environment, so bus.url does; the token and Valkey's users are files",
+    "CKV_K8S_43": "an image by digest is a value (<role>.image); which one, only its builder knows",
+}
+
+
+def test_checkov_finds_nothing_but_what_is_accepted_with_a_reason(tmp_path: Path) -> None:
+    checkov = need_checkov()
+    release = render(CASES["everything"], crds=ALL_CRDS)
+    manifest = tmp_path / "manifest.yaml"
+    manifest.write_text(yaml.safe_dump_all([*release.objects, *release.hooks]))
+    command = [
+        checkov,
+        "-f",
+        manifest,
+        "--framework",
+        "kubernetes",
+        "--skip-download",
+        "--output",
+        "json",
+        "--soft-fail",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    assert found["summary"]["passed"] > 500
+    assert found["summary"]["parsing_errors"] == 0
+    wrong = {(one["check_id"], one["check_name"], one["resource"]) for one in found["results"]["failed_checks"]}
+    assert {one for one in wrong if one[0] not in ACCEPTED} == set()
+    assert ACCEPTED.keys() == {one[0] for one in wrong}  # what is accepted in vain goes
+
+
+def need_checkov() -> str:
+    """Return checkov's path: beside the checkout, where .ci/run puts it, or wherever the shell finds it."""
+    own = ROOT / ".venv-checkov/bin/checkov"
+    return str(own) if own.exists() else need("checkov", "checkov, which `pip install -r .ci/checkov.txt` brings")

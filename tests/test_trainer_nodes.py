@@ -40,9 +40,7 @@ def hosts(run: Run, rendezvous: int, metrics: int) -> Iterator[list[subprocess.P
             command += ["--trainer.metrics_port", str(metrics)]
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "POD_IP": f"127.0.0.{node + 1}"}
             found.append(
-                subprocess.Popen(
-                    command, cwd=ROOT, env=environment, stderr=run.log.open("a"), start_new_session=True
-                )  # fmt: skip
+                subprocess.Popen(command, cwd=ROOT, env=environment, stderr=run.log.open("a"), start_new_session=True)
             )
         yield found
     finally:
@@ -60,7 +58,7 @@ def answers(url: str) -> bool:
 
 @pytest.mark.slow
 async def test_two_hosts_train_as_one_and_come_back_when_one_of_them_dies(tmp_path: Path, server: Server) -> None:
-    one = Run(tmp_path, server, "one-host", ranks=2)
+    one = Run(tmp_path, server, "one-host")
     async with bus_of(one) as (bus, ledger), one.trainer() as process:
         await feed(bus, 0, 3 * GROUPS)
         await one.reaches(ledger, 3, process)
@@ -81,18 +79,22 @@ async def test_two_hosts_train_as_one_and_come_back_when_one_of_them_dies(tmp_pa
             await two.reaches(ledger, 3, first)
             found = await two.weights(ledger)
             assert await bus.counts() == {"trained": 3 * GROUPS}
-    assert all(torch.allclose(found[name], expected[name], atol=1e-6) for name in expected)
+    assert all(torch.allclose(found[name], expected[name], atol=5e-5) for name in expected)
 
 
 def test_several_hosts_need_a_place_to_meet(tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
     config.write_text("[trainer]\nnodes = 2\n")
-    with pytest.raises(SettingsError, match=r"expected trainer\.rendezvous and trainer\.node < 2 with trainer\.nodes = 2"):
+    with pytest.raises(
+        SettingsError, match=r"expected trainer\.rendezvous and trainer\.node < 2 with trainer\.nodes = 2"
+    ):
         load(config)
 
 
 def test_up_starts_one_host(tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
     config.write_text('[trainer]\nnodes = 2\nrendezvous = "a:1"\n')
-    with pytest.raises(SettingsError, match="expected trainer.nodes = 1 with `penstock up`, which starts one host, found 2"):
+    with pytest.raises(
+        SettingsError, match=r"expected trainer\.nodes = 1 with `penstock up`, which starts one host, found 2"
+    ):
         prepare(config, None, ())

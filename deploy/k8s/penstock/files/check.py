@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 from shared.bus import Bus
 from shared.messages import Event
@@ -20,13 +21,12 @@ SCRATCH = Stream("check", max_entries=10)
 WORKING = ("working", "waiting", "degraded")
 
 
-def ask(url: str, path: str, deadline_s: float) -> dict[str, object]:
+def ask(url: str, path: str, deadline_s: float) -> Any:
     """Return what the API answers to ``path``; exits 1 when it does not answer 200 until ``deadline_s``."""
     while True:
         try:
             with urllib.request.urlopen(url + path, timeout=5.0) as answer:  # noqa: S310 (http, from the chart)
-                found: dict[str, object] = json.load(answer)
-                return found
+                return json.load(answer)
         except (OSError, ValueError) as error:
             if time.monotonic() > deadline_s:
                 sys.exit(f"expected 200 from {url}{path}, found: {error}")
@@ -36,8 +36,7 @@ def ask(url: str, path: str, deadline_s: float) -> dict[str, object]:
 def await_services(url: str, wanted: set[str], deadline_s: float) -> None:
     """Return when a replica of every service works; exits 1 when one is missing at ``deadline_s``."""
     while True:
-        rows = ask(url, "/v1/services", deadline_s)["services"]
-        assert isinstance(rows, list)
+        rows = ask(url, "/v1/services", deadline_s)
         found = {row["service"] for row in rows if row["state"] in WORKING}
         if wanted <= found:
             return
