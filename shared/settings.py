@@ -247,6 +247,32 @@ class RandomScorer(Section):
 Scorer = Annotated[AnswerScorer | FormatScorer | RandomScorer, Field(discriminator="kind")]
 
 
+class ExecutorSettings(Section):
+    """The process that runs model-written code, isolated (docs/sandbox.md)."""
+
+    address: str = Field(default="", pattern=r"^(|unix:/.+|[^/:]+:\d+|\[[0-9a-fA-F:]+\]:\d+)$")
+    """Where it is: `unix:/path` or `host:port`; empty: `penstock up` starts one, where a scorer needs it."""
+    isolation: Literal["auto", "namespace", "landlock", "unsafe"] = Field(default="auto")
+    """How programs are isolated; `auto`: the strongest of namespace and landlock that holds on this host, else refuse.
+    `unsafe` isolates nothing and is for code that you wrote yourself."""
+    slots: NonNegativeInt = Field(default=0)
+    """Programs that run at a time; 0: one a core."""
+    profiles: tuple[Literal["stdlib", "numpy"], ...] = Field(default=("stdlib", "numpy"), min_length=1)
+    """Interpreters that are kept warm: with the standard library alone, or with numpy."""
+    interpreter: str = Field(default="")
+    """Python that runs the programs; empty: the one that runs Penstock."""
+    user_id: PositiveInt = Field(default=65_534)
+    """User that programs run as when the executor is started by root; otherwise they run as the executor's own."""
+    recycle_after: PositiveInt = Field(default=5_000)
+    """A warm interpreter is replaced after so many programs."""
+    check_every_s: PositiveFloat = Field(default=15.0)
+    """Each so often a program that tries to escape is run; unless it is contained, /readyz says no."""
+    max_waiting: PositiveInt = Field(default=1024)
+    """So many programs of one connection may wait or run; further ones are not read before."""
+    metrics_port: NonNegativeInt = Field(default=0)
+    """Port of /metrics, /healthz and /readyz; 0: any free one."""
+
+
 class RewardSettings(Section):
     """What a completion is worth."""
 
@@ -260,6 +286,8 @@ class RewardSettings(Section):
     """How many groups one replica scores at a time."""
     metrics_port: NonNegativeInt = Field(default=0)
     """Port of /metrics, /healthz and /readyz; 0: any free one."""
+    executor: ExecutorSettings = Field(default=ExecutorSettings())
+    """The process that runs model-written code."""
 
 
 class TrainerSettings(Section):
@@ -427,6 +455,11 @@ class Settings(Section):
         return self.policy.lora.rank > 0 and (
             chosen == "adapter" or (chosen == "auto" and self.rollout.engine == "vllm")
         )
+
+    @property
+    def needs_executor(self) -> bool:
+        """Whether a scorer runs model-written code."""
+        return any(str(scorer.kind) == "code" for scorer in self.reward.scorers)
 
     @property
     def run_folder(self) -> Path:
