@@ -107,7 +107,7 @@ def works(execution: Execution) -> str:
     """Return why the harmless program did not run as it should; empty when it did."""
     if execution.outcome is Outcome.FINISHED and execution.stdout == "42\n":
         return ""
-    return f"a harmless program ended as {execution.outcome}: {execution.detail or execution.stdout[:80]!r}"
+    return f"a harmless program ended as {execution.outcome}: {execution.detail or repr(execution.stdout[:80])}"
 
 
 def escaped(execution: Execution) -> str:
