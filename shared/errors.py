@@ -5,7 +5,8 @@
     PenstockError
     ├── SettingsError          the run's settings or inputs are wrong      → one sentence on stderr, exit 2, no traceback
     ├── TemporaryError         may work later                              → the entry stays on the bus and is tried again
-    │   └── BusUnavailable     Redis or Valkey does not answer             → wait with capped backoff, keep what is held
+    │   ├── BusUnavailable     Redis or Valkey does not answer             → wait with capped backoff, keep what is held
+    │   └── PeerError          a connection's other end left or babbles    → the connection is closed
     ├── PermanentError         will never work for this message            → the entry is buried with its reason
     │   └── MessageError       bytes that are no message of ours           → the same
     ├── WeightsError           a snapshot is torn, corrupt or missing      → the old weights go on serving, next source
@@ -31,6 +32,10 @@ class TemporaryError(PenstockError):
 
 class BusUnavailable(TemporaryError):
     """Redis or Valkey does not answer now."""
+
+
+class PeerError(TemporaryError):
+    """The other end of a connection left, did not answer in time, or sent what is no frame."""
 
 
 class PermanentError(PenstockError):

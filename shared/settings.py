@@ -247,6 +247,32 @@ class RandomScorer(Section):
 Scorer = Annotated[AnswerScorer | FormatScorer | RandomScorer, Field(discriminator="kind")]
 
 
+class ExecutorSettings(Section):
+    """The process that runs model-written code, isolated (docs/sandbox.md)."""
+
+    address: str = Field(default="", pattern=r"^(|unix:/.+|[^/:]+:\d+|\[[0-9a-fA-F:]+\]:\d+)$")
+    """Where it is: `unix:/path` or `host:port`; empty: `penstock up` starts one, where a scorer needs it."""
+    isolation: Literal["auto", "namespace", "landlock", "unsafe"] = Field(default="auto")
+    """How programs are isolated; `auto`: the strongest of namespace and landlock that holds on this host, else refuse.
+    `unsafe` isolates nothing and is for code that you wrote yourself."""
+    slots: NonNegativeInt = Field(default=0)
+    """Programs that run at a time; 0: one a core."""
+    profiles: tuple[Literal["stdlib", "numpy"], ...] = Field(default=("stdlib", "numpy"), min_length=1)
+    """Interpreters that are kept warm: with the standard library alone, or with numpy."""
+    interpreter: str = Field(default="")
+    """Python that runs the programs; empty: the one that runs Penstock."""
+    user_id: PositiveInt = Field(default=65_534)
+    """User that programs run as when the executor is started by root; otherwise they run as the executor's own."""
+    recycle_after: PositiveInt = Field(default=5_000)
+    """A warm interpreter is replaced after so many programs."""
+    check_every_s: PositiveFloat = Field(default=15.0)
+    """Each so often a program that tries to escape is run; unless it is contained, /readyz says no."""
+    max_waiting: PositiveInt = Field(default=1024)
+    """So many programs of one connection may wait or run; further ones are not read before."""
+    metrics_port: NonNegativeInt = Field(default=0)
+    """Port of /metrics, /healthz and /readyz; 0: any free one."""
+
+
 class RewardSettings(Section):
     """What a completion is worth."""
 
@@ -260,6 +286,8 @@ class RewardSettings(Section):
     """How many groups one replica scores at a time."""
     metrics_port: NonNegativeInt = Field(default=0)
     """Port of /metrics, /healthz and /readyz; 0: any free one."""
+    executor: ExecutorSettings = Field(default=ExecutorSettings())
+    """The process that runs model-written code."""
 
 
 class TrainerSettings(Section):
@@ -440,6 +468,11 @@ class Settings(Section):
         )
 
     @property
+    def needs_executor(self) -> bool:
+        """Whether a scorer runs model-written code."""
+        return any(str(scorer.kind) == "code" for scorer in self.reward.scorers)
+
+    @property
     def run_folder(self) -> Path:
         """Where everything this run leaves lies."""
         return self.run.folder / self.run.id
@@ -516,15 +549,17 @@ def _text(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
-def load(path: Path, flags: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Settings:
+def load(path: Path | None, flags: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Settings:
     """Return the settings in ``path``, overridden by the environment and then by ``flags`` (``--trainer.ranks 2``).
+
+    Without a path: the defaults, overridden in the same way.
 
     Paths in the file are relative to the working directory.
 
     Raises:
         SettingsError: no such file, no TOML, an unknown key, a wrong type, or settings that contradict each other.
     """
-    values = _read_toml(path)
+    values = {} if path is None else _read_toml(path)
     for key, text in _environment(os.environ if environment is None else environment).items():
         _set(values, key, text)
     for key, text in _flags(flags).items():
@@ -595,8 +630,8 @@ def _value(text: str) -> Any:
         return text
 
 
-def _explain(error: ValidationError, path: Path) -> str:
-    return "\n".join(f"{path}: {_explain_one(dict(problem))}" for problem in error.errors())
+def _explain(error: ValidationError, path: Path | None) -> str:
+    return "\n".join(f"{path or 'settings'}: {_explain_one(dict(problem))}" for problem in error.errors())
 
 
 def _explain_one(problem: dict[str, Any]) -> str:

@@ -16,9 +16,10 @@ import hashlib
 import logging
 from pathlib import Path
 
-from shared.errors import WeightsError
+from shared import frames
+from shared.errors import PeerError, WeightsError
 from shared.messages import PolicyRecord
-from shared.weights import frames, manifest
+from shared.weights import manifest
 from shared.weights.layout import Header, Layout, plan_layout
 from shared.weights.offer import Offer
 from shared.weights.place import Place
@@ -83,7 +84,7 @@ class Puller:
 
     async def _hear(self, session: _Session, offer: Offer) -> None:
         """Log what the source says of a pull that failed, where it said so: it may know why."""
-        with contextlib.suppress(OSError, TimeoutError, WeightsError):
+        with contextlib.suppress(OSError, TimeoutError, PeerError):
             async with asyncio.timeout(min(_REASON_S, self._deadline_s)):
                 said = await frames.receive_async(session.reader)
             log.warning("the source ended a pull", extra={"source": offer.source, "reason": str(said.get("error"))})
@@ -104,7 +105,7 @@ class Puller:
         except TimeoutError as error:
             self._drop(source)
             raise WeightsError(f"expected an answer of {source} within {deadline_s:g} s, found silence") from error
-        except OSError as error:
+        except (OSError, PeerError) as error:
             self._drop(source)
             raise WeightsError(f"expected a source of weights at {source}, found: {error}") from error
         except BaseException:
@@ -117,7 +118,7 @@ class Puller:
         fresh = source not in self._sessions
         try:
             return await self._asked(verb, source, record)
-        except (OSError, WeightsError):
+        except (OSError, PeerError):
             if fresh:
                 raise
             self._drop(source)

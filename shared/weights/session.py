@@ -6,6 +6,14 @@
      ▲                                                                                              │
      └──────────────────────── the same group, the next version ◀───────────────────────────────────┘
 
+    puller                                                        source
+      {verb: ask, version, ranks, known_layout, place}  ──▶
+                                                      ◀──  {offer} | {error}
+      (bytes move through the group, or IPC)
+      {verb: done, ok, error}                         ──▶
+      {verb: file, version, ranks, place}             ──▶
+                                                      ◀──  {offer} | {error}
+
 Any failure ends the session: the connection closes, the group is thrown away, and the puller comes back with a new one. While
 bytes move the connection is watched, so that a puller that dies or gives up ends its pull at once.
 """
@@ -21,9 +29,10 @@ from typing import Any, TypeGuard
 import torch
 from prometheus_client import Counter
 
-from shared.errors import WeightsError
+from shared import frames
+from shared.errors import PeerError, WeightsError
 from shared.messages import PolicyVersion
-from shared.weights import alarm, frames, ipc
+from shared.weights import alarm, ipc
 from shared.weights.files import Files
 from shared.weights.flat import FlatSnapshot
 from shared.weights.group import Group, Transfer, open_group
@@ -99,7 +108,7 @@ class Session:
             raise WeightsError("expected a question of the peer, found silence until the deadline")
         if not self.connection.recv(1, socket.MSG_PEEK):
             return False
-        frame = frames.receive(self.connection, self._deadline_s)
+        frame = self._said()
         try:
             question = _question(frame)
         except WeightsError as error:
@@ -110,8 +119,17 @@ class Session:
         handle(question)
         return True
 
+    def _said(self) -> frames.Frame:
+        try:
+            return frames.receive(self.connection, self._deadline_s)
+        except PeerError as error:
+            raise WeightsError(str(error)) from error
+
     def _answer(self, frame: frames.Frame) -> None:
-        frames.send(self.connection, frame, self._deadline_s)
+        try:
+            frames.send(self.connection, frame, self._deadline_s)
+        except PeerError as error:
+            raise WeightsError(str(error)) from error
 
     # ------------------------------------------------------------------ verbs
 
@@ -242,7 +260,7 @@ class Session:
             WeightsError: it left, gave up, or says what does not belong here.
         """
         if self._done is None and frames.readable(self.connection):
-            frame = frames.receive(self.connection, self._deadline_s)
+            frame = self._said()
             if frame.get("verb") != "done":
                 raise WeightsError("expected the puller to say done, found another verb")
             if frame.get("ok") is not True:

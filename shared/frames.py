@@ -1,17 +1,8 @@
-"""The frames of the control connection between a puller and a source. No torch.
-
-::
-
-    puller                                                        source
-      {verb: ask, version, ranks, known_layout, place}  ──▶
-                                                      ◀──  {offer} | {error}
-      (bytes move through the group, or IPC)
-      {verb: done, ok, error}                         ──▶
-      {verb: file, version, ranks, place}             ──▶
-                                                      ◀──  {offer} | {error}
+"""Frames: how two processes of Penstock talk over one connection beside the bus. No torch.
 
 A frame is four bytes of length (big endian) and a MessagePack map. Longer than 64 MiB, or no map: the peer is none of ours, and
-the connection is closed. A connection is a session: its group lives as long as it.
+the connection is closed. What the maps say is the business of who uses them: ``shared/weights/session.py`` (a puller and its source),
+``services/reward/executor/protocol.py`` (programs to run and what became of them).
 """
 
 import asyncio
@@ -23,7 +14,7 @@ from typing import Any
 
 import msgpack
 
-from shared.errors import WeightsError
+from shared.errors import PeerError
 
 MAX_BYTES = 64 << 20
 """Longest frame that is read."""
@@ -42,13 +33,13 @@ def send(connection: socket.socket, frame: Frame, deadline_s: float) -> None:
     """Send a frame.
 
     Raises:
-        WeightsError: the peer is gone or did not read within ``deadline_s``.
+        PeerError: the peer is gone or did not read within ``deadline_s``.
     """
     try:
         connection.settimeout(deadline_s)
         connection.sendall(pack(frame))
     except OSError as error:
-        raise WeightsError(f"expected to tell the peer, found: {error}") from error
+        raise PeerError(f"expected to tell the peer, found: {error}") from error
 
 
 def readable(connection: socket.socket, timeout_s: float | None = 0.0) -> bool:
@@ -62,7 +53,7 @@ def receive(connection: socket.socket, deadline_s: float) -> Frame:
     """Return the next frame; all of it must come within ``deadline_s``.
 
     Raises:
-        WeightsError: it did not, the peer left, or what it sent is no frame.
+        PeerError: it did not, the peer left, or what it sent is no frame.
     """
     ends_at_s = time.monotonic() + deadline_s
     return _unpack(_read(connection, _length(_read(connection, _LENGTH.size, ends_at_s)), ends_at_s))
@@ -72,19 +63,19 @@ async def receive_async(reader: asyncio.StreamReader) -> Frame:
     """Return the next frame; the caller sets the deadline.
 
     Raises:
-        WeightsError: the peer left, or what it sent is no frame.
+        PeerError: the peer left, or what it sent is no frame.
     """
     try:
         size = _length(await reader.readexactly(_LENGTH.size))
         return _unpack(await reader.readexactly(size))
     except asyncio.IncompleteReadError as error:
-        raise WeightsError("expected an answer of the source, found that it closed the connection") from error
+        raise PeerError("expected a frame of the peer, found that it closed the connection") from error
 
 
 def _length(prefix: bytes) -> int:
     size: int = _LENGTH.unpack(prefix)[0]
     if size > MAX_BYTES:
-        raise WeightsError(f"expected a frame of at most {MAX_BYTES} bytes, found {size}: the peer speaks no Penstock")
+        raise PeerError(f"expected a frame of at most {MAX_BYTES} bytes, found {size}: the peer speaks no Penstock")
     return size
 
 
@@ -96,11 +87,11 @@ def _read(connection: socket.socket, size: int, ends_at_s: float) -> bytes:
             connection.settimeout(max(left_s, 0.001))
             part = connection.recv(min(size - len(found), _CHUNK_BYTES))
         except TimeoutError as error:
-            raise WeightsError(f"expected {size} bytes of the peer, found {len(found)} at the deadline") from error
+            raise PeerError(f"expected {size} bytes of the peer, found {len(found)} at the deadline") from error
         except OSError as error:
-            raise WeightsError(f"expected {size} bytes of the peer, found: {error}") from error
+            raise PeerError(f"expected {size} bytes of the peer, found: {error}") from error
         if not part:
-            raise WeightsError(f"expected {size} bytes of the peer, found that it closed the connection")
+            raise PeerError(f"expected {size} bytes of the peer, found that it closed the connection")
         found += part
     return bytes(found)
 
@@ -109,7 +100,7 @@ def _unpack(body: bytes) -> Frame:
     try:
         frame = msgpack.unpackb(body)
     except (ValueError, msgpack.UnpackException) as error:
-        raise WeightsError(f"expected MessagePack of the peer, found other bytes: {error}") from error
+        raise PeerError(f"expected MessagePack of the peer, found other bytes: {error}") from error
     if not isinstance(frame, dict) or not all(isinstance(key, str) for key in frame):
-        raise WeightsError("expected a map of names of the peer, found other content")
+        raise PeerError("expected a map of names of the peer, found other content")
     return frame

@@ -1,0 +1,130 @@
+"""Ask an executor to run programs: one connection, many programs at once.
+
+::
+
+    run(job) ──▶ a place of ``in_flight`` ──▶ the connection ──▶ its answer
+                                                  ├── cannot be reached, or lost     TemporaryError; the next job tries again, not
+                                                  │                                  before a wait that doubles up to ``_LONGEST_WAIT_S``
+                                                  └── the asker was cancelled        the program is killed
+
+An executor that went away says nothing about a program: whoever asked tries again.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import time
+
+from services.reward.executor.protocol import Execution, Job, job_frame, read_execution
+from shared import frames
+from shared.errors import PeerError, TemporaryError
+
+CONNECT_WITHIN_S = 5.0
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
+
+
+class ExecutorClient:
+    """One executor.
+
+    Args:
+        address: ``unix:/path`` or ``host:port``.
+        in_flight: so many programs are with the executor at a time; further ones wait here.
+    """
+
+    def __init__(self, address: str, in_flight: int = 64) -> None:
+        self._address = address
+        self._places = asyncio.Semaphore(in_flight)
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Execution]] = {}
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._connecting = asyncio.Lock()
+        self._failures = 0
+        self._not_before_s = 0.0
+
+    async def run(self, job: Job) -> Execution:
+        """Return what became of ``job``.
+
+        Raises:
+            TemporaryError: the executor cannot be reached, or went away.
+        """
+        async with self._places:
+            writer = await self._connected()
+            number = next(self._numbers)
+            answer: asyncio.Future[Execution] = asyncio.get_running_loop().create_future()
+            self._waiting[number] = answer
+            try:
+                writer.write(frames.pack(job_frame(number, job)))
+                await writer.drain()
+                return await answer
+            except OSError as error:
+                raise self._gone(error) from error
+            except asyncio.CancelledError:
+                if not writer.is_closing():
+                    writer.write(frames.pack({"verb": "cancel", "id": number}))
+                raise
+            finally:
+                self._waiting.pop(number, None)
+
+    async def close(self) -> None:
+        """Close the connection; what still runs is killed."""
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+        await self._drop()
+
+    async def _connected(self) -> asyncio.StreamWriter:
+        async with self._connecting:
+            if self._writer is None:
+                self._writer = await self._connect()
+            return self._writer
+
+    async def _connect(self) -> asyncio.StreamWriter:
+        await asyncio.sleep(self._not_before_s - time.monotonic())
+        try:
+            async with asyncio.timeout(CONNECT_WITHIN_S):
+                reader, writer = await _open(self._address)
+        except (OSError, TimeoutError) as error:
+            self._failures += 1
+            self._not_before_s = time.monotonic() + min(_FIRST_WAIT_S * 2.0**self._failures, _LONGEST_WAIT_S)
+            raise self._gone(error) from error
+        self._failures = 0
+        self._reading = asyncio.create_task(self._read(reader))
+        return writer
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Give each answer to who waits for it, until the connection ends."""
+        reason: Exception = PeerError("the connection was closed")
+        try:
+            while True:
+                frame = await frames.receive_async(reader)
+                answer = self._waiting.get(frame.get("id", -1))
+                if answer is not None and not answer.done():
+                    answer.set_result(read_execution(frame))
+        except (OSError, PeerError) as error:
+            reason = error
+        finally:
+            for answer in self._waiting.values():
+                if not answer.done():
+                    answer.set_exception(self._gone(reason))
+            await self._drop()
+
+    async def _drop(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+    def _gone(self, error: Exception) -> TemporaryError:
+        return TemporaryError(
+            f"expected the code executor at {self._address}, found: {error or type(error).__name__}: "
+            "start it, or change reward.executor.address"
+        )
+
+
+async def _open(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    if address.startswith("unix:"):
+        return await asyncio.open_unix_connection(address.removeprefix("unix:"))
+    host, _, port = address.rpartition(":")
+    return await asyncio.open_connection(host.strip("[]"), int(port))
