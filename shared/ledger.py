@@ -68,6 +68,18 @@ class RunStatus:
     """How long the run was paused, over all pauses that ended."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class JournalEntry:
+    """A group that a committed step was made of."""
+
+    entry: EntryId
+    step: int
+    settings_revision: int
+    """Under which revision of the live settings the step was trained."""
+    data: bytes
+    """The experience, encoded."""
+
+
 class Ledger:
     """One run's state and history."""
 
@@ -90,7 +102,8 @@ class Ledger:
     async def transition(self, to: RunState, reason: str, allowed: Sequence[RunState]) -> tuple[bool, RunState]:
         """Change the run's state if it is one of ``allowed``; return whether, and the state that was found."""
         arguments: list[Argument] = [to.value, reason, time.time(), *(state.value for state in allowed)]
-        changed, found = await self._bus.script("transition", [self._keys.run], arguments)
+        keys = [self._keys.run, self._keys.of(streams.HISTORY)]
+        changed, found = await self._bus.script("transition", keys, arguments)
         return bool(changed), RunState(found.decode() or "created")
 
     async def admit(
@@ -157,17 +170,23 @@ class Ledger:
             self._bus.audit_entries,
             streams.STEPS.max_entries or 0,
             time.time(),
+            record.settings_revision,
         ]
         answer = await self._bus.script("commit", keys, [*arguments, *(entry.entry_id for entry in deliveries)])
         if answer != b"ok":
             raise Fenced(f"expected to commit step {record.step} as version {record.version}, found {answer.decode()}")
 
-    async def journal(self, after: str) -> list[tuple[EntryId, int, bytes]]:
-        """Return the journal after an entry: (entry, step, experience's bytes), in the order of commits."""
+    async def journal(self, after: str) -> list[JournalEntry]:
+        """Return the journal after an entry, in the order of commits."""
         rows = await self._bus.call(
             lambda: self._bus.client.xrange(self._keys.of(streams.JOURNAL), min=f"({after}" if after else "-")
         )
-        return [(EntryId(entry.decode()), int(fields[b"step"]), fields[b"data"]) for entry, fields in rows]
+        return [
+            JournalEntry(
+                EntryId(entry.decode()), int(fields[b"step"]), int(fields.get(b"revision", 0)), fields[b"data"]
+            )
+            for entry, fields in rows
+        ]
 
     async def trim_journal(self, through: str) -> None:
         """Forget the journal through an entry, which a checkpoint covers."""
@@ -219,10 +238,35 @@ class Ledger:
         raw = await self._bus.call(lambda: self._bus.client.hgetall(self._keys.checkpoints))
         return {PolicyVersion(int(version)): folder.decode() for version, folder in raw.items()}
 
+    async def pins(self) -> frozenset[PolicyVersion]:
+        """Return the versions whose checkpoints are kept from cleanup."""
+        return await self._versions(self._keys.pins)
+
+    async def released(self) -> frozenset[PolicyVersion]:
+        """Return the versions that people may use."""
+        return await self._versions(self._keys.released)
+
+    async def pin(self, version: PolicyVersion, *, pinned: bool) -> bool:
+        """Keep a version's checkpoint from cleanup, or no longer; return whether that is new."""
+        return await self._mark(self._keys.pins, version, marked=pinned)
+
+    async def release(self, version: PolicyVersion, *, released: bool) -> bool:
+        """Say that people may use a version, or no longer; return whether that is new."""
+        return await self._mark(self._keys.released, version, marked=released)
+
+    async def _mark(self, key: str, version: PolicyVersion, *, marked: bool) -> bool:
+        client = self._bus.client
+        return bool(
+            await self._bus.call(lambda: client.sadd(key, str(version)) if marked else client.srem(key, str(version)))
+        )
+
+    async def _versions(self, key: str) -> frozenset[PolicyVersion]:
+        names = await self._bus.call(lambda: self._bus.client.smembers(key))
+        return frozenset(PolicyVersion(int(name)) for name in names)
+
     async def revoked(self) -> frozenset[PolicyVersion]:
         """Return the versions whose samples must not be trained on."""
-        names = await self._bus.call(lambda: self._bus.client.smembers(self._keys.revoked))
-        return frozenset(PolicyVersion(int(name)) for name in names)
+        return await self._versions(self._keys.revoked)
 
     async def revoke(self, version: PolicyVersion) -> None:
         """Fence a version: samples that hold one of its tokens are dropped at the trainer's intake."""

@@ -13,6 +13,7 @@ from services.coordinator.service import Coordinator, assemble, load_data
 from shared import streams
 from shared.bus import Bus
 from shared.ledger import Ledger
+from shared.live import Live
 from shared.messages import (
     Experience,
     FinishReason,
@@ -60,13 +61,20 @@ def settings(folder: Path, *, steps: int = 4, heldout: int = 0, problems: int = 
 def make(bus: Bus, run: Settings) -> Coordinator:
     """Return a coordinator's parts, as its process puts them together."""
     run.run_folder.mkdir(parents=True, exist_ok=True)
-    return assemble(bus, run, load_data(run), run.run_folder, Status(state="working"))
+    return assemble(bus, Live(bus, run), load_data(run), run.run_folder, Status(state="working"))
 
 
 @contextlib.asynccontextmanager
 async def running(parts: Coordinator) -> AsyncIterator[Coordinator]:
     """Run every loop of a coordinator while the body runs, then kill it without a word."""
-    loops = (parts.promotion, parts.lifecycle, parts.admission, parts.recorder, parts.monitor)
+    loops = (
+        parts.promotion,
+        parts.lifecycle,
+        parts.admission,
+        parts.recorder,
+        parts.monitor,
+        parts.operations,
+    )
     tasks = [asyncio.create_task(part.run()) for part in loops]
     try:
         yield parts

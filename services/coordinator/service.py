@@ -16,17 +16,22 @@ import dataclasses
 from pathlib import Path
 
 from services.coordinator import dataset
-from services.coordinator.admission import Admission, Limits
-from services.coordinator.api import Parts, make_app
+from services.coordinator.access import Access, open_access
+from services.coordinator.admission import Admission, terms_of
+from services.coordinator.api import make_app
 from services.coordinator.evaluation import Evaluator
 from services.coordinator.lifecycle import Lifecycle
 from services.coordinator.monitor import Monitor
+from services.coordinator.operations import Operations
+from services.coordinator.parts import Parts
 from services.coordinator.promotion import Promotion
 from services.coordinator.recorder import Recorder
 from services.coordinator.server import Server
+from services.coordinator.steering import Steering
 from shared.bus import Bus
 from shared.errors import SettingsError
 from shared.ledger import Ledger, RunState
+from shared.live import Live
 from shared.messages import PolicyVersion, Sampling
 from shared.service import Context, serve
 from shared.settings import Settings
@@ -52,6 +57,7 @@ class Coordinator:
     lifecycle: Lifecycle
     recorder: Recorder
     monitor: Monitor
+    operations: Operations
     api: Parts
 
 
@@ -61,13 +67,15 @@ async def start(settings: Settings, replica: str) -> None:
     Raises:
         SettingsError: the folder, the dataset, the port or the bus are not as the settings say.
     """
+    access = open_access(settings.coordinator)
     folder = prepare_folder(settings)
     data = await asyncio.to_thread(load_data, settings)
     server = Server(settings.coordinator.host, settings.coordinator.port)
     try:
-        async with serve(settings, "coordinator", replica, None) as context:
-            context.status.address = server.address
-            await _coordinate(context, assemble(context.bus, settings, data, folder, context.status), server, folder)
+        async with serve(settings, "coordinator", replica, settings.coordinator.metrics_port) as context:
+            await context.live.refresh()
+            parts = assemble(context.bus, context.live, data, folder, context.status, access)
+            await _coordinate(context, parts, server, folder)
     finally:
         server.close()
 
@@ -85,6 +93,7 @@ async def _coordinate(context: Context, parts: Coordinator, server: Server, fold
                 parts.lifecycle.run,
                 parts.recorder.run,
                 parts.monitor.run,
+                parts.operations.run,
             )
             tasks = [inner.create_task(loop()) for loop in loops]
             await context.stop.wait()
@@ -103,10 +112,11 @@ async def _leave(bus: Bus, parts: Coordinator) -> None:
     await parts.recorder.catch_up()
 
 
-def assemble(bus: Bus, settings: Settings, data: Data, folder: Path, status: Status) -> Coordinator:
+def assemble(
+    bus: Bus, live: Live, data: Data, folder: Path, status: Status, access: Access | None = None
+) -> Coordinator:
     """Return the parts of a coordinator over ``bus``."""
-    ledger = Ledger(bus)
-    sampling = settings.sampling
+    ledger, settings = Ledger(bus), live.settings
     recorder = Recorder(bus, folder, settings.coordinator.sample_every_steps)
     evaluator = None if data.heldout is None else make_evaluator(bus, ledger, data.heldout, settings)
 
@@ -125,15 +135,16 @@ def assemble(bus: Bus, settings: Settings, data: Data, folder: Path, status: Sta
         ledger,
         data.train,
         dataset.Order(len(data.train), settings.run.seed, shuffle=settings.data.shuffle),
-        Sampling(sampling.group_size, sampling.max_new_tokens, sampling.temperature),
-        Limits(settings.slots, settings.algorithm.groups_per_step, settings.run.steps),
+        lambda: terms_of(live.settings),
         lambda: lifecycle.gate_open,
     )
-    monitor = Monitor(bus, settings, lifecycle.activity, lambda: lifecycle.closed, status)
-    api = Parts(bus, ledger, monitor, status, look)
-    return Coordinator(
-        Promotion(bus, ledger, settings.weights.fan_out, promoted), admission, lifecycle, recorder, monitor, api
-    )
+    monitor = Monitor(bus, live, lifecycle.activity, lambda: lifecycle.closed, status)
+    steering = Steering(bus, ledger, settings.algorithm.groups_per_step, look)
+    operations = Operations(bus, {"pause": steering.drain_run, "drain": steering.drain_replica})
+    api = Parts(bus, ledger, live, monitor, operations, steering, access or Access(), status, look)
+    promotion = Promotion(bus, ledger, settings.weights.fan_out, promoted)
+    live.listen(lambda settings: look())
+    return Coordinator(promotion, admission, lifecycle, recorder, monitor, operations, api)
 
 
 def make_evaluator(bus: Bus, ledger: Ledger, heldout: dataset.Dataset, settings: Settings) -> Evaluator:

@@ -13,11 +13,12 @@ A folder without ``state.json`` is no checkpoint. Ranks may not change between s
 import dataclasses
 import json
 import shutil
+from collections.abc import Set
 from pathlib import Path
 
 from shared import durable
 from shared.errors import SettingsError
-from shared.messages import PolicyVersion
+from shared.messages import Json, PolicyVersion
 from shared.settings import PolicySettings
 
 _MARKER = "state.json"
@@ -41,6 +42,9 @@ class CheckpointState:
     """What a nat away from the reference costs, where it is steered."""
     adapter_of: str = ""
     """With adapters: the base that they belong to, and their rank and scale; the base itself is not in the checkpoint."""
+    settings_revision: int = 0
+    live_values: dict[str, Json] = dataclasses.field(default_factory=dict)
+    """The revision of the live settings when it was written, and what differs there from the run's file."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,9 +117,9 @@ def check_base(checkpoint: Checkpoint, policy: PolicySettings) -> None:
         )
 
 
-def prune(root: Path, keep_last: int) -> list[Checkpoint]:
-    """Delete all but the newest ``keep_last`` checkpoints; return those that went."""
-    gone = find(root)[:-keep_last]
+def prune(root: Path, keep_last: int, pinned: Set[PolicyVersion] = frozenset()) -> list[Checkpoint]:
+    """Delete all but the newest ``keep_last`` checkpoints and those of ``pinned`` versions; return those that went."""
+    gone = [checkpoint for checkpoint in find(root)[:-keep_last] if checkpoint.state.version not in pinned]
     for checkpoint in gone:
         shutil.rmtree(checkpoint.folder, ignore_errors=True)
     return gone

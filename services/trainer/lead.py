@@ -27,7 +27,7 @@ from services.trainer.policy import export, export_adapter
 from services.trainer.publication import Publication, note_version, noted_version
 from services.trainer.staleness import lag_steps
 from shared.errors import WeightsError
-from shared.ledger import Ledger, RunStatus
+from shared.ledger import JournalEntry, Ledger, RunStatus
 from shared.messages import Experience, PolicyRecord, PolicyVersion, Probe, StepReport
 from shared.service import Context
 from shared.streams import JOURNAL
@@ -49,14 +49,17 @@ class Lead:
         self._settings = context.settings
         self._bus = context.bus
         self._ledger = Ledger(context.bus)
+        self._live = context.live
         self._loop = loop
         self._steps_of_versions: dict[PolicyVersion, int] = {}
-        self._intake = Intake(context.bus, context.settings, self._steps_of_versions)
+        self._intake = Intake(context.bus, context.live, self._steps_of_versions)
         self._filling: asyncio.Task[None] | None = None
         self._epoch = 0
         self._newest: PolicyVersion | None = None
         self._publication = Publication(context.settings, context.host)
         self._batch: list[Taken] = []
+        self._revision = 0
+        """Under which revision of the live settings the newest step was made."""
         self._opening: Iterator[Order] | None = None
         self._committed_s = time.perf_counter()
 
@@ -79,16 +82,18 @@ class Lead:
             return Order(Kind.IDLE)
         with phases.measure("wait"):
             batch = self._call(self._next_batch(step))
+            settings = self._call(self._live.refresh())  # what holds now holds for this step, and the journal says so
         if batch is None:
             self._context.status.state = "waiting"
             return Order(Kind.IDLE)
         self._context.status.state = "working"
-        self._batch = batch
+        self._batch, self._revision = batch, self._live.revision
         return Order(
             Kind.TRAIN,
             payloads=tuple(taken.delivery.data for taken in batch),
             groups=tuple(taken.experience for taken in batch),
             lags=self._lags([taken.experience for taken in batch], step),
+            learning_rate=settings.trainer.learning_rate,
         )
 
     async def _wait_for_stop(self) -> None:
@@ -125,6 +130,7 @@ class Lead:
         for record in await self._ledger.policies():
             self._steps_of_versions[record.version] = record.step
         self._newest = status.newest_version
+        self._revision = max((record.settings_revision for record in await self._ledger.policies()), default=0)
         replay = await self._replay(checkpoint, status)
         load = [Order(Kind.LOAD, folder=str(checkpoint.folder))] if checkpoint is not None else []
         return [*load, *replay]
@@ -143,15 +149,16 @@ class Lead:
         state = checkpoint.state
         newest_version = max(state.version, noted_version(self._settings.run_folder))
         await self._ledger.restore(state.step, state.cursor, newest_version)
+        await self._live.restore(state.settings_revision, state.live_values)
         detail = f"the bus was empty; going on from the checkpoint of step {state.step}"
         await tell(self._bus, "trainer", "run restored", detail, step=state.step, cursor=state.cursor)
 
     async def _replay(self, checkpoint: Checkpoint | None, status: RunStatus) -> list[Order]:
         entries = await self._ledger.journal(checkpoint.state.journal_entry if checkpoint is not None else "")
         start = checkpoint.state.step if checkpoint is not None else 0
-        by_step: dict[int, list[bytes]] = defaultdict(list)
-        for _, step, payload in entries:
-            by_step[step].append(payload)
+        by_step: dict[int, list[JournalEntry]] = defaultdict(list)
+        for entry in entries:
+            by_step[entry.step].append(entry)
         steps = [step for step in sorted(by_step) if step > start]
         if steps != list(range(start + 1, status.step + 1)):
             raise RuntimeError(
@@ -161,11 +168,14 @@ class Lead:
         if steps:
             detail = f"replaying {len(steps)} steps from the journal after the checkpoint of step {start}"
             await tell(self._bus, "trainer", "journal replayed", detail, start=start, end=status.step)
-        return [self._replayed(by_step[s], s) for s in steps]
+        return [await self._replayed(by_step[s], s) for s in steps]
 
-    def _replayed(self, payloads: Sequence[bytes], step: int) -> Order:
+    async def _replayed(self, entries: Sequence[JournalEntry], step: int) -> Order:
+        payloads = tuple(entry.data for entry in entries)
         groups = decode_all(payloads)
-        return Order(Kind.REPLAY, payloads=tuple(payloads), groups=groups, lags=self._lags(groups, step - 1))
+        settings = await self._live.at(entries[0].settings_revision)
+        rate = settings.trainer.learning_rate
+        return Order(Kind.REPLAY, "", payloads, groups, self._lags(groups, step - 1), rate)
 
     def _lags(self, groups: Sequence[Experience], step: int) -> tuple[int, ...]:
         """Return each group's lag when ``step`` steps are committed: the same in a replay, as versions keep their steps."""
@@ -216,6 +226,7 @@ class Lead:
             metrics=metrics,
             source=found.source,
             probe=probe,
+            settings_revision=self._revision,
         )
 
     def _published(self, record: PolicyRecord) -> None:
@@ -284,6 +295,7 @@ class Lead:
     def describe(self, step: int) -> CheckpointState:
         """Return what a checkpoint of ``step`` must know."""
         status, entry = self._call(self._ledger.status()), self._call(self._last_journal_entry())
+        revision = self._call(self._live.read(self._live.revision))
         assert self._newest is not None
         return CheckpointState(
             step=step,
@@ -293,6 +305,8 @@ class Lead:
             ranks=self._settings.trainer.ranks,
             zero_stage=self._settings.trainer.zero_stage,
             random_state=bytes(torch.get_rng_state().numpy()).hex(),
+            settings_revision=self._live.revision,
+            live_values={} if revision is None else revision.values,
         )
 
     async def _last_journal_entry(self) -> str:
@@ -311,6 +325,10 @@ class Lead:
         if state.journal_entry:
             self._call(self._ledger.trim_journal(state.journal_entry))
         log.info("checkpoint written", extra={"step": state.step, "folder": str(checkpoint.folder)})
+
+    def pinned(self) -> frozenset[PolicyVersion]:
+        """Return the versions whose checkpoints are to be kept."""
+        return self._call(self._ledger.pins())
 
     def note_failed_checkpoint(self, step: int, error: str) -> None:
         """Tell that the checkpoint of ``step`` could not be written; the one before stays, and so does the journal."""

@@ -22,7 +22,7 @@ without publishing. The loop knows no bus: it asks ``lead``, which other ranks d
 import dataclasses
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Protocol
 
@@ -36,7 +36,7 @@ from services.trainer.measures import Phases
 from services.trainer.orders import Kind, Order, agree, share
 from services.trainer.probe import Prober
 from shared.errors import SettingsError
-from shared.messages import Experience, Probe
+from shared.messages import Experience, PolicyVersion, Probe
 from shared.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -73,6 +73,10 @@ class Leading(Protocol):
 
     def note_checkpoint(self, checkpoint: checkpoints.Checkpoint, gone: Sequence[checkpoints.Checkpoint]) -> None:
         """Tell the ledger, and forget the journal that the checkpoint covers."""
+        ...
+
+    def pinned(self) -> Set[PolicyVersion]:
+        """Return the versions whose checkpoints are to be kept."""
         ...
 
     def skip(self, reason: str, detail: str) -> None:
@@ -123,9 +127,9 @@ class Trainer:
             if order.kind is Kind.LOAD:
                 self._load(Path(order.folder))
             elif order.kind is Kind.REPLAY:
-                self.update(order.groups, order.lags)
+                self.update(order.groups, order.lags, order.learning_rate)
             elif order.kind is Kind.TRAIN:
-                self._train(order.groups, order.lags)
+                self._train(order.groups, order.lags, order.learning_rate)
         if self.step > self._checkpointed_step:
             self._checkpoint()
 
@@ -147,10 +151,10 @@ class Trainer:
         self._phases.take()  # the replay's seconds are no step's
         return True
 
-    def _train(self, batch: Sequence[Experience], lags: Sequence[int]) -> None:
+    def _train(self, batch: Sequence[Experience], lags: Sequence[int], peak: float | None = None) -> None:
         random_state = torch.get_rng_state()
         try:
-            measured = self.update(batch, lags)
+            measured = self.update(batch, lags, peak)
         except NotFinite as error:
             torch.set_rng_state(random_state)  # as a replay will find it, which knows nothing of this batch
             self._skip(error)
@@ -167,9 +171,12 @@ class Trainer:
         if self.step == self._settings.run.steps:
             self._finish()
 
-    def update(self, batch: Sequence[Experience], lags: Sequence[int]) -> dict[str, float]:
-        """Make one step from ``batch``, whose groups have ``lags``; return what it measured, over all ranks."""
-        measured = self._learner.learn(batch, lags, self.step + 1)
+    def update(self, batch: Sequence[Experience], lags: Sequence[int], peak: float | None = None) -> dict[str, float]:
+        """Make one step from ``batch``, whose groups have ``lags``; return what it measured, over all ranks.
+
+        ``peak`` is the peak learning rate where it was changed while the run goes on.
+        """
+        measured = self._learner.learn(batch, lags, self.step + 1, peak)
         self.step += 1
         return measured
 
@@ -239,7 +246,8 @@ class Trainer:
             checkpoint = checkpoints.make_whole(self._root, state)
         except OSError as error:
             return str(error)
-        lead.note_checkpoint(checkpoint, checkpoints.prune(self._root, self._settings.trainer.keep_last))
+        gone = checkpoints.prune(self._root, self._settings.trainer.keep_last, lead.pinned())
+        lead.note_checkpoint(checkpoint, gone)
         return ""
 
     def _finish(self) -> None:
