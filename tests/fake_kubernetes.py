@@ -57,7 +57,7 @@ class FakeKubernetes:
         user = {"name": "test", "user": {}}
         cluster = {"name": "test", "cluster": {"server": f"http://127.0.0.1:{self._server.server_address[1]}"}}
         context = {"name": "test", "context": {"cluster": "test", "user": "test", "namespace": "research"}}
-        return yaml.safe_dump(
+        text: str = yaml.safe_dump(
             {
                 "apiVersion": "v1",
                 "kind": "Config",
@@ -67,6 +67,7 @@ class FakeKubernetes:
                 "current-context": "test",
             }
         )
+        return text
 
     # ---------------------------------------------------------------- answers
 

@@ -329,17 +329,19 @@ def test_a_pod_may_take_longer_to_end_than_its_service_to_drain() -> None:
 
 
 def test_the_settings_that_a_pod_is_given_are_settings(tmp_path: Path) -> None:
-    """Every PENSTOCK__ variable of every service is one that the settings know; the executor's are its own branch's."""
-    release = render(values("one-gpu-node"))
+    release = render(values("one-gpu-node", executor={"enabled": True}))
     config = tmp_path / "run.toml"
     config.write_text(release.one("ConfigMap", "run")["data"]["run.toml"])
-    for role in ("coordinator", "rollout", "reward", "trainer"):
+    for role in ("coordinator", "rollout", "reward", "executor", "trainer"):
         (workload,) = [*release.of("Deployment", role), *release.of("StatefulSet", role)]
         (container,) = workload["spec"]["template"]["spec"]["containers"]
         plain = {name: source for name, source in environment(container).items() if isinstance(source, str)}
         settings = load(config, environment={**plain, "PENSTOCK__BUS__URL": "redis://bus:6379/0"})
-        assert settings.run.id == "demo"
         assert settings.run.steps == 200
+        if role == "executor":
+            assert settings.reward.executor.address == "0.0.0.0:9500"
+            continue
+        assert settings.run.id == "demo"
         assert str(settings.snapshot_folder) == "/var/penstock/runs/demo/weights"
         assert settings.trainer.ranks == (4 if role == "trainer" else 1)
 
@@ -373,11 +375,12 @@ def test_backlogs_of_the_run_set_the_number_of_replicas() -> None:
 # ---------------------------------------------------------------- upgrades
 
 
-def test_an_upgrade_keeps_the_password_and_restarts_only_for_another_run() -> None:
+def test_an_upgrade_keeps_password_and_token_and_restarts_only_for_another_run() -> None:
     first, same, other = play([values(), values(), values(run={"config": values()["run"]["config"] + "\n# new\n"})])
-    passwords = [found.one("Secret", "bus")["stringData"]["password"] for found in (first, same, other)]
-    assert passwords[0] == passwords[1] == passwords[2]
-    assert len(passwords[0]) == 40
+    for role, key in (("bus", "password"), ("api", "token")):
+        secrets = [found.one("Secret", role)["stringData"][key] for found in (first, same, other)]
+        assert secrets[0] == secrets[1] == secrets[2]
+        assert len(secrets[0]) == 40
     pods = [found.one("StatefulSet", "trainer")["spec"]["template"] for found in (first, same, other)]
     assert pods[0] == pods[1]
     assert pods[0] != pods[2]
@@ -392,7 +395,7 @@ def test_what_a_run_leaves_outlives_its_release() -> None:
 
 def test_the_notes_tell_the_next_three_commands() -> None:
     commands = [line.strip() for line in render(values()).notes.splitlines() if line.startswith("  ")]
-    assert [command.split()[0] for command in commands] == ["kubectl", "helm", "kubectl"]
+    assert [command.split()[0] for command in commands[:3]] == ["kubectl", "helm", "kubectl"]
     assert commands[1] == "helm test demo -n research"
 
 

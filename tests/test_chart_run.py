@@ -44,8 +44,7 @@ async def test_what_the_chart_renders_comes_up_learns_and_drains(cluster: Cluste
         assert cluster.pods[role].answers(container["readinessProbe"])
         assert cluster.pods[role].answers(container["livenessProbe"])
 
-    url = f"http://{cluster.addresses['coordinator']}:8000/v1/run"
-    await until(lambda: _step(url, cluster) >= 3, timeout_s=200.0)
+    await until(lambda: _step(cluster) >= 3, timeout_s=200.0)
 
     check.start()
     assert check.process is not None
@@ -76,10 +75,13 @@ async def _backlogs_are_numbers(cluster: Cluster) -> None:
         await bus.close()
 
 
-def _step(url: str, cluster: Cluster) -> int:
+def _step(cluster: Cluster) -> int:
     for role in SERVICES:
         process = cluster.pods[role].process
         assert isinstance(process, subprocess.Popen)
         assert process.poll() is None, cluster.pods[role].log.read_text()[-3000:]
-    with urllib.request.urlopen(url, timeout=5.0) as answer:
+    token = cluster.content("Secret", "demo-penstock-api")["token"]
+    url = f"http://{cluster.addresses['coordinator']}:8000/v1/run"
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
+    with urllib.request.urlopen(request, timeout=5.0) as answer:
         return int(json.load(answer)["step"])

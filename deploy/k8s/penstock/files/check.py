@@ -25,7 +25,8 @@ def ask(url: str, path: str, deadline_s: float) -> Any:
     """Return what the API answers to ``path``; exits 1 when it does not answer 200 until ``deadline_s``."""
     while True:
         try:
-            with urllib.request.urlopen(url + path, timeout=5.0) as answer:  # noqa: S310 (http, from the chart)
+            request = urllib.request.Request(url + path, headers=token())  # noqa: S310 (http, from the chart)
+            with urllib.request.urlopen(request, timeout=5.0) as answer:  # noqa: S310
                 return json.load(answer)
         except (OSError, ValueError) as error:
             if time.monotonic() > deadline_s:
@@ -33,10 +34,15 @@ def ask(url: str, path: str, deadline_s: float) -> Any:
             time.sleep(1.0)
 
 
+def token() -> dict[str, str]:
+    """Return the header that the API wants to see."""
+    return {"Authorization": f"Bearer {Path(os.environ['CHECK_TOKEN_FILE']).read_text().strip()}"}
+
+
 def await_services(url: str, wanted: set[str], deadline_s: float) -> None:
     """Return when a replica of every service works; exits 1 when one is missing at ``deadline_s``."""
     while True:
-        rows = ask(url, "/v1/services", deadline_s)
+        rows = ask(url, "/v1/services", deadline_s)["items"]
         found = {row["service"] for row in rows if row["state"] in WORKING}
         if wanted <= found:
             return

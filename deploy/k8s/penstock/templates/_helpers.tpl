@@ -64,6 +64,17 @@ coordinator rollout reward trainer{{ if .Values.executor.enabled }} executor{{ e
 {{- default (include "penstock.name" (dict "root" . "role" "bus")) .Values.bus.existingSecret -}}
 {{- end -}}
 
+{{- define "penstock.apiSecret" -}}
+{{- default (include "penstock.name" (dict "root" . "role" "api")) .Values.api.existingSecret -}}
+{{- end -}}
+
+{{/* A secret's value that was made at the first install, or a new one: dict "root" $ "name" … "key" …. `helm template` cannot
+look it up and makes a new one each time: there, use secrets of your own. */}}
+{{- define "penstock.kept" -}}
+{{- $found := lookup "v1" "Secret" .root.Release.Namespace .name -}}
+{{- if $found }}{{ index $found.data .key | b64dec }}{{ else }}{{ randAlphaNum 40 }}{{ end -}}
+{{- end -}}
+
 {{- define "penstock.runsClaim" -}}
 {{- default (include "penstock.name" (dict "root" . "role" "runs")) .Values.storage.runs.existingClaim -}}
 {{- end -}}

@@ -101,11 +101,11 @@ spec:
 - {name: PENSTOCK__BUS__DRAIN_S, value: {{ $values.bus.drainSeconds | quote }}}
 - name: PENSTOCK__BUS__URL
   valueFrom: {secretKeyRef: {name: {{ include "penstock.busSecret" .root }}, key: url}}
+- {name: {{ printf "PENSTOCK__%s__METRICS_PORT" (upper .role) }}, value: "9400"}
 {{- if eq .role "coordinator" }}
 - {name: PENSTOCK__COORDINATOR__HOST, value: "0.0.0.0"}
 - {name: PENSTOCK__COORDINATOR__PORT, value: "8000"}
-{{- else }}
-- {name: {{ printf "PENSTOCK__%s__METRICS_PORT" (upper .role) }}, value: "9400"}
+- {name: PENSTOCK__COORDINATOR__TOKEN_FILE, value: /etc/penstock/api/token}
 {{- end }}
 {{- if and (eq .role "reward") $values.executor.enabled }}
 - {name: PENSTOCK__REWARD__EXECUTOR__ADDRESS, value: {{ printf "%s:9500" (include "penstock.name" (dict "root" .root "role" "executor")) }}}
@@ -127,10 +127,9 @@ spec:
 {{- end -}}
 
 {{- define "penstock.ports" -}}
-{{- if eq .role "coordinator" -}}
-- {name: http, containerPort: 8000}
-{{- else -}}
 - {name: metrics, containerPort: 9400}
+{{- if eq .role "coordinator" }}
+- {name: http, containerPort: 8000}
 {{- end }}
 {{- if eq .role "executor" }}
 - {name: jobs, containerPort: 9500}
@@ -141,20 +140,19 @@ spec:
 {{- end -}}
 
 {{- define "penstock.probes" -}}
-{{- $port := ternary "http" "metrics" (eq .role "coordinator") -}}
 {{- $budget := int (index .root.Values .role).startupSeconds -}}
 startupProbe:
-  httpGet: {path: /readyz, port: {{ $port }}}
+  httpGet: {path: /readyz, port: metrics}
   periodSeconds: 5
   timeoutSeconds: 5
   failureThreshold: {{ max 1 (div $budget 5) }}
 readinessProbe:
-  httpGet: {path: /readyz, port: {{ $port }}}
+  httpGet: {path: /readyz, port: metrics}
   periodSeconds: 5
   timeoutSeconds: 5
 livenessProbe:
   # Asks nothing of the bus: a bus that is away is no reason to restart those who wait for it.
-  httpGet: {path: /healthz, port: {{ $port }}}
+  httpGet: {path: /healthz, port: metrics}
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: 6
@@ -175,6 +173,9 @@ limits:
 - {name: run, mountPath: /etc/penstock/run.toml, subPath: run.toml, readOnly: true}
 - {name: tmp, mountPath: /tmp}
 - {name: cache, mountPath: /var/penstock/cache}
+{{- if eq .role "coordinator" }}
+- {name: api, mountPath: /etc/penstock/api, readOnly: true}
+{{- end }}
 {{- if has .role (list "coordinator" "trainer" "rollout") }}
 - {name: runs, mountPath: /var/penstock/runs{{ if eq .role "rollout" }}, readOnly: true{{ end }}}
 {{- end }}
@@ -198,6 +199,10 @@ limits:
   configMap: {name: {{ include "penstock.name" (dict "root" .root "role" "run") }}}
 - {name: tmp, emptyDir: {}}
 - {name: cache, emptyDir: {}}
+{{- if eq .role "coordinator" }}
+- name: api
+  secret: {secretName: {{ include "penstock.apiSecret" .root }}}
+{{- end }}
 {{- if has .role (list "coordinator" "trainer" "rollout") }}
 - name: runs
   persistentVolumeClaim: {claimName: {{ include "penstock.runsClaim" .root }}}
