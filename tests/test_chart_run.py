@@ -13,19 +13,21 @@ import pytest
 from shared.bus import Bus
 from shared.streams import PROMPTS, ROLLOUTS
 from tests.chart import render, values
-from tests.conftest import need_module, until
+from tests.conftest import need, need_module, until
 from tests.pods import Cluster
 
-SERVICES = ("coordinator", "rollout", "reward", "trainer")
+SERVICES = ("coordinator", "rollout", "reward", "trainer", "executor")
 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     need_module("helm_sdkpy", "helm-sdkpy")
+    need("bwrap", "bubblewrap")  # without it the executor refuses to run beside a Python of root's
     found = values("cpu-smoke")
     config = re.sub(r"(?m)^(every_steps|problems) = .*$", r"\1 = 4", found["run"]["config"])  # short evaluations
     config = config.replace("groups_per_step = 32", "groups_per_step = 4").replace("steps = 200", "steps = 1000")
-    made = Cluster(render(values("cpu-smoke", run={"config": config})), tmp_path)
+    executor = {"enabled": True, "image": found["coordinator"]["image"]}
+    made = Cluster(render(values("cpu-smoke", run={"config": config}, executor=executor)), tmp_path)
     yield made
     made.close()
 
@@ -54,7 +56,7 @@ async def test_what_the_chart_renders_comes_up_learns_and_drains(cluster: Cluste
     assert said["bus"].startswith("valkey 9")
 
     await _backlogs_are_numbers(cluster)
-    for role in ("rollout", "reward", "trainer", "coordinator"):
+    for role in ("rollout", "reward", "executor", "trainer", "coordinator"):
         assert await cluster.pods[role].ends() == 0, cluster.pods[role].log.read_text()[-3000:]
     assert await bus.ends() == 0
     runs = cluster.folder / "claims" / "demo-penstock-runs" / "demo"

@@ -84,14 +84,16 @@ class Run:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait(10)
 
-    async def reaches(self, ledger: Ledger, step: int, process: subprocess.Popen[bytes]) -> None:
+    async def reaches(
+        self, ledger: Ledger, step: int, process: subprocess.Popen[bytes], timeout_s: float = 60.0
+    ) -> None:
         async def reached() -> bool:
             if process.poll() is not None:
                 pytest.fail(f"trainer ended with {process.returncode}: {self.log.read_text()[-3000:]}")
             status = await ledger.status()
             return status.newest_version is not None and status.step >= step
 
-        await until(reached, timeout_s=60.0)
+        await until(reached, timeout_s=timeout_s)
 
     async def stops(self, process: subprocess.Popen[bytes]) -> None:
         process.send_signal(signal.SIGTERM)
