@@ -1,4 +1,4 @@
-"""What the chart renders, by real Helm against a fake cluster, and what a pod in it is: helpers of the chart's tests."""
+"""What the chart renders, by real Helm against a fake cluster, and what a pod in it is: what the chart's tests share."""
 
 import dataclasses
 import json

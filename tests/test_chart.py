@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from shared.settings import load
+from shared.streams import EVAL_PROMPTS, EVAL_ROLLOUTS, PROMPTS, ROLLOUTS, Keys
 from tests.chart import (
     ALL_CRDS,
     CHART,
@@ -362,12 +363,19 @@ def test_trainer_and_rollout_share_a_fabric_and_a_queue() -> None:
 
 def test_backlogs_of_the_run_set_the_number_of_replicas() -> None:
     release = render(CASES["two-pools"], crds=ALL_CRDS)
-    for role, stream, most in (("rollout", "prompts", 16), ("reward", "rollouts", 8)):
+    for role, streams, most in (
+        ("rollout", (PROMPTS, EVAL_PROMPTS), 16),
+        ("reward", (ROLLOUTS, EVAL_ROLLOUTS), 8),
+    ):
         scaled = release.one("ScaledObject", role)["spec"]
         assert scaled["scaleTargetRef"] == {"name": f"demo-penstock-{role}"}
         assert scaled["maxReplicaCount"] == most
-        assert [trigger["metadata"]["stream"] for trigger in scaled["triggers"]] == [f"penstock:{{demo}}:{stream}"] * 2
-        assert {trigger["metadata"]["consumerGroup"] for trigger in scaled["triggers"]} == {role}
+        asked = [(one["metadata"]["stream"], one["metadata"]["consumerGroup"]) for one in scaled["triggers"][::2]]
+        assert asked == [(Keys("demo").of(stream), stream.group) for stream in streams]
+        assert {
+            (one["metadata"].keys() - {"stream", "consumerGroup", "enableTLS"}).pop()
+            for one in scaled["triggers"][1::2]
+        } == {"pendingEntriesCount"}
         assert scaled["triggers"][0]["metadata"]["lagCount"] == "32"
         assert "replicas" not in release.one("Deployment", role)["spec"]  # two would set it
 

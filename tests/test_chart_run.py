@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shared.bus import Bus
-from shared.streams import PROMPTS, ROLLOUTS
+from shared.streams import EVAL_PROMPTS, EVAL_ROLLOUTS, PROMPTS, ROLLOUTS
 from tests.chart import render, values
 from tests.conftest import need, need_module, until
 from tests.pods import Cluster
@@ -68,7 +68,7 @@ async def _backlogs_are_numbers(cluster: Cluster) -> None:
     password = cluster.content("Secret", "demo-penstock-bus")["password"]
     bus = await Bus.connect(f"redis://:{password}@{cluster.addresses['bus']}:6379/0", "demo", wait_s=10.0)
     try:
-        for stream in (PROMPTS, ROLLOUTS):
+        for stream in (PROMPTS, ROLLOUTS, EVAL_PROMPTS, EVAL_ROLLOUTS):
             (group,) = await bus.client.xinfo_groups(bus.keys.of(stream))
             assert group["name"].decode() == stream.group
             assert isinstance(group["lag"], int)

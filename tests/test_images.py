@@ -152,7 +152,7 @@ def test_an_image_too_large_to_install_here_starts_from_its_files_alone(name: st
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", INSTALLED)
 def test_an_image_installed_from_its_files_alone_starts(name: str, context: Path) -> None:
     venv = context.parent / "venv"

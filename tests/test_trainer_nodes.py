@@ -21,7 +21,6 @@ from shared.settings import load
 from tests.conftest import Server
 from tests.test_trainer_service import GROUPS, ROOT, Run, bus_of, feed
 
-
 PATIENCE_S = 150.0
 
 
