@@ -72,7 +72,7 @@ def _tools() -> None:
 @pytest.fixture(scope="module")
 def matrix(_tools: None) -> Mapping[tuple[str, int, bool], Release]:
     """Every case on the oldest and the newest cluster, with the CRDs and, where the case allows it, without."""
-    found = {}
+    found: dict[tuple[str, int, bool], Release] = {}
     for version, crds in itertools.product((OLDEST, NEWEST), (True, False)):
         names = [name for name in CASES if crds or name not in NEEDS_KEDA]
         played = play_all([[CASES[name]] for name in names], version=version, crds=ALL_CRDS if crds else None)
@@ -496,7 +496,7 @@ ACCEPTED = {
 
 
 def test_checkov_finds_nothing_but_what_is_accepted_with_a_reason(tmp_path: Path) -> None:
-    checkov = need_checkov()
+    checkov: str | Path = need_checkov()
     release = render(CASES["everything"], crds=ALL_CRDS)
     manifest = tmp_path / "manifest.yaml"
     manifest.write_text(yaml.safe_dump_all([*release.objects, *release.hooks]))
