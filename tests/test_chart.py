@@ -496,14 +496,14 @@ ACCEPTED = {
 
 
 def test_checkov_finds_nothing_but_what_is_accepted_with_a_reason(tmp_path: Path) -> None:
-    checkov: str | Path = need_checkov()
+    checkov = need_checkov()
     release = render(CASES["everything"], crds=ALL_CRDS)
     manifest = tmp_path / "manifest.yaml"
     manifest.write_text(yaml.safe_dump_all([*release.objects, *release.hooks]))
     command = [
         checkov,
         "-f",
-        manifest,
+        str(manifest),
         "--framework",
         "kubernetes",
         "--skip-download",
