@@ -372,7 +372,7 @@ def test_an_executor_that_is_killed_leaves_no_process() -> None:
 
 
 def test_up_starts_an_executor_only_where_a_scorer_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    address = f"unix:{plan.executor_socket(Path('runs/a'))}"
+    address = plan.executor_address(Path("runs/a"))
     settings = Settings.model_validate({"run": {"id": "a"}, "reward": {"executor": {"address": address}}})
     environment = {"PATH": "/bin", "PENSTOCK__BUS__URL": "redis://:secret@host", "HF_TOKEN": "secret"}
     assert plan.executor(settings, tmp_path, environment) == []

@@ -1,6 +1,5 @@
 """Attacks on the executor, in every tier and in a container like a pod's: each is contained, and the next program finds nothing of it."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,12 +60,9 @@ async def test_a_program_may_write_files_of_its_own_only_where_it_has_a_mount_of
     if ended.tier == "namespace":
         assert (ended.outcome, ended.stdout) == (Outcome.FINISHED, "here\n")
     else:
-        assert (ended.outcome, ended.detail) == (
-            Outcome.RUNTIME_ERROR,
-            "PermissionError: [Errno 13] Permission denied: '/tmp/mine'",
-        )
+        assert ended.outcome is Outcome.RUNTIME_ERROR
+        assert ended.detail.endswith(": '/tmp/mine'"), "denied by Landlock, or read-only already"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 def test_there_are_more_than_thirty_attacks_and_no_two_of_one_name() -> None:
     assert len({attack.name for attack in ATTACKS}) == len(ATTACKS) >= 30
