@@ -24,7 +24,8 @@ def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
             yield found
     elif request.param == "pod":
         wrapper, descriptor = pod(tmp_path_factory.mktemp("pod"))
-        with running("--reward.executor.isolation", "auto", *STDLIB, wrapper=wrapper, pass_fds=(descriptor,)) as found:
+        flags = ("--reward.executor.isolation", "auto", "--reward.executor.check_every_s", "1000")
+        with running(*flags, wrapper=wrapper, pass_fds=(descriptor,)) as found:
             assert found.ready()["tier"] == "landlock", "a pod has no namespaces of its own: auto takes the next tier"
             yield found
     else:

@@ -142,7 +142,10 @@ class Zygote:
             with contextlib.suppress(OSError):
                 os.write(report, f"error {type(error).__name__}: {error}\n".encode())
             os._exit(runner.ERROR)
-        runner.run(job["code"], job["calls"])  # never returns
+        try:
+            runner.run(job["code"], job["calls"])
+        finally:
+            os._exit(runner.ERROR)  # whatever the program did to the runner, it does not come back here
 
 
 def _read_all(descriptor: int) -> bytes:
