@@ -66,6 +66,7 @@ async def bury(bus: Bus, count: int) -> None:
         await bus.bury(delivery, "poison")
 
 
+@pytest.mark.timeout(300)
 async def test_schemathesis_finds_nothing(url: str, tmp_path: Path) -> None:
     need_module("schemathesis", "schemathesis")
     command = [

@@ -192,15 +192,15 @@ async def test_a_cordoned_worker_finishes_what_it_holds_and_takes_nothing_new(bu
     left: list[bool] = []
     cordon = Cordon(bus, "rollout-0", lambda: left.append(True))
     patience = Patience(claim_after_s=0.4, drain_s=1.0)
-    args: tuple[Any, ...] = (bus, "rollout-0", streams.PROMPTS, Prompt, streams.ROLLOUTS, handle, 8, patience)
-    worker: Worker[Prompt, Prompt] = Worker(*args, taking=cordon.taking)
+    worker = Worker(
+        bus, "rollout-0", streams.PROMPTS, Prompt, streams.ROLLOUTS, handle, 8, patience, taking=cordon.taking
+    )
     working = asyncio.create_task(worker.run(stop))
     await bus.append(streams.PROMPTS, {"id": "0", "data": wire.encode(builders.prompt(0))})
     await until(lambda: worker.held == 1)
     await tell_replica(bus, "rollout-0", Word.CORDONED)
     await cordon.refresh()
-    await until(lambda: worker._bus is bus and not cordon.taking.is_set())
-    await asyncio.sleep(patience.claim_after_s)  # the longest that a read under way may take
+    await until(lambda: worker.resting)
     await bus.append(streams.PROMPTS, {"id": "1", "data": wire.encode(builders.prompt(1))})
     go.set()
     await until(lambda: worker.held == 0)
