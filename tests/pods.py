@@ -149,7 +149,10 @@ class Pod:
         return re.sub(pattern, lambda found: str(self._paths[found[0]]), text)
 
     def _variables(self) -> dict[str, str]:
-        found = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}  # where the image has installed what this checkout is
+        found = {
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": str(ROOT),
+        }  # where the image has installed what this checkout is
         for name, source in environment(self.container).items() if "env" in self.container else ():
             if isinstance(source, str):
                 found[name] = self.address if source == "0.0.0.0" else self._localized(self.cluster.resolve(source))
