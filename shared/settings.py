@@ -275,6 +275,8 @@ class TrainerSettings(Section):
     """Which GPUs of this machine `penstock up` gives to the ranks, one to each; none: they see every GPU."""
     threads: NonNegativeInt = Field(default=0)
     """CPU threads of one rank; 0: as torch decides."""
+    optimizer: Literal["adamw", "adamw_8bit"] = Field(default="adamw")
+    """AdamW, or the same with its two moments in 8 bits each (bitsandbytes): a quarter of their memory."""
     learning_rate: NonNegativeFloat = Field(default=1e-6)
     """Peak learning rate of AdamW."""
     warmup_steps: NonNegativeInt = Field(default=0)
@@ -323,6 +325,11 @@ class TrainerSettings(Section):
             raise ValueError(
                 f'expected trainer.zero_stage >= {least} with trainer.offload = "{self.offload}", found {self.zero_stage}: '
                 "change one of them"
+            )
+        if self.optimizer == "adamw_8bit" and self.offload != "none":
+            raise ValueError(
+                f'expected trainer.offload = "none" with trainer.optimizer = "adamw_8bit", found "{self.offload}": its '
+                "moments are small enough to stay; change one of them"
             )
         check_deepspeed(self.deepspeed)
         return self

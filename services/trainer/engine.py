@@ -2,7 +2,8 @@
 
 The loss of a step is a sum over tokens divided by the tokens of the *global* batch, so every trained token weighs the
 same whatever rank or micro-batch it lies in. DeepSpeed averages gradients over ranks, hence the factor ``ranks``.
-Nothing is compiled at run time: torch's AdamW (fused on a GPU), and gloo or NCCL as torch brings them.
+Nothing is compiled at run time: torch's AdamW (fused on a GPU) or bitsandbytes' with moments of 8 bits (Dettmers et al. 2022,
+arXiv:2110.02861), and gloo or NCCL as torch brings them.
 
 At ZeRO stage 3 a rank holds a part of each weight. Whoever looks at whole ones goes through :meth:`TrainingEngine.tensors`,
 which gathers about a bucket at a time; every rank walks through it at the same point of its loop, and rank 0 alone keeps
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 
 from services.trainer import adapter
 from services.trainer.flops import ModelSizes
+from shared.errors import SettingsError
 from shared.settings import Settings, TrainerSettings
 
 _TAG = "engine"
@@ -296,13 +298,26 @@ def _import_deepspeed(device: str) -> Any:
 
 
 def _optimizer(parameters: list[nn.Parameter], trainer: TrainerSettings, device: str) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
-        parameters,
-        lr=trainer.learning_rate,
-        betas=(trainer.adam_beta1, trainer.adam_beta2),
-        weight_decay=trainer.weight_decay,
-        fused=device == "cuda" and trainer.offload == "none",
-    )
+    options: dict[str, Any] = {
+        "lr": trainer.learning_rate,
+        "betas": (trainer.adam_beta1, trainer.adam_beta2),
+        "weight_decay": trainer.weight_decay,
+    }
+    if trainer.optimizer == "adamw_8bit":
+        made: torch.optim.Optimizer = _import_bitsandbytes().optim.AdamW8bit(parameters, **options)
+        return made
+    return torch.optim.AdamW(parameters, **options, fused=device == "cuda" and trainer.offload == "none")
+
+
+def _import_bitsandbytes() -> Any:
+    try:
+        import bitsandbytes
+    except (ImportError, OSError, RuntimeError) as error:  # its library may miss one of CUDA's
+        raise SettingsError(
+            f'expected bitsandbytes for trainer.optimizer = "adamw_8bit", found none that loads ({error}): install '
+            'penstock[adam-8bit], or set it to "adamw"'
+        ) from error
+    return bitsandbytes
 
 
 def _config(settings: Settings) -> dict[str, Any]:
