@@ -40,9 +40,14 @@ def random_model(shape: Mapping[str, Any], settings: Settings, device: str) -> A
     torch.set_default_dtype(dtype)
     try:
         with built_in_parts(settings.trainer.zero_stage, device, dtype):
-            return Qwen2ForCausalLM(config)
+            model = Qwen2ForCausalLM(config)
     finally:
         torch.set_default_dtype(before)
+    for parameter in model.parameters():
+        part = getattr(parameter, "ds_tensor", None)
+        if part is not None and len(parameter.ds_shape) > 1:  # what transformers draws, it cannot draw into a part
+            part.data.normal_(0.0, config.initializer_range)
+    return model
 
 
 @dataclasses.dataclass(frozen=True)

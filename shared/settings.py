@@ -454,6 +454,11 @@ class Settings(Section):
         names = [scorer.name for scorer in self.reward.scorers]
         if len(set(names)) != len(names):
             raise ValueError(f"expected scorers with different names, found {names}: change name in [[reward.scorers]]")
+        if self.trainer.zero_stage == 0 and self.policy.dtype == "bfloat16":
+            raise ValueError(
+                'expected trainer.zero_stage >= 1 with policy.dtype = "bfloat16", found 0: there DeepSpeed steps as for float16, '
+                "with a loss scale; stage 1 costs no more, change trainer.zero_stage"
+            )
         if self.trainer.warmup_steps > self.run.steps:
             raise ValueError(
                 f"expected trainer.warmup_steps <= run.steps, found {self.trainer.warmup_steps} > {self.run.steps}: "

@@ -176,6 +176,7 @@ def test_version_0_is_the_initial_policy_and_other_versions_are_refused_by_name(
     with pytest.raises(PenstockError, match=r"expected a new or empty folder to write to, .* change --to"):
         export_version(run.settings, PolicyVersion(1), tmp_path / "initial")
     words = ["export", str(run.settings.run_folder), "--version", "7", "--to", str(tmp_path / "out")]
+    capsys.readouterr()
     assert main(words) == 1
     assert capsys.readouterr().err.startswith("penstock export: expected weights of version 7 of run exported, found")
     with pytest.raises(PenstockError, match=r"policy\.lora\.rank > 0 for --adapter"):
