@@ -303,6 +303,8 @@ class TrainerSettings(Section):
     """Which GPUs of this machine `penstock up` gives to the ranks, one to each; none: they see every GPU."""
     threads: NonNegativeInt = Field(default=0)
     """CPU threads of one rank; 0: as torch decides."""
+    optimizer: Literal["adamw", "adamw_8bit"] = Field(default="adamw")
+    """AdamW, or the same with its two moments in 8 bits each (bitsandbytes): a quarter of their memory."""
     learning_rate: NonNegativeFloat = Field(default=1e-6)
     """Peak learning rate of AdamW."""
     warmup_steps: NonNegativeInt = Field(default=0)
@@ -351,6 +353,11 @@ class TrainerSettings(Section):
             raise ValueError(
                 f'expected trainer.zero_stage >= {least} with trainer.offload = "{self.offload}", found {self.zero_stage}: '
                 "change one of them"
+            )
+        if self.optimizer == "adamw_8bit" and self.offload != "none":
+            raise ValueError(
+                f'expected trainer.offload = "none" with trainer.optimizer = "adamw_8bit", found "{self.offload}": its '
+                "moments are small enough to stay; change one of them"
             )
         check_deepspeed(self.deepspeed)
         return self
@@ -480,6 +487,11 @@ class Settings(Section):
         names = [scorer.name for scorer in self.reward.scorers]
         if len(set(names)) != len(names):
             raise ValueError(f"expected scorers with different names, found {names}: change name in [[reward.scorers]]")
+        if self.trainer.zero_stage == 0 and self.policy.dtype == "bfloat16":
+            raise ValueError(
+                'expected trainer.zero_stage >= 1 with policy.dtype = "bfloat16", found 0: there DeepSpeed steps as for float16, '
+                "with a loss scale; stage 1 costs no more, change trainer.zero_stage"
+            )
         if self.trainer.warmup_steps > self.run.steps:
             raise ValueError(
                 f"expected trainer.warmup_steps <= run.steps, found {self.trainer.warmup_steps} > {self.run.steps}: "

@@ -206,3 +206,20 @@ def _write_half(state: Any, path: Any, *_: Any, **__: Any) -> None:
 
 def _refuse(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+# -------------------------------------------------------------------- a checkpoint of another shape
+
+
+@pytest.mark.parametrize(("ranks", "zero_stage"), [(2, 0), (1, 1)])
+def test_a_checkpoint_of_other_ranks_or_another_stage_is_refused_with_the_way_out(
+    tmp_path: Path, ranks: int, zero_stage: int
+) -> None:
+    found, _ = trainer(tmp_path)
+    found._train(batch(), [1] * 4)
+    (written,) = checkpoints.find(tmp_path / "faults" / "checkpoints")
+    checkpoints.check_ranks(written, 1, 0)
+    with pytest.raises(
+        SettingsError, match=rf"ranks = 1 .* found {ranks} and {zero_stage}: .*`penstock export --version 1`"
+    ):
+        checkpoints.check_ranks(written, ranks, zero_stage)

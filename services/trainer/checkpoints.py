@@ -7,7 +7,8 @@
         critic/         the same of the critic, where there is one
         state.json      step, version, cursor, last journal entry, ranks, ZeRO stage (written last)
 
-A folder without ``state.json`` is no checkpoint. Ranks may not change between save and load; the message says so.
+A folder without ``state.json`` is no checkpoint. Ranks and ZeRO stage may not change between save and load;
+the message says what to do instead. (Weights alone are read whatever the ranks, see ``export``.)
 """
 
 import dataclasses
@@ -93,7 +94,8 @@ def check_ranks(checkpoint: Checkpoint, ranks: int, zero_stage: int) -> None:
     if (state.ranks, state.zero_stage) != (ranks, zero_stage):
         raise SettingsError(
             f"expected to resume {checkpoint.folder} with trainer.ranks = {state.ranks} and trainer.zero_stage = "
-            f"{state.zero_stage}, which wrote it, found {ranks} and {zero_stage}: change them back"
+            f"{state.zero_stage}, which wrote it, found {ranks} and {zero_stage}: change them back, or start a new run from "
+            f"what `penstock export --version {state.version}` writes"
         )
 
 
