@@ -143,6 +143,9 @@ class Batcher(Generic[Item, Result]):
         self._waiting += asked
         self._arrived.set()
         results = asyncio.gather(*(one.result for one in asked))
+        results.add_done_callback(
+            lambda done: done.cancelled() or done.exception()
+        )  # or asyncio misses somebody to see it
         first: list[asyncio.Future[Any]] = [results, self._working]
         try:
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)

@@ -87,11 +87,10 @@ class FrozenPolicy:
         targets_N = torch.from_numpy(np.concatenate([one.token_ids for one in batch])).to(hidden_ND.device).long()
         output = self._placed.module.get_output_embeddings()
         parts = []
-        for hidden, targets in zip(
-            hidden_ND.split(self._chunk_tokens), targets_N.split(self._chunk_tokens), strict=True
-        ):
-            logits = output(hidden).float() / self._temperature
-            parts.append(torch.log_softmax(logits, dim=-1).gather(-1, targets[:, None]).squeeze(-1))
+        for start in range(0, len(targets_N), self._chunk_tokens):
+            chunk = slice(start, start + self._chunk_tokens)
+            logits = output(hidden_ND[chunk]).float() / self._temperature
+            parts.append(torch.log_softmax(logits, dim=-1).gather(-1, targets_N[chunk, None]).squeeze(-1))
         found: Float32Array = torch.cat(parts).cpu().numpy()
         return np.split(found, np.cumsum([len(one.token_ids) for one in batch])[:-1])
 
