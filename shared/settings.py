@@ -453,6 +453,11 @@ class Settings(Section):
         names = [scorer.name for scorer in self.reward.scorers]
         if len(set(names)) != len(names):
             raise ValueError(f"expected scorers with different names, found {names}: change name in [[reward.scorers]]")
+        if "reference" in names:
+            raise ValueError(
+                "expected another name for a scorer than 'reference', which metrics and alarms call the frozen policy: "
+                "change name in [[reward.scorers]]"
+            )
         if self.trainer.warmup_steps > self.run.steps:
             raise ValueError(
                 f"expected trainer.warmup_steps <= run.steps, found {self.trainer.warmup_steps} > {self.run.steps}: "

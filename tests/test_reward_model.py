@@ -11,7 +11,6 @@ from services.reward.classifier import Classifier, Text
 from services.reward.model import RewardModel
 from shared.errors import PermanentError, SettingsError
 from shared.messages import ChatMessage, ScoreStatus
-from shared.settings import Settings
 from tests import builders, reward_models, tiny
 
 COMPLETIONS = ("46", "4", "thesumis46", "a", "12+34is46andnoothernumber")
@@ -162,8 +161,3 @@ def test_a_model_that_is_not_what_the_settings_say_is_one_sentence(
 def test_a_model_that_is_nowhere_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"change model of scorer 'model' in \[\[reward.scorers\]\]"):
         RewardModel(reward_models.settings(tmp_path / "nowhere"), None)
-
-
-def test_several_replicas_get_their_gpus_in_turn() -> None:
-    with pytest.raises(ValueError, match=r"for each of 2 reward\.replicas"):
-        Settings.model_validate({"reward": {"replicas": 2, "gpus": [3]}})

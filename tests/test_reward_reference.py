@@ -14,7 +14,7 @@ from services.reward.service import make_scoring
 from services.trainer.packing import Row, micro_batch
 from services.trainer.policy import Policy, load_reference
 from shared import wire
-from shared.errors import SettingsError
+from shared.errors import SettingsError, TemporaryError
 from shared.messages import Experience, Purpose, RolloutGroup
 from shared.settings import Settings, load
 from shared.telemetry import Status
@@ -80,6 +80,28 @@ async def test_evaluations_have_no_reference(tmp_path: Path) -> None:
         made = group()
         held_out = dataclasses.replace(made, prompt=dataclasses.replace(made.prompt, purpose=Purpose.EVALUATE))
         assert (await scoring(held_out)).reference_logprobs is None
+    finally:
+        await scoring.close()
+
+
+async def test_a_reference_without_memory_leaves_the_group_and_says_degraded(tmp_path: Path) -> None:
+    status = Status()
+    scoring = make_scoring(settings(tiny.save(tmp_path)), status)
+    await scoring.start()
+    model: Any = scoring._reference
+    whole = model._batcher._computation._placed.module.get_decoder().forward
+
+    def full(**inputs: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    try:
+        model._batcher._computation._placed.module.get_decoder().forward = full
+        with pytest.raises(TemporaryError, match="reference unavailable: no memory for a sample of 12 tokens"):
+            await scoring(group())
+        assert status.state == "degraded"
+        model._batcher._computation._placed.module.get_decoder().forward = whole
+        assert (await scoring(group())).reference_logprobs is not None
+        assert status.state == "working"
     finally:
         await scoring.close()
 
