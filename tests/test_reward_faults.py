@@ -3,6 +3,7 @@ or buried with the reason; it is never scored 0 for what it cannot help, and eve
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -224,3 +225,32 @@ async def test_a_slow_scorer_holds_a_bounded_number_of_groups_and_the_rest_stays
         gate.set()
         rewards, _ = await audit(bus, 8)
     assert len(rewards) == 8
+
+
+async def test_rules_and_the_model_work_on_a_group_at_the_same_time(bus: Bus, folder: Path) -> None:
+    replica = Replica(bus, settings(folder))
+    await replica.scoring.start()
+    rule_began, model_began = threading.Event(), threading.Event()
+    seen: list[bool] = []
+
+    def meet(forward: Forward, input_ids: torch.Tensor) -> Any:
+        model_began.set()
+        seen.append(rule_began.wait(10))
+        return forward()
+
+    rule: Any = replica.scoring._scorers[0]
+    score = rule.score
+
+    async def score_in_the_meantime(group: RolloutGroup) -> Any:
+        rule_began.set()
+        seen.append(await asyncio.to_thread(model_began.wait, 10))
+        return await score(group)
+
+    replica.hurt(meet)
+    rule.score = score_in_the_meantime
+    try:
+        experience = await replica.scoring(builders.group(0, TEXTS))
+    finally:
+        await replica.scoring.close()
+    assert experience.rewards.tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert seen == [True, True], "each waited for the other to begin"

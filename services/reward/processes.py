@@ -38,8 +38,8 @@ RESTARTS = Counter(
 START_WITHIN_S = 60.0
 WORN_AFTER_QUESTIONS = 5_000
 """A process is recycled after so many questions: computer algebra keeps memory."""
-_BUSY_SHARE = 0.1
-"""A process that is late and computed for less than this share of its time was stopped, starved or waited for a disk."""
+_BUSY_SHARE = 0.02
+"""A process that is late and computed for less than this share of its time was stopped, or starved."""
 _KEPT_ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "LANG", "LC_ALL", "TMPDIR")
 
 
