@@ -33,7 +33,8 @@ CHAT = "{% for turn in messages %}{{ turn['role'][0] }}={{ turn['content'] }}{{ 
 def qwen(labels: int = 1, pad: int | None = 0, **more: Any) -> Any:
     torch.manual_seed(0)
     names = {"id2label": {n: f"label {n}" for n in range(labels)}}
-    config = Qwen2Config(**SIZES, num_key_value_heads=2, pad_token_id=pad, num_labels=labels, **names, **more)
+    sizes = {**SIZES, **more}
+    config = Qwen2Config(**sizes, num_key_value_heads=2, pad_token_id=pad, num_labels=labels, **names)
     return Qwen2ForSequenceClassification(config).eval()
 
 

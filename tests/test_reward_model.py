@@ -80,6 +80,12 @@ def test_messages_that_the_template_refuses_bury_their_group(tmp_path: Path) -> 
         Classifier(reward_models.settings(folder)).read(builders.prompt(), ["2"])
 
 
+def test_a_tokenizer_of_another_model_buries_the_group_with_the_setting_to_change(tmp_path: Path) -> None:
+    classifier = Classifier(reward_models.settings(reward_models.save(reward_models.qwen(vocab_size=10), tmp_path)))
+    with pytest.raises(PermanentError, match=r"under the model's 10, found 13: .*; change tokenizer of scorer 'model'"):
+        classifier.read(builders.prompt(), ["46"])
+
+
 def test_what_is_too_long_loses_its_beginning_and_says_so(tmp_path: Path) -> None:
     classifier = Classifier(reward_models.settings(reward_models.save(reward_models.qwen(), tmp_path), max_tokens=4))
     short, long = classifier.read(dataclasses.replace(builders.prompt(), text=""), ["1234", "012345"])

@@ -78,7 +78,7 @@ async def test_rules_a_reward_model_and_a_reference_work_in_one_run(tmp_path: Pa
     assert all(line["reference_kl"] > 0 and line["kl_coefficient"] == 0.01 for line in steps[1:])
     assert not any("phase_reference_s" in line for line in steps), "the trainer computes no reference"
     groups = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
-    samples = [sample for group in groups for sample in group["samples"]]
+    samples = [sample for group in groups for sample in group["completions"]]
     assert all(set(sample["scores"]) == {"answer", "format", "model"} for sample in samples)
     assert all(score["status"] != "unavailable" for sample in samples for score in sample["scores"].values())
     assert len({sample["scores"]["model"]["value"] for sample in samples}) > 1

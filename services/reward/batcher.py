@@ -143,9 +143,7 @@ class Batcher(Generic[Item, Result]):
         self._waiting += asked
         self._arrived.set()
         results = asyncio.gather(*(one.result for one in asked))
-        results.add_done_callback(
-            lambda done: done.cancelled() or done.exception()
-        )  # or asyncio misses somebody to see it
+        results.add_done_callback(_look_at)
         first: list[asyncio.Future[Any]] = [results, self._working]
         try:
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
@@ -202,10 +200,9 @@ class Batcher(Generic[Item, Result]):
         if not waiting:
             return []
         cuts = cut([one.item.tokens for one in waiting], self._work_settings.batch_tokens)
-        chosen = next(places for places in cuts if 0 in places)
-        taken = [waiting[place] for place in chosen]
-        self._waiting = [one for place, one in enumerate(waiting) if place not in set(chosen)]
-        return taken
+        chosen = set(next(places for places in cuts if 0 in places))
+        self._waiting = [one for place, one in enumerate(waiting) if place not in chosen]
+        return [one for place, one in enumerate(waiting) if place in chosen]
 
     # ---------------------------------------------------------------- the forward passes
 
@@ -256,6 +253,12 @@ class Batcher(Generic[Item, Result]):
 
     async def _in_thread(self, work: Callable[[], Done]) -> Done:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _look_at(done: "asyncio.Future[Any]") -> None:
+    """Look at an error, so that asyncio does not log that nobody did: its asker may have left."""
+    if not done.cancelled():
+        done.exception()
 
 
 def cut(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:

@@ -52,9 +52,9 @@ class Classifier:
         self._where = f"of scorer {scorer.name!r} in [[reward.scorers]]"
         device = pick_device(scorer.device, f"device {self._where}")
         dtype = pick_dtype(scorer.dtype, device)
-        self._tokenizer = self._load(self._open_tokenizer, "tokenizer")
+        self._tokenizer = self._load(self._open_tokenizer, "tokenizer", scorer.tokenizer or scorer.model)
         opened = self._open_classifier if scorer.head == "classifier" else self._open_scalar
-        model = self._load(lambda: opened(dtype), "model")
+        model = self._load(lambda: opened(dtype), "model", scorer.model)
         self._config = model.config
         self._config.use_cache = False
         self._text_config = self._config.get_text_config()
@@ -70,7 +70,7 @@ class Classifier:
         """Return what the model reads of each completion; texts that are too long lose their beginning.
 
         Raises:
-            PermanentError: prompt and completion do not fit the chat template.
+            PermanentError: prompt and completion do not fit the chat template, or the tokenizer is another model's.
         """
         turns = [{"role": turn.role, "content": turn.content} for turn in prompt.messages or ()]
         if not turns:
@@ -103,9 +103,14 @@ class Classifier:
 
     def _fitted(self, token_ids: Sequence[int]) -> Text:
         """Return the end of what is too long, behind the token that begins every text, if there is one."""
-        over = len(token_ids) - self._longest
         if not token_ids:
             raise PermanentError(f"expected a text for the model {self._where}, found an empty one")
+        if max(token_ids) >= self._text_config.vocab_size:
+            raise PermanentError(
+                f"expected token ids under the model's {self._text_config.vocab_size}, found {max(token_ids)}: the tokenizer "
+                f"is another model's; change tokenizer {self._where}"
+            )
+        over = len(token_ids) - self._longest
         if over <= 0:
             return Text(tuple(token_ids))
         first = {self._tokenizer.cls_token_id, self._tokenizer.bos_token_id} - {None}
@@ -160,7 +165,7 @@ class Classifier:
 
     # ---------------------------------------------------------------- opening
 
-    def _load(self, opened: Callable[[], Any], what: str) -> Any:
+    def _load(self, opened: Callable[[], Any], what: str, source: str) -> Any:
         """Return what ``opened`` returns; what transformers raises for a folder that holds no model is a wrong setting."""
         from safetensors import SafetensorError
         from transformers.utils import logging
@@ -171,7 +176,7 @@ class Classifier:
             return opened()
         except unusable as error:
             raise SettingsError(
-                f"expected a {what} in {self._scorer.model!r}, found none that loads ({first_line(error)}): "
+                f"expected a {what} in {source!r}, found none that loads ({first_line(error)}): "
                 f"change {what} {self._where}"
             ) from error
 
