@@ -181,13 +181,18 @@ class SampleScores:
 @message("experience", schema=1)
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Experience:
-    """A group with its rewards: ``rewards[i]`` (float32) and ``scores[i]`` belong to ``group.samples[i]``."""
+    """A group with its rewards: ``rewards[i]`` (float32) and ``scores[i]`` belong to ``group.samples[i]``.
+
+    ``reference_logprobs`` are those of all samples' tokens, one sample after another: of samples of 3 and 2 tokens, five.
+    """
 
     group: RolloutGroup
     rewards: Float32Array
     scores: tuple[SampleScores, ...]
     scored_at_s: float
     score_s: float
+    reference_logprobs: Float32Array | None = None
+    """Under the frozen initial policy, at the temperature of sampling; None where the trainer computes them itself."""
 
 
 @record

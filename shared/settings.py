@@ -27,6 +27,7 @@ from shared.algorithm import AlgorithmSettings
 from shared.connection import redact
 from shared.deepspeed_keys import check_deepspeed
 from shared.errors import SettingsError
+from shared.reward_models import ModelScorer, ReferenceSettings
 from shared.section import Section
 
 ENVIRONMENT_PREFIX = "PENSTOCK__"
@@ -244,7 +245,7 @@ class RandomScorer(Section):
     """Its name in reward.expression and in metrics."""
 
 
-Scorer = Annotated[AnswerScorer | FormatScorer | RandomScorer, Field(discriminator="kind")]
+Scorer = Annotated[AnswerScorer | FormatScorer | ModelScorer | RandomScorer, Field(discriminator="kind")]
 
 
 class ExecutorSettings(Section):
@@ -283,7 +284,12 @@ class RewardSettings(Section):
     scorers: tuple[Scorer, ...] = Field(default=(AnswerScorer(kind="answer"),), min_length=1)
     """Who scores; all run at once."""
     max_groups: PositiveInt = Field(default=32)
-    """How many groups one replica scores at a time."""
+    """How many groups one replica scores at a time; the others wait on the bus."""
+    reference: ReferenceSettings = Field(default=ReferenceSettings())
+    """The frozen initial policy, where algorithm.reference = "reward"."""
+    gpus: tuple[NonNegativeInt, ...] = Field(default=())
+    """Which GPUs of this machine `penstock up` gives to the replicas, in turn, as many to each; none: they all see every
+    GPU."""
     metrics_port: NonNegativeInt = Field(default=0)
     """Port of /metrics, /healthz and /readyz; 0: any free one."""
     executor: ExecutorSettings = Field(default=ExecutorSettings())
@@ -492,6 +498,11 @@ class Settings(Section):
                 'expected trainer.zero_stage >= 1 with policy.dtype = "bfloat16", found 0: there DeepSpeed steps as for float16, '
                 "with a loss scale; stage 1 costs no more, change trainer.zero_stage"
             )
+        if "reference" in names:
+            raise ValueError(
+                "expected another name for a scorer than 'reference', which metrics and alarms call the frozen policy: "
+                "change name in [[reward.scorers]]"
+            )
         if self.trainer.warmup_steps > self.run.steps:
             raise ValueError(
                 f"expected trainer.warmup_steps <= run.steps, found {self.trainer.warmup_steps} > {self.run.steps}: "
@@ -503,6 +514,11 @@ class Settings(Section):
                 f"{self.run.steps}: the policy would never move; change one of them"
             )
         self._check_gpus()
+        if self.algorithm.reference == "reward" and self.policy.lora.rank:
+            raise ValueError(
+                'expected algorithm.reference = "trainer" with policy.lora, where the reference is the policy without its '
+                'adapter and costs no memory, found "reward": change one of them'
+            )
         if self.algorithm.max_lag > 0 and self.slots > 1_000_000:
             raise ValueError(
                 f"expected at most 1,000,000 groups in flight, found (max_lag {self.algorithm.max_lag} + 1) × "
@@ -513,17 +529,21 @@ class Settings(Section):
         return self
 
     def _check_gpus(self) -> None:
-        ranks, replicas = self.trainer.gpus, self.rollout.gpus
+        ranks = self.trainer.gpus
         if ranks and (len(ranks) != self.trainer.ranks or len(set(ranks)) != len(ranks)):
             raise ValueError(
                 f"expected {self.trainer.ranks} different numbers in trainer.gpus, one for each of trainer.ranks, found "
                 f"{list(ranks)}: change one of them, or leave trainer.gpus empty"
             )
-        if replicas and len(replicas) % self.rollout.replicas:
-            raise ValueError(
-                f"expected as many numbers in rollout.gpus for each of {self.rollout.replicas} rollout.replicas, found "
-                f"{list(replicas)}: change one of them, or leave rollout.gpus empty"
-            )
+        for name, gpus, replicas in (
+            ("rollout", self.rollout.gpus, self.rollout.replicas),
+            ("reward", self.reward.gpus, self.reward.replicas),
+        ):
+            if len(gpus) % replicas:
+                raise ValueError(
+                    f"expected as many numbers in {name}.gpus for each of {replicas} {name}.replicas, found "
+                    f"{list(gpus)}: change one of them, or leave {name}.gpus empty"
+                )
 
 
 def check_plain_engine(settings: Settings, engine: str) -> None:

@@ -26,6 +26,7 @@
     checkpoints  hash    version → folder;          revoked: the set of fenced versions
     evaluation   hash    the evaluation that is under way; its answers: evaluation_answers, problem → reward
     evaluations  hash    version → what its evaluation found (JSON), written by the coordinator
+    statistics:<scorer> hash count, mean, squares of a scorer's values, over all reward replicas; …:groups: those counted
     services     set     replica names;             service:<replica>: its heartbeat, with a TTL
 
 Entries of a data stream are deleted on hand-over, so ``XLEN(prompts) + XLEN(rollouts) + XLEN(experience)`` is the number
@@ -147,6 +148,14 @@ class Keys:
     def services(self) -> str:
         """The set of replica names that were seen."""
         return self.named("services")
+
+    def statistics(self, scorer: str) -> str:
+        """The hash with count, mean and sum of squared differences of a scorer's values."""
+        return self.named(f"statistics:{scorer}")
+
+    def statistics_groups(self, scorer: str) -> str:
+        """The sorted set of the newest groups in these statistics."""
+        return self.named(f"statistics:{scorer}:groups")
 
     def service(self, replica: str) -> str:
         """Return the key of one replica's heartbeat."""

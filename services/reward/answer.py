@@ -59,7 +59,7 @@ class AnswerMatcher:
                 "change tolerance in [[reward.scorers]]"
             )
         self._tolerance = Fraction(repr(scorer.tolerance))
-        self._processes = Processes(command, scorer.processes, scorer.name)
+        self._processes = Processes(command, scorer.processes, scorer.name, computes=True)
         self._remembered = _Recent(_REMEMBERED)
 
     async def start(self) -> None:

@@ -4,6 +4,7 @@
 
     ask(question) ──▶ a free process ──▶ its answer
                           ├── late by the question's deadline   killed ──▶ Overdue
+                          │     └── and ``computes``, and did not    the host's fault ──▶ TemporaryError
                           ├── died once                         asked again of a fresh one
                           ├── died twice                        ──▶ Crashed: it is the question
                           ├── cannot be started                 ──▶ TemporaryError
@@ -21,6 +22,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 
+import psutil
 from prometheus_client import Counter
 
 from shared.errors import PenstockError, TemporaryError
@@ -36,6 +38,8 @@ RESTARTS = Counter(
 START_WITHIN_S = 60.0
 WORN_AFTER_QUESTIONS = 5_000
 """A process is recycled after so many questions: computer algebra keeps memory."""
+_BUSY_SHARE = 0.02
+"""A process that is late and computed for less than this share of its time was stopped, or starved."""
 _KEPT_ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "LANG", "LC_ALL", "TMPDIR")
 
 
@@ -62,6 +66,17 @@ class _Place:
     @property
     def worn(self) -> bool:
         return self._questions >= WORN_AFTER_QUESTIONS
+
+    @property
+    def cpu_s(self) -> float:
+        """Processor time that the process took so far."""
+        if self._process is None:
+            return 0.0
+        try:
+            times = psutil.Process(self._process.pid).cpu_times()
+        except psutil.NoSuchProcess:
+            return 0.0
+        return float(times.user + times.system)
 
     async def fill(self) -> None:
         """Start a process if there is none; return when it is ready."""
@@ -138,9 +153,12 @@ class Processes:
     Args:
         command: what to start; the id of this process is added as its last argument.
         scorer: whose they are, for metrics.
+        computes: a question is computation and nothing else, so a process that is late without having computed was held up
+            by its host.
     """
 
-    def __init__(self, command: Sequence[str], count: int, scorer: str) -> None:
+    def __init__(self, command: Sequence[str], count: int, scorer: str, *, computes: bool = False) -> None:
+        self._computes = computes
         self._places = [_Place(command) for _ in range(count)]
         self._free: asyncio.LifoQueue[_Place] = asyncio.LifoQueue()
         for place in self._places:
@@ -168,13 +186,14 @@ class Processes:
         Raises:
             Overdue: no answer within ``timeout_s``.
             Crashed: two processes died of it.
-            TemporaryError: no process can be started.
+            TemporaryError: no process can be started, or the host kept it from computing.
         """
         line = json.dumps(question).encode() + b"\n"
         async with self._place() as place:
             for _ in range(2):
                 await place.fill()
                 self.questions += 1
+                before_s = place.cpu_s
                 try:
                     async with asyncio.timeout(timeout_s):
                         return await place.put(line)
@@ -182,7 +201,12 @@ class Processes:
                     self._replaced("died")
                 except TimeoutError as error:
                     self._replaced("overdue")
+                    held_up = self._computes and place.cpu_s - before_s < _BUSY_SHARE * timeout_s
                     await place.empty()
+                    if held_up:
+                        raise TemporaryError(
+                            f"expected a process that computes, found one that stood still for {timeout_s:g} s"
+                        ) from error
                     raise Overdue(f"no answer within {timeout_s:g} s") from error
                 except BaseException:
                     self._replaced("cancelled")
