@@ -27,6 +27,7 @@ from shared.algorithm import AlgorithmSettings
 from shared.connection import redact
 from shared.deepspeed_keys import check_deepspeed
 from shared.errors import SettingsError
+from shared.guards import GuardsSettings
 from shared.section import Section
 
 ENVIRONMENT_PREFIX = "PENSTOCK__"
@@ -312,7 +313,7 @@ class TrainerSettings(Section):
     """Checkpoints that are kept."""
     max_skipped_steps: NonNegativeInt = Field(default=3)
     """So many batches in a row may give a loss or gradient that is not finite: each leaves uncommitted, counted as
-    dropped:nonfinite. One more stops the trainer."""
+    dropped:nonfinite. One more pauses the run."""
     metrics_port: NonNegativeInt = Field(default=0)
     """Port of /metrics, /healthz and /readyz of rank 0; 0: any free one."""
 
@@ -412,6 +413,8 @@ class Settings(Section):
     """How policy versions reach the replicas."""
     coordinator: CoordinatorSettings = Field(default=CoordinatorSettings())
     """Admission, ledger and the HTTP API."""
+    guards: GuardsSettings = Field(default=GuardsSettings())
+    """What must not go on unseen, and what is done about it."""
     telemetry: TelemetrySettings = Field(default=TelemetrySettings())
     """Logs and heartbeats."""
 

@@ -24,6 +24,8 @@
     counts       hash    trained, dropped:<reason>, dead:<stream>, requeued: exact, written by the same scripts
     policies     hash    version → PolicyRecord;    policy_states: version → published | live | retired | revoked
     checkpoints  hash    version → folder;          revoked: the set of fenced versions
+    marks        hash    version → groups trained and place in the dataset when it was committed
+    rollback     hash    the rollback that is under way, or the last one
     evaluation   hash    the evaluation that is under way; its answers: evaluation_answers, problem → reward
     evaluations  hash    version → what its evaluation found (JSON), written by the coordinator
     services     set     replica names;             service:<replica>: its heartbeat, with a TTL
@@ -127,6 +129,16 @@ class Keys:
     def checkpoints(self) -> str:
         """The hash version → checkpoint folder."""
         return self.named("checkpoints")
+
+    @property
+    def marks(self) -> str:
+        """The hash version → "groups trained, place in the dataset" at its commit."""
+        return self.named("marks")
+
+    @property
+    def rollback(self) -> str:
+        """The hash that describes the rollback under way, or the last one."""
+        return self.named("rollback")
 
     @property
     def evaluation(self) -> str:

@@ -4,6 +4,7 @@
 
     GET  /v1/run                          the live view              POST /v1/run/{start,pause,resume,stop}
     GET  /v1/policies[/{version}]         the history                GET  /healthz  /readyz  /metrics
+    POST /v1/policies/{version}/rollback  202                        GET  /v1/rollback
     GET  /v1/services                     who is there
 
 Commands are idempotent: repeating one changes nothing and answers 200; one that does not fit the run's state answers 409
@@ -30,11 +31,13 @@ from services.coordinator.models import (
     PolicyView,
     Problem,
     Readiness,
+    RollbackView,
     RunChange,
     RunView,
     ServiceView,
 )
 from services.coordinator.monitor import Monitor, numbers
+from services.coordinator.rollback import OVER, Refused, Rollback, Rollbacks
 from shared.bus import Bus
 from shared.ledger import Ledger, RunState
 from shared.messages import PolicyRecord, PolicyVersion
@@ -88,6 +91,7 @@ class Parts:
     ledger: Ledger
     monitor: Monitor
     status: Status
+    rollbacks: Rollbacks
     changed: Callable[[], None]
 
 
@@ -103,6 +107,7 @@ def make_app(parts: Parts) -> FastAPI:
     )
     app.include_router(_run_routes(parts))
     app.include_router(_history_routes(parts))
+    app.include_router(_rollback_routes(parts))
     app.include_router(_health_routes(parts))
     app.add_exception_handler(HTTPException, _http_problem)
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -148,6 +153,7 @@ def _run_routes(parts: Parts) -> APIRouter:
 async def _command(parts: Parts, name: str, command: Command | None) -> RunChange:
     order = ORDERS[name]
     reason = (command.reason if command is not None else "") or f"{name} by HTTP"
+    await _mind_rollback(parts.rollbacks, name)
     changed, found = await parts.ledger.transition(order.to, reason, order.allowed)
     if not changed and found is not order.to:
         raise HTTPException(409, f"expected a run that can {name}, found it {found.value}: {order.refusals[found]}")
@@ -155,6 +161,51 @@ async def _command(parts: Parts, name: str, command: Command | None) -> RunChang
         parts.changed()
         await tell(parts.bus, "api", f"run {order.to.value}", reason)
     return RunChange(state=order.to, changed=changed, reason=(await parts.ledger.status()).reason)
+
+
+async def _mind_rollback(rollbacks: Rollbacks, command: str) -> None:
+    """A rollback holds the run until its version is live: no resume before; a pause makes it stay paused."""
+    if command == "pause":
+        await rollbacks.keep_paused()
+    found = await rollbacks.current() if command == "resume" else None
+    if found is not None and found.stage not in OVER:
+        raise HTTPException(
+            409,
+            f"expected a run that can resume, found a rollback to version {found.target} under way ({found.stage.value}): "
+            "GET /v1/rollback says when it is live",
+        )
+
+
+def _rollback_routes(parts: Parts) -> APIRouter:
+    router = APIRouter(prefix="/v1", tags=["history"])
+
+    @router.post(
+        "/policies/{version}/rollback",
+        operation_id="rollBack",
+        summary="Take the run back to a version: its weights, optimizer, step and place in the dataset",
+        status_code=202,
+    )
+    async def roll_back(version: Version, response: Response, command: Command | None = None) -> RollbackView:
+        reason = command.reason if command is not None else ""
+        try:
+            begun = await _soon(parts.rollbacks.begin(PolicyVersion(version), reason))
+        except Refused as refusal:
+            raise HTTPException(409 if refusal.known else 404, str(refusal)) from refusal
+        response.headers["Location"] = "/v1/rollback"
+        return _rollback_view(begun)
+
+    @router.get("/rollback", operation_id="getRollback", summary="The rollback under way, or the last one")
+    async def rollback() -> RollbackView:
+        found = await _soon(parts.rollbacks.current())
+        if found is None:
+            raise HTTPException(404, "expected a rollback, found that this run was never rolled back")
+        return _rollback_view(found)
+
+    return router
+
+
+def _rollback_view(found: Rollback) -> RollbackView:
+    return RollbackView(**dataclasses.asdict(found))
 
 
 def _history_routes(parts: Parts) -> APIRouter:

@@ -54,6 +54,19 @@ class EvaluationView(Answer):
     """Why problems are without an answer; empty when all have one."""
 
 
+class GuardView(Answer):
+    """A guard that tripped."""
+
+    guard: str
+    """Its name, as in the settings: [guards.<name>]."""
+    action: str
+    """What was done: tell or pause."""
+    detail: str
+    """What it found."""
+    since_s: float
+    """Since when, Unix time."""
+
+
 class RunView(Answer):
     """The run, now."""
 
@@ -67,6 +80,8 @@ class RunView(Answer):
     """The run has ended and its records, summary and report are whole."""
     activity: str
     """What it does now, in a few words."""
+    guards: list[GuardView]
+    """What is wrong with it now."""
     step: int
     """Committed optimizer steps."""
     steps: int
@@ -105,6 +120,35 @@ class RunView(Answer):
     """Seconds until the last step at the pace of the last ones; null when nobody can tell."""
     bus: str
     """Name and version of the server."""
+
+
+class RollbackView(Answer):
+    """One rollback."""
+
+    id: str
+    """Names it."""
+    target: int
+    """The version that the run goes back to."""
+    stage: str
+    """loading (the trainer), pulling (the replicas), live or failed."""
+    reason: str
+    """Why, in words."""
+    from_step: int
+    """The step at which the run was."""
+    revoked: int
+    """How many versions were revoked; their samples are never trained on."""
+    undone: int
+    """How many trained groups belong to the branch that was left."""
+    resumes: bool
+    """The run goes on by itself once the version is live."""
+    version: int | None
+    """The new version with the target's weights; null until the trainer has published it."""
+    detail: str
+    """What it waits for, or why it failed."""
+    started_at_s: float
+    """When it began, Unix time."""
+    changed_at_s: float
+    """When it last moved on, Unix time."""
 
 
 class RunChange(Answer):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from prometheus_client import Gauge
 
 from services.coordinator.evaluation import Evaluation, read_evaluations
-from services.coordinator.models import EvaluationView, History, RunView, StreamView
+from services.coordinator.models import EvaluationView, GuardView, History, RunView, StreamView
 from services.coordinator.summary import training_seconds
 from shared import streams, wire
 from shared.bus import Argument, Bus
@@ -62,6 +62,7 @@ class Monitor:
     Args:
         activity: says in words what the run does in a status.
         closed: says whether the run's records are whole.
+        guards: says what is wrong with the run.
         telling: this process's own heartbeat.
     """
 
@@ -71,12 +72,14 @@ class Monitor:
         settings: Settings,
         activity: Callable[[RunStatus], str],
         closed: Callable[[], bool],
+        guards: Callable[[], list[GuardView]],
         telling: Status,
     ) -> None:
         self._bus = bus
         self._settings = settings
         self._activity = activity
         self._closed = closed
+        self._guards = guards
         self._telling = telling
         self._history: deque[StepReport] = deque(maxlen=_HISTORY_STEPS)
         self._newest_report = ""
@@ -102,6 +105,10 @@ class Monitor:
                 look, _ = await asyncio.gather(self._look(), self._read_steps())
                 self._view, self._seen_at_s = self._compose(look), time.monotonic()
             return self._view
+
+    def reports(self) -> Sequence[StepReport]:
+        """Return the reports of the newest steps of the run's branch, oldest first."""
+        return tuple(self._history)
 
     # ---------------------------------------------------------------- read
 
@@ -151,6 +158,7 @@ class Monitor:
             reason=status.reason,
             closed=self._closed(),
             activity=self._activity(status),
+            guards=self._guards(),
             step=status.step,
             steps=steps,
             head=status.head,

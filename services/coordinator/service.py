@@ -19,10 +19,12 @@ from services.coordinator import dataset
 from services.coordinator.admission import Admission, Limits
 from services.coordinator.api import Parts, make_app
 from services.coordinator.evaluation import Evaluator
+from services.coordinator.guards import Guards
 from services.coordinator.lifecycle import Lifecycle
 from services.coordinator.monitor import Monitor
 from services.coordinator.promotion import Promotion
 from services.coordinator.recorder import Recorder
+from services.coordinator.rollback import Rollbacks
 from services.coordinator.server import Server
 from shared.bus import Bus
 from shared.errors import SettingsError
@@ -52,6 +54,8 @@ class Coordinator:
     lifecycle: Lifecycle
     recorder: Recorder
     monitor: Monitor
+    rollbacks: Rollbacks
+    guards: Guards
     api: Parts
 
 
@@ -85,6 +89,8 @@ async def _coordinate(context: Context, parts: Coordinator, server: Server, fold
                 parts.lifecycle.run,
                 parts.recorder.run,
                 parts.monitor.run,
+                parts.rollbacks.run,
+                parts.guards.run,
             )
             tasks = [inner.create_task(loop()) for loop in loops]
             await context.stop.wait()
@@ -129,21 +135,33 @@ def assemble(bus: Bus, settings: Settings, data: Data, folder: Path, status: Sta
         Limits(settings.slots, settings.algorithm.groups_per_step, settings.run.steps),
         lambda: lifecycle.gate_open,
     )
-    monitor = Monitor(bus, settings, lifecycle.activity, lambda: lifecycle.closed, status)
-    api = Parts(bus, ledger, monitor, status, look)
+    monitor = Monitor(
+        bus, settings, lifecycle.activity, lambda: lifecycle.closed, lambda: list(guards.active.values()), status
+    )
+    groups_per_step = settings.algorithm.groups_per_step
+    guards = Guards(bus, ledger, settings.guards, groups_per_step, monitor.view, monitor.reports, look)
+    rollbacks = Rollbacks(bus, ledger, settings.weights.deadline_s, look)
+    api = Parts(bus, ledger, monitor, status, rollbacks, look)
     return Coordinator(
-        Promotion(bus, ledger, settings.weights.fan_out, promoted), admission, lifecycle, recorder, monitor, api
+        Promotion(bus, ledger, settings.weights.fan_out, promoted),
+        admission,
+        lifecycle,
+        recorder,
+        monitor,
+        rollbacks,
+        guards,
+        api,
     )
 
 
 def make_evaluator(bus: Bus, ledger: Ledger, heldout: dataset.Dataset, settings: Settings) -> Evaluator:
-    """Return what evaluates on ``heldout``: greedily, one sample a problem, given up when the run is stopped."""
+    """Return what evaluates on ``heldout``: greedily, one sample a problem, given up when the run is stopped or the version revoked."""
     greedy = Sampling(samples=1, max_new_tokens=settings.sampling.max_new_tokens, temperature=0.0)
 
-    async def stopped() -> bool:
-        return (await ledger.status()).state is RunState.STOPPED
+    async def given_up(version: PolicyVersion) -> bool:
+        return (await ledger.status()).state is RunState.STOPPED or version in await ledger.revoked()
 
-    return Evaluator(bus, heldout, settings.evaluation, greedy, settings.run.seed, stopped)
+    return Evaluator(bus, heldout, settings.evaluation, greedy, settings.run.seed, given_up)
 
 
 def load_data(settings: Settings) -> Data:

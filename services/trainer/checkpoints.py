@@ -37,6 +37,10 @@ class CheckpointState:
     zero_stage: int
     random_state: str
     """Torch's CPU generator, hex."""
+    position: int | None = None
+    """Place in the dataset of the first prompt that was not trained; None (older checkpoints): ``cursor``."""
+    counts: dict[str, int] = dataclasses.field(default_factory=dict)
+    """How the groups of the run had ended."""
     kl_coefficient: float | None = None
     """What a nat away from the reference costs, where it is steered."""
     adapter_of: str = ""
@@ -113,9 +117,12 @@ def check_base(checkpoint: Checkpoint, policy: PolicySettings) -> None:
         )
 
 
-def prune(root: Path, keep_last: int) -> list[Checkpoint]:
-    """Delete all but the newest ``keep_last`` checkpoints; return those that went."""
-    gone = find(root)[:-keep_last]
-    for checkpoint in gone:
-        shutil.rmtree(checkpoint.folder, ignore_errors=True)
-    return gone
+def superfluous(root: Path, keep_last: int) -> list[Checkpoint]:
+    """Return all but the newest ``keep_last`` checkpoints."""
+    return find(root)[:-keep_last]
+
+
+def delete(checkpoint: Checkpoint) -> None:
+    """Delete a checkpoint: first its marker, so that half of one is none."""
+    (checkpoint.folder / _MARKER).unlink(missing_ok=True)
+    shutil.rmtree(checkpoint.folder, ignore_errors=True)
