@@ -14,6 +14,7 @@ from services.coordinator.service import Coordinator, assemble, load_data
 from shared import streams
 from shared.bus import Bus
 from shared.ledger import Ledger
+from shared.live import Live
 from shared.messages import (
     Experience,
     FinishReason,
@@ -61,22 +62,13 @@ def settings(folder: Path, *, steps: int = 4, heldout: int = 0, problems: int = 
 def make(bus: Bus, run: Settings) -> Coordinator:
     """Return a coordinator's parts, as its process puts them together."""
     run.run_folder.mkdir(parents=True, exist_ok=True)
-    return assemble(bus, run, load_data(run), run.run_folder, Status(state="working"))
+    return assemble(bus, Live(bus, run), load_data(run), run.run_folder, Status(state="working"))
 
 
 @contextlib.asynccontextmanager
 async def running(parts: Coordinator) -> AsyncIterator[Coordinator]:
-    """Run every loop of a coordinator while the body runs, then kill it without a word."""
-    loops = (
-        parts.promotion,
-        parts.lifecycle,
-        parts.admission,
-        parts.recorder,
-        parts.monitor,
-        parts.rollbacks,
-        parts.guards,
-    )
-    tasks = [asyncio.create_task(part.run()) for part in loops]
+    """Run every loop of a coordinator that leads while the body runs, then kill it without a word."""
+    tasks = [asyncio.create_task(loop()) for loop in (*parts.leading, parts.monitor.run)]
     try:
         yield parts
     finally:

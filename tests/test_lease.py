@@ -7,8 +7,13 @@ from collections.abc import AsyncIterator
 import pytest
 
 from services.coordinator.lease import Lease
+from shared import streams
 from shared.bus import Bus
+from shared.ledger import Ledger, RunState
+from shared.messages import PolicyRecord, PolicyVersion
+from tests import builders
 from tests.conftest import until
+from tests.coordinator_players import Trainer
 
 TTL_S = 0.6
 
@@ -56,11 +61,37 @@ async def test_a_leader_that_dies_is_followed_when_its_lease_has_run_out(bus: Bu
     assert not dead.leading, "by its own clock too"
 
 
-async def test_a_process_started_again_under_its_name_is_another_holder(bus: Bus) -> None:
+async def test_a_process_started_again_under_its_name_leads_at_once_under_the_next_term(bus: Bus) -> None:
     before, after = Lease(bus, "a", TTL_S), Lease(bus, "a", TTL_S)
     await before._claim()
     await after._claim()
-    assert (before.term, after.term) == (1, 0)
+    assert (before.term, after.term) == (1, 2)
+
+
+async def test_a_leader_of_an_older_term_neither_admits_nor_promotes(bus: Bus) -> None:
+    ledger = Ledger(bus)
+    await ledger.create()
+    trainer = await Trainer(bus).start()
+    await ledger.transition(RunState.RUNNING, "test", [RunState.CREATED])
+    frozen, next_one = Lease(bus, "a", TTL_S), Lease(bus, "b", TTL_S)
+    await frozen._claim()
+    old, new = Ledger(bus), Ledger(bus)
+    old.term = frozen.term
+    await until(lambda: _follows(next_one))
+    new.term = next_one.term
+    published = await bus.read(streams.PUBLISHED, PolicyRecord, "coordinator", 1, 1.0)
+    prompts = [builders.prompt(group_id) for group_id in range(2)]
+    assert await old.admit(prompts, 4, 2, 10, PolicyVersion(0)) == -1
+    assert not await old.promote(published[0])
+    assert (await ledger.status()).head is None
+    assert await new.promote(published[0])
+    assert await new.admit(prompts, 4, 2, 10, PolicyVersion(0)) == 2
+    assert trainer.epoch == 1
+
+
+async def _follows(lease: Lease) -> bool:
+    await lease._claim()
+    return lease.leading
 
 
 async def test_what_fails_while_leading_ends_the_claim(bus: Bus) -> None:

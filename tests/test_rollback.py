@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from services.coordinator.api import make_app
+from services.coordinator.operations import OperationState
 from services.coordinator.rollback import Rollback, Stage, descendants
 from services.coordinator.service import Coordinator
 from shared import streams, wire
@@ -76,16 +77,21 @@ async def _load_and_publish(bus: Bus) -> PolicyRecord:
     return published
 
 
-async def _stage(parts: Coordinator) -> Stage:
+async def _current(parts: Coordinator) -> Rollback:
     found = await parts.rollbacks.current()
     assert found is not None
-    return found.stage
+    return found
+
+
+async def _stage(parts: Coordinator) -> Stage:
+    return (await _current(parts)).stage
 
 
 async def test_a_rollback_fences_its_branch_at_once_and_the_run_goes_on_as_a_new_one(bus: Bus, tmp_path: Path) -> None:
     ledger = Ledger(bus)
     async with at_step(bus, tmp_path, 5, checkpoint=2) as (parts, trainer), replica(bus, 5) as serving:
-        begun = await parts.rollbacks.begin(V(2), "it forgot how to stop")
+        await parts.rollbacks.begin(V(2), "it forgot how to stop")
+        begun = await _current(parts)
         status = await ledger.status()
         assert (status.state, status.step, status.tip, status.newest_version) == (RunState.PAUSED, 2, 2, 5)
         assert status.reason == "rolling back to version 2: it forgot how to stop"
@@ -202,7 +208,7 @@ async def test_a_rollback_that_cannot_be_changes_nothing_and_says_where_one_can_
     assert answer.status_code == status
     assert words in answer.json()["detail"]
     assert (await Ledger(bus).status()).state is RunState.RUNNING
-    assert (await http.get("/v1/rollback")).status_code == 404
+    assert (await http.get("/v1/operations")).json()["items"] == []
 
 
 async def test_one_rollback_at_a_time_and_the_same_again_is_the_same(
@@ -211,7 +217,8 @@ async def test_one_rollback_at_a_time_and_the_same_again_is_the_same(
     http, parts = ready
     await Ledger(bus).set_checkpoint(V(1), "/checkpoints/step-000001")
     first = await http.post("/v1/policies/2/rollback", json={"reason": "worse"})
-    assert (first.status_code, first.headers["Location"]) == (202, "/v1/rollback")
+    assert (first.status_code, first.headers["Location"]) == (202, "/v1/operations/1")
+    assert (first.json()["kind"], first.json()["phase"]) == ("rollback", "loading")
     again = await http.post("/v1/policies/2/rollback")
     assert again.json()["id"] == first.json()["id"]
     other = await http.post("/v1/policies/1/rollback")
@@ -224,13 +231,34 @@ async def test_one_rollback_at_a_time_and_the_same_again_is_the_same(
     await _load_and_publish(bus)
     async with replica(bus, 5):
         await until(lambda: _is(parts, Stage.LIVE))
-    assert (await http.get("/v1/rollback")).json()["version"] == 5
+    await until(lambda: _ended(http))
+    operation = (await http.get("/v1/operations/1")).json()
+    assert (operation["state"], operation["result"]) == ("succeeded", {"version": 5, "revoked": 2, "undone": 4})
     revoked = await http.post("/v1/policies/4/rollback")
     assert revoked.status_code == 409
     assert "version 4 is: a rollback left its branch; go back to one of 1, 2" in revoked.json()["detail"]
     second = await http.post("/v1/policies/1/rollback")
     assert second.status_code == 202
     assert await Ledger(bus).revoked() == {2, 3, 4, 5}
+
+
+async def _ended(http: httpx.AsyncClient) -> bool:
+    return bool((await http.get("/v1/operations/1")).json()["state"] != "running")
+
+
+async def test_a_rollback_whose_coordinator_died_at_once_is_seen_through_by_the_next(bus: Bus, tmp_path: Path) -> None:
+    async with at_step(bus, tmp_path, 3, checkpoint=1) as (parts, _):
+        pass
+    await parts.rollbacks._begin(V(1), "")  # and no more of it
+    async with running(make(bus, settings(tmp_path, steps=50))) as after, replica(bus, 4):
+        await _load_and_publish(bus)
+        await until(lambda: _is(after, Stage.LIVE))
+        await until(lambda: _succeeded(after))
+
+
+async def _succeeded(parts: Coordinator) -> bool:
+    found = await parts.operations.all()
+    return [one.state for one in found] == [OperationState.SUCCEEDED]
 
 
 async def test_a_run_that_is_paused_meanwhile_stays_paused(
@@ -251,9 +279,7 @@ async def test_stopping_the_run_ends_the_rollback(ready: tuple[httpx.AsyncClient
     await http.post("/v1/policies/2/rollback")
     await http.post("/v1/run/stop")
     await until(lambda: _is(parts, Stage.FAILED))
-    found = await parts.rollbacks.current()
-    assert isinstance(found, Rollback)
-    assert found.detail == "the run was stopped"
+    assert (await _current(parts)).detail == "the run was stopped"
     assert (await http.post("/v1/policies/2/rollback")).status_code == 409
 
 

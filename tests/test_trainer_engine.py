@@ -40,7 +40,7 @@ def step(of: Settings) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
         warnings.simplefilter("ignore")
         model = tiny.model(0).requires_grad_(True)
         chunk = of.trainer.logits_chunk_tokens
-        engine = TrainingEngine(Policy(model, 1.0, entropy_gradient=True, chunk_tokens=chunk).train(), of, "cpu")
+        engine = TrainingEngine(Policy(model, entropy_gradient=True, chunk_tokens=chunk).train(), of, "cpu")
         learner = Learner(engine, of, Phases())
         data = test_learner.batch()
         measured = [learner.learn(data, [1] * len(data), number) for number in (1, 2)][-1]
@@ -91,7 +91,9 @@ def test_chunked_logprobs_entropies_and_gradients_are_those_of_all_logits_at_onc
     targets = torch.randint(0, 50, (23,))
     found = []
     for chunk in (0, 7):
-        out = token_logprobs(hidden, output, targets, temperature, chunk, entropy_gradient=bonus > 0)
+        out = token_logprobs(
+            hidden, output, targets, torch.full([len(targets)], temperature), chunk, entropy_gradient=bonus > 0
+        )
         wanted = out.policy_logprobs_N.square().sum() + (bonus * out.entropy_N).sum()
         gradients = torch.autograd.grad(wanted, [hidden, output.weight, output.bias])
         assert out.entropy_N.requires_grad == (bonus > 0)
@@ -104,7 +106,7 @@ def test_without_gradients_chunks_are_the_same_too() -> None:
     torch.manual_seed(0)
     output, hidden, targets = torch.nn.Linear(4, 9), torch.randn(5, 4), torch.randint(0, 9, (5,))
     with torch.no_grad():
-        plain, chunked = (token_logprobs(hidden, output, targets, 1.0, chunk) for chunk in (0, 2))
+        plain, chunked = (token_logprobs(hidden, output, targets, torch.ones(len(targets)), chunk) for chunk in (0, 2))
     assert torch.allclose(plain.policy_logprobs_N, chunked.policy_logprobs_N, atol=1e-6)
     assert torch.allclose(plain.entropy_N, chunked.entropy_N, atol=1e-6)
 
@@ -165,7 +167,7 @@ def test_packed_logprobs_and_gradients_are_those_of_separate_sequences(
     monkeypatch.setattr(attention, "_SHORT_ROW_TOKENS", short)
     monkeypatch.setattr(attention, "_SLACK_PAIRS", 0)
     model = tiny.model(0).requires_grad_(True)
-    policy = Policy(model, 1.0, kind="varlen" if way == "varlen" else "mask")
+    policy = Policy(model, kind="varlen" if way == "varlen" else "mask")
     plain, packed = separate(model, rows(0)), policy(micro_batch(rows(0))).policy_logprobs_N
     assert torch.allclose(plain, packed, atol=1e-5)
     weights = list(model.parameters())
@@ -198,7 +200,7 @@ def test_a_forward_pass_costs_its_products() -> None:
 
 
 def test_the_sizes_of_a_model_are_its_linear_layers_and_its_attention() -> None:
-    sizes = Policy(tiny.model(0), 1.0).sizes
+    sizes = Policy(tiny.model(0)).sizes
     # two layers: q 32·32, k and v 32·16, o 32·32, and three of 32·64
     assert sizes == ModelSizes(2 * (1024 + 2 * 512 + 1024 + 3 * 2048), 2 * 4 * 8, 48 * 32)
 

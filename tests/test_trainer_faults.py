@@ -30,10 +30,10 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
     forward = Policy.forward
 
     def limit(most_tokens: int) -> None:
-        def tight(self: Policy, found: Any, temperature: float | None = None) -> Any:
+        def tight(self: Policy, found: Any) -> Any:
             if torch.is_grad_enabled() and found.tokens > most_tokens:
                 raise torch.OutOfMemoryError(f"{found.tokens} tokens")
-            return forward(self, found, temperature)
+            return forward(self, found)
 
         monkeypatch.setattr(Policy, "forward", tight)
 
@@ -140,6 +140,9 @@ class Leader:
 
     def describe(self, step: int) -> checkpoints.CheckpointState:
         return checkpoints.CheckpointState(step, PolicyVersion(step), 0, "", 1, 0, "00")
+
+    def pinned(self) -> frozenset[PolicyVersion]:
+        return frozenset()
 
     def note_checkpoint(self, checkpoint: checkpoints.Checkpoint, gone: Any) -> None:
         self.said.append(("checkpoint", checkpoint.state.step))

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable
 
 from prometheus_client import Gauge
 
-from shared.bus import Bus
+from shared.bus import Argument, Bus
 from shared.errors import BusUnavailable
 
 log = logging.getLogger(__name__)
@@ -34,13 +34,14 @@ class Lease:
     """One coordinator's claim to lead.
 
     Args:
-        replica: its name; a process that is started again under it is another holder.
+        replica: its name; a process that is started again under it takes over at once.
         ttl_s: how long the lease holds without being renewed.
     """
 
     def __init__(self, bus: Bus, replica: str, ttl_s: float = TTL_S) -> None:
         self._bus = bus
-        self._holder = f"{replica}/{uuid.uuid4().hex[:8]}"
+        self._replica = replica
+        self._process = uuid.uuid4().hex[:8]
         self._ttl_s = ttl_s
         self._until_s = 0.0
         self.term = 0
@@ -54,7 +55,7 @@ class Lease:
         return self.term > 0 and time.monotonic() < self._until_s
 
     async def run(self, lead: Callable[[int], Awaitable[None]]) -> None:
-        """Claim the lease for ever; while it is held, run ``lead(term)``, which is cancelled when it is lost.
+        """Claim the lease until ``lead(term)``, which runs while it is held, returns by itself; cancelled when it is lost.
 
         Raises:
             Exception: what ``lead`` raised; the lease is left.
@@ -62,14 +63,15 @@ class Lease:
         try:
             while True:
                 await self._claim()
-                if self.leading:
-                    await self._lead(lead)
+                if self.leading and await self._lead(lead):
+                    return
                 await asyncio.sleep(self._ttl_s / 3)
         finally:
             self._set(0)
             await self._leave()
 
-    async def _lead(self, lead: Callable[[int], Awaitable[None]]) -> None:
+    async def _lead(self, lead: Callable[[int], Awaitable[None]]) -> bool:
+        """Lead; return whether ``lead`` came to its end, rather than the lease."""
         log.info("leading", extra={"term": self.term})
         leading = asyncio.ensure_future(lead(self.term))
         try:
@@ -79,18 +81,21 @@ class Lease:
                     async with asyncio.timeout(max(0.0, self._until_s - time.monotonic())):
                         await self._claim()
         finally:
-            if not leading.done():
+            if not (ended := leading.done()):
                 leading.cancel()
             self._set(0)
             with contextlib.suppress(asyncio.CancelledError):
                 await leading
-        log.warning("leading no more", extra={"leader": self.leader})
+        if not ended:
+            log.warning("leading no more", extra={"leader": self.leader})
+        return ended
 
     async def _claim(self) -> None:
         asked_s = time.monotonic()
-        keys = [self._bus.keys.named("lease"), self._bus.keys.run]
-        term, holder, _ = await self._bus.script("lease", keys, [self._holder, round(self._ttl_s * 1000)])
-        self.leader = holder.decode().partition("/")[0]
+        keys = [self._bus.keys.lease, self._bus.keys.run]
+        arguments: list[Argument] = [self._replica, self._process, round(self._ttl_s * 1000)]
+        term, leader = await self._bus.script("lease", keys, arguments)
+        self.leader = leader.decode()
         self._until_s = asked_s + self._ttl_s
         self._set(int(term))
 
@@ -101,4 +106,4 @@ class Lease:
     async def _leave(self) -> None:
         with contextlib.suppress(TimeoutError, BusUnavailable):
             async with asyncio.timeout(1.0):
-                await self._bus.script("leave_lease", [self._bus.keys.named("lease")], [self._holder])
+                await self._bus.script("leave_lease", [self._bus.keys.lease], [self._process])

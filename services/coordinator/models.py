@@ -1,8 +1,11 @@
-"""What the HTTP API answers. Names here are a contract: the live view, `penstock status` and scripts read them."""
+"""What the HTTP API says of the run, and the frame of all of its answers. Names here are a contract: the live view,
+`penstock status` and scripts read them. What it says of versions, replicas and the rest lies in ``resources``."""
+
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from shared.ledger import PolicyState, RunState
+from shared.ledger import RunState
 
 
 class Answer(BaseModel):
@@ -120,35 +123,8 @@ class RunView(Answer):
     """Seconds until the last step at the pace of the last ones; null when nobody can tell."""
     bus: str
     """Name and version of the server."""
-
-
-class RollbackView(Answer):
-    """One rollback."""
-
-    id: str
-    """Names it."""
-    target: int
-    """The version that the run goes back to."""
-    stage: str
-    """loading (the trainer), pulling (the replicas), live or failed."""
-    reason: str
-    """Why, in words."""
-    from_step: int
-    """The step at which the run was."""
-    revoked: int
-    """How many versions were revoked; their samples are never trained on."""
-    undone: int
-    """How many trained groups belong to the branch that was left."""
-    resumes: bool
-    """The run goes on by itself once the version is live."""
-    version: int | None
-    """The new version with the target's weights; null until the trainer has published it."""
-    detail: str
-    """What it waits for, or why it failed."""
-    started_at_s: float
-    """When it began, Unix time."""
-    changed_at_s: float
-    """When it last moved on, Unix time."""
+    settings_revision: int
+    """The newest revision of the settings that may change while the run goes on."""
 
 
 class RunChange(Answer):
@@ -171,60 +147,12 @@ class Command(BaseModel):
     """Why; shown wherever the run's state is."""
 
 
-class PolicyView(Answer):
-    """One policy version."""
+class Pause(Command):
+    """How to pause."""
 
-    version: int
-    """Its number, never reused."""
-    parent: int | None
-    """The version that it was trained from."""
-    step: int
-    """Optimizer step."""
-    state: PolicyState | None
-    """published, live, retired or revoked."""
-    checkpoint: str | None
-    """Folder of its checkpoint, if it has one."""
-    created_at_s: float
-    """When it was committed, Unix time."""
-    location: str
-    """Where its snapshot on disk is or was; empty: it never was on disk."""
-    source: str
-    """Where the trainer serves or served it, host:port; empty: by file only."""
-    manifest_digest: str
-    """SHA-256, hex, of what vouches for its weights: a pull's header, or the manifest of a snapshot on disk."""
-    metrics: dict[str, float | None]
-    """What was measured at its step."""
-
-
-class ServiceView(Answer):
-    """One replica that is there."""
-
-    service: str
-    """rollout, reward, trainer or coordinator."""
-    replica: str
-    """Its name."""
-    state: str
-    """starting, working, waiting, degraded or stopping."""
-    version: int | None
-    """The policy version that it holds, where it holds one."""
-    host: str
-    """Its machine."""
-    pid: int
-    """Its process."""
-    address: str
-    """host:port of its /metrics, /healthz and /readyz."""
-    started_at_s: float
-    """When it started, Unix time."""
-    seen_at_s: float
-    """Its last heartbeat, Unix time."""
-    memory_bytes: int
-    """Resident memory."""
-    last_error: str
-    """What went wrong last."""
-    values: dict[str, float | None]
-    """Its own figures."""
-    source: str
-    """host:port where it passes weights on to other replicas; empty: nowhere."""
+    mode: Literal["admission", "drain"] = Field(default="admission")
+    """`admission`: nothing more is admitted, at once; `drain`: an operation, which is done when nothing is generated or scored
+    any more and less than a step's groups are left."""
 
 
 class Health(Answer):
@@ -234,6 +162,15 @@ class Health(Answer):
     """ok."""
 
 
+class Check(Answer):
+    """One thing that the coordinator needs."""
+
+    ok: bool
+    """It is there."""
+    detail: str
+    """What was found."""
+
+
 class Readiness(Answer):
     """Whether the coordinator does its work."""
 
@@ -241,8 +178,8 @@ class Readiness(Answer):
     """It does."""
     state: str
     """starting, working, …"""
-    bus: bool
-    """The bus answers."""
+    checks: dict[str, Check]
+    """What was looked at, by name."""
 
 
 class Problem(Answer):
@@ -256,3 +193,5 @@ class Problem(Answer):
     """The HTTP status."""
     detail: str
     """What was expected and what was found."""
+    errors: list[str] = Field(default=[])
+    """Each of several errors by itself; empty where `detail` says all."""

@@ -11,31 +11,34 @@
                wherever they are), the journal of the branch is undone, the trainer is shut out, step and place in the
                dataset are the target's. So nothing of the branch can be trained on from the moment of the answer.
 
-A run that was running runs again once the version is live. The operation lies on the bus: whoever leads goes on with it.
-One rollback at a time; the same one asked again is the same operation. Stopping the run ends it as ``failed``.
+A run that was running runs again once the version is live. What was begun lies on the bus: whoever leads sees it through, as
+an operation that people poll. One rollback at a time; the same one asked again is the same. Stopping the run ends it as ``failed``.
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from enum import StrEnum
 
 from prometheus_client import Counter
 
+from services.coordinator.operations import Misfit, Operation, OperationState, Outcome, Report
 from shared import streams
 from shared.bus import Argument, Bus
 from shared.ledger import ENDED, Ledger, PolicyState, RunState, RunStatus
-from shared.messages import PolicyRecord, PolicyVersion
+from shared.messages import Json, PolicyRecord, PolicyVersion
 from shared.telemetry import heartbeats, tell
 
 log = logging.getLogger(__name__)
 
 ROLLBACKS = Counter("penstock_coordinator_rollbacks_total", "Rollbacks by how they ended: live, failed.", ["state"])
 SOURCE = "rollback"
+KIND = "rollback"
+"""The kind of its operation."""
+_LOOK_S, _POLL_S = 2.0, 0.1
 
 
 class Stage(StrEnum):
@@ -48,14 +51,6 @@ class Stage(StrEnum):
 
 
 OVER = (Stage.LIVE, Stage.FAILED)
-
-
-class Refused(Exception):
-    """A rollback that cannot be; the sentence says why. ``known`` is False where there is no such version."""
-
-    def __init__(self, sentence: str, *, known: bool = True) -> None:
-        super().__init__(sentence)
-        self.known = known
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,37 +89,47 @@ def descendants(records: Iterable[PolicyRecord], ancestor: PolicyVersion) -> lis
     return sorted(found - {ancestor})
 
 
+def request(found: Rollback) -> dict[str, Json]:
+    """Return what the operation of a rollback was asked for."""
+    return {"version": found.target, "rollback": found.id}
+
+
 class Rollbacks:
     """Begins rollbacks and sees them through.
 
     Args:
         deadline_s: how long replicas have for the new version before the run goes on without them.
         changed: is called when the run changed.
+        operate: begins the operation of a rollback, or finds it.
     """
 
     def __init__(
-        self, bus: Bus, ledger: Ledger, deadline_s: float, changed: Callable[[], None], poll_s: float = 0.1
+        self,
+        bus: Bus,
+        ledger: Ledger,
+        deadline_s: float,
+        changed: Callable[[], None],
+        operate: Callable[[Rollback], Awaitable[Operation]],
     ) -> None:
         self._bus = bus
         self._ledger = ledger
         self._deadline_s = deadline_s
         self._changed = changed
-        self._poll_s = poll_s
-        self._wake = asyncio.Event()
+        self._operate = operate
 
     # ---------------------------------------------------------------- begin
 
-    async def begin(self, target: PolicyVersion, reason: str) -> Rollback:
+    async def begin(self, target: PolicyVersion, reason: str) -> Operation:
         """Take the run back to ``target``; return the operation, which has begun or was under way already.
 
         Raises:
-            Refused: it cannot be; nothing was changed.
+            Misfit: it cannot be; nothing was changed.
         """
         while True:
             if (found := await self.current()) is not None and found.stage not in OVER:
                 if found.target == target:
-                    return found
-                raise Refused(
+                    return await self._operate(found)
+                raise Misfit(
                     f"expected no rollback under way, found one to version {found.target} ({found.stage.value}): "
                     "wait until it is live"
                 )
@@ -133,9 +138,9 @@ class Rollbacks:
                 begun = await self.current()
                 assert begun is not None
                 await self._tell_begun(begun)
-                return begun
+                return await self._operate(begun)
             if answer not in ("moved", "busy"):
-                raise Refused(await self._refusal(answer, target))
+                raise Misfit(await self._refusal(answer, target))
 
     async def _begin(self, target: PolicyVersion, reason: str) -> str:
         status, records, states, checkpoints = await asyncio.gather(
@@ -148,22 +153,21 @@ class Rollbacks:
         if record is None or status.newest_version is None:
             newest = max((record.version for record in records), default=None)
             known = "none yet" if newest is None else f"versions up to {newest}"
-            raise Refused(
-                f"expected a policy version of this run, found no version {target}; there are {known}", known=False
-            )
+            raise Misfit(f"expected a policy version of this run, found no version {target}; there are {known}")
         if states.get(target) is PolicyState.REVOKED:
-            raise Refused(
+            raise Misfit(
                 f"expected a version that is not revoked, found that version {target} is: a rollback left its branch; "
                 f"{_choices(checkpoints, states)}"
             )
         if target == status.tip:
-            raise Refused(
+            raise Misfit(
                 f"expected a version before the newest, found that version {target} is the newest: there is nothing to "
                 f"go back from; {_choices(checkpoints, states)}"
             )
         keys = [self._bus.keys.run, self._bus.keys.policy_states, self._bus.keys.revoked]
         keys += [self._bus.keys.of(streams.JOURNAL), self._bus.keys.counts, self._bus.keys.marks]
-        keys += [self._bus.keys.checkpoints, self._bus.keys.rollback]
+        keys += [self._bus.keys.checkpoints, self._bus.keys.rollback, self._bus.keys.pins]
+        keys += [self._bus.keys.of(streams.HISTORY)]
         sentence = f"rolling back to version {target}" + (f": {reason}" if reason else "")
         arguments: list[Argument] = [status.newest_version, target, record.step, time.time(), sentence]
         answer = await self._bus.script(
@@ -183,7 +187,6 @@ class Rollbacks:
 
     async def _tell_begun(self, begun: Rollback) -> None:
         self._changed()
-        self._wake.set()
         log.info("rollback begun", extra={"target": int(begun.target), "revoked": begun.revoked})
         detail = f"from step {begun.from_step}: {begun.revoked} versions revoked, {begun.undone} groups undone"
         await tell(self._bus, SOURCE, "rollback begun", f"{begun.reason}; {detail}", target=int(begun.target))
@@ -196,13 +199,24 @@ class Rollbacks:
         return _read({name.decode(): value.decode() for name, value in raw.items()}) if raw else None
 
     async def run(self) -> None:
-        """See rollbacks through, for ever."""
+        """See to it that every rollback has its operation, also one whose coordinator died right after its beginning."""
         while True:
-            await self.advance()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._poll_s):
-                    await self._wake.wait()
-            self._wake.clear()
+            found = await self.current()
+            if found is not None and found.stage not in OVER:
+                await self._operate(found)
+            await asyncio.sleep(_LOOK_S)
+
+    async def see_through(self, operation: Operation, report: Report) -> Outcome:
+        """Wait until the rollback of an operation is live, moving it on."""
+        while (found := await self.advance()) is not None and found.id == operation.request["rollback"]:
+            result: dict[str, Json] = {"version": found.version, "revoked": found.revoked, "undone": found.undone}
+            if found.stage is Stage.LIVE:
+                return Outcome(OperationState.SUCCEEDED, found.detail, result)
+            if found.stage is Stage.FAILED:
+                return Outcome(OperationState.FAILED, found.detail, result)
+            await report(found.stage, found.detail)
+            await asyncio.sleep(_POLL_S)
+        return Outcome(OperationState.CANCELLED, "the bus knows nothing of it any more")
 
     async def keep_paused(self) -> None:
         """Leave the run paused once the rollback under way is live."""

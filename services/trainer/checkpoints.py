@@ -13,11 +13,12 @@ A folder without ``state.json`` is no checkpoint. Ranks may not change between s
 import dataclasses
 import json
 import shutil
+from collections.abc import Set
 from pathlib import Path
 
 from shared import durable
 from shared.errors import SettingsError
-from shared.messages import PolicyVersion
+from shared.messages import Json, PolicyVersion
 from shared.settings import PolicySettings
 
 _MARKER = "state.json"
@@ -45,6 +46,9 @@ class CheckpointState:
     """What a nat away from the reference costs, where it is steered."""
     adapter_of: str = ""
     """With adapters: the base that they belong to, and their rank and scale; the base itself is not in the checkpoint."""
+    settings_revision: int = 0
+    live_values: dict[str, Json] = dataclasses.field(default_factory=dict)
+    """The revision of the live settings when it was written, and what differs there from the run's file."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,9 +89,10 @@ def find(root: Path) -> list[Checkpoint]:
     return found
 
 
-def newest(root: Path, at_most_step: int | None) -> Checkpoint | None:
-    """Return the newest whole checkpoint, of a step that the ledger knows where ``at_most_step`` is given."""
-    usable = [found for found in find(root) if at_most_step is None or found.state.step <= at_most_step]
+def newest(root: Path, at_most_step: int | None, revoked: Set[PolicyVersion] = frozenset()) -> Checkpoint | None:
+    """Return the newest whole checkpoint of no ``revoked`` version, of a step that the ledger knows where one is given."""
+    usable = [found for found in find(root) if found.state.version not in revoked]
+    usable = [found for found in usable if at_most_step is None or found.state.step <= at_most_step]
     return usable[-1] if usable else None
 
 

@@ -29,7 +29,7 @@ from services.trainer.publication import Publication, note_version
 from services.trainer.resume import find_resume
 from services.trainer.staleness import lag_steps
 from shared.errors import Fenced, WeightsError
-from shared.ledger import Ledger, RunState
+from shared.ledger import JournalEntry, Ledger, RunState
 from shared.messages import Experience, PolicyRecord, PolicyVersion, Probe, StepReport
 from shared.service import Context
 from shared.streams import JOURNAL
@@ -51,9 +51,10 @@ class Lead:
         self._settings = context.settings
         self._bus = context.bus
         self._ledger = Ledger(context.bus)
+        self._live = context.live
         self._loop = loop
         self._steps_of_versions: dict[PolicyVersion, int] = {}
-        self._intake = Intake(context.bus, context.settings, self._steps_of_versions)
+        self._intake = Intake(context.bus, context.live, self._steps_of_versions)
         self._filling: asyncio.Task[None] | None = None
         self._epoch = 0
         self._newest: PolicyVersion | None = None
@@ -61,6 +62,8 @@ class Lead:
         self._loaded: Checkpoint | None = None
         self._publication = Publication(context.settings, context.host)
         self._batch: list[Taken] = []
+        self._revision = 0
+        """Under which revision of the live settings the newest step was made."""
         self._opening: Iterator[Order] | None = None
         self._committed_s = time.perf_counter()
 
@@ -87,16 +90,18 @@ class Lead:
             return Order(Kind.IDLE)
         with phases.measure("wait"):
             batch = self._call(self._next_batch(step))
+            settings = self._call(self._live.refresh())  # what holds now holds for this step, and the journal says so
         if batch is None:
             self._context.status.state = "waiting"
             return Order(Kind.IDLE)
         self._context.status.state = "working"
-        self._batch = batch
+        self._batch, self._revision = batch, self._live.revision
         return Order(
             Kind.TRAIN,
             payloads=tuple(taken.delivery.data for taken in batch),
             groups=tuple(taken.experience for taken in batch),
             lags=self._lags([taken.experience for taken in batch], step),
+            learning_rate=settings.trainer.learning_rate,
         )
 
     async def _wait_for_stop(self) -> None:
@@ -123,18 +128,22 @@ class Lead:
     async def _open(self) -> list[Order]:
         """Take the epoch, and return the orders that bring every rank to the ledger's step."""
         self._epoch = await self._ledger.take_epoch()
-        resume = await find_resume(self._bus, self._ledger, self._settings)
+        resume = await find_resume(self._bus, self._ledger, self._live, self._settings)
         for record in await self._ledger.policies():
             self._steps_of_versions[record.version] = record.step
         self._newest, self._tip = resume.status.newest_version, resume.status.tip
-        replay = [self._replayed(payloads, step) for step, payloads in resume.journal]
+        self._revision = max((record.settings_revision for record in await self._ledger.policies()), default=0)
+        replay = [await self._replayed(entries) for entries in resume.journal]
         self._loaded = resume.checkpoint
         load = [Order(Kind.LOAD, folder=str(resume.checkpoint.folder))] if resume.checkpoint is not None else []
         return [*load, *replay]
 
-    def _replayed(self, payloads: Sequence[bytes], step: int) -> Order:
+    async def _replayed(self, entries: Sequence[JournalEntry]) -> Order:
+        payloads = tuple(entry.data for entry in entries)
         groups = decode_all(payloads)
-        return Order(Kind.REPLAY, payloads=tuple(payloads), groups=groups, lags=self._lags(groups, step - 1))
+        settings = await self._live.at(entries[0].settings_revision)
+        lags = self._lags(groups, entries[0].step - 1)
+        return Order(Kind.REPLAY, "", payloads, groups, lags, settings.trainer.learning_rate)
 
     def _lags(self, groups: Sequence[Experience], step: int) -> tuple[int, ...]:
         """Return each group's lag when ``step`` steps are committed: the same in a replay, as versions keep their steps."""
@@ -211,6 +220,7 @@ class Lead:
             metrics=metrics,
             source=found.source,
             probe=probe,
+            settings_revision=self._revision,
         )
 
     def _published(self, record: PolicyRecord) -> None:
@@ -293,6 +303,7 @@ class Lead:
     def describe(self, step: int) -> CheckpointState:
         """Return what a checkpoint of ``step`` must know."""
         status, entry = self._call(self._ledger.status()), self._call(self._last_journal_entry())
+        revision = self._call(self._live.read(self._live.revision))
         assert self._newest is not None
         return CheckpointState(
             step=step,
@@ -304,6 +315,8 @@ class Lead:
             ranks=self._settings.trainer.ranks,
             zero_stage=self._settings.trainer.zero_stage,
             random_state=bytes(torch.get_rng_state().numpy()).hex(),
+            settings_revision=self._live.revision,
+            live_values={} if revision is None else revision.values,
         )
 
     async def _last_journal_entry(self) -> str:

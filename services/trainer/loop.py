@@ -131,9 +131,9 @@ class Trainer:
                 self._load(Path(order.folder))
                 ready = False
             elif order.kind is Kind.REPLAY:
-                self.update(order.groups, order.lags)
+                self.update(order.groups, order.lags, order.learning_rate)
             elif order.kind is Kind.TRAIN:
-                self._train(order.groups, order.lags)
+                self._train(order.groups, order.lags, order.learning_rate)
         if self.step > self._checkpointed_step:
             self._checkpoint()
 
@@ -155,10 +155,10 @@ class Trainer:
         self._phases.take()  # the replay's seconds are no step's
         return True
 
-    def _train(self, batch: Sequence[Experience], lags: Sequence[int]) -> None:
+    def _train(self, batch: Sequence[Experience], lags: Sequence[int], peak: float | None = None) -> None:
         random_state = torch.get_rng_state()
         try:
-            measured = self.update(batch, lags)
+            measured = self.update(batch, lags, peak)
         except NotFinite as error:
             torch.set_rng_state(random_state)  # as a replay will find it, which knows nothing of this batch
             self._skip(error)
@@ -179,9 +179,12 @@ class Trainer:
         if self.step == self._settings.run.steps:
             self._finish()
 
-    def update(self, batch: Sequence[Experience], lags: Sequence[int]) -> dict[str, float]:
-        """Make one step from ``batch``, whose groups have ``lags``; return what it measured, over all ranks."""
-        measured = self._learner.learn(batch, lags, self.step + 1)
+    def update(self, batch: Sequence[Experience], lags: Sequence[int], peak: float | None = None) -> dict[str, float]:
+        """Make one step from ``batch``, whose groups have ``lags``; return what it measured, over all ranks.
+
+        ``peak`` is the peak learning rate where it was changed while the run goes on.
+        """
+        measured = self._learner.learn(batch, lags, self.step + 1, peak)
         self.step += 1
         return measured
 

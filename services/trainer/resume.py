@@ -17,7 +17,8 @@ from services.trainer import checkpoints
 from services.trainer.checkpoints import Checkpoint
 from services.trainer.publication import noted_version
 from shared.bus import Bus
-from shared.ledger import Ledger, RunStatus
+from shared.ledger import JournalEntry, Ledger, RunStatus
+from shared.live import Live
 from shared.settings import Settings
 from shared.telemetry import tell
 
@@ -27,12 +28,12 @@ class Resume:
     """From where to go on."""
 
     checkpoint: Checkpoint | None
-    journal: tuple[tuple[int, tuple[bytes, ...]], ...]
-    """Each step after the checkpoint with its groups, encoded."""
+    journal: tuple[tuple[JournalEntry, ...], ...]
+    """The groups of each step after the checkpoint."""
     status: RunStatus
 
 
-async def find_resume(bus: Bus, ledger: Ledger, settings: Settings) -> Resume:
+async def find_resume(bus: Bus, ledger: Ledger, live: Live, settings: Settings) -> Resume:
     """Return from where the run goes on; restores the ledger of a run whose bus was lost.
 
     Raises:
@@ -40,40 +41,36 @@ async def find_resume(bus: Bus, ledger: Ledger, settings: Settings) -> Resume:
     """
     root = settings.run_folder / "checkpoints"
     known = await bus.call(lambda: bus.client.hexists(bus.keys.run, "step"))
-    if known:
-        await _leave_branches(ledger, root)
-    status = await ledger.status()
-    checkpoint = checkpoints.newest(root, status.step if known else None)
-    if checkpoint is not None and not known:
-        await _restore(bus, ledger, checkpoint, settings.run_folder)
-        status = await ledger.status()
-    return Resume(checkpoint, await _journal(bus, ledger, checkpoint, status, settings.run_folder), status)
-
-
-async def _leave_branches(ledger: Ledger, root: Path) -> None:
     revoked = await ledger.revoked()
     for found in checkpoints.find(root):
         if found.state.version in revoked and await ledger.forget_checkpoint(str(found.folder)):
             checkpoints.delete(found)
+    status = await ledger.status()
+    checkpoint = checkpoints.newest(root, status.step if known else None, revoked)
+    if checkpoint is not None and not known:
+        await _restore(bus, ledger, live, checkpoint, settings.run_folder)
+        status = await ledger.status()
+    return Resume(checkpoint, await _journal(bus, ledger, checkpoint, status, settings.run_folder), status)
 
 
-async def _restore(bus: Bus, ledger: Ledger, checkpoint: Checkpoint, folder: Path) -> None:
+async def _restore(bus: Bus, ledger: Ledger, live: Live, checkpoint: Checkpoint, folder: Path) -> None:
     state = checkpoint.state
     newest_version = max(state.version, noted_version(folder))
     position = state.cursor if state.position is None else state.position
     await ledger.restore(state.step, state.cursor, position, newest_version, state.counts)
+    await live.restore(state.settings_revision, state.live_values)
     detail = f"the bus was empty; going on from the checkpoint of step {state.step}"
     await tell(bus, "trainer", "run restored", detail, step=state.step, cursor=state.cursor, position=position)
 
 
 async def _journal(
     bus: Bus, ledger: Ledger, checkpoint: Checkpoint | None, status: RunStatus, folder: Path
-) -> tuple[tuple[int, tuple[bytes, ...]], ...]:
+) -> tuple[tuple[JournalEntry, ...], ...]:
     entries = await ledger.journal(checkpoint.state.journal_entry if checkpoint is not None else "")
     start = checkpoint.state.step if checkpoint is not None else 0
-    by_step: dict[int, list[bytes]] = defaultdict(list)
-    for _, step, payload in entries:
-        by_step[step].append(payload)
+    by_step: dict[int, list[JournalEntry]] = defaultdict(list)
+    for entry in entries:
+        by_step[entry.step].append(entry)
     steps = [step for step in sorted(by_step) if step > start]
     if steps != list(range(start + 1, status.step + 1)):
         raise RuntimeError(
@@ -83,4 +80,4 @@ async def _journal(
     if steps:
         detail = f"replaying {len(steps)} steps from the journal after the checkpoint of step {start}"
         await tell(bus, "trainer", "journal replayed", detail, start=start, end=status.step)
-    return tuple((step, tuple(by_step[step])) for step in steps)
+    return tuple(tuple(by_step[step]) for step in steps)

@@ -1,7 +1,7 @@
 -- Roll back: take the run back to a version, in one transaction. It pauses, every version of the branch that is left is
 -- fenced, the trainer that runs is shut out (its next commit finds another epoch), and step, place in the dataset and the
 -- count of trained groups are again what they were. Loading, publishing and serving follow from what is written here.
--- KEYS run, policy_states, revoked, journal, counts, marks, checkpoints, rollback
+-- KEYS run, policy_states, revoked, journal, counts, marks, checkpoints, rollback, pins, run history
 -- ARGV expected newest version, target, its step, now, reason, operation's id, versions to revoke...
 -- Returns 'ok', or why not: 'moved' (read again), 'busy' (another rollback is under way), 'no_checkpoint', 'state:<state>'.
 local run = redis.call('HMGET', KEYS[1], 'state', 'newest_version', 'cursor', 'step')
@@ -20,6 +20,7 @@ if redis.call('HEXISTS', KEYS[7], ARGV[2]) == 0 then
 end
 for i = 7, #ARGV do
   redis.call('SADD', KEYS[3], ARGV[i])
+  redis.call('SREM', KEYS[9], ARGV[i])
   redis.call('HSET', KEYS[2], ARGV[i], 'revoked')
 end
 local trained, position = string.match(redis.call('HGET', KEYS[6], ARGV[2]) or '', '^(%d+) (-?%d+)$')
@@ -35,6 +36,8 @@ if position then
 end
 if run[1] == 'running' then
   redis.call('HSET', KEYS[1], 'changed_at_s', ARGV[4])
+  redis.call('XADD', KEYS[10], 'MAXLEN', '~', 10000, '*', 'from', 'running', 'to', 'paused', 'reason', ARGV[5],
+    'at_s', ARGV[4], 'step', run[4] or '0')
 end
 redis.call('DEL', KEYS[8])
 redis.call('HSET', KEYS[8], 'id', ARGV[6], 'target', ARGV[2], 'state', 'loading', 'reason', ARGV[5], 'started_at_s', ARGV[4],
