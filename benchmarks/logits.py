@@ -37,7 +37,14 @@ def measure(arguments: argparse.Namespace, chunk_tokens: int) -> dict[str, float
     else:
         before = psutil.Process().memory_info().rss
     started_s = time.perf_counter()
-    out = token_logprobs(hidden_ND, output, targets_N, 1.0, chunk_tokens, entropy_gradient=arguments.entropy_gradient)
+    out = token_logprobs(
+        hidden_ND,
+        output,
+        targets_N,
+        torch.ones(len(targets_N), device=targets_N.device),
+        chunk_tokens,
+        entropy_gradient=arguments.entropy_gradient,
+    )
     wanted = out.policy_logprobs_N.sum() + (out.entropy_N.sum() if arguments.entropy_gradient else 0.0)
     torch.autograd.backward(wanted)
     if device.type == "cuda":

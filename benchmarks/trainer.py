@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     start_ranks(arguments.device)
     tell(f"{arguments.ranks} ranks on {arguments.device}, building {arguments.shape}")
     model = random_model(SHAPES[arguments.shape], of, arguments.device)
-    policy = EitherPolicy(model, 1.0, chunk_tokens=of.trainer.logits_chunk_tokens).train()
+    policy = EitherPolicy(model, chunk_tokens=of.trainer.logits_chunk_tokens).train()
     sizes = policy.sizes
     engine = TrainingEngine(policy, of, arguments.device)
     longest = arguments.cap // 4

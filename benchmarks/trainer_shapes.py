@@ -68,10 +68,10 @@ class Padded:
 class EitherPolicy(Policy):
     """A policy whose forward pass takes a padded rectangle as well."""
 
-    def forward(self, batch: MicroBatch | Padded, temperature: float | None = None) -> TokenLogprobs:
+    def forward(self, batch: MicroBatch | Padded) -> TokenLogprobs:
         """Return the logprobs of ``batch``'s trained tokens."""
         if isinstance(batch, MicroBatch):
-            return super().forward(batch, temperature)
+            return super().forward(batch)
         output = self.model.get_output_embeddings()
         device = next(self.parameters()).device
         input_ids, rows, columns, targets = (
@@ -81,7 +81,9 @@ class EitherPolicy(Policy):
         hidden_BTD = self.model.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
         places = rows * hidden_BTD.shape[1] + columns
         hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, places)
-        return token_logprobs(hidden_ND, output, targets, temperature or 1.0, self._chunk_tokens)
+        return token_logprobs(
+            hidden_ND, output, targets, torch.ones_like(targets, dtype=torch.float32), self._chunk_tokens
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -4,20 +4,25 @@ Every command but ``up``, ``report``, ``export`` and ``settings`` is a thin clie
 """
 
 import importlib.metadata
+import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
+from services import commands
+from services.commands import LATEST, AsJson, Reason, Run, TokenFile, Url, coordinator
 from shared.errors import PenstockError, SettingsError
 from shared.messages import PolicyVersion
+
+if TYPE_CHECKING:
+    from services.client import Coordinator
 
 app = typer.Typer(
     name="penstock",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     help=(
@@ -30,9 +35,7 @@ app = typer.Typer(
     ),
 )
 
-Run = Annotated[Path, typer.Option("--run", metavar="RUN_FOLDER", help="The run's folder.")]
-Url = Annotated[str, typer.Option("--url", metavar="URL", help="The coordinator's address, instead of --run.")]
-LATEST = Path("runs/latest")
+commands.add_to(app)
 
 
 @app.callback(invoke_without_command=True)
@@ -90,48 +93,57 @@ def up(
 
 
 @app.command()
-def status(
-    run: Run = LATEST,
-    url: Url = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print what the API says, for scripts.")] = False,
-) -> None:
+def status(run: Run = LATEST, url: Url = "", token_file: TokenFile = None, as_json: AsJson = False) -> None:
     """Show what a run does now.
 
     **Examples:** `penstock status` · `penstock status --run runs/arithmetic-…` · `penstock status --json | jq .step`
     """
-    from services.client import Coordinator, find
     from services.up import view
 
-    coordinator = Coordinator(find(url, run))
+    asked = coordinator(run, url, token_file)
     if as_json:
-        print(coordinator.run_json())  # noqa: T201
+        print(asked.run_json())  # noqa: T201
         return
-    seen, replicas = coordinator.run(), coordinator.replicas()
+    seen, replicas = asked.run(), asked.replicas()
     Console().print(view.screen(f"penstock · {seen.run_id}", seen, [view.row_of(replica) for replica in replicas]))
 
 
 @app.command()
-def start(run: Run = LATEST, url: Url = "") -> None:
+def start(
+    reason: Reason = "", run: Run = LATEST, url: Url = "", token_file: TokenFile = None, as_json: AsJson = False
+) -> None:
     """Start a run that waits (`coordinator.autostart = false`)."""
-    _ask("start", run, url)
+    _steer("start", {"reason": reason}, coordinator(run, url, token_file), as_json)
 
 
 @app.command()
-def pause(run: Run = LATEST, url: Url = "") -> None:
+def pause(
+    drain: Annotated[bool, typer.Option("--drain", help="Wait until nothing is generated or scored any more.")] = False,
+    reason: Reason = "",
+    run: Run = LATEST,
+    url: Url = "",
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+) -> None:
     """Pause: nothing more is admitted, running groups finish. `penstock resume` goes on exactly there."""
-    _ask("pause", run, url)
+    body = {"reason": reason, "mode": "drain" if drain else "admission"}
+    _steer("pause", body, coordinator(run, url, token_file), as_json)
 
 
 @app.command()
-def resume(run: Run = LATEST, url: Url = "") -> None:
+def resume(
+    reason: Reason = "", run: Run = LATEST, url: Url = "", token_file: TokenFile = None, as_json: AsJson = False
+) -> None:
     """Go on after a pause. (A run whose `penstock up` has ended goes on with `penstock up --resume`.)"""
-    _ask("resume", run, url)
+    _steer("resume", {"reason": reason}, coordinator(run, url, token_file), as_json)
 
 
 @app.command()
-def stop(run: Run = LATEST, url: Url = "") -> None:
+def stop(
+    reason: Reason = "", run: Run = LATEST, url: Url = "", token_file: TokenFile = None, as_json: AsJson = False
+) -> None:
     """End a run for good, before its last step; summary and report are written. Ctrl-C on `up` only interrupts it."""
-    _ask("stop", run, url)
+    _steer("stop", {"reason": reason}, coordinator(run, url, token_file), as_json)
 
 
 @app.command()
@@ -187,12 +199,14 @@ def settings(
     explain.show(found, Console())
 
 
-def _ask(what: str, run: Path, url: str) -> None:
-    from services.client import Coordinator, find
-
-    coordinator = Coordinator(find(url, run))
-    coordinator.ask(what)
-    seen = coordinator.run()
+def _steer(command: str, body: dict[str, str], asked: "Coordinator", as_json: bool) -> None:
+    answer = asked.post(f"/v1/run/{command}", body)
+    if "kind" in answer:
+        answer = asked.finished(answer, lambda detail: None)
+    if as_json:
+        print(json.dumps(answer, indent=2))  # noqa: T201
+        return
+    seen = asked.run()
     print(f"{seen.run_id}: {seen.state}, step {seen.step} of {seen.steps}")  # noqa: T201
 
 

@@ -5,8 +5,11 @@ coordinator can be looked at too. This module knows no service; the command line
 """
 
 import json
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -15,7 +18,12 @@ from shared.errors import PenstockError
 
 ENDED_STATES = ("stopped", "finished")
 READY_STATES = ("working", "waiting", "degraded")
-_TIMEOUT_S = 5.0
+_TIMEOUT_S = 10.0
+_POLL_S = 0.2
+_SILENCE_S = 30.0
+
+JsonObject: TypeAlias = dict[str, Any]
+"""An answer as it came; docs/openapi.json says what is in it."""
 
 
 class Unreachable(PenstockError):
@@ -121,14 +129,14 @@ class ReplicaView(View):
 
 
 class _Services(View):
-    """A list of replicas, bare or by name."""
+    """A page of replicas."""
 
     services: list[ReplicaView] = Field(default=[])
 
     @model_validator(mode="before")
     @classmethod
     def _named(cls, found: object) -> object:
-        return {"services": found} if isinstance(found, list) else found
+        return {"services": found["items"]} if isinstance(found, dict) and "items" in found else found
 
 
 V = TypeVar("V", bound=View)
@@ -157,11 +165,30 @@ def find(url: str | None, run_folder: Path) -> str:
     return str(found).rstrip("/")
 
 
-class Coordinator:
-    """Ask one coordinator, and wait for each answer."""
+def read_token(path: Path | None) -> str:
+    """Return the token in a file's first line; empty where no file is given.
 
-    def __init__(self, url: str) -> None:
+    Raises:
+        PenstockError: it cannot be read.
+    """
+    if path is None:
+        return ""
+    try:
+        return path.read_text(encoding="utf-8").partition("\n")[0].strip()
+    except OSError as error:
+        raise PenstockError(f"expected a token in {path}, found: {error.strerror}: change --token-file") from error
+
+
+class Coordinator:
+    """Ask one coordinator, and wait for each answer.
+
+    Args:
+        token: the bearer token; empty: none is needed.
+    """
+
+    def __init__(self, url: str, token: str = "") -> None:
         self._url = url
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def run(self) -> RunView:
         """Return what the run does."""
@@ -174,20 +201,89 @@ class Coordinator:
 
     def replicas(self) -> list[ReplicaView]:
         """Return every replica that is there."""
-        return _read(self._answer("GET", "/v1/services"), _Services).services
+        return _read(self._answer("GET", "/v1/services", query={"limit": 500}), _Services).services
 
-    def ask(self, what: str) -> None:
-        """Ask for ``start``, ``pause``, ``resume`` or ``stop``.
+    def get(self, path: str, **query: str | int) -> JsonObject:
+        """Return the answer to ``GET path``."""
+        found: JsonObject = self._answer("GET", path, query=query).json()
+        return found
+
+    def post(self, path: str, body: JsonObject | None = None) -> JsonObject:
+        """Return the answer to ``POST path``, which is done once however often it has to be sent.
 
         Raises:
-            Refused: the run is in no state for it.
+            Refused: the coordinator will not.
             Unreachable: nothing answers.
         """
-        self._answer("POST", f"/v1/run/{what}")
+        found: JsonObject = self._answer("POST", path, body=body, key=uuid.uuid4().hex).json()
+        return found
 
-    def _answer(self, method: str, path: str) -> httpx.Response:
+    def items(self, path: str, most: int, **query: str | int) -> list[JsonObject]:
+        """Return up to ``most`` items of a list, page by page."""
+        found: list[JsonObject] = []
+        while len(found) < most:
+            page = self.get(path, **query, limit=min(500, most - len(found)))
+            found += page["items"]
+            if page["next"] is None:
+                break
+            query["cursor"] = page["next"]
+        return found
+
+    def finished(self, operation: JsonObject, tell: Callable[[str], None]) -> JsonObject:
+        """Wait until an operation has ended; ``tell`` hears what it waits for.
+
+        Raises:
+            Refused: it failed or was cancelled.
+        """
+        while operation["state"] == "running":
+            time.sleep(_POLL_S)
+            operation = self.get(f"/v1/operations/{operation['id']}")
+            tell(str(operation["detail"]))
+        if operation["state"] != "succeeded":
+            raise Refused(f"{operation['kind']} {operation['state']}: {operation['detail']}")
+        return operation
+
+    def events(self) -> Iterator[JsonObject]:
+        """Yield what happens from now on, for ever; after a cut it goes on with what was missed."""
+        headers, last = {**self._headers, "Accept": "text/event-stream"}, ""
+        while True:
+            more = {**headers, "Last-Event-ID": last} if last else headers
+            url = f"{self._url}/v1/events/stream"
+            try:
+                with httpx.stream("GET", url, headers=more, timeout=_SILENCE_S, trust_env=False) as answer:
+                    if not answer.is_success:
+                        answer.read()
+                        _checked(answer)
+                    for line in answer.iter_lines():
+                        if line.startswith("data: "):
+                            event: JsonObject = json.loads(line.removeprefix("data: "))
+                            last = str(event["id"])
+                            yield event
+            except httpx.RemoteProtocolError:
+                continue
+            except httpx.HTTPError as error:
+                raise Unreachable(_nobody(self._url, error)) from error
+
+    def _answer(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str | int] | None = None,
+        body: JsonObject | None = None,
+        key: str = "",
+    ) -> httpx.Response:
+        headers = {**self._headers, "Idempotency-Key": key} if key else self._headers
         try:
-            answer = httpx.request(method, f"{self._url}{path}", timeout=_TIMEOUT_S, trust_env=False)
+            answer = httpx.request(
+                method,
+                f"{self._url}{path}",
+                params=dict(query or {}),
+                json=body,
+                headers=headers,
+                timeout=_TIMEOUT_S,
+                trust_env=False,
+            )
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise Unreachable(_nobody(self._url, error)) from error
         return _checked(answer)
@@ -196,9 +292,10 @@ class Coordinator:
 class AsyncCoordinator:
     """Ask one coordinator while other things go on."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, token: str = "") -> None:
         self.url = url
-        self._client = httpx.AsyncClient(base_url=url, timeout=_TIMEOUT_S, trust_env=False)
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._client = httpx.AsyncClient(base_url=url, headers=headers, timeout=_TIMEOUT_S, trust_env=False)
 
     async def run(self) -> RunView:
         """Return what the run does."""
@@ -206,7 +303,7 @@ class AsyncCoordinator:
 
     async def replicas(self) -> list[ReplicaView]:
         """Return every replica that is there."""
-        return _read(await self._get("/v1/services"), _Services).services
+        return _read(await self._get("/v1/services?limit=500"), _Services).services
 
     async def close(self) -> None:
         """Close the connections."""

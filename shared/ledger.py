@@ -56,16 +56,32 @@ class RunStatus:
     step: int
     """Committed optimizer steps."""
     cursor: int
-    """Prompts admitted so far; the next group id."""
+    """Prompts admitted so far; the next group id, which is never used again."""
+    shift: int
+    """The next prompt stands at place ``cursor - shift`` of the dataset: rollbacks go back in it, group ids do not."""
     head: PolicyVersion | None
     """The version that replicas serve."""
     newest_version: PolicyVersion | None
     """The version of the newest commit; the coordinator makes it the head."""
+    tip: PolicyVersion | None
+    """The parent of the next version: the newest one, or the one that a rollback went back to."""
     trainer_epoch: int
     first_admission_s: float | None
     last_commit_s: float | None
     paused_s: float
     """How long the run was paused, over all pauses that ended."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JournalEntry:
+    """A group that a committed step was made of."""
+
+    entry: EntryId
+    step: int
+    settings_revision: int
+    """Under which revision of the live settings the step was trained."""
+    data: bytes
+    """The experience, encoded."""
 
 
 class Ledger:
@@ -74,6 +90,11 @@ class Ledger:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._keys = bus.keys
+        self.term: int | None = None
+        """Under which term this coordinator leads; None: nobody asks."""
+
+    def _term(self) -> Argument:
+        return "" if self.term is None else self.term
 
     # ---------------------------------------------------------------- run
 
@@ -90,7 +111,8 @@ class Ledger:
     async def transition(self, to: RunState, reason: str, allowed: Sequence[RunState]) -> tuple[bool, RunState]:
         """Change the run's state if it is one of ``allowed``; return whether, and the state that was found."""
         arguments: list[Argument] = [to.value, reason, time.time(), *(state.value for state in allowed)]
-        changed, found = await self._bus.script("transition", [self._keys.run], arguments)
+        keys = [self._keys.run, self._keys.of(streams.HISTORY)]
+        changed, found = await self._bus.script("transition", keys, arguments)
         return bool(changed), RunState(found.decode() or "created")
 
     async def admit(
@@ -98,7 +120,7 @@ class Ledger:
     ) -> int:
         """Admit as many of ``prompts`` as there are free slots, in order; their group ids start at the cursor.
 
-        Returns how many; -1 when the run is not running; -2 when the cursor or the newest version moved meanwhile.
+        Returns how many; -1 when the run is not running or another coordinator leads it; -2 when the cursor or the newest version moved meanwhile.
         Never admits more than the steps that are left can use.
         """
         keys = [self._keys.run, *(self._keys.of(stream) for stream in streams.TRAINING_STREAMS)]
@@ -110,6 +132,7 @@ class Ledger:
             cursor,
             newest,
             time.time(),
+            self._term(),
             *(wire.encode(p) for p in prompts),
         ]
         return int(await self._bus.script("admit", keys, arguments))
@@ -124,10 +147,25 @@ class Ledger:
         """Start as the run's only trainer: whatever an older one still tries to commit is refused from now on."""
         return int(await self._bus.call(lambda: self._bus.client.hincrby(self._keys.run, "trainer_epoch", 1)))
 
-    async def restore(self, step: int, cursor: int, newest: PolicyVersion) -> bool:
-        """Tell an empty bus what a checkpoint knows of the run; return False when the bus knows the run already."""
-        arguments: list[Argument] = ["step", step, "cursor", cursor, "newest_version", newest]
-        return bool(await self._bus.script("restore", [self._keys.run], arguments))
+    async def restore(
+        self, step: int, cursor: int, position: int, newest: PolicyVersion, counts: Mapping[str, int]
+    ) -> bool:
+        """Tell an empty bus what a checkpoint knows of the run; return False when the bus knows the run already.
+
+        Groups that were in flight when it was written are counted as ``dropped:bus_lost``; their prompts are drawn again.
+        """
+        lost = cursor - sum(count for name, count in counts.items() if name != "requeued")
+        fields = {"step": step, "cursor": cursor, "shift": cursor - position, "newest_version": newest}
+        ended = {**counts, "dropped:bus_lost": counts.get("dropped:bus_lost", 0) + max(0, lost)}
+        arguments: list[Argument] = [len(fields)]
+        for name, value in (*fields.items(), *ended.items()):
+            arguments += [name, value]
+        return bool(await self._bus.script("restore", [self._keys.run, self._keys.counts], arguments))
+
+    async def position(self, version: PolicyVersion) -> int | None:
+        """Return the place in the dataset of the first prompt that was not trained when ``version`` was committed."""
+        mark = await self._bus.call(lambda: self._bus.client.hget(self._keys.marks, str(version)))
+        return None if mark is None else int(mark.split()[1])
 
     async def commit(
         self, epoch: int, record: PolicyRecord, deliveries: Sequence[Delivery[Experience]], report: StepReport | None
@@ -142,7 +180,8 @@ class Ledger:
         named = (streams.EXPERIENCE, streams.JOURNAL)
         keys = [self._keys.run, *(self._keys.of(stream) for stream in named), self._keys.policies]
         keys += [self._keys.policy_states, *(self._keys.of(s) for s in (streams.PUBLISHED, streams.STEPS))]
-        keys += [self._keys.counts, self._keys.of(streams.AUDIT)]
+        keys += [self._keys.counts, self._keys.of(streams.AUDIT), self._keys.marks]
+        keys += [self._keys.of(stream) for stream in (streams.PROMPTS, streams.ROLLOUTS)]
         payload = wire.encode(record)
         arguments: list[Argument] = [
             epoch,
@@ -157,17 +196,23 @@ class Ledger:
             self._bus.audit_entries,
             streams.STEPS.max_entries or 0,
             time.time(),
+            record.settings_revision,
         ]
         answer = await self._bus.script("commit", keys, [*arguments, *(entry.entry_id for entry in deliveries)])
         if answer != b"ok":
             raise Fenced(f"expected to commit step {record.step} as version {record.version}, found {answer.decode()}")
 
-    async def journal(self, after: str) -> list[tuple[EntryId, int, bytes]]:
-        """Return the journal after an entry: (entry, step, experience's bytes), in the order of commits."""
+    async def journal(self, after: str) -> list[JournalEntry]:
+        """Return the journal after an entry, in the order of commits."""
         rows = await self._bus.call(
             lambda: self._bus.client.xrange(self._keys.of(streams.JOURNAL), min=f"({after}" if after else "-")
         )
-        return [(EntryId(entry.decode()), int(fields[b"step"]), fields[b"data"]) for entry, fields in rows]
+        return [
+            JournalEntry(
+                EntryId(entry.decode()), int(fields[b"step"]), int(fields.get(b"revision", 0)), fields[b"data"]
+            )
+            for entry, fields in rows
+        ]
 
     async def trim_journal(self, through: str) -> None:
         """Forget the journal through an entry, which a checkpoint covers."""
@@ -176,12 +221,14 @@ class Ledger:
         after = f"{milliseconds}-{int(sequence or 0) + 1}"
         await self._bus.call(lambda: self._bus.client.xtrim(key, minid=after, approximate=False))
 
-    async def set_checkpoint(self, version: PolicyVersion, folder: str | None) -> None:
-        """Note, or with None forget, that a version has a checkpoint."""
-        if folder is None:
-            await self._bus.call(lambda: self._bus.client.hdel(self._keys.checkpoints, str(version)))
-        else:
-            await self._bus.call(lambda: self._bus.client.hset(self._keys.checkpoints, str(version), folder))
+    async def set_checkpoint(self, version: PolicyVersion, folder: str) -> None:
+        """Note that a version has a checkpoint."""
+        await self._bus.call(lambda: self._bus.client.hset(self._keys.checkpoints, str(version), folder))
+
+    async def forget_checkpoint(self, folder: str) -> bool:
+        """Note that a checkpoint is about to be deleted; False where it has to stay (it is pinned, or a rollback goes back to it)."""
+        keys = [self._keys.run, self._keys.checkpoints, self._keys.pins]
+        return bool(await self._bus.script("forget_checkpoint", keys, [folder]))
 
     # ---------------------------------------------------------------- policies
 
@@ -197,7 +244,9 @@ class Ledger:
         keys += [self._keys.policy_states, self._keys.of(streams.POLICY)]
         update = wire.encode(PolicyUpdate(record=record, promoted_at_s=time.time(), sources=dict(sources)))
         arguments: list[Argument] = [streams.PUBLISHED.group or "", delivery.entry_id, record.version, update]
-        return bool(await self._bus.script("promote", keys, [*arguments, streams.POLICY.max_entries or 0]))
+        return bool(
+            await self._bus.script("promote", keys, [*arguments, streams.POLICY.max_entries or 0, self._term()])
+        )
 
     async def policy(self, version: PolicyVersion) -> PolicyRecord | None:
         """Return a version's record."""
@@ -219,10 +268,35 @@ class Ledger:
         raw = await self._bus.call(lambda: self._bus.client.hgetall(self._keys.checkpoints))
         return {PolicyVersion(int(version)): folder.decode() for version, folder in raw.items()}
 
+    async def pins(self) -> frozenset[PolicyVersion]:
+        """Return the versions whose checkpoints are kept from cleanup."""
+        return await self._versions(self._keys.pins)
+
+    async def released(self) -> frozenset[PolicyVersion]:
+        """Return the versions that people may use."""
+        return await self._versions(self._keys.released)
+
+    async def pin(self, version: PolicyVersion, *, pinned: bool) -> bool:
+        """Keep a version's checkpoint from cleanup, or no longer; return whether that is new."""
+        return await self._mark(self._keys.pins, version, marked=pinned)
+
+    async def release(self, version: PolicyVersion, *, released: bool) -> bool:
+        """Say that people may use a version, or no longer; return whether that is new."""
+        return await self._mark(self._keys.released, version, marked=released)
+
+    async def _mark(self, key: str, version: PolicyVersion, *, marked: bool) -> bool:
+        client = self._bus.client
+        return bool(
+            await self._bus.call(lambda: client.sadd(key, str(version)) if marked else client.srem(key, str(version)))
+        )
+
+    async def _versions(self, key: str) -> frozenset[PolicyVersion]:
+        names = await self._bus.call(lambda: self._bus.client.smembers(key))
+        return frozenset(PolicyVersion(int(name)) for name in names)
+
     async def revoked(self) -> frozenset[PolicyVersion]:
         """Return the versions whose samples must not be trained on."""
-        names = await self._bus.call(lambda: self._bus.client.smembers(self._keys.revoked))
-        return frozenset(PolicyVersion(int(name)) for name in names)
+        return await self._versions(self._keys.revoked)
 
     async def revoke(self, version: PolicyVersion) -> None:
         """Fence a version: samples that hold one of its tokens are dropped at the trainer's intake."""
@@ -242,8 +316,10 @@ def read_status(raw: Mapping[bytes, bytes]) -> RunStatus:
         changed_at_s=float(fields.get("changed_at_s", 0)),
         step=int(fields.get("step", 0)),
         cursor=int(fields.get("cursor", 0)),
+        shift=int(fields.get("shift", 0)),
         head=_version(fields.get("head")),
         newest_version=_version(fields.get("newest_version")),
+        tip=_version(fields.get("tip", fields.get("newest_version"))),
         trainer_epoch=int(fields.get("trainer_epoch", 0)),
         first_admission_s=_optional_float(fields.get("first_admission_s")),
         last_commit_s=_optional_float(fields.get("last_commit_s")),

@@ -238,6 +238,8 @@ class PolicyRecord:
     source: str = ""
     """``host:port`` where the trainer serves this version; empty: by file only."""
     probe: Probe | None = None
+    settings_revision: int = 0
+    """Under which revision of the live settings its step was trained."""
 
 
 @message("policy_update", schema=1)

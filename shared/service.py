@@ -4,7 +4,8 @@
 
     main("rollout", start)             one sentence on stderr and exit 2 for wrong settings; no traceback
       └── start(context)               the service's own coroutine; returns when it has stopped in order
-            context.stop               set by SIGTERM and SIGINT
+            context.stop               set by SIGTERM, SIGINT and when people drain the replica
+            context.live, context.cordon   what the replica is told while it runs, read with every heartbeat
 """
 
 import argparse
@@ -24,9 +25,11 @@ from typing import NoReturn
 
 from shared import log
 from shared.bus import Bus
+from shared.cordon import Cordon
 from shared.errors import BusUnavailable, SettingsError
+from shared.live import Live
 from shared.messages import Json
-from shared.settings import Settings, load
+from shared.settings import Settings, load, loads
 from shared.telemetry import Endpoints, Presence, Status
 from shared.worker import Patience
 
@@ -45,6 +48,8 @@ class Context:
     bus: Bus
     status: Status
     stop: asyncio.Event
+    live: Live
+    cordon: Cordon
 
     @property
     def host(self) -> str:
@@ -68,10 +73,15 @@ def parse(service: str, arguments: Sequence[str]) -> tuple[Settings, str]:
         prog=f"python -m services.{service}",
         description=f"Run one {service} replica of Penstock. Any setting can be given as a flag: --run.steps 10",
     )
-    parser.add_argument("--config", type=Path, required=True, help="the run's TOML file")
+    start = parser.add_mutually_exclusive_group(required=True)
+    start.add_argument("--config", type=Path, help="the run's TOML file")
+    start.add_argument(
+        "--from-bus", metavar="URL", help="take the settings that were registered there by POST /v1/runs"
+    )
+    parser.add_argument("--run-id", default="", help="with --from-bus: which run")
     parser.add_argument("--replica", default="", help="name on the bus, stable over restarts; default: the host's name")
     known, flags = parser.parse_known_args(arguments)
-    settings = load(known.config, flags)
+    settings = load(known.config, flags) if known.config else _registered(known.from_bus, known.run_id, flags)
     if not settings.run.id:
         raise SettingsError(
             "expected run.id, found none: services of one run agree on it; set run.id, or start with `penstock up`"
@@ -79,13 +89,31 @@ def parse(service: str, arguments: Sequence[str]) -> tuple[Settings, str]:
     return settings, known.replica or f"{service}-{socket.gethostname()}"
 
 
+def _registered(url: str, run_id: str, flags: Sequence[str]) -> Settings:
+    """Return the settings of a run that was registered on the bus; ``bus.url`` is the one given."""
+
+    async def fetch() -> str:
+        bus = await Bus.connect(url, run_id, wait_s=30.0)
+        try:
+            found = await bus.call(lambda: bus.client.get(bus.keys.settings))
+        finally:
+            await bus.close()
+        if found is None:
+            raise SettingsError(f"expected a run {run_id!r} on that bus, found none: register it by POST /v1/runs")
+        return bytes(found).decode()
+
+    try:
+        toml = asyncio.run(fetch())
+    except BusUnavailable as error:
+        raise SettingsError(f"{error}: check --from-bus") from error
+    return loads(toml, f"run {run_id}", [*flags, "--bus.url", url], os.environ)
+
+
 @contextlib.asynccontextmanager
-async def serve(settings: Settings, service: str, replica: str, metrics_port: int | None) -> AsyncIterator[Context]:
+async def serve(settings: Settings, service: str, replica: str, metrics_port: int) -> AsyncIterator[Context]:
     """Connect to the bus, serve metrics and beat while the body runs; SIGTERM and SIGINT set ``stop``.
 
     A process that was told to stop and cannot (its bus is gone for good, say) ends ``_LEAVE_S`` after ``bus.drain_s``.
-
-    With ``metrics_port`` None the service serves its metrics itself and writes where into ``status.address``.
     """
     stop, status = asyncio.Event(), Status()
     loop = asyncio.get_running_loop()
@@ -102,18 +130,23 @@ async def serve(settings: Settings, service: str, replica: str, metrics_port: in
     )
     bus.wait_for_ever()
 
-    def ready() -> dict[str, Json]:
-        return {"ready": status.ready and bus.available, "state": status.state, "bus": bus.available}
+    live, cordon = Live(bus, settings), Cordon(bus, replica, told_to_stop)
 
-    endpoints = (
-        None if metrics_port is None else Endpoints(own_host(settings), metrics_port, f"{service}.metrics_port", ready)
+    async def hear() -> None:
+        await cordon.refresh()
+        await live.refresh()
+        status.settings_revision, status.taking = live.revision, cordon.taking.is_set()
+
+    endpoints = Endpoints(
+        own_host(settings), metrics_port, f"{service}.metrics_port", lambda: readiness(status, bus.available)
     )
-    status.address = "" if endpoints is None else endpoints.address
-    presence = Presence(bus, service, replica, settings.telemetry.heartbeat_s, status)
+    status.address = endpoints.address
+    await cordon.begin()
+    presence = Presence(bus, service, replica, settings.telemetry.heartbeat_s, status, hear)
     beating = asyncio.Event()
     beats = asyncio.create_task(presence.run(beating))
     try:
-        yield Context(settings, service, replica, bus, status, stop)
+        yield Context(settings, service, replica, bus, status, stop, live, cordon)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(2.0):
                 await presence.leave()
@@ -121,10 +154,18 @@ async def serve(settings: Settings, service: str, replica: str, metrics_port: in
         beating.set()
         beats.cancel()
         await asyncio.gather(beats, return_exceptions=True)
-        if endpoints is not None:
-            endpoints.close()
+        endpoints.close()
         await bus.close()
         signal.alarm(0)
+
+
+def readiness(status: Status, bus_available: bool) -> dict[str, Json]:
+    """Return what /readyz says: ``ready``, the service's state, and each check by name."""
+    checks: dict[str, Json] = {
+        "bus": {"ok": bus_available, "detail": "answers" if bus_available else "does not answer"},
+        "work": {"ok": status.ready, "detail": status.last_error or status.state},
+    }
+    return {"ready": status.ready and bus_available, "state": status.state, "checks": checks}
 
 
 def own_host(settings: Settings) -> str:

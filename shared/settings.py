@@ -27,6 +27,8 @@ from shared.algorithm import AlgorithmSettings
 from shared.connection import redact
 from shared.deepspeed_keys import check_deepspeed
 from shared.errors import SettingsError
+from shared.expression import Expression
+from shared.guards import GuardsSettings
 from shared.reward_models import ModelScorer, ReferenceSettings
 from shared.section import Section
 
@@ -348,7 +350,7 @@ class TrainerSettings(Section):
     """Checkpoints that are kept."""
     max_skipped_steps: NonNegativeInt = Field(default=3)
     """So many batches in a row may give a loss or gradient that is not finite: each leaves uncommitted, counted as
-    dropped:nonfinite. One more stops the trainer."""
+    dropped:nonfinite. One more pauses the run."""
     metrics_port: NonNegativeInt = Field(default=0)
     """Port of /metrics, /healthz and /readyz of rank 0; 0: any free one."""
 
@@ -411,6 +413,12 @@ class CoordinatorSettings(Section):
     """Address of the HTTP API."""
     port: NonNegativeInt = Field(default=0)
     """Port of the HTTP API; 0: any free one, written to <run folder>/coordinator.json."""
+    metrics_port: NonNegativeInt = Field(default=0)
+    """Port of /metrics, /healthz and /readyz, which ask for no token; 0: any free one."""
+    token_file: Path | None = Field(default=None)
+    """A file whose first line is the bearer token that may read and operate; needed where `host` is no loopback address."""
+    read_token_file: Path | None = Field(default=None)
+    """A file whose first line is a bearer token that may only read."""
     autostart: bool = Field(default=True)
     """Start the run as soon as the services are there; otherwise wait for POST /v1/run/start."""
     sample_every_steps: PositiveInt = Field(default=5)
@@ -453,6 +461,8 @@ class Settings(Section):
     """How policy versions reach the replicas."""
     coordinator: CoordinatorSettings = Field(default=CoordinatorSettings())
     """Admission, ledger and the HTTP API."""
+    guards: GuardsSettings = Field(default=GuardsSettings())
+    """What must not go on unseen, and what is done about it."""
     telemetry: TelemetrySettings = Field(default=TelemetrySettings())
     """Logs and heartbeats."""
 
@@ -503,6 +513,10 @@ class Settings(Section):
                 "expected another name for a scorer than 'reference', which metrics and alarms call the frozen policy: "
                 "change name in [[reward.scorers]]"
             )
+        try:
+            Expression(self.reward.expression, names)
+        except SettingsError as error:
+            raise ValueError(str(error)) from error
         if self.trainer.warmup_steps > self.run.steps:
             raise ValueError(
                 f"expected trainer.warmup_steps <= run.steps, found {self.trainer.warmup_steps} > {self.run.steps}: "
@@ -580,35 +594,68 @@ def load(path: Path | None, flags: Sequence[str] = (), environment: Mapping[str,
     Raises:
         SettingsError: no such file, no TOML, an unknown key, a wrong type, or settings that contradict each other.
     """
-    values = {} if path is None else _read_toml(path)
-    for key, text in _environment(os.environ if environment is None else environment).items():
+    environment = os.environ if environment is None else environment
+    return loads("" if path is None else _read(path), str(path or "settings"), flags, environment)
+
+
+def loads(toml: str, name: str, flags: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Settings:
+    """Return the settings in the text ``toml``, which messages call ``name``, overridden as by :func:`load`.
+
+    Raises:
+        SettingsError: as :func:`load`.
+    """
+    try:
+        values = tomllib.loads(toml)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise SettingsError(f"expected TOML in {name}, found: {error}") from error
+    for key, text in _environment(environment or {}).items():
         _set(values, key, text)
     for key, text in _flags(flags).items():
         _set(values, key, text)
+    return _validated(values, name)
+
+
+def override(settings: Settings, changes: Mapping[str, object]) -> Settings:
+    """Return ``settings`` with ``changes`` (dotted key → value), checked as a whole.
+
+    Raises:
+        SettingsError: a value is wrong, or contradicts the other settings.
+    """
+    values = settings.model_dump(mode="json", exclude_none=True)
+    for key, value in changes.items():
+        table, name = key.split(".")
+        values[table][name] = value
+    return _validated(values, "settings")
+
+
+def _validated(values: dict[str, Any], name: str) -> Settings:
     try:
         return Settings.model_validate(values)
     except ValidationError as error:
-        raise SettingsError(_explain(error, path)) from error
+        raise SettingsError(_explain(error, name)) from error
 
 
 def dump(settings: Settings, path: Path) -> None:
     """Write the resolved settings as TOML, without the password of bus.url, for services and for people to read."""
+    path.write_text(dumps(settings), encoding="utf-8")
+
+
+def dumps(settings: Settings) -> str:
+    """Return the resolved settings as TOML, without the password of bus.url."""
     values = settings.model_dump(mode="json", exclude_none=True)
     values["bus"]["url"] = redact(settings.bus.url)
-    path.write_text(f"# The resolved settings of run {settings.run.id}.\n{tomli_w.dumps(values)}", encoding="utf-8")
+    return f"# The resolved settings of run {settings.run.id}.\n{tomli_w.dumps(values)}"
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> str:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise SettingsError(
             f"expected a settings file at {path}, found none: check the path after the command"
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"expected a readable settings file at {path}, found: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise SettingsError(f"expected TOML in {path}, found: {error}") from error
 
 
 def _environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -651,8 +698,8 @@ def _value(text: str) -> Any:
         return text
 
 
-def _explain(error: ValidationError, path: Path | None) -> str:
-    return "\n".join(f"{path or 'settings'}: {_explain_one(dict(problem))}" for problem in error.errors())
+def _explain(error: ValidationError, name: str) -> str:
+    return "\n".join(f"{name}: {_explain_one(dict(problem))}" for problem in error.errors())
 
 
 def _explain_one(problem: dict[str, Any]) -> str:

@@ -19,14 +19,24 @@
     steps        stream  trainer → coordinator      trimmed (reports for people)
     events       stream  all → people               trimmed
     audit        stream  scripts → people           trimmed (how every group ended)
+    history      stream  scripts → people           trimmed (every state of the run, with its reason)
     <stream>.dead stream scripts → people           by hand
     run          hash    state, step, cursor, head, newest_version, trainer_epoch, …
     counts       hash    trained, dropped:<reason>, dead:<stream>, requeued: exact, written by the same scripts
     policies     hash    version → PolicyRecord;    policy_states: version → published | live | retired | revoked
     checkpoints  hash    version → folder;          revoked: the set of fenced versions
+    marks        hash    version → groups trained and place in the dataset when it was committed
+    rollback     hash    the rollback that is under way, or the last one
+    lease        hash    which coordinator leads, under which term; expires
     evaluation   hash    the evaluation that is under way; its answers: evaluation_answers, problem → reward
     evaluations  hash    version → what its evaluation found (JSON), written by the coordinator
     statistics:<scorer> hash count, mean, squares of a scorer's values, over all reward replicas; …:groups: those counted
+    live         hash    revision → the settings that were changed while the run goes on (see ``live``)
+    pins         set     versions whose checkpoints are kept; released: versions that people may use
+    operations   hash    id → a command that takes a while, and how far it is (JSON)
+    cordons      hash    replica → what it was told: to take nothing new, or to finish and leave
+    settings     string  the TOML of a run that was registered over HTTP; services may start from it
+    idempotency:<digest> what a POST was answered, with a TTL
     services     set     replica names;             service:<replica>: its heartbeat, with a TTL
 
 Entries of a data stream are deleted on hand-over, so ``XLEN(prompts) + XLEN(rollouts) + XLEN(experience)`` is the number
@@ -69,6 +79,7 @@ POLICY = Stream("policy", max_entries=64)
 STEPS = Stream("steps", max_entries=100_000)
 EVENTS = Stream("events", max_entries=10_000)
 AUDIT = Stream("audit", max_entries=100_000)
+HISTORY = Stream("history", max_entries=10_000)
 
 TRAINING_STREAMS = (PROMPTS, ROLLOUTS, EXPERIENCE)
 """The streams whose lengths add up to the groups in flight."""
@@ -130,6 +141,21 @@ class Keys:
         return self.named("checkpoints")
 
     @property
+    def marks(self) -> str:
+        """The hash version → "groups trained, place in the dataset" at its commit."""
+        return self.named("marks")
+
+    @property
+    def lease(self) -> str:
+        """The hash that says which coordinator leads; it expires."""
+        return self.named("lease")
+
+    @property
+    def rollback(self) -> str:
+        """The hash that describes the rollback under way, or the last one."""
+        return self.named("rollback")
+
+    @property
     def evaluation(self) -> str:
         """The hash that describes the evaluation under way; absent when there is none."""
         return self.named("evaluation")
@@ -143,6 +169,40 @@ class Keys:
     def evaluations(self) -> str:
         """The hash version → what its evaluation found."""
         return self.named("evaluations")
+
+    @property
+    def live(self) -> str:
+        """The hash of settings that were changed while the run goes on."""
+        return self.named("live")
+
+    @property
+    def pins(self) -> str:
+        """The set of versions whose checkpoints are kept."""
+        return self.named("pins")
+
+    @property
+    def released(self) -> str:
+        """The set of versions that people may use."""
+        return self.named("released")
+
+    @property
+    def operations(self) -> str:
+        """The hash id → operation."""
+        return self.named("operations")
+
+    @property
+    def cordons(self) -> str:
+        """The hash replica → what it was told."""
+        return self.named("cordons")
+
+    @property
+    def settings(self) -> str:
+        """The TOML of a run that was registered over HTTP."""
+        return self.named("settings")
+
+    def idempotency(self, digest: str) -> str:
+        """Return the key of what one POST was answered."""
+        return self.named(f"idempotency:{digest}")
 
     @property
     def services(self) -> str:

@@ -1,8 +1,7 @@
 """What a process tells of itself: /metrics, /healthz and /readyz over HTTP, and a heartbeat on the bus.
 
 The HTTP side is a daemon thread of the standard library, so that every image has it. ``/healthz`` needs nothing and says
-that the process runs; ``/readyz`` is 200 when ``ready()`` says so, else 503, with the same JSON. The coordinator serves the
-same three from its API.
+that the process runs; ``/readyz`` is 200 when ``ready()`` says so, else 503, with the same JSON.
 """
 
 import asyncio
@@ -13,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -54,6 +53,10 @@ class Heartbeat:
     """Service's own figures: tokens_per_s, held, …"""
     source: str = ""
     """``host:port`` where this replica serves the weights that it holds to others; empty: nowhere."""
+    settings_revision: int = 0
+    """Under which revision of the live settings it works."""
+    taking: bool = True
+    """Whether it takes new work; not while it is cordoned."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -68,6 +71,8 @@ class Status:
     """``host:port`` of the HTTP endpoints."""
     source: str = ""
     """``host:port`` where weights are served to other replicas."""
+    settings_revision: int = 0
+    taking: bool = True
 
     @property
     def ready(self) -> bool:
@@ -127,20 +132,31 @@ def _handler(answer: Callable[[BaseHTTPRequestHandler], tuple[int, str, bytes]])
 
 
 class Presence:
-    """Tells the bus every ``heartbeat_s`` that this replica is there."""
+    """Tells the bus every ``heartbeat_s`` that this replica is there; ``hear`` is called before, to learn what it is told."""
 
-    def __init__(self, bus: Bus, service: str, replica: str, heartbeat_s: float, status: Status) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        service: str,
+        replica: str,
+        heartbeat_s: float,
+        status: Status,
+        hear: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         self._bus = bus
         self._service = service
         self._replica = replica
         self._heartbeat_s = heartbeat_s
         self._status = status
+        self._hear = hear
         self._started_at_s = time.time()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Beat until ``stop``, then take the heartbeat away."""
         process = psutil.Process()
         while not stop.is_set():
+            if self._hear is not None:
+                await self._hear()
             await self._beat(process)
             BUS_AVAILABLE.labels(self._replica).set(self._bus.available)
             try:
@@ -168,6 +184,8 @@ class Presence:
             last_error=self._status.last_error[:500],
             values=dict(self._status.values),
             source=self._status.source,
+            settings_revision=self._status.settings_revision,
+            taking=self._status.taking,
         )
         text = json.dumps(dataclasses.asdict(beat))
         ttl_ms = int(self._heartbeat_s * MISSED_HEARTBEATS * 1000)

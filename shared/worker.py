@@ -11,6 +11,7 @@
       ├── renew: every third of ``claim_after_s``; what is no longer ours is cancelled
       └── reclaim: what others have not renewed for ``claim_after_s``
 
+While ``taking`` is not set it takes nothing new and finishes what it holds.
 Order of shutdown: stop taking; wait up to ``drain_s`` for what is held; cancel the rest and give it back uncounted.
 The worker knows no service and no message type.
 """
@@ -73,6 +74,7 @@ class Worker(Generic[In, Out]):
         handler: Callable[[In], Awaitable[Out]],
         concurrency: int,
         patience: Patience,
+        taking: asyncio.Event | None = None,
     ) -> None:
         self._bus = bus
         self._consumer = consumer
@@ -82,6 +84,7 @@ class Worker(Generic[In, Out]):
         self._handler = handler
         self._concurrency = concurrency
         self._patience = patience
+        self._taking = taking or _always()
         self._held: dict[EntryId, asyncio.Task[None]] = {}
         self._leaving: set[EntryId] = set()
         """Handled, and on their way off the stream: no longer ours is no news of them."""
@@ -122,6 +125,7 @@ class Worker(Generic[In, Out]):
         patience_s, reclaim_at_s = min(1.0, self._patience.claim_after_s / 2), 0.0
         while True:
             room = await self._room()
+            await self._taking.wait()
             if time.monotonic() >= reclaim_at_s:
                 deliveries = await self._reclaim(room)
                 reclaim_at_s = 0.0 if deliveries else time.monotonic() + patience_s
@@ -217,6 +221,12 @@ class Worker(Generic[In, Out]):
         await _cancel(list(self._held.values()))
         stopped_by_bug = self._broken is not None and self._broken.done()
         self.counts.given_back += await self._bus.give_all_back(self._source, self._consumer, counted=stopped_by_bug)
+
+
+def _always() -> asyncio.Event:
+    taking = asyncio.Event()
+    taking.set()
+    return taking
 
 
 async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:

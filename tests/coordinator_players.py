@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from services.coordinator.service import Coordinator, assemble, load_data
 from shared import streams
 from shared.bus import Bus
 from shared.ledger import Ledger
+from shared.live import Live
 from shared.messages import (
     Experience,
     FinishReason,
@@ -60,14 +62,13 @@ def settings(folder: Path, *, steps: int = 4, heldout: int = 0, problems: int = 
 def make(bus: Bus, run: Settings) -> Coordinator:
     """Return a coordinator's parts, as its process puts them together."""
     run.run_folder.mkdir(parents=True, exist_ok=True)
-    return assemble(bus, run, load_data(run), run.run_folder, Status(state="working"))
+    return assemble(bus, Live(bus, run), load_data(run), run.run_folder, Status(state="working"))
 
 
 @contextlib.asynccontextmanager
 async def running(parts: Coordinator) -> AsyncIterator[Coordinator]:
-    """Run every loop of a coordinator while the body runs, then kill it without a word."""
-    loops = (parts.promotion, parts.lifecycle, parts.admission, parts.recorder, parts.monitor)
-    tasks = [asyncio.create_task(part.run()) for part in loops]
+    """Run every loop of a coordinator that leads while the body runs, then kill it without a word."""
+    tasks = [asyncio.create_task(loop()) for loop in (*parts.leading, parts.monitor.run)]
     try:
         yield parts
     finally:
@@ -95,8 +96,8 @@ class Trainer:
             await self.ledger.commit(self.epoch, record(0, None, 0), [], None)
         return self
 
-    async def step(self) -> int:
-        """Take a batch, commit it, and return the step."""
+    async def step(self, **metrics: float) -> int:
+        """Take a batch, commit it with a report that also says ``metrics``, and return the step."""
         batch: list[Any] = []
         async with asyncio.timeout(10):
             while len(batch) < self.groups:
@@ -106,7 +107,9 @@ class Trainer:
         status = await self.ledger.status()
         assert status.newest_version is not None
         step, version = status.step + 1, status.newest_version + 1
-        await self.ledger.commit(self.epoch, record(version, status.newest_version, step), batch, report(step, version))
+        told = report(step, version)
+        told = dataclasses.replace(told, finished_at_s=time.time(), metrics=told.metrics | metrics) if metrics else told
+        await self.ledger.commit(self.epoch, record(version, status.newest_version, step), batch, told)
         return step
 
 

@@ -65,18 +65,20 @@ class Coordinator:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.bodies: list[object] = []
         outer = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                self.answer(200, RUN if self.path == "/v1/run" else SERVICES["services"])
+                self.answer(200, RUN if self.path == "/v1/run" else {"items": SERVICES["services"], "next": None})
 
             def do_POST(self) -> None:
                 outer.asked.append(self.path)
+                outer.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"null"))
                 if self.path.endswith("/stop"):
                     self.answer(409, {"title": "Conflict", "status": 409, "detail": "the run is finished already"})
                 else:
-                    self.answer(200, {"state": "paused"})
+                    self.answer(200, {"state": "paused", "changed": True, "reason": ""})
 
             def answer(self, status: int, body: object) -> None:
                 data = json.dumps(body).encode()
@@ -148,6 +150,7 @@ def test_status_is_json_for_scripts(coordinator: Coordinator) -> None:
 def test_a_command_asks_the_coordinator_and_tells_the_state(coordinator: Coordinator) -> None:
     shown = penstock("pause", "--url", coordinator.url)
     assert coordinator.asked == ["/v1/run/pause"]
+    assert coordinator.bodies == [{"reason": "", "mode": "admission"}]
     assert shown.stdout == "arithmetic-20261121-101500-3f9c: running, step 100 of 250\n"
 
 
@@ -181,7 +184,10 @@ def test_every_setting_is_explained() -> None:
 
 def test_help_names_the_commands_and_shows_examples() -> None:
     top, up = penstock("--help").stdout, penstock("up", "--help").stdout
-    for command in ("up", "status", "pause", "resume", "stop", "start", "report", "settings"):
+    for command in (
+        *("up", "status", "pause", "resume", "stop", "start", "report", "settings"),
+        *("policies", "services", "dead", "events", "tail"),
+    ):
         assert f"│ {command} " in top
     assert "penstock up config/arithmetic.toml --run.steps 50" in up
     assert "penstock up --resume runs/latest" in up

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from services.coordinator.admission import Admission, Limits
+from services.coordinator.admission import Admission, Terms
 from services.coordinator.dataset import Dataset, Order, Problem
 from services.coordinator.promotion import CONSUMER, Promotion
 from shared import streams
@@ -17,7 +17,9 @@ DATASET = Dataset(tuple(Problem(f"train.jsonl:{i + 1}", f"q{i}", None, str(i), {
 
 def admission(bus: Bus, slots: int = 4, steps: int = 100, gate: bool = True) -> Admission:
     order = Order(len(DATASET), seed=0, shuffle=True)
-    return Admission(bus, Ledger(bus), DATASET, order, Sampling(2, 4, 1.0), Limits(slots, 2, steps), lambda: gate)
+    return Admission(
+        bus, Ledger(bus), DATASET, order, lambda: Terms(Sampling(2, 4, 1.0), slots, 2, steps), lambda: gate
+    )
 
 
 async def start(bus: Bus) -> Ledger:
@@ -147,7 +149,7 @@ async def test_a_closed_gate_holds_admission(bus: Bus) -> None:
     opened: list[bool] = []
     order = Order(5, seed=0, shuffle=True)
     held = Admission(
-        bus, Ledger(bus), DATASET, order, Sampling(2, 4, 1.0), Limits(4, 2, 9), lambda: bool(opened), 0.001
+        bus, Ledger(bus), DATASET, order, lambda: Terms(Sampling(2, 4, 1.0), 4, 2, 9), lambda: bool(opened), 0.001
     )
     loop = asyncio.create_task(held.run())
     for _ in range(20):

@@ -50,7 +50,7 @@ class Run:
             warnings.simplefilter("ignore")
             torch.manual_seed(0)
             model = adapter.add(load_model(self.settings.policy, torch.float32), self.settings.policy)
-            self.engine = TrainingEngine(Policy(model, 1.0).train(), self.settings, "cpu")
+            self.engine = TrainingEngine(Policy(model).train(), self.settings, "cpu")
             Learner(self.engine, self.settings, Phases()).learn(test_learner.batch(), [0] * 4, 1)
 
     def checkpoint(self) -> Path:

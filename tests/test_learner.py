@@ -41,7 +41,7 @@ def settings(micro_batch_tokens: int = 4096, **algorithm: Any) -> Settings:
 
 
 def policy(entropy_gradient: bool = False) -> Policy:
-    return Policy(tiny.model(0).requires_grad_(True), 1.0, entropy_gradient=entropy_gradient).train()
+    return Policy(tiny.model(0).requires_grad_(True), entropy_gradient=entropy_gradient).train()
 
 
 class One:

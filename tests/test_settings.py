@@ -102,3 +102,8 @@ def test_the_configs_that_come_with_penstock_load(name: str) -> None:
 def test_runs_of_one_name_in_different_folders_keep_their_snapshots_apart() -> None:
     here, there = (Settings.model_validate({"run": {"id": "x", "folder": folder}}) for folder in ("/a", "/b"))
     assert here.snapshot_folder != there.snapshot_folder
+
+
+def test_an_expression_that_names_no_scorer_is_refused_by_every_service() -> None:
+    with pytest.raises(ValueError, match="expected the name of a scorer"):
+        Settings.model_validate({"reward": {"expression": "anser"}})

@@ -45,9 +45,7 @@ class Stepper:
             warnings.simplefilter("ignore")
             chunk = of.trainer.logits_chunk_tokens
             model = tiny.model(0).requires_grad_(True)
-            self.engine = TrainingEngine(
-                Policy(model, 1.0, entropy_gradient=True, chunk_tokens=chunk).train(), of, "cpu"
-            )
+            self.engine = TrainingEngine(Policy(model, entropy_gradient=True, chunk_tokens=chunk).train(), of, "cpu")
         self._learner = Learner(self.engine, of, Phases())
 
     def step(self, number: int) -> dict[str, float]:
@@ -143,7 +141,9 @@ def test_chunked_logprobs_entropies_and_gradients_are_those_of_all_logits_at_onc
     targets = torch.randint(0, 50, (23,))
     found = []
     for chunk in (0, 7):
-        out = token_logprobs(hidden, output, targets, temperature, chunk, entropy_gradient=bonus > 0)
+        out = token_logprobs(
+            hidden, output, targets, torch.full([len(targets)], temperature), chunk, entropy_gradient=bonus > 0
+        )
         wanted = out.policy_logprobs_N.square().sum() + (bonus * out.entropy_N).sum()
         gradients = torch.autograd.grad(wanted, [hidden, output.weight, output.bias])
         assert out.entropy_N.requires_grad == (bonus > 0)
@@ -156,7 +156,7 @@ def test_without_gradients_chunks_are_the_same_too() -> None:
     torch.manual_seed(0)
     output, hidden, targets = torch.nn.Linear(4, 9), torch.randn(5, 4), torch.randint(0, 9, (5,))
     with torch.no_grad():
-        plain, chunked = (token_logprobs(hidden, output, targets, 1.0, chunk) for chunk in (0, 2))
+        plain, chunked = (token_logprobs(hidden, output, targets, torch.ones(len(targets)), chunk) for chunk in (0, 2))
     assert torch.allclose(plain.policy_logprobs_N, chunked.policy_logprobs_N, atol=1e-6)
     assert torch.allclose(plain.entropy_N, chunked.entropy_N, atol=1e-6)
 
@@ -226,7 +226,7 @@ def test_packed_logprobs_and_gradients_are_those_of_separate_sequences(
     monkeypatch.setattr(attention, "_SHORT_ROW_TOKENS", short)
     monkeypatch.setattr(attention, "_SLACK_PAIRS", 0)
     model = tiny.model(0).requires_grad_(True)
-    policy = Policy(model, 1.0, kind="varlen" if way.startswith("varlen") else "mask")
+    policy = Policy(model, kind="varlen" if way.startswith("varlen") else "mask")
     plain, packed = separate(model, rows(0)), policy(micro_batch(rows(0))).policy_logprobs_N
     assert torch.allclose(plain, packed, atol=1e-5)
     weights = list(model.parameters())
@@ -240,7 +240,7 @@ def test_variable_length_attention_of_a_gpu_is_that_with_a_mask() -> None:
     for kind, dtype in (("mask", torch.float32), ("mask", torch.bfloat16), ("varlen", torch.bfloat16)):
         model = tiny.model(0).requires_grad_(True).to("cuda", dtype)
         chosen: Any = kind
-        logprobs = Policy(model, 1.0, kind=chosen)(micro_batch(rows(0))).policy_logprobs_N
+        logprobs = Policy(model, kind=chosen)(micro_batch(rows(0))).policy_logprobs_N
         gradients = torch.autograd.grad(logprobs.mean(), list(model.parameters()))
         found.append([logprobs.detach().cpu(), *(gradient.float().cpu() for gradient in gradients)])
     assert attention.runs_varlen(torch.zeros(1, 4, 1, 8, device="cuda", dtype=torch.bfloat16))
@@ -274,7 +274,7 @@ def test_a_forward_pass_costs_its_products() -> None:
 
 
 def test_the_sizes_of_a_model_are_its_linear_layers_and_its_attention() -> None:
-    sizes = Policy(tiny.model(0), 1.0).sizes
+    sizes = Policy(tiny.model(0)).sizes
     # two layers: q 32·32, k and v 32·16, o 32·32, and three of 32·64
     assert sizes == ModelSizes(2 * (1024 + 2 * 512 + 1024 + 3 * 2048), 2 * 4 * 8, 48 * 32)
 

@@ -11,6 +11,7 @@ import pytest
 from services.trainer.intake import CONSUMER, Intake
 from shared import wire
 from shared.bus import Bus
+from shared.live import Live
 from shared.messages import Experience, PolicyVersion, Prompt
 from shared.settings import Settings
 from shared.streams import EXPERIENCE, PROMPTS
@@ -44,7 +45,7 @@ async def filling(intake: Intake) -> AsyncIterator[None]:
 async def test_a_batch_is_the_groups_admitted_first_and_they_stay_pending(bus: Bus) -> None:
     for group_id in (5, 8, 3):
         await put(bus, group_id)
-    intake = Intake(bus, settings(), {V(0): 0})
+    intake = Intake(bus, Live(bus, settings()), {V(0): 0})
     async with filling(intake):
         await until(lambda: _held(bus, 3))
         batch = await intake.next_batch(0, wait_s=5.0)
@@ -55,7 +56,7 @@ async def test_a_batch_is_the_groups_admitted_first_and_they_stay_pending(bus: B
 
 async def test_without_enough_groups_there_is_no_batch(bus: Bus) -> None:
     await put(bus, 0)
-    intake = Intake(bus, settings(), {V(0): 0})
+    intake = Intake(bus, Live(bus, settings()), {V(0): 0})
     async with filling(intake):
         assert await intake.next_batch(0, wait_s=0.3) is None
 
@@ -64,7 +65,7 @@ async def test_a_stale_group_is_dropped_and_counted(bus: Bus) -> None:
     steps = {V(0): 0, V(1): 1, V(2): 2}
     for group_id, version in ((0, 0), (1, 1), (2, 2)):
         await put(bus, group_id, version)
-    intake = Intake(bus, settings(), steps)
+    intake = Intake(bus, Live(bus, settings()), steps)
     async with filling(intake):
         batch = await intake.next_batch(2, wait_s=5.0)
     assert batch is not None
@@ -75,7 +76,7 @@ async def test_a_stale_group_is_dropped_and_counted(bus: Bus) -> None:
 async def test_a_requeued_group_goes_back_to_the_prompts_for_the_newest_weights_and_has_not_ended(bus: Bus) -> None:
     await put(bus, 0, version=0)
     await put(bus, 1, version=5)
-    intake = Intake(bus, settings("requeue"), {V(0): 0, V(5): 5})
+    intake = Intake(bus, Live(bus, settings("requeue")), {V(0): 0, V(5): 5})
     async with filling(intake):
         assert await intake.next_batch(5, wait_s=1.0) is None
     (delivery,) = await bus.read(PROMPTS, Prompt, "a", 10, block_s=0.5)
@@ -87,7 +88,7 @@ async def test_a_group_that_was_held_when_the_trainer_died_too_often_is_buried(b
     await put(bus, 0)
     await bus.read(EXPERIENCE, Experience, CONSUMER, 1, block_s=0.5)
     await bus.read_own(EXPERIENCE, Experience, CONSUMER, 1)  # the second trainer
-    async with filling(Intake(bus, settings(), {V(0): 0})):  # the third
+    async with filling(Intake(bus, Live(bus, settings()), {V(0): 0})):  # the third
         await until(lambda: _buried(bus))
     assert await bus.length(EXPERIENCE) == 0
 
@@ -101,7 +102,7 @@ async def test_with_dynamic_sampling_groups_without_signal_leave_counted_and_fre
     for group_id, rewards in enumerate([(1.0, 1.0), (1.0, 0.0), (0.0, 0.0), (0.0, 1.0)]):
         experience = builders.experience(group_id, rewards)
         await bus.append(EXPERIENCE, {"id": str(group_id), "data": wire.encode(experience)})
-    intake = Intake(bus, dynamic(), {V(0): 0})
+    intake = Intake(bus, Live(bus, dynamic()), {V(0): 0})
     async with filling(intake):
         batch = await intake.next_batch(0, wait_s=5.0)
     assert batch is not None
@@ -115,7 +116,7 @@ async def test_where_nothing_has_signal_any_more_groups_are_taken_all_the_same(b
     for group_id in range(4):
         experience = builders.experience(group_id, (1.0, 1.0))
         await bus.append(EXPERIENCE, {"id": str(group_id), "data": wire.encode(experience)})
-    intake = Intake(bus, dynamic(rounds=1), {V(0): 0})
+    intake = Intake(bus, Live(bus, dynamic(rounds=1)), {V(0): 0})
     async with filling(intake):
         batch = await intake.next_batch(0, wait_s=5.0)
     assert batch is not None
@@ -133,7 +134,7 @@ async def test_the_lag_bound_is_that_of_the_settings(bus: Bus, max_lag: int) -> 
     for version in range(5):
         await put(bus, version, version)
     await put(bus, 9, 4)
-    intake = Intake(bus, settings(max_lag=max_lag), steps)
+    intake = Intake(bus, Live(bus, settings(max_lag=max_lag)), steps)
     async with filling(intake):
         await until(lambda: _held(bus, 6))
         batch = await intake.next_batch(4, wait_s=2.0)
@@ -150,7 +151,7 @@ async def test_a_group_without_the_reference_that_was_promised_is_buried_with_th
     for group_id, logprobs in enumerate([None, whole[:5], whole * np.nan, whole]):
         experience = dataclasses.replace(builders.experience(group_id), reference_logprobs=logprobs)
         await bus.append(EXPERIENCE, {"id": str(group_id), "data": wire.encode(experience)})
-    intake = Intake(bus, promised, {V(0): 0})
+    intake = Intake(bus, Live(bus, promised), {V(0): 0})
     async with filling(intake):
         batch = await intake.next_batch(0, wait_s=5.0)
         await until(lambda: intake.left["buried"] == 3)

@@ -1,5 +1,6 @@
 """Laws of the update rule: advantages, loss, KL, staleness, packing, schedule. Numbers are worked by hand."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -149,13 +150,13 @@ def real_row(generator: np.random.Generator, prompt: int, lengths: Sequence[int]
     return Row(generator.integers(0, 23, prompt).astype(np.int32), samples, tuple(range(len(lengths))))
 
 
-def separate_logprobs(model: Any, rows: Sequence[Row], temperature: float) -> torch.Tensor:
+def separate_logprobs(model: Any, rows: Sequence[Row]) -> torch.Tensor:
     """One plain forward pass a sequence, without packing or padding."""
     found = []
     for packed in rows:
         for sample in packed.samples:
             ids = torch.from_numpy(np.concatenate([packed.prompt_token_ids, sample.token_ids]).astype(np.int64))
-            logits = model(input_ids=ids[None]).logits[0, :-1] / temperature
+            logits = model(input_ids=ids[None]).logits[0, :-1] / packed.temperature
             logprobs = torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0]
             found.append(logprobs[len(packed.prompt_token_ids) - 1 :])
     return torch.cat(found)
@@ -163,9 +164,10 @@ def separate_logprobs(model: Any, rows: Sequence[Row], temperature: float) -> to
 
 def test_packed_logprobs_and_gradients_equal_those_of_separate_sequences() -> None:
     model, generator = tiny_model(), np.random.default_rng(0)
-    rows = [real_row(generator, 5, (4, 1, 6)), real_row(generator, 9, (2, 2)), real_row(generator, 1, (3,))]
-    packed = Policy(model, temperature=0.7)(micro_batch(rows)).policy_logprobs_N
-    plain = separate_logprobs(model, rows, 0.7)
+    lengths = ((5, (4, 1, 6), 0.7), (9, (2, 2), 1.3), (1, (3,), 1.0))
+    rows = [dataclasses.replace(real_row(generator, p, s), temperature=t) for p, s, t in lengths]
+    packed = Policy(model)(micro_batch(rows)).policy_logprobs_N
+    plain = separate_logprobs(model, rows)
     assert torch.allclose(packed, plain, atol=1e-5)
     weights = list(model.parameters())
     one = torch.autograd.grad(packed.sum(), weights, retain_graph=True)
@@ -175,8 +177,8 @@ def test_packed_logprobs_and_gradients_equal_those_of_separate_sequences() -> No
 
 def test_entropy_is_that_of_the_tempered_distribution() -> None:
     model, generator = tiny_model(), np.random.default_rng(1)
-    packed = real_row(generator, 4, (2,))
-    out = Policy(model, temperature=2.0)(micro_batch([packed]))
+    packed = dataclasses.replace(real_row(generator, 4, (2,)), temperature=2.0)
+    out = Policy(model)(micro_batch([packed]))
     ids = torch.from_numpy(np.concatenate([packed.prompt_token_ids, packed.samples[0].token_ids]).astype(np.int64))
     distribution = torch.distributions.Categorical(logits=model(input_ids=ids[None]).logits[0, 3:5] / 2.0)
     assert torch.allclose(out.entropy_N, distribution.entropy(), atol=1e-5)
@@ -186,7 +188,7 @@ def test_entropy_is_that_of_the_tempered_distribution() -> None:
 def test_where_behavior_and_policy_are_equal_the_ratio_is_one_and_the_kl_zero() -> None:
     model, generator = tiny_model(), np.random.default_rng(2)
     batch = micro_batch([real_row(generator, 5, (4, 3))])
-    logprobs = Policy(model, 1.0)(batch).policy_logprobs_N
+    logprobs = Policy(model)(batch).policy_logprobs_N
     behavior = logprobs.detach()
     assert float(estimate(behavior, logprobs, "k3").detach().max()) == 0.0
     loss = clipped_ratio(logprobs, behavior, torch.ones(7), 0.2, 0.2)
@@ -197,7 +199,7 @@ def test_where_behavior_and_policy_are_equal_the_ratio_is_one_and_the_kl_zero() 
 def test_an_empty_micro_batch_trains_nothing() -> None:
     model = tiny_model()
     empty: MicroBatch = micro_batch([])
-    out = Policy(model, 1.0)(empty)
+    out = Policy(model)(empty)
     loss = clipped_ratio(out.policy_logprobs_N, torch.zeros(0), torch.zeros(0), 0.2, 0.2).loss_N.sum()
     loss.backward()
     assert float(loss.detach()) == 0.0

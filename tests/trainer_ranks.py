@@ -51,7 +51,7 @@ class Rank:
     def __init__(self, of: Settings) -> None:
         torch.manual_seed(0)
         model = adapter.add(tiny.model(0).requires_grad_(True), of.policy)
-        self.engine = TrainingEngine(Policy(model, 1.0).train(), of, "cpu")
+        self.engine = TrainingEngine(Policy(model).train(), of, "cpu")
         reference = AdapterOff(self.engine) if of.algorithm.needs_reference else None
         self._learner = Learner(self.engine, of, Phases(), None, reference)
 
@@ -83,10 +83,10 @@ def without_memory(of: Settings, most_tokens: int) -> dict[str, Any]:
     """A step in which rank 1 finds no memory for more than so many tokens, and rank 0 always does."""
     rank, forward = Rank(of), Policy.forward
 
-    def tight(self: Policy, found: Any, temperature: float | None = None) -> Any:
+    def tight(self: Policy, found: Any) -> Any:
         if dist.get_rank() == 1 and torch.is_grad_enabled() and found.tokens > most_tokens:
             raise torch.OutOfMemoryError(f"{found.tokens} tokens")
-        return forward(self, found, temperature)
+        return forward(self, found)
 
     with mock.patch.object(Policy, "forward", tight):
         return {"measured": rank.learn(1)}

@@ -1,8 +1,11 @@
-"""What the HTTP API answers. Names here are a contract: the live view, `penstock status` and scripts read them."""
+"""What the HTTP API says of the run, and the frame of all of its answers. Names here are a contract: the live view,
+`penstock status` and scripts read them. What it says of versions, replicas and the rest lies in ``resources``."""
+
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from shared.ledger import PolicyState, RunState
+from shared.ledger import RunState
 
 
 class Answer(BaseModel):
@@ -54,6 +57,19 @@ class EvaluationView(Answer):
     """Why problems are without an answer; empty when all have one."""
 
 
+class GuardView(Answer):
+    """A guard that tripped."""
+
+    guard: str
+    """Its name, as in the settings: [guards.<name>]."""
+    action: str
+    """What was done: tell or pause."""
+    detail: str
+    """What it found."""
+    since_s: float
+    """Since when, Unix time."""
+
+
 class RunView(Answer):
     """The run, now."""
 
@@ -67,6 +83,8 @@ class RunView(Answer):
     """The run has ended and its records, summary and report are whole."""
     activity: str
     """What it does now, in a few words."""
+    guards: list[GuardView]
+    """What is wrong with it now."""
     step: int
     """Committed optimizer steps."""
     steps: int
@@ -105,6 +123,8 @@ class RunView(Answer):
     """Seconds until the last step at the pace of the last ones; null when nobody can tell."""
     bus: str
     """Name and version of the server."""
+    settings_revision: int
+    """The newest revision of the settings that may change while the run goes on."""
 
 
 class RunChange(Answer):
@@ -127,60 +147,12 @@ class Command(BaseModel):
     """Why; shown wherever the run's state is."""
 
 
-class PolicyView(Answer):
-    """One policy version."""
+class Pause(Command):
+    """How to pause."""
 
-    version: int
-    """Its number, never reused."""
-    parent: int | None
-    """The version that it was trained from."""
-    step: int
-    """Optimizer step."""
-    state: PolicyState | None
-    """published, live, retired or revoked."""
-    checkpoint: str | None
-    """Folder of its checkpoint, if it has one."""
-    created_at_s: float
-    """When it was committed, Unix time."""
-    location: str
-    """Where its snapshot on disk is or was; empty: it never was on disk."""
-    source: str
-    """Where the trainer serves or served it, host:port; empty: by file only."""
-    manifest_digest: str
-    """SHA-256, hex, of what vouches for its weights: a pull's header, or the manifest of a snapshot on disk."""
-    metrics: dict[str, float | None]
-    """What was measured at its step."""
-
-
-class ServiceView(Answer):
-    """One replica that is there."""
-
-    service: str
-    """rollout, reward, trainer or coordinator."""
-    replica: str
-    """Its name."""
-    state: str
-    """starting, working, waiting, degraded or stopping."""
-    version: int | None
-    """The policy version that it holds, where it holds one."""
-    host: str
-    """Its machine."""
-    pid: int
-    """Its process."""
-    address: str
-    """host:port of its /metrics, /healthz and /readyz."""
-    started_at_s: float
-    """When it started, Unix time."""
-    seen_at_s: float
-    """Its last heartbeat, Unix time."""
-    memory_bytes: int
-    """Resident memory."""
-    last_error: str
-    """What went wrong last."""
-    values: dict[str, float | None]
-    """Its own figures."""
-    source: str
-    """host:port where it passes weights on to other replicas; empty: nowhere."""
+    mode: Literal["admission", "drain"] = Field(default="admission")
+    """`admission`: nothing more is admitted, at once; `drain`: an operation, which is done when nothing is generated or scored
+    any more and less than a step's groups are left."""
 
 
 class Health(Answer):
@@ -190,6 +162,15 @@ class Health(Answer):
     """ok."""
 
 
+class Check(Answer):
+    """One thing that the coordinator needs."""
+
+    ok: bool
+    """It is there."""
+    detail: str
+    """What was found."""
+
+
 class Readiness(Answer):
     """Whether the coordinator does its work."""
 
@@ -197,8 +178,8 @@ class Readiness(Answer):
     """It does."""
     state: str
     """starting, working, …"""
-    bus: bool
-    """The bus answers."""
+    checks: dict[str, Check]
+    """What was looked at, by name."""
 
 
 class Problem(Answer):
@@ -212,3 +193,5 @@ class Problem(Answer):
     """The HTTP status."""
     detail: str
     """What was expected and what was found."""
+    errors: list[str] = Field(default=[])
+    """Each of several errors by itself; empty where `detail` says all."""

@@ -14,14 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from prometheus_client import Gauge
 
 from services.coordinator.evaluation import Evaluation, read_evaluations
-from services.coordinator.models import EvaluationView, History, RunView, StreamView
+from services.coordinator.models import EvaluationView, GuardView, History, RunView, StreamView
 from services.coordinator.summary import training_seconds
 from shared import streams, wire
 from shared.bus import Argument, Bus
 from shared.errors import MessageError
 from shared.ledger import RunState, RunStatus, read_status
+from shared.live import Live
 from shared.messages import StepReport
-from shared.settings import Settings
 from shared.telemetry import Status, heartbeats
 
 STREAM_ENTRIES = Gauge("penstock_coordinator_stream_entries", "Entries in a stream of the run.", ["stream"])
@@ -62,26 +62,31 @@ class Monitor:
     Args:
         activity: says in words what the run does in a status.
         closed: says whether the run's records are whole.
+        guards: says what is wrong with the run.
         telling: this process's own heartbeat.
     """
 
     def __init__(
         self,
         bus: Bus,
-        settings: Settings,
+        live: Live,
         activity: Callable[[RunStatus], str],
         closed: Callable[[], bool],
+        guards: Callable[[], list[GuardView]],
         telling: Status,
     ) -> None:
         self._bus = bus
-        self._settings = settings
+        self._live = live
         self._activity = activity
         self._closed = closed
+        self._guards = guards
         self._telling = telling
         self._history: deque[StepReport] = deque(maxlen=_HISTORY_STEPS)
         self._newest_report = ""
         self._view: RunView | None = None
+        self._text = b""
         self._seen_at_s = -math.inf
+        self._forgotten = False
         self._busy = asyncio.Lock()
 
     async def run(self) -> None:
@@ -92,16 +97,28 @@ class Monitor:
             await asyncio.sleep(_EVERY_S)
 
     def forget(self) -> None:
-        """Look anew when asked next: something was changed."""
-        self._seen_at_s = -math.inf
+        """Look anew when asked next: something was changed, perhaps under the eyes of a look that is under way."""
+        self._seen_at_s, self._forgotten = -math.inf, True
 
     async def view(self) -> RunView:
         """Return the run as it was at most 100 ms ago."""
         async with self._busy:
             if self._view is None or time.monotonic() - self._seen_at_s > _KEEP_S:
+                self._forgotten = False
                 look, _ = await asyncio.gather(self._look(), self._read_steps())
-                self._view, self._seen_at_s = self._compose(look), time.monotonic()
+                self._view = self._compose(look)
+                self._seen_at_s = -math.inf if self._forgotten else time.monotonic()
+                self._text = self._view.model_dump_json().encode()
             return self._view
+
+    async def text(self) -> bytes:
+        """Return :meth:`view` as JSON, which is made once a look, whoever asks."""
+        await self.view()
+        return self._text
+
+    def reports(self) -> Sequence[StepReport]:
+        """Return the reports of the newest steps of the run's branch, oldest first."""
+        return tuple(self._history)
 
     # ---------------------------------------------------------------- read
 
@@ -142,7 +159,8 @@ class Monitor:
     # ---------------------------------------------------------------- compose
 
     def _compose(self, look: Look) -> RunView:
-        status, steps = look.status, self._settings.run.steps
+        status, settings = look.status, self._live.settings
+        steps = settings.run.steps
         newest = self._history[-1] if self._history else None
         metrics = {} if newest is None else numbers(newest.metrics)
         return RunView(
@@ -151,12 +169,13 @@ class Monitor:
             reason=status.reason,
             closed=self._closed(),
             activity=self._activity(status),
+            guards=self._guards(),
             step=status.step,
             steps=steps,
             head=status.head,
             newest_version=status.newest_version,
             groups_in_flight=sum(look.depths[stream.name].entries for stream in streams.TRAINING_STREAMS),
-            slots=self._settings.slots,
+            slots=settings.slots,
             cursor=status.cursor,
             streams=look.depths,
             counts=look.counts,
@@ -164,12 +183,13 @@ class Monitor:
             last=metrics,
             lag_counts={} if newest is None else dict(newest.lag_counts),
             history=_history(self._history),
-            evaluations=[_evaluation(found) for found in look.evaluations],
+            evaluations=[evaluation_view(found) for found in look.evaluations],
             tokens_per_s=metrics.get("tokens_per_s") or 0.0,
             started_at_s=status.created_at_s,
             training_s=training_seconds(status, steps, time.time()),
             eta_s=eta_s(status, steps, [report.finished_at_s for report in self._history]),
             bus=self._bus.server,
+            settings_revision=self._live.revision,
         )
 
     def _set_gauges(self, view: RunView) -> None:
@@ -227,7 +247,8 @@ def _history(reports: Sequence[StepReport]) -> History:
     )
 
 
-def _evaluation(found: Evaluation) -> EvaluationView:
+def evaluation_view(found: Evaluation) -> EvaluationView:
+    """Return an evaluation as the API says it."""
     return EvaluationView(
         step=found.step,
         version=found.version,

@@ -1,6 +1,6 @@
 """The initial policy, frozen: logprobs of given tokens after given prompts. Imports torch.
 
-    logprob of token t = log_softmax(logits at t − 1 / temperature)_t       as ``services/trainer/logits.py`` has the policy's
+    logprob of token t = log_softmax(logits at t − 1 / its temperature)_t       as ``services/trainer/logits.py`` has the policy's
 
 Each sequence is a row of its own, padded on the right, which a causal model's tokens do not see. Logits are computed only where a
 completion's token is predicted, and for so many tokens at a time.
@@ -25,6 +25,8 @@ class TokenSequence:
 
     prompt_token_ids: Int32Array
     token_ids: Int32Array
+    temperature: float
+    """What the logits are divided by: the one at which it was sampled."""
 
     @property
     def tokens(self) -> int:
@@ -62,7 +64,6 @@ class FrozenPolicy:
             raise SettingsError(
                 f"expected a Hugging Face causal model in {policy.model!r}, found: {first_line(error)}: change policy.model"
             ) from error
-        self._temperature = settings.sampling.temperature
         self._chunk_tokens = work.logits_chunk_tokens
         self._placed = Placed(model, device, work.threads)
 
@@ -85,11 +86,13 @@ class FrozenPolicy:
     def _logprobs(self, batch: Sequence[TokenSequence]) -> list[Float32Array]:
         hidden_ND = self._hidden_states(batch)
         targets_N = torch.from_numpy(np.concatenate([one.token_ids for one in batch])).to(hidden_ND.device).long()
+        temperatures = np.repeat([one.temperature for one in batch], [len(one.token_ids) for one in batch])
+        temperatures_N = torch.from_numpy(temperatures.astype(np.float32)).to(hidden_ND.device)
         output = self._placed.module.get_output_embeddings()
         parts = []
         for start in range(0, len(targets_N), self._chunk_tokens):
             chunk = slice(start, start + self._chunk_tokens)
-            logits = output(hidden_ND[chunk]).float() / self._temperature
+            logits = output(hidden_ND[chunk]).float() / temperatures_N[chunk, None]
             parts.append(torch.log_softmax(logits, dim=-1).gather(-1, targets_N[chunk, None]).squeeze(-1))
         found: Float32Array = torch.cat(parts).cpu().numpy()
         return np.split(found, np.cumsum([len(one.token_ids) for one in batch])[:-1])

@@ -59,7 +59,8 @@ class Reference:
         from services.reward.frozen_policy import TokenSequence
 
         assert self._batcher is not None
-        sequences = [TokenSequence(group.prompt_token_ids, sample.token_ids) for sample in group.samples]
+        temperature = group.prompt.sampling.temperature
+        sequences = [TokenSequence(group.prompt_token_ids, one.token_ids, temperature) for one in group.samples]
         try:
             found = await self._batcher.run(sequences)
         except NoRoom as error:

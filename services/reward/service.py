@@ -22,7 +22,6 @@ import numpy as np
 from prometheus_client import Counter, Gauge, Histogram
 
 from services.reward.answer import AnswerMatcher
-from services.reward.expression import Expression
 from services.reward.format import FormatChecker
 from services.reward.lot import Lot
 from services.reward.model import RewardModel
@@ -32,6 +31,7 @@ from services.reward.scorer import Scorer
 from shared import streams
 from shared.bus import Bus
 from shared.errors import PermanentError, TemporaryError
+from shared.expression import Expression
 from shared.messages import Experience, Float32Array, Purpose, RolloutGroup, SampleScores, Score, ScoreStatus
 from shared.reward_models import ModelScorer
 from shared.service import Context, serve
@@ -92,6 +92,10 @@ class Scoring:
         self._down: dict[str, str] = {}
         self._groups = 0
         self._samples = 0
+
+    def reward_by(self, settings: Settings) -> None:
+        """Take the expression of ``settings`` for the groups from now on."""
+        self._expression = Expression(settings.reward.expression, [scorer.name for scorer in self._scorers])
 
     async def start(self) -> None:
         """Let every scorer load what it needs.
@@ -247,6 +251,7 @@ async def work(context: Context, scoring: Scoring) -> None:
             handler=scoring,
             concurrency=context.settings.reward.max_groups,
             patience=context.patience,
+            taking=context.cordon.taking,
         )
         for source, output in (
             (streams.ROLLOUTS, streams.EXPERIENCE),
@@ -267,7 +272,8 @@ async def run(settings: Settings, replica: str) -> None:
     """
     make_scoring(settings, Status())  # wrong settings are told before anything is waited for
     async with serve(settings, "reward", replica, settings.reward.metrics_port) as context:
-        scoring = make_scoring(settings, context.status, context.bus)
+        scoring = make_scoring(await context.live.refresh(), context.status, context.bus)
+        context.live.listen(scoring.reward_by)
         try:
             await scoring.start()
             await work(context, scoring)

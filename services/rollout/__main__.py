@@ -114,7 +114,9 @@ async def run(settings: Settings, replica: str) -> None:
     async with service.serve(settings, "rollout", replica, settings.rollout.metrics_port) as context:
         from shared.weights.puller import Puller
 
-        engine, codec = await open_engine(settings, replica, context.host)
+        engine, codec = await open_engine(await context.live.refresh(), replica, context.host)
+        engine.update_by(context.live.settings.weights.update)  # it may have changed while the model was loaded
+        context.live.listen(lambda now: engine.update_by(now.weights.update))
         rollout = Rollout(
             context.bus,
             engine,
@@ -126,6 +128,7 @@ async def run(settings: Settings, replica: str) -> None:
             patience=context.patience,
             max_groups=settings.rollout.max_groups,
             group_size=settings.sampling.group_size,
+            taking=context.cordon.taking,
         )
         await rollout.run(context.stop, settings.telemetry.heartbeat_s)
 

@@ -33,6 +33,9 @@ SwapPath = Literal["plan", "layerwise", "copy", "bucketed", "adapter"]
 """How weights went from where they were received into the model: by a traced plan, by vLLM's own reload, tensor by tensor,
 bucket by bucket behind a pause, or as an adapter."""
 
+UpdateMode = Literal["inflight", "drain"]
+"""When new weights go live: between two decoding steps, or once the completions that run are finished."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class GenerationRequest:
@@ -127,6 +130,9 @@ class Engine(Protocol):
 
         Teacher-forced at temperature 1. Raises EngineDied where the engine cannot go on.
         """
+
+    def update_by(self, mode: UpdateMode) -> None:
+        """Take the next versions between two decoding steps, or once what runs is finished (``weights.update``)."""
 
     async def close(self) -> None:
         """Stop between two decoding steps and let go of the device; what still waits is cancelled."""

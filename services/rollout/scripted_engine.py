@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from services.rollout.engine import EngineDied, GeneratedGroup, GeneratedSample, GenerationRequest, SwapReport
+from services.rollout.engine import (
+    EngineDied,
+    GeneratedGroup,
+    GeneratedSample,
+    GenerationRequest,
+    SwapReport,
+    UpdateMode,
+)
 from services.rollout.prompts import CharacterCodec
 from shared.messages import FinishReason, Float32Array, Int32Array, PolicyVersion
 from shared.weights.place import Place, boot_id
@@ -66,8 +73,13 @@ class ScriptedEngine:
         self._peer_address = peer_address
         self._logprob = logprob
         self.torn = False
+        self.update: UpdateMode = "inflight"
         self._version: PolicyVersion | None = None
         self._closed = False
+
+    def update_by(self, mode: UpdateMode) -> None:
+        """Note it; a swap here is always between two decoding steps."""
+        self.update = mode
 
     @property
     def version(self) -> PolicyVersion | None:

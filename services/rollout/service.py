@@ -127,6 +127,7 @@ class Rollout:
         weights: how versions reach the replicas.
         max_groups: training groups that are held at a time; evaluation groups, mostly of one sample, may be
             ``group_size`` times as many.
+        taking: set while new prompts may be taken.
     """
 
     def __init__(
@@ -142,6 +143,7 @@ class Rollout:
         patience: Patience,
         max_groups: int,
         group_size: int,
+        taking: asyncio.Event | None = None,
     ) -> None:
         self._engine = engine
         self._status = status
@@ -159,7 +161,7 @@ class Rollout:
         evaluation_groups = max(max_groups, min(max_groups * group_size, _MAX_EVALUATION_GROUPS))
 
         def worker(source: Stream, output: Stream, concurrency: int) -> Worker[Prompt, RolloutGroup]:
-            return Worker(bus, replica, source, Prompt, output, self._generation.handle, concurrency, patience)
+            return Worker(bus, replica, source, Prompt, output, self._generation.handle, concurrency, patience, taking)
 
         self._workers = (
             worker(streams.PROMPTS, streams.ROLLOUTS, max_groups),

@@ -30,7 +30,14 @@ import torch
 
 from services.rollout import inbox
 from services.rollout.decoding import Batch, Tokens
-from services.rollout.engine import EngineDied, GeneratedGroup, GeneratedSample, GenerationRequest, SwapReport
+from services.rollout.engine import (
+    EngineDied,
+    GeneratedGroup,
+    GeneratedSample,
+    GenerationRequest,
+    SwapReport,
+    UpdateMode,
+)
 from services.rollout.inbox import Answer, Asked, Close, Item, Score, Swap
 from services.rollout.models import OpenedModel
 from services.rollout.shadow import Shadow
@@ -89,6 +96,10 @@ class TransformersEngine:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
         self._thread.start()
+
+    def update_by(self, mode: UpdateMode) -> None:
+        """Take the next versions between two decoding steps, or once the running batch is finished."""
+        self._drain = mode == "drain"
 
     @property
     def version(self) -> PolicyVersion | None:

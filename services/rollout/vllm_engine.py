@@ -34,7 +34,14 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from prometheus_client import Gauge
 
-from services.rollout.engine import EngineDied, GeneratedGroup, GeneratedSample, GenerationRequest, SwapReport
+from services.rollout.engine import (
+    EngineDied,
+    GeneratedGroup,
+    GeneratedSample,
+    GenerationRequest,
+    SwapReport,
+    UpdateMode,
+)
 from services.rollout.engine_reports import Reports, Row
 from services.rollout.gate import Gate
 from shared.errors import PermanentError, WeightsError
@@ -83,7 +90,7 @@ class VllmEngine:
         *,
         stop: tuple[int, ...],
         kv: Literal["keep", "recompute"],
-        update: Literal["inflight", "drain"],
+        update: UpdateMode,
         bucketed: bool,
         adapters: bool,
     ) -> None:
@@ -112,6 +119,10 @@ class VllmEngine:
         LOGPROBS_CAPTURED.set(not self._native)
         if self._native:
             log.warning("vLLM returns logprobs at the cost of much of the rate", extra={"why": workers[0]["refusal"]})
+
+    def update_by(self, mode: UpdateMode) -> None:
+        """Take the next versions between two decoding steps, or once what runs is finished."""
+        self._update = mode
 
     @property
     def version(self) -> PolicyVersion | None:

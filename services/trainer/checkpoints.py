@@ -14,11 +14,12 @@ the message says what to do instead. (Weights alone are read whatever the ranks,
 import dataclasses
 import json
 import shutil
+from collections.abc import Set
 from pathlib import Path
 
 from shared import durable
 from shared.errors import SettingsError
-from shared.messages import PolicyVersion
+from shared.messages import Json, PolicyVersion
 from shared.settings import PolicySettings
 
 _MARKER = "state.json"
@@ -38,10 +39,17 @@ class CheckpointState:
     zero_stage: int
     random_state: str
     """Torch's CPU generator, hex."""
+    position: int | None = None
+    """Place in the dataset of the first prompt that was not trained; None (older checkpoints): ``cursor``."""
+    counts: dict[str, int] = dataclasses.field(default_factory=dict)
+    """How the groups of the run had ended."""
     kl_coefficient: float | None = None
     """What a nat away from the reference costs, where it is steered."""
     adapter_of: str = ""
     """With adapters: the base that they belong to, and their rank and scale; the base itself is not in the checkpoint."""
+    settings_revision: int = 0
+    live_values: dict[str, Json] = dataclasses.field(default_factory=dict)
+    """The revision of the live settings when it was written, and what differs there from the run's file."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,9 +90,10 @@ def find(root: Path) -> list[Checkpoint]:
     return found
 
 
-def newest(root: Path, at_most_step: int | None) -> Checkpoint | None:
-    """Return the newest whole checkpoint, of a step that the ledger knows where ``at_most_step`` is given."""
-    usable = [found for found in find(root) if at_most_step is None or found.state.step <= at_most_step]
+def newest(root: Path, at_most_step: int | None, revoked: Set[PolicyVersion] = frozenset()) -> Checkpoint | None:
+    """Return the newest whole checkpoint of no ``revoked`` version, of a step that the ledger knows where one is given."""
+    usable = [found for found in find(root) if found.state.version not in revoked]
+    usable = [found for found in usable if at_most_step is None or found.state.step <= at_most_step]
     return usable[-1] if usable else None
 
 
@@ -115,9 +124,12 @@ def check_base(checkpoint: Checkpoint, policy: PolicySettings) -> None:
         )
 
 
-def prune(root: Path, keep_last: int) -> list[Checkpoint]:
-    """Delete all but the newest ``keep_last`` checkpoints; return those that went."""
-    gone = find(root)[:-keep_last]
-    for checkpoint in gone:
-        shutil.rmtree(checkpoint.folder, ignore_errors=True)
-    return gone
+def superfluous(root: Path, keep_last: int) -> list[Checkpoint]:
+    """Return all but the newest ``keep_last`` checkpoints."""
+    return find(root)[:-keep_last]
+
+
+def delete(checkpoint: Checkpoint) -> None:
+    """Delete a checkpoint: first its marker, so that half of one is none."""
+    (checkpoint.folder / _MARKER).unlink(missing_ok=True)
+    shutil.rmtree(checkpoint.folder, ignore_errors=True)

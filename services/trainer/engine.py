@@ -163,17 +163,12 @@ class TrainingEngine:
         sizes: ModelSizes = policy.sizes
         return sizes
 
-    def evaluate(self, batch: object, **options: float) -> Any:
-        """Run the module on a micro-batch without gradients or dropout; every rank calls it.
-
-        Args:
-            batch: what its forward pass takes.
-            options: what else it takes, such as the policy's ``temperature``.
-        """
+    def evaluate(self, batch: object) -> Any:
+        """Run the module on a micro-batch without gradients or dropout; every rank calls it."""
         self._engine.eval()
         try:
             with torch.no_grad():
-                return self._engine(batch, **options)
+                return self._engine(batch)
         finally:
             self._engine.train()
 

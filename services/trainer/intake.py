@@ -28,6 +28,7 @@ from services.trainer.staleness import judge
 from shared.bus import Bus, Delivery
 from shared.errors import MessageError
 from shared.ledger import Ledger
+from shared.live import Live
 from shared.messages import Experience, GroupId, PolicyVersion
 from shared.settings import Settings
 from shared.streams import EXPERIENCE
@@ -52,16 +53,21 @@ class Intake:
     ``steps_of_versions`` is shared with the publisher: it grows with every version.
     """
 
-    def __init__(self, bus: Bus, settings: Settings, steps_of_versions: dict[PolicyVersion, int]) -> None:
+    def __init__(self, bus: Bus, live: Live, steps_of_versions: dict[PolicyVersion, int]) -> None:
         self._bus = bus
         self._ledger = Ledger(bus)
-        self._settings = settings
+        self._live = live
         self._steps_of_versions = steps_of_versions
         self._held: dict[GroupId, Taken] = {}
         self._arrived = asyncio.Event()
         self.left: Counter[str] = Counter()
         """Groups that left untrained since the last batch, by reason."""
         self._useless = 0  # groups without signal that were dropped since the last batch
+
+    @property
+    def _settings(self) -> Settings:
+        """As they are now: ``max_lag`` may change while the run goes on."""
+        return self._live.settings
 
     async def fill(self) -> None:
         """Hold whatever arrives, for ever; run it in the background."""

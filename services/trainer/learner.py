@@ -106,13 +106,16 @@ class Learner:
         self.kl_coefficient = settings.algorithm.kl.coefficient
         """What a nat away from the reference costs in the next step; part of a checkpoint."""
 
-    def learn(self, batch: Sequence[Experience], lags: Sequence[int], step: int) -> dict[str, float]:
+    def learn(
+        self, batch: Sequence[Experience], lags: Sequence[int], step: int, peak: float | None = None
+    ) -> dict[str, float]:
         """Make step ``step`` (1 is the first) from ``batch``; return what it measured, over all ranks.
 
         Args:
             batch: the groups, the same on every rank.
             lags: the lag of each group, in steps.
             step: the number of this step.
+            peak: the peak learning rate of this step; none: the settings'.
 
         Raises:
             NotFinite: a loss or gradient is not, on every rank alike.
@@ -123,7 +126,14 @@ class Learner:
         everything = [found for minibatch in minibatches for found in minibatch.facts]
         self._look(everything, batch)
         assign(everything, rewards, self._algorithm, self.kl_coefficient)
-        return self._improve(minibatches, everything, step, len(lags_M))
+        rate = self._rate(step, self._settings.trainer.learning_rate if peak is None else peak)
+        return self._improve(minibatches, everything, step, rate, len(lags_M))
+
+    def _rate(self, step: int, peak: float) -> float:
+        if self._critic is not None and step <= self._algorithm.critic.warmup_steps:
+            return 0.0
+        settings = self._settings.trainer.model_copy(update={"learning_rate": peak})
+        return learning_rate(settings, step, self._settings.run.steps)
 
     # ---------------------------------------------------------------- before the update
 
@@ -160,13 +170,10 @@ class Learner:
     # ---------------------------------------------------------------- the update
 
     def _improve(
-        self, minibatches: Sequence[Minibatch], everything: Sequence[Facts], step: int, samples: int
+        self, minibatches: Sequence[Minibatch], everything: Sequence[Facts], step: int, rate: float, samples: int
     ) -> dict[str, float]:
         device = self._policy.device
         sums, tally, spent_s = StepSums(device), Tally(device), self._spent_s()
-        rate = learning_rate(self._settings.trainer, step, self._settings.run.steps)
-        if self._critic is not None and step <= self._algorithm.critic.warmup_steps:
-            rate = 0.0
         for _ in range(self._algorithm.epochs):
             for minibatch in minibatches:
                 self._update_policy(minibatch, rate, sums, tally, step)
@@ -352,6 +359,7 @@ def _rows(batch: Sequence[Experience], rewards: Sequence[Float32Array], *, pairs
                 experience.group.prompt_token_ids,
                 tuple(samples[place] for place in chosen),
                 tuple(first + place for place in chosen),
+                experience.group.prompt.sampling.temperature,
             )
         )
         first += len(samples)

@@ -1,6 +1,6 @@
 """Logprobs and entropies of tokens from hidden states, without the logits of all tokens at once.
 
-    logits_V = output(hidden_D) / temperature,  logprob = log_softmax(logits)_target,  entropy = −Σ p_V log p_V
+    logits_V = output(hidden_D) / the token's temperature,  logprob = log_softmax(logits)_target,  entropy = −Σ p_V log p_V
 
 Tokens are taken in chunks. Where gradients are wanted, a chunk's logits are computed again in the backward pass instead of
 kept, so that memory holds ``chunk × vocabulary`` numbers and not ``tokens × vocabulary``; the output layer is computed once
@@ -30,7 +30,7 @@ def token_logprobs(
     hidden_ND: Tensor,
     output: Callable[[Tensor], Tensor],
     targets_N: Tensor,
-    temperature: float,
+    temperatures_N: Tensor,
     chunk_tokens: int = 0,
     *,
     entropy_gradient: bool = False,
@@ -41,31 +41,36 @@ def token_logprobs(
         hidden_ND: what predicts each target.
         output: the output layer, hidden states to logits.
         targets_N: token ids (int64).
-        temperature: logits are divided by it.
+        temperatures_N: what the logits of each are divided by, float32.
         chunk_tokens: how many tokens a chunk has; 0: all.
         entropy_gradient: whether entropies carry a gradient.
     """
 
-    def of(hidden_ND: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-        return _plain(hidden_ND, output, targets_N, temperature, entropy_gradient)
+    def of(hidden_ND: Tensor, targets_N: Tensor, temperatures_N: Tensor) -> tuple[Tensor, Tensor]:
+        return _plain(hidden_ND, output, targets_N, temperatures_N, entropy_gradient)
 
     tokens = len(targets_N)
     if not chunk_tokens or tokens <= chunk_tokens:
-        return TokenLogprobs(*of(hidden_ND, targets_N))
+        return TokenLogprobs(*of(hidden_ND, targets_N, temperatures_N))
     parts: list[tuple[Tensor, Tensor]] = []
-    for hidden, targets in zip(torch.split(hidden_ND, chunk_tokens), torch.split(targets_N, chunk_tokens), strict=True):
+    chunks = (torch.split(whole, chunk_tokens) for whole in (hidden_ND, targets_N, temperatures_N))
+    for chunk in zip(*chunks, strict=True):
         if torch.is_grad_enabled():
             # The shapes of ZeRO stage 3's weights change while they are away, which the check would take for a mistake.
-            parts.append(checkpoint(of, hidden, targets, use_reentrant=False, determinism_check="none"))
+            parts.append(checkpoint(of, *chunk, use_reentrant=False, determinism_check="none"))
         else:
-            parts.append(of(hidden, targets))
+            parts.append(of(*chunk))
     return TokenLogprobs(torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts]))
 
 
 def _plain(
-    hidden_ND: Tensor, output: Callable[[Tensor], Tensor], targets_N: Tensor, temperature: float, entropy_gradient: bool
+    hidden_ND: Tensor,
+    output: Callable[[Tensor], Tensor],
+    targets_N: Tensor,
+    temperatures_N: Tensor,
+    entropy_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
-    logits_NV = output(hidden_ND).float() / temperature
+    logits_NV = output(hidden_ND).float() / temperatures_N[:, None]
     logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
     chosen_N = logprobs_NV.gather(-1, targets_N[:, None]).squeeze(-1)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):

@@ -38,6 +38,8 @@ class Order:
     """The decoded payloads; other ranks decode for themselves."""
     lags: tuple[int, ...] = ()
     """The lag of each group, in steps."""
+    learning_rate: float = 0.0
+    """The peak learning rate under which this step is made: settings may change while the run goes on."""
 
 
 def share(order: Order | None, device: torch.device) -> Order:
@@ -46,7 +48,9 @@ def share(order: Order | None, device: torch.device) -> Order:
         assert order is not None
         return order
     data = (
-        b"" if order is None else msgpack.packb((int(order.kind), order.folder, list(order.payloads), list(order.lags)))
+        b""
+        if order is None
+        else msgpack.packb((int(order.kind), order.folder, list(order.payloads), list(order.lags), order.learning_rate))
     )
     size = torch.tensor([len(data)], dtype=torch.int64, device=device)
     dist.broadcast(size, src=0)
@@ -68,8 +72,8 @@ def agree(decision: bool | None, device: torch.device) -> bool:
 
 
 def _read(data: bytes) -> Order:
-    kind, folder, payloads, lags = msgpack.unpackb(data)
-    return Order(Kind(kind), folder, tuple(payloads), decode_all(payloads), tuple(lags))
+    kind, folder, payloads, lags, learning_rate = msgpack.unpackb(data)
+    return Order(Kind(kind), folder, tuple(payloads), decode_all(payloads), tuple(lags), learning_rate)
 
 
 def decode_all(payloads: Sequence[bytes]) -> tuple[Experience, ...]:

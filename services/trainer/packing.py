@@ -39,6 +39,8 @@ class Row:
     prompt_token_ids: Int32Array
     samples: tuple[Sample, ...]
     places: tuple[int, ...]
+    temperature: float = 1.0
+    """At which the completions were sampled."""
 
     @property
     def tokens(self) -> int:
@@ -83,6 +85,8 @@ class MicroBatch:
     columns_N: Int64Array
     targets_N: Int64Array
     behavior_logprobs_N: Float32Array
+    temperatures_N: Float32Array
+    """At which each trained token was sampled."""
     lengths_S: Int64Array
     """Trained tokens of each sample."""
     places_S: Int64Array
@@ -111,7 +115,7 @@ def split_row(row: Row, max_tokens: int) -> list[Row]:
 
 
 def _piece(row: Row, start: int, end: int) -> Row:
-    return Row(row.prompt_token_ids, row.samples[start:end], row.places[start:end])
+    return Row(row.prompt_token_ids, row.samples[start:end], row.places[start:end], row.temperature)
 
 
 def plan(
@@ -188,6 +192,9 @@ def micro_batch(rows: Sequence[Row], sizes: ModelSizes = TOKENS_ALONE) -> MicroB
         columns_N=_join(columns, np.int64),
         targets_N=_join([sample.token_ids for sample in samples], np.int64),
         behavior_logprobs_N=_join([sample.behavior_logprobs for sample in samples], np.float32),
+        temperatures_N=_join(
+            [np.full(len(sample.token_ids), row.temperature) for row in rows for sample in row.samples], np.float32
+        ),
         lengths_S=np.array([len(sample.token_ids) for sample in samples], dtype=np.int64),
         places_S=np.array([place for row in rows for place in row.places], dtype=np.int64),
         flops=sum(row.flops(sizes) for row in rows),

@@ -25,11 +25,10 @@ _SCALED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 class Policy(nn.Module):
-    """A causal language model whose forward pass takes a micro-batch.
+    """A causal language model whose forward pass takes a micro-batch; logits are divided by each token's temperature.
 
     Args:
         model: a Hugging Face causal model.
-        temperature: the softmax temperature of sampling; logits are divided by it.
         entropy_gradient: whether entropies carry a gradient, for an entropy bonus.
         kind: which attention.
         chunk_tokens: logits of so many tokens are there at a time; 0: of all.
@@ -38,7 +37,6 @@ class Policy(nn.Module):
     def __init__(
         self,
         model: Any,
-        temperature: float,
         *,
         entropy_gradient: bool = False,
         kind: attention.Kind = "auto",
@@ -49,22 +47,18 @@ class Policy(nn.Module):
         self.sizes = measure(model)
         """What its forward pass costs depends on."""
         attention.install(model)
-        self._temperature = temperature
         self._entropy_gradient = entropy_gradient
         self._kind: attention.Kind = kind
         self._chunk_tokens = chunk_tokens
 
-    def forward(self, batch: MicroBatch, temperature: float | None = None) -> TokenLogprobs:
-        """Return the logprobs of ``batch``'s trained tokens under the current weights.
-
-        ``temperature`` stands in for that of sampling.
-        """
+    def forward(self, batch: MicroBatch) -> TokenLogprobs:
+        """Return the logprobs of ``batch``'s trained tokens under the current weights."""
         hidden_ND = attention.hidden_states(self.model.get_decoder(), batch, self._kind)
         return token_logprobs(
             hidden_ND,
             self.model.get_output_embeddings(),
             torch.from_numpy(batch.targets_N).to(hidden_ND.device),
-            temperature or self._temperature,
+            torch.from_numpy(batch.temperatures_N).to(hidden_ND.device),
             self._chunk_tokens,
             entropy_gradient=self._entropy_gradient,
         )
@@ -118,14 +112,13 @@ def load_model(settings: PolicySettings, training_dtype: torch.dtype) -> Any:
 def load_reference(
     settings: PolicySettings,
     dtype: torch.dtype,
-    temperature: float,
     device: str,
     *,
     kind: attention.Kind = "auto",
     chunk_tokens: int = 0,
 ) -> Policy:
     """Return the initial policy, frozen, on this rank's device: whole on every rank, whatever the ZeRO stage."""
-    reference = Policy(load_model(settings, dtype), temperature, kind=kind, chunk_tokens=chunk_tokens)
+    reference = Policy(load_model(settings, dtype), kind=kind, chunk_tokens=chunk_tokens)
     return reference.to(torch.device(device)).eval().requires_grad_(False)
 
 

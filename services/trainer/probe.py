@@ -34,7 +34,7 @@ class Prober:
         self._publications += 1
         if not due:
             return None
-        out = self._engine.evaluate(lay_out(self._sequences), temperature=1.0)
+        out = self._engine.evaluate(lay_out(self._sequences))
         return Probe(
             token_ids=np.concatenate(self._sequences),
             lengths=np.array([len(sequence) for sequence in self._sequences], dtype=np.int32),

@@ -69,11 +69,10 @@ def train(settings: Settings, lead: "Leading | None") -> None:
     start_ranks(device)
     algorithm = settings.algorithm
     dtype = torch.float32 if device == "cpu" or settings.policy.dtype == "float32" else torch.bfloat16
-    temperature = settings.sampling.temperature
     kind, chunk = settings.trainer.attention, settings.trainer.logits_chunk_tokens
     bonus = algorithm.entropy_bonus > 0
     model = adapter.add(load_model(settings.policy, dtype), settings.policy)
-    policy = Policy(model, temperature, entropy_gradient=bonus, kind=kind, chunk_tokens=chunk).train()
+    policy = Policy(model, entropy_gradient=bonus, kind=kind, chunk_tokens=chunk).train()
     try:
         engine = TrainingEngine(policy, settings, device)
         reference: Reference | None = None
@@ -81,7 +80,7 @@ def train(settings: Settings, lead: "Leading | None") -> None:
             if settings.policy.lora.rank:
                 reference = AdapterOff(engine)
             else:
-                reference = load_reference(settings.policy, dtype, temperature, device, kind=kind, chunk_tokens=chunk)
+                reference = load_reference(settings.policy, dtype, device, kind=kind, chunk_tokens=chunk)
         critic = None
         if algorithm.needs_critic:
             trunk, width = load_trunk(settings.policy, algorithm.critic.model, dtype)

@@ -105,10 +105,10 @@ def _executor_prefix() -> str:
 
 
 def metrics_ports(settings: Settings) -> list[tuple[str, int]]:
-    """Return (setting, port) of every fixed port of the services but the coordinator's. Replica i takes port + i."""
+    """Return (setting, port) of every fixed port of the services' metrics. Replica i takes port + i."""
     found = [(settings.rollout.metrics_port, settings.rollout.replicas, "rollout")]
     found += [(settings.reward.metrics_port, settings.reward.replicas, "reward")]
-    found += [(settings.trainer.metrics_port, 1, "trainer")]
+    found += [(settings.trainer.metrics_port, 1, "trainer"), (settings.coordinator.metrics_port, 1, "coordinator")]
     if settings.needs_executor:
         found += [(settings.reward.executor.metrics_port, 1, "reward.executor")]
     return [(f"{name}.metrics_port", port + index) for port, count, name in found if port for index in range(count)]

@@ -12,6 +12,7 @@ import shutil
 import signal
 from collections.abc import Callable, Sequence
 
+from services.client import read_token
 from services.up import place, plan, system
 from services.up.plan import ProcessPlan
 from services.up.prepare import EMBEDDED, Prepared
@@ -60,7 +61,7 @@ def go(run: Prepared, planner: Planner = service_plans, backoff: Backoff | None 
 
 async def _go(run: Prepared, plans: Sequence[ProcessPlan], bus_url: str, backoff: Backoff) -> Ending:
     with open_screen(f"penstock · {run.settings.run.id}") as screen:
-        watch = Watch(run.folder, screen.tell)
+        watch = Watch(run.folder, screen.tell, read_token(run.settings.coordinator.token_file))
         supervisor = Supervisor(run.folder, plans, bus_url, backoff, screen.tell, watch.finished)
         screen.tell(f"run folder: {run.folder}")
         _listen(supervisor, screen)

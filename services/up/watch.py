@@ -28,10 +28,11 @@ class Seen:
 class Watch:
     """Poll the coordinator of one run folder."""
 
-    def __init__(self, run_folder: Path, tell: Callable[[str], None]) -> None:
+    def __init__(self, run_folder: Path, tell: Callable[[str], None], token: str = "") -> None:
         self.seen = Seen()
         self._tell = tell
         self._told = ""
+        self._token = token
         self._run_folder = run_folder
         self._asking = asyncio.Lock()
         self._coordinator: AsyncCoordinator | None = None
@@ -73,7 +74,7 @@ class Watch:
 
     def _find(self) -> AsyncCoordinator:
         if self._coordinator is None:
-            self._coordinator = AsyncCoordinator(find(None, self._run_folder))
+            self._coordinator = AsyncCoordinator(find(None, self._run_folder), self._token)
         return self._coordinator
 
     async def _forget(self) -> None:

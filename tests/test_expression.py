@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.reward.expression import Expression
 from shared.errors import PermanentError, SettingsError
+from shared.expression import Expression
 
 NAMES = ["answer", "format"]
 

@@ -1,0 +1,97 @@
+"""Who may do what: two bearer tokens from files, compared in constant time.
+
+::
+
+    no token file        loopback address: everybody may do everything    any other address: the start is refused
+    token_file           its token may read and operate
+    read_token_file      its token may read: GET
+
+A token is the first line of its file, read once at the start. This module answers no request.
+"""
+
+import dataclasses
+import hmac
+import ipaddress
+from enum import StrEnum
+from pathlib import Path
+
+from shared.errors import SettingsError
+from shared.settings import CoordinatorSettings
+
+_SHORTEST = 16
+
+
+class Role(StrEnum):
+    """What a caller may do."""
+
+    READ = "read"
+    OPERATE = "operate"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Access:
+    """The tokens of one coordinator; without any, everybody may operate."""
+
+    operate: bytes = b""
+    read: bytes = b""
+
+    def role(self, authorization: bytes | None) -> Role | None:
+        """Return what the bearer of an Authorization header may do; None: nothing."""
+        if not self.operate:
+            return Role.OPERATE
+        scheme, _, token = (authorization or b"").partition(b" ")
+        known = scheme.lower() == b"bearer"
+        operates = hmac.compare_digest(token.strip(), self.operate)
+        reads = hmac.compare_digest(token.strip(), self.read or self.operate)
+        if known and operates:
+            return Role.OPERATE
+        return Role.READ if known and reads else None
+
+
+def open_access(settings: CoordinatorSettings) -> Access:
+    """Return the tokens that ``settings`` name.
+
+    Raises:
+        SettingsError: a file cannot be used, or an address that others reach would be open to all.
+    """
+    if settings.token_file is None:
+        if not is_loopback(settings.host):
+            raise SettingsError(
+                f"expected a bearer token for the HTTP API on {settings.host}, which others can reach, found none: "
+                "set coordinator.token_file, or coordinator.host to a loopback address"
+            )
+        if settings.read_token_file is not None:
+            raise SettingsError(
+                "expected coordinator.token_file beside coordinator.read_token_file, found none: set both or neither"
+            )
+        return Access()
+    operate = _token(settings.token_file, "coordinator.token_file")
+    read = b""
+    if settings.read_token_file is not None:
+        read = _token(settings.read_token_file, "coordinator.read_token_file")
+    if operate == read:
+        raise SettingsError(
+            "expected different tokens to operate and to read, found the same twice: change coordinator.read_token_file"
+        )
+    return Access(operate, read)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches ``host``."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _token(path: Path, setting: str) -> bytes:
+    try:
+        token = path.read_bytes().partition(b"\n")[0].strip()
+    except OSError as error:
+        raise SettingsError(f"expected a token in {path}, found: {error.strerror}: change {setting}") from error
+    if len(token) < _SHORTEST:
+        raise SettingsError(
+            f"expected a token of at least {_SHORTEST} characters in the first line of {path}, found {len(token)}: "
+            f"change {setting}"
+        )
+    return token
