@@ -11,13 +11,14 @@ export PYTHON
 # Called by module, not by script: a script's first line cannot hold a path with a space.
 VENV_PYTHON := .venv/bin/python
 
-.PHONY: help demo up test quick check lint format types imports clean install install-dev
+.PHONY: help demo up test quick check lint format types imports openapi clean install install-dev
 
 help:
 	@echo "make demo    train the arithmetic example on this machine, from nothing"
 	@echo "make up      the same for CONFIG=your.toml"
 	@echo "make test    all tests, from nothing        make quick   those that take no whole run"
 	@echo "make check   what CI runs: ruff, mypy, the import rule, all tests"
+	@echo "make openapi write docs/openapi.json, the description of the HTTP API"
 	@echo "make format  let ruff format the code       make clean   remove .venv and caches (runs/ stays)"
 
 install:
@@ -49,6 +50,9 @@ types: install-dev
 
 imports: install-dev
 	$(VENV_PYTHON) -c "import sys; from importlinter.cli import lint_imports_command; sys.exit(lint_imports_command())"
+
+openapi: install-dev
+	$(VENV_PYTHON) -m services.coordinator.openapi docs/openapi.json
 
 format: install-dev
 	$(VENV_PYTHON) -m ruff check --fix .

@@ -91,6 +91,8 @@ class Worker(Generic[In, Out]):
         self._free = asyncio.Event()
         self._broken: asyncio.Future[None] | None = None
         self.counts = WorkCounts()
+        self.resting = False
+        """Whether it reads nothing, as it was told to take nothing new."""
 
     @property
     def held(self) -> int:
@@ -125,7 +127,9 @@ class Worker(Generic[In, Out]):
         patience_s, reclaim_at_s = min(1.0, self._patience.claim_after_s / 2), 0.0
         while True:
             room = await self._room()
+            self.resting = not self._taking.is_set()
             await self._taking.wait()
+            self.resting = False
             if time.monotonic() >= reclaim_at_s:
                 deliveries = await self._reclaim(room)
                 reclaim_at_s = 0.0 if deliveries else time.monotonic() + patience_s

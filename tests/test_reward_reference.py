@@ -103,7 +103,7 @@ async def test_a_reference_without_memory_leaves_the_group_and_says_degraded(tmp
 
     try:
         model._batcher._computation._placed.module.get_decoder().forward = full
-        with pytest.raises(TemporaryError, match="reference unavailable: no memory for a sample of (4|6|8|12) tokens"):
+        with pytest.raises(TemporaryError, match=r"reference unavailable: no memory for a sample of (4|6|8|12) tokens"):
             await scoring(group())
         assert status.state == "degraded"
         model._batcher._computation._placed.module.get_decoder().forward = whole

@@ -20,7 +20,9 @@ from transformers import AutoModelForCausalLM
 from shared import streams, wire
 from shared.bus import Bus
 from shared.ledger import Ledger
+from shared.live import Live
 from shared.messages import Experience, FinishReason, PolicyRecord, PolicyVersion, Probe, RolloutGroup, Sample
+from shared.settings import Settings
 from shared.streams import EXPERIENCE, PUBLISHED, Stream
 from shared.weights.flat import FlatSnapshot
 from shared.weights.place import Place, boot_id
@@ -191,6 +193,31 @@ async def test_a_trainer_killed_after_a_commit_comes_back_at_its_step_with_the_s
     assert found.keys() == expected.keys()
     assert all(torch.allclose(found[name], expected[name], atol=1e-6) for name in expected)
     assert (tmp_path / "runs" / f"killed-{ranks}-{zero_stage}" / "policy" / "config.json").exists()
+
+
+@pytest.mark.slow
+async def test_a_replay_repeats_the_learning_rate_of_each_step(tmp_path: Path, server: Server) -> None:
+    run = Run(tmp_path, server, "live-rate", checkpoint_every_steps=100)
+    async with bus_of(run) as (bus, ledger):
+        live = Live(bus, Settings())
+        await feed(bus, 0, GROUPS)
+        async with run.trainer() as process:
+            await run.reaches(ledger, 1, process)
+            expected = await run.weights(ledger)
+            await live.change(0, {"trainer.learning_rate": 0.0}, "stand still")
+            await feed(bus, GROUPS, GROUPS)
+            await run.reaches(ledger, 2, process)
+            process.kill()
+            await asyncio.to_thread(process.wait, 60)
+        await live.change(1, {"trainer.learning_rate": 1.0}, "only a replay that reads this would move")
+        await live.change(2, {"trainer.learning_rate": 0.0}, "stand still")
+        async with run.trainer() as process:  # there is no checkpoint: steps 1 and 2 are replayed
+            await feed(bus, 2 * GROUPS, GROUPS)
+            await run.reaches(ledger, 3, process)
+        found = await run.weights(ledger)
+        revisions = [(record.step, record.settings_revision) for record in await ledger.policies()]
+    assert revisions == [(0, 0), (1, 0), (2, 1), (3, 3)]
+    assert all(torch.allclose(found[name], expected[name], atol=1e-6) for name in expected)
 
 
 async def pulled(ledger: Ledger) -> tuple[PolicyRecord, dict[str, torch.Tensor]]:

@@ -12,7 +12,6 @@ What holds for every request lies in ``conventions``, errors in ``problems``, li
 changes nothing. This file puts the routes together and describes them; the description is committed as docs/openapi.json.
 """
 
-import json
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Response
@@ -43,6 +42,14 @@ _IDEMPOTENCY_KEY = {
 
 def make_app(parts: Parts) -> FastAPI:
     """Return the API over ``parts``."""
+    app = make_routes(parts)
+    app.add_middleware(Conventions, access=parts.access, bus=parts.bus)
+    handle_problems(app)
+    return app
+
+
+def make_routes(parts: Parts) -> FastAPI:
+    """Return the routes with their description, without what holds for every request."""
     app = FastAPI(
         title="Penstock coordinator",
         summary="Look at a run, steer it, and read the history of its policy.",
@@ -55,8 +62,6 @@ def make_app(parts: Parts) -> FastAPI:
         app.include_router(routes(parts))
     for routes in (dead_letter_routes, event_routes, registry_routes, _health_routes):
         app.include_router(routes(parts))
-    app.add_middleware(Conventions, access=parts.access, bus=parts.bus)
-    handle_problems(app)
     described = app.openapi
     app.openapi = lambda: app.openapi_schema or _described(described())  # type: ignore[method-assign]
     return app
@@ -101,8 +106,3 @@ def _described(schema: dict[str, Any]) -> dict[str, Any]:
             if path == STREAM_PATH:
                 operation["responses"]["200"]["content"].pop("application/json", None)
     return schema
-
-
-def description(app: FastAPI) -> str:
-    """Return the API's description as it is committed."""
-    return json.dumps(app.openapi(), indent=1, ensure_ascii=False) + "\n"

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 Limit = Annotated[int, Query(ge=1, le=500, description="At most so many items.")]
 EntryCursor = Annotated[
-    str | None, Query(pattern=r"^[0-9]{1,15}-[0-9]{1,15}$", description="`next` of the page before.")
+    str | None, Query(pattern=r"^[1-9][0-9]{0,14}-[0-9]{1,15}$", description="`next` of the page before.")
 ]
 
 

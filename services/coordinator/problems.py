@@ -8,6 +8,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from services.coordinator.models import Problem
 from shared.errors import BusUnavailable, SettingsError
@@ -50,7 +51,14 @@ async def _http(request: Request, error: Exception) -> JSONResponse:
     detail = str(error.detail)
     if error.status_code in (404, 405) and detail == http.HTTPStatus(error.status_code).phrase:
         detail = f"expected a path of this API, found {request.method} {request.url.path}: see /openapi.json"
-    return problem(error.status_code, detail, error.headers)
+    headers = {"Allow": _allowed(request)} if error.status_code == 405 else error.headers
+    return problem(error.status_code, detail, headers)
+
+
+def _allowed(request: Request) -> str:
+    """Return the methods of the request's path; the router says those of its first route only."""
+    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is Match.PARTIAL]
+    return ", ".join(sorted({method for route in routes for method in route.methods}))
 
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:

@@ -92,17 +92,15 @@ def _service(beat: Heartbeat, word: Word | None, head: int | None) -> ServiceVie
 async def _tell(parts: Parts, replica: str, word: Word | None, command: Command | None) -> ReplicaChange:
     beats = {beat.replica: beat for beat in await heartbeats(parts.bus)}
     before = (await cordons(parts.bus)).get(replica)
+    if replica not in beats and before is None:
+        raise _nobody(replica)
+    if replica in beats and beats[replica].service not in _TAKING:
+        raise Conflict(
+            f"expected a {' or '.join(_TAKING)} replica, found {replica}, a {beats[replica].service}: there is one of it"
+        )
     if word is None:
-        if replica not in beats and before is None:
-            raise _nobody(replica)
         await uncordon(parts.bus, replica)
     else:
-        if replica not in beats:
-            raise _nobody(replica)
-        if beats[replica].service not in _TAKING:
-            raise Conflict(
-                f"expected a {' or '.join(_TAKING)} replica, found {replica}, a {beats[replica].service}: there is one of it"
-            )
         await tell_replica(parts.bus, replica, word)
     if before is not word:
         reason = command.reason if command is not None else ""
@@ -145,6 +143,7 @@ def dead_letter_routes(parts: Parts) -> APIRouter:
             raise Conflict("expected a run that goes on, found that it has ended: nobody would handle the group")
         if not done:
             raise _gone(stream, entry)
+        parts.changed()
         await tell(parts.bus, "api", "dead letter requeued", f"{entry} of {stream.value}", stream=stream.value)
         return DeadLetterChange(stream=stream, entry=entry, outcome="requeued")
 
@@ -153,6 +152,7 @@ def dead_letter_routes(parts: Parts) -> APIRouter:
         reason = command.reason if command is not None else ""
         if not await soon(dead_letters.discard(parts.bus, stream, entry, reason)):
             raise _gone(stream, entry)
+        parts.changed()
         await tell(parts.bus, "api", "dead letter discarded", f"{entry} of {stream.value}", stream=stream.value)
         return DeadLetterChange(stream=stream, entry=entry, outcome="discarded")
 

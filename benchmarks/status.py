@@ -1,0 +1,170 @@
+"""Whether people who look at a run slow it: admission with and without 1,000 requests a second of GET /v1/run.
+
+A coordinator as a process, held to one core, keeps slots filled that this process empties at a steady rate, as replicas would. In each
+round it does so once while nobody asks and once while a process on another core asks over keep-alive connections. ``admission_ratio`` is the
+median over rounds of groups admitted under load ÷ without; ``refill_ms`` is the median time from an emptied slot to a full one.
+
+    python -m benchmarks.status --requests-per-s 1000 --seconds 5 --rounds 3
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from shared import embedded, streams
+from shared.bus import Bus
+from shared.ledger import Ledger
+from shared.messages import PolicyRecord, PolicyVersion, Prompt
+from shared.settings import Settings, dump
+
+GROUPS_PER_S, CONNECTIONS, SLOTS = 400, 8, 64
+
+
+async def load(url: str, requests_per_s: float, seconds: float) -> int:
+    """Ask ``GET /v1/run`` at a rate over a few connections; return how many answers came."""
+    parts = urlsplit(url)
+    request = f"GET /v1/run HTTP/1.1\r\nHost: {parts.netloc}\r\n\r\n".encode()
+    end_s, answered = time.monotonic() + seconds, 0
+
+    async def ask(number: int) -> None:
+        nonlocal answered
+        reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+        each_s, due_s = CONNECTIONS / requests_per_s, time.monotonic() + number / requests_per_s
+        while time.monotonic() < end_s:
+            await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+            due_s += each_s
+            writer.write(request)
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200"), head
+            length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+            await reader.readexactly(int(length.partition(b":")[2]))
+            answered += 1
+        writer.close()
+
+    await asyncio.gather(*(ask(number) for number in range(CONNECTIONS)))
+    return answered
+
+
+async def empty_slots(bus: Bus, seconds: float) -> tuple[float, list[float]]:
+    """Take groups off `prompts` at a steady rate; return groups per second that were there to take, and refill times in ms."""
+    taken, refills, end_s, due_s = 0, [], time.monotonic() + seconds, time.monotonic()
+    batch = GROUPS_PER_S // 50
+    while time.monotonic() < end_s:
+        await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+        due_s += batch / GROUPS_PER_S
+        for delivery in await bus.read(streams.PROMPTS, Prompt, "benchmark", batch, None):
+            await bus.drop(delivery, "benchmark")
+            taken += 1
+        emptied_s = time.perf_counter()
+        while await bus.length(streams.PROMPTS) < SLOTS and time.monotonic() < end_s:
+            await asyncio.sleep(0.001)
+        refills.append((time.perf_counter() - emptied_s) * 1e3)
+    return taken / seconds, refills
+
+
+async def measure(url: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Start a coordinator with a run that never trains, and measure both ways in turn."""
+    bus = await Bus.connect(url, "status", wait_s=10.0)
+    coordinator = subprocess.Popen([sys.executable, "-m", "services.coordinator", "--config", str(write(folder, url))])
+    os.sched_setaffinity(coordinator.pid, {min(os.sched_getaffinity(0))})
+    try:
+        announced = folder / "runs" / "status" / "coordinator.json"
+        while not announced.exists():
+            await asyncio.sleep(0.05)
+        ledger = Ledger(bus)
+        first = PolicyRecord(PolicyVersion(0), None, 0, time.time(), "ab" * 32, "/none")
+        await ledger.commit(await ledger.take_epoch(), first, [], None)
+        while await bus.length(streams.PROMPTS) < SLOTS:
+            await asyncio.sleep(0.05)
+        return await rounds(bus, json.loads(announced.read_text())["url"], arguments)
+    finally:
+        coordinator.terminate()
+        coordinator.wait()
+        await bus.close()
+
+
+async def rounds(bus: Bus, api: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure in turn; return the figures."""
+    quiet: list[float] = []
+    loaded: list[float] = []
+    answered: list[float] = []
+    refills: dict[str, list[float]] = {"quiet": [], "loaded": []}
+    for _ in range(arguments.rounds):
+        rate, found = await empty_slots(bus, arguments.seconds)
+        quiet.append(rate)
+        refills["quiet"] += found
+        command = [sys.executable, "-m", "benchmarks.status", "--load", api, "--seconds", str(arguments.seconds)]
+        asking = await asyncio.create_subprocess_exec(
+            *command, "--requests-per-s", str(arguments.requests_per_s), stdout=subprocess.PIPE
+        )
+        assert asking.stdout is not None
+        await asking.stdout.readline()  # it is about to ask
+        rate, found = await empty_slots(bus, arguments.seconds)
+        loaded.append(rate)
+        refills["loaded"] += found
+        output, _ = await asking.communicate()
+        answered.append(int(output) / arguments.seconds)
+    return {
+        "requests_per_s": round(statistics.median(answered), 1),
+        "admission_ratio": round(statistics.median(b / a for a, b in zip(quiet, loaded, strict=True)), 3),
+        "groups_per_s": round(statistics.median(quiet), 1),
+        "groups_per_s_under_load": round(statistics.median(loaded), 1),
+        "refill_ms": round(statistics.median(refills["quiet"]), 2),
+        "refill_ms_under_load": round(statistics.median(refills["loaded"]), 2),
+        "rounds": arguments.rounds,
+        "seconds": arguments.seconds,
+        "server": bus.server,
+    }
+
+
+def write(folder: Path, url: str) -> Path:
+    """Write the run's settings; return the file."""
+    (folder / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    run = Settings.model_validate(
+        {
+            "run": {"id": "status", "folder": folder / "runs", "steps": 1_000_000},
+            "bus": {"url": url},
+            "data": {"path": folder / "train.jsonl"},
+            "algorithm": {"groups_per_step": SLOTS, "max_lag": 0},
+        }
+    )
+    dump(run, folder / "run.toml")
+    return folder / "run.toml"
+
+
+def main() -> None:
+    """Start a Valkey, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests-per-s", type=float, default=1000.0)
+    parser.add_argument("--seconds", type=float, default=5.0, help="how long each half of a round takes")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--load", default="", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.load:
+        print("asking", flush=True)
+        print(asyncio.run(load(arguments.load, arguments.requests_per_s, arguments.seconds)))
+        return
+    folder = Path(tempfile.mkdtemp(prefix="penstock-bench-"))
+    socket = embedded.socket_path("bench")
+    server = subprocess.Popen(embedded.command(socket, folder), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        print(json.dumps(asyncio.run(measure(embedded.url(socket), folder, arguments))))
+    finally:
+        server.kill()
+        server.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(socket.parent, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

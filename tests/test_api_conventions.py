@@ -1,0 +1,181 @@
+"""Laws of every request: who may, in which form, once."""
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from services.coordinator.access import Access, Role, open_access
+from services.coordinator.api import make_app
+from services.coordinator.service import Coordinator
+from shared.bus import Bus
+from shared.errors import SettingsError
+from shared.ledger import Ledger
+from shared.settings import CoordinatorSettings
+from tests.coordinator_players import make, running, settings
+
+OPERATE, READ = "operate-operate-operate", "read-read-read-read"
+
+
+@pytest.fixture
+async def parts(bus: Bus, tmp_path: Path) -> AsyncIterator[Coordinator]:
+    await Ledger(bus).create()
+    async with running(make(bus, settings(tmp_path, steps=50, coordinator={"autostart": False}))) as found:
+        yield found
+
+
+def client(parts: Coordinator, access: Access | None = None, token: str = "") -> httpx.AsyncClient:
+    app = make_app(dataclasses.replace(parts.api, access=access or Access()))
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    transport = httpx.ASGITransport(app)
+    return httpx.AsyncClient(transport=transport, base_url="http://coordinator", headers=headers)
+
+
+def problem(answer: httpx.Response, status: int, words: str) -> None:
+    assert (answer.status_code, answer.headers["content-type"]) == (status, "application/problem+json")
+    assert answer.json()["status"] == status
+    assert words in answer.json()["detail"]
+
+
+# ---------------------------------------------------------------- who may
+
+
+async def test_a_token_reads_or_operates_and_probes_need_none(parts: Coordinator) -> None:
+    access = Access(OPERATE.encode(), READ.encode())
+    async with client(parts, access) as nobody, client(parts, access, READ) as reader:
+        refused = await nobody.get("/v1/run")
+        problem(refused, 401, "expected a bearer token of this coordinator, found none")
+        assert refused.headers["www-authenticate"] == 'Bearer realm="penstock"'
+        assert [(await nobody.get(path)).status_code for path in ("/healthz", "/readyz", "/openapi.json")] == [
+            200,
+            200,
+            401,
+        ]
+        assert (await reader.get("/v1/run")).status_code == 200
+        problem(await reader.post("/v1/run/start"), 403, "expected a token that may operate for POST")
+    async with client(parts, access, OPERATE) as operator, client(parts, access, OPERATE + "x") as wrong:
+        problem(await wrong.get("/v1/run"), 401, "found another")
+        assert (await operator.post("/v1/run/start")).json()["state"] == "running"
+
+
+@pytest.mark.parametrize(
+    ("header", "role"),
+    [
+        (f"Bearer {OPERATE}", Role.OPERATE),
+        (f"bearer {READ}", Role.READ),
+        (f"Basic {OPERATE}", None),
+        ("Bearer ", None),
+        ("", None),
+    ],
+)
+def test_roles_of_headers(header: str, role: Role | None) -> None:
+    assert Access(OPERATE.encode(), READ.encode()).role(header.encode()) is role
+
+
+def test_without_a_read_token_nobody_only_reads() -> None:
+    assert Access(OPERATE.encode()).role(b"Bearer ") is None
+
+
+def test_an_address_that_others_reach_needs_a_token(tmp_path: Path) -> None:
+    short, token, same = (tmp_path / name for name in ("short", "token", "same"))
+    short.write_text("secret\n")
+    token.write_text(f"{OPERATE}\na second line\n")
+    same.write_text(OPERATE)
+    assert open_access(CoordinatorSettings(host="127.0.0.1")) == Access()
+    assert open_access(CoordinatorSettings(host="0.0.0.0", token_file=token)) == Access(OPERATE.encode())
+    for wrong, sentence in (
+        (CoordinatorSettings(host="0.0.0.0"), "set coordinator.token_file, or coordinator.host to a loopback address"),
+        (CoordinatorSettings(token_file=short), "expected a token of at least 16 characters"),
+        (CoordinatorSettings(token_file=tmp_path / "none"), "No such file"),
+        (CoordinatorSettings(read_token_file=token), "expected coordinator.token_file beside"),
+        (CoordinatorSettings(token_file=token, read_token_file=same), "found the same twice"),
+    ):
+        with pytest.raises(SettingsError, match=sentence):
+            open_access(wrong)
+
+
+async def test_a_page_of_another_origin_may_not_operate(parts: Coordinator) -> None:
+    async with client(parts) as http:
+        problem(await http.post("/v1/run/start", headers={"Origin": "https://evil.example"}), 403, "of this origin")
+        own = await http.post("/v1/run/start", headers={"Origin": "http://coordinator"})
+        assert own.status_code == 200
+
+
+# ---------------------------------------------------------------- in which form
+
+
+async def test_what_cannot_be_answered_or_read_is_a_problem(parts: Coordinator) -> None:
+    async with client(parts) as http:
+        problem(await http.get("/v1/run", headers={"Accept": "text/html"}), 406, "found Accept: text/html")
+        assert (await http.get("/v1/run", headers={"Accept": "text/html, */*;q=0.1"})).status_code == 200
+        form = await http.post("/v1/run/pause", data={"reason": "x"})
+        problem(form, 415, "found application/x-www-form-urlencoded")
+        large = await http.post("/v1/run/pause", content=b"x" * (2**20 + 1))
+        problem(large, 413, "expected a body of at most 1048576 bytes")
+        unknown = await http.delete("/v1/run")
+        problem(unknown, 405, "found DELETE /v1/run")
+        assert unknown.headers["allow"] == "GET"
+        assert (await http.put("/v1/run/settings")).headers["allow"] == "GET, PATCH"
+
+
+async def test_a_request_keeps_its_id_and_the_log_has_it(parts: Coordinator, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with client(parts) as http:
+        assert (await http.get("/healthz", headers={"X-Request-Id": "abc-1"})).headers["x-request-id"] == "abc-1"
+        assert len((await http.get("/healthz", headers={"X-Request-Id": "a b"})).headers["x-request-id"]) == 32
+        await http.post("/v1/run/start", headers={"X-Request-Id": "abc-2"})
+    logged = [record for record in caplog.records if getattr(record, "request", "") == "abc-2"]
+    assert [(record.getMessage(), vars(record)["status"]) for record in logged] == [("request", 200)]
+
+
+async def test_a_list_is_given_page_by_page(parts: Coordinator, bus: Bus) -> None:
+    async with client(parts) as http:
+        for name in ("start", "pause", "resume", "stop"):
+            await http.post(f"/v1/run/{name}", json={"reason": f"for {name}"})
+        first = (await http.get("/v1/run/history", params={"limit": 3})).json()
+        second = (await http.get("/v1/run/history", params={"limit": 3, "cursor": first["next"]})).json()
+    found = [(state["before"], state["state"], state["reason"]) for state in first["items"] + second["items"]]
+    assert found == [
+        ("running", "stopped", "for stop"),
+        ("paused", "running", "for resume"),
+        ("running", "paused", "for pause"),
+        ("created", "running", "for start"),
+    ]
+    assert second["next"] is None
+
+
+# ---------------------------------------------------------------- once
+
+
+async def test_a_key_is_answered_once_and_again_with_the_same(parts: Coordinator) -> None:
+    async with client(parts) as http:
+        first = await http.post("/v1/run/start", headers={"Idempotency-Key": "k-1"})
+        again = await http.post("/v1/run/start", headers={"Idempotency-Key": "k-1"})
+        assert first.json() == again.json() == {"state": "running", "changed": True, "reason": "start by HTTP"}
+        assert ("idempotency-replayed" in first.headers, again.headers["idempotency-replayed"]) == (False, "true")
+        other = await http.post("/v1/run/start", headers={"Idempotency-Key": "k-1"}, json={"reason": "x"})
+        problem(other, 422, "found another body")
+        elsewhere = await http.post("/v1/run/pause", headers={"Idempotency-Key": "k-1"})
+        assert elsewhere.json()["state"] == "paused"
+
+
+async def test_a_key_that_is_being_answered_is_a_conflict(parts: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, go = asyncio.Event(), asyncio.Event()
+    command = parts.api.steering.command
+
+    async def slow(name: str, reason: str) -> object:
+        entered.set()
+        await go.wait()
+        return await command(name, reason)
+
+    monkeypatch.setattr(parts.api.steering, "command", slow)
+    async with client(parts) as http:
+        first = asyncio.create_task(http.post("/v1/run/start", headers={"Idempotency-Key": "k-2"}))
+        await entered.wait()
+        problem(await http.post("/v1/run/start", headers={"Idempotency-Key": "k-2"}), 409, "under way")
+        go.set()
+        assert (await first).status_code == 200
