@@ -98,6 +98,8 @@ class Prompt:
     min_version: PolicyVersion = PolicyVersion(0)
     purpose: Purpose = Purpose.TRAIN
     admitted_at_s: float = 0.0
+    scorers: tuple[str, ...] = ()
+    """Names of the scorers that apply; none: all of the run."""
     requeues: int = 0
     """How often the group came back because its samples were stale."""
 
@@ -173,7 +175,7 @@ class Score:
 @record
 @dataclasses.dataclass(frozen=True, slots=True)
 class SampleScores:
-    """What every scorer says of one sample, in the order of the settings."""
+    """What every scorer that applies says of one sample, in the order of the settings."""
 
     scores: tuple[Score, ...]
 

@@ -23,14 +23,17 @@ from prometheus_client import Counter, Gauge, Histogram
 from services.reward.answer import AnswerMatcher
 from services.reward.expression import Expression
 from services.reward.format import FormatChecker
+from services.reward.function import FunctionScorer
+from services.reward.judge import Judge
 from services.reward.lot import Lot
 from services.reward.scorer import Scorer
 from shared import streams
 from shared.errors import PermanentError, TemporaryError
-from shared.messages import Experience, RolloutGroup, SampleScores, Score, ScoreStatus
+from shared.messages import Experience, Prompt, RolloutGroup, SampleScores, Score, ScoreStatus
+from shared.scorers import AnswerScorer, FormatScorer, JudgeScorer, PythonScorer, RandomScorer
+from shared.scorers import Scorer as ScorerSettings
 from shared.service import Context, serve
-from shared.settings import AnswerScorer, FormatScorer, RandomScorer, Settings
-from shared.settings import Scorer as ScorerSettings
+from shared.settings import Settings
 from shared.telemetry import Status
 from shared.worker import Worker
 
@@ -59,6 +62,10 @@ def make_scorer(scorer: ScorerSettings, settings: Settings) -> Scorer:
             return AnswerMatcher(scorer, settings.data.answer_field)
         case FormatScorer():
             return FormatChecker(scorer)
+        case PythonScorer():
+            return FunctionScorer(scorer)
+        case JudgeScorer():
+            return Judge(scorer)
         case RandomScorer():
             return Lot(scorer.name, settings.run.seed)
 
@@ -107,7 +114,7 @@ class Scoring:
             raise PermanentError(f"expected samples of {group.prompt.problem}, found none")
         started_s = time.monotonic()
         with IN_PROGRESS.track_inprogress():
-            columns = await self._ask(group)
+            columns = await self._ask(self._applying(group.prompt), group)
         self._note(columns)
         scores = tuple(SampleScores(row) for row in zip(*columns, strict=True))
         rewards = np.array([self._reward(sample) for sample in scores], dtype=np.float32)
@@ -120,12 +127,24 @@ class Scoring:
             score_s=time.monotonic() - started_s,
         )
 
-    async def _ask(self, group: RolloutGroup) -> list[list[Score]]:
+    def _applying(self, prompt: Prompt) -> Sequence[Scorer]:
+        """Return the scorers that apply to a prompt, in the order of the settings."""
+        if not prompt.scorers:
+            return self._scorers
+        known = {scorer.name for scorer in self._scorers}
+        if unknown := [name for name in prompt.scorers if name not in known]:
+            raise PermanentError(
+                f"expected scorers of this run ({', '.join(sorted(known))}) for {prompt.problem}, found {unknown[0]!r}: "
+                "change the column data.scorers_field, or name it in [[reward.scorers]]"
+            )
+        return [scorer for scorer in self._scorers if scorer.name in prompt.scorers]
+
+    async def _ask(self, scorers: Sequence[Scorer], group: RolloutGroup) -> list[list[Score]]:
         """Return what each scorer says, all asked at once.
 
         Where one raises, the others still finish: what they are doing may be costly to break off.
         """
-        answers = await asyncio.gather(*(_timed(scorer, group) for scorer in self._scorers), return_exceptions=True)
+        answers = await asyncio.gather(*(_timed(scorer, group) for scorer in scorers), return_exceptions=True)
         columns: list[list[Score]] = []
         for answer in answers:
             if isinstance(answer, BaseException):
