@@ -18,7 +18,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from services.reward import answering
+from services.reward import answering, latex_parser
 
 LONGEST_PROSE = 4_000
 """Of a longer completion only its end is read, from the beginning of a line, in characters."""
@@ -104,6 +104,7 @@ def _verdict(status: str, equal: bool, detail: str) -> dict[str, object]:
 def _prepare() -> answering.Answerer:
     """Load math-verify and everything that it loads late."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)
+    latex_parser.predict_quickly()
     for reference, answer in _WARM_UP:
         compare(reference, answer)
     return lambda question: compare(**question)
