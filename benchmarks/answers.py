@@ -6,7 +6,8 @@ Answers are made from a seed, all different, so that nothing is remembered, and 
 40 % whole numbers and decimals in boxes, after #### or bare (no computer algebra), 15 % boxed fractions, 10 % multiples of
 roots and pi, 10 % intervals, 8 % sets and lists, 10 % polynomials, 4 % matrices, 3 % with units. Half of them are equal to the
 reference, and each is checked for that. ``algebra_*`` are the same figures of those that a matcher process compared. An
-answer's time is from asking to its score. Prints one JSON object, and fails where a bar or a verdict is missed.
+answer's time is from asking to its score; ``cpu_ms`` is processor time per answer, which says on a busy machine what an idle one
+could do. Prints one JSON object, and fails where a bar or a verdict is missed.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
+import psutil
 
 from services.reward.answer import AnswerMatcher
 from shared.messages import FinishReason, GroupId, Prompt, RolloutGroup, Sample, Sampling, ScoreStatus
@@ -128,9 +130,9 @@ async def measure(todo: list[Case], processes: int, at_once: int) -> dict[str, f
             if (score.status, score.value) != (ScoreStatus.OK, float(case.equal)):
                 wrong.append(case)
 
-    started_s = time.perf_counter()
+    started_s, cpu_s = time.perf_counter(), _cpu_s()
     await asyncio.gather(*(ask() for _ in range(at_once)))
-    wall_s = time.perf_counter() - started_s
+    wall_s, cpu_s = time.perf_counter() - started_s, _cpu_s() - cpu_s
     await matcher.close()
     for case in wrong[:5]:
         print(f"wrong verdict: {case}", file=sys.stderr)
@@ -140,8 +142,15 @@ async def measure(todo: list[Case], processes: int, at_once: int) -> dict[str, f
         "p50_ms": round(float(np.quantile(times_s, 0.5)) * 1000, 2),
         "p99_ms": round(float(np.quantile(times_s, 0.99)) * 1000, 2),
         "share_under_50ms": round(float((times_s < 0.05).mean()), 4),
+        "cpu_ms": round(cpu_s / len(todo) * 1000, 2),
         "wrong": len(wrong),
     }
+
+
+def _cpu_s() -> float:
+    """Return the processor time of this process and of the matcher's."""
+    this = psutil.Process()
+    return sum(sum(process.cpu_times()[:2]) for process in (this, *this.children()))
 
 
 def main() -> None:

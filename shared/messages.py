@@ -98,10 +98,10 @@ class Prompt:
     min_version: PolicyVersion = PolicyVersion(0)
     purpose: Purpose = Purpose.TRAIN
     admitted_at_s: float = 0.0
-    scorers: tuple[str, ...] = ()
-    """Names of the scorers that apply; none: all of the run."""
     requeues: int = 0
     """How often the group came back because its samples were stale."""
+    scorers: tuple[str, ...] = ()
+    """Names of the scorers that apply; none: all of the run."""
 
 
 @columns

@@ -120,7 +120,9 @@ def test_an_expression_that_needs_what_is_missing_makes_no_reward(text: str) -> 
         Expression(text, NAMES)({"answer": 1.0})
 
 
-@pytest.mark.parametrize("text", ["applies(1)", "applies(anser)", "first(answer)", "first(answer, 1)", "applies(answer, format)"])
+@pytest.mark.parametrize(
+    "text", ["applies(1)", "applies(anser)", "first(answer)", "first(answer, 1)", "applies(answer, format)"]
+)
 def test_only_names_of_scorers_apply(text: str) -> None:
     with pytest.raises(SettingsError, match=r"change reward\.expression"):
         Expression(text, NAMES)

@@ -137,9 +137,18 @@ async def test_json_keeps_its_schema_or_says_where_not() -> None:
         assert (await check(found, '<answer>{"n": 1}</answer>')).value == 1.0
         for text, detail in (
             ('{"n": 1}', "expected JSON in <answer>…</answer>, found none"),
-            ('<answer>{"n": 10}</answer>', "expected JSON that keeps the schema, found at $.n: 10 is greater than the maximum of 9"),
-            ("<answer>n = 1</answer>", "expected JSON, found JSONDecodeError: Expecting value: line 1 column 1 (char 0)"),
-            ('<answer>{"n": 1, "n": 2}</answer>', "expected JSON, found ValueError: a name that stands twice in an object"),
+            (
+                '<answer>{"n": 10}</answer>',
+                "expected JSON that keeps the schema, found at $.n: 10 is greater than the maximum of 9",
+            ),
+            (
+                "<answer>n = 1</answer>",
+                "expected JSON, found JSONDecodeError: Expecting value: line 1 column 1 (char 0)",
+            ),
+            (
+                '<answer>{"n": 1, "n": 2}</answer>',
+                "expected JSON, found ValueError: a name that stands twice in an object",
+            ),
         ):
             assert await check(found, text) == Score("format", ScoreStatus.WRONG_FORMAT, 0.0, detail)
         for hostile in ("[" * 100_000, "9" * 90_000, "[" * 40_000 + "]" * 40_000, "x" * 200_000):
@@ -173,7 +182,10 @@ async def test_a_schema_that_is_none_stops_the_start(schema: dict[str, object], 
     ("rules", "sentence"),
     [
         ({"scripts": ["Klingon"]}, "expected names of Unicode scripts as scripts of scorer 'format'"),
-        ({"needs_stop": True, "weights": {"json": 2}}, "expected weights of rules that scorer 'format' has (stop), found 'json'"),
+        (
+            {"needs_stop": True, "weights": {"json": 2}},
+            "expected weights of rules that scorer 'format' has (stop), found 'json'",
+        ),
     ],
 )
 def test_a_rule_that_means_nothing_is_refused(rules: dict[str, object], sentence: str) -> None:

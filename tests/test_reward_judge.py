@@ -86,8 +86,10 @@ async def serving(behaviour: Behaviour) -> AsyncIterator[Endpoint]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def settings(url: str = "http://127.0.0.1:9/v1", **more: object) -> JudgeScorer:
-    return JudgeScorer.model_validate({"kind": "judge", "url": url, "model": "m", "backoff_s": 0.01, "attempts": 3} | more)
+def settings(url: object = "http://127.0.0.1:9/v1", **more: object) -> JudgeScorer:
+    return JudgeScorer.model_validate(
+        {"kind": "judge", "url": url, "model": "m", "backoff_s": 0.01, "attempts": 3} | more
+    )
 
 
 async def judged(endpoint: Endpoint, *texts: str, **more: object) -> list[Score]:
@@ -237,7 +239,11 @@ async def test_turns_are_no_closer_than_the_declared_rate() -> None:
 
 async def test_equal_completions_are_judged_once_and_a_group_tried_again_asks_only_for_what_is_missing() -> None:
     async def refuse_b_at_first(number: int, body: dict[str, object]) -> Reply | None:
-        return (400, {}, "no") if "Response:\nb" in json.dumps(body).replace("\\n", "\n") and number < 4 else says("Score: 5")
+        return (
+            (400, {}, "no")
+            if "Response:\nb" in json.dumps(body).replace("\\n", "\n") and number < 4
+            else says("Score: 5")
+        )
 
     async with serving(refuse_b_at_first) as endpoint:
         judge = Judge(settings(endpoint.url, concurrency=1))
@@ -274,7 +280,9 @@ async def test_a_judge_without_a_verdict_may_count_as_nothing_where_the_user_say
         ({"json_field": "score"}, "{" * 100_000, None),
     ],
 )
-def test_a_verdict_is_what_was_declared_and_nothing_else(rules: dict[str, object], answer: str, value: float | None) -> None:
+def test_a_verdict_is_what_was_declared_and_nothing_else(
+    rules: dict[str, object], answer: str, value: float | None
+) -> None:
     assert VerdictReader(settings(**rules)).read(answer) == value
 
 
@@ -282,7 +290,9 @@ def test_the_template_is_filled_in_once_so_that_a_completion_cannot_write_in_it(
     prompt = builders.prompt()
     found = fill('{prompt}|{answer}|{extra.level}|{completion}|{"score": 7}', prompt, "{answer} {prompt}")
     assert found == '12+34=|46|1|{answer} {prompt}|{"score": 7}'
-    chat = dataclasses.replace(prompt, text=None, messages=(ChatMessage("user", "12+34="), ChatMessage("assistant", "?")))
+    chat = dataclasses.replace(
+        prompt, text=None, messages=(ChatMessage("user", "12+34="), ChatMessage("assistant", "?"))
+    )
     assert fill("{prompt}", chat, "") == "user: 12+34=\n\nassistant: ?"
 
 

@@ -183,12 +183,11 @@ def _answer(value: object, field: str) -> str | None:
 
 def _scorers(row: Mapping[str, object], field: str, known: Sequence[str]) -> tuple[str, ...]:
     value = row.get(field) if field else None
-    listed = value.split(",") if isinstance(value, str) else value
-    if not listed:
-        return ()
+    listed = value.split(",") if isinstance(value, str) else value or []
     names = (
         [name.strip() if isinstance(name, str) else name for name in listed] if isinstance(listed, list) else [listed]
     )
+    names = [name for name in names if name != ""]
     unknown = [name for name in names if name not in known]
     if unknown:
         raise BadRow(f"expected names of scorers ({', '.join(known)}) in {field!r}, found {_shown(unknown[0])}")

@@ -34,7 +34,13 @@ _WARM_UP = (
     (r"2\sqrt{2}", r"\sqrt{8}"),
     ("x^2+2x+1", "(x+1)^2"),
     (r"50\%", "the answer is 1/2"),
+    (r"x^2+5x+6", "(x+2)(x+3)"),
+    (r"\{1,2,-3\}", r"\{-3, 2, 1\}"),
+    (r"[1,\infty)", r"\left[1, +\infty\right)"),
+    (r"\begin{pmatrix}1&0\\1&2\end{pmatrix}", r"\begin{bmatrix} 1 & 0 \\ 1 & 2 \end{bmatrix}"),
+    (r"2\pi", r"\pi\cdot 2"),
 )
+"""Pairs of the usual forms: what the parser learns of the grammar from them it need not learn from the first answers."""
 
 
 def is_prose(text: str) -> bool:
