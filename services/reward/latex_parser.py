@@ -1,4 +1,4 @@
-"""Makes the LaTeX parser behind ``math-verify`` several times faster: it predicts without full context first.
+"""Lets the LaTeX parser behind ``math-verify`` predict without full context first, where most of its time goes otherwise.
 
 ANTLR's SLL prediction either parses as LL does or fails, so it is tried first, and LL after a failure (Parr, Harwell, Fisher
 2014, "Adaptive LL(*) Parsing", §3.2). On the corpus in the tests both give the same. It reaches into a private class of
