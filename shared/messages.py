@@ -100,6 +100,8 @@ class Prompt:
     admitted_at_s: float = 0.0
     requeues: int = 0
     """How often the group came back because its samples were stale."""
+    scorers: tuple[str, ...] = ()
+    """Names of the scorers that apply; none: all of the run."""
 
 
 @columns
@@ -173,7 +175,7 @@ class Score:
 @record
 @dataclasses.dataclass(frozen=True, slots=True)
 class SampleScores:
-    """What every scorer says of one sample, in the order of the settings."""
+    """What every scorer that applies says of one sample, in the order of the settings."""
 
     scores: tuple[Score, ...]
 

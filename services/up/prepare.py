@@ -17,8 +17,9 @@ from shared import connection
 from shared.errors import BusUnavailable, SettingsError
 from shared.model_source import check_source
 from shared.reward_models import ModelScorer
+from shared.scorers import Scorer
 from shared.section import Section
-from shared.settings import Scorer, Settings, dump, load
+from shared.settings import Settings, dump, load
 
 EMBEDDED = "embedded"
 _BUS_CHECK_S = 6.0
