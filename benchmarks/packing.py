@@ -17,7 +17,7 @@ import numpy as np
 
 from services.trainer.flops import ModelSizes
 from services.trainer.packing import Row, assign_pieces
-from shared.messages import FinishReason, Sample
+from shared.messages import FinishReason, Int32Array, Sample
 
 MODEL = ModelSizes(linear_weights=6_525_288_448, attention_width=28 * 28 * 128, output_weights=152_064 * 3584)
 """Qwen2.5-7B."""
@@ -25,20 +25,25 @@ LEAST_FILL = 0.95
 MOST_IMBALANCE = 0.03
 
 
-def mix(groups: int, samples: int, cap: int, seed: int = 0) -> list[Row]:
-    """Return rows of random lengths, no sequence longer than ``cap``."""
+def mix(groups: int, samples: int, cap: int, seed: int = 0, *, median: int = 600, vocabulary: int = 1) -> list[Row]:
+    """Return rows of random lengths, no sequence longer than ``cap``, of random tokens; prompts' median is a quarter."""
     lot = np.random.default_rng(seed)
     found = []
     for _ in range(groups):
-        prompt = int(np.clip(lot.lognormal(np.log(150), 0.6), 8, cap // 4))
-        lengths = np.clip(lot.lognormal(np.log(600), 1.0, samples), 4, cap - prompt).astype(int)
-        found.append(Row(np.zeros(prompt, np.int32), tuple(_sample(int(n)) for n in lengths), tuple(range(samples))))
+        prompt = int(np.clip(lot.lognormal(np.log(median / 4), 0.6), 8, cap // 4))
+        lengths = np.clip(lot.lognormal(np.log(median), 1.0, samples), 4, cap - prompt).astype(int)
+        ids = [_tokens(lot, int(n), vocabulary) for n in (prompt, *lengths)]
+        found.append(Row(ids[0], tuple(_sample(one) for one in ids[1:]), tuple(range(samples))))
     return found
 
 
-def _sample(tokens: int) -> Sample:
-    zeros = np.zeros(tokens, np.float32)
-    return Sample(np.zeros(tokens, np.int32), zeros, np.zeros((1, 2), np.int32), FinishReason.STOP, "")
+def _tokens(lot: np.random.Generator, count: int, vocabulary: int) -> Int32Array:
+    return lot.integers(0, vocabulary, count).astype(np.int32) if vocabulary > 1 else np.zeros(count, np.int32)
+
+
+def _sample(token_ids: Int32Array) -> Sample:
+    zeros = np.zeros(len(token_ids), np.float32)
+    return Sample(token_ids, zeros, np.zeros((1, 2), np.int32), FinishReason.STOP, "")
 
 
 def measure(rows: list[Row], cap: int, ranks: int) -> dict[str, float]:

@@ -22,12 +22,12 @@ LEARNING_RATE = 2e-4
 """Half the example's, the same at every lag: eight steps of the full one make another policy."""
 
 
-def run(folder: Path, preset: str, lag: int, corrected: bool, steps: int) -> Learned:
+def run(folder: Path, preset: str, lag: int, corrected: bool, steps: int, learning_rate: float) -> Learned:
     """Run one lag."""
     algorithm: dict[str, Any] = {"preset": preset, "max_lag": lag}
     if not corrected:
         algorithm |= {"correction": "none", "allow_uncorrected": True}
-    return learn(folder, name(lag, corrected), algorithm, {"trainer": {"learning_rate": LEARNING_RATE}}, steps)
+    return learn(folder, name(lag, corrected), algorithm, {"trainer": {"learning_rate": learning_rate}}, steps)
 
 
 def name(lag: int, corrected: bool) -> str:
@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--lags", default="0,1,4,8")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--preset", default="tis")
+    parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
     arguments = parser.parse_args()
     found: dict[str, Learned] = {}
     print("| max_lag | corrected | mean lag | accuracy before | after | KL | ESS |")
@@ -48,7 +49,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="penstock-staleness-") as folder:
         for lag in (int(word) for word in arguments.lags.split(",")):
             for corrected in (True, False):
-                learned = run(Path(folder), arguments.preset, lag, corrected, arguments.steps)
+                learned = run(Path(folder), arguments.preset, lag, corrected, arguments.steps, arguments.learning_rate)
                 found[name(lag, corrected)] = learned
                 print(_row(lag, corrected, learned), flush=True)
     best = found[name(min(int(word) for word in arguments.lags.split(",")), True)].accuracy_after

@@ -1,6 +1,6 @@
 """penstock: the command line. Starts a whole run, and looks at, pauses and stops one that goes on.
 
-Every command but ``up``, ``report`` and ``settings`` is a thin client of the coordinator's HTTP API.
+Every command but ``up``, ``report``, ``export`` and ``settings`` is a thin client of the coordinator's HTTP API.
 """
 
 import importlib.metadata
@@ -15,6 +15,7 @@ from rich.console import Console
 from services import commands
 from services.commands import LATEST, AsJson, Reason, Run, TokenFile, Url, coordinator
 from shared.errors import PenstockError, SettingsError
+from shared.messages import PolicyVersion
 
 if TYPE_CHECKING:
     from services.client import Coordinator
@@ -159,6 +160,27 @@ def report(run: Run = LATEST) -> None:
         print(write_report(run))  # noqa: T201
     except OSError as error:
         raise PenstockError(f"expected to write the report in {run}, found: {error}") from error
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="[RUN]", help="The run's folder, or its settings file.")] = LATEST,
+    version: Annotated[int, typer.Option(metavar="N", help="Which version of the policy.")] = ...,  # type: ignore[assignment]
+    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Where to write; new or empty.")] = ...,  # type: ignore[assignment]
+    adapter: Annotated[bool, typer.Option("--adapter", help="The LoRA adapter alone, not merged.")] = False,
+) -> None:
+    """Write a version of the policy in Hugging Face form (config, safetensors, tokenizer), as replicas got it.
+
+    Works while the run goes on and after it, for the versions that still have a snapshot or a checkpoint, and for 0.
+
+    **Examples:** `penstock export --version 40 --to my-model` · `penstock export runs/… --version 40 --to my-adapter --adapter`
+    """
+    try:
+        from services.trainer.export import export_version, settings_of
+    except ImportError as error:
+        raise PenstockError(f"expected penstock[trainer] for export, found {error}: install it") from error
+    found = export_version(settings_of(run), PolicyVersion(version), to, adapter=adapter)
+    print(f"version {found.version} (step {found.step}) from {found.source}: {found.folder}")  # noqa: T201
 
 
 @app.command()

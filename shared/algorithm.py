@@ -134,6 +134,9 @@ class AlgorithmSettings(Section):
     """With loss = "dpo": how strongly the reference holds the policy."""
     kl: KlSettings = Field(default=KlSettings())
     """A penalty on the distance to the reference."""
+    reference: Literal["trainer", "reward"] = Field(default="trainer")
+    """Who holds the frozen initial policy, where one is needed: every rank of the `trainer` (with policy.lora it costs
+    nothing there), or the `reward` service, whose logprobs travel with each group ([reward.reference])."""
     critic: CriticSettings = Field(default=CriticSettings())
     """The critic that advantage = "gae" needs."""
 
@@ -154,8 +157,13 @@ class AlgorithmSettings(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the trainer holds the frozen initial policy."""
+        """Whether something is compared with the frozen initial policy."""
         return self.kl.coefficient > 0 or self.loss == "dpo"
+
+    @property
+    def reference_travels(self) -> bool:
+        """Whether every group comes to the trainer with its reference logprobs."""
+        return self.needs_reference and self.reference == "reward"
 
     @property
     def needs_critic(self) -> bool:

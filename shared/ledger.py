@@ -56,11 +56,15 @@ class RunStatus:
     step: int
     """Committed optimizer steps."""
     cursor: int
-    """Prompts admitted so far; the next group id."""
+    """Prompts admitted so far; the next group id, which is never used again."""
+    shift: int
+    """The next prompt stands at place ``cursor - shift`` of the dataset: rollbacks go back in it, group ids do not."""
     head: PolicyVersion | None
     """The version that replicas serve."""
     newest_version: PolicyVersion | None
     """The version of the newest commit; the coordinator makes it the head."""
+    tip: PolicyVersion | None
+    """The parent of the next version: the newest one, or the one that a rollback went back to."""
     trainer_epoch: int
     first_admission_s: float | None
     last_commit_s: float | None
@@ -86,6 +90,11 @@ class Ledger:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._keys = bus.keys
+        self.term: int | None = None
+        """Under which term this coordinator leads; None: nobody asks."""
+
+    def _term(self) -> Argument:
+        return "" if self.term is None else self.term
 
     # ---------------------------------------------------------------- run
 
@@ -111,7 +120,7 @@ class Ledger:
     ) -> int:
         """Admit as many of ``prompts`` as there are free slots, in order; their group ids start at the cursor.
 
-        Returns how many; -1 when the run is not running; -2 when the cursor or the newest version moved meanwhile.
+        Returns how many; -1 when the run is not running or another coordinator leads it; -2 when the cursor or the newest version moved meanwhile.
         Never admits more than the steps that are left can use.
         """
         keys = [self._keys.run, *(self._keys.of(stream) for stream in streams.TRAINING_STREAMS)]
@@ -123,6 +132,7 @@ class Ledger:
             cursor,
             newest,
             time.time(),
+            self._term(),
             *(wire.encode(p) for p in prompts),
         ]
         return int(await self._bus.script("admit", keys, arguments))
@@ -137,10 +147,25 @@ class Ledger:
         """Start as the run's only trainer: whatever an older one still tries to commit is refused from now on."""
         return int(await self._bus.call(lambda: self._bus.client.hincrby(self._keys.run, "trainer_epoch", 1)))
 
-    async def restore(self, step: int, cursor: int, newest: PolicyVersion) -> bool:
-        """Tell an empty bus what a checkpoint knows of the run; return False when the bus knows the run already."""
-        arguments: list[Argument] = ["step", step, "cursor", cursor, "newest_version", newest]
-        return bool(await self._bus.script("restore", [self._keys.run], arguments))
+    async def restore(
+        self, step: int, cursor: int, position: int, newest: PolicyVersion, counts: Mapping[str, int]
+    ) -> bool:
+        """Tell an empty bus what a checkpoint knows of the run; return False when the bus knows the run already.
+
+        Groups that were in flight when it was written are counted as ``dropped:bus_lost``; their prompts are drawn again.
+        """
+        lost = cursor - sum(count for name, count in counts.items() if name != "requeued")
+        fields = {"step": step, "cursor": cursor, "shift": cursor - position, "newest_version": newest}
+        ended = {**counts, "dropped:bus_lost": counts.get("dropped:bus_lost", 0) + max(0, lost)}
+        arguments: list[Argument] = [len(fields)]
+        for name, value in (*fields.items(), *ended.items()):
+            arguments += [name, value]
+        return bool(await self._bus.script("restore", [self._keys.run, self._keys.counts], arguments))
+
+    async def position(self, version: PolicyVersion) -> int | None:
+        """Return the place in the dataset of the first prompt that was not trained when ``version`` was committed."""
+        mark = await self._bus.call(lambda: self._bus.client.hget(self._keys.marks, str(version)))
+        return None if mark is None else int(mark.split()[1])
 
     async def commit(
         self, epoch: int, record: PolicyRecord, deliveries: Sequence[Delivery[Experience]], report: StepReport | None
@@ -155,7 +180,8 @@ class Ledger:
         named = (streams.EXPERIENCE, streams.JOURNAL)
         keys = [self._keys.run, *(self._keys.of(stream) for stream in named), self._keys.policies]
         keys += [self._keys.policy_states, *(self._keys.of(s) for s in (streams.PUBLISHED, streams.STEPS))]
-        keys += [self._keys.counts, self._keys.of(streams.AUDIT)]
+        keys += [self._keys.counts, self._keys.of(streams.AUDIT), self._keys.marks]
+        keys += [self._keys.of(stream) for stream in (streams.PROMPTS, streams.ROLLOUTS)]
         payload = wire.encode(record)
         arguments: list[Argument] = [
             epoch,
@@ -195,12 +221,14 @@ class Ledger:
         after = f"{milliseconds}-{int(sequence or 0) + 1}"
         await self._bus.call(lambda: self._bus.client.xtrim(key, minid=after, approximate=False))
 
-    async def set_checkpoint(self, version: PolicyVersion, folder: str | None) -> None:
-        """Note, or with None forget, that a version has a checkpoint."""
-        if folder is None:
-            await self._bus.call(lambda: self._bus.client.hdel(self._keys.checkpoints, str(version)))
-        else:
-            await self._bus.call(lambda: self._bus.client.hset(self._keys.checkpoints, str(version), folder))
+    async def set_checkpoint(self, version: PolicyVersion, folder: str) -> None:
+        """Note that a version has a checkpoint."""
+        await self._bus.call(lambda: self._bus.client.hset(self._keys.checkpoints, str(version), folder))
+
+    async def forget_checkpoint(self, folder: str) -> bool:
+        """Note that a checkpoint is about to be deleted; False where it has to stay (it is pinned, or a rollback goes back to it)."""
+        keys = [self._keys.run, self._keys.checkpoints, self._keys.pins]
+        return bool(await self._bus.script("forget_checkpoint", keys, [folder]))
 
     # ---------------------------------------------------------------- policies
 
@@ -216,7 +244,9 @@ class Ledger:
         keys += [self._keys.policy_states, self._keys.of(streams.POLICY)]
         update = wire.encode(PolicyUpdate(record=record, promoted_at_s=time.time(), sources=dict(sources)))
         arguments: list[Argument] = [streams.PUBLISHED.group or "", delivery.entry_id, record.version, update]
-        return bool(await self._bus.script("promote", keys, [*arguments, streams.POLICY.max_entries or 0]))
+        return bool(
+            await self._bus.script("promote", keys, [*arguments, streams.POLICY.max_entries or 0, self._term()])
+        )
 
     async def policy(self, version: PolicyVersion) -> PolicyRecord | None:
         """Return a version's record."""
@@ -286,8 +316,10 @@ def read_status(raw: Mapping[bytes, bytes]) -> RunStatus:
         changed_at_s=float(fields.get("changed_at_s", 0)),
         step=int(fields.get("step", 0)),
         cursor=int(fields.get("cursor", 0)),
+        shift=int(fields.get("shift", 0)),
         head=_version(fields.get("head")),
         newest_version=_version(fields.get("newest_version")),
+        tip=_version(fields.get("tip", fields.get("newest_version"))),
         trainer_epoch=int(fields.get("trainer_epoch", 0)),
         first_admission_s=_optional_float(fields.get("first_admission_s")),
         last_commit_s=_optional_float(fields.get("last_commit_s")),

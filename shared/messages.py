@@ -100,6 +100,8 @@ class Prompt:
     admitted_at_s: float = 0.0
     requeues: int = 0
     """How often the group came back because its samples were stale."""
+    scorers: tuple[str, ...] = ()
+    """Names of the scorers that apply; none: all of the run."""
 
 
 @columns
@@ -173,7 +175,7 @@ class Score:
 @record
 @dataclasses.dataclass(frozen=True, slots=True)
 class SampleScores:
-    """What every scorer says of one sample, in the order of the settings."""
+    """What every scorer that applies says of one sample, in the order of the settings."""
 
     scores: tuple[Score, ...]
 
@@ -181,13 +183,18 @@ class SampleScores:
 @message("experience", schema=1)
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Experience:
-    """A group with its rewards: ``rewards[i]`` (float32) and ``scores[i]`` belong to ``group.samples[i]``."""
+    """A group with its rewards: ``rewards[i]`` (float32) and ``scores[i]`` belong to ``group.samples[i]``.
+
+    ``reference_logprobs`` are those of all samples' tokens, one sample after another: of samples of 3 and 2 tokens, five.
+    """
 
     group: RolloutGroup
     rewards: Float32Array
     scores: tuple[SampleScores, ...]
     scored_at_s: float
     score_s: float
+    reference_logprobs: Float32Array | None = None
+    """Under the frozen initial policy, at the temperature of sampling; None where the trainer computes them itself."""
 
 
 @record

@@ -28,6 +28,9 @@ from shared.connection import redact
 from shared.deepspeed_keys import check_deepspeed
 from shared.errors import SettingsError
 from shared.expression import Expression
+from shared.guards import GuardsSettings
+from shared.reward_models import ReferenceSettings
+from shared.scorers import AnswerScorer, Scorer
 from shared.section import Section
 
 ENVIRONMENT_PREFIX = "PENSTOCK__"
@@ -103,6 +106,9 @@ class DataSettings(Section):
     """The column with chat messages (`[{role, content}]`); used where the prompt's column is missing."""
     answer_field: str = Field(default="answer")
     """The column with the reference answer; every other column goes to the scorers."""
+    scorers_field: str = Field(default="")
+    """The column that names the scorers of a problem, as a list or with commas between; where it is empty, or no such column
+    is set here, all score it."""
     max_bad_rows: NonNegativeInt = Field(default=10)
     """So many rows that cannot be read are counted and passed over; one more stops the start."""
     shuffle: bool = Field(default=True)
@@ -180,74 +186,6 @@ class RolloutSettings(Section):
     """vLLM, where it generates."""
 
 
-class AnswerScorer(Section):
-    """Compares the completion's answer with the reference."""
-
-    kind: Literal["answer"]
-    """The answer matcher."""
-    name: str = Field(default="answer", pattern=r"^[a-z_][a-z0-9_]*$")
-    """Its name in reward.expression and in metrics."""
-    mode: Literal["exact", "numeric", "math"] = Field(default="math")
-    """`exact` text, `numeric` value within tolerance, or `math` (symbolic, by math-verify)."""
-    extract: Literal["whole", "boxed", "hashes", "last_number", "tag", "auto"] = Field(default="auto")
-    """Where the answer stands in the completion: all of it, in \\boxed{}, after ####, the last number, in the tag named
-    by `tag`, or the first of boxed, hashes, whole."""
-    tag: str = Field(default="answer", min_length=1)
-    """With extract = "tag": `answer` means <answer>…</answer>."""
-    tolerance: NonNegativeFloat = Field(default=1e-6)
-    """Largest relative difference of numbers that are equal; whole numbers and fractions in mode `math` are exact."""
-    needs_stop: bool = Field(default=False)
-    """A completion cut at its length limit is `wrong_format`."""
-    timeout_s: PositiveFloat = Field(default=5.0)
-    """A comparison that takes longer is killed: status `timeout`, value 0."""
-    processes: PositiveInt = Field(default=1)
-    """Killable processes that compare."""
-
-
-class TagRule(Section):
-    """One pair of tags that the completion must hold."""
-
-    tag: str = Field(default="answer", min_length=1)
-    """`think` means <think>…</think>."""
-    required: bool = Field(default=True)
-    """It must be there."""
-    once: bool = Field(default=True)
-    """It must not be there twice."""
-
-
-class FormatScorer(Section):
-    """Checks the completion's form by declared rules; its value is the share of rules that hold."""
-
-    kind: Literal["format"]
-    """The format checker."""
-    name: str = Field(default="format", pattern=r"^[a-z_][a-z0-9_]*$")
-    """Its name in reward.expression and in metrics."""
-    tags: tuple[TagRule, ...] = Field(default=())
-    """Tags, in the order in which they must come."""
-    nothing_outside: bool = Field(default=False)
-    """No text but white space outside the tags."""
-    pattern: str = Field(default="")
-    """A regular expression that must match all of the completion."""
-    min_characters: NonNegativeInt = Field(default=0)
-    """Shortest completion."""
-    max_characters: PositiveInt | None = Field(default=None)
-    """Longest completion."""
-    needs_stop: bool = Field(default=False)
-    """It must end by itself, not at its length limit."""
-
-
-class RandomScorer(Section):
-    """Draws 0 or 1 by lot, whatever the completion: the control of an experiment (nothing should be learned)."""
-
-    kind: Literal["random"]
-    """The lot."""
-    name: str = Field(default="random", pattern=r"^[a-z_][a-z0-9_]*$")
-    """Its name in reward.expression and in metrics."""
-
-
-Scorer = Annotated[AnswerScorer | FormatScorer | RandomScorer, Field(discriminator="kind")]
-
-
 class ExecutorSettings(Section):
     """The process that runs model-written code, isolated (docs/sandbox.md)."""
 
@@ -280,11 +218,16 @@ class RewardSettings(Section):
     replicas: PositiveInt = Field(default=1)
     """How many `penstock up` starts."""
     expression: str = Field(default="")
-    """The reward from the scorers' values, as `0.9 * answer + 0.1 * format`; empty: their mean."""
+    """The reward from the scorers' values, as `0.9 * answer + 0.1 * format`; empty: the mean of those that apply."""
     scorers: tuple[Scorer, ...] = Field(default=(AnswerScorer(kind="answer"),), min_length=1)
     """Who scores; all run at once."""
     max_groups: PositiveInt = Field(default=32)
-    """How many groups one replica scores at a time."""
+    """How many groups one replica scores at a time; the others wait on the bus."""
+    reference: ReferenceSettings = Field(default=ReferenceSettings())
+    """The frozen initial policy, where algorithm.reference = "reward"."""
+    gpus: tuple[NonNegativeInt, ...] = Field(default=())
+    """Which GPUs of this machine `penstock up` gives to the replicas, in turn, as many to each; none: they all see every
+    GPU."""
     metrics_port: NonNegativeInt = Field(default=0)
     """Port of /metrics, /healthz and /readyz; 0: any free one."""
     executor: ExecutorSettings = Field(default=ExecutorSettings())
@@ -310,6 +253,8 @@ class TrainerSettings(Section):
     """Which GPUs of this machine `penstock up` gives to the ranks, one to each; none: they see every GPU."""
     threads: NonNegativeInt = Field(default=0)
     """CPU threads of one rank; 0: as torch decides."""
+    optimizer: Literal["adamw", "adamw_8bit"] = Field(default="adamw")
+    """AdamW, or the same with its two moments in 8 bits each (bitsandbytes): a quarter of their memory."""
     learning_rate: NonNegativeFloat = Field(default=1e-6)
     """Peak learning rate of AdamW."""
     warmup_steps: NonNegativeInt = Field(default=0)
@@ -347,7 +292,7 @@ class TrainerSettings(Section):
     """Checkpoints that are kept."""
     max_skipped_steps: NonNegativeInt = Field(default=3)
     """So many batches in a row may give a loss or gradient that is not finite: each leaves uncommitted, counted as
-    dropped:nonfinite. One more stops the trainer."""
+    dropped:nonfinite. One more pauses the run."""
     metrics_port: NonNegativeInt = Field(default=0)
     """Port of /metrics, /healthz and /readyz of rank 0; 0: any free one."""
 
@@ -358,6 +303,11 @@ class TrainerSettings(Section):
             raise ValueError(
                 f'expected trainer.zero_stage >= {least} with trainer.offload = "{self.offload}", found {self.zero_stage}: '
                 "change one of them"
+            )
+        if self.optimizer == "adamw_8bit" and self.offload != "none":
+            raise ValueError(
+                f'expected trainer.offload = "none" with trainer.optimizer = "adamw_8bit", found "{self.offload}": its '
+                "moments are small enough to stay; change one of them"
             )
         if self.nodes > 1 and (not self.rendezvous or self.node >= self.nodes):
             raise ValueError(
@@ -458,6 +408,8 @@ class Settings(Section):
     """How policy versions reach the replicas."""
     coordinator: CoordinatorSettings = Field(default=CoordinatorSettings())
     """Admission, ledger and the HTTP API."""
+    guards: GuardsSettings = Field(default=GuardsSettings())
+    """What must not go on unseen, and what is done about it."""
     telemetry: TelemetrySettings = Field(default=TelemetrySettings())
     """Logs and heartbeats."""
 
@@ -498,6 +450,16 @@ class Settings(Section):
         names = [scorer.name for scorer in self.reward.scorers]
         if len(set(names)) != len(names):
             raise ValueError(f"expected scorers with different names, found {names}: change name in [[reward.scorers]]")
+        if self.trainer.zero_stage == 0 and self.policy.dtype == "bfloat16":
+            raise ValueError(
+                'expected trainer.zero_stage >= 1 with policy.dtype = "bfloat16", found 0: there DeepSpeed steps as for float16, '
+                "with a loss scale; stage 1 costs no more, change trainer.zero_stage"
+            )
+        if "reference" in names:
+            raise ValueError(
+                "expected another name for a scorer than 'reference', which metrics and alarms call the frozen policy: "
+                "change name in [[reward.scorers]]"
+            )
         try:
             Expression(self.reward.expression, names)
         except SettingsError as error:
@@ -513,6 +475,11 @@ class Settings(Section):
                 f"{self.run.steps}: the policy would never move; change one of them"
             )
         self._check_gpus()
+        if self.algorithm.reference == "reward" and self.policy.lora.rank:
+            raise ValueError(
+                'expected algorithm.reference = "trainer" with policy.lora, where the reference is the policy without its '
+                'adapter and costs no memory, found "reward": change one of them'
+            )
         if self.algorithm.max_lag > 0 and self.slots > 1_000_000:
             raise ValueError(
                 f"expected at most 1,000,000 groups in flight, found (max_lag {self.algorithm.max_lag} + 1) × "
@@ -523,17 +490,21 @@ class Settings(Section):
         return self
 
     def _check_gpus(self) -> None:
-        ranks, replicas = self.trainer.gpus, self.rollout.gpus
+        ranks = self.trainer.gpus
         if ranks and (len(ranks) != self.trainer.ranks or len(set(ranks)) != len(ranks)):
             raise ValueError(
                 f"expected {self.trainer.ranks} different numbers in trainer.gpus, one for each of trainer.ranks, found "
                 f"{list(ranks)}: change one of them, or leave trainer.gpus empty"
             )
-        if replicas and len(replicas) % self.rollout.replicas:
-            raise ValueError(
-                f"expected as many numbers in rollout.gpus for each of {self.rollout.replicas} rollout.replicas, found "
-                f"{list(replicas)}: change one of them, or leave rollout.gpus empty"
-            )
+        for name, gpus, replicas in (
+            ("rollout", self.rollout.gpus, self.rollout.replicas),
+            ("reward", self.reward.gpus, self.reward.replicas),
+        ):
+            if len(gpus) % replicas:
+                raise ValueError(
+                    f"expected as many numbers in {name}.gpus for each of {replicas} {name}.replicas, found "
+                    f"{list(gpus)}: change one of them, or leave {name}.gpus empty"
+                )
 
 
 def check_plain_engine(settings: Settings, engine: str) -> None:
@@ -570,8 +541,8 @@ def load(path: Path | None, flags: Sequence[str] = (), environment: Mapping[str,
     Raises:
         SettingsError: no such file, no TOML, an unknown key, a wrong type, or settings that contradict each other.
     """
-    text, name = ("", "settings") if path is None else (_read(path), str(path))
-    return loads(text, name, flags, os.environ if environment is None else environment)
+    environment = os.environ if environment is None else environment
+    return loads("" if path is None else _read(path), str(path or "settings"), flags, environment)
 
 
 def loads(toml: str, name: str, flags: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Settings:

@@ -25,8 +25,12 @@
     counts       hash    trained, dropped:<reason>, dead:<stream>, requeued: exact, written by the same scripts
     policies     hash    version → PolicyRecord;    policy_states: version → published | live | retired | revoked
     checkpoints  hash    version → folder;          revoked: the set of fenced versions
+    marks        hash    version → groups trained and place in the dataset when it was committed
+    rollback     hash    the rollback that is under way, or the last one
+    lease        hash    which coordinator leads, under which term; expires
     evaluation   hash    the evaluation that is under way; its answers: evaluation_answers, problem → reward
     evaluations  hash    version → what its evaluation found (JSON), written by the coordinator
+    statistics:<scorer> hash count, mean, squares of a scorer's values, over all reward replicas; …:groups: those counted
     live         hash    revision → the settings that were changed while the run goes on (see ``live``)
     pins         set     versions whose checkpoints are kept; released: versions that people may use
     operations   hash    id → a command that takes a while, and how far it is (JSON)
@@ -137,6 +141,21 @@ class Keys:
         return self.named("checkpoints")
 
     @property
+    def marks(self) -> str:
+        """The hash version → "groups trained, place in the dataset" at its commit."""
+        return self.named("marks")
+
+    @property
+    def lease(self) -> str:
+        """The hash that says which coordinator leads; it expires."""
+        return self.named("lease")
+
+    @property
+    def rollback(self) -> str:
+        """The hash that describes the rollback under way, or the last one."""
+        return self.named("rollback")
+
+    @property
     def evaluation(self) -> str:
         """The hash that describes the evaluation under way; absent when there is none."""
         return self.named("evaluation")
@@ -189,6 +208,14 @@ class Keys:
     def services(self) -> str:
         """The set of replica names that were seen."""
         return self.named("services")
+
+    def statistics(self, scorer: str) -> str:
+        """The hash with count, mean and sum of squared differences of a scorer's values."""
+        return self.named(f"statistics:{scorer}")
+
+    def statistics_groups(self, scorer: str) -> str:
+        """The sorted set of the newest groups in these statistics."""
+        return self.named(f"statistics:{scorer}:groups")
 
     def service(self, replica: str) -> str:
         """Return the key of one replica's heartbeat."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -66,16 +67,8 @@ def make(bus: Bus, run: Settings) -> Coordinator:
 
 @contextlib.asynccontextmanager
 async def running(parts: Coordinator) -> AsyncIterator[Coordinator]:
-    """Run every loop of a coordinator while the body runs, then kill it without a word."""
-    loops = (
-        parts.promotion,
-        parts.lifecycle,
-        parts.admission,
-        parts.recorder,
-        parts.monitor,
-        parts.operations,
-    )
-    tasks = [asyncio.create_task(part.run()) for part in loops]
+    """Run every loop of a coordinator that leads while the body runs, then kill it without a word."""
+    tasks = [asyncio.create_task(loop()) for loop in (*parts.leading, parts.monitor.run)]
     try:
         yield parts
     finally:
@@ -103,8 +96,8 @@ class Trainer:
             await self.ledger.commit(self.epoch, record(0, None, 0), [], None)
         return self
 
-    async def step(self) -> int:
-        """Take a batch, commit it, and return the step."""
+    async def step(self, **metrics: float) -> int:
+        """Take a batch, commit it with a report that also says ``metrics``, and return the step."""
         batch: list[Any] = []
         async with asyncio.timeout(10):
             while len(batch) < self.groups:
@@ -114,7 +107,9 @@ class Trainer:
         status = await self.ledger.status()
         assert status.newest_version is not None
         step, version = status.step + 1, status.newest_version + 1
-        await self.ledger.commit(self.epoch, record(version, status.newest_version, step), batch, report(step, version))
+        told = report(step, version)
+        told = dataclasses.replace(told, finished_at_s=time.time(), metrics=told.metrics | metrics) if metrics else told
+        await self.ledger.commit(self.epoch, record(version, status.newest_version, step), batch, told)
         return step
 
 

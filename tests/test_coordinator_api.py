@@ -57,7 +57,7 @@ async def command(http: httpx.AsyncClient, name: str, status: int = 200) -> dict
 RUN_FIELDS = {
     *("run_id", "state", "reason", "closed", "activity", "step", "steps", "head", "newest_version"),
     *("groups_in_flight", "slots", "cursor", "streams", "counts", "dead", "last", "lag_counts", "history"),
-    *("evaluations", "tokens_per_s", "started_at_s", "training_s", "eta_s", "bus"),
+    *("evaluations", "tokens_per_s", "started_at_s", "training_s", "eta_s", "bus", "guards"),
     "settings_revision",
 }
 
@@ -213,7 +213,7 @@ async def test_the_monitor_sets_the_gauges(parts: Coordinator) -> None:
 
 async def test_every_route_is_described(http: httpx.AsyncClient) -> None:
     described = (await http.get("/openapi.json")).json()["paths"]
-    assert len(described) == 32
+    assert len(described) == 33
     assert all(found["summary"] for path in described.values() for found in path.values())
 
 

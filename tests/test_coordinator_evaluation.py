@@ -169,7 +169,7 @@ def test_the_summary_of_answers_is_worked_out_by_hand() -> None:
 
 RUNNING = RunStatus(
     state=RunState.RUNNING, reason="", created_at_s=0, changed_at_s=0, step=0, cursor=0, head=V0, newest_version=V0,
-    trainer_epoch=1, first_admission_s=None, last_commit_s=None, paused_s=0,
+    trainer_epoch=1, shift=0, tip=None, first_admission_s=None, last_commit_s=None, paused_s=0,
 )  # fmt: skip
 INITIAL = summarize(Description(V0, 0, 1, True, False, 0.0), [(1.0, 0, 0)], 0.5, 1.0)
 

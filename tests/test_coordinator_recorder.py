@@ -127,7 +127,7 @@ def test_of_a_step_written_twice_the_later_line_holds_and_what_followed_the_firs
 
 STATUS = RunStatus(
     state=RunState.RUNNING, reason="", created_at_s=90.0, changed_at_s=100.0, step=3, cursor=9,
-    head=PolicyVersion(3), newest_version=PolicyVersion(3), trainer_epoch=1,
+    head=PolicyVersion(3), newest_version=PolicyVersion(3), trainer_epoch=1, shift=0, tip=None,
     first_admission_s=100.0, last_commit_s=130.0, paused_s=5.0,
 )  # fmt: skip
 

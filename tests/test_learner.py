@@ -1,6 +1,7 @@
 """Laws of a step, with the real engine in this process: every preset moves the weights, repeats to the bit, and does not
 depend on how its batch is cut into forward passes."""
 
+import dataclasses
 import functools
 import warnings
 from typing import Any, get_args
@@ -17,6 +18,7 @@ from services.trainer.measures import Phases
 from services.trainer.packing import Row, micro_batch
 from services.trainer.policy import Policy
 from shared.algorithm import Preset
+from shared.errors import SettingsError
 from shared.messages import Experience, FinishReason, RolloutGroup, Sample
 from shared.settings import Settings
 from tests import builders, tiny
@@ -55,7 +57,9 @@ class One:
             if algorithm.needs_critic:
                 trunk = tiny.model(0).requires_grad_(True).get_decoder()
                 self.critic = TrainingEngine(Critic(trunk, 32).train(), of, "cpu")
-        reference = policy().eval().requires_grad_(False) if algorithm.needs_reference else None
+        reference = None
+        if algorithm.needs_reference and not algorithm.reference_travels:
+            reference = policy().eval().requires_grad_(False)
         self.learner = Learner(self.engine, of, Phases(), self.critic, reference)
 
     def learn(self, batch: list[Experience], step: int = 1, lags: list[int] | None = None) -> dict[str, float]:
@@ -207,3 +211,29 @@ def test_a_steered_coefficient_rises_while_the_policy_is_too_far() -> None:
 def test_the_moments_are_those_of_all_values() -> None:
     assert diagnostics.moments(torch.tensor([1.0, 3.0])) == (2.0, 1.0)
     assert diagnostics.explained_variance(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 2.0])) == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [{"preset": "dpo"}, {"preset": "grpo", "kl": {"coefficient": 0.1, "where": "reward", "estimator": "k1"}}],
+    ids=["dpo", "grpo"],
+)
+def test_reference_logprobs_that_came_with_their_groups_make_the_same_step(algorithm: dict[str, Any]) -> None:
+    own, travelled = One(settings(**algorithm)), One(settings(reference="reward", **algorithm))
+    assert travelled.learner._reference is None
+    frozen = policy().eval()
+    with torch.no_grad():
+        came = [
+            frozen(
+                micro_batch([Row(e.group.prompt_token_ids, e.group.samples, (0, 1, 2, 3))])
+            ).policy_logprobs_N.numpy()
+            for e in batch()
+        ]
+    groups = [dataclasses.replace(e, reference_logprobs=logprobs) for e, logprobs in zip(batch(), came, strict=True)]
+    for step in (1, 2):
+        one, other = timeless(own.learn(batch(), step)), timeless(travelled.learn(groups, step))
+        if step == 1:  # policy and reference are equal still: which of a pair is ahead is rounding
+            one["preference_accuracy"] = other["preference_accuracy"] = 0.0
+        assert one == pytest.approx(other, abs=1e-5)
+    with pytest.raises(SettingsError, match="expected reference logprobs with group 0 in the journal, found none"):
+        travelled.learn(batch(), 3)

@@ -36,6 +36,7 @@ def test_flags_come_before_the_environment_and_that_before_the_file(tmp_path: Pa
         ("[run]\nsteps = 5\n[trainer]\nwarmup_steps = 6", "expected trainer.warmup_steps <= run.steps, found 6 > 5"),
         ('[[reward.scorers]]\nkind = "answer"\n[[reward.scorers]]\nkind = "answer"', "expected scorers with different names, found ['answer', 'answer']"),
         ("[trainer]\nranks = 2\ngpus = [0]", "expected 2 different numbers in trainer.gpus, one for each of trainer.ranks, found [0]"),
+        ("[reward]\nreplicas = 2\ngpus = [3]", "expected as many numbers in reward.gpus for each of 2 reward.replicas, found [3]"),
         ("[rollout]\nreplicas = 2\ngpus = [0, 1, 2]", "expected as many numbers in rollout.gpus for each of 2 rollout.replicas, found [0, 1, 2]"),
         ("[run", "expected TOML in"),
         ("[rollout.vllm]\nmax_num_seq = 4", "rollout.vllm.max_num_seq: expected a known setting, found 'max_num_seq'; did you mean 'max_num_seqs'?"),

@@ -1,6 +1,8 @@
 """Laws of the engine room: what saves memory changes no result, and what packs loses nothing. One rank, in this process."""
 
+import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from shared.errors import SettingsError
 from shared.messages import FinishReason, Sample
 from shared.settings import Settings
 from tests import builders, test_learner, tiny
+from tests.conftest import need_module
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -34,17 +37,35 @@ def settings(zero_stage: int = 0, **trainer: Any) -> Settings:
     )
 
 
+class Stepper:
+    """An engine that makes steps of the same batch."""
+
+    def __init__(self, of: Settings) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            chunk = of.trainer.logits_chunk_tokens
+            model = tiny.model(0).requires_grad_(True)
+            self.engine = TrainingEngine(Policy(model, entropy_gradient=True, chunk_tokens=chunk).train(), of, "cpu")
+        self._learner = Learner(self.engine, of, Phases())
+
+    def step(self, number: int) -> dict[str, float]:
+        data = test_learner.batch()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return self._learner.learn(data, [1] * len(data), number)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.float().clone() for name, tensor in self.engine.tensors()}
+
+    def state_types(self) -> set[torch.dtype]:
+        found: Any = self.engine._engine.optimizer.optimizer.state
+        return {v.dtype for state in found.values() for v in state.values() if torch.is_tensor(v)}
+
+
 def step(of: Settings) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Two steps; what the second measured, and the weights after it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = tiny.model(0).requires_grad_(True)
-        chunk = of.trainer.logits_chunk_tokens
-        engine = TrainingEngine(Policy(model, entropy_gradient=True, chunk_tokens=chunk).train(), of, "cpu")
-        learner = Learner(engine, of, Phases())
-        data = test_learner.batch()
-        measured = [learner.learn(data, [1] * len(data), number) for number in (1, 2)][-1]
-        return measured, {name: tensor.float().clone() for name, tensor in engine.tensors()}
+    found = Stepper(of)
+    return [found.step(number) for number in (1, 2)][-1], found.weights()
 
 
 @pytest.mark.parametrize(
@@ -68,6 +89,35 @@ def test_what_saves_memory_makes_the_same_step(trainer: dict[str, Any]) -> None:
     assert found["entropy"] == pytest.approx(plain["entropy"], abs=1e-5)
     assert found["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-4)
     assert all(torch.allclose(weights[name], others[name], atol=5e-5) for name in weights)  # a step moves one by 1e-3
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_moments_of_eight_bits_make_almost_the_same_steps_and_a_checkpoint_holds_them(
+    tmp_path: Path, zero_stage: int
+) -> None:
+    need_module("bitsandbytes", "bitsandbytes")
+    of = settings(zero_stage=zero_stage, optimizer="adamw_8bit")
+    first, second, plain = Stepper(of), Stepper(of), Stepper(settings(zero_stage=zero_stage))
+    for one in (first, plain):
+        one.step(1)
+        one.step(2)
+    assert {torch.uint8, torch.float32} <= first.state_types()
+    others = plain.weights()
+    for name, tensor in first.weights().items():
+        assert not torch.equal(tensor, others[name])
+        assert torch.allclose(tensor, others[name], atol=1e-3)  # two steps move a weight by up to 2e-3
+    first.engine.save(tmp_path)
+    second.engine.load(tmp_path)
+    first.step(3)
+    second.step(3)
+    again = second.weights()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in first.weights().items())
+
+
+def test_moments_of_eight_bits_are_refused_where_their_library_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(SettingsError, match=r"expected bitsandbytes .* install penstock\[adam-8bit\], or set it to"):
+        Stepper(settings(optimizer="adamw_8bit"))
 
 
 def test_what_is_computed_again_is_still_measured_against_the_models_own_operations() -> None:
@@ -158,21 +208,45 @@ def loop_varlen(
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("way", ["varlen", "segments", "short rows whole", "all rows whole"])
+def loop_varlen_of_equal_heads(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *ends: Any, scale: float | None, window_size: Any
+) -> torch.Tensor:
+    """The same as torch before it knew shared heads."""
+    assert query.shape[1] == key.shape[1]
+    return loop_varlen(query, key, value, *ends, scale=scale, window_size=window_size, enable_gqa=True)
+
+
+@pytest.mark.parametrize("way", ["varlen", "varlen of equal heads", "segments", "short rows whole", "all rows whole"])
 def test_packed_logprobs_and_gradients_are_those_of_separate_sequences(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", loop_varlen)
+    equal = way == "varlen of equal heads"
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", loop_varlen_of_equal_heads if equal else loop_varlen)
     short = {"segments": 0, "all rows whole": 10_000}.get(way, 128)
     monkeypatch.setattr(attention, "_SHORT_ROW_TOKENS", short)
     monkeypatch.setattr(attention, "_SLACK_PAIRS", 0)
     model = tiny.model(0).requires_grad_(True)
-    policy = Policy(model, kind="varlen" if way == "varlen" else "mask")
+    policy = Policy(model, kind="varlen" if way.startswith("varlen") else "mask")
     plain, packed = separate(model, rows(0)), policy(micro_batch(rows(0))).policy_logprobs_N
     assert torch.allclose(plain, packed, atol=1e-5)
     weights = list(model.parameters())
     one, other = (torch.autograd.grad(found.mean(), weights) for found in (plain, packed))
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_variable_length_attention_of_a_gpu_is_that_with_a_mask() -> None:
+    found = []
+    for kind, dtype in (("mask", torch.float32), ("mask", torch.bfloat16), ("varlen", torch.bfloat16)):
+        model = tiny.model(0).requires_grad_(True).to("cuda", dtype)
+        chosen: Any = kind
+        logprobs = Policy(model, kind=chosen)(micro_batch(rows(0))).policy_logprobs_N
+        gradients = torch.autograd.grad(logprobs.mean(), list(model.parameters()))
+        found.append([logprobs.detach().cpu(), *(gradient.float().cpu() for gradient in gradients)])
+    assert attention.runs_varlen(torch.zeros(1, 4, 1, 8, device="cuda", dtype=torch.bfloat16))
+    for exact, masked, varlen in zip(*found, strict=True):
+        rounding = (masked - exact).abs().max()  # what bfloat16 costs by itself
+        assert (varlen - exact).abs().max() <= 2 * rounding + 1e-4
 
 
 def test_keys_are_the_prompts_and_then_the_segments_own() -> None:
@@ -262,6 +336,7 @@ def test_each_phase_has_its_seconds_and_its_memory() -> None:
     [
         ({"zero_stage": 0, "offload": "optimizer"}, 'expected trainer.zero_stage >= 1 with trainer.offload = "optimizer", found 0'),
         ({"zero_stage": 2, "offload": "all"}, 'expected trainer.zero_stage >= 3 with trainer.offload = "all", found 2'),
+        ({"optimizer": "adamw_8bit", "zero_stage": 1, "offload": "optimizer"}, 'expected trainer.offload = "none" .* found "optimizer"'),
         ({"deepspeed": {"bf16": {"enabled": True}}}, "expected no bf16 in trainer.deepspeed.*what decides it is policy.dtype"),
         ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "expected no zero_optimization.stage.*trainer.zero_stage"),
         ({"deepspeed": {"zero_optimization": 2}}, "expected a table in trainer.deepspeed.zero_optimization, found 2"),

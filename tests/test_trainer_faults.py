@@ -132,8 +132,12 @@ class Leader:
     def skip(self, reason: str, detail: str) -> None:
         self.said.append(("skipped", reason))
 
-    def commit(self, engine: Any, step: int, *_: Any) -> None:
+    def commit(self, engine: Any, step: int, *_: Any) -> bool:
         self.said.append(("committed", step))
+        return True
+
+    def pause(self, reason: str) -> None:
+        self.said.append(("paused", reason))
 
     def describe(self, step: int) -> checkpoints.CheckpointState:
         return checkpoints.CheckpointState(step, PolicyVersion(step), 0, "", 1, 0, "00")
@@ -170,13 +174,14 @@ def test_a_batch_that_is_not_finite_is_skipped_and_the_next_one_makes_the_step(t
     assert committed == [("committed", 1), ("skipped", "nonfinite"), ("committed", 2)]
 
 
-def test_more_in_a_row_than_allowed_stop_the_trainer_with_a_sentence(tmp_path: Path) -> None:
+def test_more_in_a_row_than_allowed_pause_the_run_with_a_sentence(tmp_path: Path) -> None:
     found, leader = trainer(tmp_path, max_skipped_steps=1)
     for data in (poison(batch()), batch(), poison(batch())):
         found._train(data, [1] * 4)
-    with pytest.raises(SettingsError, match="expected at most 1 batches in a row that are not finite"):
-        found._train(poison(batch()), [1] * 4)
+    assert "paused" not in dict(leader.said)
+    found._train(poison(batch()), [1] * 4)
     assert leader.said.count(("skipped", "nonfinite")) == 3
+    assert "expected at most 1 batches in a row that are not finite" in dict(leader.said)["paused"]
 
 
 # -------------------------------------------------------------------- a full folder
@@ -209,3 +214,20 @@ def _write_half(state: Any, path: Any, *_: Any, **__: Any) -> None:
 
 def _refuse(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+# -------------------------------------------------------------------- a checkpoint of another shape
+
+
+@pytest.mark.parametrize(("ranks", "zero_stage"), [(2, 0), (1, 1)])
+def test_a_checkpoint_of_other_ranks_or_another_stage_is_refused_with_the_way_out(
+    tmp_path: Path, ranks: int, zero_stage: int
+) -> None:
+    found, _ = trainer(tmp_path)
+    found._train(batch(), [1] * 4)
+    (written,) = checkpoints.find(tmp_path / "faults" / "checkpoints")
+    checkpoints.check_ranks(written, 1, 0)
+    with pytest.raises(
+        SettingsError, match=rf"ranks = 1 .* found {ranks} and {zero_stage}: .*`penstock export --version 1`"
+    ):
+        checkpoints.check_ranks(written, ranks, zero_stage)

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator
 
+import numpy as np
 import pytest
 
 from services.trainer.intake import CONSUMER, Intake
@@ -139,6 +141,27 @@ async def test_the_lag_bound_is_that_of_the_settings(bus: Bus, max_lag: int) -> 
     assert batch is not None
     kept = [taken.experience.group.oldest_version for taken in batch]
     assert kept == ([4, 4] if max_lag == 0 else [1, 2])
+
+
+async def test_a_group_without_the_reference_that_was_promised_is_buried_with_the_setting_to_change(bus: Bus) -> None:
+    promised = Settings.model_validate(
+        {"algorithm": {"groups_per_step": 1, "reference": "reward", "kl": {"coefficient": 0.1}}}
+    )
+    whole = np.full(6, -0.5, dtype=np.float32)
+    for group_id, logprobs in enumerate([None, whole[:5], whole * np.nan, whole]):
+        experience = dataclasses.replace(builders.experience(group_id), reference_logprobs=logprobs)
+        await bus.append(EXPERIENCE, {"id": str(group_id), "data": wire.encode(experience)})
+    intake = Intake(bus, Live(bus, promised), {V(0): 0})
+    async with filling(intake):
+        batch = await intake.next_batch(0, wait_s=5.0)
+        await until(lambda: intake.left["buried"] == 3)
+    assert batch is not None
+    assert [taken.experience.group.prompt.group_id for taken in batch] == [3]
+    dead = await bus.client.xrange(bus.keys.of(EXPERIENCE.dead))
+    reasons = [fields[b"reason"].decode() for _, fields in dead]
+    assert reasons[0].startswith('expected reference logprobs with algorithm.reference = "reward", found none')
+    assert reasons[1] == "expected 6 finite reference logprobs, found an array of shape (5,)"
+    assert (await bus.counts())["dead:experience"] == 3
 
 
 async def _held(bus: Bus, count: int) -> bool:

@@ -21,8 +21,6 @@ from shared.settings import load
 from tests.conftest import Server
 from tests.test_trainer_service import GROUPS, ROOT, Run, bus_of, feed
 
-PATIENCE_S = 150.0
-
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -64,7 +62,7 @@ async def test_two_hosts_train_as_one_and_come_back_when_one_of_them_dies(tmp_pa
     one = Run(tmp_path, server, "one-host")
     async with bus_of(one) as (bus, ledger), one.trainer() as process:
         await feed(bus, 0, 3 * GROUPS)
-        await one.reaches(ledger, 3, process, PATIENCE_S)
+        await one.reaches(ledger, 3, process)
         expected = await one.weights(ledger)
 
     two = Run(tmp_path, server, "two-hosts", ranks=1)
@@ -72,14 +70,14 @@ async def test_two_hosts_train_as_one_and_come_back_when_one_of_them_dies(tmp_pa
     async with bus_of(two) as (bus, ledger):
         await feed(bus, 0, 2 * GROUPS)
         with hosts(two, free_port(), metrics) as (first, second):
-            await two.reaches(ledger, 2, first, PATIENCE_S)
+            await two.reaches(ledger, 2, first)
             assert await asyncio.to_thread(answers, f"http://127.0.0.1:{metrics}/readyz")
             assert await asyncio.to_thread(answers, f"http://127.0.0.2:{metrics}/readyz")
             os.killpg(second.pid, signal.SIGKILL)
             assert await asyncio.to_thread(first.wait, 60) != 0  # its supervisor starts it again
         await feed(bus, 2 * GROUPS, GROUPS)
         with hosts(two, free_port(), metrics) as (first, _):
-            await two.reaches(ledger, 3, first, PATIENCE_S)
+            await two.reaches(ledger, 3, first)
             found = await two.weights(ledger)
             assert await bus.counts() == {"trained": 3 * GROUPS}
     assert all(torch.allclose(found[name], expected[name], atol=5e-5) for name in expected)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from shared import wire
+from shared import streams, wire
 from shared.bus import Bus
 from shared.ledger import Ledger
 from shared.live import Live
@@ -45,6 +46,7 @@ estimator = "k1"
 [algorithm.critic]
 learning_rate = 1e-3
 """
+LORA = "[policy.lora]\nrank = 4"
 LOG_LINEAR = 'preset = "a3po"'  # its proximal depends on each group's lag
 
 
@@ -86,16 +88,14 @@ class Run:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait(10)
 
-    async def reaches(
-        self, ledger: Ledger, step: int, process: subprocess.Popen[bytes], timeout_s: float = 60.0
-    ) -> None:
+    async def reaches(self, ledger: Ledger, step: int, process: subprocess.Popen[bytes]) -> None:
         async def reached() -> bool:
             if process.poll() is not None:
                 pytest.fail(f"trainer ended with {process.returncode}: {self.log.read_text()[-3000:]}")
             status = await ledger.status()
             return status.newest_version is not None and status.step >= step
 
-        await until(reached, timeout_s=timeout_s)
+        await until(reached, timeout_s=120.0)
 
     async def stops(self, process: subprocess.Popen[bytes]) -> None:
         process.send_signal(signal.SIGTERM)
@@ -161,8 +161,8 @@ async def versions(ledger: Ledger) -> list[tuple[int, int | None, int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "zero_stage", "algorithm"),
-    [(1, 1, ""), (2, 2, ""), (2, 3, ""), (2, 1, ACTOR_CRITIC), (1, 0, LOG_LINEAR)],
-    ids=["grpo-1", "grpo-2", "grpo-zero-3", "actor-critic-2", "log-linear-1"],
+    [(1, 1, ""), (2, 2, ""), (2, 3, LORA), (2, 1, ACTOR_CRITIC), (1, 0, LOG_LINEAR)],
+    ids=["grpo-1", "grpo-2", "lora-zero-3", "actor-critic-2", "log-linear-1"],
 )
 async def test_a_trainer_killed_after_a_commit_comes_back_at_its_step_with_the_same_weights(
     tmp_path: Path, server: Server, ranks: int, zero_stage: int, algorithm: str
@@ -345,6 +345,33 @@ async def test_what_cannot_be_trained_on_leaves_with_its_reason_and_the_rest_is_
         assert await bus.counts() == {
             "dead:experience": 2, "dropped:fenced": 1, "dropped:too_long": 1, "dropped:duplicate": 1, "trained": GROUPS,
         }  # fmt: skip
+
+
+@pytest.mark.slow
+async def test_a_batch_whose_gradient_is_not_finite_leaves_the_bus_and_the_next_one_is_trained(
+    tmp_path: Path, server: Server
+) -> None:
+    run = Run(tmp_path, server, "nonfinite")
+    async with bus_of(run) as (bus, ledger), run.trainer() as process:
+        for group_id in range(GROUPS):
+            await bus.append(EXPERIENCE, {"id": str(group_id), "data": wire.encode(_overflowing(group_id))})
+        await feed(bus, GROUPS, GROUPS)
+        await run.reaches(ledger, 1, process)
+        assert await bus.counts() == {"dropped:nonfinite": GROUPS, "trained": GROUPS}
+        assert await versions(ledger) == [(0, None, 0), (1, 0, 1)]
+        assert all(bool(torch.isfinite(tensor).all()) for tensor in (await run.weights(ledger)).values())
+        (report,) = await bus.client.xrange(bus.keys.of(streams.STEPS))
+        assert b"dropped_nonfinite" in b"".join(report[1].values())
+
+
+def _overflowing(group_id: int) -> Experience:
+    """A group that no check finds fault with, whose ratio to behavior is infinite."""
+    made = experience(group_id)
+    samples = tuple(
+        dataclasses.replace(sample, behavior_logprobs=np.full(len(sample.token_ids), -1e30, np.float32))
+        for sample in made.group.samples
+    )
+    return dataclasses.replace(made, group=dataclasses.replace(made.group, samples=samples))
 
 
 async def _ended(bus: Bus, count: int) -> bool:

@@ -387,8 +387,13 @@ def test_a_run_id_tells_its_settings_file_and_its_time() -> None:
 
 def test_every_process_is_shown_the_gpus_that_are_its_own() -> None:
     settings = Settings.model_validate(
-        {"run": {"id": "r"}, "trainer": {"gpus": [0]}, "rollout": {"replicas": 2, "gpus": [1, 2, 3, 4]}}
+        {
+            "run": {"id": "r"},
+            "trainer": {"gpus": [0]},
+            "rollout": {"replicas": 2, "gpus": [1, 2, 3, 4]},
+            "reward": {"gpus": [5]},
+        }
     )
     plans = services(settings, Path("run.toml"), "unix:///bus", {"PATH": "/bin"})
     shown = {plan.name: plan.environment.get("CUDA_VISIBLE_DEVICES") for plan in plans}
-    assert shown == {"coordinator-0": None, "rollout-0": "1,2", "rollout-1": "3,4", "reward-0": None, "trainer-0": "0"}
+    assert shown == {"coordinator-0": None, "rollout-0": "1,2", "rollout-1": "3,4", "reward-0": "5", "trainer-0": "0"}

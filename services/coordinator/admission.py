@@ -5,7 +5,8 @@
     wake (a version was promoted, the run was started) ─┐
     every poll_s ───────────────────────────────────────┴─▶ room? ──▶ build that many prompts ──▶ admit (one script)
 
-Invariants: the cursor moves with the prompts in one transaction, so no two admissions share a group id; the script looks
+Invariants: the cursor moves with the prompts in one transaction, so no two admissions share a group id (a rollback goes
+back in the dataset by a shift, never in group ids); the script looks
 at the run's state and at the slots again, so a pause holds from the moment it is written. Prompts carry the newest
 version as ``min_version``: a replica that is behind it waits, which bounds the lag. This module decides nothing about
 when a run starts.
@@ -92,38 +93,38 @@ class Admission:
     async def admit(self) -> int:
         """Fill the slots that are free now, at most 256; return how many groups were admitted."""
         while True:
-            cursor, newest, room = await self._look()
+            cursor, shift, newest, room = await self._look()
             if newest is None or room <= 0:
                 return 0
             count = min(room, _MOST_AT_ONCE)
-            prompts = [self._prompt(cursor + place, newest) for place in range(count)]
+            prompts = [self._prompt(cursor + place, shift, newest) for place in range(count)]
             terms = self._terms()
             admitted = await self._ledger.admit(prompts, terms.slots, terms.groups_per_step, terms.steps, newest)
             if admitted != _MOVED:
                 ADMITTED.inc(max(0, admitted))
                 return max(0, admitted)
 
-    async def _look(self) -> tuple[int, PolicyVersion | None, int]:
-        """Return the cursor, the newest version (None: not to be admitted now), and how many slots are free."""
+    async def _look(self) -> tuple[int, int, PolicyVersion | None, int]:
+        """Return cursor, shift, the newest version (None: not to be admitted now), and how many slots are free."""
         fields, *lengths = await self._bus.call(self._read)
-        state, cursor, newest, head, step = (None if value is None else value.decode() for value in fields)
+        state, cursor, shift, newest, head, step = (None if value is None else value.decode() for value in fields)
         if state != RunState.RUNNING or newest is None or head is None:
-            return 0, None, 0
+            return 0, 0, None, 0
         terms = self._terms()
         left = (terms.steps - int(step or 0)) * terms.groups_per_step
         room = min(terms.slots, left) - sum(lengths)
-        return int(cursor or 0), PolicyVersion(int(newest)), room
+        return int(cursor or 0), int(shift or 0), PolicyVersion(int(newest)), room
 
     async def _read(self) -> tuple[list[bytes | None], int, int, int]:
         pipeline = self._bus.client.pipeline(transaction=False)
-        pipeline.hmget(self._bus.keys.run, ["state", "cursor", "newest_version", "head", "step"])
+        pipeline.hmget(self._bus.keys.run, ["state", "cursor", "shift", "newest_version", "head", "step"])
         for stream in streams.TRAINING_STREAMS:
             pipeline.xlen(self._bus.keys.of(stream))
         fields, prompts, rollouts, experience = await pipeline.execute()
         return fields, prompts, rollouts, experience
 
-    def _prompt(self, group_id: int, newest: PolicyVersion) -> Prompt:
-        problem = self._dataset.problems[self._order.index(group_id)]
+    def _prompt(self, group_id: int, shift: int, newest: PolicyVersion) -> Prompt:
+        problem = self._dataset.problems[self._order.index(group_id - shift)]
         return dataclasses.replace(
             problem.prompt(group_id, self._terms().sampling), min_version=newest, admitted_at_s=time.time()
         )

@@ -73,7 +73,7 @@ class Evaluator:
 
     Args:
         sampling: greedy, one sample.
-        interrupted: says whether to give up (the run was stopped).
+        interrupted: says whether to give up on a version (the run was stopped, the version revoked).
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Evaluator:
         settings: EvaluationSettings,
         sampling: Sampling,
         seed: int,
-        interrupted: Callable[[], Awaitable[bool]],
+        interrupted: Callable[[PolicyVersion], Awaitable[bool]],
     ) -> None:
         self._bus = bus
         self._dataset = dataset
@@ -138,7 +138,7 @@ class Evaluator:
         await self._take(description, await self._bus.read_own(EVAL_RESULTS, Experience, CONSUMER, 100_000))
         reclaim_at_s = time.monotonic() + _LOST_AFTER_S
         while True:
-            if await self._interrupted():
+            if await self._interrupted(description.version):
                 return False
             deliveries = await self._bus.read(EVAL_RESULTS, Experience, CONSUMER, 64, _BLOCK_S)
             if time.monotonic() >= reclaim_at_s:

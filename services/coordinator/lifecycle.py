@@ -138,8 +138,7 @@ class Lifecycle:
             return await self._end(status.state)
         if status.head is None:
             return False
-        found = await evaluations(self._bus)
-        if await self._evaluate(status, found):
+        if await self._evaluate(status, await self._evaluations()):
             return True
         self._open()
         if status.state is RunState.CREATED and self._settings.coordinator.autostart:
@@ -161,6 +160,11 @@ class Lifecycle:
         return started
 
     # ---------------------------------------------------------------- evaluate
+
+    async def _evaluations(self) -> list[Evaluation]:
+        """Return the evaluations of the run's branch; those of revoked versions are history."""
+        revoked = await self._ledger.revoked()
+        return [found for found in await evaluations(self._bus) if found.version not in revoked]
 
     async def _evaluate(self, status: RunStatus, found: list[Evaluation]) -> bool:
         if self._evaluator is None or status.head is None:
@@ -220,7 +224,7 @@ class Lifecycle:
         self.closed = True
 
     async def _write(self, status: RunStatus) -> None:
-        found = await evaluations(self._bus)
+        found = await self._evaluations()
         counts = await self._bus.counts()
         lines = read(self._folder / "metrics.jsonl")
         result = summary.summarize(self._settings, status, counts, found, lines, self._bus.server)

@@ -57,6 +57,19 @@ class EvaluationView(Answer):
     """Why problems are without an answer; empty when all have one."""
 
 
+class GuardView(Answer):
+    """A guard that tripped."""
+
+    guard: str
+    """Its name, as in the settings: [guards.<name>]."""
+    action: str
+    """What was done: tell or pause."""
+    detail: str
+    """What it found."""
+    since_s: float
+    """Since when, Unix time."""
+
+
 class RunView(Answer):
     """The run, now."""
 
@@ -70,6 +83,8 @@ class RunView(Answer):
     """The run has ended and its records, summary and report are whole."""
     activity: str
     """What it does now, in a few words."""
+    guards: list[GuardView]
+    """What is wrong with it now."""
     step: int
     """Committed optimizer steps."""
     steps: int

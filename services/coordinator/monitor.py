@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from prometheus_client import Gauge
 
 from services.coordinator.evaluation import Evaluation, read_evaluations
-from services.coordinator.models import EvaluationView, History, RunView, StreamView
+from services.coordinator.models import EvaluationView, GuardView, History, RunView, StreamView
 from services.coordinator.summary import training_seconds
 from shared import streams, wire
 from shared.bus import Argument, Bus
@@ -62,6 +62,7 @@ class Monitor:
     Args:
         activity: says in words what the run does in a status.
         closed: says whether the run's records are whole.
+        guards: says what is wrong with the run.
         telling: this process's own heartbeat.
     """
 
@@ -71,18 +72,21 @@ class Monitor:
         live: Live,
         activity: Callable[[RunStatus], str],
         closed: Callable[[], bool],
+        guards: Callable[[], list[GuardView]],
         telling: Status,
     ) -> None:
         self._bus = bus
         self._live = live
         self._activity = activity
         self._closed = closed
+        self._guards = guards
         self._telling = telling
         self._history: deque[StepReport] = deque(maxlen=_HISTORY_STEPS)
         self._newest_report = ""
         self._view: RunView | None = None
         self._text = b""
         self._seen_at_s = -math.inf
+        self._forgotten = False
         self._busy = asyncio.Lock()
 
     async def run(self) -> None:
@@ -93,15 +97,17 @@ class Monitor:
             await asyncio.sleep(_EVERY_S)
 
     def forget(self) -> None:
-        """Look anew when asked next: something was changed."""
-        self._seen_at_s = -math.inf
+        """Look anew when asked next: something was changed, perhaps under the eyes of a look that is under way."""
+        self._seen_at_s, self._forgotten = -math.inf, True
 
     async def view(self) -> RunView:
         """Return the run as it was at most 100 ms ago."""
         async with self._busy:
             if self._view is None or time.monotonic() - self._seen_at_s > _KEEP_S:
+                self._forgotten = False
                 look, _ = await asyncio.gather(self._look(), self._read_steps())
-                self._view, self._seen_at_s = self._compose(look), time.monotonic()
+                self._view = self._compose(look)
+                self._seen_at_s = -math.inf if self._forgotten else time.monotonic()
                 self._text = self._view.model_dump_json().encode()
             return self._view
 
@@ -109,6 +115,10 @@ class Monitor:
         """Return :meth:`view` as JSON, which is made once a look, whoever asks."""
         await self.view()
         return self._text
+
+    def reports(self) -> Sequence[StepReport]:
+        """Return the reports of the newest steps of the run's branch, oldest first."""
+        return tuple(self._history)
 
     # ---------------------------------------------------------------- read
 
@@ -159,6 +169,7 @@ class Monitor:
             reason=status.reason,
             closed=self._closed(),
             activity=self._activity(status),
+            guards=self._guards(),
             step=status.step,
             steps=steps,
             head=status.head,

@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from enum import StrEnum
 
 from shared.bus import Bus
+from shared.errors import PenstockError
 from shared.messages import Json
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,10 @@ class Operation:
     result: dict[str, Json]
     created_at_s: float
     changed_at_s: float
+
+
+class Misfit(PenstockError):
+    """A command does not fit the run's state; nothing was changed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from services.coordinator.monitor import Monitor
 from services.coordinator.operations import Operations
 from services.coordinator.problems import ANSWER_WITHIN_S
 from services.coordinator.resources import Page
+from services.coordinator.rollback import Rollbacks
 from services.coordinator.steering import Steering
 from shared.bus import Bus
 from shared.ledger import Ledger
@@ -38,6 +39,7 @@ class Parts:
     monitor: Monitor
     operations: Operations
     steering: Steering
+    rollbacks: Rollbacks
     access: Access
     status: Status
     changed: Callable[[], None]

@@ -4,15 +4,18 @@ import asyncio
 import dataclasses
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, Path, Query, Response
 from starlette.exceptions import HTTPException
 
 from services.coordinator.evaluation import evaluations
 from services.coordinator.lineage import compare
+from services.coordinator.models import Command
 from services.coordinator.monitor import evaluation_view, numbers
+from services.coordinator.operations import Misfit
 from services.coordinator.parts import Limit, Parts, page_of, soon
 from services.coordinator.problems import Conflict
-from services.coordinator.resources import Comparison, Page, PolicyMark, PolicyView
+from services.coordinator.resources import Comparison, OperationView, Page, PolicyMark, PolicyView
+from services.coordinator.run_routes import accepted
 from shared.ledger import PolicyState
 from shared.messages import PolicyRecord, PolicyVersion
 from shared.telemetry import tell
@@ -39,6 +42,20 @@ def policy_routes(parts: Parts) -> APIRouter:
     @router.get("/{version}/compare/{other}", operation_id="comparePolicies", summary="Two versions side by side")
     async def compare_policies(version: Version, other: Version) -> Comparison:
         return await soon(_compare(parts, version, other))
+
+    @router.post(
+        "/{version}/rollback",
+        operation_id="rollBack",
+        summary="Take the run back to it: weights, optimizer, step and place in the dataset",
+        status_code=202,
+    )
+    async def roll_back(version: Version, response: Response, command: Command | None = None) -> OperationView:
+        target = (await soon(_record(parts, version))).version
+        try:
+            begun = await soon(parts.rollbacks.begin(target, command.reason if command is not None else ""))
+        except Misfit as error:
+            raise Conflict(str(error)) from error
+        return accepted(response, begun)
 
     @router.post("/{version}/pin", operation_id="pinPolicy", summary="Keep its checkpoint from cleanup")
     async def pin(version: Version) -> PolicyMark:

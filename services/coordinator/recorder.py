@@ -39,6 +39,13 @@ class Recorder:
     def __init__(self, bus: Bus, folder: Path, sample_every_steps: int) -> None:
         self._bus = bus
         self._every = sample_every_steps
+        self._folder = folder
+        self._busy = asyncio.Lock()
+        self.reopen()
+
+    def reopen(self) -> None:
+        """Go on behind what the files hold now: another coordinator may have written them."""
+        folder = self._folder
         self._metrics = Lines(folder / "metrics.jsonl")
         self._events = Lines(folder / "events.jsonl")
         self._evaluations = Lines(folder / "evaluations.jsonl")
@@ -47,7 +54,6 @@ class Recorder:
         self._evaluated = {line.get("version") for line in self._evaluations.read()}
         self._sampled_step = _number(self._rollouts.last, "step")
         self._step = _number(self._metrics.last, "step")
-        self._busy = asyncio.Lock()
 
     async def run(self) -> None:
         """Record for ever."""

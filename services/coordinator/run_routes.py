@@ -7,7 +7,7 @@ from fastapi import APIRouter, Header, Path, Query, Response
 from starlette.exceptions import HTTPException
 
 from services.coordinator.models import Command, Pause, RunChange, RunView
-from services.coordinator.operations import Operation
+from services.coordinator.operations import Misfit, Operation
 from services.coordinator.parts import EntryCursor, Limit, Parts, page_of, soon
 from services.coordinator.problems import Conflict
 from services.coordinator.resources import (
@@ -19,7 +19,6 @@ from services.coordinator.resources import (
     SettingsChange,
     StateView,
 )
-from services.coordinator.steering import Misfit
 from shared.ledger import RunState
 from shared.live import Revision
 from shared.messages import Json

@@ -2,17 +2,19 @@
 
 ::
 
-    promotion ──wake──▶ admission ◀──open── lifecycle ──▶ evaluator, recorder, summary, report
-        └───────wake──────────────────────────▲  ▲
-                                              │  └── api (commands)      monitor ──▶ gauges, GET /v1/run
+    lease ──leads──▶ promotion ──wake──▶ admission ◀──open── lifecycle ──▶ evaluator, recorder, summary, report
+                         └───────wake──────────────────────────▲  ▲        guards, rollbacks, operations
+                                                               │  └── api (commands)      monitor ──▶ gauges, GET /v1/run
 
-Order of shutdown: stop admitting, promoting and leading; bring the records up to date; close the API. The coordinator
-holds nothing: killed at any moment, it goes on from the bus.
+Several coordinators of a run may be there: each answers reads and takes commands, which are scripts on the bus; one leads.
+Order of shutdown: stop admitting, promoting and leading; bring the records up to date; leave the lease; close the API. The
+coordinator holds nothing: killed at any moment, another, or itself again, goes on from the bus.
 """
 
 import asyncio
 import contextlib
 import dataclasses
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 from services.coordinator import dataset
@@ -20,12 +22,15 @@ from services.coordinator.access import Access, open_access
 from services.coordinator.admission import Admission, terms_of
 from services.coordinator.api import make_app
 from services.coordinator.evaluation import Evaluator
+from services.coordinator.guards import Guards
+from services.coordinator.lease import Lease
 from services.coordinator.lifecycle import Lifecycle
 from services.coordinator.monitor import Monitor
 from services.coordinator.operations import Operations
 from services.coordinator.parts import Parts
 from services.coordinator.promotion import Promotion
 from services.coordinator.recorder import Recorder
+from services.coordinator.rollback import KIND, Rollbacks, request
 from services.coordinator.server import Server
 from services.coordinator.steering import Steering
 from shared.bus import Bus
@@ -57,8 +62,42 @@ class Coordinator:
     lifecycle: Lifecycle
     recorder: Recorder
     monitor: Monitor
+    rollbacks: Rollbacks
+    guards: Guards
     operations: Operations
+    lease: Lease
     api: Parts
+
+    async def lead(self, term: int, stop: asyncio.Event) -> None:
+        """Do what the leader alone does, under ``term``, until ``stop``."""
+        self.api.ledger.term = term
+        self.recorder.reopen()
+        async with asyncio.TaskGroup() as inner:
+            tasks = [inner.create_task(loop()) for loop in self.leading]
+            await stop.wait()
+            for task in tasks:
+                task.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_WITHIN_S):
+                await self._leave()
+
+    @property
+    def leading(self) -> tuple[Callable[[], Coroutine[None, None, None]], ...]:
+        """The loops of the leader."""
+        return (
+            self.promotion.run,
+            self.admission.run,
+            self.lifecycle.run,
+            self.recorder.run,
+            self.rollbacks.run,
+            self.guards.run,
+            self.operations.run,
+        )
+
+    async def _leave(self) -> None:
+        if (await self.api.ledger.status()).state is RunState.STOPPED:
+            await self.lifecycle.close(RunState.STOPPED)  # told to stop while it closed the run
+        await self.recorder.catch_up()
 
 
 async def start(settings: Settings, replica: str) -> None:
@@ -74,7 +113,7 @@ async def start(settings: Settings, replica: str) -> None:
     try:
         async with serve(settings, "coordinator", replica, settings.coordinator.metrics_port) as context:
             await context.live.refresh()
-            parts = assemble(context.bus, context.live, data, folder, context.status, access)
+            parts = assemble(context.bus, context.live, data, folder, context.status, access, replica)
             await _coordinate(context, parts, server, folder)
     finally:
         server.close()
@@ -86,36 +125,21 @@ async def _coordinate(context: Context, parts: Coordinator, server: Server, fold
     announce = folder / "coordinator.json"
     async with asyncio.TaskGroup() as outer:
         serving = outer.create_task(server.run(make_app(parts.api), announce, context.settings.run.id))
-        async with asyncio.TaskGroup() as inner:
-            loops = (
-                parts.promotion.run,
-                parts.admission.run,
-                parts.lifecycle.run,
-                parts.recorder.run,
-                parts.monitor.run,
-                parts.operations.run,
-            )
-            tasks = [inner.create_task(loop()) for loop in loops]
-            await context.stop.wait()
-            context.status.state = "stopping"
-            for task in tasks:
-                task.cancel()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_CLOSE_WITHIN_S):
-                await _leave(context.bus, parts)
+        monitoring = outer.create_task(parts.monitor.run())
+        leading = outer.create_task(parts.lease.run(lambda term: parts.lead(term, context.stop)))
+        await context.stop.wait()
+        context.status.state = "stopping"
+        if not parts.lease.leading:
+            leading.cancel()
+        await asyncio.wait([leading])
+        monitoring.cancel()
         serving.cancel()
 
 
-async def _leave(bus: Bus, parts: Coordinator) -> None:
-    if (await Ledger(bus).status()).state is RunState.STOPPED:
-        await parts.lifecycle.close(RunState.STOPPED)  # told to stop while it closed the run
-    await parts.recorder.catch_up()
-
-
 def assemble(
-    bus: Bus, live: Live, data: Data, folder: Path, status: Status, access: Access | None = None
+    bus: Bus, live: Live, data: Data, folder: Path, status: Status, access: Access | None = None, replica: str = ""
 ) -> Coordinator:
-    """Return the parts of a coordinator over ``bus``."""
+    """Return the parts of the coordinator ``replica`` over ``bus``."""
     ledger, settings = Ledger(bus), live.settings
     recorder = Recorder(bus, folder, settings.coordinator.sample_every_steps)
     evaluator = None if data.heldout is None else make_evaluator(bus, ledger, data.heldout, settings)
@@ -138,23 +162,37 @@ def assemble(
         lambda: terms_of(live.settings),
         lambda: lifecycle.gate_open,
     )
-    monitor = Monitor(bus, live, lifecycle.activity, lambda: lifecycle.closed, status)
-    steering = Steering(bus, ledger, settings.algorithm.groups_per_step, look)
-    operations = Operations(bus, {"pause": steering.drain_run, "drain": steering.drain_replica})
-    api = Parts(bus, ledger, live, monitor, operations, steering, access or Access(), status, look)
+    monitor = Monitor(
+        bus, live, lifecycle.activity, lambda: lifecycle.closed, lambda: list(guards.active.values()), status
+    )
+    groups_per_step = settings.algorithm.groups_per_step
+    guards = Guards(bus, ledger, settings.guards, groups_per_step, monitor.view, monitor.reports, look)
+    rollbacks = Rollbacks(
+        bus,
+        ledger,
+        settings.weights.deadline_s,
+        look,
+        lambda found: operations.begin(KIND, found.stage, request(found)),
+    )
+    steering = Steering(bus, ledger, rollbacks, groups_per_step, look)
+    operations = Operations(
+        bus, {"pause": steering.drain_run, "drain": steering.drain_replica, KIND: rollbacks.see_through}
+    )
+    api = Parts(bus, ledger, live, monitor, operations, steering, rollbacks, access or Access(), status, look)
     promotion = Promotion(bus, ledger, settings.weights.fan_out, promoted)
     live.listen(lambda settings: look())
-    return Coordinator(promotion, admission, lifecycle, recorder, monitor, operations, api)
+    lease = Lease(bus, replica)
+    return Coordinator(promotion, admission, lifecycle, recorder, monitor, rollbacks, guards, operations, lease, api)
 
 
 def make_evaluator(bus: Bus, ledger: Ledger, heldout: dataset.Dataset, settings: Settings) -> Evaluator:
-    """Return what evaluates on ``heldout``: greedily, one sample a problem, given up when the run is stopped."""
+    """Return what evaluates on ``heldout``: greedily, one sample a problem, given up when the run is stopped or the version revoked."""
     greedy = Sampling(samples=1, max_new_tokens=settings.sampling.max_new_tokens, temperature=0.0)
 
-    async def stopped() -> bool:
-        return (await ledger.status()).state is RunState.STOPPED
+    async def given_up(version: PolicyVersion) -> bool:
+        return (await ledger.status()).state is RunState.STOPPED or version in await ledger.revoked()
 
-    return Evaluator(bus, heldout, settings.evaluation, greedy, settings.run.seed, stopped)
+    return Evaluator(bus, heldout, settings.evaluation, greedy, settings.run.seed, given_up)
 
 
 def load_data(settings: Settings) -> Data:
@@ -163,10 +201,10 @@ def load_data(settings: Settings) -> Data:
     Raises:
         SettingsError: a dataset cannot be used.
     """
-    path = settings.evaluation.path
+    path, scorers = settings.evaluation.path, [scorer.name for scorer in settings.reward.scorers]
     return Data(
-        train=dataset.load(settings.data.path, settings.data, "data.path"),
-        heldout=None if path is None else dataset.load(path, settings.data, "evaluation.path"),
+        train=dataset.load(settings.data.path, settings.data, "data.path", scorers),
+        heldout=None if path is None else dataset.load(path, settings.data, "evaluation.path", scorers),
     )
 
 

@@ -7,19 +7,15 @@ import asyncio
 import dataclasses
 from collections.abc import Callable
 
-from services.coordinator.operations import Operation, OperationState, Outcome, Report
+from services.coordinator.operations import Misfit, Operation, OperationState, Outcome, Report
+from services.coordinator.rollback import OVER, Rollbacks
 from shared import streams
 from shared.bus import Bus
 from shared.cordon import Word, cordons
-from shared.errors import PenstockError
 from shared.ledger import Ledger, RunState
 from shared.telemetry import heartbeats, tell
 
 _LOOK_S = 0.1
-
-
-class Misfit(PenstockError):
-    """The command does not fit the run's state."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,9 +57,12 @@ class Steering:
         changed: is called after each command that changed the run.
     """
 
-    def __init__(self, bus: Bus, ledger: Ledger, groups_per_step: int, changed: Callable[[], None]) -> None:
+    def __init__(
+        self, bus: Bus, ledger: Ledger, rollbacks: Rollbacks, groups_per_step: int, changed: Callable[[], None]
+    ) -> None:
         self._bus = bus
         self._ledger = ledger
+        self._rollbacks = rollbacks
         self._groups_per_step = groups_per_step
         self._changed = changed
 
@@ -73,6 +72,7 @@ class Steering:
         Raises:
             Misfit: the command does not fit the run's state.
         """
+        await self._mind_rollback(name)
         order = ORDERS[name]
         reason = reason or f"{name} by HTTP"
         changed, found = await self._ledger.transition(order.to, reason, order.allowed)
@@ -82,6 +82,17 @@ class Steering:
             self._changed()
             await tell(self._bus, "api", f"run {order.to.value}", reason)
         return changed, order.to, (await self._ledger.status()).reason
+
+    async def _mind_rollback(self, command: str) -> None:
+        """A rollback holds the run until its version is live: no resume before; after a pause it stays paused."""
+        if command == "pause":
+            await self._rollbacks.keep_paused()
+        found = await self._rollbacks.current() if command == "resume" else None
+        if found is not None and found.stage not in OVER:
+            raise Misfit(
+                f"expected a run that can resume, found a rollback to version {found.target} under way "
+                f"({found.stage.value}): wait until it is live"
+            )
 
     async def drain_run(self, operation: Operation, report: Report) -> Outcome:
         """Wait until a paused run has nothing in flight but groups that are too few for a step."""

@@ -4,14 +4,15 @@
 
     ask(question) ──▶ a free process ──▶ its answer
                           ├── late by the question's deadline   killed ──▶ Overdue
+                          │     └── and ``computes``, and did not    the host's fault ──▶ TemporaryError
                           ├── died once                         asked again of a fresh one
                           ├── died twice                        ──▶ Crashed: it is the question
                           ├── cannot be started                 ──▶ TemporaryError
                           └── the asker was cancelled           killed
 
-A process speaks JSON lines: ``{"ready": true}`` once, then one answer for each question. The deadline counts from when
-the question is put, not from when it began to wait. A killed process is replaced when the next question needs it. This
-module knows neither what is asked nor what a score is.
+A process speaks JSON lines (:mod:`answering` is its side): ``{"ready": true}`` once, then one answer for each question. The
+deadline counts from when the question is put, not from when it began to wait. A killed process takes what it started with
+it, and is replaced when the next question needs it. This module knows neither what is asked nor what a score is.
 """
 
 import asyncio
@@ -19,8 +20,10 @@ import contextlib
 import json
 import logging
 import os
+import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 
+import psutil
 from prometheus_client import Counter
 
 from shared.errors import PenstockError, TemporaryError
@@ -36,6 +39,8 @@ RESTARTS = Counter(
 START_WITHIN_S = 60.0
 WORN_AFTER_QUESTIONS = 5_000
 """A process is recycled after so many questions: computer algebra keeps memory."""
+_BUSY_SHARE = 0.02
+"""A process that is late and computed for less than this share of its time was stopped, or starved."""
 _KEPT_ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "LANG", "LC_ALL", "TMPDIR")
 
 
@@ -47,11 +52,16 @@ class Crashed(PenstockError):
     """Two processes died of one question."""
 
 
+class NotReady(TemporaryError):
+    """The process itself says why it cannot begin."""
+
+
 class _Place:
     """Room for one process. Empty until it is needed and after the process was killed."""
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], environment: Sequence[str]) -> None:
         self._command = command
+        self._environment = (*_KEPT_ENVIRONMENT, *environment)
         self._process: asyncio.subprocess.Process | None = None
         self._questions = 0
 
@@ -63,13 +73,24 @@ class _Place:
     def worn(self) -> bool:
         return self._questions >= WORN_AFTER_QUESTIONS
 
+    @property
+    def cpu_s(self) -> float:
+        """Processor time that the process took so far."""
+        if self._process is None:
+            return 0.0
+        try:
+            times = psutil.Process(self._process.pid).cpu_times()
+        except psutil.NoSuchProcess:
+            return 0.0
+        return float(times.user + times.system)
+
     async def fill(self) -> None:
         """Start a process if there is none; return when it is ready."""
         if self.alive:
             return
         await self.empty()
-        environment = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
-        environment["OMP_NUM_THREADS"] = "1"
+        environment = {name: os.environ[name] for name in self._environment if name in os.environ}
+        environment.setdefault("OMP_NUM_THREADS", "1")
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *self._command,
@@ -77,9 +98,10 @@ class _Place:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 env=environment,
+                start_new_session=True,
             )
             async with asyncio.timeout(START_WITHIN_S):
-                await self._answer()
+                answer = await self._answer()
         except (OSError, TimeoutError, EOFError) as error:
             await self.empty()
             raise TemporaryError(
@@ -88,6 +110,9 @@ class _Place:
         except BaseException:
             self.kill()
             raise
+        if answer.get("ready") is not True:
+            await self.empty()
+            raise NotReady(str(answer.get("error")))
         self._questions = 0
 
     async def put(self, question: bytes) -> Mapping[str, Json]:
@@ -117,10 +142,10 @@ class _Place:
         return answer
 
     def kill(self) -> None:
-        """Kill the process, if there is one; :meth:`empty` waits for its end."""
-        if self._process is not None and self._process.returncode is None:
+        """Kill the process, if there is one, and what it started; :meth:`empty` waits for its end."""
+        if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     async def empty(self) -> None:
         """Kill the process, if there is one, and wait for its end."""
@@ -138,10 +163,22 @@ class Processes:
     Args:
         command: what to start; the id of this process is added as its last argument.
         scorer: whose they are, for metrics.
+        environment: names of variables that they may see, besides those that Python itself needs.
+        computes: a question is computation and nothing else, so a process that is late without having computed was held up
+            by its host.
     """
 
-    def __init__(self, command: Sequence[str], count: int, scorer: str) -> None:
-        self._places = [_Place(command) for _ in range(count)]
+    def __init__(
+        self,
+        command: Sequence[str],
+        count: int,
+        scorer: str,
+        environment: Sequence[str] = (),
+        *,
+        computes: bool = False,
+    ) -> None:
+        self._computes = computes
+        self._places = [_Place(command, environment) for _ in range(count)]
         self._free: asyncio.LifoQueue[_Place] = asyncio.LifoQueue()
         for place in self._places:
             self._free.put_nowait(place)
@@ -155,12 +192,16 @@ class Processes:
         return sum(place.alive for place in self._places)
 
     async def warm(self) -> None:
-        """Start them all and wait until they are ready.
+        """Start them all and wait until they are ready; what cannot be started now is started by the first question.
 
         Raises:
-            TemporaryError: one cannot be started now.
+            NotReady: one says why it cannot begin.
         """
-        await asyncio.gather(*(place.fill() for place in self._places))
+        for found in await asyncio.gather(*(place.fill() for place in self._places), return_exceptions=True):
+            if isinstance(found, TemporaryError) and not isinstance(found, NotReady):
+                log.warning("process cannot be started", extra={"scorer": self._scorer, "error": str(found)})
+            elif found is not None:
+                raise found
 
     async def ask(self, question: Mapping[str, Json], timeout_s: float) -> Mapping[str, Json]:
         """Put a question to a free process and return its answer.
@@ -168,13 +209,14 @@ class Processes:
         Raises:
             Overdue: no answer within ``timeout_s``.
             Crashed: two processes died of it.
-            TemporaryError: no process can be started.
+            TemporaryError: no process can be started, or the host kept it from computing.
         """
         line = json.dumps(question).encode() + b"\n"
         async with self._place() as place:
             for _ in range(2):
                 await place.fill()
                 self.questions += 1
+                before_s = place.cpu_s
                 try:
                     async with asyncio.timeout(timeout_s):
                         return await place.put(line)
@@ -182,7 +224,12 @@ class Processes:
                     self._replaced("died")
                 except TimeoutError as error:
                     self._replaced("overdue")
+                    held_up = self._computes and place.cpu_s - before_s < _BUSY_SHARE * timeout_s
                     await place.empty()
+                    if held_up:
+                        raise TemporaryError(
+                            f"expected a process that computes, found one that stood still for {timeout_s:g} s"
+                        ) from error
                     raise Overdue(f"no answer within {timeout_s:g} s") from error
                 except BaseException:
                     self._replaced("cancelled")

@@ -5,7 +5,8 @@
     rollouts ──────▶ Worker ──▶ Scoring ──▶ experience              eval_rollouts ──▶ the same ──▶ eval_results
                                  ├── scorer ┐
                                  ├── scorer ├──▶ reward.expression ──▶ rewards
-                                 └── scorer ┘
+                                 ├── scorer ┘
+                                 └── reference, where it lives here ──▶ reference logprobs
                                       └── unavailable ──▶ TemporaryError: tried again, then buried; never worth 0
 
 It holds nothing that it could lose: a group that was not handed over is scored again by whoever takes it.
@@ -22,15 +23,23 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from services.reward.answer import AnswerMatcher
 from services.reward.format import FormatChecker
+from services.reward.function import FunctionScorer
+from services.reward.judge import Judge
 from services.reward.lot import Lot
+from services.reward.model import RewardModel
+from services.reward.normalisation import Normaliser
+from services.reward.reference import Reference
 from services.reward.scorer import Scorer
 from shared import streams
+from shared.bus import Bus
 from shared.errors import PermanentError, TemporaryError
 from shared.expression import Expression
-from shared.messages import Experience, RolloutGroup, SampleScores, Score, ScoreStatus
+from shared.messages import Experience, Float32Array, Prompt, Purpose, RolloutGroup, SampleScores, Score, ScoreStatus
+from shared.reward_models import ModelScorer
+from shared.scorers import AnswerScorer, FormatScorer, JudgeScorer, PythonScorer, RandomScorer
+from shared.scorers import Scorer as ScorerSettings
 from shared.service import Context, serve
-from shared.settings import AnswerScorer, FormatScorer, RandomScorer, Settings
-from shared.settings import Scorer as ScorerSettings
+from shared.settings import Settings
 from shared.telemetry import Status
 from shared.worker import Worker
 
@@ -48,8 +57,8 @@ IN_PROGRESS = Gauge("penstock_reward_groups_in_progress", "Groups that are being
 SCORER_AVAILABLE = Gauge("penstock_reward_scorer_available", "1 while a scorer does its work, else 0.", ["scorer"])
 
 
-def make_scorer(scorer: ScorerSettings, settings: Settings) -> Scorer:
-    """Return the scorer of one ``[[reward.scorers]]`` table.
+def make_scorer(scorer: ScorerSettings, settings: Settings, bus: Bus | None = None) -> Scorer:
+    """Return the scorer of one ``[[reward.scorers]]`` table; without a bus, one that is only checked.
 
     Raises:
         SettingsError: it cannot work as it is configured.
@@ -59,6 +68,13 @@ def make_scorer(scorer: ScorerSettings, settings: Settings) -> Scorer:
             return AnswerMatcher(scorer, settings.data.answer_field)
         case FormatScorer():
             return FormatChecker(scorer)
+        case ModelScorer():
+            running = bus is not None and scorer.normalise == "running"
+            return RewardModel(scorer, Normaliser(bus, scorer.name) if running and bus is not None else None)
+        case PythonScorer():
+            return FunctionScorer(scorer)
+        case JudgeScorer():
+            return Judge(scorer)
         case RandomScorer():
             return Lot(scorer.name, settings.run.seed)
 
@@ -70,10 +86,14 @@ class Scoring:
         scorers: all are asked about every group, at once.
         expression: the reward from their values.
         status: what this replica's heartbeat says.
+        reference: the frozen initial policy, where it lives in this service.
     """
 
-    def __init__(self, scorers: Sequence[Scorer], expression: Expression, status: Status) -> None:
+    def __init__(
+        self, scorers: Sequence[Scorer], expression: Expression, status: Status, reference: Reference | None = None
+    ) -> None:
         self._scorers = scorers
+        self._reference = reference
         self._expression = expression
         self._status = status
         self._down: dict[str, str] = {}
@@ -90,15 +110,18 @@ class Scoring:
         Raises:
             SettingsError: one can never work.
         """
-        for scorer in self._scorers:
+        for scorer in self._parts():
             await scorer.start()
             SCORER_AVAILABLE.labels(scorer.name).set(1)
         self._status.state = "working"
 
     async def close(self) -> None:
         """Close every scorer."""
-        for scorer in self._scorers:
+        for scorer in self._parts():
             await scorer.close()
+
+    def _parts(self) -> list[Scorer | Reference]:
+        return [*self._scorers, *([self._reference] if self._reference is not None else [])]
 
     async def __call__(self, group: RolloutGroup) -> Experience:
         """Return the group with its rewards.
@@ -111,7 +134,7 @@ class Scoring:
             raise PermanentError(f"expected samples of {group.prompt.problem}, found none")
         started_s = time.monotonic()
         with IN_PROGRESS.track_inprogress():
-            columns = await self._ask(group)
+            columns, reference_logprobs = await self._ask(self._applying(group.prompt), group)
         self._note(columns)
         scores = tuple(SampleScores(row) for row in zip(*columns, strict=True))
         rewards = np.array([self._reward(sample) for sample in scores], dtype=np.float32)
@@ -122,21 +145,57 @@ class Scoring:
             scores=scores,
             scored_at_s=time.time(),
             score_s=time.monotonic() - started_s,
+            reference_logprobs=reference_logprobs,
         )
 
-    async def _ask(self, group: RolloutGroup) -> list[list[Score]]:
-        """Return what each scorer says, all asked at once.
+    def _applying(self, prompt: Prompt) -> Sequence[Scorer]:
+        """Return the scorers that apply to a prompt, in the order of the settings."""
+        if not prompt.scorers:
+            return self._scorers
+        known = {scorer.name for scorer in self._scorers}
+        if unknown := [name for name in prompt.scorers if name not in known]:
+            raise PermanentError(
+                f"expected scorers of this run ({', '.join(sorted(known))}) for {prompt.problem}, found {unknown[0]!r}: "
+                "change the column data.scorers_field, or name it in [[reward.scorers]]"
+            )
+        return [scorer for scorer in self._scorers if scorer.name in prompt.scorers]
+
+    async def _ask(
+        self, scorers: Sequence[Scorer], group: RolloutGroup
+    ) -> tuple[list[list[Score]], Float32Array | None]:
+        """Return what each scorer says, and the reference's logprobs, all asked at once.
 
         Where one raises, the others still finish: what they are doing may be costly to break off.
         """
-        answers = await asyncio.gather(*(_timed(scorer, group) for scorer in self._scorers), return_exceptions=True)
+        asked = asyncio.gather(*(_timed(scorer, group) for scorer in scorers), return_exceptions=True)
+        answers, logprobs = await asyncio.gather(asked, self._look_back(group), return_exceptions=True)
         columns: list[list[Score]] = []
-        for answer in answers:
+        for answer in [answers] if isinstance(answers, BaseException) else answers:
             if isinstance(answer, BaseException):
                 raise answer
             assert len(answer) == len(group.samples)
             columns.append(answer)
-        return columns
+        if isinstance(logprobs, BaseException):
+            raise logprobs
+        return columns, logprobs
+
+    async def _look_back(self, group: RolloutGroup) -> Float32Array | None:
+        """Return the reference's logprobs of a group that will be trained on.
+
+        Raises:
+            TemporaryError: it could not do its work now.
+        """
+        if self._reference is None or group.prompt.purpose is Purpose.EVALUATE:
+            return None
+        started_s = time.monotonic()
+        try:
+            found = await self._reference.logprobs(group)
+        except TemporaryError as error:
+            self._set_available(self._reference.name, str(error))
+            raise
+        SECONDS.labels(self._reference.name).observe(time.monotonic() - started_s)
+        self._set_available(self._reference.name, None)
+        return found
 
     def _note(self, columns: list[list[Score]]) -> None:
         """Tell the heartbeat which scorers are down.
@@ -189,14 +248,16 @@ async def _timed(scorer: Scorer, group: RolloutGroup) -> list[Score]:
     return scores
 
 
-def make_scoring(settings: Settings, status: Status) -> Scoring:
-    """Return the scorers and the expression of a run, checked.
+def make_scoring(settings: Settings, status: Status, bus: Bus | None = None) -> Scoring:
+    """Return the scorers, the expression and the reference of a run, checked; without a bus, only for the check.
 
     Raises:
         SettingsError: a scorer or reward.expression is wrong.
     """
-    scorers = [make_scorer(scorer, settings) for scorer in settings.reward.scorers]
-    return Scoring(scorers, Expression(settings.reward.expression, [scorer.name for scorer in scorers]), status)
+    scorers = [make_scorer(scorer, settings, bus) for scorer in settings.reward.scorers]
+    expression = Expression(settings.reward.expression, [scorer.name for scorer in scorers])
+    reference = Reference(settings) if settings.algorithm.reference_travels else None
+    return Scoring(scorers, expression, status, reference)
 
 
 async def work(context: Context, scoring: Scoring) -> None:
@@ -232,7 +293,7 @@ async def run(settings: Settings, replica: str) -> None:
     """
     make_scoring(settings, Status())  # wrong settings are told before anything is waited for
     async with serve(settings, "reward", replica, settings.reward.metrics_port) as context:
-        scoring = make_scoring(await context.live.refresh(), context.status)
+        scoring = make_scoring(await context.live.refresh(), context.status, context.bus)
         context.live.listen(scoring.reward_by)
         try:
             await scoring.start()

@@ -12,7 +12,7 @@ It knows no ZeRO: whoever merges or copies brings whole tensors.
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -109,6 +109,19 @@ def merged(weight: Tensor, factor_a: Tensor, factor_b: Tensor, scale: float) -> 
 def file_name(name: str) -> str:
     """Return what a PEFT file calls the factor ``name``."""
     return f"base_model.model.{name.replace(f'.{_NAME}.', '.')}"
+
+
+def with_factors(
+    weights: Mapping[str, Tensor], factors: Mapping[str, Tensor], lora: LoraSettings
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield ``weights``, those of a base by their names, with an adapter's ``factors`` (names of a PEFT file) merged in."""
+    for name, weight in weights.items():
+        layer = f"base_model.model.{name.removesuffix('.weight')}"
+        factor_a, factor_b = (factors.get(f"{layer}.lora_{part}.weight") for part in "AB")
+        if factor_a is None or factor_b is None:
+            yield name, weight
+        else:
+            yield name, merged(weight, factor_a, factor_b, scale(lora))
 
 
 def file_configuration(settings: PolicySettings, factors: Iterable[str]) -> bytes:

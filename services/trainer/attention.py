@@ -14,6 +14,9 @@ Shapes: ``B`` 1, ``H`` heads, ``G`` segments of a rectangle, ``T`` tokens, ``Q``
 """
 
 import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -76,17 +79,23 @@ class Layout:
         if self._ragged is None:
             self._ragged = ragged(self._segments, self._device)
         keys, query_ends, key_ends, longest_query, longest_key = self._ragged
+        key, value = key_THD.index_select(0, keys), value_THD.index_select(0, keys)
+        shared, options = query_THD.shape[1] // key_THD.shape[1], dict[str, Any]()
+        if shared > 1 and "enable_gqa" in _parameters(varlen_attn):
+            options["enable_gqa"] = True
+        elif shared > 1:  # torch 2.11
+            key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
         found: Tensor = varlen_attn(
             query_THD.contiguous(),
-            key_THD.index_select(0, keys),
-            value_THD.index_select(0, keys),
+            key,
+            value,
             query_ends,
             key_ends,
             longest_query,
             longest_key,
             scale=scale,
-            window_size=(-1, 0),
-            enable_gqa=query_THD.shape[1] != key_THD.shape[1],
+            window_size=(-1, 0),  # causal, from the lower right corner: a completion's queries are its last keys
+            **options,
         )  # type: ignore[assignment]  # a tuple only where more is asked for
         return found
 
@@ -118,18 +127,21 @@ def _gather(tensor_THD: Tensor, places_GQ: Tensor) -> Tensor:
 
 
 def runs_varlen(query: Tensor) -> bool:
-    """Whether torch has variable-length attention with shared keys for such a query."""
+    """Whether torch (2.11 and later) has variable-length causal attention for such a query."""
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
         return False
     if query.shape[-1] > 256 or query.shape[-1] % 8:
         return False
     try:
-        import inspect
-
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return False
-    return {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
+    return "window_size" in _parameters(varlen_attn)
+
+
+@functools.cache
+def _parameters(of: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(of).parameters)
 
 
 def ragged(segments: Segments, device: torch.device) -> tuple[Tensor, Tensor, Tensor, int, int]:

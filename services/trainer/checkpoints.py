@@ -7,7 +7,8 @@
         critic/         the same of the critic, where there is one
         state.json      step, version, cursor, last journal entry, ranks, ZeRO stage (written last)
 
-A folder without ``state.json`` is no checkpoint. Ranks may not change between save and load; the message says so.
+A folder without ``state.json`` is no checkpoint. Ranks and ZeRO stage may not change between save and load;
+the message says what to do instead. (Weights alone are read whatever the ranks, see ``export``.)
 """
 
 import dataclasses
@@ -38,6 +39,10 @@ class CheckpointState:
     zero_stage: int
     random_state: str
     """Torch's CPU generator, hex."""
+    position: int | None = None
+    """Place in the dataset of the first prompt that was not trained; None (older checkpoints): ``cursor``."""
+    counts: dict[str, int] = dataclasses.field(default_factory=dict)
+    """How the groups of the run had ended."""
     kl_coefficient: float | None = None
     """What a nat away from the reference costs, where it is steered."""
     adapter_of: str = ""
@@ -85,9 +90,10 @@ def find(root: Path) -> list[Checkpoint]:
     return found
 
 
-def newest(root: Path, at_most_step: int | None) -> Checkpoint | None:
-    """Return the newest whole checkpoint, of a step that the ledger knows where ``at_most_step`` is given."""
-    usable = [found for found in find(root) if at_most_step is None or found.state.step <= at_most_step]
+def newest(root: Path, at_most_step: int | None, revoked: Set[PolicyVersion] = frozenset()) -> Checkpoint | None:
+    """Return the newest whole checkpoint of no ``revoked`` version, of a step that the ledger knows where one is given."""
+    usable = [found for found in find(root) if found.state.version not in revoked]
+    usable = [found for found in usable if at_most_step is None or found.state.step <= at_most_step]
     return usable[-1] if usable else None
 
 
@@ -97,7 +103,8 @@ def check_ranks(checkpoint: Checkpoint, ranks: int, zero_stage: int) -> None:
     if (state.ranks, state.zero_stage) != (ranks, zero_stage):
         raise SettingsError(
             f"expected to resume {checkpoint.folder} with {state.ranks} ranks (trainer.ranks × trainer.nodes) and trainer.zero_stage = "
-            f"{state.zero_stage}, which wrote it, found {ranks} and {zero_stage}: change them back"
+            f"{state.zero_stage}, which wrote it, found {ranks} and {zero_stage}: change them back, or start a new run from "
+            f"what `penstock export --version {state.version}` writes"
         )
 
 
@@ -117,9 +124,12 @@ def check_base(checkpoint: Checkpoint, policy: PolicySettings) -> None:
         )
 
 
-def prune(root: Path, keep_last: int, pinned: Set[PolicyVersion] = frozenset()) -> list[Checkpoint]:
-    """Delete all but the newest ``keep_last`` checkpoints and those of ``pinned`` versions; return those that went."""
-    gone = [checkpoint for checkpoint in find(root)[:-keep_last] if checkpoint.state.version not in pinned]
-    for checkpoint in gone:
-        shutil.rmtree(checkpoint.folder, ignore_errors=True)
-    return gone
+def superfluous(root: Path, keep_last: int) -> list[Checkpoint]:
+    """Return all but the newest ``keep_last`` checkpoints."""
+    return find(root)[:-keep_last]
+
+
+def delete(checkpoint: Checkpoint) -> None:
+    """Delete a checkpoint: first its marker, so that half of one is none."""
+    (checkpoint.folder / _MARKER).unlink(missing_ok=True)
+    shutil.rmtree(checkpoint.folder, ignore_errors=True)

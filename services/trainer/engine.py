@@ -2,7 +2,7 @@
 
 The loss of a step is a sum over tokens divided by the tokens of the *global* batch, so every trained token weighs the
 same whatever rank or micro-batch it lies in. DeepSpeed averages gradients over ranks, hence the factor ``ranks``.
-Nothing is compiled at run time: torch's AdamW (fused on a GPU), and gloo or NCCL as torch brings them.
+Nothing is compiled at run time: the optimizer is torch's or bitsandbytes' (``optimizer``), gloo or NCCL as torch brings them.
 
 At ZeRO stage 3 a rank holds a part of each weight. Whoever looks at whole ones goes through :meth:`TrainingEngine.tensors`,
 which gathers about a bucket at a time; every rank walks through it at the same point of its loop, and rank 0 alone keeps
@@ -16,6 +16,7 @@ import contextlib
 import logging
 import math
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ from torch import Tensor, nn
 
 from services.trainer import adapter
 from services.trainer.flops import ModelSizes
-from shared.settings import Settings, TrainerSettings
+from services.trainer.optimizer import adamw
+from shared.settings import Settings
 
 _TAG = "engine"
 _CHECKPOINTING = {"use_reentrant": False}
@@ -47,6 +49,15 @@ def start_ranks(device: str) -> tuple[int, int]:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     return dist.get_rank(), dist.get_world_size()
+
+
+def built_in_parts(zero_stage: int, device: str, dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:
+    """Return what a model is built under on ``device``; at ZeRO stage 3 no rank ever holds more than its part and a layer."""
+    place = torch.device(device, torch.cuda.current_device() if device == "cuda" else 0)
+    if zero_stage < 3:
+        return place
+    found: contextlib.AbstractContextManager[object] = _import_deepspeed(device).zero.Init(dtype=dtype)
+    return found
 
 
 def pick_device(setting: str) -> str:
@@ -79,7 +90,7 @@ class TrainingEngine:
         engine, _, _, _ = deepspeed.initialize(
             model=self.policy,
             model_parameters=parameters,
-            optimizer=_optimizer(parameters, settings.trainer, device),
+            optimizer=adamw(parameters, settings.trainer, device),
             config=_config(settings),
         )
         self._engine: Any = engine
@@ -172,7 +183,7 @@ class TrainingEngine:
 
     def factors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the adapters' tensors whole, under their names in a PEFT file; as :meth:`tensors`."""
-        named = [(name, tensor) for name, tensor in _unique(self.policy) if adapter.is_factor(name)]
+        named = [(name, tensor) for name, tensor in unique(self.policy) if adapter.is_factor(name)]
         return self._whole([(adapter.file_name(name.removeprefix("model.")), (tensor,)) for name, tensor in named])
 
     def _whole(self, parts: Iterable[tuple[str, tuple[Tensor, ...]]]) -> Iterator[tuple[str, Tensor]]:
@@ -224,6 +235,24 @@ class TrainingEngine:
             raise RuntimeError(f"expected a DeepSpeed checkpoint in {folder}, found none")
 
 
+def saved_tensors(folder: Path, zero_stage: int) -> dict[str, Tensor]:
+    """Return the tensors that :meth:`TrainingEngine.save` wrote at ``zero_stage``, whole, on the CPU, without an engine.
+
+    Names are those of the module's parameters, without ``Policy``'s own prefix. They are loaded as DeepSpeed loads them, by pickle:
+    a checkpoint is as trustworthy as who may write into the run's folder.
+    """
+    if zero_stage == 3:
+        _import_deepspeed("cpu")
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        with contextlib.redirect_stdout(sys.stderr):  # it prints
+            found = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=_TAG)
+    else:
+        path = folder / _TAG / "mp_rank_00_model_states.pt"
+        found = torch.load(path, map_location="cpu", weights_only=False)["module"]
+    return {name.removeprefix("model."): tensor for name, tensor in found.items()}
+
+
 class _Writer:
     """Keeps what storage refused from interrupting DeepSpeed between two barriers, where other ranks would wait for ever."""
 
@@ -261,7 +290,7 @@ def _groups(
 
 def _parts(module: nn.Module) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
     """Yield what is published, by Hugging Face name: a tensor, or a weight with the two factors of its adapter."""
-    named = dict(_unique(module))
+    named = dict(unique(module))
     for name, tensor in named.items():
         if adapter.is_factor(name):
             continue
@@ -270,7 +299,7 @@ def _parts(module: nn.Module) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
         yield adapter.plain_name(name.removeprefix("model.")), found
 
 
-def _unique(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def unique(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Named parameters and persistent buffers of ``module``; ``named_parameters`` gives a tied one once."""
     yield from module.named_parameters()
     persistent = module.state_dict().keys()
@@ -288,16 +317,6 @@ def _import_deepspeed(device: str) -> Any:
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     return deepspeed
-
-
-def _optimizer(parameters: list[nn.Parameter], trainer: TrainerSettings, device: str) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
-        parameters,
-        lr=trainer.learning_rate,
-        betas=(trainer.adam_beta1, trainer.adam_beta2),
-        weight_decay=trainer.weight_decay,
-        fused=device == "cuda" and trainer.offload == "none",
-    )
 
 
 def _config(settings: Settings) -> dict[str, Any]:

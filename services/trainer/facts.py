@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from services.trainer.packing import MicroBatch
+from shared.errors import SettingsError
+from shared.messages import Experience, Float32Array
 
 
 @dataclasses.dataclass(slots=True)
@@ -40,3 +42,26 @@ def of(batch: MicroBatch, lags_M: Sequence[int], device: torch.device) -> Facts:
         behavior_logprobs_N=torch.from_numpy(batch.behavior_logprobs_N).to(device),
         lags_N=torch.from_numpy(np.repeat(lags_S, batch.lengths_S)).to(device),
     )
+
+
+def add_reference(everything: Sequence[Facts], batch: Sequence[Experience]) -> None:
+    """Give every token the reference logprob that came with its group.
+
+    Raises:
+        SettingsError: a group of the journal, from before the setting was changed, came without.
+    """
+    logprobs_M = [logprobs for experience in batch for logprobs in _reference_of_samples(experience)]
+    for found in everything:
+        parts = [logprobs_M[place] for place in found.batch.places_S]
+        logprobs_N = np.concatenate([np.zeros(0, np.float32), *parts])
+        found.reference_logprobs_N = torch.from_numpy(logprobs_N).to(found.behavior_logprobs_N.device)
+
+
+def _reference_of_samples(experience: Experience) -> list[Float32Array]:
+    if experience.reference_logprobs is None:
+        raise SettingsError(
+            f"expected reference logprobs with group {experience.group.prompt.group_id} in the journal, found none: it was "
+            'trained with algorithm.reference = "trainer"; set that'
+        )
+    ends = np.cumsum([len(sample.token_ids) for sample in experience.group.samples])
+    return np.split(experience.reference_logprobs, ends[:-1])

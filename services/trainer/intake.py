@@ -85,6 +85,8 @@ class Intake:
         try:
             experience = delivery.message()
             _check(experience)
+            if self._settings.algorithm.reference_travels:
+                _check_reference(experience)
         except MessageError as error:
             await self._bury(delivery, str(error))
             return
@@ -195,3 +197,16 @@ def _check(experience: Experience) -> None:
             )
         if not np.isfinite(sample.behavior_logprobs).all() or len(sample.version_spans) == 0:
             raise MessageError("expected finite behavior logprobs and at least one version span")
+
+
+def _check_reference(experience: Experience) -> None:
+    """Raise MessageError where the reference logprobs that the reward service owes are missing, or not of these tokens."""
+    found = experience.reference_logprobs
+    if found is None:
+        raise MessageError(
+            'expected reference logprobs with algorithm.reference = "reward", found none: start the reward service with '
+            'the same settings, or set algorithm.reference = "trainer"'
+        )
+    tokens = sum(len(sample.token_ids) for sample in experience.group.samples)
+    if found.shape != (tokens,) or not np.isfinite(found).all():
+        raise MessageError(f"expected {tokens} finite reference logprobs, found an array of shape {found.shape}")

@@ -3,31 +3,33 @@ the bus through the event loop of the main thread.
 
 Order of a commit (see docs/architecture.md): the weights are put where replicas can get them, then one transaction moves
 the batch to the journal and publishes the version. A trainer that dies before it leaves its batch pending on the bus; one that dies after
-it is replayed from the journal.
+it is replayed from the journal. A rollback ends the epoch under which this trainer commits: what it was about to commit is
+refused, and the ranks load the checkpoint that the ledger went back to, as after a start.
 """
 
 import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from services.trainer import measures
-from services.trainer.checkpoints import Checkpoint, CheckpointState, newest
+from services.trainer import checkpoints, measures
+from services.trainer.checkpoints import Checkpoint, CheckpointState
 from services.trainer.engine import TrainingEngine
 from services.trainer.intake import Intake, Taken
 from services.trainer.measures import Phases, batch_figures, export_metrics
 from services.trainer.orders import Kind, Order, decode_all
 from services.trainer.policy import export, export_adapter
-from services.trainer.publication import Publication, note_version, noted_version
+from services.trainer.publication import Publication, note_version
+from services.trainer.resume import find_resume
 from services.trainer.staleness import lag_steps
-from shared.errors import WeightsError
-from shared.ledger import JournalEntry, Ledger, RunStatus
+from shared.errors import Fenced, WeightsError
+from shared.ledger import JournalEntry, Ledger, RunState
 from shared.messages import Experience, PolicyRecord, PolicyVersion, Probe, StepReport
 from shared.service import Context
 from shared.streams import JOURNAL
@@ -56,6 +58,8 @@ class Lead:
         self._filling: asyncio.Task[None] | None = None
         self._epoch = 0
         self._newest: PolicyVersion | None = None
+        self._tip: PolicyVersion | None = None
+        self._loaded: Checkpoint | None = None
         self._publication = Publication(context.settings, context.host)
         self._batch: list[Taken] = []
         self._revision = 0
@@ -71,6 +75,10 @@ class Lead:
     def next_order(self, step: int, phases: Phases) -> Order:
         """Return what every rank does next: first the resume, then batches, STOP once SIGTERM came."""
         if self._opening is None:
+            self._call(self._warn())
+            self._opening = iter(self._call(self._open()))
+        elif self._call(self._rolled_back()):
+            self._batch = []  # its groups stay in the intake's hands, which looks at them again
             self._opening = iter(self._call(self._open()))
         if (order := next(self._opening, None)) is not None:
             return order
@@ -120,20 +128,34 @@ class Lead:
     async def _open(self) -> list[Order]:
         """Take the epoch, and return the orders that bring every rank to the ledger's step."""
         self._epoch = await self._ledger.take_epoch()
-        await self._warn()
-        known = await self._bus.call(lambda: self._bus.client.hexists(self._bus.keys.run, "step"))
-        status = await self._ledger.status()
-        checkpoint = newest(self._settings.run_folder / "checkpoints", status.step if known else None)
-        if checkpoint is not None and not known:
-            await self._restore(checkpoint)
-            status = await self._ledger.status()
+        resume = await find_resume(self._bus, self._ledger, self._live, self._settings)
         for record in await self._ledger.policies():
             self._steps_of_versions[record.version] = record.step
-        self._newest = status.newest_version
+        self._newest, self._tip = resume.status.newest_version, resume.status.tip
         self._revision = max((record.settings_revision for record in await self._ledger.policies()), default=0)
-        replay = await self._replay(checkpoint, status)
-        load = [Order(Kind.LOAD, folder=str(checkpoint.folder))] if checkpoint is not None else []
+        replay = [await self._replayed(entries) for entries in resume.journal]
+        self._loaded = resume.checkpoint
+        load = [Order(Kind.LOAD, folder=str(resume.checkpoint.folder))] if resume.checkpoint is not None else []
         return [*load, *replay]
+
+    async def _replayed(self, entries: Sequence[JournalEntry]) -> Order:
+        payloads = tuple(entry.data for entry in entries)
+        groups = decode_all(payloads)
+        settings = await self._live.at(entries[0].settings_revision)
+        lags = self._lags(groups, entries[0].step - 1)
+        return Order(Kind.REPLAY, "", payloads, groups, lags, settings.trainer.learning_rate)
+
+    def _lags(self, groups: Sequence[Experience], step: int) -> tuple[int, ...]:
+        """Return each group's lag when ``step`` steps are committed: the same in a replay, as versions keep their steps."""
+        return tuple(lag_steps(found.group, step, self._steps_of_versions) for found in groups)
+
+    async def _rolled_back(self) -> bool:
+        """Whether a rollback, not another trainer, ended our epoch."""
+        found = await self._bus.call(
+            lambda: self._bus.client.hmget(self._bus.keys.run, ["trainer_epoch", "rollback_epoch"])
+        )
+        epoch, rollback_epoch = (int(value or 0) for value in found)
+        return epoch != self._epoch and epoch == rollback_epoch
 
     async def _warn(self) -> None:
         algorithm = self._settings.algorithm
@@ -144,43 +166,6 @@ class Lead:
             log.warning("uncorrected run", extra={"detail": detail})
             await tell(self._bus, "trainer", "uncorrected run", detail, max_lag=algorithm.max_lag)
 
-    async def _restore(self, checkpoint: Checkpoint) -> None:
-        """The bus is empty but a checkpoint is there: go on from it. Groups that were in flight are lost with the bus."""
-        state = checkpoint.state
-        newest_version = max(state.version, noted_version(self._settings.run_folder))
-        await self._ledger.restore(state.step, state.cursor, newest_version)
-        await self._live.restore(state.settings_revision, state.live_values)
-        detail = f"the bus was empty; going on from the checkpoint of step {state.step}"
-        await tell(self._bus, "trainer", "run restored", detail, step=state.step, cursor=state.cursor)
-
-    async def _replay(self, checkpoint: Checkpoint | None, status: RunStatus) -> list[Order]:
-        entries = await self._ledger.journal(checkpoint.state.journal_entry if checkpoint is not None else "")
-        start = checkpoint.state.step if checkpoint is not None else 0
-        by_step: dict[int, list[JournalEntry]] = defaultdict(list)
-        for entry in entries:
-            by_step[entry.step].append(entry)
-        steps = [step for step in sorted(by_step) if step > start]
-        if steps != list(range(start + 1, status.step + 1)):
-            raise RuntimeError(
-                f"expected the journal to hold steps {start + 1} to {status.step} after the newest checkpoint, found "
-                f"{steps}: the run cannot be continued from {self._settings.run_folder}; start a new one from its policy"
-            )
-        if steps:
-            detail = f"replaying {len(steps)} steps from the journal after the checkpoint of step {start}"
-            await tell(self._bus, "trainer", "journal replayed", detail, start=start, end=status.step)
-        return [await self._replayed(by_step[s], s) for s in steps]
-
-    async def _replayed(self, entries: Sequence[JournalEntry], step: int) -> Order:
-        payloads = tuple(entry.data for entry in entries)
-        groups = decode_all(payloads)
-        settings = await self._live.at(entries[0].settings_revision)
-        rate = settings.trainer.learning_rate
-        return Order(Kind.REPLAY, "", payloads, groups, self._lags(groups, step - 1), rate)
-
-    def _lags(self, groups: Sequence[Experience], step: int) -> tuple[int, ...]:
-        """Return each group's lag when ``step`` steps are committed: the same in a replay, as versions keep their steps."""
-        return tuple(lag_steps(found.group, step, self._steps_of_versions) for found in groups)
-
     # ---------------------------------------------------------------- publish and commit
 
     def is_published(self, step: int) -> bool:
@@ -190,8 +175,15 @@ class Lead:
     def publish(self, engine: TrainingEngine, step: int, probe: Probe | None) -> None:
         """Publish the weights of ``step``, which is committed already, as a new version."""
         record = self._record(engine, step, {}, probe)
-        self._call(self._ledger.commit(self._epoch, record, [], None))
+        try:
+            self._call(self._ledger.commit(self._epoch, record, [], None))
+        except Fenced:
+            if not self._call(self._rolled_back()):
+                raise
+            return
         self._published(record)
+        if self._loaded is not None and self._loaded.state.step == step:
+            self._call(self._ledger.set_checkpoint(record.version, str(self._loaded.folder)))
 
     def ready(self) -> None:
         """Say that training can begin."""
@@ -202,6 +194,8 @@ class Lead:
         record = None if self._newest is None else await self._ledger.policy(self._newest)
         if record is None or record.step != step or not self._publication.outlives_the_process:
             return False
+        if self._tip != self._newest:
+            return False  # a rollback: the weights are an older version's, and become a new one
         try:
             await asyncio.to_thread(read_snapshot, Path(record.location), record.manifest_digest)
         except WeightsError as error:
@@ -218,7 +212,7 @@ class Lead:
         found = self._publication.publish(engine, version, step)
         return PolicyRecord(
             version=version,
-            parent=self._newest,
+            parent=self._tip,
             step=step,
             created_at_s=time.time(),
             manifest_digest=found.digest,
@@ -230,15 +224,16 @@ class Lead:
         )
 
     def _published(self, record: PolicyRecord) -> None:
-        self._newest = record.version
+        self._newest = self._tip = record.version
         self._steps_of_versions[record.version] = record.step
         self._context.status.version = record.version
         self._publication.clear()
 
     def commit(
         self, engine: TrainingEngine, step: int, measured: dict[str, float], probe: Probe | None, phases: Phases
-    ) -> None:
-        """Publish the weights of ``step`` and move its batch to the journal, in one transaction."""
+    ) -> bool:
+        """Publish the weights of ``step`` and move its batch to the journal, in one transaction; False when the run was
+        rolled back meanwhile: nothing of it is committed."""
         batch, self._batch = self._batch, []
         figures = batch_figures([taken.experience for taken in batch], step - 1, self._steps_of_versions)
         metrics = {**measured, **figures.metrics}
@@ -257,17 +252,30 @@ class Lead:
             lag_counts={str(lag): count for lag, count in sorted(figures.lag_counts.items())},
         )
         self._committed_s = time.perf_counter()
-        with phases.measure("commit"):
-            self._call(self._ledger.commit(self._epoch, record, [taken.delivery for taken in batch], report))
+        try:
+            with phases.measure("commit"):
+                self._call(self._ledger.commit(self._epoch, record, [taken.delivery for taken in batch], report))
+        except Fenced:
+            if not self._call(self._rolled_back()):
+                raise
+            return False
         self._intake.release(batch)
         self._published(record)
         self._tell_step(step, record.version, figures, metrics)
+        return True
 
     def skip(self, reason: str, detail: str) -> None:
         """Let the batch of the last order leave the bus untrained."""
         batch, self._batch = self._batch, []
         self._call(self._intake.discard(batch, reason, detail))
         self._call(tell(self._bus, "trainer", "batch skipped", detail, groups=len(batch)))
+
+    def pause(self, reason: str) -> None:
+        """Pause the run, and say why in its status and events."""
+        paused, _ = self._call(self._ledger.transition(RunState.PAUSED, reason, [RunState.RUNNING]))
+        if paused:
+            log.error("run paused", extra={"reason": reason})
+            self._call(tell(self._bus, "trainer", "guard nonfinite", reason))
 
     def _rates(self, figures: measures.BatchFigures, step_s: float) -> dict[str, float]:
         return {
@@ -301,6 +309,8 @@ class Lead:
             step=step,
             version=self._newest,
             cursor=status.cursor,
+            position=self._call(self._ledger.position(self._newest)),
+            counts=self._call(self._bus.counts()),
             journal_entry=entry,
             ranks=self._settings.trainer.ranks * self._settings.trainer.nodes,
             zero_stage=self._settings.trainer.zero_stage,
@@ -316,19 +326,16 @@ class Lead:
         last = (await self._bus.call(lambda: self._bus.client.xinfo_stream(key)))["last-generated-id"]
         return last.decode() if isinstance(last, bytes) else str(last)
 
-    def note_checkpoint(self, checkpoint: Checkpoint, gone: Sequence[Checkpoint]) -> None:
-        """Tell the ledger, and forget the journal that the checkpoint covers."""
+    def note_checkpoint(self, checkpoint: Checkpoint, superfluous: Sequence[Checkpoint]) -> None:
+        """Tell the ledger, delete older checkpoints that it lets go, and forget the journal that this one covers."""
         state = checkpoint.state
         self._call(self._ledger.set_checkpoint(state.version, str(checkpoint.folder)))
-        for old in gone:
-            self._call(self._ledger.set_checkpoint(old.state.version, None))
+        for old in superfluous:
+            if self._call(self._ledger.forget_checkpoint(str(old.folder))):
+                checkpoints.delete(old)
         if state.journal_entry:
             self._call(self._ledger.trim_journal(state.journal_entry))
         log.info("checkpoint written", extra={"step": state.step, "folder": str(checkpoint.folder)})
-
-    def pinned(self) -> frozenset[PolicyVersion]:
-        """Return the versions whose checkpoints are to be kept."""
-        return self._call(self._ledger.pins())
 
     def note_failed_checkpoint(self, step: int, error: str) -> None:
         """Tell that the checkpoint of ``step`` could not be written; the one before stays, and so does the journal."""

@@ -124,7 +124,7 @@ class Learner:
         lags_M = [lag for lag, e in zip(lags, batch, strict=True) for _ in e.group.samples]
         minibatches = self._lay_out(_rows(batch, rewards, pairs=self._algorithm.loss == "dpo"), lags_M, step)
         everything = [found for minibatch in minibatches for found in minibatch.facts]
-        self._look(everything)
+        self._look(everything, batch)
         assign(everything, rewards, self._algorithm, self.kl_coefficient)
         rate = self._rate(step, self._settings.trainer.learning_rate if peak is None else peak)
         return self._improve(minibatches, everything, step, rate, len(lags_M))
@@ -151,12 +151,14 @@ class Learner:
         facts = [known.of(one, lags_M, self._policy.device) for one in mine]
         return Minibatch(facts, splitting.rows_by_place(rows), sum(lengths), len(lengths))
 
-    def _look(self, everything: Sequence[Facts]) -> None:
+    def _look(self, everything: Sequence[Facts], batch: Sequence[Experience]) -> None:
         if self._algorithm.proximal == "recomputed":
             with self._phases.measure("proximal"):
                 for found in everything:
                     found.proximal_logprobs_N = self._policy.evaluate(found.batch).policy_logprobs_N
-        if self._reference is not None:
+        if self._algorithm.reference_travels:
+            known.add_reference(everything, batch)
+        elif self._reference is not None:
             with self._phases.measure("reference"), torch.no_grad():
                 for found in everything:
                     found.reference_logprobs_N = self._reference(found.batch).policy_logprobs_N
@@ -266,7 +268,7 @@ class Learner:
     def _look_back(self, everything: Sequence[Facts], reference_kl: float, samples: int) -> dict[str, float]:
         """Return figures of the whole step, and move the KL coefficient on."""
         found: dict[str, float] = {}
-        if self._reference is not None:
+        if self._algorithm.needs_reference:
             found["kl_coefficient"] = self.kl_coefficient
         if self._critic is not None:
             returns = [one.returns_N for one in everything if one.returns_N is not None]

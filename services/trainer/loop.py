@@ -12,17 +12,18 @@
     lead.commit(batch, probe)                              # journal and version, one transaction
     every N steps: checkpoint                              # then the journal before it is forgotten
 
-A batch whose loss or gradient is not finite leaves the bus as dropped:nonfinite and nothing is committed; a checkpoint that
+A batch whose loss or gradient is not finite leaves the bus as dropped:nonfinite and nothing is committed, and several in
+a row pause the run; a checkpoint that
 storage refuses is tried again at the next interval, and the journal is kept until one is whole.
 
 A resumed trainer loads the newest whole checkpoint and replays the journal through the same :meth:`Trainer.update`,
-without publishing. The loop knows no bus: it asks ``lead``, which other ranks do not have.
+without publishing; a rollback is such an order to load in the middle of the run. The loop knows no bus: it asks ``lead``, which other ranks do not have.
 """
 
 import dataclasses
 import logging
 import shutil
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -36,7 +37,7 @@ from services.trainer.measures import Phases
 from services.trainer.orders import Kind, Order, agree, share
 from services.trainer.probe import Prober
 from shared.errors import SettingsError
-from shared.messages import Experience, PolicyVersion, Probe
+from shared.messages import Experience, Probe
 from shared.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -63,24 +64,26 @@ class Leading(Protocol):
 
     def commit(
         self, engine: TrainingEngine, step: int, measured: dict[str, float], probe: Probe | None, phases: Phases
-    ) -> None:
-        """Publish the weights of ``step`` and move its batch to the journal."""
+    ) -> bool:
+        """Publish the weights of ``step`` and move its batch to the journal; False when a rollback forbids it."""
         ...
 
     def describe(self, step: int) -> checkpoints.CheckpointState:
         """Return what a checkpoint of ``step`` must know."""
         ...
 
-    def note_checkpoint(self, checkpoint: checkpoints.Checkpoint, gone: Sequence[checkpoints.Checkpoint]) -> None:
-        """Tell the ledger, and forget the journal that the checkpoint covers."""
-        ...
-
-    def pinned(self) -> Set[PolicyVersion]:
-        """Return the versions whose checkpoints are to be kept."""
+    def note_checkpoint(
+        self, checkpoint: checkpoints.Checkpoint, superfluous: Sequence[checkpoints.Checkpoint]
+    ) -> None:
+        """Tell the ledger, delete older checkpoints that it lets go, and forget the journal that this one covers."""
         ...
 
     def skip(self, reason: str, detail: str) -> None:
         """Let the batch of the last order leave the bus untrained, counted under ``dropped:<reason>``."""
+        ...
+
+    def pause(self, reason: str) -> None:
+        """Pause the run: something is wrong that a person should look at."""
         ...
 
     def note_failed_checkpoint(self, step: int, error: str) -> None:
@@ -126,6 +129,7 @@ class Trainer:
                 break
             if order.kind is Kind.LOAD:
                 self._load(Path(order.folder))
+                ready = False
             elif order.kind is Kind.REPLAY:
                 self.update(order.groups, order.lags, order.learning_rate)
             elif order.kind is Kind.TRAIN:
@@ -162,10 +166,14 @@ class Trainer:
         self._skipped = 0
         with self._phases.measure("probe"):
             probe = self._prober.next()
+        committed = None
         if self._lead is not None:
-            self._lead.commit(self._engine, self.step, measured, probe, self._phases)
+            committed = self._lead.commit(self._engine, self.step, measured, probe, self._phases)
         else:
             self._take_part()
+        if not agree(committed, self._engine.device):
+            log.info("step left out: the run was rolled back", extra={"step": self.step})
+            return  # the next order is to load
         if self.step % self._settings.trainer.checkpoint_every_steps == 0 or self.step == self._settings.run.steps:
             self._checkpoint()
         if self.step == self._settings.run.steps:
@@ -181,7 +189,7 @@ class Trainer:
         return measured
 
     def _skip(self, error: NotFinite) -> None:
-        """Leave a batch out of the run; stop where that is no way on."""
+        """Leave a batch out of the run; pause it, or stop, where that is no way on."""
         self._skipped += 1
         if self._lead is not None:
             self._lead.skip("nonfinite", str(error))
@@ -192,10 +200,13 @@ class Trainer:
                 "trainer starts again from its checkpoint and journal"
             ) from error
         if self._skipped > self._settings.trainer.max_skipped_steps:
-            raise SettingsError(
-                f"expected at most {self._settings.trainer.max_skipped_steps} batches in a row that are not finite "
-                f"(trainer.max_skipped_steps), found {self._skipped}; the last: {error}: lower trainer.learning_rate"
-            ) from error
+            self._skipped = 0
+            if self._lead is not None:
+                self._lead.pause(
+                    f"guard nonfinite: expected at most {self._settings.trainer.max_skipped_steps} batches in a row that "
+                    f"are not finite (trainer.max_skipped_steps), found one more; the last: {error}: lower "
+                    "trainer.learning_rate, or roll back, then resume"
+                )
 
     def _take_part(self) -> None:
         self._engine.take_part(factors=self._settings.publishes_adapters)
@@ -246,8 +257,7 @@ class Trainer:
             checkpoint = checkpoints.make_whole(self._root, state)
         except OSError as error:
             return str(error)
-        gone = checkpoints.prune(self._root, self._settings.trainer.keep_last, lead.pinned())
-        lead.note_checkpoint(checkpoint, gone)
+        lead.note_checkpoint(checkpoint, checkpoints.superfluous(self._root, self._settings.trainer.keep_last))
         return ""
 
     def _finish(self) -> None:

@@ -90,7 +90,7 @@ def train(settings: Settings, lead: "Leading | None") -> None:
     try:
         engine = TrainingEngine(policy, settings, device)
         reference: Reference | None = None
-        if algorithm.needs_reference:
+        if algorithm.needs_reference and not algorithm.reference_travels:
             if settings.policy.lora.rank:
                 reference = AdapterOff(engine)
             else:

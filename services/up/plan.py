@@ -124,9 +124,10 @@ def _gpus(settings: Settings, service: str, index: int) -> dict[str, str]:
     """Return what shows a process its GPUs and no other; nothing where the settings name none."""
     if service == "trainer":
         shown = settings.trainer.gpus
-    elif service == "rollout":
-        each = len(settings.rollout.gpus) // settings.rollout.replicas
-        shown = settings.rollout.gpus[index * each : (index + 1) * each]
+    elif service in ("rollout", "reward"):
+        section = getattr(settings, service)
+        each = len(section.gpus) // section.replicas
+        shown = section.gpus[index * each : (index + 1) * each]
     else:
         shown = ()
     return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, shown))} if shown else {}

@@ -16,6 +16,8 @@ from services.up.plan import executor_address, is_own_executor, metrics_ports
 from shared import connection
 from shared.errors import BusUnavailable, SettingsError
 from shared.model_source import check_source
+from shared.reward_models import ModelScorer
+from shared.scorers import Scorer
 from shared.section import Section
 from shared.settings import Settings, dump, load
 
@@ -112,6 +114,7 @@ def _resolved(settings: Settings) -> Settings:
         tokenizer=_absolute(settings.policy.tokenizer),
     )
     settings = _with_critic(settings)
+    settings = _with(settings, "reward", scorers=tuple(map(_with_absolute_model, settings.reward.scorers)))
     settings = _with(settings, "data", path=settings.data.path.absolute())
     if settings.evaluation.path is not None:
         settings = _with(settings, "evaluation", path=settings.evaluation.path.absolute())
@@ -132,6 +135,14 @@ def _with_executor(settings: Settings) -> Settings:
     return _with(settings, "reward", executor=found.model_copy(update={"address": address}))
 
 
+def _with_absolute_model(scorer: Scorer) -> Scorer:
+    if not isinstance(scorer, ModelScorer):
+        return scorer
+    return scorer.model_copy(
+        update={"model": _absolute(scorer.model), "tokenizer": _absolute(scorer.tokenizer)},
+    )
+
+
 def _absolute(model: str) -> str:
     return str(Path(model).absolute()) if model and Path(model).exists() else model
 
@@ -150,6 +161,9 @@ def _check(settings: Settings) -> None:
         check_source("policy.tokenizer", settings.policy.tokenizer, ("tokenizer_config.json",))
     if settings.algorithm.needs_critic and settings.algorithm.critic.model:
         check_source("algorithm.critic.model", settings.algorithm.critic.model, ("config.json",))
+    for scorer in settings.reward.scorers:
+        if isinstance(scorer, ModelScorer):
+            check_source(scorer.model_setting, scorer.model, ("config.json",))
     _check_data(settings.data.path, "data.path")
     if settings.evaluation.path is not None:
         _check_data(settings.evaluation.path, "evaluation.path")

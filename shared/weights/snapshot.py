@@ -108,8 +108,8 @@ def write_adapter(
 
 
 def _write_whole(folder: Path, version: PolicyVersion, fill: Callable[[Path], Manifest]) -> Snapshot:
-    committed = folder / f"v{version:06d}"
-    unfinished = folder / f".{committed.name}.{os.getpid()}.tmp"
+    location = folder / f"v{version:06d}"
+    unfinished = folder / f".{location.name}.{os.getpid()}.tmp"
     try:
         _make_private(folder)
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -118,17 +118,17 @@ def _write_whole(folder: Path, version: PolicyVersion, fill: Callable[[Path], Ma
         data = manifest.encode()
         _write(unfinished / MANIFEST, data)
         durable.flush(unfinished)
-        _commit(unfinished, committed)
+        _commit(unfinished, location)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise WeightsError(
-            f"expected to write the snapshot {committed}, found: {error}: make room there or change weights.folder"
+            f"expected to write the snapshot {location}, found: {error}: make room there or change weights.folder"
         ) from error
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     nbytes = len(data) + sum(bucket.nbytes for bucket in manifest.buckets)
-    return Snapshot(location=committed, digest=manifests.digest(data), nbytes=nbytes)
+    return Snapshot(location=location, digest=manifests.digest(data), nbytes=nbytes)
 
 
 def read_snapshot(location: Path, digest: str) -> dict[str, torch.Tensor]:
@@ -152,11 +152,16 @@ def read_snapshot(location: Path, digest: str) -> dict[str, torch.Tensor]:
     return {entry.name: _view(buckets[entry.bucket], entry) for entry in manifest.tensors}
 
 
+def committed(folder: Path) -> list[tuple[PolicyVersion, Path]]:
+    """Return the snapshots that are whole in ``folder``, oldest first."""
+    return [(PolicyVersion(number), path) for number, path in sorted(_numbered(folder, _COMMITTED))]
+
+
 def keep_newest(folder: Path, keep: int) -> None:
     """Delete all but the ``keep`` newest snapshots, and what dead trainers left unfinished of versions that exist."""
-    committed = sorted(_numbered(folder, _COMMITTED))
-    newest = committed[-1][0] if committed else -1
-    old = [path for _, path in committed[: max(0, len(committed) - keep)]]
+    whole = committed(folder)
+    newest = whole[-1][0] if whole else -1
+    old = [path for _, path in whole[: max(0, len(whole) - keep)]]
     stale = [path for number, path in _numbered(folder, _UNFINISHED) if number <= newest]
     for path in (*old, *stale):
         shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,216 @@
+"""Tokens per second, utilisation and memory of a training step: packed, and padded as is usual, in turn in one run.
+
+    python -m benchmarks.trainer                                                              # a toy, one CPU
+    python -m benchmarks.trainer --shape 0.5b --device cuda
+    python -m benchmarks.trainer --shape 7b --device cuda --ranks 2 --zero-stage 3 --gradient-checkpointing
+
+Three ways to compute the same step (the mean logprob of all trained tokens, which must agree, and its gradients)::
+
+    packed   rows end to end, a prompt once for its completions, as the trainer does       (services/trainer/packing.py)
+    padded   separate sequences in order of arrival, as many a forward pass as the longest one lets fit under the cap,
+             padded to the longest of each                                                 (the field's usual way)
+    sorted   separate sequences by length, as many as fit under the cap, padded likewise
+
+Padding lies to the right and attention is causal, so the padded ways need no mask; logits are computed in chunks of trained
+tokens in all ways. Lengths are log-normal, as in ``benchmarks.packing``. Weights are random, made on the device, and a learning rate of 0
+keeps them; the optimizer does its work all the same. ``tokens_per_s`` counts trained tokens; ``mfu`` counts the
+packed step's model operations, nothing that is computed again. Memory is the largest rank's: of a GPU by torch's allocator, of a
+CPU what is resident. Prints one JSON object; what happens meanwhile goes to stderr.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.packing import mix
+from benchmarks.trainer_shapes import SHAPES, EitherPolicy, Padded, by_arrival, by_length, random_model
+from services.trainer.engine import TrainingEngine, start_ranks
+from services.trainer.flops import BACKWARD, ModelSizes
+from services.trainer.measures import Phases, utilisation
+from services.trainer.packing import MicroBatch, Row, plan
+from shared.settings import Settings
+
+LEAST_RATIO, LEAST_MFU = 1.3, 0.4
+"""The bars: packed over padded, and utilisation at 7B in bfloat16 on GPUs."""
+_AGREE = {"float32": 1e-5, "bfloat16": 2e-3}
+"""Largest relative difference of the mean logprobs."""
+_STARTED_S = time.perf_counter()
+
+Batches = Sequence[MicroBatch | Padded]
+
+
+def settings(arguments: argparse.Namespace) -> Settings:
+    """Return the settings of the trainer that is measured."""
+    return Settings.model_validate(
+        {
+            "policy": {"dtype": "bfloat16" if arguments.device == "cuda" else "float32"},
+            "trainer": {
+                "ranks": arguments.ranks, "zero_stage": arguments.zero_stage, "device": arguments.device,
+                "learning_rate": 0.0, "micro_batch_tokens": arguments.cap, "optimizer": arguments.optimizer,
+                "gradient_checkpointing": arguments.gradient_checkpointing, "offload": arguments.offload,
+                "deepspeed": json.loads(arguments.deepspeed), "peak_flops": arguments.peak_tflops,
+            },
+        }
+    )  # fmt: skip
+
+
+def ways(rows: Sequence[Row], arguments: argparse.Namespace, sizes: ModelSizes) -> dict[str, Batches]:
+    """Return this rank's forward passes by each way."""
+    rank, ranks, cap = dist.get_rank(), arguments.ranks, arguments.cap
+    return {
+        "packed": plan(rows, cap, ranks, sizes=sizes)[rank],
+        "padded": by_arrival(rows, cap, rank, ranks),
+        "sorted": by_length(rows, cap, rank, ranks),
+    }
+
+
+def step(engine: TrainingEngine, batches: Batches, tokens: int) -> float:
+    """Make one step; return this rank's part of the mean logprob of ``tokens`` trained tokens."""
+    found = torch.zeros((), device=engine.device)
+    for number, batch in enumerate(batches, start=1):
+        mean = engine.forward(batch).policy_logprobs_N.sum() / tokens
+        engine.backward(-mean * engine.ranks, last=number == len(batches))
+        found += mean.detach()
+    engine.step(0.0)
+    return float(found)
+
+
+def measure(engine: TrainingEngine, phases: Phases, make: Callable[[], float]) -> dict[str, float]:
+    """Return seconds and peak memory (bytes) of a step, the largest of all ranks, and its mean logprob."""
+    dist.barrier()
+    phases.take_memory()
+    started_s = time.perf_counter()
+    with phases.measure("step"):
+        logprob = make()  # a number, so a GPU has come to its end
+    seconds, memory = time.perf_counter() - started_s, phases.take_memory()["memory_step_bytes"]
+    largest = torch.tensor([seconds, memory], dtype=torch.float64, device=engine.device)
+    total = torch.tensor(logprob, dtype=torch.float64, device=engine.device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    dist.all_reduce(total)
+    return {"seconds": float(largest[0]), "bytes": float(largest[1]), "logprob": float(total)}
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Build the model, make every way's step in turn, and return the figures."""
+    of = settings(arguments)
+    start_ranks(arguments.device)
+    tell(f"{arguments.ranks} ranks on {arguments.device}, building {arguments.shape}")
+    model = random_model(SHAPES[arguments.shape], of, arguments.device)
+    policy = EitherPolicy(model, chunk_tokens=of.trainer.logits_chunk_tokens).train()
+    sizes = policy.sizes
+    engine = TrainingEngine(policy, of, arguments.device)
+    longest = arguments.cap // 4
+    rows = mix(arguments.groups, arguments.samples, longest, median=longest // 7, vocabulary=engine.vocabulary)
+    passes = ways(rows, arguments, sizes)
+    tokens = sum(len(sample.token_ids) for row in rows for sample in row.samples)
+    tell(f"{tokens} trained tokens; forward passes a rank: { ({way: len(found) for way, found in passes.items()}) }")
+    phases = Phases(engine.device)
+    for way, found in passes.items():
+        measure(engine, phases, lambda found=found: step(engine, found[:2], tokens))  # type: ignore[misc]
+        tell(f"warmed up: {way}")
+    seen: dict[str, list[dict[str, float]]] = {way: [] for way in passes}
+    for number in range(arguments.rounds):
+        for way, found in passes.items():
+            seen[way].append(measure(engine, phases, lambda found=found: step(engine, found, tokens)))  # type: ignore[misc]
+            tell(f"round {number + 1} of {arguments.rounds}, {way}: {seen[way][-1]['seconds']:.2f} s")
+    _check(seen, of)
+    return _figures(seen, passes, tokens, sum(row.flops(sizes) for row in rows), engine, arguments)
+
+
+def _check(seen: dict[str, list[dict[str, float]]], of: Settings) -> None:
+    logprobs = [one["logprob"] for found in seen.values() for one in found]
+    if not max(logprobs) - min(logprobs) <= _AGREE[of.policy.dtype] * abs(min(logprobs)):
+        raise SystemExit(f"expected the same mean logprob by every way, found {seen}")
+
+
+def _figures(
+    seen: dict[str, list[dict[str, float]]],
+    passes: dict[str, Batches],
+    tokens: int,
+    flops: float,
+    engine: TrainingEngine,
+    arguments: argparse.Namespace,
+) -> dict[str, Any]:
+    computed = torch.tensor([sum(one.tokens for one in found) for found in passes.values()], device=engine.device)
+    dist.all_reduce(computed)
+    found: dict[str, dict[str, float]] = {}
+    for way, positions in zip(passes, computed.tolist(), strict=True):
+        seconds = statistics.median(one["seconds"] for one in seen[way])
+        reached = utilisation(flops * (1 + BACKWARD) / engine.ranks, seconds, arguments.peak_tflops, engine.device)
+        found[way] = {
+            "seconds": seconds, "tokens_per_s": tokens / seconds, "computed_tokens": positions,
+            "peak_memory_bytes": max(one["bytes"] for one in seen[way]), **reached,
+        }  # fmt: skip
+    packed, mfu = found["packed"], found["packed"].get("mfu")
+    ratio = found["padded"]["seconds"] / packed["seconds"]
+    return {
+        "mfu": mfu,
+        "tokens_per_s": packed["tokens_per_s"],
+        "peak_memory_bytes": packed["peak_memory_bytes"],
+        "padding_ratio": ratio,
+        "sorted_padding_ratio": found["sorted"]["seconds"] / packed["seconds"],
+        "bars_met": ratio >= LEAST_RATIO and (arguments.shape != "7b" or (mfu or 0.0) >= LEAST_MFU),
+        "trained_tokens": tokens,
+        "ways": found,
+        **{name: value for name, value in vars(arguments).items() if name != "peak_tflops"},
+        "device_name": torch.cuda.get_device_name() if engine.device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+    }
+
+
+def tell(what: str) -> None:
+    """Say on stderr what happens; rank 0 only."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{time.perf_counter() - _STARTED_S:6.1f} s  {what}", file=sys.stderr, flush=True)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="tiny")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), default=1)
+    parser.add_argument("--gradient-checkpointing", action="store_true")
+    parser.add_argument("--optimizer", choices=("adamw", "adamw_8bit"), default="adamw")
+    parser.add_argument("--offload", choices=("none", "optimizer", "all"), default="none")
+    parser.add_argument("--deepspeed", default="{}", help="more of DeepSpeed's settings, as JSON")
+    parser.add_argument("--cap", type=int, help="most positions of a forward pass; the longest sequence is a quarter")
+    parser.add_argument("--groups", type=int)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--peak-tflops", type=float, default=0.0, help="of one device; 0: by a GPU's name")
+    found = parser.parse_args()
+    toy = found.shape == "tiny"
+    found.cap, found.groups = found.cap or (1024 if toy else 16_384), found.groups or (16 if toy else 16 * found.ranks)
+    if found.device == "cuda" and torch.cuda.device_count() < found.ranks:
+        raise SystemExit(f"expected {found.ranks} GPUs, found {torch.cuda.device_count()}: change --ranks or --device")
+    if found.groups * found.samples % found.ranks:
+        raise SystemExit("expected groups × samples to be a multiple of --ranks: change --groups")
+    return found
+
+
+def main() -> None:
+    """Become torchrun where there are several ranks; measure, and print."""
+    arguments = _parse()
+    if arguments.ranks > 1 and "RANK" not in os.environ:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
+        os.execv(sys.executable, [*command, "-m", "benchmarks.trainer", *sys.argv[1:]])
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    found = run(arguments)
+    if dist.get_rank() == 0:
+        print(json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""The models of ``benchmarks.trainer``, random and made where they are trained, and sequences padded into rectangles."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from services.trainer.engine import built_in_parts
+from services.trainer.logits import TokenLogprobs, token_logprobs
+from services.trainer.packing import Int64Array, MicroBatch, Row
+from services.trainer.policy import Policy
+from shared.settings import Settings
+
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "tiny": {
+        "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 4096, "tie_word_embeddings": True,
+    },
+    "0.5b": {
+        "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+        "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True,
+    },
+    "7b": {
+        "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "vocab_size": 152_064, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+"""Of Qwen2.5's models, and a toy of the same family."""
+
+
+def random_model(shape: Mapping[str, Any], settings: Settings, device: str) -> Any:
+    """Return a Qwen2 with random weights on ``device``; at ZeRO stage 3 in parts over the ranks from the start."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(**shape, max_position_embeddings=32_768, rope_theta=1e6, attn_implementation="sdpa")
+    dtype = torch.bfloat16 if settings.policy.dtype == "bfloat16" else torch.float32
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with built_in_parts(settings.trainer.zero_stage, device, dtype):
+            model = Qwen2ForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+    for parameter in model.parameters():
+        part = getattr(parameter, "ds_tensor", None)
+        if part is not None and len(parameter.ds_shape) > 1:  # what transformers draws, it cannot draw into a part
+            part.data.normal_(0.0, config.initializer_range)
+    return model
+
+
+@dataclasses.dataclass(frozen=True)
+class Padded:
+    """Sequences of a rectangle, padded to the right, ``B`` × ``T``; where the position before each trained token lies."""
+
+    input_ids_BT: Int64Array
+    rows_N: Int64Array
+    columns_N: Int64Array
+    targets_N: Int64Array
+
+    @property
+    def tokens(self) -> int:
+        """Computed positions."""
+        return int(self.input_ids_BT.size)
+
+
+class EitherPolicy(Policy):
+    """A policy whose forward pass takes a padded rectangle as well."""
+
+    def forward(self, batch: MicroBatch | Padded) -> TokenLogprobs:
+        """Return the logprobs of ``batch``'s trained tokens."""
+        if isinstance(batch, MicroBatch):
+            return super().forward(batch)
+        output = self.model.get_output_embeddings()
+        device = next(self.parameters()).device
+        input_ids, rows, columns, targets = (
+            torch.from_numpy(found).to(device)
+            for found in (batch.input_ids_BT, batch.rows_N, batch.columns_N, batch.targets_N)
+        )
+        hidden_BTD = self.model.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
+        places = rows * hidden_BTD.shape[1] + columns
+        hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, places)
+        return token_logprobs(
+            hidden_ND, output, targets, torch.ones_like(targets, dtype=torch.float32), self._chunk_tokens
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Sequence:
+    token_ids: Int64Array
+    prompt: int
+    """Tokens that are not trained."""
+
+
+def by_arrival(rows: Sequence[Row], cap: int, rank: int, ranks: int) -> list[Padded]:
+    """Return ``rank``'s sequences in their order, as many a rectangle as the longest of all lets fit under ``cap``."""
+    found = _sequences(rows)
+    count = max(1, cap // max(len(one.token_ids) for one in found))
+    mine = found[rank::ranks]
+    return [_padded(mine[start : start + count]) for start in range(0, len(mine), count)]
+
+
+def by_length(rows: Sequence[Row], cap: int, rank: int, ranks: int) -> list[Padded]:
+    """Return ``rank``'s sequences, longest first, as many a rectangle as fit under ``cap``; equally many on every rank."""
+    found = sorted(_sequences(rows), key=lambda one: -len(one.token_ids))
+    mine = found[rank::ranks]
+    return [_padded(mine[start:end]) for start, end in _cuts(found[::ranks], cap)]
+
+
+def _cuts(longest: Sequence[_Sequence], cap: int) -> Iterator[tuple[int, int]]:
+    """Cut by the rank whose sequences are the longest, so that every rank's fit."""
+    start = 0
+    while start < len(longest):
+        end = start + max(1, cap // len(longest[start].token_ids))
+        yield start, min(end, len(longest))
+        start = end
+
+
+def _sequences(rows: Sequence[Row]) -> list[_Sequence]:
+    return [
+        _Sequence(np.concatenate([row.prompt_token_ids, sample.token_ids]).astype(np.int64), len(row.prompt_token_ids))
+        for row in rows
+        for sample in row.samples
+    ]
+
+
+def _padded(found: Sequence[_Sequence]) -> Padded:
+    width = max(len(one.token_ids) for one in found) - 1
+    input_ids_BT = np.zeros((len(found), width), dtype=np.int64)
+    for row, one in enumerate(found):
+        input_ids_BT[row, : len(one.token_ids) - 1] = one.token_ids[:-1]
+    trained = [np.arange(one.prompt - 1, len(one.token_ids) - 1) for one in found]
+    return Padded(
+        input_ids_BT,
+        rows_N=np.repeat(np.arange(len(found)), [len(places) for places in trained]),
+        columns_N=np.concatenate(trained),
+        targets_N=np.concatenate([one.token_ids[one.prompt :] for one in found]),
+    )

@@ -1,0 +1,236 @@
+"""Guards: look at what the trainer reports of its steps, and do something about a run that goes wrong.
+
+::
+
+    step reports since the run last began to run ─▶ rules (pure) ─▶ findings ─▶ new: event, metric, status; pause where asked
+    the live view ─────────────────────────────────▶                        └▶ gone: event, metric
+
+    guard              trips when
+    no_signal          every group of the last steps has one reward throughout
+    kl                 the mean KL to what sampled the data, or to the reference, is over its ceiling
+    entropy            the mean entropy is under its floor
+    lag                more than a share of the groups left as stale
+    throughput         median tokens/s of the last steps is under a share of the median before them
+    trainer_starving   the trainer spent more than a share of its time waiting for groups
+    rollouts_starving  no prompt lay in the stream in more than a share of the looks, while groups waited for the trainer
+    stalled            nothing was committed for long
+
+Only steps since the run last began to run count, so a run that is resumed after a guard has its chance. What is not finite is
+skipped, and then paused, by the trainer itself, which alone sees it.
+"""
+
+import asyncio
+import logging
+import statistics
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+
+from prometheus_client import Counter, Gauge
+
+from services.coordinator.models import GuardView, RunView
+from shared.bus import Bus
+from shared.guards import (
+    Action,
+    EntropyGuard,
+    GuardsSettings,
+    KlGuard,
+    LagGuard,
+    NoSignalGuard,
+    StalledGuard,
+    StarvingGuard,
+    ThroughputGuard,
+)
+from shared.ledger import Ledger, RunState
+from shared.messages import StepReport
+from shared.telemetry import tell
+
+log = logging.getLogger(__name__)
+
+ACTIVE = Gauge("penstock_coordinator_guard_active", "1 while a guard finds what it looks for, else 0.", ["guard"])
+TRIPS = Counter(
+    "penstock_coordinator_guard_trips_total", "How often a guard tripped, by what was done.", ["guard", "action"]
+)
+
+_EVERY_S = 1.0
+_LOOKS = 60
+"""Looks at the streams that are remembered, one a second."""
+Reports = Sequence[StepReport]
+
+
+# ---------------------------------------------------------------- rules: what is wrong, in a sentence, or ""
+
+
+def no_signal(reports: Reports, guard: NoSignalGuard, groups_per_step: int) -> str:
+    """Say whether every group of the last steps has one reward throughout."""
+    last = reports[-guard.steps :]
+    if len(last) < guard.steps or any(_of(report, "zero_std_groups") < groups_per_step for report in last):
+        return ""
+    mean = statistics.fmean(_of(report, "reward_mean") for report in last)
+    return (
+        f"in {guard.steps} steps no group had two different rewards (mean {mean:g}): nothing can be learned from them"
+    )
+
+
+def kl(reports: Reports, guard: KlGuard) -> str:
+    """Say whether the mean KL to the behavior policy, or to the reference, is over its ceiling."""
+    bounds = (("kl_mean", guard.ceiling_nats, "behavior"), ("reference_kl", guard.reference_ceiling_nats, "reference"))
+    for name, ceiling, other in bounds:
+        mean = _mean(reports, name, guard.steps)
+        if ceiling and mean is not None and mean > ceiling:
+            return f"mean KL to the {other} policy over {guard.steps} steps is {mean:.3g} nats, ceiling {ceiling:g}"
+    return ""
+
+
+def entropy(reports: Reports, guard: EntropyGuard) -> str:
+    """Say whether the mean entropy is under its floor."""
+    mean = _mean(reports, "entropy", guard.steps)
+    if mean is None or mean >= guard.floor_nats:
+        return ""
+    return f"mean entropy over {guard.steps} steps is {mean:.3g} nats, floor {guard.floor_nats:g}"
+
+
+def lag(reports: Reports, guard: LagGuard, groups_per_step: int) -> str:
+    """Say whether more than a share of the groups left as stale."""
+    last = reports[-guard.steps :]
+    stale = sum(_of(report, "dropped_stale") for report in last)
+    share = stale / max(1.0, stale + groups_per_step * len(last))
+    if len(last) < guard.steps or share <= guard.stale_share:
+        return ""
+    return f"{share:.0%} of the groups of {guard.steps} steps left as stale, at most {guard.stale_share:.0%} expected"
+
+
+def throughput(reports: Reports, guard: ThroughputGuard) -> str:
+    """Say whether the trained tokens per second fell under a share of what they were."""
+    speeds = [_of(report, "tokens_per_s") for report in reports]
+    now, before = speeds[-guard.steps :], speeds[-5 * guard.steps : -guard.steps]
+    if len(before) < 4 * guard.steps:
+        return ""
+    found, expected = statistics.median(now), statistics.median(before)
+    if found >= guard.least_share * expected:
+        return ""
+    return f"{found:.4g} trained tokens/s over {guard.steps} steps, {expected:.4g} before them"
+
+
+def trainer_starving(reports: Reports, guard: StarvingGuard) -> str:
+    """Say whether the trainer mostly waits."""
+    last = reports[-guard.steps :]
+    total = sum(_of(report, "step_s") for report in last)
+    waited = sum(_of(report, "phase_wait_s") for report in last)
+    if len(last) < guard.steps or waited <= guard.share * total:
+        return ""
+    return f"the trainer waited {waited / total:.0%} of {guard.steps} steps: rollout or reward is slower; add replicas"
+
+
+def rollouts_starving(looks: Sequence[bool], guard: StarvingGuard) -> str:
+    """Say whether replicas mostly found no prompt while groups waited for the trainer."""
+    share = sum(looks) / max(1, len(looks))
+    if len(looks) < _LOOKS or share <= guard.share:
+        return ""
+    return (
+        f"in {share:.0%} of the last {_LOOKS} s no prompt was there for the replicas while groups waited for the trainer: "
+        "it is slower; give it more, or raise algorithm.max_lag"
+    )
+
+
+def stalled(since_s: float, guard: StalledGuard) -> str:
+    """Say whether nothing was committed for long."""
+    return "" if since_s <= guard.after_s else f"no step was committed for {since_s:.0f} s"
+
+
+def _of(report: StepReport, name: str) -> float:
+    return report.metrics.get(name, 0.0)
+
+
+def _mean(reports: Reports, name: str, steps: int) -> float | None:
+    found = [report.metrics[name] for report in reports[-steps:] if name in report.metrics]
+    return statistics.fmean(found) if len(found) >= steps else None
+
+
+# ---------------------------------------------------------------- the watch
+
+
+class Guards:
+    """Watches one run.
+
+    Args:
+        view: looks at the run.
+        reports: the newest step reports, oldest first.
+        changed: is called when the run was paused.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        ledger: Ledger,
+        settings: GuardsSettings,
+        groups_per_step: int,
+        view: Callable[[], Awaitable[RunView]],
+        reports: Callable[[], Reports],
+        changed: Callable[[], None],
+    ) -> None:
+        self._bus = bus
+        self._ledger = ledger
+        self._settings = settings
+        self._groups_per_step = groups_per_step
+        self._view = view
+        self._reports = reports
+        self._changed = changed
+        self._looks: deque[bool] = deque(maxlen=_LOOKS)
+        self.active: dict[str, GuardView] = {}
+        """What is wrong now, by guard."""
+
+    async def run(self) -> None:
+        """Watch for ever."""
+        while True:
+            await self.look(await self._view())
+            await asyncio.sleep(_EVERY_S)
+
+    async def look(self, view: RunView) -> None:
+        """Look at the run once, and act."""
+        if view.state is not RunState.RUNNING:
+            self._looks.clear()
+            return  # what paused it stays in sight
+        status = await self._ledger.status()
+        found = self._find(view, status.changed_at_s, status.last_commit_s)
+        for name in self.active.keys() - found.keys():
+            del self.active[name]
+            ACTIVE.labels(name).set(0)
+            await tell(self._bus, "guard", f"guard {name} over", "it is as it should be again", guard=name)
+        for name, (action, sentence) in found.items():
+            known = self.active.get(name)
+            self.active[name] = GuardView(
+                guard=name, action=action, detail=sentence, since_s=time.time() if known is None else known.since_s
+            )
+            if known is None:
+                await self._trip(name, action, sentence)
+
+    def _find(self, view: RunView, since_s: float, last_commit_s: float | None) -> dict[str, tuple[Action, str]]:
+        guards, groups = self._settings, self._groups_per_step
+        reports = [report for report in self._reports() if report.finished_at_s > since_s]
+        self._looks.append(view.streams["prompts"].entries == 0 and view.streams["experience"].entries >= groups)
+        quiet_s = time.time() - max(since_s, last_commit_s or 0.0)
+        found = {
+            "no_signal": (guards.no_signal.action, no_signal(reports, guards.no_signal, groups)),
+            "kl": (guards.kl.action, kl(reports, guards.kl)),
+            "entropy": (guards.entropy.action, entropy(reports, guards.entropy)),
+            "lag": (guards.lag.action, lag(reports, guards.lag, groups)),
+            "throughput": (guards.throughput.action, throughput(reports, guards.throughput)),
+            "trainer_starving": (guards.trainer_starving.action, trainer_starving(reports, guards.trainer_starving)),
+            "rollouts_starving": (
+                guards.rollouts_starving.action,
+                rollouts_starving(self._looks, guards.rollouts_starving),
+            ),
+            "stalled": (guards.stalled.action, stalled(quiet_s, guards.stalled)),
+        }
+        return {name: (action, text) for name, (action, text) in found.items() if text and action != "off"}
+
+    async def _trip(self, name: str, action: Action, sentence: str) -> None:
+        ACTIVE.labels(name).set(1)
+        TRIPS.labels(name, action).inc()
+        log.warning("guard tripped", extra={"guard": name, "action": action, "detail": sentence})
+        await tell(self._bus, "guard", f"guard {name}", sentence, guard=name, action=action)
+        if action == "pause":
+            reason = f"guard {name}: {sentence}; resume, roll back, or change [guards.{name}]"
+            await self._ledger.transition(RunState.PAUSED, reason, [RunState.RUNNING])
+            self._changed()

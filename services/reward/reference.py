@@ -1,0 +1,74 @@
+"""The reference in the reward service: logprobs of a group's tokens under the frozen initial policy, beside the scorers.
+
+They travel with the group (``Experience.reference_logprobs``), so no trainer rank holds a copy of the initial policy. The
+model itself is ``frozen_policy``'s; no model library is imported here.
+"""
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from services.reward.batcher import Batcher, NoRoom
+from services.reward.model import require_libraries
+from shared.errors import TemporaryError
+from shared.messages import Float32Array, RolloutGroup
+from shared.model_source import check_source
+from shared.settings import Settings
+
+if TYPE_CHECKING:
+    from services.reward.frozen_policy import FrozenPolicy, TokenSequence
+
+
+class Reference:
+    """The frozen initial policy of a run.
+
+    Raises:
+        SettingsError: there can be none.
+    """
+
+    name = "reference"
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        require_libraries('algorithm.reference = "reward"')
+        check_source("policy.model", settings.policy.model, ("config.json",))
+        self._batcher: Batcher[TokenSequence, Float32Array] | None = None
+
+    async def start(self) -> None:
+        """Load the model, beside whatever else goes on.
+
+        Raises:
+            SettingsError: there is none that loads.
+        """
+        policy = await asyncio.to_thread(_open, self._settings)
+        self._batcher = Batcher(policy, self._settings.reward.reference, self.name)
+        self._batcher.start()
+
+    async def close(self) -> None:
+        """Stop; the model goes with the process."""
+        if self._batcher is not None:
+            await self._batcher.close()
+
+    async def logprobs(self, group: RolloutGroup) -> Float32Array:
+        """Return the logprobs of all samples' tokens, one sample after another (nats).
+
+        Raises:
+            TemporaryError: they cannot be computed now.
+        """
+        from services.reward.frozen_policy import TokenSequence
+
+        assert self._batcher is not None
+        temperature = group.prompt.sampling.temperature
+        sequences = [TokenSequence(group.prompt_token_ids, one.token_ids, temperature) for one in group.samples]
+        try:
+            found = await self._batcher.run(sequences)
+        except NoRoom as error:
+            raise TemporaryError(f"reference unavailable: {error}") from error
+        return np.concatenate(found)
+
+
+def _open(settings: Settings) -> "FrozenPolicy":
+    from services.reward.frozen_policy import FrozenPolicy
+
+    return FrozenPolicy(settings)

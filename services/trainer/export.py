@@ -1,0 +1,208 @@
+"""Write one version of a run's policy in Hugging Face form: config, safetensors, tokenizer; or its adapter alone, for PEFT.
+
+::
+
+    snapshot of N on disk      weights.folder/v00000N, as replicas read it; each file's hash is checked
+    checkpoint of N            <run folder>/checkpoints, of any ZeRO stage and number of ranks
+    version 0                  the initial policy, policy.model
+
+A version is found where the first of these has it, and comes out as it was published: the same bits, in ``policy.dtype``,
+adapters merged in. Reads files only, so a run may go on meanwhile, be over, or have lost its bus; what is deleted while it is
+read is not used. Writes the folder whole or not at all. It replays no journal: other versions are refused, with a list of
+those that are there.
+
+It is a process of its own, as the CLI calls it (``penstock export``) and a service may, without importing torch::
+
+    python -m services.trainer.export RUN --version N --to FOLDER [--adapter]
+
+prints one JSON object on stdout, or one sentence on stderr and exits 1. RUN is the run's folder, or a TOML file with its settings
+where no ``penstock up`` noted them.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from services.trainer import adapter as adapters
+from services.trainer import checkpoints
+from services.trainer.engine import saved_tensors, unique
+from services.trainer.policy import export, export_adapter, load_model
+from shared.errors import PenstockError, WeightsError
+from shared.messages import PolicyVersion
+from shared.settings import Settings, load
+from shared.weights import manifest
+from shared.weights.snapshot import MANIFEST, committed, read_snapshot
+
+_ADAPTER = "adapter_config.json"
+SETTINGS_FILE = "settings.toml"
+"""Where ``penstock up`` notes a run's settings, in its folder."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written."""
+
+    version: int
+    step: int
+    source: str
+    """What it was made from: a snapshot's or a checkpoint's folder, or ``policy.model``."""
+    folder: str
+    adapter: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Found:
+    """Weights of a version: whole ones by Hugging Face name, or the factors of an adapter by PEFT name."""
+
+    step: int
+    tensors: dict[str, Tensor]
+    """None of them: the initial policy."""
+    adapter: bool = False
+
+
+def export_version(settings: Settings, version: PolicyVersion, folder: Path, *, adapter: bool = False) -> Exported:
+    """Write version ``version`` of the run to ``folder``.
+
+    Args:
+        settings: of the run.
+        version: which one.
+        folder: must not exist yet, or be empty.
+        adapter: write the adapter alone instead of whole weights with it merged in.
+
+    Raises:
+        PenstockError: the version cannot be made (any more), the run trains no adapter, or ``folder`` holds something.
+    """
+    if adapter and not settings.policy.lora.rank:
+        raise PenstockError("expected a run with policy.lora.rank > 0 for --adapter, found whole weights: leave it out")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise PenstockError(f"expected a new or empty folder to write to, found {folder} in use: change --to")
+    sources = _sources(settings, adapter=adapter)
+    reasons = []
+    for source in sources.get(version, []):
+        try:
+            found = source.read()
+        except (WeightsError, OSError) as error:  # deleted meanwhile, or damaged
+            reasons.append(f"{source.name}: {error}")
+            continue
+        _write(found, settings, folder, adapter=adapter)
+        return Exported(int(version), found.step, source.name, str(folder), adapter)
+    raise PenstockError(_refusal(settings, version, sources.keys(), reasons))
+
+
+def exportable(settings: Settings, *, adapter: bool = False) -> list[PolicyVersion]:
+    """Return the versions that can be exported now, oldest first."""
+    return sorted(_sources(settings, adapter=adapter))
+
+
+def _refusal(settings: Settings, version: PolicyVersion, known: Collection[PolicyVersion], reasons: list[str]) -> str:
+    there = ", ".join(str(one) for one in sorted(known)) or "none"
+    why = "; ".join(reasons) or "no snapshot and no checkpoint holds it"
+    return (
+        f"expected weights of version {version} of run {settings.run.id}, found none ({why}). Versions that can be "
+        f"exported: {there}. weights.keep and trainer.keep_last say how many are kept"
+    )
+
+
+# -------------------------------------------------------------------- where versions are
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Source:
+    name: str
+    read: Callable[[], Found]
+
+
+def _sources(settings: Settings, *, adapter: bool) -> dict[PolicyVersion, list[_Source]]:
+    """Return what each version can be read from, best first; reads no weights."""
+    found: dict[PolicyVersion, list[_Source]] = defaultdict(list)
+    for version, folder in committed(settings.snapshot_folder):
+        if not adapter or (folder / _ADAPTER).is_file():
+            found[version].append(_Source(str(folder), functools.partial(_of_snapshot, folder)))
+    for one in checkpoints.find(settings.run_folder / "checkpoints"):
+        read = functools.partial(_of_checkpoint, one, settings)
+        found[one.state.version].append(_Source(str(one.folder), read))
+    if not adapter:
+        found[PolicyVersion(0)].append(_Source(settings.policy.model, lambda: Found(0, {})))
+    return dict(found)
+
+
+def _of_snapshot(folder: Path) -> Found:
+    data = (folder / MANIFEST).read_bytes()
+    tensors = read_snapshot(folder, manifest.digest(data))
+    return Found(manifest.decode(data, str(folder)).step, tensors, adapter=(folder / _ADAPTER).is_file())
+
+
+def _of_checkpoint(found: checkpoints.Checkpoint, settings: Settings) -> Found:
+    checkpoints.check_base(found, settings.policy)
+    tensors = saved_tensors(found.folder / "engine", found.state.zero_stage)
+    if not settings.policy.lora.rank:
+        return Found(found.state.step, tensors)
+    factors = {adapters.file_name(name): tensor for name, tensor in tensors.items() if adapters.is_factor(name)}
+    return Found(found.state.step, factors, adapter=True)
+
+
+# -------------------------------------------------------------------- writing
+
+
+def _write(found: Found, settings: Settings, folder: Path, *, adapter: bool) -> None:
+    policy, dtype = settings.policy, getattr(torch, settings.policy.dtype)
+    tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in found.tensors.items()}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if adapter:
+        export_adapter(tensors, policy, folder)
+        return
+    model = load_model(policy, dtype)
+    initial = dict(unique(model))
+    if found.adapter:
+        tensors = dict(adapters.with_factors(initial, tensors, policy.lora))
+    missing = sorted(initial.keys() - tensors.keys()) if tensors else []
+    if missing:
+        raise PenstockError(
+            f"expected {missing[0]} and {len(missing) - 1} more tensors of {policy.model} in {settings.run_folder}, found "
+            "none: policy.model is no longer what the run was started with"
+        )
+    export(model, ((name, (tensors or initial)[name]) for name in initial), policy, folder)
+
+
+def settings_of(run: Path) -> Settings:
+    """Return the settings of the run in folder ``run``, which may have moved; or those in the TOML file ``run``.
+
+    Raises:
+        SettingsError: there are none.
+    """
+    if run.is_file():
+        return load(run)
+    folder = run.resolve()
+    found = load(folder / SETTINGS_FILE, environment={})
+    return found.model_copy(update={"run": found.run.model_copy(update={"folder": folder.parent, "id": folder.name})})
+
+
+def main() -> int:
+    """Export as the command line says; return the exit code."""
+    parser = argparse.ArgumentParser(description="Write a version of a run's policy in Hugging Face form.")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--version", type=int, required=True)
+    parser.add_argument("--to", type=Path, required=True)
+    parser.add_argument("--adapter", action="store_true")
+    arguments = parser.parse_args()
+    try:
+        found = export_version(
+            settings_of(arguments.run), PolicyVersion(arguments.version), arguments.to, adapter=arguments.adapter
+        )
+    except PenstockError as error:
+        print(f"export: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    print(json.dumps(dataclasses.asdict(found)))  # noqa: T201
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

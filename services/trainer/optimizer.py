@@ -1,0 +1,42 @@
+"""The optimizer of a rank's weights: torch's AdamW, or bitsandbytes' with moments of 8 bits. Nothing is compiled at run time.
+
+The 8 bits are blockwise quantized (Dettmers et al. 2022, arXiv:2110.02861): a moment costs a byte a weight instead of four, and
+tensors of fewer than 4,096 numbers keep 32 bits. With ZeRO the optimizer sees flat parts of the weights in float32. It knows
+no DeepSpeed; ``engine`` hands it over.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from shared.errors import SettingsError
+from shared.settings import TrainerSettings
+
+
+def adamw(parameters: list[nn.Parameter], trainer: TrainerSettings, device: str) -> torch.optim.Optimizer:
+    """Return ``trainer.optimizer`` over ``parameters`` (Loshchilov and Hutter 2019, arXiv:1711.05101).
+
+    Raises:
+        SettingsError: what ``adamw_8bit`` needs is not installed.
+    """
+    options: dict[str, Any] = {
+        "lr": trainer.learning_rate,
+        "betas": (trainer.adam_beta1, trainer.adam_beta2),
+        "weight_decay": trainer.weight_decay,
+    }
+    if trainer.optimizer == "adamw_8bit":
+        made: torch.optim.Optimizer = _import_bitsandbytes().optim.AdamW8bit(parameters, **options)
+        return made
+    return torch.optim.AdamW(parameters, **options, fused=device == "cuda" and trainer.offload == "none")
+
+
+def _import_bitsandbytes() -> Any:
+    try:
+        import bitsandbytes
+    except (ImportError, OSError, RuntimeError) as error:  # its library may miss one of CUDA's
+        raise SettingsError(
+            f'expected bitsandbytes for trainer.optimizer = "adamw_8bit", found none that loads ({error}): install '
+            'penstock[adam-8bit], or set it to "adamw"'
+        ) from error
+    return bitsandbytes

@@ -1,0 +1,200 @@
+"""Laws of an export: it is the policy as it was published, wherever it is made from, and it generates."""
+
+import json
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from services.__main__ import main
+from services.trainer import adapter, checkpoints
+from services.trainer.engine import TrainingEngine
+from services.trainer.export import export_version, exportable, settings_of
+from services.trainer.learner import Learner
+from services.trainer.measures import Phases
+from services.trainer.policy import Policy, load_model
+from shared.errors import PenstockError
+from shared.messages import PolicyVersion
+from shared.settings import Settings, dump
+from shared.weights.snapshot import write_adapter, write_snapshot
+from tests import test_learner, tiny
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+ROOT = Path(__file__).parent.parent
+
+
+class Run:
+    """A run that made one step, version 1, and left a checkpoint and a snapshot of it."""
+
+    def __init__(self, folder: Path, zero_stage: int, rank: int, dtype: str = "float32") -> None:
+        self.settings = Settings.model_validate(
+            {
+                "run": {"id": "exported", "folder": folder / "runs"},
+                "policy": {"model": str(tiny.save(folder / "model")), "dtype": dtype, "lora": {"rank": rank}},
+                "weights": {"folder": folder / "weights", "transport": "file"},
+                "sampling": {"max_new_tokens": 8},
+                "algorithm": {"groups_per_step": 4},
+                "trainer": {"device": "cpu", "learning_rate": 1e-2, "zero_stage": zero_stage},
+            }
+        )
+        self.settings.run_folder.mkdir(parents=True)
+        dump(self.settings, self.settings.run_folder / "settings.toml")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.manual_seed(0)
+            model = adapter.add(load_model(self.settings.policy, torch.float32), self.settings.policy)
+            self.engine = TrainingEngine(Policy(model).train(), self.settings, "cpu")
+            Learner(self.engine, self.settings, Phases()).learn(test_learner.batch(), [0] * 4, 1)
+
+    def checkpoint(self) -> Path:
+        root = self.settings.run_folder / "checkpoints"
+        self.engine.save(checkpoints.beside(root, 1) / "engine")
+        of = checkpoints.base_of(self.settings.policy)
+        stage = self.settings.trainer.zero_stage
+        state = checkpoints.CheckpointState(1, PolicyVersion(1), 4, "", 1, stage, "", adapter_of=of)
+        return checkpoints.make_whole(root, state).folder
+
+    def snapshot(self) -> Path:
+        dtype = getattr(torch, self.settings.policy.dtype)
+        found = write_snapshot(self.settings.snapshot_folder, PolicyVersion(1), 1, self.engine.tensors(), dtype)
+        return found.location
+
+    def published(self) -> dict[str, torch.Tensor]:
+        dtype = getattr(torch, self.settings.policy.dtype)
+        return {name: tensor.to(dtype, copy=True) for name, tensor in self.engine.tensors()}
+
+
+def loaded(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+
+
+def assert_is(model: Any, expected: dict[str, torch.Tensor]) -> None:
+    found = dict(model.named_parameters())
+    assert found.keys() == expected.keys()
+    assert all(found[name].dtype == expected[name].dtype for name in expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "rank", "dtype"),
+    [
+        (0, 0, "float32"),
+        (1, 0, "bfloat16"),
+        (2, 4, "float32"),
+        (3, 0, "bfloat16"),
+        (3, 4, "float32"),
+        (1, 4, "bfloat16"),
+    ],
+)
+def test_an_export_is_bit_equal_to_what_was_published_from_a_checkpoint_and_from_a_snapshot(
+    tmp_path: Path, zero_stage: int, rank: int, dtype: str
+) -> None:
+    run = Run(tmp_path, zero_stage, rank, dtype)
+    expected, checkpoint = run.published(), run.checkpoint()
+    found = export_version(run.settings, PolicyVersion(1), tmp_path / "of-checkpoint")
+    assert (found.source, found.step, found.version) == (str(checkpoint), 1, 1)
+    assert_is(loaded(tmp_path / "of-checkpoint"), expected)
+    snapshot = run.snapshot()
+    found = export_version(run.settings, PolicyVersion(1), tmp_path / "of-snapshot")
+    assert found.source == str(snapshot)
+    assert_is(loaded(tmp_path / "of-snapshot"), expected)
+
+
+def test_an_export_generates_what_the_policy_generates(tmp_path: Path) -> None:
+    run = Run(tmp_path, 1, 0)
+    run.checkpoint()
+    export_version(run.settings, PolicyVersion(1), tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    ids = tokenizer("12+34=", return_tensors="pt").input_ids
+    trained = load_model(run.settings.policy, torch.float32)
+    trained.load_state_dict(run.published(), strict=False)
+    trained.tie_weights()
+    found, expected, initial = (
+        model.generate(ids, max_new_tokens=8, do_sample=False, min_new_tokens=8).tolist()
+        for model in (loaded(tmp_path / "out"), trained.eval(), tiny.model(0))
+    )
+    assert found == expected
+    assert found != initial
+
+
+def test_an_adapter_is_exported_alone_and_peft_makes_of_it_the_merged_policy(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    run = Run(tmp_path, 2, 4)
+    run.checkpoint()
+    export_version(run.settings, PolicyVersion(1), tmp_path / "adapter", adapter=True)
+    files = sorted(path.name for path in (tmp_path / "adapter").iterdir())
+    assert files == ["adapter_config.json", "adapter_model.safetensors"]
+    merged = PeftModel.from_pretrained(loaded(tmp_path / "model"), tmp_path / "adapter").merge_and_unload()
+    expected = run.published()
+    assert all(torch.allclose(tensor, expected[name], atol=1e-6) for name, tensor in merged.named_parameters())
+
+
+def test_a_snapshot_of_an_adapter_gives_both_forms(tmp_path: Path) -> None:
+    run = Run(tmp_path, 1, 4)
+    expected = run.published()
+    write_adapter(
+        run.settings.snapshot_folder, PolicyVersion(1), 1, run.engine.factors(),
+        lambda names: adapter.file_configuration(run.settings.policy, names), torch.float32,
+    )  # fmt: skip
+    export_version(run.settings, PolicyVersion(1), tmp_path / "merged")
+    assert_is(loaded(tmp_path / "merged"), expected)
+    export_version(run.settings, PolicyVersion(1), tmp_path / "alone", adapter=True)
+    assert (tmp_path / "alone" / "adapter_model.safetensors").is_file()
+
+
+def test_a_damaged_snapshot_is_not_used_and_the_checkpoint_stands_in(tmp_path: Path) -> None:
+    run = Run(tmp_path, 1, 0)
+    expected, checkpoint, snapshot = run.published(), run.checkpoint(), run.snapshot()
+    bucket = snapshot / "bucket-00000.safetensors"
+    bucket.write_bytes(bucket.read_bytes()[:-8] + b"\x00" * 7 + b"\x01")
+    assert export_version(run.settings, PolicyVersion(1), tmp_path / "out").source == str(checkpoint)
+    assert_is(loaded(tmp_path / "out"), expected)
+    shutil.rmtree(checkpoint)
+    with pytest.raises(PenstockError, match=r"found none \(.*it is corrupt\)\. Versions that can be exported: 0, 1"):
+        export_version(run.settings, PolicyVersion(1), tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_version_0_is_the_initial_policy_and_other_versions_are_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path, 1, 0)
+    run.checkpoint()
+    assert exportable(run.settings) == [0, 1]
+    export_version(run.settings, PolicyVersion(0), tmp_path / "initial")
+    assert_is(loaded(tmp_path / "initial"), dict(tiny.model(0).named_parameters()))
+    with pytest.raises(PenstockError, match=r"no snapshot and no checkpoint holds it\)\. Versions .* exported: 0, 1\."):
+        export_version(run.settings, PolicyVersion(7), tmp_path / "out")
+    with pytest.raises(PenstockError, match=r"expected a new or empty folder to write to, .* change --to"):
+        export_version(run.settings, PolicyVersion(1), tmp_path / "initial")
+    words = ["export", str(run.settings.run_folder), "--version", "7", "--to", str(tmp_path / "out")]
+    capsys.readouterr()
+    assert main(words) == 1
+    assert capsys.readouterr().err.startswith("penstock export: expected weights of version 7 of run exported, found")
+    with pytest.raises(PenstockError, match=r"policy\.lora\.rank > 0 for --adapter"):
+        export_version(run.settings, PolicyVersion(1), tmp_path / "out", adapter=True)
+
+
+def test_a_process_of_its_own_answers_with_json_and_a_run_that_was_moved_is_found(tmp_path: Path) -> None:
+    run = Run(tmp_path, 1, 0)
+    run.checkpoint()
+    moved = tmp_path / "elsewhere"
+    run.settings.run_folder.rename(moved)
+    assert settings_of(moved).run_folder == moved
+    command = [sys.executable, "-m", "services.trainer.export", str(moved), "--version", "1", "--to"]
+    done = subprocess.run(
+        [*command, str(tmp_path / "out")], cwd=ROOT, capture_output=True, text=True, timeout=170, check=True
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == {
+        "version": 1, "step": 1, "source": str(moved / "checkpoints" / "step-000001"),
+        "folder": str(tmp_path / "out"), "adapter": False,
+    }  # fmt: skip
+    assert_is(loaded(tmp_path / "out"), run.published())

@@ -1,0 +1,166 @@
+"""Laws of the guards: each finds what it looks for and nothing else, says why, and does what its setting says."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY
+
+from services.coordinator import guards
+from services.coordinator.service import Coordinator
+from shared.bus import Bus
+from shared.guards import (
+    EntropyGuard,
+    KlGuard,
+    LagGuard,
+    NoSignalGuard,
+    StalledGuard,
+    StarvingGuard,
+    ThroughputGuard,
+)
+from shared.ledger import Ledger, RunState
+from shared.messages import PolicyVersion, StepReport
+from tests.conftest import until
+from tests.coordinator_players import Trainer, make, replicas, running, settings
+
+
+def steps(**metrics: list[float]) -> list[StepReport]:
+    """One report a value; every list is as long."""
+    count = len(next(iter(metrics.values())))
+    return [
+        StepReport(
+            step=step + 1,
+            version=PolicyVersion(step + 1),
+            finished_at_s=float(step),
+            samples=4,
+            metrics={name: values[step] for name, values in metrics.items()},
+            lag_counts={},
+        )
+        for step in range(count)
+    ]
+
+
+def test_no_signal_needs_every_group_of_every_step() -> None:
+    guard = NoSignalGuard(steps=3)
+    rewards = [0.0, 0.0, 0.0]
+    assert guards.no_signal(steps(zero_std_groups=[2, 2, 2], reward_mean=rewards), guard, 2) == (
+        "in 3 steps no group had two different rewards (mean 0): nothing can be learned from them"
+    )
+    assert guards.no_signal(steps(zero_std_groups=[2, 1, 2], reward_mean=rewards), guard, 2) == ""
+    assert guards.no_signal(steps(zero_std_groups=[2, 2], reward_mean=rewards[:2]), guard, 2) == ""
+
+
+def test_the_kl_ceiling_is_of_the_mean_over_its_steps() -> None:
+    guard = KlGuard(steps=2, ceiling_nats=0.5)
+    assert guards.kl(steps(kl_mean=[9.0, 0.4, 0.5]), guard) == ""
+    assert guards.kl(steps(kl_mean=[0.0, 0.4, 0.8]), guard) == (
+        "mean KL to the behavior policy over 2 steps is 0.6 nats, ceiling 0.5"
+    )
+    assert guards.kl(steps(kl_mean=[0.0, 0.0], reference_kl=[3.0, 3.0]), guard) == "", "no ceiling for the reference"
+    bounded = KlGuard(steps=2, ceiling_nats=0.5, reference_ceiling_nats=2.0)
+    assert "reference policy over 2 steps is 3 nats" in guards.kl(
+        steps(kl_mean=[0.0, 0.0], reference_kl=[3.0, 3.0]), bounded
+    )
+
+
+def test_the_entropy_floor_is_of_the_mean_over_its_steps() -> None:
+    guard = EntropyGuard(steps=2, floor_nats=0.1)
+    assert guards.entropy(steps(entropy=[0.0, 0.1, 0.1]), guard) == ""
+    assert guards.entropy(steps(entropy=[1.0, 0.1, 0.02]), guard) == "mean entropy over 2 steps is 0.06 nats, floor 0.1"
+
+
+def test_lag_counts_the_groups_that_left_as_stale() -> None:
+    guard = LagGuard(steps=2, stale_share=0.5)
+    assert guards.lag(steps(dropped_stale=[2.0, 2.0]), guard, 2) == "", "4 of 8 is not over a half"
+    assert guards.lag(steps(dropped_stale=[3.0, 3.0]), guard, 2).startswith(
+        "60% of the groups of 2 steps left as stale"
+    )
+
+
+def test_a_cliff_is_measured_against_the_steps_before() -> None:
+    guard = ThroughputGuard(steps=1, least_share=0.5)
+    assert guards.throughput(steps(tokens_per_s=[100.0, 100.0, 10.0, 100.0, 50.0]), guard) == ""
+    assert guards.throughput(steps(tokens_per_s=[100.0, 100.0, 10.0, 100.0, 49.0]), guard) == (
+        "49 trained tokens/s over 1 steps, 100 before them"
+    )
+    assert guards.throughput(steps(tokens_per_s=[100.0, 100.0, 100.0, 1.0]), guard) == "", "too few before them"
+
+
+def test_a_trainer_starves_when_it_mostly_waits() -> None:
+    guard = StarvingGuard(steps=2, share=0.8)
+    assert guards.trainer_starving(steps(step_s=[1.0, 1.0], phase_wait_s=[0.8, 0.8]), guard) == ""
+    assert "waited 85% of 2 steps" in guards.trainer_starving(steps(step_s=[1.0, 1.0], phase_wait_s=[0.9, 0.8]), guard)
+
+
+def test_replicas_starve_when_groups_pile_up_before_the_trainer() -> None:
+    guard = StarvingGuard(share=0.8)
+    assert guards.rollouts_starving([True] * 48 + [False] * 12, guard) == ""
+    assert "in 82% of the last 60 s" in guards.rollouts_starving([True] * 49 + [False] * 11, guard)
+    assert guards.rollouts_starving([True] * 59, guard) == "", "not looked at for long enough"
+
+
+def test_a_run_is_stalled_after_its_time() -> None:
+    assert guards.stalled(10.0, StalledGuard(after_s=10.0)) == ""
+    assert guards.stalled(11.0, StalledGuard(after_s=10.0)) == "no step was committed for 11 s"
+
+
+# ---------------------------------------------------------------- in a run
+
+
+async def _trips(parts: Coordinator, name: str) -> None:
+    await until(lambda: name in parts.guards.active, timeout_s=20)
+
+
+def _trip_count(name: str, action: str) -> float:
+    found = REGISTRY.get_sample_value("penstock_coordinator_guard_trips_total", {"guard": name, "action": action})
+    return found or 0.0
+
+
+async def test_a_guard_that_pauses_says_why_everywhere_and_a_resumed_run_has_its_chance(
+    bus: Bus, tmp_path: Path
+) -> None:
+    ledger = Ledger(bus)
+    before = _trip_count("no_signal", "pause")
+    of = settings(tmp_path, steps=50, guards={"no_signal": {"steps": 2}, "stalled": {"action": "off"}})
+    async with running(make(bus, of)) as parts, replicas(bus):
+        trainer = await Trainer(bus).start()
+        await trainer.step(zero_std_groups=1.0)
+        await trainer.step(zero_std_groups=2.0)
+        await trainer.step(zero_std_groups=2.0)
+        await _trips(parts, "no_signal")
+        await until(lambda: _is(ledger, RunState.PAUSED))
+        reason = (await ledger.status()).reason
+        assert reason.startswith("guard no_signal: in 2 steps no group had two different rewards")
+        assert reason.endswith("resume, roll back, or change [guards.no_signal]")
+        assert [found.guard for found in (await parts.monitor.view()).guards] == ["no_signal"]
+        assert _trip_count("no_signal", "pause") == before + 1
+        await ledger.transition(RunState.RUNNING, "test", [RunState.PAUSED])
+        await until(lambda: not parts.guards.active, timeout_s=20)
+        assert (await ledger.status()).state is RunState.RUNNING
+
+
+async def _is(ledger: Ledger, state: RunState) -> bool:
+    return (await ledger.status()).state is state
+
+
+@pytest.mark.parametrize(
+    ("name", "told", "metrics"),
+    [
+        ("kl", {"steps": 1, "ceiling_nats": 0.1}, {"kl_mean": 0.2}),
+        ("entropy", {"steps": 1, "floor_nats": 0.1}, {"entropy": 0.05}),
+        ("lag", {"steps": 1, "stale_share": 0.5}, {"dropped_stale": 9.0}),
+        ("trainer_starving", {"steps": 1}, {"step_s": 1.0, "phase_wait_s": 0.9}),
+        ("stalled", {"after_s": 0.2}, {"step_s": 1.0}),
+    ],
+)
+async def test_a_guard_that_only_tells_leaves_the_run_running(
+    bus: Bus, tmp_path: Path, name: str, told: dict[str, Any], metrics: dict[str, float]
+) -> None:
+    ledger = Ledger(bus)
+    off = {"stalled": {"action": "off"}} | {name: {"action": "tell", **told}}
+    async with running(make(bus, settings(tmp_path, steps=50, guards=off))) as parts, replicas(bus):
+        trainer = await Trainer(bus).start()
+        await trainer.step(**metrics)
+        await _trips(parts, name)
+        assert (await ledger.status()).state is RunState.RUNNING
+        assert parts.guards.active[name].action == "tell"

@@ -1,0 +1,133 @@
+"""What two ranks do, for ``tests/test_trainer_ranks.py``: run under torchrun, it plays each scene and writes what came of it.
+
+One start for all scenes, as torch and DeepSpeed take seconds to come up. Rank 0 writes.
+"""
+
+import errno
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from services.trainer import adapter, checkpoints
+from services.trainer.engine import TrainingEngine, start_ranks
+from services.trainer.learner import AdapterOff, Learner
+from services.trainer.loop import Trainer
+from services.trainer.measures import Phases
+from services.trainer.policy import Policy
+from shared.settings import Settings
+from tests import test_learner, test_trainer_faults, tiny
+
+LORA = {"rank": 4}
+KL = {"coefficient": 0.1}
+CAP = 24
+"""Tokens of a forward pass, so that a rank makes several."""
+
+
+def settings(zero_stage: int, ranks: int, folder: Path = Path("runs"), **tables: Any) -> Settings:
+    return Settings.model_validate(
+        {
+            "run": {"id": "ranks", "folder": folder},
+            "policy": {"dtype": "float32", "lora": tables.get("lora", {})},
+            "sampling": {"max_new_tokens": 8},
+            "weights": {"probe_every_versions": 0},
+            "algorithm": {"groups_per_step": 4, **tables.get("algorithm", {})},
+            "trainer": {
+                "device": "cpu", "ranks": ranks, "zero_stage": zero_stage, "learning_rate": 1e-3,
+                "micro_batch_tokens": CAP, "checkpoint_every_steps": 1,
+            },
+        }
+    )  # fmt: skip
+
+
+class Rank:
+    """A learner on this rank; with adapters the reference is the policy without them."""
+
+    def __init__(self, of: Settings) -> None:
+        torch.manual_seed(0)
+        model = adapter.add(tiny.model(0).requires_grad_(True), of.policy)
+        self.engine = TrainingEngine(Policy(model).train(), of, "cpu")
+        reference = AdapterOff(self.engine) if of.algorithm.needs_reference else None
+        self._learner = Learner(self.engine, of, Phases(), None, reference)
+
+    def learn(self, step: int) -> dict[str, float]:
+        data = test_learner.batch()
+        return self._learner.learn(data, [1] * len(data), step)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in self.engine.tensors()}
+
+
+def two_steps(of: Settings) -> dict[str, Any]:
+    """What two steps measured, and the weights after them."""
+    rank = Rank(of)
+    return {"measured": [rank.learn(1), rank.learn(2)], "weights": rank.weights()}
+
+
+def resumed(of: Settings, folder: Path) -> dict[str, Any]:
+    """A step after two, by the engine that made these and by one that comes back from its checkpoint."""
+    before, after = Rank(of), Rank(of)
+    before.learn(1)
+    before.engine.save(folder)
+    dist.barrier()
+    after.engine.load(folder)
+    return {"one": [before.learn(2), before.weights()], "other": [after.learn(2), after.weights()]}
+
+
+def without_memory(of: Settings, most_tokens: int) -> dict[str, Any]:
+    """A step in which rank 1 finds no memory for more than so many tokens, and rank 0 always does."""
+    rank, forward = Rank(of), Policy.forward
+
+    def tight(self: Policy, found: Any) -> Any:
+        if dist.get_rank() == 1 and torch.is_grad_enabled() and found.tokens > most_tokens:
+            raise torch.OutOfMemoryError(f"{found.tokens} tokens")
+        return forward(self, found)
+
+    with mock.patch.object(Policy, "forward", tight):
+        return {"measured": rank.learn(1)}
+
+
+def full_folder(of: Settings) -> dict[str, Any]:
+    """Three steps with a checkpoint each; rank 1 cannot write its part of the second."""
+    leader = test_trainer_faults.Leader()
+    lead: Any = leader if dist.get_rank() == 0 else None
+    trainer = Trainer(Rank(of).engine, of, lead)
+    for step in (1, 2, 3):
+        write = _refuse if (step, dist.get_rank()) == (2, 1) else torch.save
+        with mock.patch.object(torch, "save", write):
+            trainer._train(test_learner.batch(), [1] * 4)
+    root = of.run_folder / "checkpoints"
+    whole = [found.state.step for found in checkpoints.find(root)]
+    return {"said": leader.said, "whole": whole, "left": sorted(path.name for path in root.iterdir())}
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def main(folder: Path) -> None:
+    start_ranks("cpu")
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {f"zero-{stage}": two_steps(settings(stage, 2)) for stage in (1, 3)}
+    for stage in (2, 3):
+        with_kl = settings(stage, 2, lora=LORA, algorithm={"kl": KL})
+        found[f"lora-{stage}"] = two_steps(with_kl)
+        found[f"lora-{stage}-resumed"] = resumed(with_kl, folder / f"lora-{stage}")
+    found["split"] = without_memory(settings(2, 2), 11)
+    found["left out"] = without_memory(settings(2, 2), 7)
+    found["full"] = full_folder(settings(3, 2, folder))
+    if dist.get_rank() == 0:
+        torch.save(found, folder / "found.pt")
+        print(json.dumps(sorted(found)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main(Path(sys.argv[1]))
