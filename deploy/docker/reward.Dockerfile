@@ -4,6 +4,7 @@
 #
 #   docker build -f deploy/docker/reward.Dockerfile -t "$REGISTRY/penstock-reward:0.1.0" .
 #
+# EXTRA=reward,reward-models adds reward models and reference logprobs, with PyTorch.
 # BASE may be any Debian with this Python; pin it by digest for builds that can be repeated.
 ARG BASE=python:3.12.12-slim-bookworm
 
@@ -11,11 +12,12 @@ FROM ${BASE} AS build
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 WORKDIR /src
 RUN python -m venv /opt/penstock
+ARG EXTRA=reward
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY shared shared
 COPY services/__init__.py services/py.typed services/
 COPY services/reward services/reward
-RUN /opt/penstock/bin/pip install -c constraints.txt '.[reward]' && rm /opt/penstock/bin/penstock
+RUN /opt/penstock/bin/pip install -c constraints.txt ".[$EXTRA]" && rm /opt/penstock/bin/penstock
 
 FROM ${BASE}
 RUN useradd --uid 10001 --user-group --no-create-home --shell /usr/sbin/nologin penstock

@@ -4,6 +4,7 @@
 #
 #   docker build -f deploy/docker/trainer.Dockerfile -t "$REGISTRY/penstock-trainer:0.1.0" .
 #
+# EXTRA=trainer,adam-8bit adds 8-bit Adam.
 # BASE may be any Debian with this Python; pin it by digest for builds that can be repeated.
 ARG BASE=python:3.12.12-slim-bookworm
 
@@ -11,11 +12,12 @@ FROM ${BASE} AS build
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 WORKDIR /src
 RUN python -m venv /opt/penstock
+ARG EXTRA=trainer
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY shared shared
 COPY services/__init__.py services/py.typed services/
 COPY services/trainer services/trainer
-RUN /opt/penstock/bin/pip install -c constraints.txt '.[trainer]' && rm /opt/penstock/bin/penstock
+RUN /opt/penstock/bin/pip install -c constraints.txt ".[$EXTRA]" && rm /opt/penstock/bin/penstock
 
 FROM ${BASE}
 # Triton compiles its launchers with the host's C compiler when a kernel is first used.
