@@ -129,6 +129,7 @@ class FakeKubernetes:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True  # headers and body are two writes
 
             def _do(self) -> None:
                 length = int(self.headers.get("Content-Length") or 0)
