@@ -21,6 +21,7 @@ import numpy as np
 from prometheus_client import Counter, Gauge, Histogram
 
 from services.reward.answer import AnswerMatcher
+from services.reward.code.scorer import CodeTester
 from services.reward.expression import Expression
 from services.reward.format import FormatChecker
 from services.reward.lot import Lot
@@ -29,7 +30,7 @@ from shared import streams
 from shared.errors import PermanentError, TemporaryError
 from shared.messages import Experience, RolloutGroup, SampleScores, Score, ScoreStatus
 from shared.service import Context, serve
-from shared.settings import AnswerScorer, FormatScorer, RandomScorer, Settings
+from shared.settings import AnswerScorer, CodeScorer, FormatScorer, RandomScorer, Settings
 from shared.settings import Scorer as ScorerSettings
 from shared.telemetry import Status
 from shared.worker import Worker
@@ -61,6 +62,8 @@ def make_scorer(scorer: ScorerSettings, settings: Settings) -> Scorer:
             return FormatChecker(scorer)
         case RandomScorer():
             return Lot(scorer.name, settings.run.seed)
+        case CodeScorer():
+            return CodeTester(scorer, settings.reward.executor.address)
 
 
 class Scoring:
