@@ -569,15 +569,17 @@ def _text(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
-def load(path: Path, flags: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Settings:
+def load(path: Path | None, flags: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Settings:
     """Return the settings in ``path``, overridden by the environment and then by ``flags`` (``--trainer.ranks 2``).
+
+    Without a path: the defaults, overridden in the same way.
 
     Paths in the file are relative to the working directory.
 
     Raises:
         SettingsError: no such file, no TOML, an unknown key, a wrong type, or settings that contradict each other.
     """
-    values = _read_toml(path)
+    values = {} if path is None else _read_toml(path)
     for key, text in _environment(os.environ if environment is None else environment).items():
         _set(values, key, text)
     for key, text in _flags(flags).items():
@@ -648,8 +650,8 @@ def _value(text: str) -> Any:
         return text
 
 
-def _explain(error: ValidationError, path: Path) -> str:
-    return "\n".join(f"{path}: {_explain_one(dict(problem))}" for problem in error.errors())
+def _explain(error: ValidationError, path: Path | None) -> str:
+    return "\n".join(f"{path or 'settings'}: {_explain_one(dict(problem))}" for problem in error.errors())
 
 
 def _explain_one(problem: dict[str, Any]) -> str:

@@ -4,22 +4,28 @@ Each service starts here the way it is started alone: ``python -m services.<name
 """
 
 import dataclasses
+import hashlib
 import os
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from shared import embedded
 from shared.settings import ENVIRONMENT_PREFIX, Settings
 
-STOP_ORDER = (("rollout",), ("reward",), ("trainer",), ("coordinator",), ("valkey",))
+STOP_ORDER = (("rollout",), ("reward",), ("executor", "trainer"), ("coordinator",), ("valkey",))
 """Upstream first, so that what is under way can still be handed over; the coordinator after those that it watches over;
 the bus last, for everybody gives back there what they hold."""
-STOP_ORDER_ENDED = (("rollout", "reward", "trainer"), ("coordinator",), ("valkey",))
+STOP_ORDER_ENDED = (("rollout", "reward", "trainer"), ("executor", "coordinator"), ("valkey",))
 """Of a run that has ended: nothing is under way any more, so those that only work need not wait for one another."""
 VALKEY = "valkey"
+EXECUTOR = "executor"
 _VALKEY_STOP_S = 10.0
 _STOP_AFTER_DRAIN_S = 10.0
+_EXECUTOR_STOP_S = 15.0
+_EXECUTOR_ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "LANG", "TMPDIR")
+"""All that the process beside untrusted code is told of ours."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,11 +73,41 @@ def valkey(socket: Path, data: Path, environment: Mapping[str, str]) -> ProcessP
     return ProcessPlan(VALKEY, VALKEY, command, dict(environment), stop_s=_VALKEY_STOP_S, socket=socket)
 
 
+def executor(settings: Settings, config: Path, environment: Mapping[str, str]) -> list[ProcessPlan]:
+    """Return the code executor where a scorer needs one and reward.executor.address names none that runs already."""
+    address = settings.reward.executor.address
+    if not settings.needs_executor or not is_own_executor(settings):
+        return []
+    return [
+        ProcessPlan(
+            name=EXECUTOR,
+            service=EXECUTOR,
+            command=(sys.executable, "-m", "services.reward.executor", "--config", str(config)),
+            environment={name: environment[name] for name in _EXECUTOR_ENVIRONMENT if name in environment},
+            stop_s=_EXECUTOR_STOP_S,
+            socket=Path(address.removeprefix("unix:")),
+        )
+    ]
+
+
+def executor_socket(run_folder: Path) -> Path:
+    """Return where the executor of a run listens; short, for a socket's path has 107 bytes."""
+    letters = hashlib.sha256(str(run_folder).encode()).hexdigest()[:12]
+    return Path(tempfile.gettempdir()) / f"penstock-executor-{os.getuid()}-{letters}.sock"
+
+
+def is_own_executor(settings: Settings) -> bool:
+    """Whether the run's executor is one that `penstock up` starts."""
+    return settings.reward.executor.address == f"unix:{executor_socket(settings.run_folder)}"
+
+
 def metrics_ports(settings: Settings) -> list[tuple[str, int]]:
     """Return (setting, port) of every fixed port of the services but the coordinator's. Replica i takes port + i."""
     found = [(settings.rollout.metrics_port, settings.rollout.replicas, "rollout")]
     found += [(settings.reward.metrics_port, settings.reward.replicas, "reward")]
     found += [(settings.trainer.metrics_port, 1, "trainer")]
+    if settings.needs_executor:
+        found += [(settings.reward.executor.metrics_port, 1, "reward.executor")]
     return [(f"{name}.metrics_port", port + index) for port, count, name in found if port for index in range(count)]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from services.up import place
-from services.up.plan import metrics_ports
+from services.up.plan import executor_socket, metrics_ports
 from shared import connection
 from shared.errors import BusUnavailable, SettingsError
 from shared.model_source import check_source
@@ -87,6 +87,7 @@ def _placed(settings: Settings, folder: Path, held: TextIO, resumed: bool) -> Pr
     keep_free = place.model_bytes(Path(settings.policy.model)) * (settings.weights.keep + 2)
     snapshots = place.snapshot_folder(settings, keep_free)
     settings = _with(settings, "weights", folder=snapshots)
+    settings = _with_executor(settings)
     place.mark_in_memory(snapshots, folder)
     dump(settings, folder / place.SETTINGS_FILE)
     place.link_latest(folder)
@@ -120,6 +121,15 @@ def _resolved(settings: Settings) -> Settings:
 def _with_critic(settings: Settings) -> Settings:
     critic = settings.algorithm.critic
     return _with(settings, "algorithm", critic=critic.model_copy(update={"model": _absolute(critic.model)}))
+
+
+def _with_executor(settings: Settings) -> Settings:
+    """Say where the executor that `penstock up` starts will listen, where one is needed and none is named."""
+    found = settings.reward.executor
+    if not settings.needs_executor or found.address:
+        return settings
+    address = f"unix:{executor_socket(settings.run_folder)}"
+    return _with(settings, "reward", executor=found.model_copy(update={"address": address}))
 
 
 def _absolute(model: str) -> str:

@@ -31,7 +31,9 @@ Planner = Callable[[Prepared, str], Sequence[ProcessPlan]]
 
 def service_plans(run: Prepared, bus_url: str) -> Sequence[ProcessPlan]:
     """Return the processes of a real run."""
-    return plan.services(run.settings, run.config, bus_url, plan.current_environment())
+    environment = plan.current_environment()
+    executor = plan.executor(run.settings, run.config, environment)
+    return [*executor, *plan.services(run.settings, run.config, bus_url, environment)]
 
 
 def go(run: Prepared, planner: Planner = service_plans, backoff: Backoff | None = None) -> Ending:

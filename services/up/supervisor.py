@@ -2,14 +2,15 @@
 
 ::
 
-    start the bus ──▶ it answers ──▶ start the services ──▶ … ──▶ end(…) ──▶ stop in order: rollout, reward, trainer,
-                                                                              coordinator, bus
+    start the bus ──▶ it answers ──▶ start the services ──▶ … ──▶ end(…) ──▶ stop in order: rollout, reward, executor,
+                                                                              trainer, coordinator, bus
 
 ``<run folder>/up.json`` always names every process that runs. This module knows neither the coordinator's API nor the
 screen: it is told who is ready, when the run has ended, and where to say things.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
@@ -18,13 +19,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from services.up import system
-from services.up.plan import STOP_ORDER, STOP_ORDER_ENDED, VALKEY, ProcessPlan
+from services.up.plan import EXECUTOR, STOP_ORDER, STOP_ORDER_ENDED, VALKEY, ProcessPlan
 from services.up.process import Backoff, Child, ChildState, Failure, Surroundings
 from shared import connection
 from shared.errors import BusUnavailable, SettingsError
 
 _BUS_START_S = 30.0
 _WORTH_TELLING_S = 3.0
+_LOOK_EVERY_S = 0.5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,10 +83,11 @@ class Supervisor:
             runs = {child: tasks.create_task(child.run()) for child in bus}
             if not bus or await self._bus_answers(bus[0]):
                 runs |= {child: tasks.create_task(child.run()) for child in self.children if child not in runs}
-            sweeping = tasks.create_task(self._end_orphans())
+            around = [tasks.create_task(self._end_orphans()), tasks.create_task(self._look_for_executor())]
             await self._ended.wait()
             await self._stop_in_order(runs)
-            sweeping.cancel()
+            for task in around:
+                task.cancel()
         system.end_orphans(())
         self._write_table()
         assert self._ending is not None
@@ -123,6 +126,17 @@ class Supervisor:
         finally:
             await client.aclose()
         return False
+
+    async def _look_for_executor(self) -> None:
+        """The executor has no heartbeat on the bus; it listens as soon as it does its work."""
+        for child in (child for child in self.children if child.plan.service == EXECUTOR):
+            while True:
+                if child.state is ChildState.STARTING and child.plan.socket is not None:
+                    with contextlib.suppress(OSError):
+                        _, writer = await asyncio.open_unix_connection(child.plan.socket)
+                        writer.close()
+                        child.mark_ready()
+                await asyncio.sleep(_LOOK_EVERY_S)
 
     async def _end_orphans(self) -> None:
         """End what a dead child left; it has come to us (a rank of a killed trainer)."""

@@ -1,0 +1,255 @@
+"""Run jobs: a slot, a warm interpreter, the pipes, the deadline, and the verdict.
+
+::
+
+    run(job) ──▶ a slot ──▶ sealed memory files: the program, its input ──▶ zygote ──▶ child
+                              pipes: output, report ◀───────────────────────────────────┘
+                                ├── more than it may write     killed: output_limit
+                                ├── wall deadline              killed: timeout
+                                └── gone                       verdict.judge(wait status, …)
+
+A zygote that died or does not react is replaced, and what it ran is ``sandbox_error``. Nothing here knows sockets or what the answer is
+for.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import fcntl
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from services.reward.executor.isolation import Isolation
+from services.reward.executor.protocol import Execution, Job, Limits, Outcome
+from services.reward.executor.verdict import Ended, judge, read_report
+from services.reward.executor.zygote_process import Zygote, ZygoteLost, Zygotes
+
+log = logging.getLogger(__name__)
+
+_SECONDS = (0.002, 0.004, 0.006, 0.01, 0.02, 0.05, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+EXECUTIONS = Counter("penstock_executor_executions_total", "Programs that were run.", ["outcome", "profile"])
+SECONDS = Histogram(
+    "penstock_executor_execution_seconds", "Time of one program in its slot.", ["profile"], buckets=_SECONDS
+)
+WAITING = Gauge("penstock_executor_queue_programs", "Programs that wait for a slot.")
+IN_PROGRESS = Gauge("penstock_executor_programs_in_progress", "Programs that run now.")
+_REACTS_WITHIN_S = 10.0
+"""A zygote says that a child is gone within so long of its being killed, or is replaced."""
+_READ_BYTES = 1 << 16
+_REPORT_EXTRA_BYTES = 4096
+"""What a report holds besides its values."""
+
+
+class Executor:
+    """Runs programs in one tier.
+
+    Args:
+        isolation: the tier.
+        profiles: interpreters that are kept warm.
+        slots: programs that run at a time.
+        recycle_after: programs of one warm interpreter.
+    """
+
+    def __init__(self, isolation: Isolation, profiles: tuple[str, ...], slots: int, recycle_after: int) -> None:
+        self.tier = isolation.tier
+        self._zygotes = {profile: Zygotes(isolation, profile, recycle_after) for profile in profiles}
+        self._slots = asyncio.Semaphore(slots)
+
+    async def start(self) -> None:
+        """Warm every interpreter.
+
+        Raises:
+            ZygoteLost: one cannot be started.
+        """
+        for zygotes in self._zygotes.values():
+            await zygotes.take()
+
+    async def close(self) -> None:
+        """Kill everything."""
+        for zygotes in self._zygotes.values():
+            await zygotes.close()
+
+    async def run(self, job: Job) -> Execution:
+        """Return what became of ``job``; whoever is cancelled here has its program killed."""
+        if job.profile not in self._zygotes:
+            known = ", ".join(self._zygotes)
+            return self._failed(
+                f"expected a profile of {known}, found {job.profile[:40]!r}: change reward.executor.profiles"
+            )
+        with WAITING.track_inprogress():
+            await self._slots.acquire()
+        try:
+            with IN_PROGRESS.track_inprogress():
+                execution = await self._run(job)
+        finally:
+            self._slots.release()
+        EXECUTIONS.labels(execution.outcome.value, job.profile).inc()
+        SECONDS.labels(job.profile).observe(execution.wall_s)
+        return execution
+
+    async def _run(self, job: Job) -> Execution:
+        zygotes = self._zygotes[job.profile]
+        started_s = time.monotonic()
+        try:
+            zygote = await zygotes.take()
+            run = _Run(zygote, job)
+            try:
+                return await run.result(self.tier)
+            finally:
+                if not await run.end():
+                    await zygotes.discard(zygote)
+        except (ZygoteLost, OSError) as error:
+            log.warning("a program could not be run", extra={"reason": str(error)})
+            return dataclasses.replace(self._failed(str(error)), wall_s=time.monotonic() - started_s)
+
+    def _failed(self, detail: str) -> Execution:
+        return Execution(Outcome.SANDBOX_ERROR, "", (), detail, None, 0.0, 0.0, 0, self.tier)
+
+
+class _Run:
+    """One program from its start to its end."""
+
+    def __init__(self, zygote: Zygote, job: Job) -> None:
+        self._zygote = zygote
+        self._job = job
+        self._killed: tuple[Outcome, str] | None = None
+        limits = job.limits
+        over = f"wrote more than {limits.output_bytes} bytes"
+        with contextlib.ExitStack() as theirs:
+            payload = theirs.enter_context(_sealed(_payload(job)))
+            stdin = theirs.enter_context(_sealed((job.stdin or "").encode(errors="surrogatepass")))
+            self._output = _Pipe(limits.output_bytes, lambda: self._kill(Outcome.OUTPUT_LIMIT, over))
+            theirs.callback(self._output.close_writer)
+            room = limits.output_bytes + _REPORT_EXTRA_BYTES
+            self._report = _Pipe(room, lambda: self._kill(Outcome.OUTPUT_LIMIT, f"its values: {over}"))
+            theirs.callback(self._report.close_writer)
+            try:
+                descriptors = (payload, stdin, self._output.writer, self._report.writer)
+                self._number, self._ended = zygote.put(_bounds(limits), descriptors)
+            except BaseException:
+                self._close()
+                raise
+
+    async def result(self, tier: str) -> Execution:
+        """Return what became of it.
+
+        Raises:
+            ZygoteLost: the zygote died, or does not react.
+        """
+        ended = await self._until_gone()
+        await asyncio.gather(self._output.closed, self._report.closed)
+        report = read_report(bytes(self._report.data))
+        outcome, detail = judge(ended, report, self._job.limits, len(self._job.calls), self._killed)
+        return Execution(
+            outcome=outcome,
+            stdout=self._output.data.decode(errors="replace"),
+            values=report.values[: len(self._job.calls)],
+            detail=detail,
+            exit_status=ended.status,
+            wall_s=ended.wall_s,
+            cpu_s=ended.cpu_s,
+            peak_bytes=ended.peak_bytes,
+            tier=tier,
+        )
+
+    async def end(self) -> bool:
+        """Kill the program if it still runs; return False when the zygote does not say that it is gone."""
+        try:
+            self._zygote.kill(self._number)
+            done, _ = await asyncio.wait([self._ended], timeout=_REACTS_WITHIN_S)
+            return bool(done) and not self._zygote.lost
+        finally:
+            self._close()
+
+    async def _until_gone(self) -> Ended:
+        done, _ = await asyncio.wait([self._ended], timeout=self._job.limits.wall_s)
+        if not done:
+            self._kill(Outcome.TIMEOUT, f"ran longer than {self._job.limits.wall_s:g} s")
+            done, _ = await asyncio.wait([self._ended], timeout=_REACTS_WITHIN_S)
+        if not done:
+            raise ZygoteLost(f"the warm interpreter did not end a program within {_REACTS_WITHIN_S:g} s")
+        return self._ended.result()
+
+    def _kill(self, outcome: Outcome, detail: str) -> None:
+        self._killed = self._killed or (outcome, detail)
+        self._zygote.kill(self._number)
+
+    def _close(self) -> None:
+        self._output.close()
+        self._report.close()
+
+
+class _Pipe:
+    """What a program writes, up to a limit; ``data`` holds no more than that."""
+
+    def __init__(self, limit: int, over: Callable[[], None]) -> None:
+        self._reader, self.writer = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._reader, False)
+        self._limit = limit
+        self._over = over
+        self._loop = asyncio.get_running_loop()
+        self.data = bytearray()
+        self.closed: asyncio.Future[None] = self._loop.create_future()
+        """Done when every writer is gone, or too much was written."""
+        self._loop.add_reader(self._reader, self._read)
+
+    def close_writer(self) -> None:
+        """Close our copy of the writing end."""
+        os.close(self.writer)
+
+    def close(self) -> None:
+        """Read no more."""
+        if self._reader >= 0:
+            self._loop.remove_reader(self._reader)
+            os.close(self._reader)
+            self._reader = -1
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+    def _read(self) -> None:
+        try:
+            part = os.read(self._reader, _READ_BYTES)
+        except BlockingIOError:
+            return
+        self.data += part
+        if len(self.data) > self._limit:
+            del self.data[self._limit :]
+            self._over()
+            self.close()
+        elif not part:
+            self.close()
+
+
+@contextlib.contextmanager
+def _sealed(data: bytes) -> Iterator[int]:
+    """Give the block a file in memory that nobody can write."""
+    descriptor = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        left = memoryview(data)
+        while left:
+            left = left[os.write(descriptor, left) :]
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _payload(job: Job) -> bytes:
+    return json.dumps({"code": job.code, "calls": [dataclasses.asdict(call) for call in job.calls]}).encode()
+
+
+def _bounds(limits: Limits) -> dict[str, int]:
+    return {
+        "cpu_s": math.ceil(limits.cpu_s),
+        "memory_bytes": limits.memory_bytes,
+        "file_bytes": limits.file_bytes,
+        "files": limits.files,
+    }

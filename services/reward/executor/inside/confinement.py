@@ -1,0 +1,186 @@
+"""What a child of the warm interpreter gives up before it runs a program, in this order.
+
+::
+
+    namespaces (tier namespace)   own users, mounts and IPC; an empty /proc; a small /tmp     before Landlock, which forbids mounting
+    file descriptors              0 input, 1 output, 2 nothing, 3 report
+    limits                        CPU, address space, file size, descriptors, threads, core
+    Landlock                      reads where the interpreter lies, writes its own /tmp; no TCP; signals stay inside
+    capabilities                  none
+    system calls                  the allowlist; last, for it forbids all of the above
+
+Its own process id space comes from the zygote, which forks into it. Every step raises OSError with its name: a program is
+never started half confined.
+"""
+
+import contextlib
+import ctypes
+import errno
+import os
+import resource
+import struct
+from dataclasses import dataclass
+
+from . import seccomp
+
+NEW_USER, NEW_PID, NEW_MOUNT, NEW_IPC = 0x10000000, 0x20000000, 0x00020000, 0x08000000
+_SET_PARENT_DEATH_SIGNAL, _SET_DUMPABLE, _SET_NO_NEW_PRIVS = 1, 4, 38
+_NO_SUID, _NO_DEVICES, _NO_EXEC, _READ_ONLY = 2, 4, 8, 1
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_ABI_QUESTION, _PATH_BENEATH = 1, 1
+_READ = 0b1100
+"""LANDLOCK_ACCESS_FS_READ_FILE and READ_DIR."""
+_OPEN_FILES = 64
+_OWN = "/tmp"  # noqa: S108 (of its mount namespace, which nobody shares)
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class Confinement:
+    """How children are confined."""
+
+    tier: str
+    """``namespace``, ``landlock`` or ``unsafe``."""
+    readable: tuple[str, ...]
+    """Files and folders that programs may read."""
+    threads: int
+    """Value of RLIMIT_NPROC: of one program in its own user namespace, of the whole user elsewhere."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The limits of one program as the kernel takes them."""
+
+    cpu_s: int
+    memory_bytes: int
+    file_bytes: int
+    files: int
+
+
+def check(result: int, what: str) -> int:
+    """Return ``result`` of a C function; raises OSError where it is negative."""
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {errno.errorcode.get(number, number)}")
+    return result
+
+
+def enter_user_namespace(more: int = 0) -> None:
+    """Enter a user namespace of one's own, as the same user, and the namespaces in ``more``."""
+    user, group = os.getuid(), os.getgid()
+    check(_libc.unshare(NEW_USER | more), "unshare(CLONE_NEWUSER)")
+    _libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0)  # or /proc/self belongs to root
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        with open(f"/proc/self/{name}", "w") as file:  # noqa: PTH123 (pathlib is not loaded in every child)
+            file.write(text)
+
+
+def unshare(kinds: int) -> None:
+    """Enter new namespaces; for CLONE_NEWPID the next child does."""
+    check(_libc.unshare(kinds), "unshare")
+
+
+def enter(descriptor: int, kinds: int) -> None:
+    """Enter the namespace that is open as ``descriptor``."""
+    check(_libc.setns(descriptor, kinds), "setns")
+
+
+def become(user: int) -> None:
+    """Leave root for ``user``, with no other group."""
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+    _libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0)  # or /proc/self belongs to root
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when its parent dies; a change of user or user namespace undoes it."""
+    check(_libc.prctl(_SET_PARENT_DEATH_SIGNAL, 9, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
+
+
+def confine(how: Confinement, bounds: Bounds) -> None:
+    """Give up everything; ``_libc`` and what is loaded stay usable.
+
+    Raises:
+        OSError: a step failed, and the program must not run.
+    """
+    if how.tier == "namespace":
+        _enter_namespaces(bounds)
+    die_with_parent()
+    _limit(how, bounds)
+    if how.tier == "unsafe":
+        return
+    check(_libc.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
+    _restrict_paths(how.readable, _OWN if how.tier == "namespace" else None)
+    _drop_capabilities()
+    check(_libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
+    seccomp.load(seccomp.filter_here())
+
+
+def _enter_namespaces(bounds: Bounds) -> None:
+    enter_user_namespace(NEW_MOUNT | NEW_IPC)
+    flags = _NO_SUID | _NO_DEVICES
+    options = f"size={bounds.file_bytes},nr_inodes={bounds.files + 1},mode=700".encode()
+    check(_libc.mount(b"tmpfs", _OWN.encode(), b"tmpfs", flags, options), "mount(/tmp)")
+    check(
+        _libc.mount(b"tmpfs", b"/proc", b"tmpfs", flags | _NO_EXEC | _READ_ONLY, b"size=4k,nr_inodes=1"), "mount(/proc)"
+    )
+    os.chdir(_OWN)
+
+
+def _limit(how: Confinement, bounds: Bounds) -> None:
+    limits = [
+        (resource.RLIMIT_CPU, bounds.cpu_s),
+        (resource.RLIMIT_AS, bounds.memory_bytes),
+        (resource.RLIMIT_FSIZE, bounds.file_bytes),
+        (resource.RLIMIT_NOFILE, _OPEN_FILES),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_SIGPENDING, 64),
+    ]
+    if how.tier != "unsafe":
+        limits.append((resource.RLIMIT_NPROC, how.threads))
+    for kind, value in limits:
+        with contextlib.suppress(ValueError):  # already lower
+            resource.setrlimit(kind, (value, value))
+
+
+def landlock_abi() -> int:
+    """Return the version of Landlock that the kernel has.
+
+    Raises:
+        OSError: it has none (ENOSYS), or it is off (EOPNOTSUPP).
+    """
+    return check(_libc.syscall(_CREATE_RULESET, None, 0, _ABI_QUESTION), "landlock_create_ruleset")
+
+
+def _restrict_paths(readable: tuple[str, ...], own: str | None) -> None:
+    """Allow reading of ``readable`` and anything but devices in ``own``; nothing else of the file system, no TCP."""
+    abi = landlock_abi()
+    files = (1 << (13 + (abi >= 2) + (abi >= 3) + (abi >= 5) * 1)) - 1
+    attributes = struct.pack("=QQQ", files, 0b11 if abi >= 4 else 0, 0b11 if abi >= 6 else 0)
+    attributes = attributes[: 24 if abi >= 6 else 16 if abi >= 4 else 8]
+    ruleset = check(_libc.syscall(_CREATE_RULESET, attributes, len(attributes), 0), "landlock_create_ruleset")
+    for path in readable:
+        _allow(ruleset, path, _READ)
+    if own is not None:
+        _allow(ruleset, own, files & 0b110000110111110)
+    check(_libc.syscall(_RESTRICT_SELF, ruleset, 0), "landlock_restrict_self")
+    os.close(ruleset)
+
+
+def _allow(ruleset: int, path: str, access: int) -> None:
+    try:
+        beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        return  # nothing there, nothing to read
+    access &= ~0b1000 if not os.path.isdir(path) else ~0  # noqa: PTH112
+    rule = struct.pack("=Qi", access, beneath)
+    check(_libc.syscall(_ADD_RULE, ruleset, _PATH_BENEATH, rule, 0), f"landlock_add_rule({path})")
+    os.close(beneath)
+
+
+def _drop_capabilities() -> None:
+    header, nothing = struct.pack("=Ii", 0x20080522, 0), bytes(24)
+    check(_libc.capset(header, nothing), "capset")

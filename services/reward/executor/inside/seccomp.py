@@ -1,0 +1,135 @@
+"""The system-call filter of a program: classic BPF, made here from the table in syscalls.py.
+
+::
+
+    another machine's calls (i386, x32)  ──▶ killed
+    DEADLY                               ──▶ killed
+    ALLOWED                              ──▶ made
+    CONDITIONAL                          ──▶ made with some arguments, else EPERM
+    anything else                        ──▶ EPERM
+
+A filter sees numbers and registers, never memory: paths are the business of confinement.py.
+"""
+
+import ctypes
+import errno
+import os
+import platform
+import struct
+
+from . import syscalls
+
+_LOAD, _AND, _EQUAL, _GREATER_EQUAL, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06  # linux/bpf_common.h
+_KILL, _ALLOW, _ERRNO = 0x80000000, 0x7FFF0000, 0x00050000  # linux/seccomp.h
+_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
+_X32 = 0x40000000
+_SET_NO_NEW_PRIVS, _SET_SECCOMP, _FILTER = 38, 22, 2
+_THREAD = 0x00010000 | 0x00000100
+"""CLONE_THREAD and CLONE_VM."""
+_FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)
+"""Duplicate, flags, locks, the size of a pipe; not F_SETSIG, F_SETOWN (signals) nor F_SETPIPE_SZ (memory)."""
+_IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+"""TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
+_PRCTL = (15, 16)
+"""The name of a thread."""
+_KILL_SIGNAL, _STOP_SIGNAL = 9, 19
+_UNIX, _STREAM = 1, 1
+
+Instruction = tuple[int, int, int, int]
+"""code, jump if true, jump if false, constant."""
+
+
+def machine_filter(machine: str, pid: int) -> bytes:
+    """Return the filter for process ``pid`` on ``machine`` (x86_64 or aarch64), as the kernel reads it.
+
+    Raises:
+        KeyError: there is no table for that machine.
+    """
+    column = syscalls.MACHINES.index(machine) if machine in _ARCHITECTURES else -1
+    program = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _ARCHITECTURES[machine]), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
+    if machine == "x86_64":
+        program += [(_GREATER_EQUAL, 0, 1, _X32), (_RETURN, 0, 0, _KILL)]
+    for table, action in ((syscalls.ALLOWED, _ALLOW), (syscalls.DEADLY, _KILL)):
+        for numbers in table.values():
+            number = numbers[column]
+            if number is not None:
+                program += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, action)]
+    for name, body in _conditions(pid).items():
+        number = syscalls.CONDITIONAL[name][column]
+        if number is not None:
+            program += [(_EQUAL, 0, len(body), number), *body]
+    program.append(_refuse(errno.EPERM))
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+
+
+def _conditions(pid: int) -> dict[str, list[Instruction]]:
+    """What is asked of the arguments of each conditional call; each list ends in a return on every way."""
+    return {
+        "clone": [_argument(0), (_AND, 0, 0, _THREAD), *_one_of((_THREAD,))],
+        "clone3": [_refuse(errno.ENOSYS)],  # its flags lie in memory; libc falls back to clone
+        "fcntl": [_argument(1), *_one_of(_FCNTL)],
+        "ioctl": [_argument(1), *_one_of(_IOCTL)],
+        "kill": _own_signal(pid, 1),
+        "tgkill": _own_signal(pid, 2),
+        "prctl": [_argument(0), *_one_of(_PRCTL)],
+        "prlimit64": _null(2),
+        "sendto": _null(4),
+        "socketpair": [_argument(0), *_require(_UNIX), _argument(1), (_AND, 0, 0, 0xF), *_one_of((_STREAM,))],
+    }
+
+
+def _argument(index: int, high: bool = False) -> Instruction:
+    """Load half of an argument (little endian) from ``struct seccomp_data``."""
+    return (_LOAD, 0, 0, 16 + 8 * index + 4 * high)
+
+
+def _refuse(number: int) -> Instruction:
+    return (_RETURN, 0, 0, _ERRNO | number)
+
+
+def _require(value: int) -> list[Instruction]:
+    return [(_EQUAL, 1, 0, value), _refuse(errno.EPERM)]
+
+
+def _one_of(values: tuple[int, ...]) -> list[Instruction]:
+    tests: list[Instruction] = []
+    for value in values:
+        tests += [(_EQUAL, 0, 1, value), (_RETURN, 0, 0, _ALLOW)]
+    return [*tests, _refuse(errno.EPERM)]
+
+
+def _null(index: int) -> list[Instruction]:
+    return [_argument(index), *_require(0), _argument(index, high=True), *_require(0), (_RETURN, 0, 0, _ALLOW)]
+
+
+def _own_signal(pid: int, index: int) -> list[Instruction]:
+    """Signals to itself, but none that looks as if somebody else had ended or stopped it."""
+    harmful = [
+        (_EQUAL, 0, 1, _KILL_SIGNAL),
+        _refuse(errno.EPERM),
+        (_EQUAL, 0, 1, _STOP_SIGNAL),
+        _refuse(errno.EPERM),
+    ]
+    return [_argument(0), *_require(pid), _argument(index), *harmful, (_RETURN, 0, 0, _ALLOW)]
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_char_p))
+
+
+def load(program: bytes) -> None:
+    """Put this process, for good, under a filter.
+
+    Raises:
+        OSError: the kernel refused.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    described = _Program(len(program) // 8, program)
+    for arguments in ((_SET_NO_NEW_PRIVS, 1, 0, 0, 0), (_SET_SECCOMP, _FILTER, ctypes.byref(described), 0, 0)):
+        if libc.prctl(*arguments) != 0:
+            raise OSError(ctypes.get_errno(), "seccomp")
+
+
+def filter_here() -> bytes:
+    """Return the filter for this process on this machine."""
+    return machine_filter(platform.machine(), os.getpid())

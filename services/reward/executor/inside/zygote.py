@@ -1,0 +1,198 @@
+"""The warm interpreter: it has imported what programs import, and forks a confined child for each of them.
+
+::
+
+    supervisor ── {id, bounds} + [payload, stdin, stdout, report] ──▶ zygote ── fork ──▶ child: confine, run
+               ── {kill: id}                                      ──▶
+               ◀── {ready: true, base_bytes}                                     once
+               ◀── {id, status, wall_s, cpu_s, peak_bytes}                       when the child is gone; its wait status
+
+One thread, no state but who runs. It reads nothing that a program wrote. Control messages are JSON in one packet each; the
+program and its input come in sealed memory files, so that nobody waits for anybody. When the socket closes it kills
+its children and ends; in tier ``namespace`` each child leads a process id namespace, so killing it kills all.
+
+Started by ``isolation.py`` with its settings as JSON, which name the descriptor of its socket.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from typing import Any, NoReturn
+
+from . import confinement, runner
+
+_PACKET_BYTES = 1 << 16
+_WARM = """
+abc argparse array ast asyncio base64 bisect calendar cmath collections collections.abc contextlib copy csv ctypes dataclasses datetime
+decimal difflib enum fractions functools gc glob hashlib heapq html inspect io itertools json linecache locale logging math numbers
+operator os pathlib pickle pprint queue random re secrets shutil signal statistics string struct sys tempfile textwrap threading time
+timeit traceback types typing unicodedata unittest uuid warnings zlib encodings.idna
+""".split()  # noqa: SIM905
+"""Imported once, so that no program pays for it."""
+
+
+class Zygote:
+    """The children of one warm interpreter."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._how = confinement.Confinement(settings["tier"], tuple(settings["readable"]), settings["threads"])
+        self._control = socket.socket(fileno=settings["control"])
+        self._poll = select.poll()
+        self._children: dict[int, tuple[int, int, float]] = {}
+        """By pid descriptor: number of the job, pid, start."""
+        self._own_pids = -1
+        self._nothing = os.open("/dev/null", os.O_RDWR)
+        self._profile = settings["profile"]
+        if self._how.tier == "namespace":
+            self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        self._base_bytes = _address_space()
+
+    def run(self) -> None:
+        """Serve until the socket closes."""
+        self._poll.register(self._control, select.POLLIN)
+        self._say({"ready": True, "base_bytes": self._base_bytes})
+        while True:
+            for descriptor, _ in self._poll.poll():
+                if descriptor != self._control.fileno():
+                    self._reap(descriptor)
+                elif not self._hear():
+                    return
+
+    def _say(self, message: dict[str, Any]) -> None:
+        self._control.send(json.dumps(message).encode())
+
+    def _hear(self) -> bool:
+        """Handle one message; return False when the supervisor is gone."""
+        packet, descriptors, _, _ = socket.recv_fds(self._control, _PACKET_BYTES, 4)
+        if not packet:
+            return False
+        message = json.loads(packet)
+        if "kill" in message:
+            self._kill(message["kill"])
+            return True
+        try:
+            self._start(message, descriptors)
+        except OSError as error:
+            self._say({"id": message["id"], "error": str(error)})
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        return True
+
+    def _start(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        started_s = time.monotonic()
+        if self._own_pids >= 0:
+            confinement.unshare(confinement.NEW_PID)
+        try:
+            pid = os.fork()
+            if pid == 0:
+                self._become_program(message, descriptors)
+        finally:
+            if self._own_pids >= 0:
+                confinement.enter(self._own_pids, confinement.NEW_PID)
+        watched = os.pidfd_open(pid)
+        self._children[watched] = (message["id"], pid, started_s)
+        self._poll.register(watched, select.POLLIN)
+
+    def _kill(self, number: int) -> None:
+        for watched, (job, _, _) in self._children.items():
+            if job == number:
+                signal.pidfd_send_signal(watched, signal.SIGKILL)
+
+    def _reap(self, watched: int) -> None:
+        number, pid, started_s = self._children.pop(watched)
+        self._poll.unregister(watched)
+        os.close(watched)
+        _, status, used = os.wait4(pid, 0)
+        self._say(
+            {
+                "id": number,
+                "status": os.waitstatus_to_exitcode(status),
+                "wall_s": time.monotonic() - started_s,
+                "cpu_s": used.ru_utime + used.ru_stime,
+                "peak_bytes": used.ru_maxrss * 1024,
+            }
+        )
+
+    def _become_program(self, message: dict[str, Any], descriptors: list[int]) -> NoReturn:
+        """In the child: put everything in its place, confine, run. Never returns into the loop of the zygote."""
+        report = descriptors[3]
+        try:
+            payload = _read_all(descriptors[0])
+            for place, descriptor in enumerate((descriptors[1], descriptors[2], self._nothing, report)):
+                os.dup2(descriptor, place + 100)
+            for place in range(4):
+                os.dup2(place + 100, place)
+            report = runner.REPORT
+            os.closerange(4, 1 << 20)
+            job = json.loads(payload)
+            if self._profile == "numpy":
+                importlib.import_module("numpy").random.seed()
+            bounds = message["bounds"] | {"memory_bytes": message["bounds"]["memory_bytes"] + self._base_bytes}
+            signal.set_wakeup_fd(-1)
+            confinement.confine(self._how, confinement.Bounds(**bounds))
+        except BaseException as error:  # noqa: BLE001 (whatever it is, the program must not run)
+            with contextlib.suppress(OSError):
+                os.write(report, f"error {type(error).__name__}: {error}\n".encode())
+            os._exit(runner.ERROR)
+        runner.run(job["code"], job["calls"])  # never returns
+
+
+def _read_all(descriptor: int) -> bytes:
+    with open(descriptor, "rb", closefd=False) as file:
+        return file.read()
+
+
+def _address_space() -> int:
+    """Return the address space of this process in bytes, which its children begin with."""
+    with open("/proc/self/statm") as file:  # noqa: PTH123
+        return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def warm(profile: str, folders: list[str]) -> None:
+    """Import what programs of this profile import."""
+    sys.path.extend(folders)
+    for name in _WARM:
+        importlib.import_module(name)
+    if profile == "numpy":
+        importlib.import_module("numpy").random.seed()
+        for name in ("numpy.linalg", "numpy.fft", "numpy.polynomial"):
+            importlib.import_module(name)
+
+
+def settle(tier: str, user_id: int) -> None:
+    """Become who programs run as; in tier ``namespace`` also the first process of a namespace of one's own.
+
+    Only who owns the process id namespace that it is in can come back to it after each fork into another (setns(2)).
+    """
+    if user_id:
+        confinement.become(user_id)
+    if tier == "namespace":
+        confinement.enter_user_namespace(confinement.NEW_PID)
+        pid = os.fork()
+        if pid:
+            confinement.die_with_parent()
+            os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 0xFF)
+    confinement.die_with_parent()
+
+
+def main() -> None:
+    """Warm up, then fork until the supervisor leaves."""
+    settings = json.loads(sys.argv[1])
+    del sys.path[0]  # the folder of this package
+    sys.argv = ["program.py"]
+    settle(settings["tier"], settings["user_id"])
+    warm(settings["profile"], settings["folders"])
+    zygote = Zygote(settings)
+    gc.collect()
+    gc.freeze()
+    with contextlib.suppress(BrokenPipeError, ConnectionError):
+        zygote.run()
+    os._exit(0)  # children die with their parent

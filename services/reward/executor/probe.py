@@ -1,0 +1,84 @@
+"""Choose the tier: the strongest in which a harmless program runs and no escape gets anything. Never another one quietly.
+
+::
+
+    auto       namespace, then landlock; neither holds: refuse, with every reason
+    namespace  that one, or refuse        landlock  that one, or refuse
+    unsafe     no isolation, only when asked for by its name
+"""
+
+import logging
+import os
+
+from services.reward.executor import escapes
+from services.reward.executor.executor import Executor
+from services.reward.executor.isolation import Interpreter, Isolation, candidates
+from services.reward.executor.zygote_process import ZygoteLost
+from shared.errors import SettingsError
+from shared.settings import ExecutorSettings
+
+log = logging.getLogger(__name__)
+
+_ORDER = ("namespace", "landlock")
+_ADVICE = (
+    "run on Linux with Landlock (kernel 6.2 or newer, `landlock` in the lsm= list, a seccomp profile that allows landlock_*), and for "
+    "tier namespace with bubblewrap and unprivileged user namespaces; see docs/sandbox.md. Only for code that you wrote yourself: "
+    'reward.executor.isolation = "unsafe"'
+)
+
+
+async def start(settings: ExecutorSettings, targets: escapes.Targets) -> Executor:
+    """Return an executor in the strongest tier that holds, started.
+
+    Raises:
+        SettingsError: none does; the message lists every attempt.
+    """
+    interpreter = Interpreter.find(settings.interpreter)
+    if "numpy" in settings.profiles and not interpreter.numpy:
+        raise SettingsError(
+            f"expected numpy in {interpreter.program}, found none: change reward.executor.interpreter or reward.executor.profiles"
+        )
+    reasons: list[str] = []
+    for tier in _ORDER if settings.isolation == "auto" else (settings.isolation,):
+        try:
+            ways = candidates(tier, interpreter, settings.user_id, slots(settings))
+        except SettingsError as error:
+            reasons.append(f"{tier}: {error}")
+            continue
+        for way in ways:
+            executor = Executor(way, settings.profiles, slots(settings), settings.recycle_after)
+            found = await _failures(executor, way, settings.profiles, targets)
+            if not found:
+                return executor
+            await executor.close()
+            reasons.append(f"{tier}: {found}")
+    listed = "".join(f"\n  {reason}" for reason in dict.fromkeys(reasons))
+    raise SettingsError(f"expected isolation that holds on this host, found none:{listed}\n{_ADVICE}")
+
+
+def slots(settings: ExecutorSettings) -> int:
+    """Return how many programs run at a time."""
+    return settings.slots or len(os.sched_getaffinity(0))
+
+
+async def _failures(executor: Executor, way: Isolation, profiles: tuple[str, ...], targets: escapes.Targets) -> str:
+    """Start the executor and try to get out; return what failed, empty when it holds."""
+    try:
+        await executor.start()
+    except (ZygoteLost, OSError) as error:
+        return f"cannot be started: {error}"
+    for profile in profiles:
+        failure = escapes.works(await executor.run(escapes.harmless(profile)))
+        if not failure and way.tier != "unsafe":
+            failure = await _escape(executor, profile, targets)
+        if failure:
+            return f"profile {profile}: {failure}"
+    return ""
+
+
+async def _escape(executor: Executor, profile: str, targets: escapes.Targets) -> str:
+    for name in escapes.NAMES:
+        got = escapes.escaped(await executor.run(targets.job(name, profile)))
+        if got:
+            return f"a program that tries to {name} was not contained: {got}"
+    return ""

@@ -1,0 +1,120 @@
+"""Answer clients over a socket: frames in, executions out, in whatever order programs end.
+
+A connection is a session: when it closes, what it asked for is killed. So is what its peer cancels. A peer that sends
+what is no job is none of ours, and its connection is closed.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from services.reward.executor.executor import Executor
+from services.reward.executor.protocol import Job, execution_frame, read_job
+from shared import frames
+from shared.errors import PeerError, SettingsError
+
+log = logging.getLogger(__name__)
+
+
+@contextlib.asynccontextmanager
+async def serve(executor: Executor, address: str, max_waiting: int) -> AsyncIterator[str]:
+    """Serve at ``address`` (``unix:/path`` or ``host:port``, port 0: any) while the body runs; give it the real one.
+
+    Raises:
+        SettingsError: the address is taken.
+    """
+    connections: set[asyncio.Task[None]] = set()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        connections.add(task)
+        try:
+            await _Session(executor, reader, writer, max_waiting).run()
+        finally:
+            connections.discard(task)
+            writer.close()
+
+    server, found = await _listen(accept, address)
+    try:
+        yield found
+    finally:
+        server.close()
+        for task in connections:
+            task.cancel()
+        await asyncio.gather(*connections, return_exceptions=True)
+        _remove_socket(address)
+
+
+async def _listen(accept: "asyncio.streams._ClientConnectedCallback", address: str) -> tuple[asyncio.Server, str]:
+    try:
+        if address.startswith("unix:"):
+            _remove_socket(address)
+            mask = os.umask(0o177)  # for this user alone
+            try:
+                return await asyncio.start_unix_server(accept, address.removeprefix("unix:")), address
+            finally:
+                os.umask(mask)
+        host, _, port = address.rpartition(":")
+        server = await asyncio.start_server(accept, host.strip("[]"), int(port))
+        return server, f"{host}:{server.sockets[0].getsockname()[1]}"
+    except OSError as error:
+        raise SettingsError(
+            f"expected to listen at {address}, found: {error.strerror or error}: change reward.executor.address"
+        ) from error
+
+
+def _remove_socket(address: str) -> None:
+    if address.startswith("unix:"):
+        Path(address.removeprefix("unix:")).unlink(missing_ok=True)
+
+
+class _Session:
+    """One connection."""
+
+    def __init__(
+        self, executor: Executor, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, max_waiting: int
+    ) -> None:
+        self._executor = executor
+        self._reader = reader
+        self._writer = writer
+        self._room = asyncio.Semaphore(max_waiting)
+        self._running: dict[int, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Serve until the peer leaves."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                try:
+                    while True:
+                        await self._hear(await frames.receive_async(self._reader), tasks)
+                finally:
+                    for task in self._running.values():
+                        task.cancel()
+        except* (PeerError, OSError) as errors:
+            log.debug("a client left", extra={"reason": str(errors.exceptions[0])})
+
+    async def _hear(self, frame: frames.Frame, tasks: asyncio.TaskGroup) -> None:
+        number = frame.get("id")
+        if not isinstance(number, int):
+            raise PeerError("expected a number as id, found none")
+        if frame.get("verb") == "cancel":
+            if number in self._running:
+                self._running[number].cancel()
+            return
+        job = read_job(frame)
+        await self._room.acquire()
+        task = self._running[number] = tasks.create_task(self._answer(number, job))
+        task.add_done_callback(lambda _: self._forget(number))
+
+    def _forget(self, number: int) -> None:
+        self._running.pop(number, None)
+        self._room.release()
+
+    async def _answer(self, number: int, job: Job) -> None:
+        execution = await self._executor.run(job)
+        self._writer.write(frames.pack(execution_frame(number, execution)))
+        await self._writer.drain()

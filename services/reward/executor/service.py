@@ -1,0 +1,112 @@
+"""The executor as a process: choose a tier, serve, check again and again that it still holds, stop in order.
+
+It has no connection to the bus and wants nothing in its environment. ``/readyz`` names the tier, and says no while the newest
+check failed.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import logging
+import os
+import signal
+from collections.abc import Mapping
+
+from prometheus_client import Gauge
+
+from services.reward.executor import escapes, probe
+from services.reward.executor.executor import Executor
+from services.reward.executor.server import serve
+from shared.messages import Json
+from shared.service import own_host
+from shared.settings import ENVIRONMENT_PREFIX, Settings
+from shared.telemetry import Endpoints
+
+log = logging.getLogger(__name__)
+
+INFO = Gauge("penstock_executor_info", "1 for the tier in which programs run.", ["tier"])
+CONTAINED = Gauge("penstock_executor_contained", "1 while the newest check could not get out, else 0.")
+DEFAULT_ADDRESS = "127.0.0.1:0"
+
+
+@dataclasses.dataclass(slots=True)
+class Health:
+    """What /readyz says."""
+
+    tier: str = ""
+    address: str = ""
+    ready: bool = False
+    reason: str = "starting"
+
+    def checks(self) -> Mapping[str, Json]:
+        """Return it as JSON."""
+        return {name: getattr(self, name) for name in ("ready", "tier", "address", "reason")}
+
+
+async def run(settings: Settings) -> None:
+    """Run until SIGTERM or SIGINT.
+
+    Raises:
+        SettingsError: no tier holds on this host, or an address is taken.
+    """
+    stop, health = asyncio.Event(), Health()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    _warn_of_secrets()
+    chosen = settings.reward.executor
+    endpoints = Endpoints(own_host(settings), chosen.metrics_port, "reward.executor.metrics_port", health.checks)
+    try:
+        with escapes.targets() as targets:
+            executor = await probe.start(chosen, targets)
+            try:
+                health.tier = executor.tier
+                INFO.labels(executor.tier).set(1)
+                async with serve(executor, chosen.address or DEFAULT_ADDRESS, chosen.max_waiting) as address:
+                    health.address = address
+                    _tell(executor.tier, address, endpoints.address)
+                    await _check(executor, chosen.profiles, targets, chosen.check_every_s, health, stop)
+            finally:
+                await executor.close()
+    finally:
+        endpoints.close()
+
+
+async def _check(
+    executor: Executor,
+    profiles: tuple[str, ...],
+    targets: escapes.Targets,
+    every_s: float,
+    health: Health,
+    stop: asyncio.Event,
+) -> None:
+    """Try one escape after the other until told to stop; the start has tried them all."""
+    health.ready, health.reason = True, ""
+    CONTAINED.set(1)
+    for name, profile in itertools.cycle(itertools.product(escapes.NAMES, profiles)):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(every_s):
+                await stop.wait()
+        if stop.is_set():
+            return
+        failure = escapes.works(await executor.run(escapes.harmless(profile)))
+        if not failure and executor.tier != "unsafe":
+            failure = escapes.escaped(await executor.run(targets.job(name, profile)))
+        if failure:
+            log.error("the check failed", extra={"check": name, "profile": profile, "reason": failure})
+        health.ready, health.reason = not failure, failure
+        CONTAINED.set(not failure)
+
+
+def _tell(tier: str, address: str, metrics: str) -> None:
+    extra = {"tier": tier, "address": address, "metrics": metrics}
+    if tier == "unsafe":
+        log.warning('programs run WITHOUT ISOLATION: reward.executor.isolation = "unsafe"', extra=extra)
+    else:
+        log.info("programs run isolated", extra=extra)
+
+
+def _warn_of_secrets() -> None:
+    found = sorted(name for name in os.environ if name.startswith(f"{ENVIRONMENT_PREFIX}BUS"))
+    if found:
+        log.warning("the executor needs no bus: leave these out of its environment", extra={"names": found})

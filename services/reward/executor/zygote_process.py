@@ -1,0 +1,231 @@
+"""One warm interpreter as its supervisor sees it: started, asked to run jobs, replaced when worn or dead."""
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import json
+import logging
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from prometheus_client import Counter
+
+from services.reward.executor.isolation import Isolation
+from services.reward.executor.verdict import Ended
+from shared.errors import TemporaryError
+
+log = logging.getLogger(__name__)
+
+RESTARTS = Counter(
+    "penstock_executor_zygote_restarts_total",
+    "Warm interpreters that were replaced, by why: worn (recycled after many programs), died, or stuck.",
+    ["profile", "reason"],
+)
+START_WITHIN_S = 30.0
+_PACKET_BYTES = 1 << 16
+_LAST_WORDS_BYTES = 2000
+
+
+class ZygoteLost(TemporaryError):
+    """The warm interpreter died or does not answer; the program was not at fault, and runs no more."""
+
+
+class Zygote:
+    """One process. Make it with :meth:`start`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket) -> None:
+        self._process = process
+        self._control = control
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Ended]] = {}
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.jobs = 0
+        """How many it was given."""
+        self.lost = False
+
+    @classmethod
+    async def start(cls, isolation: Isolation, profile: str) -> "Zygote":
+        """Start one and wait until it is warm.
+
+        Raises:
+            ZygoteLost: it died, or was not ready within ``START_WITHIN_S``; with its last words.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            process = subprocess.Popen(  # noqa: ASYNC220 (fork and exec, no waiting)
+                isolation.command(profile, theirs.fileno()),
+                env=dict(isolation.environment),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                cwd="/",
+            )
+        ours.setblocking(False)
+        zygote = cls(process, ours)
+        asyncio.get_running_loop().add_reader(ours, zygote._hear)
+        try:
+            async with asyncio.timeout(START_WITHIN_S):
+                await asyncio.shield(zygote._ready)
+        except (TimeoutError, ZygoteLost) as error:
+            words = zygote._last_words()
+            await zygote.close()
+            raise ZygoteLost(words or str(error) or f"not ready within {START_WITHIN_S:g} s") from error
+        except BaseException:
+            await zygote.close()
+            raise
+        return zygote
+
+    @property
+    def idle(self) -> bool:
+        """Whether no job runs."""
+        return not self._waiting
+
+    def put(self, bounds: Mapping[str, int], descriptors: Sequence[int]) -> tuple[int, asyncio.Future[Ended]]:
+        """Give it a job; return its number and what becomes of it.
+
+        Args:
+            bounds: fields of ``confinement.Bounds``.
+            descriptors: payload, standard input, standard output, report.
+
+        Raises:
+            ZygoteLost: it is gone.
+        """
+        number = next(self._numbers)
+        try:
+            socket.send_fds(self._control, [json.dumps({"id": number, "bounds": bounds}).encode()], list(descriptors))
+        except OSError as error:
+            self._lose(f"cannot be reached: {error}")
+            raise ZygoteLost(f"the warm interpreter cannot be reached: {error}") from error
+        self.jobs += 1
+        ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = ended
+        return number, ended
+
+    def kill(self, number: int) -> None:
+        """Kill what runs under ``number``; nothing where it is gone."""
+        if number in self._waiting:
+            with contextlib.suppress(OSError):
+                self._control.send(json.dumps({"kill": number}).encode())
+
+    async def close(self) -> None:
+        """Kill it with all that it runs, and wait for its end."""
+        self._lose("was closed")
+        self._process.kill()
+        await asyncio.to_thread(self._process.wait)
+        assert self._process.stderr is not None
+        self._process.stderr.close()
+
+    def _hear(self) -> None:
+        """Read one message of the zygote."""
+        try:
+            packet = self._control.recv(_PACKET_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._lose(str(error))
+            return
+        if not packet:
+            self._lose("died")
+            return
+        self._understand(json.loads(packet))
+
+    def _understand(self, message: dict[str, Any]) -> None:
+        if "ready" in message:
+            self._ready.set_result(None)
+            return
+        ended = self._waiting.pop(message.pop("id"), None)
+        if ended is None or ended.done():
+            return
+        if "error" in message:
+            ended.set_exception(ZygoteLost(f"the warm interpreter cannot start a program: {message['error']}"))
+        else:
+            ended.set_result(Ended(**message))
+
+    def _lose(self, reason: str) -> None:
+        if self.lost:
+            return
+        self.lost = True
+        asyncio.get_running_loop().remove_reader(self._control)
+        self._control.close()
+        error = ZygoteLost(f"the warm interpreter {reason}")
+        waiting, self._waiting = self._waiting, {}
+        for ended in waiting.values():
+            _fail(ended, error)
+        _fail(self._ready, error)
+
+    def _last_words(self) -> str:
+        assert self._process.stderr is not None
+        self._process.kill()
+        words = self._process.stderr.read(_LAST_WORDS_BYTES).decode(errors="replace").split("\n")
+        return next((line.strip() for line in reversed(words) if line.strip()), "")
+
+
+def _fail(future: asyncio.Future[Any], error: ZygoteLost) -> None:
+    if not future.done():
+        future.set_exception(error)
+        future.exception()  # whoever waits is told, but nobody need wait
+
+
+@dataclasses.dataclass(slots=True)
+class Zygotes:
+    """The warm interpreter of one profile, whichever it is now.
+
+    A worn one is replaced while it still runs what it was given; a dead one when the next job needs it.
+    """
+
+    isolation: Isolation
+    profile: str
+    recycle_after: int
+    _current: Zygote | None = None
+    _old: set[Zygote] = dataclasses.field(default_factory=set)
+    _starting: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+
+    async def take(self) -> Zygote:
+        """Return the one that runs the next job.
+
+        Raises:
+            ZygoteLost: none can be started.
+        """
+        async with self._starting:
+            await self._sweep()
+            current = self._current
+            if current is None or current.lost or current.jobs >= self.recycle_after:
+                self._current = await Zygote.start(self.isolation, self.profile)
+                if current is not None:
+                    self._old.add(current)
+                    self._count("died" if current.lost else "worn")
+            assert self._current is not None
+            return self._current
+
+    async def discard(self, zygote: Zygote) -> None:
+        """Kill one that does not do what it is told."""
+        if not zygote.lost:
+            self._count("stuck")
+        await zygote.close()
+        if zygote is self._current:
+            self._current = None
+
+    async def close(self) -> None:
+        """Kill them all."""
+        for zygote in (*self._old, self._current):
+            if zygote is not None:
+                await zygote.close()
+        self._old.clear()
+        self._current = None
+
+    async def _sweep(self) -> None:
+        """Close those that were replaced and have nothing left to do."""
+        for zygote in [zygote for zygote in self._old if zygote.idle or zygote.lost]:
+            self._old.discard(zygote)
+            await zygote.close()
+
+    def _count(self, reason: str) -> None:
+        RESTARTS.labels(self.profile, reason).inc()
+        log.log(
+            logging.INFO if reason == "worn" else logging.WARNING, "warm interpreter replaced", extra={"reason": reason}
+        )
