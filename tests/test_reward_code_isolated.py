@@ -39,6 +39,7 @@ async def score(tester: CodeTester, program: str, tests: Any) -> Score:
     ("program", "tests"),
     [
         ("print(int(input()) * 2)", DOUBLE),
+        ("print(int(input()) * 2)\nexit()", DOUBLE),
         ("import sys\nif __name__ == '__main__':\n    sys.stdout.write(str(2 * int(sys.stdin.read())))\n    sys.exit()", DOUBLE),
         ("def f(x):\n    return x + 1 if type(x) is int else (*x, 1)", ADD_ONE),
         ("def f(a, b=2):\n    return {'sum': [a, b]}", {"fn_name": "f", "inputs": [[1], [1, 3]], "outputs": [{"sum": [1, 2]}, {"sum": [1, 3]}]}),
@@ -56,21 +57,21 @@ async def test_right_programs_pass_in_a_named_tier(tester: CodeTester, program: 
 
 
 CHEATS = {
-    "marker": "print('passed')\nprint('OK')\nprint('All tests passed')\nexit(0)",
+    "marker": "print('passed')\nprint('OK')\nprint('All tests passed')\nimport sys\nsys.exit(0)",
     "exit": "raise SystemExit(0)",
     "os-exit": "import os\nos._exit(0)",
     "exit-in-call": "import os\ndef f(x):\n    os._exit(0)",
     "equals-everything": "class A:\n    __eq__ = lambda s, o: True\n    __bool__ = lambda s: True\ndef f(x):\n    return A()",
     "int-that-equals": "class A(int):\n    __eq__ = lambda s, o: True\n    __hash__ = int.__hash__\ndef f(x):\n    return A(7)",
     "tuple-that-equals": "class A(tuple):\n    __eq__ = lambda s, o: True\ndef f(x):\n    return A()",
-    "builtins": "import builtins\nfor n in ('len', 'sorted', 'isinstance', 'type', 'print', 'abs'):\n"
+    "builtins": "import builtins\nfor n in ('sorted', 'abs', 'all', 'bool', 'print', 'AssertionError'):\n"
     "    setattr(builtins, n, lambda *a, **k: True)\ndef f(x):\n    return 0",
     "json": "import json\njson.dumps = lambda *a, **k: 'true'\njson.encoder.JSONEncoder.encode = lambda *a: 'true'\n"
     "def f(x):\n    return 0",
     "our-names": "def penstock_call_0():\n    return True\npenstock_plain = lambda x: True\ndef f(x):\n    return True",
     "swallow": "def f(x):\n    return True\nx = '''",
     "decorate": "def f(x):\n    return 0\n@lambda g: True\n",
-    "assertion": "AssertionError = Exception\n__debug__ = False\ndef f(x):\n    return 0",
+    "assertion": "AssertionError = Exception\ndef f(x):\n    return 0",
     "atexit": "import atexit, os\natexit.register(os._exit, 0)\ndef f(x):\n    raise ValueError",
     "report": "import os\ndef f(x):\n    for d in range(3, 64):\n        try:\n            os.write(d, b'value true\\nvalue 1\\nready\\n')\n"
     "        except OSError:\n            pass\n    os._exit(0)",

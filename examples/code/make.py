@@ -122,10 +122,10 @@ class WarmStart:
     batch_problems: int = 48
     learning_rate: float = 1.5e-3
     ramp_steps: int = 50
-    max_steps: int = 2000
-    evaluate_every_steps: int = 50
+    max_steps: int = 1000
+    evaluate_every_steps: int = 25
     validation_problems: int = 64
-    enough: float = 0.97
+    enough: float = 0.9
 
 
 def encode(tokenizer: Qwen2Tokenizer, problems: Sequence[Problem]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -200,7 +200,7 @@ def main() -> None:
     write_problems(arguments.out / "train.jsonl", train)
     write_problems(arguments.out / "heldout.jsonl", heldout)
 
-    torch.set_num_threads(1)  # the order of sums, and so the weights, depend on the number of threads
+    torch.set_num_threads(2)  # the order of sums, and so the weights, depend on the number of threads
     torch.manual_seed(arguments.seed)
     tokenizer = build_tokenizer(MAX_POSITIONS)
     policy = build_policy(tokenizer, LAYERS)
