@@ -37,9 +37,7 @@ def run(code: str, calls: Sequence[dict[str, Any]]) -> NoReturn:
     """Run the program, or its calls, and end the process."""
     os.write(REPORT, b"ready\n")
     _open_streams()
-    builtins.exit = builtins.quit = (
-        sys.exit
-    )  # site's: programs end by them, and the warm interpreter starts without site
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # site's: programs end by them, and there is no site here
     status = 0
     try:
         if calls:
