@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import shutil
 import socket
 import struct
 import subprocess
@@ -141,6 +140,11 @@ def pod(folder: Path) -> tuple[list[str], int]:
     denied = folder / "filter"
     denied.write_bytes(_runtime_default())
     descriptor = os.open(denied, os.O_RDONLY)
+    return [*desk()[:-1], "--seccomp", str(descriptor), "--"], descriptor
+
+
+def desk() -> list[str]:
+    """Return the command before a command that runs it as an unprivileged user without capabilities."""
     home = Path(sys.base_prefix)
     command = [
         need("bwrap", "bubblewrap"),
@@ -157,18 +161,8 @@ def pod(folder: Path) -> tuple[list[str], int]:
         for parent in reversed([path for path in home.parents if Path("/root") in path.parents]):
             command += ["--dir", str(parent)]
         command += ["--ro-bind", str(home), str(home)]
-    return [
-        *command,
-        "--bind",
-        "@FOLDER@",
-        "@FOLDER@",
-        "--setenv",
-        "TMPDIR",
-        "@FOLDER@",
-        "--seccomp",
-        str(descriptor),
-        "--",
-    ], descriptor
+    command += ["--bind", "@FOLDER@", "@FOLDER@", "--setenv", "TMPDIR", "@FOLDER@"]
+    return [*command, "--"]
 
 
 def _runtime_default() -> bytes:
@@ -181,7 +175,3 @@ def _runtime_default() -> bytes:
     program += [(0x15, 0, 1, clone3), (0x06, 0, 0, 0x00050026)]
     program += [(0x15, 0, 3, clone), (0x20, 0, 0, 16), (0x45, 0, 1, _NEW_NAMESPACES), (0x06, 0, 0, 0x00050001)]
     return b"".join(struct.pack("=HBBI", *line) for line in [*program, (0x06, 0, 0, 0x7FFF0000)])
-
-
-def has_bubblewrap() -> bool:
-    return shutil.which("bwrap") is not None

@@ -35,7 +35,7 @@ from shared import frames
 from shared.errors import PeerError, SettingsError, TemporaryError
 from shared.settings import ExecutorSettings, Settings
 from tests.conftest import need, until
-from tests.executor_process import ROOT, Running, arguments, interpreter_for_landlock, running
+from tests.executor_process import ROOT, Running, arguments, desk, interpreter_for_landlock, running
 
 LANDLOCK = ("--reward.executor.isolation", "landlock", "--reward.executor.profiles", '["stdlib"]')
 JOBS = 10_000
@@ -157,7 +157,15 @@ def test_messages_survive_the_wire_and_other_content_is_refused() -> None:
     assert read_job(job_frame(3, job)) == job
     ended = Execution(Outcome.MEMORY, "out", (2**70, {"a": None}), "d", -9, 0.1, 0.2, 3, "landlock")
     assert read_execution(execution_frame(3, ended)) == ended
-    for wrong in ({"code": 1}, {"calls": "["}, {"limits": {"walls": 1}}, {"limits": {"wall_s": -1}}, {"profile": None}):
+    assert read_job(job_frame(3, Job("\ud800"))).code == "?"
+    for wrong in (
+        {"code": 1},
+        {"calls": "["},
+        {"limits": {"walls": 1}},
+        {"limits": {"wall_s": -1}},
+        {"limits": {"cpu_s": 1e999}},
+        {"profile": None},
+    ):
         with pytest.raises(PeerError, match="expected a job"):
             read_job(job_frame(3, job) | wrong)
 
@@ -231,6 +239,15 @@ def test_a_sandbox_that_lets_a_program_out_is_not_chosen() -> None:
     broken = Execution(Outcome.RUNTIME_ERROR, "", (), "ImportError: ctypes", 1, 0.1, 0.1, 1, "landlock")
     assert escapes.escaped(broken) == "runtime_error: ImportError: ctypes"
     assert escapes.works(broken) == "a harmless program ended as runtime_error: ImportError: ctypes"
+
+
+async def test_an_unprivileged_user_at_a_desk_has_namespaces_too(tmp_path: Path) -> None:
+    wrapper = desk()
+    with running("--reward.executor.isolation", "auto", wrapper=wrapper) as found:
+        client = ExecutorClient(found.address)
+        ended = await client.run(Job("import os, numpy\nprint(os.getpid(), os.getuid())", "numpy"))
+        await client.close()
+    assert (ended.tier, ended.stdout) == ("namespace", "1 64123\n")
 
 
 # ---------------------------------------------------------------- what happens when something dies
@@ -316,7 +333,8 @@ async def test_a_client_finds_an_executor_that_came_back_and_says_so_while_there
 # ---------------------------------------------------------------- nothing is left behind
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 async def test_ten_thousand_programs_leave_no_process_descriptor_memory_or_file() -> None:
     need("bwrap", "bubblewrap")
     flags = ("--reward.executor.recycle_after", "3000", "--reward.executor.profiles", '["stdlib"]')
@@ -372,7 +390,7 @@ def test_an_executor_that_is_killed_leaves_no_process() -> None:
 
 
 def test_up_starts_an_executor_only_where_a_scorer_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    address = f"unix:{plan.executor_socket(Path('runs/a'))}"
+    address = plan.executor_address(Path("runs/a"))
     settings = Settings.model_validate({"run": {"id": "a"}, "reward": {"executor": {"address": address}}})
     environment = {"PATH": "/bin", "PENSTOCK__BUS__URL": "redis://:secret@host", "HF_TOKEN": "secret"}
     assert plan.executor(settings, tmp_path, environment) == []

@@ -1,6 +1,5 @@
 """Attacks on the executor, in every tier and in a container like a pod's: each is contained, and the next program finds nothing of it."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +24,8 @@ def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
             yield found
     elif request.param == "pod":
         wrapper, descriptor = pod(tmp_path_factory.mktemp("pod"))
-        with running("--reward.executor.isolation", "auto", *STDLIB, wrapper=wrapper, pass_fds=(descriptor,)) as found:
+        flags = ("--reward.executor.isolation", "auto", "--reward.executor.check_every_s", "1000")
+        with running(*flags, wrapper=wrapper, pass_fds=(descriptor,)) as found:
             assert found.ready()["tier"] == "landlock", "a pod has no namespaces of its own: auto takes the next tier"
             yield found
     else:
@@ -61,12 +61,9 @@ async def test_a_program_may_write_files_of_its_own_only_where_it_has_a_mount_of
     if ended.tier == "namespace":
         assert (ended.outcome, ended.stdout) == (Outcome.FINISHED, "here\n")
     else:
-        assert (ended.outcome, ended.detail) == (
-            Outcome.RUNTIME_ERROR,
-            "PermissionError: [Errno 13] Permission denied: '/tmp/mine'",
-        )
+        assert ended.outcome is Outcome.RUNTIME_ERROR
+        assert ended.detail.endswith(": '/tmp/mine'"), "denied by Landlock, or read-only already"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 def test_there_are_more_than_thirty_attacks_and_no_two_of_one_name() -> None:
     assert len({attack.name for attack in ATTACKS}) == len(ATTACKS) >= 30

@@ -19,24 +19,29 @@ from services.up.process import Backoff, how
 from services.up.view import duration, spark
 from shared.settings import Settings, load
 from tests.conftest import until
+from tests.executor_process import interpreter_for_landlock
 
 BACKOFF = Backoff(first_s=0.1, longest_s=1.0, well_after_s=0.0, give_up=3)
 
 DRIVER = """
+import os
 import sys
 from pathlib import Path
-from services.up.plan import ProcessPlan, current_environment
+from services.up.plan import ProcessPlan, current_environment, executor
 from services.up.prepare import prepare
 from services.up.process import Backoff
 import services.up.watch
 from services.up.run import go
+from shared.settings import Settings
 
 services.up.watch.POLL_S = 0.1
+if "NEEDS_EXECUTOR" in os.environ:
+    Settings.needs_executor = True
 
 def planner(run, url):
     scripts = Path(sys.argv[1])
     environment = current_environment() | {"RUN": str(run.folder), "PENSTOCK__BUS__URL": url}
-    return [
+    return executor(run.settings, run.config, environment) + [
         ProcessPlan(script.stem, script.stem.split("-")[0], (sys.executable, str(script)), environment, stop_s=3.0)
         for script in sorted(scripts.glob("*.py"))
     ]
@@ -257,6 +262,25 @@ async def test_services_stop_upstream_first_and_the_bus_last(up: Up) -> None:
     assert not socket.parent.exists()
     assert not snapshots.exists()
     assert not (up.run_folder / "coordinator.json").exists()
+
+
+async def test_an_executor_is_ready_once_it_listens_comes_back_and_leaves_no_socket(
+    up: Up, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEEDS_EXECUTOR", "1")
+    isolation = ("--reward.executor.isolation", "landlock", "--reward.executor.profiles", '["stdlib"]')
+    flags = (*isolation, "--reward.executor.interpreter", interpreter_for_landlock())
+    up.start(str(up.folder / "run.toml"), *flags)
+    await until(lambda: up.ready("executor"), 60.0)
+    socket = Path(load(up.run_folder / "settings.toml").reward.executor.address.removeprefix("unix:"))
+    pid = up.pid("executor")
+    assert socket.is_socket()
+    assert set(psutil.Process(pid).environ()) <= {"PATH", "PYTHONPATH", "LANG", "VIRTUAL_ENV", "TMPDIR"}
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: up.pid("executor") not in (0, pid) and up.ready("executor"), 60.0)
+    up.signal(signal.SIGINT)
+    assert up.wait()[0] == 130
+    assert not socket.exists()
 
 
 def place_of_snapshots(up: Up) -> Path:

@@ -76,7 +76,7 @@ def valkey(socket: Path, data: Path, environment: Mapping[str, str]) -> ProcessP
 def executor(settings: Settings, config: Path, environment: Mapping[str, str]) -> list[ProcessPlan]:
     """Return the code executor where a scorer needs one and reward.executor.address names none that runs already."""
     address = settings.reward.executor.address
-    if not settings.needs_executor or not is_own_executor(settings):
+    if not settings.needs_executor or not is_own_executor(address):
         return []
     return [
         ProcessPlan(
@@ -90,15 +90,18 @@ def executor(settings: Settings, config: Path, environment: Mapping[str, str]) -
     ]
 
 
-def executor_socket(run_folder: Path) -> Path:
+def executor_address(run_folder: Path) -> str:
     """Return where the executor of a run listens; short, for a socket's path has 107 bytes."""
-    letters = hashlib.sha256(str(run_folder).encode()).hexdigest()[:12]
-    return Path(tempfile.gettempdir()) / f"penstock-executor-{os.getuid()}-{letters}.sock"
+    return _executor_prefix() + hashlib.sha256(str(run_folder).encode()).hexdigest()[:12]
 
 
-def is_own_executor(settings: Settings) -> bool:
-    """Whether the run's executor is one that `penstock up` starts."""
-    return settings.reward.executor.address == f"unix:{executor_socket(settings.run_folder)}"
+def is_own_executor(address: str) -> bool:
+    """Whether ``penstock up`` starts the executor at ``address``."""
+    return not address or address.startswith(_executor_prefix())
+
+
+def _executor_prefix() -> str:
+    return f"unix:{tempfile.gettempdir()}/penstock-executor-{os.getuid()}-"
 
 
 def metrics_ports(settings: Settings) -> list[tuple[str, int]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from services.up import place
-from services.up.plan import executor_socket, metrics_ports
+from services.up.plan import executor_address, is_own_executor, metrics_ports
 from shared import connection
 from shared.errors import BusUnavailable, SettingsError
 from shared.model_source import check_source
@@ -124,11 +124,11 @@ def _with_critic(settings: Settings) -> Settings:
 
 
 def _with_executor(settings: Settings) -> Settings:
-    """Say where the executor that `penstock up` starts will listen, where one is needed and none is named."""
+    """Say where the executor that `penstock up` starts will listen, where one is needed and no other is named."""
     found = settings.reward.executor
-    if not settings.needs_executor or found.address:
+    if not settings.needs_executor or not is_own_executor(found.address):
         return settings
-    address = f"unix:{executor_socket(settings.run_folder)}"
+    address = executor_address(settings.run_folder)
     return _with(settings, "reward", executor=found.model_copy(update={"address": address}))
 
 

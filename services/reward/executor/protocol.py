@@ -17,6 +17,7 @@ a bool or ``None`` as JSON writes it (``{1: "a"}`` as ``{"1": "a"}``). ``nan`` a
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from enum import StrEnum
 
@@ -109,12 +110,17 @@ def job_frame(number: int, job: Job) -> Frame:
     return {
         "verb": "run",
         "id": number,
-        "code": job.code,
+        "code": _text(job.code),
         "profile": job.profile,
-        "stdin": job.stdin,
+        "stdin": _text(job.stdin or ""),
         "calls": json.dumps([dataclasses.asdict(call) for call in job.calls]),
         "limits": dataclasses.asdict(job.limits),
     }
+
+
+def _text(text: str) -> str:
+    """Return what UTF-8 can say of it: a model may write half a surrogate pair."""
+    return text.encode(errors="replace").decode()
 
 
 def read_job(frame: Frame) -> Job:
@@ -127,11 +133,11 @@ def read_job(frame: Frame) -> Job:
         calls = tuple(Call(c["function"], tuple(c["arguments"]), c["keywords"]) for c in json.loads(frame["calls"]))
         job = Job(frame["code"], frame["profile"], frame["stdin"], calls, Limits(**frame["limits"]))
         sound = isinstance(job.code, str) and isinstance(job.profile, str) and isinstance(job.stdin, str | None)
-        sound = sound and all(value > 0 for value in dataclasses.astuple(job.limits))
+        sound = sound and all(value > 0 and math.isfinite(value) for value in dataclasses.astuple(job.limits))
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise PeerError(f"expected a job, found other content: {error!r}"[:300]) from error
     if not sound:
-        raise PeerError("expected a job's code and profile as text and limits above 0, found other content")
+        raise PeerError("expected a job's code and profile as text and finite limits above 0, found other content")
     return job
 
 

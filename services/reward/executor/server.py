@@ -34,6 +34,8 @@ async def serve(executor: Executor, address: str, max_waiting: int) -> AsyncIter
         connections.add(task)
         try:
             await _Session(executor, reader, writer, max_waiting).run()
+        except asyncio.CancelledError:  # the server closes; asyncio's streams call a cancelled connection an error
+            log.debug("a connection was ended")
         finally:
             connections.discard(task)
             writer.close()

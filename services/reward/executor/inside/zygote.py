@@ -15,6 +15,7 @@ Started by ``isolation.py`` with its settings as JSON, which name the descriptor
 """
 
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
@@ -126,10 +127,9 @@ class Zygote:
         report = descriptors[3]
         try:
             payload = _read_all(descriptors[0])
-            for place, descriptor in enumerate((descriptors[1], descriptors[2], self._nothing, report)):
-                os.dup2(descriptor, place + 100)
-            for place in range(4):
-                os.dup2(place + 100, place)
+            moved = [fcntl.fcntl(found, fcntl.F_DUPFD, 4) for found in (*descriptors[1:3], self._nothing, report)]
+            for place, descriptor in enumerate(moved):
+                os.dup2(descriptor, place)
             report = runner.REPORT
             os.closerange(4, 1 << 20)
             job = json.loads(payload)
@@ -142,7 +142,10 @@ class Zygote:
             with contextlib.suppress(OSError):
                 os.write(report, f"error {type(error).__name__}: {error}\n".encode())
             os._exit(runner.ERROR)
-        runner.run(job["code"], job["calls"])  # never returns
+        try:
+            runner.run(job["code"], job["calls"])
+        finally:
+            os._exit(runner.ERROR)  # whatever the program did to the runner, it does not come back here
 
 
 def _read_all(descriptor: int) -> bytes:
