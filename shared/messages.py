@@ -42,16 +42,20 @@ class FinishReason(StrEnum):
 
 
 class ScoreStatus(StrEnum):
-    """What a scorer can say. Only ``OK`` and ``WRONG_FORMAT`` and ``TIMEOUT`` and ``CRASHED`` carry a value.
+    """What a scorer can say. All but ``UNAVAILABLE`` carry a value.
 
-    ``TIMEOUT`` and ``CRASHED`` mean that the *completion* made its own check fail (an endless expression, say);
-    ``UNAVAILABLE`` means that the scorer could not do its work: the group is tried again, then buried, never scored 0.
+    ``TIMEOUT``, ``CRASHED``, ``MEMORY``, ``OUTPUT_LIMIT`` and ``FORBIDDEN`` mean that the *completion* made its own check fail
+    (an endless expression, a program that takes too much or what it must not); ``UNAVAILABLE`` means that the scorer could
+    not do its work: the group is tried again, then buried, never scored 0.
     """
 
     OK = "ok"
     WRONG_FORMAT = "wrong_format"
     TIMEOUT = "timeout"
     CRASHED = "crashed"
+    MEMORY = "memory"
+    OUTPUT_LIMIT = "output_limit"
+    FORBIDDEN = "forbidden"
     UNAVAILABLE = "unavailable"
 
 

@@ -92,6 +92,37 @@ class FormatScorer(Section):
     """How much a rule counts, by its name; 1 where nothing is said: {json = 3, length = 0.5}. `tags` counts for each tag."""
 
 
+class CodeScorer(Section):
+    """Runs the completion's program on the problem's tests, isolated by the executor (docs/rewards.md, "Code")."""
+
+    kind: Literal["code"]
+    """The code scorer."""
+    name: str = Field(default="code", pattern=r"^[a-z_][a-z0-9_]*$")
+    """Its name in reward.expression and in metrics."""
+    tests_field: str = Field(default="tests", min_length=1)
+    """The dataset's column with the tests."""
+    credit: Literal["all", "share"] = Field(default="all")
+    """1 for a program that passes `all` tests, else 0; or the `share` of tests that it passes."""
+    needs_block: bool = Field(default=True)
+    """A completion without a fenced block is `wrong_format`; otherwise all of it is the program."""
+    max_tests: NonNegativeInt = Field(default=0)
+    """Only the first so many tests of a problem are run; 0: all."""
+    tolerance: NonNegativeFloat = Field(default=0.0)
+    """Numbers a and b are equal where |a - b| <= tolerance · max(1, |a|, |b|); 0: exactly, and 1 is not 1.0."""
+    timeout_s: Annotated[float, Field(gt=0, le=600)] = Field(default=5.0)
+    """Wall time of one test, and its CPU time."""
+    memory_mib: PositiveInt = Field(default=512)
+    """Address space of one test."""
+    output_kib: PositiveInt = Field(default=1024)
+    """Most that one test may write."""
+    profile: Literal["stdlib", "numpy"] = Field(default="stdlib")
+    """The interpreter: with the standard library alone, or with numpy."""
+    in_flight: PositiveInt = Field(default=64)
+    """Most tests that one reward replica has with the executor at a time."""
+    wait_s: NonNegativeFloat = Field(default=30.0)
+    """Once the executor is known to be away, each attempt at a group waits so long for it before it counts as failed."""
+
+
 class PythonScorer(Section):
     """The user's own function, in processes of its own."""
 
@@ -197,5 +228,6 @@ class RandomScorer(Section):
 
 
 Scorer = Annotated[
-    AnswerScorer | FormatScorer | ModelScorer | JudgeScorer | PythonScorer | RandomScorer, Field(discriminator="kind")
+    AnswerScorer | CodeScorer | FormatScorer | ModelScorer | JudgeScorer | PythonScorer | RandomScorer,
+    Field(discriminator="kind"),
 ]

@@ -429,7 +429,7 @@ class Settings(Section):
     @property
     def needs_executor(self) -> bool:
         """Whether a scorer runs model-written code."""
-        return any(str(scorer.kind) == "code" for scorer in self.reward.scorers)
+        return any(scorer.kind == "code" for scorer in self.reward.scorers)
 
     @property
     def run_folder(self) -> Path:

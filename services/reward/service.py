@@ -22,6 +22,7 @@ import numpy as np
 from prometheus_client import Counter, Gauge, Histogram
 
 from services.reward.answer import AnswerMatcher
+from services.reward.code.scorer import CodeTester
 from services.reward.format import FormatChecker
 from services.reward.function import FunctionScorer
 from services.reward.judge import Judge
@@ -36,7 +37,7 @@ from shared.errors import PermanentError, TemporaryError
 from shared.expression import Expression
 from shared.messages import Experience, Float32Array, Prompt, Purpose, RolloutGroup, SampleScores, Score, ScoreStatus
 from shared.reward_models import ModelScorer
-from shared.scorers import AnswerScorer, FormatScorer, JudgeScorer, PythonScorer, RandomScorer
+from shared.scorers import AnswerScorer, CodeScorer, FormatScorer, JudgeScorer, PythonScorer, RandomScorer
 from shared.scorers import Scorer as ScorerSettings
 from shared.service import Context, serve
 from shared.settings import Settings
@@ -77,6 +78,8 @@ def make_scorer(scorer: ScorerSettings, settings: Settings, bus: Bus | None = No
             return Judge(scorer)
         case RandomScorer():
             return Lot(scorer.name, settings.run.seed)
+        case CodeScorer():
+            return CodeTester(scorer, settings.reward.executor.address)
 
 
 class Scoring:
