@@ -91,7 +91,7 @@ def _sentence(a: int, b: int, equal: bool) -> tuple[str, str]:
 
 
 def _logarithm(a: int, b: int, equal: bool) -> tuple[str, str]:
-    return rf"{a}\ln {b}", rf"\boxed{{\ln {b} \cdot {a if equal else a + 1}}}"
+    return rf"{a}\ln {b}", rf"\boxed{{{a if equal else a + 1} \cdot \ln({b})}}"
 
 
 def _inequality(a: int, b: int, equal: bool) -> tuple[str, str]:

@@ -282,8 +282,8 @@ class _Reader:
 
     def _fraction(self) -> Polynomial:
         if self._next.isdigit() and len(self._next) == 2:  # \frac12
-            above, below = self._take()
-            return Polynomial.number(int(above)) / Polynomial.number(int(below))
+            above, below = divmod(int(self._take()), 10)
+            return Polynomial.number(above) / Polynomial.number(below)
         return self._argument() / self._argument()
 
     def _argument(self) -> Polynomial:
