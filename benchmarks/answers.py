@@ -3,10 +3,11 @@
     python -m benchmarks.answers --answers 4000 --processes 2
 
 Answers are made from a seed, all different, so that nothing is remembered, and asked one by one with ``--at-once`` in flight:
-40 % whole numbers and decimals in boxes, after #### or bare (no computer algebra), 15 % boxed fractions, 10 % multiples of
-roots and pi, 10 % intervals, 8 % sets and lists, 10 % polynomials, 4 % matrices, 3 % with units. Half of them are equal to the
-reference, and each is checked for that. ``algebra_*`` are the same figures of those that a matcher process compared. An
-answer's time is from asking to its score; ``cpu_ms`` is processor time per answer, which says on a busy machine what an idle one
+36 % whole numbers and decimals in boxes, after #### or bare, 15 % boxed fractions, 10 % multiples of roots and pi, 10 %
+intervals, 8 % sets and lists, 10 % polynomials, 4 % matrices, 3 % with units, and, for a matcher process to compare, 2 % sentences
+and 2 % logarithms. Half of them are equal to the reference, and each is checked for that. ``algebra_*`` are the same figures of
+a tenth as many answers that are all for a process: the two last kinds, inequalities and quotients of polynomials. An answer's time
+is from asking to its score; ``cpu_ms`` is processor time per answer, which says on a busy machine what an idle one
 could do. Prints one JSON object, and fails where a bar or a verdict is missed.
 """
 
@@ -18,6 +19,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import numpy as np
 import psutil
@@ -84,8 +86,25 @@ def _unit(a: int, b: int, equal: bool) -> tuple[str, str]:
     return f"{a}", rf"\boxed{{{a if equal else a + b}\text{{ cm}}}}"
 
 
-MIX: dict[str, tuple[int, Maker]] = {
-    "number": (40, _number),
+def _sentence(a: int, b: int, equal: bool) -> tuple[str, str]:
+    return f"{a}", f"We add {b} and find that it is {a if equal else a + b}."
+
+
+def _logarithm(a: int, b: int, equal: bool) -> tuple[str, str]:
+    return rf"{a}\ln {b}", rf"\boxed{{{a if equal else a + 1} \cdot \ln({b})}}"
+
+
+def _inequality(a: int, b: int, equal: bool) -> tuple[str, str]:
+    return f"x > {a * b}", rf"\boxed{{{a * b if equal else a * b + 1} < x}}"
+
+
+def _quotient(a: int, b: int, equal: bool) -> tuple[str, str]:
+    return rf"\frac{{{a}}}{{x+{b}}}", rf"\boxed{{\frac{{{2 * a if equal else 2 * a + 1}}}{{2x+{2 * b}}}}}"
+
+
+Mix: TypeAlias = dict[str, tuple[int, Maker]]
+MIX: Mix = {
+    "number": (36, _number),
     "fraction": (15, _fraction),
     "root": (10, _root),
     "interval": (10, _interval),
@@ -93,16 +112,24 @@ MIX: dict[str, tuple[int, Maker]] = {
     "polynomial": (10, _polynomial),
     "matrix": (4, _matrix),
     "unit": (3, _unit),
+    "sentence": (2, _sentence),
+    "logarithm": (2, _logarithm),
+}
+ALGEBRA: Mix = {
+    "sentence": (1, _sentence),
+    "logarithm": (1, _logarithm),
+    "inequality": (1, _inequality),
+    "quotient": (1, _quotient),
 }
 
 
-def cases(count: int, seed: int = 0) -> Iterator[Case]:
+def cases(count: int, mix: Mix = MIX, seed: int = 0) -> Iterator[Case]:
     """Yield ``count`` different answers."""
     lot, seen = random.Random(seed), set[tuple[str, str]]()
     while len(seen) < count:
-        (kind,) = lot.choices(list(MIX), [share for share, _ in MIX.values()])
+        (kind,) = lot.choices(list(mix), [share for share, _ in mix.values()])
         equal = lot.random() < 0.5
-        pair = MIX[kind][1](lot.randint(2, 999), lot.randint(2, 99), equal)
+        pair = mix[kind][1](lot.randint(2, 999), lot.randint(2, 99), equal)
         if pair not in seen:
             seen.add(pair)
             yield Case(kind, *pair, equal)
@@ -161,7 +188,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=2, help="answers in flight")
     arguments = parser.parse_args()
     todo = list(cases(arguments.answers))
-    algebra = [case for case in todo if case.kind != "number"]
+    algebra = list(cases(max(1, arguments.answers // 10), ALGEBRA))
     found = asyncio.run(measure(todo, arguments.processes, arguments.at_once))
     slow = asyncio.run(measure(algebra, arguments.processes, arguments.at_once))
     found |= {f"algebra_{name}": value for name, value in slow.items()}

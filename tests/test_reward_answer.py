@@ -196,7 +196,7 @@ def test_an_endless_tolerance_is_refused() -> None:
 async def test_a_matcher_that_cannot_be_started_is_unavailable_and_plain_numbers_go_on() -> None:
     broken = matcher()
     await broken.start()
-    unknown, known = await broken.score(asked("46", "x+1", "46"))
+    unknown, known = await broken.score(asked("46", "x>1", "46"))
     assert (unknown.status, unknown.value) == (ScoreStatus.UNAVAILABLE, None)
     assert (known.status, known.value) == (ScoreStatus.OK, 1.0)
 
@@ -273,7 +273,7 @@ async def test_an_endless_comparison_is_killed_and_the_next_one_works() -> None:
     hasty = matcher(command=COMMAND, timeout_s=2.0)
     await hasty.start()
     try:
-        endless, other = await hasty.score(asked("46", "10^{10^{10}}", "x=46"))
+        endless, other = await hasty.score(asked("46", "10^{10^{10}}", "It is 46."))
         assert (endless.status, endless.value, endless.detail) == (ScoreStatus.TIMEOUT, 0.0, "no answer within 2 s")
         assert (other.status, other.value) == (ScoreStatus.OK, 1.0)
     finally:
@@ -296,7 +296,7 @@ async def test_a_matcher_process_that_is_killed_from_outside_costs_no_verdict() 
     try:
         (pid,) = _matchers() - before
         os.kill(pid, signal.SIGKILL)
-        assert (await score(found, "5", "x=5")).value == 1.0
+        assert (await score(found, "5", "It is 5.")).value == 1.0
     finally:
         await found.close()
 

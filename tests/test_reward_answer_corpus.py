@@ -112,8 +112,8 @@ UNEQUAL: dict[str, list[tuple[str, str]]] = {
 
 HOSTILE = [
     "10^{10^{10}}", "10**10**10", "9" * 100_000, "(" * 100_000, "x^" * 50_000, "{" * 50_000 + "}" * 50_000, "\\frac{" * 10_000,
-    "$" * 100_000, "1," * 40_000, "\\sqrt{" * 300 + "2" + "}" * 300, "99999999!", "\\boxed{" * 10_000, "((((((((((1+1))))))))))^" * 40,
-    "\\sum_{i=1}^{10^{100}} i^i", "\\int_0^\\infty \\sin(x^x) dx", "((x+1)^{1000}+1)^{1000}", "\x00\ud7ff\U0010ffff",
+    "$" * 100_000, "1," * 40_000, "\\sqrt{" * 300 + "2" + "}" * 300, "\\boxed{" * 10_000, "((((((((((1+1))))))))))^" * 40,
+    "((x+1)^{1000}+1)^{1000}", "\x00\ud7ff\U0010ffff",
 ]  # fmt: skip
 
 
@@ -157,7 +157,7 @@ async def test_what_is_written_to_break_the_matcher_ends_in_time_with_a_word_tha
         await hasty.start()
         async with asyncio.timeout(60.0):
             scores = await hasty.score(group)
-        honest = await hasty.score(builders.group(1, ("46", "x=46")))
+        honest = await hasty.score(builders.group(1, ("46", "It is 46.")))
     finally:
         await hasty.close()
     said = {score.status for score in scores}

@@ -1,73 +1,31 @@
-"""Laws of the user's own scorer, with functions of this module and in real processes."""
+"""Laws of the user's own scorer, with the functions of ``scorer_functions`` in real processes."""
 
-import asyncio
 import dataclasses
-import os
 import re
-import subprocess
-import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import psutil
 import pytest
+import pytest_asyncio
 
 from services.reward.function import FunctionScorer
 from services.reward.function_call import as_result, load
 from services.reward.scorer import Result
 from shared.errors import SettingsError
-from shared.messages import Prompt, Sample, Score, ScoreStatus
+from shared.messages import Score, ScoreStatus
 from shared.scorers import PythonScorer
-from tests import builders
+from tests import builders, scorer_functions
 from tests.conftest import until
 
 ROOT = Path(__file__).parent.parent
-
-
-def score(sample: Sample, prompt: Prompt) -> float | Result:
-    """Do what the completion says."""
-    print("what a function prints is no answer")
-    match sample.text.split():
-        case ["raise"]:
-            raise ZeroDivisionError("no")
-        case ["exit"]:
-            sys.exit(0)
-        case ["die"]:
-            os._exit(3)
-        case ["hang", folder]:
-            child = subprocess.Popen(["sleep", "600"])
-            (Path(folder) / "child").write_text(str(child.pid))
-            time.sleep(600)
-        case ["text"]:
-            return "0.5"  # type: ignore[return-value]
-        case ["nan"]:
-            return float("nan")
-        case ["unknown"]:
-            return Result(None, "the index is being built")
-        case ["form"]:
-            return Result(0.25, "no table", ScoreStatus.WRONG_FORMAT)
-        case ["read"]:
-            return float(len(sys.stdin.read()))
-        case ["see", name]:
-            return float(name in os.environ)
-    return float(sample.text == prompt.answer and prompt.extra["level"] == 1 and sample.token_ids.tolist() == [0, 1, 2])
-
-
-_LOOPS: list[asyncio.AbstractEventLoop] = []
-
-
-async def score_async(sample: Sample, prompt: Prompt) -> float:
-    """Return how many event loops this process has had."""
-    await asyncio.sleep(0)
-    _LOOPS.append(asyncio.get_running_loop())
-    return float(len(set(_LOOPS)))
+FUNCTIONS = scorer_functions.__name__
 
 
 @asynccontextmanager
 async def scorer(function: str = "score", **more: object) -> AsyncIterator[FunctionScorer]:
-    settings = PythonScorer.model_validate({"kind": "python", "function": f"{__name__}:{function}"} | more)
+    settings = PythonScorer.model_validate({"kind": "python", "function": f"{FUNCTIONS}:{function}"} | more)
     found = FunctionScorer(settings)
     try:
         await found.start()
@@ -76,14 +34,21 @@ async def scorer(function: str = "score", **more: object) -> AsyncIterator[Funct
         await found.close()
 
 
-async def scores(*texts: str, **more: object) -> list[Score]:
-    async with scorer(**more) as found:  # type: ignore[arg-type]
-        return await found.score(builders.group(0, texts))
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def lenient() -> AsyncIterator[FunctionScorer]:
+    async with scorer() as found:
+        yield found
 
 
-async def test_it_gives_what_the_function_returns_for_each_sample_and_its_prompt() -> None:
-    found = await scores("46", "47", "form", "read", "unknown")
-    assert found == [
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def strict() -> AsyncIterator[FunctionScorer]:
+    async with scorer(timeout_s=2.0, on_error="zero") as found:
+        yield found
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_it_gives_what_the_function_returns_for_each_sample_and_its_prompt(lenient: FunctionScorer) -> None:
+    assert await lenient.score(builders.group(0, ("46", "47", "form", "read", "unknown"))) == [
         Score("python", ScoreStatus.OK, 1.0),
         Score("python", ScoreStatus.OK, 0.0),
         Score("python", ScoreStatus.WRONG_FORMAT, 0.25, "no table"),
@@ -93,11 +58,13 @@ async def test_it_gives_what_the_function_returns_for_each_sample_and_its_prompt
 
 
 async def test_an_async_function_keeps_one_event_loop() -> None:
-    assert [found.value for found in await scores("a", "b", "c", function="score_async")] == [1.0, 1.0, 1.0]
+    async with scorer("score_async") as found:
+        assert [one.value for one in await found.score(builders.group(0, ("a", "b", "c")))] == [1.0, 1.0, 1.0]
 
 
-async def test_a_bug_in_the_function_makes_the_reward_unknown_not_0() -> None:
-    found = await scores("raise", "exit", "die", "text", "nan", "46")
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_bug_in_the_function_makes_the_reward_unknown_not_0(lenient: FunctionScorer) -> None:
+    found = await lenient.score(builders.group(0, ("raise", "exit", "die", "text", "nan", "46")))
     assert [one.status for one in found] == [ScoreStatus.UNAVAILABLE] * 5 + [ScoreStatus.OK]
     assert [one.detail for one in found[:5]] == [
         "ZeroDivisionError: no",
@@ -108,15 +75,19 @@ async def test_a_bug_in_the_function_makes_the_reward_unknown_not_0() -> None:
     ]
 
 
-async def test_a_bug_is_worth_0_where_the_user_says_so() -> None:
-    found = await scores("raise", on_error="zero")
-    assert found == [Score("python", ScoreStatus.CRASHED, 0.0, "ZeroDivisionError: no")]
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_bug_is_worth_0_where_the_user_says_so(strict: FunctionScorer) -> None:
+    assert await strict.score(builders.group(0, ("raise",))) == [
+        Score("python", ScoreStatus.CRASHED, 0.0, "ZeroDivisionError: no")
+    ]
 
 
-async def test_a_late_function_is_killed_with_what_it_started_and_the_next_sample_is_scored(tmp_path: Path) -> None:
-    async with scorer(timeout_s=3.0, on_error="zero") as found:
-        late, well = await found.score(builders.group(0, (f"hang {tmp_path}", "46")))
-    assert late == Score("python", ScoreStatus.TIMEOUT, 0.0, "no answer within 3 s")
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_late_function_is_killed_with_what_it_started_and_the_next_sample_is_scored(
+    strict: FunctionScorer, tmp_path: Path
+) -> None:
+    late, well = await strict.score(builders.group(0, (f"hang {tmp_path}", "46")))
+    assert late == Score("python", ScoreStatus.TIMEOUT, 0.0, "no answer within 2 s")
     assert well.value == 1.0
     child = int((tmp_path / "child").read_text())
     await until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
@@ -125,34 +96,39 @@ async def test_a_late_function_is_killed_with_what_it_started_and_the_next_sampl
 async def test_the_function_sees_no_variable_but_those_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK__BUS__URL", "redis://:secret@host")
     monkeypatch.setenv("MY_INDEX", "/data")
-    found = await scores("see PENSTOCK__BUS__URL", "see MY_INDEX", environment=["MY_INDEX"])
-    assert [one.value for one in found] == [0.0, 1.0]
+    async with scorer(environment=["MY_INDEX"]) as found:
+        seen = await found.score(builders.group(0, ("see PENSTOCK__BUS__URL", "see MY_INDEX")))
+    assert [one.value for one in seen] == [0.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("function", "found"),
-    [
-        ("no_such_module:score", "ModuleNotFoundError: No module named 'no_such_module'"),
-        (f"{__name__}:nothing", "AttributeError: module 'tests.test_reward_function' has no attribute 'nothing'"),
-        (f"{__name__}:ROOT", "ValueError: tests.test_reward_function:ROOT is no function but PosixPath"),
-        ("nobody", "ValueError: no entry point 'nobody' in the group 'penstock.scorers'"),
-    ],
-)
-async def test_a_function_that_is_not_there_stops_the_start(function: str, found: str) -> None:
-    wrong = FunctionScorer(PythonScorer(kind="python", function=function))
+async def test_a_function_that_is_not_there_stops_the_start() -> None:
+    wrong = FunctionScorer(PythonScorer(kind="python", function="no_such_module:score"))
     with pytest.raises(SettingsError) as caught:
         await wrong.start()
     await wrong.close()
-    assert f"for scorer 'python', found {found}" in str(caught.value)
+    assert "for scorer 'python', found ModuleNotFoundError: No module named 'no_such_module'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "said"),
+    [
+        (f"{FUNCTIONS}:nothing", AttributeError, "module 'tests.scorer_functions' has no attribute 'nothing'"),
+        (f"{FUNCTIONS}:NUMBER", ValueError, "tests.scorer_functions:NUMBER is no function but int"),
+        ("nobody", ValueError, "no entry point 'nobody' in the group 'penstock.scorers'"),
+    ],
+)
+def test_what_names_no_function_cannot_be_loaded(function: str, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=re.escape(said)):
+        load(function)
 
 
 def test_a_function_is_found_by_its_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "mine-1.0.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
-    (package / "entry_points.txt").write_text(f"[penstock.scorers]\nmine = {__name__}:score\n")
+    (package / "entry_points.txt").write_text(f"[penstock.scorers]\nmine = {FUNCTIONS}:score\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert load("mine") is score
+    assert load("mine") is scorer_functions.score
 
 
 def test_a_number_of_any_kind_is_a_score() -> None:

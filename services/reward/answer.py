@@ -3,12 +3,14 @@
 ::
 
     completion ──▶ extract ──▶ answer ── as text, or both plain numbers ──▶ verdict, in microseconds
-                     │            └── anything else (mode math) ──▶ seen lately? ──▶ verdict
-                     │                                                └── a killable process ──▶ verdict, in milliseconds
+                     │            └── (mode math) both plain mathematics ──▶ verdict, in a millisecond
+                     │                    └── seen lately? ──▶ verdict
+                     │                            └── a killable process ──▶ verdict, in tens of milliseconds
                      └── none, or cut off ──▶ wrong_format
 
 Equal answers of a group are compared once. ``math`` accepts whatever has the same value, ``12+34`` for ``46`` too: where
-evaluating *is* the task, use ``numeric`` or ``exact``. What a model writes is never evaluated in this process.
+evaluating *is* the task, use ``numeric`` or ``exact``. In this process, what a model writes is read with bounds on its length,
+depth and numbers (:mod:`plain_numbers`, :mod:`plain_mathematics`) or not at all.
 """
 
 import asyncio
@@ -18,7 +20,7 @@ import sys
 from collections.abc import Iterable
 from fractions import Fraction
 
-from services.reward import plain_numbers
+from services.reward import plain_mathematics, plain_numbers
 from services.reward.extraction import extract
 from services.reward.plain_numbers import PlainNumber
 from services.reward.processes import Crashed, Overdue, Processes
@@ -143,7 +145,8 @@ class AnswerMatcher:
             return self._judged(plain_numbers.close(expected, found, self._tolerance_of(expected, found)), answer)
         if mode == "numeric":
             return self._wrong_format(f"expected a number, found {answer[:80]!r}")
-        return self._remembered.get(reference, answer)
+        equal = plain_mathematics.compare(reference, answer)
+        return self._remembered.get(reference, answer) if equal is None else self._judged(equal, answer)
 
     def _tolerance_of(self, expected: PlainNumber, found: PlainNumber) -> Fraction:
         """In mathematics whole numbers and fractions are exact; only what is written rounded has a tolerance."""

@@ -25,7 +25,7 @@ LONGEST_PROSE = 4_000
 LONGEST_FORMULA = 1_000
 """A longer formula is not read, in characters: no reference is so long, and reading one takes minutes."""
 _MEMORY_BYTES = 2 * 1024**3
-_MATHEMATICS = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed|\\begin\{(?:equation|align|math)")
+_MATHEMATICS = re.compile(r"(?<!\\)(?:\$|\\\(|\\\[)|\\boxed|\\begin\{(?:equation|align|math)")
 _PROSE = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{2,}[,.:;]?\s+[A-Za-z]+(?![A-Za-z{])|\n")
 _WARM_UP = (
     (r"\frac{1}{2}", "0.5"),
