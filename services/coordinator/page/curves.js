@@ -30,7 +30,7 @@ export function drawCurves(node, reports, evaluations, maxLag) {
     ["Held-out accuracy", "greedy, with 95 % confidence (Wilson)", () => accuracies(evaluations)],
     ["KL", "nats a token, behavior against policy", plain(["kl_mean"])],
     ["Entropy", "nats a token", plain(["entropy"])],
-    ["Lag", `steps between a sample's oldest version and its use${bound}`, plain(["lag_mean", "lag_max"])],
+    ["Lag", `in steps, of samples when used${bound}`, plain(["lag_mean", "lag_max"])],
     ["Throughput", "trained tokens per second", plain(["tokens_per_s"])],
     ["Time per phase", "seconds of a step in the trainer", () => stack(steps, phases)],
     ["Response length", "tokens, mean", plain(["response_tokens_mean"])],

@@ -1,44 +1,34 @@
-// One modal dialog: the browser holds the focus in it, gives it back where it was, and closes it on Escape.
+// Modal dialogs: the browser holds the focus in the topmost, gives it back where it was, and closes it on Escape.
 
-import { byId, el } from "./dom.js";
-
-let waiting = Promise.resolve();
+import { el } from "./dom.js";
 
 /**
- * Ask the person, after whatever is being asked already. `act(form)` does what the dialog is for: while it works the dialog stays,
- * and an error is shown in it. Resolves with what `act` returns; with null when the person does not want to.
+ * Ask the person. `act(form)` does what the dialog is for: while it works the dialog stays, and an error is shown in it.
+ * Resolves with what `act` returns; with null when the person does not want to.
  */
-export function ask(question) {
-  const asked = waiting.then(() => show(question));
-  waiting = asked.catch(() => null);
-  return asked;
-}
-
-function show({ title, body, yes, danger = false, act }) {
-  const [dialog, form, error, yesButton, noButton] = ["dialog", "dialog-form", "dialog-error", "dialog-yes", "dialog-no"].map(byId);
-  byId("dialog-title").textContent = title;
-  byId("dialog-body").replaceChildren(...body);
-  error.textContent = "";
-  yesButton.textContent = yes;
-  yesButton.className = danger ? "danger" : "";
-  yesButton.disabled = false;
+export function ask({ title, body, yes, danger = false, act }) {
+  const error = el("p", { class: "bad line", role: "alert" });
+  const yesButton = el("button", { type: "submit", class: danger ? "danger" : "" }, yes);
+  const noButton = el("button", { type: "button", class: "quiet", onclick: () => dialog.close() }, "Cancel");
+  const form = el("form", { method: "dialog" }, el("h2", {}, title), body, error, el("div", { class: "choices" }, noButton, yesButton));
+  const dialog = el("dialog", { "aria-label": title }, form);
+  let found = null;
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    yesButton.disabled = true;
+    try {
+      found = await act(new FormData(form));
+      dialog.close();
+    } catch (problem) {
+      error.textContent = problem.message;
+      yesButton.disabled = false;
+    }
+  });
+  document.body.append(dialog);
+  dialog.showModal();
+  (form.querySelector("input") ?? noButton).focus();
   return new Promise((resolve) => {
-    let found = null;
-    form.onsubmit = async (event) => {
-      event.preventDefault();
-      yesButton.disabled = true;
-      try {
-        found = await act(new FormData(form));
-        dialog.close();
-      } catch (problem) {
-        error.textContent = problem.message;
-        yesButton.disabled = false;
-      }
-    };
-    noButton.onclick = () => dialog.close();
-    dialog.onclose = () => resolve(found);
-    dialog.showModal();
-    (form.querySelector("input") ?? noButton).focus();
+    dialog.addEventListener("close", () => { dialog.remove(); resolve(found); });
   });
 }
 

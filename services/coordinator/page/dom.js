@@ -27,17 +27,14 @@ export function say(node, text) {
 }
 
 /**
- * Put new children into a node when `data` is not what they were made of last time. What has the focus keeps it and what a
- * person opened stays open, by their `data-key`.
+ * Put new children into a node when `data` is not what they were made of last time. What has the focus keeps it, by its `data-key`.
  */
 export function redraw(node, data, make) {
   const mark = JSON.stringify(data);
   if (node.drawnFrom === mark) return;
   node.drawnFrom = mark;
   const focused = node.contains(document.activeElement) ? document.activeElement.dataset.key : undefined;
-  const folds = new Map([...node.querySelectorAll("details[data-key]")].map((one) => [one.dataset.key, one.open]));
   node.replaceChildren(...[make()].flat());
-  for (const one of node.querySelectorAll("details[data-key]")) one.open = folds.get(one.dataset.key) ?? one.open;
   if (focused !== undefined) node.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
 }
 

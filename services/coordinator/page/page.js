@@ -14,7 +14,7 @@ const EVENTS = 100, GROUPS = 5;
 
 const history = new History();
 const events = [];
-const shown = { run: null, services: [], operations: [], letters: [], groups: [], older: [], cursor: null, maxLag: null, revision: null };
+const shown = { run: null, services: [], operations: [], letters: [], groups: [], held: false, cursor: null, maxLag: null, revision: null };
 let seldomAt = 0;
 
 // ---------------------------------------------------------------- parts
@@ -75,12 +75,10 @@ function draw() {
   drawFlow(byId("flow"), run, shown.services, shown.maxLag);
   drawCurves(byId("curves"), history.steps, run.evaluations, shown.maxLag);
   drawLineage(byId("lineage"), history.policies, run.head, run.state, (target) => rollBack(target, history.policies, shown.run, lookNow));
-  const newest = shown.groups.at(-1)?.id;
-  drawRollouts(byId("rollouts"), [...shown.groups, ...shown.older.filter((one) => newest === undefined || before(one.id, newest))]);
+  drawRollouts(byId("rollouts"), shown.groups, shown.held);
   byId("older").hidden = shown.cursor === null;
+  byId("newest").hidden = !shown.held;
 }
-
-const before = (left, right) => left.localeCompare(right, "en", { numeric: true }) < 0;
 
 // ---------------------------------------------------------------- looking
 
@@ -100,8 +98,7 @@ async function lookSeldom(run) {
   const [services, operations, groups] = await Promise.all([get("v1/services?limit=500"), get("v1/operations?limit=10"), get(`v1/run/rollouts?limit=${GROUPS}`), history.readPolicies(run)]);
   shown.services = services.items;
   shown.operations = operations.items;
-  if (groups.items.length > 0) shown.groups = groups.items;
-  if (shown.older.length === 0) shown.cursor = groups.next;
+  if (!shown.held) [shown.groups, shown.cursor] = [groups.items, groups.next];
   shown.letters = run.dead > 0 ? (await get("v1/dead-letters?limit=5")).items : [];
   if (run.settings_revision !== shown.revision) {
     shown.maxLag = (await get("v1/run/settings")).values["algorithm.max_lag"];
@@ -115,10 +112,18 @@ async function lookNow() {
 }
 
 async function showOlder() {
+  shown.held = true;
   const page = await get(`v1/run/rollouts?limit=${GROUPS}&cursor=${shown.cursor}`);
-  shown.older.push(...page.items);
+  shown.groups = [...shown.groups, ...page.items];
   shown.cursor = page.next;
   draw();
+}
+
+/** Let the rollouts stand still while somebody reads them, or follow the run again. */
+async function hold(held) {
+  shown.held = held;
+  if (held) draw();
+  else await lookNow();
 }
 
 async function lookForEver() {
@@ -154,6 +159,8 @@ byId("pause").addEventListener("click", () => pause(shown.run, lookNow));
 byId("resume").addEventListener("click", () => resume(shown.run, lookNow));
 byId("older").addEventListener("click", showOlder);
 byId("token").addEventListener("click", () => { forgetToken(); location.reload(); });
+byId("newest").addEventListener("click", () => hold(false));
+byId("rollouts").addEventListener("click", () => hold(true));
 byId("older").hidden = true;
 lookForEver();
 (async () => {

@@ -2,11 +2,12 @@
 
 import { el, figure, redraw } from "./dom.js";
 
-/** Show `groups` (GET /v1/run/rollouts, newest first); the first stands open. */
-export function drawRollouts(node, groups) {
+/** Show `groups` (GET /v1/run/rollouts, newest first), the first of them open; what a person opened of `held` ones stays open. */
+export function drawRollouts(node, groups, held) {
   redraw(node, groups.map((group) => group.id), () => {
     if (groups.length === 0) return el("p", { class: "card soft" }, "none yet: they come with the first step");
-    return groups.map((group, index) => groupOf(group, index === 0));
+    const folds = new Map(held ? [...node.querySelectorAll("details")].map((one) => [one.dataset.key, one.open]) : []);
+    return groups.map((group, index) => groupOf(group, folds.get(group.id) ?? (!held && index === 0)));
   });
 }
 
@@ -19,14 +20,26 @@ function groupOf(group, open) {
     el("p", { class: "soft" }, `asked (${group.problem}, by ${group.replica})`), el("pre", {}, asked),
     group.answer === null ? "" : [el("p", { class: "soft" }, "answer"), el("pre", {}, group.answer)],
     el("div", { class: "scroll" }, el("table", {},
-      el("thead", {}, el("tr", {}, el("th", { class: "number" }, "reward"), el("th", {}, "completion"), el("th", {}, "scores"))),
-      el("tbody", {}, group.completions.map(completion)))));
+      el("thead", {}, el("tr", {}, el("th", { class: "number" }, "reward"), el("th", { class: "number" }, "times"), el("th", {}, "completion"), el("th", {}, "scores"))),
+      el("tbody", {}, alike(group.completions).map(row)))));
 }
 
-function completion(one) {
+/** Completions of one text and reward share a row. */
+function alike(completions) {
+  const rows = new Map();
+  for (const one of completions) {
+    const sign = JSON.stringify([one.text, one.reward, one.scores]);
+    rows.set(sign, [...(rows.get(sign) ?? []), one]);
+  }
+  return [...rows.values()];
+}
+
+function row(same) {
+  const [one] = same;
   const cut = one.finish_reason === "length" ? ", cut at the limit" : "";
   return el("tr", {},
     el("td", { class: `number ${one.reward > 0 ? "good" : "bad"}` }, figure(one.reward)),
+    el("td", { class: "number" }, String(same.length)),
     el("td", { class: "text", title: `${one.tokens} tokens${cut}, by v${one.versions.join(", v")}` }, one.text),
     el("td", { class: "soft" }, Object.entries(one.scores).map(([name, score]) => el("div", { title: score.detail }, scoreOf(name, score)))));
 }
