@@ -20,10 +20,10 @@ export const hasToken = () => sessionStorage.getItem(KEPT_AS) !== null;
 export const keepToken = (token) => sessionStorage.setItem(KEPT_AS, token);
 export const forgetToken = () => sessionStorage.removeItem(KEPT_AS);
 
-/** Return what GET `path` answers; null while the answer is no success. */
+/** Return what GET `path` answers. Throws a Problem where it is no success. */
 export const get = (path) => call("GET", path);
 
-/** Return what POST `path` answers. Done once, however often it is sent. */
+/** Return what POST `path` answers. Done once, however often it is sent. Throws a Problem, as `get`. */
 export const post = (path, body) => call("POST", path, body, newKey());
 
 async function call(method, path, body, key) {

@@ -36,7 +36,7 @@ export function drawCurves(node, reports, evaluations, maxLag) {
     ["Response length", "tokens, mean", plain(["response_tokens_mean"])],
     ["Gradient norm", "before clipping", plain(["grad_norm"])],
   ];
-  const sign = [reports.at(-1)?.id ?? null, reports.length, evaluations.length, maxLag];
+  const sign = [reports.at(-1)?.id ?? null, reports.length, evaluations.map((one) => one.version), maxLag];
   if (node.childElementCount === 0) node.append(...cards.map(([title]) => el("div", { class: "card curve", "data-curve": title })));
   cards.forEach(([title, note, make], index) => {
     const card = node.children[index];

@@ -5,8 +5,8 @@ import { get } from "./api.js";
 const PAGE = 500;
 /** The page shows at most so many of the newest steps. */
 const MOST_STEPS = 2000;
-/** Versions so near to the newest may still change their state without an event. */
-const CHANGING = 60;
+/** Versions so near to the newest are read each time; older ones, whose checkpoints may have been cleaned up, each so many times. */
+const CHANGING = 60, WHOLE_EVERY = 20;
 
 export class History {
   /** Newest report of each step, in order of the steps. */
@@ -15,6 +15,7 @@ export class History {
   policies = [];
   #newestReport = null;
   #whole = false;
+  #reads = 0;
 
   /** Read the reports that are new. A step that was trained again, after a rollback, replaces those from it on. */
   async readSteps() {
@@ -36,10 +37,20 @@ export class History {
     this.steps.splice(0, this.steps.length - MOST_STEPS);
   }
 
-  /** Read the versions: all of them the first time and after `forget`, else the newest. */
+  /** Read the versions: all of them the first time, after `forget` and now and then, else the newest. */
   async readPolicies(run) {
-    const from = this.#whole && run.newest_version !== null ? run.newest_version - CHANGING : -1;
-    this.#whole = true;
+    this.#reads += 1;
+    const from = this.#whole && this.#reads % WHOLE_EVERY !== 0 && run.newest_version !== null ? run.newest_version - CHANGING : -1;
+    this.#whole = true; // before reading: what is changed meanwhile may ask for more
+    try {
+      this.policies = await this.#policiesFrom(from);
+    } catch (problem) {
+      this.#whole = false;
+      throw problem;
+    }
+  }
+
+  async #policiesFrom(from) {
     const found = this.policies.filter((one) => one.version <= from);
     let cursor = from < 0 ? null : String(from);
     do {
@@ -47,7 +58,7 @@ export class History {
       found.push(...page.items);
       cursor = page.next;
     } while (cursor !== null);
-    this.policies = found;
+    return found;
   }
 
   /** Read all versions again: some that are old were changed. */

@@ -13,7 +13,6 @@ const EVERY_MS = 1000, SELDOM_MS = 3000, AWAY_MS = 15000;
 const EVENTS = 100, GROUPS = 5;
 
 const history = new History();
-const events = [];
 const shown = { run: null, services: [], operations: [], letters: [], groups: [], held: false, cursor: null, maxLag: null, revision: null };
 let seldomAt = 0;
 
@@ -40,10 +39,10 @@ function drawTiles(run) {
   const tiles = [
     ["step", `${figure(run.step)} of ${figure(run.steps)}`],
     ["mean reward", figure(run.last.reward_mean)],
-    ["held-out accuracy, first → newest", measured.length > 0 ? `${figure(measured[0].accuracy)} → ${figure(measured.at(-1).accuracy)}` : "–"],
-    ["trained tokens a second", figure(run.last.tokens_per_s)],
-    ["lag in steps, mean / most", `${figure(run.last.lag_mean)} / ${figure(run.last.lag_max)}`],
-    ["KL to what sampled, nats a token", figure(run.last.kl_mean)],
+    ["held-out accuracy", measured.length > 0 ? `${figure(measured[0].accuracy)} → ${figure(measured.at(-1).accuracy)}` : "–"],
+    ["trained tokens / s", figure(run.last.tokens_per_s)],
+    ["lag, mean / most", `${figure(run.last.lag_mean)} / ${figure(run.last.lag_max)}`],
+    ["KL, nats a token", figure(run.last.kl_mean)],
     ["training time", duration(run.training_s)],
     ["live version", run.head === null ? "–" : `v${run.head}`],
   ];
@@ -62,9 +61,11 @@ function drawWatch(run) {
     : [el("p", { class: "bad" }, `${figure(run.dead)}: see penstock dead`), ...shown.letters.map((one) => el("p", {}, `${one.stream}: ${one.reason}`))]));
 }
 
-function drawEvents() {
-  redraw(byId("events"), events.map((one) => one.id), () => (events.length === 0 ? el("li", { class: "soft" }, "none yet") : events.map((one) =>
-    el("li", {}, el("time", { datetime: new Date(one.at_s * 1000).toISOString() }, clock(one.at_s)), el("b", {}, one.name), el("span", {}, one.detail)))));
+/** Put one event above the others; only what is new is read out to those who listen. */
+function showEvent(event) {
+  const list = byId("events");
+  list.prepend(el("li", {}, el("time", { datetime: new Date(event.at_s * 1000).toISOString() }, clock(event.at_s)), el("b", {}, event.name), el("span", {}, event.detail)));
+  while (list.childElementCount > EVENTS) list.lastElementChild.remove();
 }
 
 function draw() {
@@ -73,7 +74,8 @@ function draw() {
   drawTiles(run);
   drawWatch(run);
   drawFlow(byId("flow"), run, shown.services, shown.maxLag);
-  drawCurves(byId("curves"), history.steps, run.evaluations, shown.maxLag);
+  const revoked = new Set(history.policies.filter((one) => one.state === "revoked").map((one) => one.version));
+  drawCurves(byId("curves"), history.steps, run.evaluations.filter((one) => !revoked.has(one.version)), shown.maxLag);
   drawLineage(byId("lineage"), history.policies, run.head, run.state, (target) => rollBack(target, history.policies, shown.run, lookNow));
   drawRollouts(byId("rollouts"), shown.groups, shown.held);
   byId("older").hidden = shown.cursor === null;
@@ -143,13 +145,11 @@ async function lookForEver() {
 
 async function hear() {
   const page = await get(`v1/events?limit=${EVENTS}`);
-  events.push(...page.items);
-  drawEvents();
-  await follow(events[0]?.id ?? "0-0", (event) => {
-    events.unshift(event);
-    events.length = Math.min(events.length, EVENTS);
-    drawEvents();
-    if (event.name.startsWith("rollback") || event.name.startsWith("policy")) history.forget();
+  byId("events").replaceChildren();
+  page.items.toReversed().forEach(showEvent);
+  await follow(page.items[0]?.id ?? "0-0", (event) => {
+    showEvent(event);
+    if (event.source === "rollback" || event.source === "api") history.forget();
   });
 }
 
