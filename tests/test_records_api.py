@@ -10,7 +10,7 @@ import pytest
 from services.coordinator.api import make_app
 from services.coordinator.lines import newest_first
 from services.coordinator.service import Coordinator
-from shared import streams
+from shared import streams, wire
 from shared.bus import Bus
 from shared.ledger import Ledger
 from tests import builders
@@ -42,16 +42,9 @@ async def test_steps_are_told_newest_first_page_by_page(http: httpx.AsyncClient,
     assert (newest["metrics"]["reward_mean"], newest["metrics"]["kl_max"]) == (0.3, None)  # not a number: null
 
 
-async def journal(bus: Bus, step: int) -> str:
+async def journal(bus: Bus, step: int) -> None:
     """Put a group into the journal, as the trainer's commit does."""
-    entry = await bus.append(streams.JOURNAL, {"step": str(step), "data": builders_data(step)})
-    return str(entry)
-
-
-def builders_data(step: int) -> bytes:
-    from shared import wire
-
-    return wire.encode(builders.experience(step))
+    await bus.append(streams.JOURNAL, {"step": str(step), "data": wire.encode(builders.experience(step))})
 
 
 async def test_groups_are_read_from_the_journal_and_before_it_from_the_records(
@@ -66,7 +59,8 @@ async def test_groups_are_read_from_the_journal_and_before_it_from_the_records(
     # A checkpoint trims the journal; the records keep some of it.
     kept = [{**one, "entry": one["id"]} for one in reversed(whole)]
     file = parts.api.folder / "rollouts.jsonl"
-    file.write_text("".join(json.dumps(one) + "\n" for one in kept), encoding="utf-8")
+    other = '{"entry": "1-0", "kept": "by a version to come"}\n'
+    file.write_text(other + "".join(json.dumps(one) + "\n" for one in kept), encoding="utf-8")
     await bus.client.xtrim(bus.keys.of(streams.JOURNAL), maxlen=1, approximate=False)
     assert (await http.get("/v1/run/rollouts")).json()["items"] == whole
     first = (await http.get("/v1/run/rollouts?limit=2")).json()

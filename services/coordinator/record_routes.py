@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
+from pydantic import ValidationError
 
 from services.coordinator import lines
 from services.coordinator.models import Answer
@@ -167,10 +168,17 @@ def _journalled(rows: list[tuple[str, Mapping[bytes, bytes]]]) -> Iterator[Rollo
 
 
 def _recorded(file: Path, before: str | None, count: int) -> list[RolloutView]:
-    older = (
-        line for line in lines.newest_first(file) if before is None or _place(str(line.get("entry"))) < _place(before)
-    )
-    return [_rollout(line) for line in itertools.islice(older, count)]
+    return list(itertools.islice(_older(file, before), count))
+
+
+def _older(file: Path, before: str | None) -> Iterator[RolloutView]:
+    for line in lines.newest_first(file):
+        try:
+            found = _rollout(line)
+        except (KeyError, ValidationError):
+            continue  # of another version
+        if before is None or _place(found.id) < _place(before):
+            yield found
 
 
 def _place(entry: str) -> tuple[int, int]:
