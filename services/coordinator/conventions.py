@@ -2,7 +2,7 @@
 
 ::
 
-    X-Request-Id ─▶ token (401, 403) ─▶ Origin (403) ─▶ Accept (406) ─▶ body (413, 415) ─▶ Idempotency-Key (409, 422) ─▶ route
+    X-Request-Id ─▶ token (401, 403; the page needs none) ─▶ Origin (403) ─▶ Accept (406) ─▶ body (413, 415) ─▶ Idempotency-Key (409, 422) ─▶ route
 
 A request that carries an id keeps it, another is given one; it stands in the answer and in the log. A POST with an ``Idempotency-Key``
 (draft-ietf-httpapi-idempotency-key-header) is done once: its answer is kept on the bus for a day and given again; the same key with another
