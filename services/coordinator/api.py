@@ -6,6 +6,7 @@
     /v1/run/settings   what may change while it goes on        /v1/dead-letters  what could not be handled
     /v1/operations     commands that take a while              /v1/events        a list, and a stream
     /v1/policies       versions, marks, comparison             /v1/runs          every run on this bus
+    /v1/run/steps, /v1/run/rollouts   what was trained     /  the page for people
     /healthz  /readyz  /openapi.json
 
 What holds for every request lies in ``conventions``, errors in ``problems``, lists in ``parts``. Commands are idempotent: repeating one
@@ -19,9 +20,11 @@ from fastapi import APIRouter, FastAPI, Response
 from services.coordinator.conventions import OPEN_PATHS, STREAM_PATH, Conventions
 from services.coordinator.event_routes import event_routes
 from services.coordinator.models import Health, Problem, Readiness
+from services.coordinator.page_routes import page_routes
 from services.coordinator.parts import Parts
 from services.coordinator.policy_routes import policy_routes
 from services.coordinator.problems import PROBLEM_TYPE, handle_problems
+from services.coordinator.record_routes import record_routes
 from services.coordinator.registry_routes import registry_routes
 from services.coordinator.run_routes import operation_routes, run_routes, settings_routes
 from services.coordinator.service_routes import dead_letter_routes, service_routes
@@ -58,10 +61,11 @@ def make_routes(parts: Parts) -> FastAPI:
         redoc_url=None,
         responses={"default": {"model": Problem}},
     )
-    for routes in (run_routes, settings_routes, operation_routes, policy_routes, service_routes):
+    for routes in (run_routes, record_routes, settings_routes, operation_routes, policy_routes, service_routes):
         app.include_router(routes(parts))
     for routes in (dead_letter_routes, event_routes, registry_routes, _health_routes):
         app.include_router(routes(parts))
+    app.include_router(page_routes())
     described = app.openapi
     app.openapi = lambda: app.openapi_schema or _described(described())  # type: ignore[method-assign]
     return app

@@ -2,7 +2,7 @@
 
 ::
 
-    X-Request-Id ─▶ token (401, 403) ─▶ Origin (403) ─▶ Accept (406) ─▶ body (413, 415) ─▶ Idempotency-Key (409, 422) ─▶ route
+    X-Request-Id ─▶ token (401, 403; the page needs none) ─▶ Origin (403) ─▶ Accept (406) ─▶ body (413, 415) ─▶ Idempotency-Key (409, 422) ─▶ route
 
 A request that carries an id keeps it, another is given one; it stands in the answer and in the log. A POST with an ``Idempotency-Key``
 (draft-ietf-httpapi-idempotency-key-header) is done once: its answer is kept on the bus for a day and given again; the same key with another
@@ -25,6 +25,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.coordinator.access import Access, Role
+from services.coordinator.page_routes import page_type
 from services.coordinator.problems import ANSWER_WITHIN_S, bus_away, problem
 from shared.bus import Bus
 from shared.errors import BusUnavailable
@@ -90,7 +91,8 @@ class Conventions:
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
         path, reads = scope["path"], scope["method"] in _READING
-        if path not in OPEN_PATHS:
+        page = page_type(path)
+        if path not in OPEN_PATHS and page is None:
             authorization = headers.get("authorization")
             role = self._access.role(None if authorization is None else authorization.encode("latin-1"))
             if role is None:
@@ -102,7 +104,7 @@ class Conventions:
         origin = headers.get("origin")
         if not reads and origin is not None and origin.partition("//")[2] != headers.get("host"):
             return problem(403, f"expected a request of this origin, found {origin}")
-        offered = "text/event-stream" if path == STREAM_PATH else "application/json"
+        offered = page or ("text/event-stream" if path == STREAM_PATH else "application/json")
         if not accepts(headers.get("accept", "*/*"), offered):
             return problem(406, f"expected to answer {offered}, found Accept: {headers['accept']}")
         return None

@@ -2,10 +2,13 @@
 
 import json
 import math
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from shared.messages import Json
+
+_BLOCK_BYTES = 1 << 16
 
 
 class Lines:
@@ -43,6 +46,23 @@ def read(path: Path) -> Iterator[dict[str, Json]]:
         for line in file:
             if (found := _parse(line)) is not None:
                 yield found
+
+
+def newest_first(path: Path) -> Iterator[dict[str, Json]]:
+    """Yield every whole line of a file, newest first, reading no more of it than is asked for; nothing where there is no file."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        at, rest = file.seek(0, os.SEEK_END), b""
+        while at > 0:
+            size = min(_BLOCK_BYTES, at)
+            at -= size
+            file.seek(at)
+            first, *whole = (file.read(size) + rest).splitlines(keepends=True)
+            yield from (found for line in reversed(whole) if (found := _parse(line)) is not None)
+            rest = first
+        if (found := _parse(rest)) is not None:
+            yield found
 
 
 def _mend(path: Path) -> dict[str, Json] | None:

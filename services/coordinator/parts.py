@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Annotated, TypeVar
 
 from fastapi import Query
@@ -31,7 +32,7 @@ EntryCursor = Annotated[
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parts:
-    """What the API is handed. ``changed`` is called after each request that changed the run."""
+    """What the API is handed. ``folder`` holds the run's records; ``changed`` is called after each request that changed the run."""
 
     bus: Bus
     ledger: Ledger
@@ -42,6 +43,7 @@ class Parts:
     rollbacks: Rollbacks
     access: Access
     status: Status
+    folder: Path
     changed: Callable[[], None]
 
     async def newest_first(self, stream: Stream, cursor: str | None, limit: int) -> list[tuple[str, dict[str, str]]]:

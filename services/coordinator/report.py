@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from services.coordinator import page
+from services.coordinator import frame
 from services.coordinator.charts import Band, Series, curves, figure, stack
 from shared.messages import Json
 
@@ -52,17 +52,17 @@ def render(run_folder: Path) -> str:
     steps = _one_line_a_step(_lines(run_folder / "metrics.jsonl"))
     evaluations = _lines(run_folder / "evaluations.jsonl")
     run_id = _word(summary, "run_id") or run_folder.resolve().name
-    return page.document(
+    return frame.document(
         f"Penstock: {run_id}",
         [
             _header(run_id, summary, steps),
             _headline(summary, steps, evaluations),
-            page.section("What it learned", _learning(steps, evaluations), "grid-of"),
-            page.section("How it learned", _training(steps), "grid-of"),
-            page.section("Where the time went", _times(steps), "grid-of"),
-            page.section("How the groups ended", _endings(summary, steps), "grid-of"),
-            page.section("To read", _rollouts(_lines(run_folder / "rollouts.jsonl"))),
-            page.section("Records", _records(run_folder, summary)),
+            frame.section("What it learned", _learning(steps, evaluations), "grid-of"),
+            frame.section("How it learned", _training(steps), "grid-of"),
+            frame.section("Where the time went", _times(steps), "grid-of"),
+            frame.section("How the groups ended", _endings(summary, steps), "grid-of"),
+            frame.section("To read", _rollouts(_lines(run_folder / "rollouts.jsonl"))),
+            frame.section("Records", _records(run_folder, summary)),
         ],
     )
 
@@ -74,9 +74,9 @@ def _header(run_id: str, summary: Line, steps: Sequence[Line]) -> str:
     state = _word(summary, "state") or ("no step yet" if not steps else "no summary yet")
     reason = _word(summary, "reason")
     at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(_figure(summary, "finished_at_s") or time.time()))
-    note = f'<p class="soft">{page.text(reason)}</p>' if reason else ""
+    note = f'<p class="soft">{frame.text(reason)}</p>' if reason else ""
     return (
-        f'<div class="head"><h1>{page.text(run_id)}</h1><span class="state">{page.text(state)}</span></div>'
+        f'<div class="head"><h1>{frame.text(run_id)}</h1><span class="state">{frame.text(state)}</span></div>'
         f'<p class="soft">a Penstock run, {at}</p>{note}'
     )
 
@@ -94,7 +94,7 @@ def _headline(summary: Line, steps: Sequence[Line], evaluations: Sequence[Line])
         ("samples per second", figure(_figure(summary, "samples_per_s"))),
         ("largest lag, in steps", figure(max(_known(steps, "lag_max"), default=None))),
     ]
-    shown = [page.tile(name, value) for name, value in tiles if value not in ("", "–")]
+    shown = [frame.tile(name, value) for name, value in tiles if value not in ("", "–")]
     return f'<div class="tiles">{"".join(shown)}</div>' if shown else ""
 
 
@@ -113,8 +113,8 @@ def _learning(steps: Sequence[Line], evaluations: Sequence[Line]) -> list[str]:
     )
     note = "" if evaluations else "none was made"
     return [
-        page.card("Reward", reward, "of training samples: mean, one deviation, min to max"),
-        page.card("Held-out accuracy", held_out or f'<p class="soft">{note}</p>', "greedy"),
+        frame.card("Reward", reward, "of training samples: mean, one deviation, min to max"),
+        frame.card("Held-out accuracy", held_out or f'<p class="soft">{note}</p>', "greedy"),
         _chart(steps, "Zero-variance groups", ["zero_std_groups"], "a step's groups that teach nothing", low=0.0),
     ]
 
@@ -147,8 +147,8 @@ def _times(steps: Sequence[Line]) -> list[str]:
     phases = stack(_axis(steps), [Series(label, _column(steps, name)) for name, label in shown.items()])
     return [
         _chart(steps, "Throughput", ["tokens_per_s"], "trained tokens per second", low=0.0),
-        page.card("A step's phases", phases, "seconds in the trainer"),
-        page.card("Mean seconds a step", _phase_table(steps)),
+        frame.card("A step's phases", phases, "seconds in the trainer"),
+        frame.card("Mean seconds a step", _phase_table(steps)),
     ]
 
 
@@ -158,7 +158,7 @@ def _phase_table(steps: Sequence[Line]) -> str:
     rows = [(label, sum(known) / len(steps)) for name, label in names.items() if (known := _known(steps, name))]
     others = {"generate_s_mean": "generate one group", "score_s_mean": "score one group"}
     rows += [(label, sum(known) / len(known)) for name, label in others.items() if (known := _known(steps, name))]
-    return page.table([(label, f"{mean:.3f}") for label, mean in rows], numbers=[1])
+    return frame.table([(label, f"{mean:.3f}") for label, mean in rows], numbers=[1])
 
 
 def _endings(summary: Line, steps: Sequence[Line]) -> list[str]:
@@ -176,8 +176,8 @@ def _endings(summary: Line, steps: Sequence[Line]) -> list[str]:
     total = sum(lags.values())
     shares = [(lag, figure(lags[lag]), f"{lags[lag] / total:.1%}") for lag in sorted(lags, key=_by_number) if total]
     return [
-        page.card("Groups", page.table(rows, numbers=[1])),
-        page.card("Samples by lag", page.table(shares, ["lag, in steps", "samples", "share"], numbers=[1, 2])),
+        frame.card("Groups", frame.table(rows, numbers=[1])),
+        frame.card("Samples by lag", frame.table(shares, ["lag, in steps", "samples", "share"], numbers=[1, 2])),
     ]
 
 
@@ -196,17 +196,17 @@ def _rollout(line: Line, is_open: bool) -> str:
             reward = _figure(one, "reward")
             sign = "good" if (reward or 0.0) > 0 else "bad"
             rows.append(
-                f'<tr><td class="number {sign}">{figure(reward)}</td><td class="text">{page.text(one.get("text", ""))}</td></tr>'
+                f'<tr><td class="number {sign}">{figure(reward)}</td><td class="text">{frame.text(one.get("text", ""))}</td></tr>'
             )
     body = f'<div class="scroll"><table><tr><th class="number">reward</th><th>completion</th></tr>{"".join(rows)}</table></div>'
-    asked = f'<p class="soft">asked</p>{page.preformatted(_asked(line.get("prompt")))}'
+    asked = f'<p class="soft">asked</p>{frame.preformatted(_asked(line.get("prompt")))}'
     answer = (
-        f'<p class="soft">answer</p>{page.preformatted(str(line.get("answer")))}'
+        f'<p class="soft">answer</p>{frame.preformatted(str(line.get("answer")))}'
         if line.get("answer") is not None
         else ""
     )
     title = f"step {figure(_figure(line, 'step'))}: {_asked(line.get('prompt'))[:80]}"
-    return page.fold(title, asked + answer + body, is_open)
+    return frame.fold(title, asked + answer + body, is_open)
 
 
 def _asked(prompt: Json) -> str:
@@ -224,16 +224,16 @@ def _records(run_folder: Path, summary: Line) -> list[str]:
         for line in _lines(run_folder / "events.jsonl")[-_EVENTS:]
     ]
     return [
-        page.fold("summary", page.table(plain)),
-        page.fold("versions", page.table(packages)),
-        page.fold("events", page.table(events, ["time", "from", "event", "what"])),
-        page.fold("settings", page.preformatted(_read(run_folder / "settings.toml"))),
+        frame.fold("summary", frame.table(plain)),
+        frame.fold("versions", frame.table(packages)),
+        frame.fold("events", frame.table(events, ["time", "from", "event", "what"])),
+        frame.fold("settings", frame.preformatted(_read(run_folder / "settings.toml"))),
     ]
 
 
 def _chart(steps: Sequence[Line], title: str, names: Sequence[str], note: str, low: float | None = None) -> str:
     series = [Series(name.replace("_", " "), _column(steps, name)) for name in names]
-    return page.card(title, curves(_axis(steps), series, low=low), note)
+    return frame.card(title, curves(_axis(steps), series, low=low), note)
 
 
 # ---------------------------------------------------------------- reading

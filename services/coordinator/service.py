@@ -178,7 +178,7 @@ def assemble(
     operations = Operations(
         bus, {"pause": steering.drain_run, "drain": steering.drain_replica, KIND: rollbacks.see_through}
     )
-    api = Parts(bus, ledger, live, monitor, operations, steering, rollbacks, access or Access(), status, look)
+    api = Parts(bus, ledger, live, monitor, operations, steering, rollbacks, access or Access(), status, folder, look)
     promotion = Promotion(bus, ledger, settings.weights.fan_out, promoted)
     live.listen(lambda settings: look())
     lease = Lease(bus, replica)

@@ -1,0 +1,97 @@
+// The coordinator's HTTP API, as any other client uses it: docs/api.md. Knows tokens and errors, not what is shown.
+
+const KEPT_AS = "penstock token";
+const AGAIN_MS = 1000;
+
+/** An answer that is no success; `message` says what was expected and what was found. */
+export class Problem extends Error {
+  constructor(status, detail) {
+    super(detail);
+    this.status = status;
+  }
+}
+
+let asking = null;
+/** Asks the person for a token and keeps it; set by the page. Rejects when the person will not. */
+let ask = async () => { throw new Problem(401, "no token"); };
+
+export const onToken = (asks) => { ask = asks; };
+export const hasToken = () => sessionStorage.getItem(KEPT_AS) !== null;
+export const keepToken = (token) => sessionStorage.setItem(KEPT_AS, token);
+export const forgetToken = () => sessionStorage.removeItem(KEPT_AS);
+
+/** Return what GET `path` answers. Throws a Problem where it is no success. */
+export const get = (path) => call("GET", path);
+
+/** Return what POST `path` answers. Done once, however often it is sent. Throws a Problem, as `get`. */
+export const post = (path, body) => call("POST", path, body, newKey());
+
+async function call(method, path, body, key) {
+  const answer = await send(method, path, body, key, "application/json");
+  return answer.json();
+}
+
+async function send(method, path, body, key, accept, more = {}) {
+  for (;;) {
+    const sent = sessionStorage.getItem(KEPT_AS);
+    const headers = { Accept: accept, ...more };
+    if (sent !== null) headers.Authorization = `Bearer ${sent}`;
+    if (key !== undefined) headers["Idempotency-Key"] = key;
+    if (body !== undefined) headers["Content-Type"] = "application/json";
+    const answer = await fetch(path, { method, headers, body: body === undefined ? undefined : JSON.stringify(body) });
+    if (answer.ok) return answer;
+    const problem = await problemOf(answer);
+    if (answer.status !== 401 && !(answer.status === 403 && key !== undefined)) throw problem;
+    if (sessionStorage.getItem(KEPT_AS) !== sent) continue; // another request has asked in the meantime
+    asking ??= ask(answer.status).finally(() => { asking = null; });
+    await asking;
+  }
+}
+
+async function problemOf(answer) {
+  try {
+    return new Problem(answer.status, (await answer.json()).detail);
+  } catch {
+    return new Problem(answer.status, `the coordinator answered ${answer.status}`);
+  }
+}
+
+// crypto.randomUUID is there on https and localhost only
+const newKey = () => [...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+
+/**
+ * Tell each event as it happens, for ever, from behind the entry `after`. An EventSource cannot send a token, so this reads
+ * the stream itself; like one, it comes again after a cut with the last id that it saw.
+ */
+export async function follow(after, told) {
+  let last = after;
+  for (;;) {
+    try {
+      const from = last === null ? {} : { "Last-Event-ID": last };
+      const answer = await send("GET", "v1/events/stream", undefined, undefined, "text/event-stream", from);
+      for await (const event of events(answer.body)) {
+        last = event.id;
+        told(event);
+      }
+    } catch {
+      // cut off, or refused: the poll of the run says so
+    }
+    await new Promise((resolve) => { setTimeout(resolve, AGAIN_MS); });
+  }
+}
+
+async function* events(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    text += value;
+    const blocks = text.split("\n\n");
+    text = blocks.pop();
+    for (const block of blocks) {
+      const data = block.split("\n").find((line) => line.startsWith("data: "));
+      if (data !== undefined) yield JSON.parse(data.slice(6));
+    }
+  }
+}

@@ -1,0 +1,68 @@
+// Which curves are shown, of what.
+
+import { curves, stack } from "./charts.js";
+import { el, redraw } from "./dom.js";
+
+/** Of a step's phases, with the words of report.html. */
+const PHASES = {
+  phase_wait_s: "wait for experience",
+  phase_proximal_s: "proximal logprobs",
+  phase_reference_s: "reference logprobs",
+  phase_critic_s: "critic",
+  phase_forward_backward_s: "forward and backward",
+  phase_optimizer_s: "optimizer",
+  phase_snapshot_s: "snapshot",
+  phase_commit_s: "commit",
+  phase_checkpoint_s: "checkpoint",
+};
+const Z = 1.96;
+
+/** Show the curves of `reports` (GET /v1/run/steps, oldest first) and of `evaluations`. */
+export function drawCurves(node, reports, evaluations, maxLag) {
+  const steps = reports.map((one) => one.step);
+  const column = (name) => reports.map((one) => one.metrics[name] ?? null);
+  const of = (...names) => names.map((name) => ({ name: name.replaceAll("_", " "), values: column(name) }));
+  const plain = (names, options = {}) => () => curves(steps, of(...names), { low: 0, ...options });
+  const bound = maxLag === null ? "" : `; at most ${maxLag}`;
+  const phases = Object.entries(PHASES).map(([name, label]) => ({ name: label, values: column(name) }));
+  const cards = [
+    ["Reward", "of training samples: mean, one deviation", () => rewards(steps, column)],
+    ["Held-out accuracy", "greedy, with 95 % confidence (Wilson)", () => accuracies(evaluations)],
+    ["KL", "nats a token, behavior against policy", plain(["kl_mean"])],
+    ["Entropy", "nats a token", plain(["entropy"])],
+    ["Lag", `in steps, of samples when used${bound}`, plain(["lag_mean", "lag_max"])],
+    ["Throughput", "trained tokens per second", plain(["tokens_per_s"])],
+    ["Time per phase", "seconds of a step in the trainer", () => stack(steps, phases)],
+    ["Response length", "tokens, mean", plain(["response_tokens_mean"])],
+    ["Gradient norm", "before clipping", plain(["grad_norm"])],
+  ];
+  const sign = [reports.at(-1)?.id ?? null, reports.length, evaluations.map((one) => one.version), maxLag];
+  if (node.childElementCount === 0) node.append(...cards.map(([title]) => el("div", { class: "card curve", "data-curve": title })));
+  cards.forEach(([title, note, make], index) => {
+    const card = node.children[index];
+    if (matchMedia("(hover: hover)").matches && card.matches(":hover")) return; // somebody reads what a point was
+    redraw(card, sign, () => [el("h3", {}, title, " ", el("small", {}, note)), make() ?? el("p", { class: "soft" }, "nothing yet")].flat());
+  });
+}
+
+function rewards(steps, column) {
+  const [mean, deviation, least, most] = ["reward_mean", "reward_std", "reward_min", "reward_max"].map(column);
+  const near = (sign, bound, within) => steps.map((_, index) => (mean[index] === null || deviation[index] === null ? null
+    : within(bound[index] ?? sign * Infinity, mean[index] + sign * deviation[index])));
+  const band = { name: "one deviation", low: near(-1, least, Math.max), high: near(1, most, Math.min) };
+  return curves(steps, [{ name: "mean reward", values: mean }], { bands: [band] });
+}
+
+function accuracies(evaluations) {
+  const known = evaluations.filter((one) => one.accuracy !== null && one.answered > 0).toSorted((a, b) => a.step - b.step);
+  const bounds = known.map((one) => wilson(one.accuracy, one.answered));
+  const band = { name: "95 %", low: bounds.map(([low]) => low), high: bounds.map(([, high]) => high) };
+  return curves(known.map((one) => one.step), [{ name: "accuracy", values: known.map((one) => one.accuracy), points: true }], { bands: [band], low: 0, high: 1 });
+}
+
+/** Wilson's 95 % interval of a share of `count`: [(p + z²/2n) ± z √(p(1−p)/n + z²/4n²)] / (1 + z²/n) (Wilson 1927). */
+export function wilson(share, count) {
+  const wide = Z * Z / count;
+  const half = Z * Math.sqrt((share * (1 - share)) / count + wide / (4 * count));
+  return [-1, 1].map((sign) => Math.min(1, Math.max(0, (share + wide / 2 + sign * half) / (1 + wide))));
+}

@@ -1,0 +1,174 @@
+// The page: asks the coordinator once a second how the run is, hears its events, and hands each part what it shows.
+
+import { follow, forgetToken, get, hasToken, onToken } from "./api.js";
+import { askToken, pause, resume, rollBack, start } from "./commands.js";
+import { drawCurves } from "./curves.js";
+import { drawFlow } from "./flow.js";
+import { drawLineage } from "./lineage.js";
+import { History } from "./history.js";
+import { drawRollouts } from "./rollouts.js";
+import { byId, clock, duration, el, figure, redraw, say } from "./dom.js";
+
+const EVERY_MS = 1000, SELDOM_MS = 3000, AWAY_MS = 15000;
+const EVENTS = 100, GROUPS = 5;
+
+const history = new History();
+const shown = { run: null, services: [], operations: [], letters: [], groups: [], held: false, cursor: null, maxLag: null, revision: null };
+let seldomAt = 0;
+
+// ---------------------------------------------------------------- parts
+
+function drawHead(run) {
+  document.title = `${run.run_id}: ${run.state}, step ${run.step}`;
+  say(byId("run"), run.run_id);
+  const state = byId("state");
+  say(state, run.state);
+  state.dataset.state = run.state;
+  const words = [run.activity, run.reason && run.reason !== run.activity ? run.reason : "", run.eta_s ? `about ${duration(run.eta_s)} left` : ""];
+  say(byId("activity"), words.filter(Boolean).join(" · ") || "\u00a0");
+  byId("progress").max = run.steps;
+  byId("progress").value = run.step;
+  byId("start").hidden = run.state !== "created";
+  byId("pause").disabled = run.state !== "running";
+  byId("resume").disabled = run.state !== "paused";
+  byId("token").hidden = !hasToken();
+}
+
+function drawTiles(run) {
+  const measured = run.evaluations.filter((one) => one.accuracy !== null);
+  const tiles = [
+    ["step", `${figure(run.step)} of ${figure(run.steps)}`],
+    ["mean reward", figure(run.last.reward_mean)],
+    ["held-out accuracy", measured.length > 0 ? `${figure(measured[0].accuracy)} → ${figure(measured.at(-1).accuracy)}` : "–"],
+    ["trained tokens / s", figure(run.last.tokens_per_s)],
+    ["lag, mean / most", `${figure(run.last.lag_mean)} / ${figure(run.last.lag_max)}`],
+    ["KL, nats a token", figure(run.last.kl_mean)],
+    ["training time", duration(run.training_s)],
+    ["live version", run.head === null ? "–" : `v${run.head}`],
+  ];
+  redraw(byId("tiles"), tiles, () => tiles.map(([name, value]) => el("div", { class: "card tile", title: name }, el("b", {}, value), el("span", {}, name))));
+}
+
+function drawWatch(run) {
+  redraw(byId("guards"), run.guards, () => (run.guards.length === 0 ? el("p", { class: "soft" }, "none has tripped")
+    : run.guards.map((one) => el("p", { class: "bad" }, `${one.guard} (${one.action === "pause" ? "paused the run" : "told"}, ${clock(one.since_s)}): ${one.detail}`))));
+  const under = shown.operations.filter((one) => one.state === "running");
+  const last = shown.operations[0];
+  const ended = last === undefined ? "nothing" : `nothing; last: ${last.kind} ${last.state}${last.detail ? `, ${last.detail}` : ""}`;
+  redraw(byId("operations"), [under, ended], () => (under.length === 0 ? el("p", { class: "soft" }, ended)
+    : under.map((one) => el("p", {}, `${one.kind}: ${one.phase}${one.detail ? `, ${one.detail}` : ""}`))));
+  redraw(byId("dead"), [run.dead, shown.letters], () => (run.dead === 0 ? el("p", { class: "soft" }, "none")
+    : [el("p", { class: "bad" }, `${figure(run.dead)}: see penstock dead`), ...shown.letters.map((one) => el("p", {}, `${one.stream}: ${one.reason}`))]));
+}
+
+/** Put one event above the others; only what is new is read out to those who listen. */
+function showEvent(event) {
+  const list = byId("events");
+  list.prepend(el("li", {}, el("time", { datetime: new Date(event.at_s * 1000).toISOString() }, clock(event.at_s)), el("b", {}, event.name), el("span", {}, event.detail)));
+  while (list.childElementCount > EVENTS) list.lastElementChild.remove();
+}
+
+function draw() {
+  const { run } = shown;
+  drawHead(run);
+  drawTiles(run);
+  drawWatch(run);
+  drawFlow(byId("flow"), run, shown.services, shown.maxLag);
+  const revoked = new Set(history.policies.filter((one) => one.state === "revoked").map((one) => one.version));
+  drawCurves(byId("curves"), history.steps, run.evaluations.filter((one) => !revoked.has(one.version)), shown.maxLag);
+  drawLineage(byId("lineage"), history.policies, run.head, run.state, (target) => rollBack(target, history.policies, shown.run, lookNow));
+  drawRollouts(byId("rollouts"), shown.groups, shown.held);
+  byId("older").hidden = shown.cursor === null;
+  byId("newest").hidden = !shown.held;
+}
+
+// ---------------------------------------------------------------- looking
+
+async function look() {
+  const run = await get("v1/run");
+  const moved = run.step !== shown.run?.step || run.state !== shown.run?.state;
+  shown.run = run;
+  if (moved) await history.readSteps();
+  if (performance.now() - seldomAt > SELDOM_MS) {
+    seldomAt = performance.now();
+    await lookSeldom(run);
+  }
+  draw();
+}
+
+async function lookSeldom(run) {
+  const [services, operations, groups] = await Promise.all([get("v1/services?limit=500"), get("v1/operations?limit=10"), get(`v1/run/rollouts?limit=${GROUPS}`), history.readPolicies(run)]);
+  shown.services = services.items;
+  shown.operations = operations.items;
+  if (!shown.held) [shown.groups, shown.cursor] = [groups.items, groups.next];
+  shown.letters = run.dead > 0 ? (await get("v1/dead-letters?limit=5")).items : [];
+  if (run.settings_revision !== shown.revision) {
+    shown.maxLag = (await get("v1/run/settings")).values["algorithm.max_lag"];
+    shown.revision = run.settings_revision;
+  }
+}
+
+async function lookNow() {
+  seldomAt = -Infinity;
+  await look();
+}
+
+async function showOlder() {
+  shown.held = true;
+  const page = await get(`v1/run/rollouts?limit=${GROUPS}&cursor=${shown.cursor}`);
+  shown.groups = [...shown.groups, ...page.items];
+  shown.cursor = page.next;
+  draw();
+}
+
+/** Let the rollouts stand still while somebody reads them, or follow the run again. */
+async function hold(held) {
+  shown.held = held;
+  if (held) draw();
+  else await lookNow();
+}
+
+async function lookForEver() {
+  for (;;) {
+    let wait = document.hidden ? AWAY_MS : EVERY_MS;
+    try {
+      await look();
+    } catch (problem) {
+      say(byId("state"), "no answer");
+      byId("state").dataset.state = "away";
+      say(byId("activity"), problem.message);
+      if (problem.status === 401) wait = AWAY_MS; // the person gave no token: not at once again
+    }
+    await new Promise((resolve) => { setTimeout(resolve, wait); });
+  }
+}
+
+async function hear() {
+  const page = await get(`v1/events?limit=${EVENTS}`);
+  byId("events").replaceChildren();
+  page.items.toReversed().forEach(showEvent);
+  await follow(page.items[0]?.id ?? "0-0", (event) => {
+    showEvent(event);
+    if (event.source === "rollback" || event.source === "api") history.forget();
+  });
+}
+
+onToken(askToken);
+byId("start").addEventListener("click", () => start(shown.run, lookNow));
+byId("pause").addEventListener("click", () => pause(shown.run, lookNow));
+byId("resume").addEventListener("click", () => resume(shown.run, lookNow));
+byId("older").addEventListener("click", showOlder);
+byId("token").addEventListener("click", () => { forgetToken(); location.reload(); });
+byId("newest").addEventListener("click", () => hold(false));
+byId("rollouts").addEventListener("click", () => hold(true));
+byId("older").hidden = true;
+lookForEver();
+(async () => {
+  for (;;) {
+    try {
+      await hear();
+    } catch {
+      await new Promise((resolve) => { setTimeout(resolve, SELDOM_MS); }); // the poll of the run says what is wrong
+    }
+  }
+})();
