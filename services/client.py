@@ -57,8 +57,12 @@ class Evaluation(View):
 
     step: int = 0
     version: int = 0
+    set: str = "heldout"
     accuracy: float | None = None
     """None where no problem was answered."""
+    accuracy_low: float | None = None
+    accuracy_high: float | None = None
+    """Its 95 % interval."""
     problems: int = 0
     initial: bool = False
     final: bool = False

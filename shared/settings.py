@@ -27,6 +27,7 @@ from shared.algorithm import AlgorithmSettings
 from shared.connection import redact
 from shared.deepspeed_keys import check_deepspeed
 from shared.errors import SettingsError
+from shared.evaluation import EvaluationSettings
 from shared.expression import Expression
 from shared.guards import GuardsSettings
 from shared.reward_models import ReferenceSettings
@@ -113,21 +114,6 @@ class DataSettings(Section):
     """So many rows that cannot be read are counted and passed over; one more stops the start."""
     shuffle: bool = Field(default=True)
     """Draw each epoch in another order, from run.seed."""
-
-
-class EvaluationSettings(Section):
-    """Held-out problems, decoded greedily through the same replicas."""
-
-    path: Path | None = Field(default=None)
-    """Held-out problems, as data.path; none: no evaluation."""
-    every_steps: PositiveInt = Field(default=20)
-    """Evaluate each so many steps, and always before the first and after the last."""
-    problems: PositiveInt = Field(default=200)
-    """How many problems an evaluation between the first and the last takes; those two take all."""
-    correct_above: float = Field(default=0.5)
-    """A sample with a reward above this counts as correct."""
-    timeout_s: PositiveFloat = Field(default=600.0)
-    """An evaluation that takes longer reports on the answers that it has, and says so."""
 
 
 class SamplingSettings(Section):

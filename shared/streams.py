@@ -28,8 +28,10 @@
     marks        hash    version → groups trained and place in the dataset when it was committed
     rollback     hash    the rollback that is under way, or the last one
     lease        hash    which coordinator leads, under which term; expires
-    evaluation   hash    the evaluation that is under way; its answers: evaluation_answers, problem → reward
-    evaluations  hash    version → what its evaluation found (JSON), written by the coordinator
+    evaluation   hash    the evaluation that is under way, and who keeps its version (coordinator → all rollouts, see ``holding``);
+                         its answers: evaluation_answers, problem → correct completions
+    evaluations  hash    version → what its evaluation found, by set (JSON), written by the coordinator
+    gate         hash    version whose accuracy fell → what was done about it: tell, rollback, pause
     statistics:<scorer> hash count, mean, squares of a scorer's values, over all reward replicas; …:groups: those counted
     live         hash    revision → the settings that were changed while the run goes on (see ``live``)
     pins         set     versions whose checkpoints are kept; released: versions that people may use
@@ -162,13 +164,18 @@ class Keys:
 
     @property
     def evaluation_answers(self) -> str:
-        """The hash problem → reward of the evaluation under way."""
+        """The hash problem → correct completions of the evaluation under way."""
         return self.named("evaluation_answers")
 
     @property
     def evaluations(self) -> str:
         """The hash version → what its evaluation found."""
         return self.named("evaluations")
+
+    @property
+    def gate(self) -> str:
+        """The hash version → what was done about the fall of its accuracy."""
+        return self.named("gate")
 
     @property
     def live(self) -> str:

@@ -1,6 +1,7 @@
 """Laws of the rollout service: what becomes of a prompt, and which weights serve it."""
 
 import asyncio
+import dataclasses
 import os
 import random
 import signal
@@ -16,12 +17,14 @@ import torch
 
 from services.rollout.engine import EngineDied, GenerationRequest
 from services.rollout.follower import Follower
+from services.rollout.precedence import Precedence
 from services.rollout.prompts import CharacterCodec
 from services.rollout.scripted_engine import ScriptedEngine
 from services.rollout.service import Rate, Rollout
-from shared import streams
+from shared import streams, wire
 from shared.bus import Bus, Delivery
 from shared.errors import TemporaryError
+from shared.holding import Holding
 from shared.messages import (
     Event,
     FinishReason,
@@ -29,6 +32,7 @@ from shared.messages import (
     PolicyUpdate,
     PolicyVersion,
     Prompt,
+    Purpose,
     RolloutGroup,
     Sampling,
 )
@@ -54,6 +58,12 @@ async def announce(bus: Bus, folder: Path, version: int) -> Path:
 async def announce_at(bus: Bus, location: Path, version: int, digest: str) -> None:
     record = PolicyRecord(PolicyVersion(version), None, version, 0.0, digest, str(location))
     await bus.publish(streams.POLICY, PolicyUpdate(record, 0.0), str(version))
+
+
+async def evaluate(bus: Bus, version: int, *replicas: str, timeout_s: float = 60.0) -> None:
+    """Say that an evaluation of ``version`` is under way, which ``replicas`` (all, if none is named) keep."""
+    held = Holding(PolicyVersion(version), replicas, timeout_s).encode()
+    await bus.client.hset(bus.keys.evaluation, mapping={"version": version, "holding": held})
 
 
 async def put(bus: Bus, prompt: Prompt, stream: Stream = streams.PROMPTS) -> None:
@@ -128,6 +138,7 @@ async def test_held_out_prompts_go_their_own_way(
     bus: Bus, tmp_path: Path, served: tuple[ScriptedEngine, Status]
 ) -> None:
     await announce(bus, tmp_path, 0)
+    await evaluate(bus, 0)
     for problem in range(6):
         await put(bus, builders.prompt(problem, samples=1), streams.EVAL_PROMPTS)
     found: set[str] = set()
@@ -356,3 +367,104 @@ async def test_a_process_serves_a_real_policy_until_sigterm_and_ends_with_code_0
     assert process.returncode == 0, errors.decode()
     assert await heartbeats(bus) == []
     await bus.close()
+
+
+# -------------------------------------------------------------------- evaluation
+
+
+async def test_a_replica_keeps_the_evaluated_version_until_its_evaluation_is_over(
+    bus: Bus, tmp_path: Path, served: tuple[ScriptedEngine, Status]
+) -> None:
+    engine, status = served
+    await announce(bus, tmp_path, 1)
+    await until(lambda: status.version == 1)
+    await evaluate(bus, 1, "rollout-0")
+    await announce(bus, tmp_path, 2)
+    later = dataclasses.replace(builders.prompt(9, samples=1), min_version=PolicyVersion(2))
+    await put(bus, later)
+    for problem in range(3):
+        held_out = builders.prompt(problem, samples=1)
+        held_out = dataclasses.replace(held_out, min_version=PolicyVersion(1), purpose=Purpose.EVALUATE)
+        await put(bus, held_out, streams.EVAL_PROMPTS)
+    found: list[RolloutGroup] = []
+    while len(found) < 3:
+        found += [delivery.message() for delivery in await take(bus, streams.EVAL_ROLLOUTS)]
+    assert {group.versions for group in found} == {frozenset({1})}
+    assert (engine.version, await bus.length(streams.ROLLOUTS)) == (1, 0), "training waits for version 2"
+    await bus.client.delete(bus.keys.evaluation)
+    await until(lambda: status.version == 2)
+    await until(lambda: _trained(bus))
+
+
+async def _trained(bus: Bus) -> bool:
+    return await bus.length(streams.ROLLOUTS) == 1
+
+
+async def test_a_replica_that_is_not_named_goes_on_to_the_head(
+    bus: Bus, tmp_path: Path, served: tuple[ScriptedEngine, Status]
+) -> None:
+    await announce(bus, tmp_path, 1)
+    await evaluate(bus, 1, "rollout-7")
+    await announce(bus, tmp_path, 2)
+    await until(lambda: served[1].version == 2)
+
+
+async def test_a_version_is_kept_no_longer_than_it_may_be(
+    bus: Bus, tmp_path: Path, served: tuple[ScriptedEngine, Status]
+) -> None:
+    await announce(bus, tmp_path, 1)
+    await until(lambda: served[1].version == 1)
+    await evaluate(bus, 1, timeout_s=0.2)
+    await announce(bus, tmp_path, 2)
+    await until(lambda: served[1].version == 2)
+
+
+async def test_a_replica_that_starts_during_an_evaluation_pulls_its_version_where_a_source_has_it(
+    bus: Bus, tmp_path: Path
+) -> None:
+    location = await announce(bus, tmp_path, 1)
+    (_, told), *_ = await bus.newest(streams.POLICY, PolicyUpdate)
+    assert told.record.location == str(location)
+    await bus.client.hset(bus.keys.policies, "1", wire.encode(told.record))
+    await announce(bus, tmp_path, 2)
+    await evaluate(bus, 1)
+    status = Status()
+    serving = Serving(rollout(bus, ScriptedEngine(receive=weights.receiving()), status))
+    await until(lambda: status.version == 1)
+    await bus.client.delete(bus.keys.evaluation)
+    await until(lambda: status.version == 2)
+    await serving.end()
+
+
+async def test_a_replica_that_cannot_get_the_evaluated_version_goes_to_the_head(bus: Bus, tmp_path: Path) -> None:
+    gone = PolicyRecord(PolicyVersion(1), None, 1, 0.0, "ab" * 32, str(tmp_path / "gone"))
+    await bus.client.hset(bus.keys.policies, "1", wire.encode(gone))
+    await announce(bus, tmp_path, 2)
+    await evaluate(bus, 1)
+    status = Status()
+    serving = Serving(rollout(bus, ScriptedEngine(receive=weights.receiving()), status))
+    await until(lambda: status.version == 2)
+    await serving.end()
+
+
+async def test_evaluation_takes_the_room_that_training_leaves_and_never_starves() -> None:
+    precedence, order = Precedence(8), list[str]()
+
+    async def hold(name: str, samples: int, until_set: asyncio.Event, *, training: bool) -> None:
+        async with precedence.turn(samples, training=training):
+            order.append(name)
+            await until_set.wait()
+
+    done, second = asyncio.Event(), asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(hold("training", 6, done, training=True))
+        await asyncio.sleep(0)
+        tasks.create_task(hold("first of two", 2, second, training=False))
+        tasks.create_task(hold("no room", 1, done, training=False))
+        await until(lambda: len(order) == 2)
+        tasks.create_task(hold("more training", 8, done, training=True))
+        await until(lambda: len(order) == 3)
+        second.set()
+        await until(lambda: len(order) == 4)
+        done.set()
+    assert order == ["training", "first of two", "more training", "no room"]

@@ -1,30 +1,35 @@
-"""Held-out evaluation: problems decoded greedily by the same replicas, on the ``eval_*`` streams.
+"""Held-out evaluation: problems asked of the same replicas, on the ``eval_*`` streams, answered by exactly the evaluated version.
 
 ::
 
-    start (one script: description + prompts) ──▶ replicas ──▶ reward ──▶ eval_results ──▶ answers (hash) ──▶ end (one script)
+    start (one script: description, holding, prompts) ──▶ replicas that keep the version ──▶ reward ──▶ eval_results
+                                                                                                          │
+    end (one script: what was found, by set; the holding is gone) ◀── answers (hash, by problem) ◀────────┘
 
-An evaluation is named by its version and survives a restart of the coordinator: it goes on where it was. Answers are kept
-by problem, so one that arrives twice counts once. It is over when every problem has an answer, when nothing of it lies in
-the streams any more (the rest is dead), or at its deadline; then it reports on the answers that it has. Replicas move on
-while they answer: all answers come from the evaluated version or a later one, and the result says from which.
-When to evaluate is ``lifecycle``'s matter.
+An evaluation is of one version and all sets that are due, and survives a restart of the coordinator: it goes on where it was. Answers
+are kept by problem, so one that arrives twice counts once; one that another version had a part in does not count. It is over when
+every problem has an answer, when nothing of it lies in the streams any more (the rest is dead), when no replica can serve the version any
+more, or at its deadline; then it reports on the answers that it has, or, without any, is as if it had not been, so that the head is
+evaluated instead. When to evaluate is ``lifecycle``'s matter, who keeps a version ``shared.holding``'s.
 """
 
 import dataclasses
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any
 
+from services.coordinator.accuracy import Estimate, estimate, pass_at
 from services.coordinator.dataset import Dataset, subset
 from shared import streams, wire
 from shared.bus import Argument, Bus, Delivery
 from shared.errors import MessageError
-from shared.messages import Experience, PolicyVersion, Purpose, Sampling
-from shared.settings import EvaluationSettings
+from shared.evaluation import ONLY_SET, EvaluationSettings, HeldOutSet
+from shared.holding import Holding, appoint, holding
+from shared.messages import Experience, PolicyVersion, Prompt, Purpose, Sampling
 from shared.streams import EVAL_RESULTS, Stream
-from shared.telemetry import tell
+from shared.telemetry import Heartbeat, heartbeats, tell
 
 log = logging.getLogger(__name__)
 
@@ -35,118 +40,191 @@ _LOST_AFTER_S = 2.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Due:
+    """An evaluation that should be made now."""
+
+    sets: tuple[str, ...]
+    initial: bool = False
+    final: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Asked:
+    """What of a set an evaluation asks."""
+
+    set: str
+    problems: int
+    samples: int
+    correct_above: float
+    pass_at: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Description:
-    """An evaluation that is under way."""
+    """An evaluation that is under way. Problems are numbered through, set after set."""
 
     version: PolicyVersion
     step: int
-    problems: int
+    sets: tuple[Asked, ...]
     initial: bool
     final: bool
     started_at_s: float
+
+    @property
+    def problems(self) -> int:
+        """How many problems it asks, of all sets."""
+        return sum(asked.problems for asked in self.sets)
+
+    def set_of(self, problem: int) -> Asked:
+        """Return the set of the problem of a number."""
+        for asked in self.sets:
+            if problem < asked.problems:
+                return asked
+            problem -= asked.problems
+        raise IndexError(f"expected a problem below {self.problems}, found one of another evaluation: a bug")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What an evaluation found. ``accuracy`` = correct / answered; None when nothing was answered."""
+    """What an evaluation found of one set."""
 
     version: PolicyVersion
     step: int
+    set: str
     problems: int
     """How many were asked."""
+    samples: int
+    """Completions of each."""
     answered: int
+    """How many problems were answered, by ``version`` alone."""
     correct: int
+    """Completions above the set's threshold, of answered × samples."""
     accuracy: float | None
+    """Mean over answered problems of the share of correct completions; None when nothing was answered."""
+    accuracy_low: float | None
+    accuracy_high: float | None
+    """Its 95 % interval (``accuracy.estimate``)."""
+    pass_at: dict[str, Estimate]
+    """By k: the probability that one of k completions is correct."""
     initial: bool
     final: bool
-    oldest_version: PolicyVersion | None
-    newest_version: PolicyVersion | None
-    """The versions that answered: the evaluated one, or later ones where training went on meanwhile."""
     started_at_s: float
     seconds: float
     note: str
     """Why problems are without an answer; empty when all have one."""
+    gate: str = ""
+    """passed, fell, or empty where the gate did not look."""
+    gate_detail: str = ""
+    """Against what, and by how much."""
+
+
+Judge = Callable[[Evaluation], Awaitable[Evaluation]]
+"""Fills in what the gate says."""
 
 
 class Evaluator:
     """Evaluates versions, one at a time, and keeps what it found on the bus.
 
     Args:
-        sampling: greedy, one sample.
+        sets: the held-out sets with their problems.
+        max_new_tokens: longest completion.
         interrupted: says whether to give up on a version (the run was stopped, the version revoked).
     """
 
     def __init__(
         self,
         bus: Bus,
-        dataset: Dataset,
+        sets: Sequence[tuple[HeldOutSet, Dataset]],
         settings: EvaluationSettings,
-        sampling: Sampling,
+        max_new_tokens: int,
         seed: int,
         interrupted: Callable[[PolicyVersion], Awaitable[bool]],
+        judge: Judge,
     ) -> None:
         self._bus = bus
-        self._dataset = dataset
+        self._sets = sets
         self._settings = settings
-        self._sampling = sampling
+        self._max_new_tokens = max_new_tokens
         self._seed = seed
         self._interrupted = interrupted
+        self._judge = judge
 
-    async def evaluate(self, version: PolicyVersion, step: int, *, initial: bool, final: bool) -> Evaluation | None:
-        """Evaluate ``version``, or go on with the evaluation that is under way.
+    @property
+    def sets(self) -> list[HeldOutSet]:
+        """The held-out sets."""
+        return [held_out for held_out, _ in self._sets]
 
-        Returns None when it was interrupted or ``version`` was evaluated before; nothing is left on the streams.
+    async def evaluate(self, version: PolicyVersion, step: int, due: Due) -> list[Evaluation] | None:
+        """Evaluate ``version`` on the sets that are due, or go on with the evaluation that is under way.
+
+        Returns None when it was interrupted, ``version`` was evaluated before or is no longer the head, or nobody answered; nothing is left
+        on the streams.
         """
         description = await self.under_way()
         if description is None:
-            count = len(self._dataset) if initial or final else self._settings.problems
-            chosen = subset(len(self._dataset), count, self._seed)
-            description = Description(version, step, len(chosen), initial, final, time.time())
-            if not await self._start(description, chosen):
+            description, prompts = self._describe(version, step, due)
+            if not await self._start(description, prompts):
                 return None
-        if not await self._collect(description):
+        why = await self._collect(description)
+        if why is None:
             await self._clear_streams()
-            await self._end(description, None)
+            await self._end(description, [])
             return None
-        return await self._report(description)
+        return await self._report(description, why)
 
     async def under_way(self) -> Description | None:
         """Return the evaluation that an earlier process began, if any."""
         client, key = self._bus.client, self._bus.keys.evaluation
         text = await self._bus.call(lambda: client.hget(key, "description"))
-        return None if text is None else Description(**json.loads(text))
+        return None if text is None else _described(json.loads(text))
 
-    async def _start(self, description: Description, chosen: Sequence[int]) -> bool:
-        prompts = [
-            dataclasses.replace(
-                self._dataset.problems[index].prompt(place, self._sampling),
-                min_version=description.version,
-                purpose=Purpose.EVALUATE,
-                admitted_at_s=description.started_at_s,
-            )
-            for place, index in enumerate(chosen)
-        ]
+    def _describe(self, version: PolicyVersion, step: int, due: Due) -> tuple[Description, list[Prompt]]:
+        now_s, sets = time.time(), list[Asked]()
+        prompts: list[Prompt] = []
+        for held_out, problems in self._sets:
+            if held_out.name not in due.sets:
+                continue
+            count = held_out.problems if not (due.initial or due.final) and held_out.problems else len(problems)
+            chosen = subset(len(problems), count, self._seed)
+            sampling = Sampling(held_out.samples or 1, self._max_new_tokens, held_out.temperature or 0.0)
+            for index in chosen:
+                asked = problems.problems[index].prompt(len(prompts), sampling)
+                prompts.append(
+                    dataclasses.replace(asked, min_version=version, purpose=Purpose.EVALUATE, admitted_at_s=now_s)
+                )
+            above = self._settings.correct_above if held_out.correct_above is None else held_out.correct_above
+            sets.append(Asked(held_out.name, len(chosen), sampling.samples, above, held_out.pass_at or ()))
+        return Description(version, step, tuple(sets), due.initial, due.final, now_s), prompts
+
+    async def _start(self, description: Description, prompts: Sequence[Prompt]) -> bool:
+        names: tuple[str, ...] = ()
+        if not (description.initial or description.final):  # those two hold nobody up
+            able = candidates(await heartbeats(self._bus), description.version)
+            names = tuple(beat.replica for beat in able[: self._settings.replicas])
+        to_hold = Holding(description.version, names, self._settings.timeout_s)
         keys = [self._bus.keys.evaluation, self._bus.keys.evaluations, self._bus.keys.of(streams.EVAL_PROMPTS)]
         text = json.dumps(dataclasses.asdict(description))
-        arguments: list[Argument] = [description.version, text, *(wire.encode(prompt) for prompt in prompts)]
-        return bool(await self._bus.script("start_evaluation", keys, arguments))
+        arguments: list[Argument] = [description.version, text, to_hold.encode(), *map(wire.encode, prompts)]
+        return bool(await self._bus.script("start_evaluation", [*keys, self._bus.keys.run], arguments))
 
     # ---------------------------------------------------------------- collect
 
-    async def _collect(self, description: Description) -> bool:
-        """Take answers until the evaluation is over; False when it was interrupted."""
+    async def _collect(self, description: Description) -> str | None:
+        """Take answers until the evaluation is over; return why answers are missing, or None when it was interrupted."""
         await self._take(description, await self._bus.read_own(EVAL_RESULTS, Experience, CONSUMER, 100_000))
         reclaim_at_s = time.monotonic() + _LOST_AFTER_S
         while True:
             if await self._interrupted(description.version):
-                return False
+                return None
             deliveries = await self._bus.read(EVAL_RESULTS, Experience, CONSUMER, 64, _BLOCK_S)
+            servable = True
             if time.monotonic() >= reclaim_at_s:
                 deliveries += await self._bus.reclaim(EVAL_RESULTS, Experience, CONSUMER, _LOST_AFTER_S, 64)
+                servable = await self._appoint(description)
                 reclaim_at_s = time.monotonic() + _LOST_AFTER_S
             await self._take(description, deliveries)
-            if await self._is_over(description):
-                return True
+            if (why := await self._over(description, servable=servable)) is not None:
+                return why
 
     async def _take(self, description: Description, deliveries: Sequence[Delivery[Experience]]) -> None:
         for delivery in deliveries:
@@ -156,53 +234,73 @@ class Evaluator:
                 await self._bus.bury(delivery, str(error))
                 continue
             if result.group.prompt.min_version == description.version:
-                await self._keep(delivery.group_id, result)
+                await self._keep(description, result)
             await self._bus.acknowledge(delivery)
 
-    async def _keep(self, problem: str, result: Experience) -> None:
-        versions = result.group.versions
-        answer = json.dumps([float(result.rewards[0]), min(versions), max(versions)])
+    async def _keep(self, description: Description, result: Experience) -> None:
+        prompt = result.group.prompt
+        if result.group.versions != {description.version}:  # its replica had kept the version for as long as it may
+            log.warning("answer of another version left out", extra={"problem": prompt.problem})
+            return
+        above = description.set_of(prompt.group_id).correct_above
+        correct = sum(float(reward) > above for reward in result.rewards)
         client, key = self._bus.client, self._bus.keys.evaluation_answers
-        await self._bus.call(lambda: client.hsetnx(key, problem, answer))
+        await self._bus.call(lambda: client.hsetnx(key, str(prompt.group_id), str(correct)))
 
     async def _answered(self) -> int:
         client, key = self._bus.client, self._bus.keys.evaluation_answers
         return int(await self._bus.call(lambda: client.hlen(key)))
 
-    async def _is_over(self, description: Description) -> bool:
+    async def _over(self, description: Description, *, servable: bool) -> str | None:
+        """Return None while there is something to wait for, else why answers are missing (empty: none are, or they are dead)."""
         if await self._answered() >= description.problems:
-            return True
+            return ""
         keys = [self._bus.keys.of(stream) for stream in EVALUATION_STREAMS]
         # One script: an entry on its way from one stream to the next must not be missed.
         rows = await self._bus.script("depths", keys, [""] * len(keys))
-        *asked, results = (int(entries) for entries, _, _ in rows)
-        late = time.time() - description.started_at_s > self._settings.timeout_s
-        return results == 0 and (late or sum(asked) == 0)
+        prompts, rollouts, results = (int(entries) for entries, _, _ in rows)
+        if results:
+            return None
+        if time.time() - description.started_at_s > self._settings.timeout_s:
+            return f"after {self._settings.timeout_s:g} s"
+        if rollouts:
+            return None
+        if prompts and not servable:
+            return f"as no replica serves version {description.version} any more"
+        return None if prompts else ""
+
+    async def _appoint(self, description: Description) -> bool:
+        """See to it that a replica that is there keeps the version; False when none can any more."""
+        beats = [beat for beat in await heartbeats(self._bus) if beat.service == "rollout"]
+        held = await holding(self._bus)
+        able = candidates(beats, description.version)
+        if not beats or held is None or any(held.names(beat.replica) for beat in able):
+            return True
+        names = tuple(beat.replica for beat in able[: self._settings.replicas])
+        return bool(names) and await appoint(self._bus, dataclasses.replace(held, replicas=names))
 
     # ---------------------------------------------------------------- end
 
-    async def _report(self, description: Description) -> Evaluation | None:
+    async def _report(self, description: Description, why: str) -> list[Evaluation] | None:
         await self._clear_streams()
         client, key = self._bus.client, self._bus.keys.evaluation_answers
         raw = await self._bus.call(lambda: client.hgetall(key))
-        result = summarize(
-            description, [json.loads(text) for text in raw.values()], self._settings.correct_above, time.time()
-        )
-        if not await self._end(description, result):
+        answers = {int(problem): int(correct) for problem, correct in raw.items()}
+        wanted = bool(answers) or description.initial or description.final or not why.startswith("as ")
+        found = summarize(description, answers, why, time.time()) if wanted else []
+        judged = [await self._judge(evaluation) for evaluation in found]
+        if not await self._end(description, judged) or not judged:
             return None
-        accuracy = "failed" if result.accuracy is None else f"accuracy {result.accuracy:.4f}"
-        await tell(
-            self._bus,
-            CONSUMER,
-            "evaluated",
-            f"version {result.version}: {accuracy} ({result.correct} of {result.answered}) {result.note}".rstrip(),
-            **{name: value for name, value in dataclasses.asdict(result).items() if name != "note"},
-        )
-        return result
+        for evaluation in judged:
+            await tell(
+                self._bus, CONSUMER, "evaluated", sentence(evaluation), set=evaluation.set,
+                version=int(evaluation.version), step=evaluation.step, accuracy=evaluation.accuracy,
+            )  # fmt: skip
+        return judged
 
-    async def _end(self, description: Description, result: Evaluation | None) -> bool:
+    async def _end(self, description: Description, found: Sequence[Evaluation]) -> bool:
         keys = [self._bus.keys.evaluation, self._bus.keys.evaluations, self._bus.keys.evaluation_answers]
-        text = "" if result is None else json.dumps(dataclasses.asdict(result))
+        text = json.dumps([dataclasses.asdict(evaluation) for evaluation in found]) if found else ""
         return bool(await self._bus.script("end_evaluation", keys, [description.version, text]))
 
     async def _clear_streams(self) -> None:
@@ -218,35 +316,86 @@ async def take_all(bus: Bus, stream: Stream, count: int = 256) -> list[Delivery[
     return fresh or await bus.reclaim(stream, object, CONSUMER, 0.0, count)
 
 
+def candidates(beats: Iterable[Heartbeat], version: PolicyVersion) -> list[Heartbeat]:
+    """Return the replicas that can answer as ``version``: those that serve it first, then those that are not past it."""
+    able = [
+        beat
+        for beat in beats
+        if beat.service == "rollout" and beat.taking and beat.state != "stopping"
+        if beat.version is None or beat.version <= version
+    ]
+    return sorted(able, key=lambda beat: (beat.version != version, beat.replica))
+
+
 async def evaluations(bus: Bus) -> list[Evaluation]:
-    """Return what every evaluation of the run found, by version."""
+    """Return what every evaluation of the run found, by version, in the order of the sets."""
     raw = await bus.call(lambda: bus.client.hgetall(bus.keys.evaluations))
     return read_evaluations(raw)
 
 
-def read_evaluations(raw: dict[bytes, bytes]) -> list[Evaluation]:
-    """Return the evaluations in the answer to HGETALL, by version."""
-    return sorted((Evaluation(**json.loads(text)) for text in raw.values()), key=lambda found: found.version)
+def read_evaluations(raw: Mapping[bytes, bytes]) -> list[Evaluation]:
+    """Return the evaluations in the answer to HGETALL, by version, in the order of the sets."""
+    found = [json.loads(raw[version]) for version in sorted(raw, key=int)]
+    return [_evaluation(fields) for of_version in found for fields in _listed(of_version)]
 
 
-def summarize(
-    description: Description, answers: Sequence[tuple[float, int, int]], correct_above: float, now_s: float
-) -> Evaluation:
-    """Return what ``answers`` (reward, oldest version, newest version) amount to."""
-    correct = sum(reward > correct_above for reward, _, _ in answers)
-    missing = description.problems - len(answers)
+def summarize(description: Description, answers: Mapping[int, int], why: str, now_s: float) -> list[Evaluation]:
+    """Return what ``answers`` (problem → correct completions) amount to, set by set; ``why`` says what kept the others away."""
+    found, first = [], 0
+    for asked in description.sets:
+        correct = [answers[problem] for problem in range(first, first + asked.problems) if problem in answers]
+        found.append(_of_set(description, asked, correct, why, now_s))
+        first += asked.problems
+    return found
+
+
+def _of_set(description: Description, asked: Asked, correct: Sequence[int], why: str, now_s: float) -> Evaluation:
+    samples, missing = asked.samples, asked.problems - len(correct)
+    accuracy = estimate([count / samples for count in correct], samples) if correct else None
+    passes = {str(k): [pass_at(k, samples, count) for count in correct] for k in asked.pass_at if correct}
+    note = f"{missing} of {asked.problems} problems are without an answer {why}".rstrip() if missing else ""
     return Evaluation(
         version=description.version,
         step=description.step,
-        problems=description.problems,
-        answered=len(answers),
-        correct=correct,
-        accuracy=correct / len(answers) if answers else None,
+        set=asked.set,
+        problems=asked.problems,
+        samples=samples,
+        answered=len(correct),
+        correct=sum(correct),
+        accuracy=None if accuracy is None else accuracy.value,
+        accuracy_low=None if accuracy is None else accuracy.low,
+        accuracy_high=None if accuracy is None else accuracy.high,
+        pass_at={k: estimate(values, samples) for k, values in passes.items()},
         initial=description.initial,
         final=description.final,
-        oldest_version=PolicyVersion(min(oldest for _, oldest, _ in answers)) if answers else None,
-        newest_version=PolicyVersion(max(newest for _, _, newest in answers)) if answers else None,
         started_at_s=description.started_at_s,
         seconds=now_s - description.started_at_s,
-        note=f"{missing} of {description.problems} problems are without an answer" if missing else "",
+        note=note,
+    )
+
+
+def sentence(found: Evaluation) -> str:
+    """Say an evaluation in words."""
+    if found.accuracy is None:
+        told = "failed"
+    else:
+        told = f"accuracy {found.accuracy:.4f} ({found.accuracy_low:.4f} to {found.accuracy_high:.4f})"
+    return f"version {found.version} on {found.set}: {told} {found.note}".rstrip()
+
+
+def _described(fields: dict[str, Any]) -> Description:
+    sets = tuple(Asked(**{**asked, "pass_at": tuple(asked["pass_at"])}) for asked in fields.pop("sets"))
+    return Description(sets=sets, **fields)
+
+
+def _listed(found: Any) -> list[dict[str, Any]]:
+    return found if isinstance(found, list) else [found]  # 0.1.0 knew one set
+
+
+def _evaluation(fields: dict[str, Any]) -> Evaluation:
+    """Read an evaluation; what 0.1.0 did not say has defaults, what it said besides is ignored."""
+    known: dict[str, Any] = {"set": ONLY_SET, "samples": 1, "accuracy_low": None, "accuracy_high": None} | fields
+    known["pass_at"] = {k: Estimate(**found) for k, found in fields.get("pass_at", {}).items()}
+    return Evaluation(
+        **{field.name: known[field.name] for field in dataclasses.fields(Evaluation) if field.name in known}
     )

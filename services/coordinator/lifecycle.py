@@ -17,16 +17,18 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from services.coordinator import summary
-from services.coordinator.evaluation import EVALUATION_STREAMS, Evaluation, Evaluator, evaluations, take_all
+from services.coordinator.evaluation import EVALUATION_STREAMS, Due, Evaluation, Evaluator, evaluations, take_all
+from services.coordinator.gate import Gate
 from services.coordinator.lines import read
 from services.coordinator.recorder import Recorder
 from services.coordinator.report import write_report
 from shared import streams
 from shared.bus import Bus
+from shared.evaluation import HeldOutSet
 from shared.ledger import ENDED, Ledger, RunState, RunStatus
 from shared.messages import PolicyVersion
 from shared.settings import Settings
@@ -39,30 +41,31 @@ ENDED_REASON = "run_ended"
 _COMPLETE = "every step is committed"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Due:
-    """An evaluation that should be made now."""
-
-    initial: bool = False
-    final: bool = False
-
-
-def due(status: RunStatus, head_step: int, found: list[Evaluation], steps: int, every_steps: int) -> Due | None:
+def due(
+    status: RunStatus, head_step: int, found: Sequence[Evaluation], steps: int, sets: Sequence[HeldOutSet]
+) -> Due | None:
     """Return the evaluation of the head that is due, if any.
 
-    The initial one is due as soon as version 0 is live, the final one when every step is committed and its version live, one between
-    whenever the head passed a multiple of ``every_steps`` since the last.
+    The initial one is due as soon as version 0 is live, the final one when every step is committed and its version live, both of every set; one
+    between of each set whenever the head passed a multiple of its ``every_steps`` since its last.
     """
+    names = tuple(held_out.name for held_out in sets)
     if status.state in ENDED or status.head is None:
         return None
     if not any(evaluation.initial for evaluation in found) and head_step == 0 and status.step == 0:
-        return Due(initial=True)
+        return Due(names, initial=True)
     if status.state is not RunState.RUNNING or any(evaluation.version == status.head for evaluation in found):
         return None
     if status.step >= steps:
-        return Due(final=True) if status.head == status.newest_version else None
-    last = max((evaluation.step for evaluation in found), default=0)
-    return Due() if head_step // every_steps > last // every_steps else None
+        return Due(names, final=True) if status.head == status.newest_version else None
+    late = tuple(one.name for one in sets if _passed_a_multiple(head_step, found, one))
+    return Due(late) if late else None
+
+
+def _passed_a_multiple(head_step: int, found: Sequence[Evaluation], held_out: HeldOutSet) -> bool:
+    every_steps = held_out.every_steps or 1
+    last = max((evaluation.step for evaluation in found if evaluation.set == held_out.name), default=0)
+    return head_step // every_steps > last // every_steps
 
 
 class Lifecycle:
@@ -79,6 +82,7 @@ class Lifecycle:
         ledger: Ledger,
         settings: Settings,
         evaluator: Evaluator | None,
+        gate: Gate,
         recorder: Recorder,
         opened: Callable[[], None],
         folder: Path,
@@ -88,6 +92,7 @@ class Lifecycle:
         self._ledger = ledger
         self._settings = settings
         self._evaluator = evaluator
+        self._gate = gate
         self._recorder = recorder
         self._opened = opened
         self._folder = folder
@@ -138,7 +143,8 @@ class Lifecycle:
             return await self._end(status.state)
         if status.head is None:
             return False
-        if await self._evaluate(status, await self._evaluations()):
+        found = await self._evaluations()
+        if await self._evaluate(status, found) or await self._gate.act(status, found):
             return True
         self._open()
         if status.state is RunState.CREATED and self._settings.coordinator.autostart:
@@ -173,15 +179,15 @@ class Lifecycle:
         version = status.head if under_way is None else under_way.version
         record = await self._ledger.policy(version)
         step = status.step if record is None else record.step
-        wanted = due(status, step, found, self._settings.run.steps, self._settings.evaluation.every_steps)
+        wanted = due(status, step, found, self._settings.run.steps, self._evaluator.sets)
         if wanted is None and under_way is None:
             return False
-        wanted = wanted or Due()
+        wanted = wanted or Due(())  # what is under way knows what it asks
         if not wanted.initial and not (under_way is not None and under_way.initial):
             self._open()
         self._evaluating = version
         try:
-            await self._evaluator.evaluate(version, step, initial=wanted.initial, final=wanted.final)
+            await self._evaluator.evaluate(version, step, wanted)
         finally:
             self._evaluating = None
         return True

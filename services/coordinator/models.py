@@ -36,15 +36,36 @@ class History(Answer):
     """Trained tokens per second."""
 
 
+class EstimateView(Answer):
+    """A share, 0 to 1."""
+
+    value: float
+    """The estimate."""
+    low: float
+    """Lower end of its 95 % interval."""
+    high: float
+    """Upper end of its 95 % interval."""
+
+
 class EvaluationView(Answer):
-    """What one evaluation found."""
+    """What one evaluation found of one set."""
 
     step: int
     """Optimizer step of the evaluated version."""
     version: int
     """The evaluated version."""
+    set: str
+    """Which held-out problems."""
     accuracy: float | None
-    """Share of the answered problems that are correct; null when nothing was answered."""
+    """Mean over the answered problems of the share of correct completions; null when nothing was answered."""
+    accuracy_low: float | None
+    """Lower end of its 95 % interval."""
+    accuracy_high: float | None
+    """Upper end of its 95 % interval."""
+    pass_at: dict[str, EstimateView]
+    """By k: the probability that one of k completions is correct."""
+    samples: int
+    """Completions of each problem."""
     problems: int
     """How many problems were asked."""
     answered: int
@@ -55,6 +76,10 @@ class EvaluationView(Answer):
     """It evaluated the final policy."""
     note: str
     """Why problems are without an answer; empty when all have one."""
+    gate: str
+    """passed, fell, or empty where the gate did not look."""
+    gate_detail: str
+    """Against what it was compared, and what that gave."""
 
 
 class GuardView(Answer):
@@ -112,7 +137,7 @@ class RunView(Answer):
     history: History
     """The last 60 steps."""
     evaluations: list[EvaluationView]
-    """Every evaluation, oldest first."""
+    """Every evaluation of the run's branch, oldest first; those of revoked versions are at /v1/policies."""
     tokens_per_s: float
     """Trained tokens per second in the newest step."""
     started_at_s: float

@@ -35,6 +35,17 @@ RUN_STATE = Gauge("penstock_coordinator_run_state", "1 for the state that the ru
 HEAD_VERSION = Gauge("penstock_coordinator_head_version", "The version that replicas serve; -1: none yet.")
 STEP = Gauge("penstock_coordinator_step", "Committed optimizer steps.")
 DEAD_LETTERS = Gauge("penstock_coordinator_dead_letters", "Entries among the dead letters.")
+EVALUATION_ACCURACY = Gauge("penstock_coordinator_evaluation_accuracy", "Newest held-out accuracy, 0 to 1.", ["set"])
+EVALUATION_ACCURACY_LOW = Gauge(
+    "penstock_coordinator_evaluation_accuracy_low", "Lower end of its 95 % interval.", ["set"]
+)
+EVALUATION_ACCURACY_HIGH = Gauge(
+    "penstock_coordinator_evaluation_accuracy_high", "Upper end of its 95 % interval.", ["set"]
+)
+EVALUATION_PASS_AT = Gauge(
+    "penstock_coordinator_evaluation_pass_at", "Newest probability that one of k completions is correct.", ["set", "k"]
+)
+EVALUATION_VERSION = Gauge("penstock_coordinator_evaluation_version", "The version evaluated last.", ["set"])
 REPLICAS_VERSION = Gauge("penstock_coordinator_replicas_version", "The version that a replica holds.", ["replica"])
 
 SHOWN = (*streams.TRAINING_STREAMS, streams.JOURNAL)
@@ -127,21 +138,22 @@ class Monitor:
         named = [*SHOWN, *dead]
         arguments: list[Argument] = [stream.group or "" for stream in named]
         rows = await self._bus.script("depths", [self._bus.keys.of(stream) for stream in named], arguments)
-        run, counts, found = await self._bus.call(self._read_hashes)
+        run, counts, found, revoked = await self._bus.call(self._read_hashes)
         return Look(
             status=read_status(run),
             depths={stream.name: _depth(row) for stream, row in zip(SHOWN, rows, strict=False)},
             dead=sum(int(row[0]) for row in rows[len(SHOWN) :]),
             counts={name.decode(): int(value) for name, value in counts.items()},
-            evaluations=read_evaluations(found),
+            evaluations=[one for one in read_evaluations(found) if str(one.version).encode() not in revoked],
         )
 
-    async def _read_hashes(self) -> tuple[dict[bytes, bytes], dict[bytes, bytes], dict[bytes, bytes]]:
+    async def _read_hashes(self) -> tuple[dict[bytes, bytes], dict[bytes, bytes], dict[bytes, bytes], set[bytes]]:
         pipeline = self._bus.client.pipeline(transaction=False)
         for key in (self._bus.keys.run, self._bus.keys.counts, self._bus.keys.evaluations):
             pipeline.hgetall(key)
-        run, counts, found = await pipeline.execute()
-        return run, counts, found
+        pipeline.smembers(self._bus.keys.revoked)
+        run, counts, found, revoked = await pipeline.execute()
+        return run, counts, found, revoked
 
     async def _read_steps(self) -> None:
         key, start = self._bus.keys.of(streams.STEPS), f"({self._newest_report}" if self._newest_report else "-"
@@ -204,6 +216,7 @@ class Monitor:
         HEAD_VERSION.set(-1 if view.head is None else view.head)
         STEP.set(view.step)
         DEAD_LETTERS.set(view.dead)
+        _set_evaluations(view.evaluations)
         self._telling.values = {"step": float(view.step), "groups_in_flight": float(view.groups_in_flight)}
 
     async def _set_replicas(self) -> None:
@@ -212,6 +225,18 @@ class Monitor:
         for beat in beats:
             if beat.version is not None:
                 REPLICAS_VERSION.labels(beat.replica).set(beat.version)
+
+
+def _set_evaluations(found: Sequence[EvaluationView]) -> None:
+    for evaluation in found:  # oldest first: the newest of each set stays
+        if evaluation.accuracy is None or evaluation.accuracy_low is None or evaluation.accuracy_high is None:
+            continue
+        EVALUATION_ACCURACY.labels(evaluation.set).set(evaluation.accuracy)
+        EVALUATION_ACCURACY_LOW.labels(evaluation.set).set(evaluation.accuracy_low)
+        EVALUATION_ACCURACY_HIGH.labels(evaluation.set).set(evaluation.accuracy_high)
+        EVALUATION_VERSION.labels(evaluation.set).set(evaluation.version)
+        for k, estimate in evaluation.pass_at.items():
+            EVALUATION_PASS_AT.labels(evaluation.set, k).set(estimate.value)
 
 
 def eta_s(status: RunStatus, steps: int, finished_at_s: Sequence[float]) -> float | None:
@@ -249,13 +274,5 @@ def _history(reports: Sequence[StepReport]) -> History:
 
 def evaluation_view(found: Evaluation) -> EvaluationView:
     """Return an evaluation as the API says it."""
-    return EvaluationView(
-        step=found.step,
-        version=found.version,
-        accuracy=found.accuracy,
-        problems=found.problems,
-        answered=found.answered,
-        initial=found.initial,
-        final=found.final,
-        note=found.note,
-    )
+    fields = dataclasses.asdict(found)
+    return EvaluationView.model_validate({name: fields[name] for name in EvaluationView.model_fields})

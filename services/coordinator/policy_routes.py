@@ -88,7 +88,6 @@ async def _policies(parts: Parts) -> list[PolicyView]:
         ledger.released(),
         evaluations(parts.bus),
     )
-    by_version = {found.version: evaluation_view(found) for found in evaluated}
     return [
         PolicyView.model_validate(
             {
@@ -96,7 +95,7 @@ async def _policies(parts: Parts) -> list[PolicyView]:
                 "metrics": numbers(record.metrics),
                 "state": states.get(record.version),
                 "checkpoint": checkpoints.get(record.version),
-                "evaluation": by_version.get(record.version),
+                "evaluations": [evaluation_view(found) for found in evaluated if found.version == record.version],
                 "pinned": record.version in pins,
                 "released": record.version in released,
             }
@@ -124,7 +123,8 @@ async def _record(parts: Parts, version: int) -> PolicyRecord:
 async def _compare(parts: Parts, version: int, other: int) -> Comparison:
     left, right = await _record(parts, version), await _record(parts, other)
     records = {record.version: record for record in await parts.ledger.policies()}
-    accuracy = {found.version: found.accuracy for found in await evaluations(parts.bus)}
+    found = await evaluations(parts.bus)
+    accuracy = {one.version: one.accuracy for one in found if one.set == found[0].set}
     return compare(left, right, records, accuracy)
 
 

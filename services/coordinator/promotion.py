@@ -14,6 +14,7 @@ from prometheus_client import Histogram
 from services.coordinator.tree import serving, sources
 from shared.bus import Bus, Delivery
 from shared.errors import MessageError
+from shared.holding import holding
 from shared.ledger import Ledger
 from shared.messages import PolicyRecord, PolicyVersion
 from shared.streams import PUBLISHED
@@ -83,4 +84,7 @@ class Promotion:
     async def _sources(self, record: PolicyRecord) -> dict[str, tuple[str, ...]]:
         if not record.source:
             return {}
-        return sources(serving(await heartbeats(self._bus)), self._fan_out, record.source)
+        held = await holding(self._bus)
+        # Who keeps an older version for an evaluation has nothing to pass on; if it is let go early, it asks others.
+        beats = [beat for beat in await heartbeats(self._bus) if held is None or not held.names(beat.replica)]
+        return sources(serving(beats), self._fan_out, record.source)

@@ -82,7 +82,8 @@ def _header(run_id: str, summary: Line, steps: Sequence[Line]) -> str:
 
 
 def _headline(summary: Line, steps: Sequence[Line], evaluations: Sequence[Line]) -> str:
-    accuracies = [_figure(line, "accuracy") for line in evaluations]
+    of_first = next(iter(_by_set(evaluations).values()), [])
+    accuracies = [_figure(line, "accuracy") for line in of_first]
     before = _figure(summary, "accuracy_before") if summary else next(iter(accuracies), None)
     after = _figure(summary, "accuracy_after") if summary else next(reversed(accuracies), None)
     rewards = _column(steps, "reward_mean")
@@ -105,18 +106,29 @@ def _learning(steps: Sequence[Line], evaluations: Sequence[Line]) -> list[str]:
     near = [_within(m, d, lo, hi) for m, d, lo, hi in zip(mean, deviation, low, high, strict=True)]
     bands = [Band("min to max", low, high), Band("one deviation", [n[0] for n in near], [n[1] for n in near])]
     reward = curves(x, [Series("mean reward", mean)], bands)
-    held_out = curves(
-        _axis(evaluations),
-        [Series("accuracy", _column(evaluations, "accuracy"), points=True)],
-        low=0.0,
-        high=1.0,
-    )
-    note = "" if evaluations else "none was made"
     return [
         frame.card("Reward", reward, "of training samples: mean, one deviation, min to max"),
-        frame.card("Held-out accuracy", held_out or f'<p class="soft">{note}</p>', "greedy"),
+        *_held_out(evaluations),
         _chart(steps, "Zero-variance groups", ["zero_std_groups"], "a step's groups that teach nothing", low=0.0),
     ]
+
+
+def _held_out(evaluations: Sequence[Line]) -> list[str]:
+    cards, sets = [], _by_set(evaluations)
+    for name, lines in sets.items():
+        interval = Band("95 % interval", _column(lines, "accuracy_low"), _column(lines, "accuracy_high"))
+        series = [Series("accuracy", _column(lines, "accuracy"), points=True)]
+        title = "Held-out accuracy" if len(sets) == 1 else f"Held-out accuracy: {name}"
+        drawn = curves(_axis(lines), series, [interval], low=0.0, high=1.0)
+        cards.append(frame.card(title, drawn or '<p class="soft">nothing was answered</p>', "with its 95 % interval"))
+    return cards or [frame.card("Held-out accuracy", '<p class="soft">none was made</p>', "")]
+
+
+def _by_set(evaluations: Sequence[Line]) -> dict[str, list[Line]]:
+    sets: dict[str, list[Line]] = {}
+    for line in evaluations:
+        sets.setdefault(_word(line, "set") or "heldout", []).append(line)
+    return sets
 
 
 def _training(steps: Sequence[Line]) -> list[str]:

@@ -50,8 +50,8 @@ class PolicyView(Answer):
     """What was measured at its step."""
     settings_revision: int
     """Under which revision of the live settings its step was trained."""
-    evaluation: EvaluationView | None
-    """What its evaluation found, if it was evaluated."""
+    evaluations: list[EvaluationView]
+    """What its evaluation found, one for each set; empty: it was not evaluated."""
     pinned: bool
     """Its checkpoint is kept from cleanup."""
     released: bool
@@ -126,7 +126,7 @@ class Comparison(Answer):
     metrics: dict[str, Difference]
     """What was measured at their steps."""
     accuracy: Difference
-    """What their evaluations found, 0 to 1."""
+    """What their evaluations found of the first set, 0 to 1."""
 
 
 class PolicyMark(Answer):

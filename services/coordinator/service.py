@@ -14,14 +14,15 @@ coordinator holds nothing: killed at any moment, another, or itself again, goes 
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 
 from services.coordinator import dataset
 from services.coordinator.access import Access, open_access
 from services.coordinator.admission import Admission, terms_of
 from services.coordinator.api import make_app
-from services.coordinator.evaluation import Evaluator
+from services.coordinator.evaluation import Evaluator, Judge
+from services.coordinator.gate import Gate
 from services.coordinator.guards import Guards
 from services.coordinator.lease import Lease
 from services.coordinator.lifecycle import Lifecycle
@@ -35,9 +36,10 @@ from services.coordinator.server import Server
 from services.coordinator.steering import Steering
 from shared.bus import Bus
 from shared.errors import SettingsError
+from shared.evaluation import HeldOutSet
 from shared.ledger import Ledger, RunState
 from shared.live import Live
-from shared.messages import PolicyVersion, Sampling
+from shared.messages import PolicyVersion
 from shared.service import Context, serve
 from shared.settings import Settings
 from shared.telemetry import Status
@@ -50,7 +52,7 @@ class Data:
     """The problems of a run."""
 
     train: dataset.Dataset
-    heldout: dataset.Dataset | None
+    held_out: tuple[tuple[HeldOutSet, dataset.Dataset], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,7 +144,6 @@ def assemble(
     """Return the parts of the coordinator ``replica`` over ``bus``."""
     ledger, settings = Ledger(bus), live.settings
     recorder = Recorder(bus, folder, settings.coordinator.sample_every_steps)
-    evaluator = None if data.heldout is None else make_evaluator(bus, ledger, data.heldout, settings)
 
     def look() -> None:
         monitor.forget()
@@ -153,7 +154,6 @@ def assemble(
         status.version = PolicyVersion(version)
         look()
 
-    lifecycle = Lifecycle(bus, ledger, settings, evaluator, recorder, lambda: admission.wake(), folder)
     admission = Admission(
         bus,
         ledger,
@@ -163,7 +163,12 @@ def assemble(
         lambda: lifecycle.gate_open,
     )
     monitor = Monitor(
-        bus, live, lifecycle.activity, lambda: lifecycle.closed, lambda: list(guards.active.values()), status
+        bus,
+        live,
+        lambda run: lifecycle.activity(run),
+        lambda: lifecycle.closed,
+        lambda: list(guards.active.values()),
+        status,
     )
     groups_per_step = settings.algorithm.groups_per_step
     guards = Guards(bus, ledger, settings.guards, groups_per_step, monitor.view, monitor.reports, look)
@@ -174,6 +179,9 @@ def assemble(
         look,
         lambda found: operations.begin(KIND, found.stage, request(found)),
     )
+    gate = Gate(bus, ledger, settings.evaluation, rollbacks, look)
+    evaluator = make_evaluator(bus, ledger, data.held_out, settings, gate.judge) if data.held_out else None
+    lifecycle = Lifecycle(bus, ledger, settings, evaluator, gate, recorder, lambda: admission.wake(), folder)
     steering = Steering(bus, ledger, rollbacks, groups_per_step, look)
     operations = Operations(
         bus, {"pause": steering.drain_run, "drain": steering.drain_replica, KIND: rollbacks.see_through}
@@ -185,14 +193,20 @@ def assemble(
     return Coordinator(promotion, admission, lifecycle, recorder, monitor, rollbacks, guards, operations, lease, api)
 
 
-def make_evaluator(bus: Bus, ledger: Ledger, heldout: dataset.Dataset, settings: Settings) -> Evaluator:
-    """Return what evaluates on ``heldout``: greedily, one sample a problem, given up when the run is stopped or the version revoked."""
-    greedy = Sampling(samples=1, max_new_tokens=settings.sampling.max_new_tokens, temperature=0.0)
+def make_evaluator(
+    bus: Bus,
+    ledger: Ledger,
+    held_out: Sequence[tuple[HeldOutSet, dataset.Dataset]],
+    settings: Settings,
+    judge: Judge,
+) -> Evaluator:
+    """Return what evaluates on ``held_out``, and gives up when the run is stopped or the version revoked."""
 
     async def given_up(version: PolicyVersion) -> bool:
         return (await ledger.status()).state is RunState.STOPPED or version in await ledger.revoked()
 
-    return Evaluator(bus, heldout, settings.evaluation, greedy, settings.run.seed, given_up)
+    longest = settings.sampling.max_new_tokens
+    return Evaluator(bus, held_out, settings.evaluation, longest, settings.run.seed, given_up, judge)
 
 
 def load_data(settings: Settings) -> Data:
@@ -201,10 +215,13 @@ def load_data(settings: Settings) -> Data:
     Raises:
         SettingsError: a dataset cannot be used.
     """
-    path, scorers = settings.evaluation.path, [scorer.name for scorer in settings.reward.scorers]
+    evaluation, scorers = settings.evaluation, [scorer.name for scorer in settings.reward.scorers]
     return Data(
         train=dataset.load(settings.data.path, settings.data, "data.path", scorers),
-        heldout=None if path is None else dataset.load(path, settings.data, "evaluation.path", scorers),
+        held_out=tuple(
+            (one, dataset.load(one.path, settings.data, evaluation.setting_of(one), scorers))
+            for one in evaluation.held_out
+        ),
     )
 
 

@@ -36,7 +36,7 @@ class Summary:
     state: str
     reason: str
     accuracy_before: float | None
-    """Held-out accuracy of the initial policy."""
+    """Held-out accuracy of the initial policy, on the first set."""
     accuracy_after: float | None
     """Held-out accuracy of the last evaluated version (of the final one, where the run finished)."""
     training_s: float
@@ -86,12 +86,13 @@ def summarize(
     training_s = training_seconds(status, settings.run.steps, time.time())
     rewards = _figures(steps, "reward_mean")
     lag_mean, lag_max = _lag(steps)
+    of_first = [found for found in evaluations if found.set == evaluations[0].set]
     return Summary(
         run_id=settings.run.id,
         state=status.state.value,
         reason=status.reason,
-        accuracy_before=next((found.accuracy for found in evaluations if found.initial), None),
-        accuracy_after=next((found.accuracy for found in reversed(evaluations) if not found.initial), None),
+        accuracy_before=next((found.accuracy for found in of_first if found.initial), None),
+        accuracy_after=next((found.accuracy for found in reversed(of_first) if not found.initial), None),
         training_s=training_s,
         steps=status.step,
         samples=samples,
@@ -104,7 +105,7 @@ def summarize(
         groups_admitted=status.cursor,
         counts=dict(counts),
         head=status.head,
-        evaluations=len(evaluations),
+        evaluations=len({found.version for found in evaluations}),
         started_at_s=status.created_at_s,
         finished_at_s=time.time(),
         settings_sha256=digest(settings),

@@ -9,8 +9,10 @@
                                └── all failed: the old version goes on serving; again after a growing wait,
                                    or at once for a newer update, which also ends a round between two sources
 
-Versions never go down, and one that a newer update overtook is not pulled. A prompt waits for its ``min_version`` here,
-for as long as it takes; only while pulls have been failing for a while it is given back for another replica to try.
+Versions never go down, and one that a newer update overtook is not pulled. A version that this replica keeps for an evaluation (``hold``)
+stays until that is over; one that comes late to it, as it started just now, asks every source for that version once, and goes to the head
+where none has it any more. A prompt waits for its ``min_version`` here, for as long as it takes; only while pulls have been failing for a
+while, or an older version is kept, it is given back for another replica to try.
 An engine whose weights are torn generates nothing: when no source can make it whole, the process stops.
 """
 
@@ -23,11 +25,13 @@ import time
 from prometheus_client import Counter, Gauge, Histogram
 
 from services.rollout.engine import Engine, EngineDied, SwapReport
+from services.rollout.hold import Hold
 from services.rollout.probing import ProbeCheck
 from services.rollout.sources import Attempt, attempts, holders
 from shared import streams
 from shared.bus import Bus
 from shared.errors import TemporaryError, WeightsError
+from shared.ledger import Ledger
 from shared.messages import PolicyRecord, PolicyUpdate, PolicyVersion
 from shared.telemetry import Status, heartbeats, tell
 from shared.weights.offer import Offer
@@ -72,6 +76,7 @@ class Follower:
         deadline_s: no wait of a pull takes longer.
         probe_gap_nats: see :class:`ProbeCheck`.
         give_up_s: a waiter is sent away once pulls have been failing for so long.
+        hold: knows which version to keep.
     """
 
     def __init__(
@@ -85,6 +90,7 @@ class Follower:
         deadline_s: float,
         probe_gap_nats: float,
         give_up_s: float = 60.0,
+        hold: Hold | None = None,
     ) -> None:
         self._bus = bus
         self._engine = engine
@@ -94,6 +100,8 @@ class Follower:
         self._deadline_s = deadline_s
         self._probe = ProbeCheck(bus, engine, replica, probe_gap_nats)
         self._give_up_s = give_up_s
+        self._hold = hold or Hold(bus, replica)
+        self._unreachable: PolicyVersion | None = None
         self._changed = asyncio.Condition()
         self._told = asyncio.Event()
         self._failing_since_s: float | None = None
@@ -107,6 +115,13 @@ class Follower:
         """Whether the newest attempt to pull failed."""
         return self._failing_since_s is not None
 
+    @property
+    def kept_back(self) -> bool:
+        """Whether there is a newer version than the one that is kept for an evaluation."""
+        newest = None if self._wanted is None else self._wanted.record.version
+        held = self._hold.version
+        return newest is not None and held is not None and held == self._engine.version and newest > held
+
     async def wait_for(self, version: PolicyVersion) -> None:
         """Wait until the engine holds ``version`` or a newer one.
 
@@ -115,13 +130,31 @@ class Follower:
             asyncio.CancelledError: the replica stops; the worker gives the prompt back.
         """
         async with self._changed:
-            await self._changed.wait_for(lambda: self._holds(version) or self._gave_up() or self._released)
+            await self._changed.wait_for(
+                lambda: self._holds(version) or self.kept_back or self._gave_up() or self._released
+            )
         if not self._holds(version):
             if self._released:
                 raise asyncio.CancelledError(f"the replica stops while it waits for policy version {version}")
+            if self.kept_back:
+                raise TemporaryError(f"expected policy version {version}, found an older one kept for an evaluation")
             raise TemporaryError(
                 f"expected to pull policy version {version}, found failures for {self._give_up_s:.0f} s: "
                 f"{self._status.last_error}"
+            )
+
+    async def check_kept(self, version: PolicyVersion) -> None:
+        """See to it that every token from now on is of ``version``.
+
+        Raises:
+            TemporaryError: this replica does not keep it: another may.
+        """
+        if self._hold.version != version:
+            await self._hold.refresh()
+        if not (self._hold.version == version == self._engine.version):
+            raise TemporaryError(
+                f"expected to answer as policy version {version} alone, found {self._engine.version} served and "
+                f"{self._hold.version} kept"
             )
 
     async def release(self) -> None:
@@ -140,6 +173,7 @@ class Follower:
             self._after, self._wanted = entry, update
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._listen())
+            tasks.create_task(self._hold.run(self._hold_changed))
             tasks.create_task(self._keep_up())
 
     async def _listen(self) -> None:
@@ -149,6 +183,10 @@ class Follower:
                 self._after, self._wanted = found[-1]
                 self._told.set()
 
+    async def _hold_changed(self) -> None:
+        self._told.set()
+        await self._notify()
+
     async def _keep_up(self) -> None:
         retry_s = _FIRST_RETRY_S
         retried: PolicyUpdate | None = None
@@ -157,6 +195,8 @@ class Follower:
             errors = await self._pull(update, again=update is retried)
             if not errors:
                 retry_s = _FIRST_RETRY_S
+            elif update is not self._wanted and update.record.version == self._hold.version:
+                self._unreachable = update.record.version
             elif await self._overtaken(update, retry_s):
                 WEIGHT_PULLS_OVERTAKEN.inc()
                 retry_s = _FIRST_RETRY_S
@@ -165,11 +205,26 @@ class Follower:
                 retried, retry_s = update, min(2 * retry_s, _LONGEST_RETRY_S)
 
     async def _next(self) -> PolicyUpdate:
-        """Wait for an update that the engine is behind."""
-        while self._wanted is None or self._holds(self._wanted.record.version):
+        """Wait for an update that the engine is behind, and may go to."""
+        while True:
             self._told.clear()
+            wanted = self._wanted
+            if wanted is not None and not self._holds(wanted.record.version):
+                await self._hold.refresh()  # after the update: what it overtakes is held by now, or never
+                if (found := await self._allowed(wanted)) is not None:
+                    return found
+                await self._notify()
             await self._told.wait()
-        return self._wanted
+
+    async def _allowed(self, wanted: PolicyUpdate) -> PolicyUpdate | None:
+        """Return the update to go to: ``wanted``, the version to keep if the engine is not there yet, or None if it is."""
+        held = self._hold.version
+        if held is None or held >= wanted.record.version or held == self._unreachable:
+            return wanted
+        if self._holds(held):
+            return None if self._engine.version == held else wanted
+        record = await Ledger(self._bus).policy(held)
+        return wanted if record is None else PolicyUpdate(record, wanted.promoted_at_s)
 
     async def _overtaken(self, update: PolicyUpdate, wait_s: float | None) -> bool:
         """Wait so long (None: for ever) for a newer update; return whether there is one."""
@@ -186,7 +241,7 @@ class Follower:
         """Try each source in turn; return no errors once the version is live, else what each of them said."""
         errors: list[str] = []
         for attempt in await self._attempts(update, again=again):
-            if errors and self._wanted is not update:
+            if errors and self._wanted is not update and update.record.version != self._hold.version:
                 return errors
             try:
                 await self._pull_from(attempt, update)

@@ -3,9 +3,11 @@
 ::
 
     prompts ───────▶ encode ──▶ wait for min_version ──▶ engine.generate ──▶ decode ──▶ rollouts
-    eval_prompts ─▶     the same handler, the same batches                          ──▶ eval_rollouts
-    policy ─▶ follower ──▶ engine.stage, engine.swap
+    eval_prompts ─▶     the same handler, the same batches, training first          ──▶ eval_rollouts
+    policy ─▶ follower ──▶ engine.stage, engine.swap      hold ──▶ which version to keep for an evaluation
 
+Evaluation prompts are taken while the engine serves the version that is held for them, and training prompts unless the head is
+past a version that is kept: those that are admitted then wait for the head.
 Order of shutdown: both workers stop taking, finish what they hold or give it back; the follower stops; the engine closes, and
 with it what it serves to other replicas.
 An engine that died fails every handler, which stops the process; what it held is redone by others.
@@ -20,10 +22,12 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from services.rollout.engine import Engine, GeneratedGroup, GenerationRequest
 from services.rollout.follower import Follower
+from services.rollout.hold import Hold
+from services.rollout.precedence import Precedence
 from services.rollout.prompts import Codec
 from shared import streams
 from shared.bus import Bus
-from shared.messages import FinishReason, Prompt, RolloutGroup, Sample
+from shared.messages import FinishReason, Prompt, Purpose, RolloutGroup, Sample
 from shared.settings import WeightsSettings
 from shared.streams import Stream
 from shared.telemetry import Status
@@ -46,6 +50,7 @@ GENERATE = Histogram(
 
 RATE_WINDOW_S = 10.0
 _MAX_EVALUATION_GROUPS = 512
+_REGULATE_S = 0.05
 
 
 @dataclasses.dataclass(slots=True)
@@ -70,8 +75,9 @@ class Rate:
 class Generation:
     """The handler: from a prompt to its rollout group."""
 
-    def __init__(self, engine: Engine, codec: Codec, follower: Follower, replica: str) -> None:
+    def __init__(self, engine: Engine, codec: Codec, follower: Follower, precedence: Precedence, replica: str) -> None:
         self._engine = engine
+        self._precedence = precedence
         self._codec = codec
         self._follower = follower
         self._replica = replica
@@ -87,7 +93,11 @@ class Generation:
         with GROUPS_IN_PROGRESS.track_inprogress():
             token_ids = self._codec.encode(prompt)
             await self._follower.wait_for(prompt.min_version)
-            generated = await self._engine.generate(GenerationRequest(token_ids, prompt.sampling))
+            training = prompt.purpose is Purpose.TRAIN
+            async with self._precedence.turn(prompt.sampling.samples, training=training):
+                if not training:
+                    await self._follower.check_kept(prompt.min_version)
+                generated = await self._engine.generate(GenerationRequest(token_ids, prompt.sampling))
         self._count(prompt, generated)
         texts = self._codec.decode([sample.token_ids for sample in generated.samples])
         samples = tuple(
@@ -148,6 +158,8 @@ class Rollout:
         self._engine = engine
         self._status = status
         self._puller = puller
+        self._cordon = taking
+        self._hold = Hold(bus, replica)
         self._follower = Follower(
             bus,
             engine,
@@ -156,16 +168,21 @@ class Rollout:
             puller,
             deadline_s=weights.deadline_s,
             probe_gap_nats=weights.probe_gap_nats,
+            hold=self._hold,
         )
-        self._generation = Generation(engine, codec, self._follower, replica)
+        self._generation = Generation(engine, codec, self._follower, Precedence(max_groups * group_size), replica)
+        self._training, self._evaluating = asyncio.Event(), asyncio.Event()
+        self._regulate()
         evaluation_groups = max(max_groups, min(max_groups * group_size, _MAX_EVALUATION_GROUPS))
 
-        def worker(source: Stream, output: Stream, concurrency: int) -> Worker[Prompt, RolloutGroup]:
+        def worker(
+            source: Stream, output: Stream, concurrency: int, taking: asyncio.Event
+        ) -> Worker[Prompt, RolloutGroup]:
             return Worker(bus, replica, source, Prompt, output, self._generation.handle, concurrency, patience, taking)
 
         self._workers = (
-            worker(streams.PROMPTS, streams.ROLLOUTS, max_groups),
-            worker(streams.EVAL_PROMPTS, streams.EVAL_ROLLOUTS, evaluation_groups),
+            worker(streams.PROMPTS, streams.ROLLOUTS, max_groups, self._training),
+            worker(streams.EVAL_PROMPTS, streams.EVAL_ROLLOUTS, evaluation_groups, self._evaluating),
         )
 
     async def run(self, stop: asyncio.Event, report_s: float) -> None:
@@ -179,12 +196,14 @@ class Rollout:
                 following = around.create_task(self._follower.run())
                 reporting = around.create_task(self._report(stop, report_s))
                 releasing = around.create_task(self._release(stop))
+                regulating = around.create_task(self._keep_regulating())
                 async with asyncio.TaskGroup() as working:
                     for worker in self._workers:
                         working.create_task(worker.run(stop))
                 following.cancel()
                 reporting.cancel()
                 releasing.cancel()
+                regulating.cancel()
         finally:
             self._status.state = "stopping"
             await self._engine.close()
@@ -193,6 +212,18 @@ class Rollout:
     async def _release(self, stop: asyncio.Event) -> None:
         await stop.wait()
         await self._follower.release()
+
+    async def _keep_regulating(self) -> None:
+        while True:
+            self._regulate()
+            await asyncio.sleep(_REGULATE_S)
+
+    def _regulate(self) -> None:
+        """Say which prompts may be taken now."""
+        open_to_all = self._cordon is None or self._cordon.is_set()
+        held = self._hold.version
+        _set(self._training, open_to_all and not self._follower.kept_back)
+        _set(self._evaluating, open_to_all and held is not None and held == self._engine.version)
 
     async def _report(self, stop: asyncio.Event, report_s: float) -> None:
         while True:
@@ -208,3 +239,10 @@ class Rollout:
         if self._follower.failing:
             return "degraded"
         return "working" if held and self._engine.version is not None else "waiting"
+
+
+def _set(event: asyncio.Event, wanted: bool) -> None:
+    if wanted:
+        event.set()
+    else:
+        event.clear()

@@ -116,9 +116,14 @@ def _resolved(settings: Settings) -> Settings:
     settings = _with_critic(settings)
     settings = _with(settings, "reward", scorers=tuple(map(_with_absolute_model, settings.reward.scorers)))
     settings = _with(settings, "data", path=settings.data.path.absolute())
-    if settings.evaluation.path is not None:
-        settings = _with(settings, "evaluation", path=settings.evaluation.path.absolute())
-    return settings
+    return _with_absolute_sets(settings)
+
+
+def _with_absolute_sets(settings: Settings) -> Settings:
+    found = settings.evaluation
+    path = None if found.path is None else found.path.absolute()
+    sets = tuple(one.model_copy(update={"path": one.path.absolute()}) for one in found.sets)
+    return _with(settings, "evaluation", path=path, sets=sets)
 
 
 def _with_critic(settings: Settings) -> Settings:
@@ -165,8 +170,8 @@ def _check(settings: Settings) -> None:
         if isinstance(scorer, ModelScorer):
             check_source(scorer.model_setting, scorer.model, ("config.json",))
     _check_data(settings.data.path, "data.path")
-    if settings.evaluation.path is not None:
-        _check_data(settings.evaluation.path, "evaluation.path")
+    for held_out in settings.evaluation.held_out:
+        _check_data(held_out.path, settings.evaluation.setting_of(held_out))
     _check_port(settings.coordinator.host, settings.coordinator.port, "coordinator.port")
     for setting, port in metrics_ports(settings):
         _check_port(settings.coordinator.host, port, setting)

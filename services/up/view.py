@@ -100,9 +100,18 @@ def _curve(value: float | None, values: Sequence[float | None]) -> Text:
 def _accuracies(evaluations: Sequence[Evaluation]) -> Text:
     if not evaluations:
         return Text(_MISSING)
-    values = [evaluation.accuracy for evaluation in evaluations]
+    of_first = [evaluation for evaluation in evaluations if evaluation.set == evaluations[0].set]
+    values, last_one = [evaluation.accuracy for evaluation in of_first], of_first[-1]
     line = Text(number(values[-1]), style="bold").append("  ").append(spark(values, _SPARKS), style="green")
-    return line.append(f"  from {number(values[0])}, at step {evaluations[-1].step}", style="dim")
+    if last_one.accuracy_low is not None:
+        line.append(f"  {number(last_one.accuracy_low)} to {number(last_one.accuracy_high)}", style="dim")
+    line.append(f"  from {number(values[0])}, at step {last_one.step}", style="dim")
+    others = {evaluation.set: evaluation.accuracy for evaluation in evaluations if evaluation.set != last_one.set}
+    return line.append("".join(f"  {name} {number(value)}" for name, value in others.items()))
+
+
+def _newest_accuracy(evaluations: Sequence[Evaluation]) -> float | None:
+    return next((one.accuracy for one in reversed(evaluations) if one.set == evaluations[0].set), None)
 
 
 def _flight(run: RunView) -> Text:
@@ -158,7 +167,7 @@ def line(run: RunView) -> str:
         return f"{run.state:<8} {run.activity}".rstrip()
     parts = [f"{run.state:<8} step {run.step}/{run.steps}", f"head {_version(run.head)}"]
     parts.append(f"reward {number(last(run, 'reward_mean'))}")
-    parts.append(f"held-out {number(run.evaluations[-1].accuracy if run.evaluations else None)}")
+    parts.append(f"held-out {number(_newest_accuracy(run.evaluations))}")
     parts.append(f"in flight {run.groups_in_flight}/{run.slots}")
     parts.append(f"lag {number(last(run, 'lag_mean'), 2)}")
     parts.append(f"{number(run.tokens_per_s, 0)} tokens/s")

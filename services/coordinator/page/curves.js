@@ -15,7 +15,6 @@ const PHASES = {
   phase_commit_s: "commit",
   phase_checkpoint_s: "checkpoint",
 };
-const Z = 1.96;
 
 /** Show the curves of `reports` (GET /v1/run/steps, oldest first) and of `evaluations`. */
 export function drawCurves(node, reports, evaluations, maxLag) {
@@ -27,7 +26,7 @@ export function drawCurves(node, reports, evaluations, maxLag) {
   const phases = Object.entries(PHASES).map(([name, label]) => ({ name: label, values: column(name) }));
   const cards = [
     ["Reward", "of training samples: mean, one deviation", () => rewards(steps, column)],
-    ["Held-out accuracy", "greedy, with 95 % confidence (Wilson)", () => accuracies(evaluations)],
+    ["Held-out accuracy", "by set; 95 % interval of the first", () => accuracies(evaluations)],
     ["KL", "nats a token, behavior against policy", plain(["kl_mean"])],
     ["Entropy", "nats a token", plain(["entropy"])],
     ["Lag", `in steps, of samples when used${bound}`, plain(["lag_mean", "lag_max"])],
@@ -54,15 +53,11 @@ function rewards(steps, column) {
 }
 
 function accuracies(evaluations) {
-  const known = evaluations.filter((one) => one.accuracy !== null && one.answered > 0).toSorted((a, b) => a.step - b.step);
-  const bounds = known.map((one) => wilson(one.accuracy, one.answered));
-  const band = { name: "95 %", low: bounds.map(([low]) => low), high: bounds.map(([, high]) => high) };
-  return curves(known.map((one) => one.step), [{ name: "accuracy", values: known.map((one) => one.accuracy), points: true }], { bands: [band], low: 0, high: 1 });
-}
-
-/** Wilson's 95 % interval of a share of `count`: [(p + z²/2n) ± z √(p(1−p)/n + z²/4n²)] / (1 + z²/n) (Wilson 1927). */
-export function wilson(share, count) {
-  const wide = Z * Z / count;
-  const half = Z * Math.sqrt((share * (1 - share)) / count + wide / (4 * count));
-  return [-1, 1].map((sign) => Math.min(1, Math.max(0, (share + wide / 2 + sign * half) / (1 + wide))));
+  const known = evaluations.filter((one) => one.accuracy !== null).toSorted((a, b) => a.step - b.step);
+  const steps = [...new Set(known.map((one) => one.step))];
+  const sets = [...new Set(known.map((one) => one.set))];
+  const of = (set, name) => steps.map((step) => known.findLast((one) => one.set === set && one.step === step)?.[name] ?? null);
+  const lines = sets.map((set) => ({ name: set, values: of(set, "accuracy"), points: true }));
+  const bands = sets.slice(0, 1).map((set) => ({ name: "95 %", low: of(set, "accuracy_low"), high: of(set, "accuracy_high") }));
+  return curves(steps, lines, { bands, low: 0, high: 1 });
 }

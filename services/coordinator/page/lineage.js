@@ -42,7 +42,7 @@ function graphOf(policies, head) {
   }
   const parents = branches.flatMap((branch) => (branch.parent === null ? [] : [branch.parent]));
   const told = new Set([...parents, ...branches.flatMap((branch) => [branch.versions[0], branch.last])]);
-  for (const one of policies) if (one.checkpoint || one.released || one.pinned || one.evaluation || one.version === head) told.add(one.version);
+  for (const one of policies) if (one.checkpoint || one.released || one.pinned || one.evaluations.length > 0 || one.version === head) told.add(one.version);
   const lanes = Math.max(...branches.map((branch) => branch.lane)) + 1;
   return { branches, branchOf, told, width: lanes * LANE + 4 };
 }
@@ -81,7 +81,7 @@ function rowOf(one, graph, head, rollBack) {
 function badges(one) {
   const found = [[one.state ?? "", one.state ?? ""]];
   if (one.checkpoint !== null) found.push(["checkpoint", "checkpoint"]);
-  if (one.evaluation !== null) found.push(["evaluated", `accuracy ${figure(one.evaluation.accuracy)}`]);
+  for (const made of one.evaluations) found.push(["evaluated", `${made.set} ${figure(made.accuracy)}`]);
   if (one.released) found.push(["released", "released"]);
   if (one.pinned) found.push(["pinned", "pinned"]);
   return found.filter(([kind]) => kind !== "" && kind !== "retired").map(([kind, text]) => el("span", { class: `badge ${kind}` }, text));

@@ -35,7 +35,7 @@ function drawHead(run) {
 }
 
 function drawTiles(run) {
-  const measured = run.evaluations.filter((one) => one.accuracy !== null);
+  const measured = run.evaluations.filter((one) => one.accuracy !== null && one.set === run.evaluations[0].set);
   const tiles = [
     ["step", `${figure(run.step)} of ${figure(run.steps)}`],
     ["mean reward", figure(run.last.reward_mean)],
