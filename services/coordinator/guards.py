@@ -179,6 +179,8 @@ class Guards:
         self._looks: deque[bool] = deque(maxlen=_LOOKS)
         self.active: dict[str, GuardView] = {}
         """What is wrong now, by guard."""
+        for name in GuardsSettings.model_fields:
+            ACTIVE.labels(name).set(0)
 
     async def run(self) -> None:
         """Watch for ever."""

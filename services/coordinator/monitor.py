@@ -35,6 +35,10 @@ RUN_STATE = Gauge("penstock_coordinator_run_state", "1 for the state that the ru
 HEAD_VERSION = Gauge("penstock_coordinator_head_version", "The version that replicas serve; -1: none yet.")
 STEP = Gauge("penstock_coordinator_step", "Committed optimizer steps.")
 DEAD_LETTERS = Gauge("penstock_coordinator_dead_letters", "Entries among the dead letters.")
+ACCURACY = Gauge(
+    "penstock_coordinator_evaluation_accuracy_ratio",
+    "Share of held-out problems that the newest evaluation found right.",
+)
 REPLICAS_VERSION = Gauge("penstock_coordinator_replicas_version", "The version that a replica holds.", ["replica"])
 
 SHOWN = (*streams.TRAINING_STREAMS, streams.JOURNAL)
@@ -204,6 +208,9 @@ class Monitor:
         HEAD_VERSION.set(-1 if view.head is None else view.head)
         STEP.set(view.step)
         DEAD_LETTERS.set(view.dead)
+        accuracies = [found.accuracy for found in view.evaluations if found.accuracy is not None]
+        if accuracies:
+            ACCURACY.set(accuracies[-1])
         self._telling.values = {"step": float(view.step), "groups_in_flight": float(view.groups_in_flight)}
 
     async def _set_replicas(self) -> None:

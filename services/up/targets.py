@@ -1,0 +1,45 @@
+"""Tell Prometheus where the metrics of a run's processes are: ``<run folder>/metrics.json``, as its file_sd reads it.
+
+Every target has three labels: ``run``, ``service`` and ``instance``, the replica's name, which stays over restarts, as its port does
+not. The chart's PodMonitor sets the same three, so that dashboards and alerts hold in both places. No process labels its own metrics
+with them. A replica that is gone stays a target, for its silence is what an alert is about.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from services.client import ReplicaView
+from services.up.plan import ProcessPlan
+
+TARGETS_FILE = "metrics.json"
+
+
+class Targets:
+    """The addresses of one run's metrics, written down whenever one changes."""
+
+    def __init__(self, run_folder: Path, run_id: str, plans: Sequence[ProcessPlan]) -> None:
+        self._file = run_folder / TARGETS_FILE
+        self._run_id = run_id
+        self._known = {
+            plan.name: (plan.service, f"{plan.address[0]}:{plan.address[1]}")
+            for plan in plans
+            if plan.address is not None
+        }
+        self._write()
+
+    def update(self, replicas: Iterable[ReplicaView]) -> None:
+        """Take the addresses that heartbeats tell."""
+        told = {replica.replica: (replica.service, replica.address) for replica in replicas if replica.address}
+        if self._known | told != self._known:
+            self._known |= told
+            self._write()
+
+    def _write(self) -> None:
+        groups = [
+            {"targets": [address], "labels": {"run": self._run_id, "service": service, "instance": name}}
+            for name, (service, address) in sorted(self._known.items())
+        ]
+        beside = self._file.with_suffix(".json.new")
+        beside.write_text(json.dumps(groups, indent=2) + "\n", encoding="utf-8")
+        beside.replace(self._file)
