@@ -146,7 +146,9 @@ FAULTS = (
         25,
         f'{ONE},state="failed"',
     ),
-    Fault("PenstockCheckpointFailures", {f"penstock_trainer_checkpoint_failures_total{{{ONE}}}": "0x20 1x9"}, 20, 25, ONE),
+    Fault(
+        "PenstockCheckpointFailures", {f"penstock_trainer_checkpoint_failures_total{{{ONE}}}": "0x20 1x9"}, 20, 25, ONE
+    ),
     Fault("PenstockDeadLetters", {f"penstock_coordinator_dead_letters{{{ONE}}}": "0x5 2x5"}, 5, 9, RUN),
     Fault(
         "PenstockScorerUnavailable",
@@ -209,7 +211,9 @@ def test_each_alert_fires_by_its_fault_and_not_before(tmp_path: Path) -> None:
     promtool = need("promtool", "prometheus")
     tests = {"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": [law(fault) for fault in FAULTS]}
     (tmp_path / "laws.json").write_text(json.dumps(tests))
-    done = subprocess.run([promtool, "test", "rules", tmp_path / "laws.json"], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [promtool, "test", "rules", tmp_path / "laws.json"], capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -231,7 +235,9 @@ def test_what_an_alert_says_is_filled_in(tmp_path: Path) -> None:
         "alert_rule_test": [{"eval_time": "5m", "alertname": "PenstockServiceDown", "exp_alerts": [expected]}],
     }
     (tmp_path / "law.json").write_text(json.dumps({"rule_files": [str(RULES)], "tests": [test]}))
-    done = subprocess.run([promtool, "test", "rules", tmp_path / "law.json"], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [promtool, "test", "rules", tmp_path / "law.json"], capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from services.client import ReplicaView
-from services.up.plan import ProcessPlan
+from services.up.plan import PROMETHEUS, ProcessPlan
 
 TARGETS_FILE = "metrics.json"
 
@@ -24,7 +24,7 @@ class Targets:
         self._known = {
             plan.name: (plan.service, f"{plan.address[0]}:{plan.address[1]}")
             for plan in plans
-            if plan.address is not None
+            if plan.address is not None and plan.service != PROMETHEUS
         }
         self._write()
 
