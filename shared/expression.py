@@ -6,7 +6,12 @@
 
     expression = expression "if" expression "else" expression
                | "and", "or", "not", comparison, + - * /, min(…), max(…)      as in Python
+               | applies(scorer) | first(scorer, scorer, …)
                | the name of a scorer | a number
+
+A problem may name the scorers that apply to it (``data.scorers_field``). The value of another is not 0 but missing: an
+expression that comes to it makes no reward, and the group is buried with that reason. ``applies`` is 1 where a scorer applies,
+else 0, and ``first`` is the value of the first that does. The empty expression is the mean of those that apply.
 
 It is parsed into a checked tree when the service starts and nothing is ever evaluated as Python: there are no attributes,
 calls, powers or other names to reach.
@@ -61,10 +66,15 @@ class Expression:
         """Return the reward.
 
         Raises:
-            PermanentError: it is no finite number.
+            PermanentError: it is no finite number, or needs the value of a scorer that does not apply.
         """
         try:
             reward = float(self._evaluate(values))
+        except KeyError as error:
+            raise PermanentError(
+                f"expected scorer {error.args[0]!r} to apply, as {self.text!r} needs its value, found {', '.join(values)}: "
+                f"change the column data.scorers_field, or guard it in reward.expression (… if applies({error.args[0]}) else …)"
+            ) from error
         except ArithmeticError as error:
             raise self._not_finite(values, str(error)) from error
         if not abs(reward) <= _LARGEST_REWARD:
@@ -118,6 +128,10 @@ class _Compiler:
                 return self._comparison([left, *rest], operators, depth)
             case ast.IfExp(test=test, body=body, orelse=other):
                 return _conditional(*(self._node(part, depth + 1) for part in (test, body, other)))
+            case ast.Call(func=ast.Name(id="applies"), args=[ast.Name(id=name) as scorer], keywords=[]):
+                return _applies(self._named(name, scorer))
+            case ast.Call(func=ast.Name(id="first"), args=[_, _, *_], keywords=[]):
+                return self._first(node.args)
             case ast.Call(func=ast.Name(id=name), args=[_, _, *_], keywords=[]) if name in _FUNCTIONS:
                 return _function(_FUNCTIONS[name], [self._node(argument, depth + 1) for argument in node.args])
             case _:
@@ -125,7 +139,7 @@ class _Compiler:
 
     def _refused_part(self, node: ast.expr) -> SettingsError:
         return self._refused(
-            "names of scorers, numbers, + - * /, comparisons, and, or, not, if-else, min(a, b) and max(a, b)",
+            "names of scorers, numbers, + - * /, comparisons, and, or, not, if-else, min(a, b), max(a, b), applies(a) and first(a, b)",
             repr(ast.get_source_segment(self._text, node))[:80],
             node.col_offset,
         )
@@ -140,9 +154,19 @@ class _Compiler:
         return lambda values: number
 
     def _scorer(self, name: str, node: ast.expr) -> Evaluator:
+        return operator.itemgetter(self._named(name, node))
+
+    def _first(self, nodes: Sequence[ast.expr]) -> Evaluator:
+        for node in nodes:
+            if not isinstance(node, ast.Name):
+                raise self._refused("names of scorers in first(…)", "something else", node.col_offset)
+        names = [self._named(node.id, node) for node in nodes if isinstance(node, ast.Name)]
+        return lambda values: values[next((name for name in names if name in values), names[0])]
+
+    def _named(self, name: str, node: ast.expr) -> str:
         if name not in self._scorers:
             raise self._refused(f"the name of a scorer ({self._known})", repr(name), node.col_offset)
-        return operator.itemgetter(name)
+        return name
 
     def _comparison(self, nodes: list[ast.expr], operators: list[ast.cmpop], depth: int) -> Evaluator:
         operands = [self._node(node, depth + 1) for node in nodes]
@@ -167,6 +191,10 @@ class _Compiler:
             f"expected {expected} in reward.expression, found {found} at character {offset + 1} "
             f"of {self._text[:120]!r}: change reward.expression"
         )
+
+
+def _applies(scorer: str) -> Evaluator:
+    return lambda values: float(scorer in values)
 
 
 def _unary(sign: ast.unaryop, operand: Evaluator) -> Evaluator:

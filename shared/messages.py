@@ -42,16 +42,20 @@ class FinishReason(StrEnum):
 
 
 class ScoreStatus(StrEnum):
-    """What a scorer can say. Only ``OK`` and ``WRONG_FORMAT`` and ``TIMEOUT`` and ``CRASHED`` carry a value.
+    """What a scorer can say. All but ``UNAVAILABLE`` carry a value.
 
-    ``TIMEOUT`` and ``CRASHED`` mean that the *completion* made its own check fail (an endless expression, say);
-    ``UNAVAILABLE`` means that the scorer could not do its work: the group is tried again, then buried, never scored 0.
+    ``TIMEOUT``, ``CRASHED``, ``MEMORY``, ``OUTPUT_LIMIT`` and ``FORBIDDEN`` mean that the *completion* made its own check fail
+    (an endless expression, a program that takes too much or what it must not); ``UNAVAILABLE`` means that the scorer could
+    not do its work: the group is tried again, then buried, never scored 0.
     """
 
     OK = "ok"
     WRONG_FORMAT = "wrong_format"
     TIMEOUT = "timeout"
     CRASHED = "crashed"
+    MEMORY = "memory"
+    OUTPUT_LIMIT = "output_limit"
+    FORBIDDEN = "forbidden"
     UNAVAILABLE = "unavailable"
 
 
@@ -100,6 +104,8 @@ class Prompt:
     admitted_at_s: float = 0.0
     requeues: int = 0
     """How often the group came back because its samples were stale."""
+    scorers: tuple[str, ...] = ()
+    """Names of the scorers that apply; none: all of the run."""
 
 
 @columns
@@ -173,7 +179,7 @@ class Score:
 @record
 @dataclasses.dataclass(frozen=True, slots=True)
 class SampleScores:
-    """What every scorer says of one sample, in the order of the settings."""
+    """What every scorer that applies says of one sample, in the order of the settings."""
 
     scores: tuple[Score, ...]
 

@@ -29,7 +29,8 @@ from shared.deepspeed_keys import check_deepspeed
 from shared.errors import SettingsError
 from shared.expression import Expression
 from shared.guards import GuardsSettings
-from shared.reward_models import ModelScorer, ReferenceSettings
+from shared.reward_models import ReferenceSettings
+from shared.scorers import AnswerScorer, Scorer
 from shared.section import Section
 
 ENVIRONMENT_PREFIX = "PENSTOCK__"
@@ -105,6 +106,9 @@ class DataSettings(Section):
     """The column with chat messages (`[{role, content}]`); used where the prompt's column is missing."""
     answer_field: str = Field(default="answer")
     """The column with the reference answer; every other column goes to the scorers."""
+    scorers_field: str = Field(default="")
+    """The column that names the scorers of a problem, as a list or with commas between; where it is empty, or no such column
+    is set here, all score it."""
     max_bad_rows: NonNegativeInt = Field(default=10)
     """So many rows that cannot be read are counted and passed over; one more stops the start."""
     shuffle: bool = Field(default=True)
@@ -182,74 +186,6 @@ class RolloutSettings(Section):
     """vLLM, where it generates."""
 
 
-class AnswerScorer(Section):
-    """Compares the completion's answer with the reference."""
-
-    kind: Literal["answer"]
-    """The answer matcher."""
-    name: str = Field(default="answer", pattern=r"^[a-z_][a-z0-9_]*$")
-    """Its name in reward.expression and in metrics."""
-    mode: Literal["exact", "numeric", "math"] = Field(default="math")
-    """`exact` text, `numeric` value within tolerance, or `math` (symbolic, by math-verify)."""
-    extract: Literal["whole", "boxed", "hashes", "last_number", "tag", "auto"] = Field(default="auto")
-    """Where the answer stands in the completion: all of it, in \\boxed{}, after ####, the last number, in the tag named
-    by `tag`, or the first of boxed, hashes, whole."""
-    tag: str = Field(default="answer", min_length=1)
-    """With extract = "tag": `answer` means <answer>…</answer>."""
-    tolerance: NonNegativeFloat = Field(default=1e-6)
-    """Largest relative difference of numbers that are equal; whole numbers and fractions in mode `math` are exact."""
-    needs_stop: bool = Field(default=False)
-    """A completion cut at its length limit is `wrong_format`."""
-    timeout_s: PositiveFloat = Field(default=5.0)
-    """A comparison that takes longer is killed: status `timeout`, value 0."""
-    processes: PositiveInt = Field(default=1)
-    """Killable processes that compare."""
-
-
-class TagRule(Section):
-    """One pair of tags that the completion must hold."""
-
-    tag: str = Field(default="answer", min_length=1)
-    """`think` means <think>…</think>."""
-    required: bool = Field(default=True)
-    """It must be there."""
-    once: bool = Field(default=True)
-    """It must not be there twice."""
-
-
-class FormatScorer(Section):
-    """Checks the completion's form by declared rules; its value is the share of rules that hold."""
-
-    kind: Literal["format"]
-    """The format checker."""
-    name: str = Field(default="format", pattern=r"^[a-z_][a-z0-9_]*$")
-    """Its name in reward.expression and in metrics."""
-    tags: tuple[TagRule, ...] = Field(default=())
-    """Tags, in the order in which they must come."""
-    nothing_outside: bool = Field(default=False)
-    """No text but white space outside the tags."""
-    pattern: str = Field(default="")
-    """A regular expression that must match all of the completion."""
-    min_characters: NonNegativeInt = Field(default=0)
-    """Shortest completion."""
-    max_characters: PositiveInt | None = Field(default=None)
-    """Longest completion."""
-    needs_stop: bool = Field(default=False)
-    """It must end by itself, not at its length limit."""
-
-
-class RandomScorer(Section):
-    """Draws 0 or 1 by lot, whatever the completion: the control of an experiment (nothing should be learned)."""
-
-    kind: Literal["random"]
-    """The lot."""
-    name: str = Field(default="random", pattern=r"^[a-z_][a-z0-9_]*$")
-    """Its name in reward.expression and in metrics."""
-
-
-Scorer = Annotated[AnswerScorer | FormatScorer | ModelScorer | RandomScorer, Field(discriminator="kind")]
-
-
 class ExecutorSettings(Section):
     """The process that runs model-written code, isolated (docs/sandbox.md)."""
 
@@ -282,7 +218,7 @@ class RewardSettings(Section):
     replicas: PositiveInt = Field(default=1)
     """How many `penstock up` starts."""
     expression: str = Field(default="")
-    """The reward from the scorers' values, as `0.9 * answer + 0.1 * format`; empty: their mean."""
+    """The reward from the scorers' values, as `0.9 * answer + 0.1 * format`; empty: the mean of those that apply."""
     scorers: tuple[Scorer, ...] = Field(default=(AnswerScorer(kind="answer"),), min_length=1)
     """Who scores; all run at once."""
     max_groups: PositiveInt = Field(default=32)
@@ -303,6 +239,12 @@ class TrainerSettings(Section):
 
     ranks: PositiveInt = Field(default=1)
     """Processes that train together on this host, started by torchrun."""
+    nodes: PositiveInt = Field(default=1)
+    """Hosts that train together, with trainer.ranks processes each; each of them starts the trainer by itself."""
+    node: NonNegativeInt = Field(default=0)
+    """Which of trainer.nodes this host is. The first, 0, leads: it speaks to the bus and serves weights."""
+    rendezvous: str = Field(default="", pattern=r"^$|^.+:[0-9]+$")
+    """`host:port` at which the first of several hosts lets the others join."""
     zero_stage: Literal[0, 1, 2, 3] = Field(default=1)
     """DeepSpeed ZeRO stage: ranks share nothing (0), the optimizer's state (1), gradients too (2), weights too (3)."""
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto")
@@ -366,6 +308,11 @@ class TrainerSettings(Section):
             raise ValueError(
                 f'expected trainer.offload = "none" with trainer.optimizer = "adamw_8bit", found "{self.offload}": its '
                 "moments are small enough to stay; change one of them"
+            )
+        if self.nodes > 1 and (not self.rendezvous or self.node >= self.nodes):
+            raise ValueError(
+                f"expected trainer.rendezvous and trainer.node < {self.nodes} with trainer.nodes = {self.nodes}, found "
+                f"{self.rendezvous!r} and {self.node}: change one of them"
             )
         check_deepspeed(self.deepspeed)
         return self
@@ -484,7 +431,7 @@ class Settings(Section):
     @property
     def needs_executor(self) -> bool:
         """Whether a scorer runs model-written code."""
-        return any(str(scorer.kind) == "code" for scorer in self.reward.scorers)
+        return any(scorer.kind == "code" for scorer in self.reward.scorers)
 
     @property
     def run_folder(self) -> Path:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from shared.streams import AUDIT, EVENTS, POLICY, TRAINING_STREAMS
 from tests.conftest import until
 
 ROOT = Path(__file__).parent.parent
+CONFIG = "config/arithmetic.toml"
 STEPS, GROUPS, CHECKPOINT_EVERY = 60, 8, 7
 FLAGS = {
     "run.id": "chaos",
@@ -46,12 +47,12 @@ FLAGS = {
 class Chaos:
     """A run whose processes are killed."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder / "chaos"
-        flags = [f"--{name}={value}" for name, value in {**FLAGS, "run.folder": folder}.items()]
+    def __init__(self, folder: Path, config: str = CONFIG, settings: Mapping[str, object] = FLAGS) -> None:
+        self.folder = folder / str(settings["run.id"])
+        flags = [f"--{name}={value}" for name, value in {**settings, "run.folder": folder}.items()]
         self.output = folder / "up.txt"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "services", "up", "config/arithmetic.toml", *flags],
+            [sys.executable, "-m", "services", "up", config, *flags],
             cwd=ROOT, stdout=self.output.open("w"), stderr=subprocess.STDOUT,
         )  # fmt: skip
 
@@ -100,8 +101,8 @@ class Chaos:
 
 
 @contextlib.asynccontextmanager
-async def running(folder: Path) -> AsyncIterator[Chaos]:
-    chaos = Chaos(folder)
+async def running(folder: Path, config: str = CONFIG, settings: Mapping[str, object] = FLAGS) -> AsyncIterator[Chaos]:
+    chaos = Chaos(folder, config, settings)
     try:
         yield chaos
     finally:
@@ -114,7 +115,7 @@ async def connect(chaos: Chaos) -> Bus:
         return "bus" in chaos.table()
 
     await until(started, timeout_s=30.0)
-    return await Bus.connect(str(chaos.table()["bus"]), "chaos", wait_s=30.0)
+    return await Bus.connect(str(chaos.table()["bus"]), chaos.folder.name, wait_s=30.0)
 
 
 async def more_steps(chaos: Chaos, ledger: Ledger, count: int) -> None:
@@ -151,12 +152,19 @@ async def test_whatever_is_killed_every_prompt_ends_once_and_no_version_is_reuse
 
 
 async def _audit(folder: Path) -> None:
+    async with left_behind(folder) as bus:
+        await audit_groups(bus, STEPS, GROUPS)
+        await _audit_versions(bus, folder)
+
+
+@contextlib.asynccontextmanager
+async def left_behind(folder: Path) -> AsyncIterator[Bus]:
+    """The bus of a run that is over, from what Valkey left on disk."""
     socket = embedded.socket_path("audit")
     server = subprocess.Popen(embedded.command(socket, folder / "valkey"), stdout=subprocess.DEVNULL)
     try:
-        bus = await Bus.connect(embedded.url(socket), "chaos", wait_s=20.0)
-        await _audit_groups(bus)
-        await _audit_versions(bus, folder)
+        bus = await Bus.connect(embedded.url(socket), folder.name, wait_s=20.0)
+        yield bus
         await bus.close()
     finally:
         server.kill()
@@ -165,15 +173,15 @@ async def _audit(folder: Path) -> None:
         socket.parent.rmdir()
 
 
-async def _audit_groups(bus: Bus) -> None:
+async def audit_groups(bus: Bus, steps: int, groups: int) -> None:
     status, counts = await Ledger(bus).status(), await bus.counts()
-    assert (status.state, status.step) == (RunState.FINISHED, STEPS)
+    assert (status.state, status.step) == (RunState.FINISHED, steps)
     endings = [
         (int(fields[b"id"]), fields[b"outcome"].decode()) for _, fields in await bus.client.xrange(bus.keys.of(AUDIT))
     ]
     assert sorted(group for group, _ in endings) == list(range(status.cursor)), "each admitted prompt ends once"
     assert Counter(outcome for _, outcome in endings) == Counter(counts), "the counters say what the audit says"
-    assert counts["trained"] == STEPS * GROUPS
+    assert counts["trained"] == steps * groups
     assert all(outcome.split(":")[0] in ("trained", "dropped", "dead") for outcome in counts)
     assert [await bus.length(stream) for stream in TRAINING_STREAMS] == [0, 0, 0]
 

@@ -215,3 +215,23 @@ def test_a_subset_is_fixed_by_its_seed() -> None:
     assert chosen == sorted(set(chosen))
     assert len(chosen) == 10
     assert subset(3, 10, seed=5) == [0, 1, 2]
+
+
+def _routed(tmp_path: Path, *values: object) -> dataset.Dataset:
+    path = tmp_path / "routed.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "1+1=", "by": value}) + "\n" for value in values))
+    settings = DataSettings.model_validate({"path": path, "scorers_field": "by", "max_bad_rows": 0})
+    return dataset.load(path, settings, "data.path", ["answer", "format"])
+
+
+def test_a_row_names_the_scorers_that_apply(tmp_path: Path) -> None:
+    found = _routed(tmp_path, ["answer"], "format, answer", None, "", [])
+    assert [problem.scorers for problem in found.problems] == [("answer",), ("format", "answer"), (), (), ()]
+    assert found.problems[0].prompt(0, dataset._PROBE).scorers == ("answer",)
+    assert found.problems[0].extra == {}
+
+
+@pytest.mark.parametrize("value", ["code", ["answer", "code"], 5, [5], {"a": 1}])
+def test_a_row_that_names_no_scorer_of_the_run_is_bad(tmp_path: Path, value: object) -> None:
+    with pytest.raises(SettingsError, match=r"expected names of scorers \(answer, format\) in 'by', found"):
+        _routed(tmp_path, value)

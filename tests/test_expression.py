@@ -97,3 +97,32 @@ def test_a_reward_that_is_no_finite_number_is_never_handed_on(text: str) -> None
 def test_a_value_that_is_not_a_number_is_never_handed_on() -> None:
     with pytest.raises(PermanentError, match="found nan"):
         Expression("", NAMES)({"answer": float("nan"), "format": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("text", "values", "reward"),
+    [
+        ("", {"format": 0.5}, 0.5),
+        ("format if applies(format) else answer", {"answer": 1.0}, 1.0),
+        ("applies(answer) + 2 * applies(format)", {"format": 0.0}, 2.0),
+        ("first(format, answer)", {"answer": 0.25}, 0.25),
+        ("first(format, answer)", {"answer": 0.25, "format": 0.75}, 0.75),
+        ("not applies(answer) or answer", {"format": 0.0}, 1.0),
+    ],
+)
+def test_a_scorer_that_does_not_apply_is_missing_not_0(text: str, values: dict[str, float], reward: float) -> None:
+    assert Expression(text, NAMES)(values) == reward
+
+
+@pytest.mark.parametrize("text", ["answer + format", "first(format, format)", "min(format, 1)"])
+def test_an_expression_that_needs_what_is_missing_makes_no_reward(text: str) -> None:
+    with pytest.raises(PermanentError, match=r"expected scorer 'format' to apply, as .* needs its value, found answer"):
+        Expression(text, NAMES)({"answer": 1.0})
+
+
+@pytest.mark.parametrize(
+    "text", ["applies(1)", "applies(anser)", "first(answer)", "first(answer, 1)", "applies(answer, format)"]
+)
+def test_only_names_of_scorers_apply(text: str) -> None:
+    with pytest.raises(SettingsError, match=r"change reward\.expression"):
+        Expression(text, NAMES)

@@ -9,7 +9,7 @@ from services.reward.format import FormatChecker
 from services.reward.lot import Lot
 from shared.errors import SettingsError
 from shared.messages import FinishReason, Score, ScoreStatus
-from shared.settings import FormatScorer
+from shared.scorers import FormatScorer
 from tests import builders
 
 TAGS = {"tags": [{"tag": "think"}, {"tag": "answer"}]}
@@ -107,3 +107,88 @@ async def test_a_group_that_is_done_again_draws_the_same_lots() -> None:
     assert first != [
         score.value for score in await Lot("random", 0).score(builders.group(8, tuple("abcdefghijklmnop")))
     ]
+
+
+@pytest.mark.parametrize(
+    ("rules", "text", "value"),
+    [
+        ({"min_tokens": 3, "max_tokens": 3}, "46", 1.0),
+        ({"max_tokens": 2}, "46", 0.0),
+        ({"scripts": ["Latin"]}, "Ünïcode is Latin: 46 + x, αβ" + "a" * 40, 1.0),
+        ({"scripts": ["Latin"]}, "по-русски, or not", 0.0),
+        ({"scripts": ["Latin"]}, "12 + 34 = 46", 1.0),
+        ({"scripts": ["Han", "Hiragana", "Katakana"]}, "漢字とカタカナ", 1.0),
+        ({"scripts": ["Latin"], "min_script_share": 0.5}, "ab бв", 1.0),
+        ({"pattern": "[0-9]+", "max_characters": 1, "weights": {"pattern": 3}}, "46", 0.75),
+        ({**STRICT, "weights": {"tags": 2, "outside": 4}}, "<think>a</think>", 1 - 3 / 9),
+    ],
+)
+async def test_rules_hold_or_cost_their_weight(rules: dict[str, object], text: str, value: float) -> None:
+    assert (await check(checker(**rules), text)).value == pytest.approx(value)
+
+
+SCHEMA = {"type": "object", "required": ["n"], "properties": {"n": {"type": "integer", "maximum": 9}}}
+
+
+async def test_json_keeps_its_schema_or_says_where_not() -> None:
+    found = checker(json_schema=SCHEMA, json_tag="answer")
+    await found.start()
+    try:
+        assert (await check(found, '<answer>{"n": 1}</answer>')).value == 1.0
+        for text, detail in (
+            ('{"n": 1}', "expected JSON in <answer>…</answer>, found none"),
+            (
+                '<answer>{"n": 10}</answer>',
+                "expected JSON that keeps the schema, found at $.n: 10 is greater than the maximum of 9",
+            ),
+            (
+                "<answer>n = 1</answer>",
+                "expected JSON, found JSONDecodeError: Expecting value: line 1 column 1 (char 0)",
+            ),
+            (
+                '<answer>{"n": 1, "n": 2}</answer>',
+                "expected JSON, found ValueError: a name that stands twice in an object",
+            ),
+        ):
+            assert await check(found, text) == Score("format", ScoreStatus.WRONG_FORMAT, 0.0, detail)
+        for hostile in ("[" * 100_000, "9" * 90_000, "[" * 40_000 + "]" * 40_000, "x" * 200_000):
+            assert (await check(found, f"<answer>{hostile}</answer>")).status is ScoreStatus.WRONG_FORMAT
+    finally:
+        await found.close()
+
+
+async def test_a_schema_that_takes_for_ever_is_given_up_and_the_next_check_works() -> None:
+    found = checker(json_schema={"type": "string", "pattern": "^(a+)+$"}, json_timeout_s=0.5)
+    try:
+        assert (await check(found, f'"{"a" * 60}!"')).status is ScoreStatus.TIMEOUT
+        assert (await check(found, '"aaa"')).value == 1.0
+    finally:
+        await found.close()
+
+
+@pytest.mark.parametrize(
+    ("schema", "sentence"),
+    [({"type": "objekt"}, "'objekt' is not valid"), ({"$ref": "http://x/y"}, "outside the schema: 'http://x/y'")],
+)
+async def test_a_schema_that_is_none_stops_the_start(schema: dict[str, object], sentence: str) -> None:
+    found = checker(json_schema=schema)
+    with pytest.raises(SettingsError, match="expected a JSON schema for scorer 'format'") as caught:
+        await found.start()
+    await found.close()
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rules", "sentence"),
+    [
+        ({"scripts": ["Klingon"]}, "expected names of Unicode scripts as scripts of scorer 'format'"),
+        (
+            {"needs_stop": True, "weights": {"json": 2}},
+            "expected weights of rules that scorer 'format' has (stop), found 'json'",
+        ),
+    ],
+)
+def test_a_rule_that_means_nothing_is_refused(rules: dict[str, object], sentence: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        checker(**rules)
+    assert sentence in str(caught.value)

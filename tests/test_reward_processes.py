@@ -13,7 +13,7 @@ import pytest
 
 from services.reward import processes
 from services.reward.answer import COMMAND
-from services.reward.processes import Crashed, Overdue, Processes
+from services.reward.processes import Crashed, NotReady, Overdue, Processes
 from shared.errors import TemporaryError
 from tests.conftest import until
 
@@ -96,6 +96,14 @@ async def test_a_program_that_cannot_start_is_tried_again_with_the_next_question
     program.write_text(PROGRAM)
     assert "pid" in await pool.ask({"do": "answer", "seen": str(tmp_path / "seen")}, LONG_S)
     await pool.close()
+
+
+async def test_a_process_that_says_why_it_cannot_begin_is_quoted() -> None:
+    refusal = """import json; print(json.dumps({"ready": False, "error": "no schema"}), flush=True)"""
+    pool = Processes([sys.executable, "-c", refusal], 2, "stub")
+    with pytest.raises(NotReady, match="no schema"):
+        await pool.warm()
+    assert pool.alive == 0
 
 
 async def test_as_many_questions_run_at_once_as_there_are_processes(tmp_path: Path) -> None:

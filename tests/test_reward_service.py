@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from prometheus_client import REGISTRY
 
 from services.reward.scorer import Scorer, unavailable, valued
 from services.reward.service import Scoring, make_scoring, work
@@ -276,3 +277,32 @@ async def _beats_as(bus: Bus, replica: str, state: str) -> bool:
 
 async def _length_is(bus: Bus, stream: Stream, length: int) -> bool:
     return await bus.length(stream) == length
+
+
+async def test_only_the_scorers_that_a_problem_names_are_asked() -> None:
+    answer, code = always("answer", 1.0), always("code", 0.25)
+    handler = scoring(answer, code, expression="first(code, answer)")
+
+    def naming(*names: str) -> RolloutGroup:
+        group = builders.group(0)
+        return dataclasses.replace(group, prompt=dataclasses.replace(group.prompt, scorers=names))
+
+    assert (await handler(naming())).rewards.tolist() == [0.25, 0.25]
+    experience = await handler(naming("answer"))
+    assert experience.rewards.tolist() == [1.0, 1.0]
+    assert [score.scorer for score in experience.scores[0].scores] == ["answer"]
+    assert (answer.asked, code.asked) == (2, 1)
+    with pytest.raises(
+        PermanentError, match=r"expected scorers of this run \(answer, code\) for train\.jsonl:1, found 'judge'"
+    ):
+        await handler(naming("answer", "judge"))
+
+
+async def test_what_each_scorer_says_is_a_metric() -> None:
+    def measured(name: str, **labels: str) -> float:
+        return REGISTRY.get_sample_value(name, labels) or 0.0
+
+    await scoring(always("mine", 0.5), always("yours", 1.0))(builders.group(0))
+    assert measured("penstock_reward_samples_scored_total", scorer="mine", status="ok") == 2.0
+    assert measured("penstock_reward_value_sum", scorer="mine") == 1.0
+    assert measured("penstock_reward_value_sum", scorer="yours") == 2.0

@@ -11,7 +11,17 @@ from hypothesis.extra import numpy as npst
 
 from shared import wire
 from shared.errors import MessageError
-from shared.messages import Experience, PolicyRecord, PolicyVersion, Probe, Prompt, RolloutGroup
+from shared.messages import (
+    Experience,
+    PolicyRecord,
+    PolicyVersion,
+    Probe,
+    Prompt,
+    RolloutGroup,
+    SampleScores,
+    Score,
+    ScoreStatus,
+)
 from tests import builders
 
 GOLDEN_PROMPT = (
@@ -20,12 +30,23 @@ GOLDEN_PROMPT = (
     b"\xa6answer\xa246\xa5extra\x81\xa5level\x01\xabmin_version\x00\xa7purpose\xa5train\xadadmitted_at_s\xcb?\xf8\x00"
     b"\x00\x00\x00\x00\x00\xa8requeues\x00"
 )
+GOLDEN_SCORE = (
+    b"\x84\xa6scorer\xa6answer\xa6status\xa7timeout\xa5value\xcb\x00\x00\x00\x00\x00\x00\x00\x00\xa6detail\xa1x"
+)
 GOLDEN_ARRAY = b"\xc7\x14\x01\x00\x02\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00\x07\x00\x00\x00\xff\xff\xff\xff"
 
 
 def test_bytes_written_by_schema_1_stay_readable() -> None:
-    assert wire.encode(builders.prompt(3)) == GOLDEN_PROMPT
+    assert wire.encode(builders.prompt(3)) == b"\x8e" + GOLDEN_PROMPT[1:] + b"\xa7scorers\x90"  # a field came since
     assert wire.decode(GOLDEN_PROMPT, Prompt) == builders.prompt(3)
+
+
+def test_a_score_written_before_there_was_code_to_run_stays_readable_and_new_statuses_survive() -> None:
+    statuses = (ScoreStatus.TIMEOUT, ScoreStatus.MEMORY, ScoreStatus.OUTPUT_LIMIT, ScoreStatus.FORBIDDEN)
+    scores = tuple(SampleScores((Score("answer", status, 0.0, "x"),)) for status in statuses)
+    written = wire.encode(dataclasses.replace(builders.experience(), scores=scores))
+    assert GOLDEN_SCORE in written
+    assert wire.decode(written, Experience).scores == scores
 
 
 def test_an_array_is_raw_little_endian_bytes_behind_dtype_and_shape() -> None:

@@ -107,7 +107,7 @@ def write_problems(path: Path, problems: Sequence[Problem]) -> None:
 # 2. the tokenizer
 
 
-def build_tokenizer() -> Qwen2Tokenizer:
+def build_tokenizer(max_positions: int = MAX_POSITIONS) -> Qwen2Tokenizer:
     """Return a tokenizer of printable ASCII and newline, a character a token, that adds nothing by itself.
 
     It is Qwen2's byte-level BPE without merges, because `AutoTokenizer` gives every Qwen2 model that class, whatever
@@ -120,14 +120,14 @@ def build_tokenizer() -> Qwen2Tokenizer:
         unk_token=PAD,  # never produced; the default would be one token more
         pad_token=PAD,
         eos_token=EOS,
-        model_max_length=MAX_POSITIONS,
+        model_max_length=max_positions,
     )
 
 
 # 3. the policy
 
 
-def build_policy(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
+def build_policy(tokenizer: Qwen2Tokenizer, layers: int = 4) -> Qwen2ForCausalLM:
     """Return a Qwen2 with random float32 weights, drawn from torch's global generator.
 
     Heads have 32 dimensions: some attention kernels of inference engines refuse fewer.
@@ -136,10 +136,10 @@ def build_policy(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
         vocab_size=len(tokenizer),
         hidden_size=128,
         intermediate_size=512,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=4,
-        max_position_embeddings=MAX_POSITIONS,
+        max_position_embeddings=tokenizer.model_max_length,
         initializer_range=0.1,  # the usual 0.02 suits wide models
         tie_word_embeddings=True,
         bos_token_id=None,

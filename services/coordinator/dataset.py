@@ -44,6 +44,8 @@ class Problem:
     messages: tuple[ChatMessage, ...] | None
     answer: str | None
     extra: dict[str, Json]
+    scorers: tuple[str, ...] = ()
+    """Names of the scorers that apply; none: all."""
 
     def prompt(self, group_id: int, sampling: Sampling) -> Prompt:
         """Return the prompt that asks this problem."""
@@ -55,6 +57,7 @@ class Problem:
             messages=self.messages,
             answer=self.answer,
             extra=self.extra,
+            scorers=self.scorers,
         )
 
 
@@ -102,8 +105,8 @@ def subset(problems: int, count: int, seed: int) -> list[int]:
     return sorted(int(index) for index in chosen)
 
 
-def load(path: Path, data: DataSettings, setting: str) -> Dataset:
-    """Load the dataset at ``path``; ``setting`` names the setting that said so.
+def load(path: Path, data: DataSettings, setting: str, scorers: Sequence[str] = ()) -> Dataset:
+    """Load the dataset at ``path``; ``setting`` names the setting that said so, ``scorers`` are those that a row may name.
 
     Raises:
         SettingsError: nothing is there, it is of no known form, it is empty, or too many rows are bad.
@@ -112,7 +115,7 @@ def load(path: Path, data: DataSettings, setting: str) -> Dataset:
     bad: list[str] = []
     for source, row in rows.read(path, setting):
         try:
-            problems.append(_problem(source, row, data))
+            problems.append(_problem(source, row, data, scorers))
         except BadRow as error:
             bad.append(f"{source}: {error}")
             log.warning("bad row passed over", extra={"row": source, "reason": str(error)})
@@ -132,15 +135,15 @@ def _too_many(path: Path, bad: Sequence[str], limit: int, setting: str) -> str:
     )
 
 
-def _problem(source: str, row: Row, data: DataSettings) -> Problem:
+def _problem(source: str, row: Row, data: DataSettings, scorers: Sequence[str]) -> Problem:
     if isinstance(row, BadRow):
         raise row
     text, messages = _question(row, data)
-    named = {data.prompt_field, data.messages_field, data.answer_field}
+    named = {data.prompt_field, data.messages_field, data.answer_field, data.scorers_field}
     answer = _answer(row.get(data.answer_field), data.answer_field)
     try:
         extra = {name: rows.plain(value, name) for name, value in row.items() if name not in named}
-        found = Problem(source, text, messages, answer, extra)
+        found = Problem(source, text, messages, answer, extra, _scorers(row, data.scorers_field, scorers))
         wire.encode(found.prompt(0, _PROBE))
     except (ValueError, OverflowError, TypeError, RecursionError) as error:
         raise BadRow(f"expected values that a message can carry, found {error}") from error
@@ -176,6 +179,19 @@ def _answer(value: object, field: str) -> str | None:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
     raise BadRow(f"expected text or a number in {field!r}, found {_shown(value)}")
+
+
+def _scorers(row: Mapping[str, object], field: str, known: Sequence[str]) -> tuple[str, ...]:
+    value = row.get(field) if field else None
+    listed = value.split(",") if isinstance(value, str) else value or []
+    names = (
+        [name.strip() if isinstance(name, str) else name for name in listed] if isinstance(listed, list) else [listed]
+    )
+    names = [name for name in names if name != ""]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise BadRow(f"expected names of scorers ({', '.join(known)}) in {field!r}, found {_shown(unknown[0])}")
+    return tuple(str(name) for name in dict.fromkeys(names))
 
 
 def _shown(value: object) -> str:

@@ -201,10 +201,10 @@ def load_data(settings: Settings) -> Data:
     Raises:
         SettingsError: a dataset cannot be used.
     """
-    path = settings.evaluation.path
+    path, scorers = settings.evaluation.path, [scorer.name for scorer in settings.reward.scorers]
     return Data(
-        train=dataset.load(settings.data.path, settings.data, "data.path"),
-        heldout=None if path is None else dataset.load(path, settings.data, "evaluation.path"),
+        train=dataset.load(settings.data.path, settings.data, "data.path", scorers),
+        heldout=None if path is None else dataset.load(path, settings.data, "evaluation.path", scorers),
     )
 
 

@@ -13,29 +13,25 @@ evaluating *is* the task, use ``numeric`` or ``exact``. What a model writes is n
 
 import asyncio
 import importlib.util
-import logging
 import math
 import sys
 from collections.abc import Iterable
 from fractions import Fraction
-from pathlib import Path
 
 from services.reward import plain_numbers
 from services.reward.extraction import extract
 from services.reward.plain_numbers import PlainNumber
 from services.reward.processes import Crashed, Overdue, Processes
+from services.reward.recent import Recent
 from services.reward.scorer import is_cut, unavailable, valued
-from shared import settings
+from shared import scorers
 from shared.errors import PermanentError, SettingsError, TemporaryError
 from shared.messages import Prompt, RolloutGroup, Sample, Score, ScoreStatus
 
-log = logging.getLogger(__name__)
-
-COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("comparison.py")))
-"""Starts one matcher process; ``-P`` keeps the folder of the service out of its import path."""
+COMMAND = (sys.executable, "-m", "services.reward.comparison")
+"""Starts one matcher process."""
 _REMEMBERED = 4096
-_LONGEST_REMEMBERED = 2_000
-_WANTED = {"boxed": r"\boxed{…}", "hashes": "#### before the answer", "last_number": "a number"}
+_WANTED = {"boxed": r"\boxed{…}", "hashes": "#### before the answer", "last_number": "a number", "choice": "a letter"}
 
 
 class AnswerMatcher:
@@ -48,7 +44,7 @@ class AnswerMatcher:
     """
 
     def __init__(
-        self, scorer: settings.AnswerScorer, answer_field: str = "answer", command: tuple[str, ...] = COMMAND
+        self, scorer: scorers.AnswerScorer, answer_field: str = "answer", command: tuple[str, ...] = COMMAND
     ) -> None:
         self.name = scorer.name
         self._scorer = scorer
@@ -60,7 +56,7 @@ class AnswerMatcher:
             )
         self._tolerance = Fraction(repr(scorer.tolerance))
         self._processes = Processes(command, scorer.processes, scorer.name, computes=True)
-        self._remembered = _Recent(_REMEMBERED)
+        self._remembered = Recent(_REMEMBERED)
 
     async def start(self) -> None:
         """Start and warm the matcher processes, where the mode needs them.
@@ -68,17 +64,14 @@ class AnswerMatcher:
         Raises:
             SettingsError: math-verify is not installed.
         """
-        if self._scorer.mode != "math":
+        if self._scorer.mode != "math" or self._scorer.extract == "choice":
             return
         if importlib.util.find_spec("math_verify") is None:
             raise SettingsError(
                 f"expected the package math-verify for scorer {self.name!r} with mode = 'math', found none: "
                 "pip install 'penstock[reward]', or change mode in [[reward.scorers]]"
             )
-        try:
-            await self._processes.warm()
-        except TemporaryError as error:
-            log.warning("matcher processes unavailable", extra={"scorer": self.name, "error": str(error)})
+        await self._processes.warm()
 
     async def close(self) -> None:
         """Kill the matcher processes."""
@@ -102,7 +95,12 @@ class AnswerMatcher:
                 f"expected an answer for scorer {self.name!r} in the column {self._answer_field!r} of {prompt.problem}, "
                 "found none: change data.answer_field"
             )
-        reference = extract(text, self._scorer.extract, self._scorer.tag) or text
+        reference = self._extract(text) or text
+        if self._scorer.extract == "choice" and reference not in self._scorer.choices:
+            raise PermanentError(
+                f"expected one of the letters {self._scorer.choices} as the answer of {prompt.problem}, found "
+                f"{reference[:80]!r}: change the data, or choices of scorer {self.name!r} in [[reward.scorers]]"
+            )
         if self._scorer.mode == "numeric" and plain_numbers.read(reference) is None:
             raise PermanentError(
                 f"expected a number as the answer of {prompt.problem}, found {reference[:80]!r}: "
@@ -110,11 +108,14 @@ class AnswerMatcher:
             )
         return reference
 
+    def _extract(self, text: str) -> str | None:
+        return extract(text, self._scorer.extract, self._scorer.tag, self._scorer.choices)
+
     def _answer(self, sample: Sample) -> str | Score:
         """Return the sample's answer, or the score that says why there is none."""
         if self._scorer.needs_stop and is_cut(sample):
             return self._wrong_format("cut at its length limit")
-        answer = extract(sample.text, self._scorer.extract, self._scorer.tag)
+        answer = self._extract(sample.text)
         if answer is None:
             return self._wrong_format(f"expected {_WANTED.get(self._scorer.extract, 'an answer')}, found none")
         return answer
@@ -135,14 +136,14 @@ class AnswerMatcher:
     def _score_at_once(self, reference: str, answer: str) -> Score | None:
         """Return the score where it needs no computer algebra, else None."""
         mode = self._scorer.mode
-        if answer == reference or mode == "exact":
+        if answer == reference or mode == "exact" or self._scorer.extract == "choice":
             return self._judged(answer == reference, answer)
         expected, found = plain_numbers.read(reference), plain_numbers.read(answer)
         if expected is not None and found is not None:
             return self._judged(plain_numbers.close(expected, found, self._tolerance_of(expected, found)), answer)
         if mode == "numeric":
             return self._wrong_format(f"expected a number, found {answer[:80]!r}")
-        return self._remembered.get((reference, answer))
+        return self._remembered.get(reference, answer)
 
     def _tolerance_of(self, expected: PlainNumber, found: PlainNumber) -> Fraction:
         """In mathematics whole numbers and fractions are exact; only what is written rounded has a tolerance."""
@@ -160,7 +161,7 @@ class AnswerMatcher:
             return unavailable(self.name, str(error))
         else:
             score = self._read_verdict(verdict.get("status"), verdict.get("equal"), str(verdict.get("detail")), answer)
-        self._remembered.put((reference, answer), score)
+        self._remembered.put(score, reference, answer)
         return score
 
     def _read_verdict(self, status: object, equal: object, detail: str, answer: str) -> Score:
@@ -173,23 +174,3 @@ class AnswerMatcher:
 
     def _wrong_format(self, detail: str) -> Score:
         return valued(self.name, ScoreStatus.WRONG_FORMAT, 0.0, detail)
-
-
-class _Recent:
-    """The scores of the answers that were compared last, at most ``size``; long ones are not kept."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._scores: dict[tuple[str, str], Score] = {}
-
-    def get(self, key: tuple[str, str]) -> Score | None:
-        score = self._scores.pop(key, None)
-        if score is not None:
-            self._scores[key] = score
-        return score
-
-    def put(self, key: tuple[str, str], score: Score) -> None:
-        if sum(map(len, key)) <= _LONGEST_REMEMBERED:
-            self._scores[key] = score
-            if len(self._scores) > self._size:
-                del self._scores[next(iter(self._scores))]

@@ -1,28 +1,24 @@
-"""The program of one matcher process: read pairs of answers, say whether they are the same mathematics.
+"""The program of one matcher process: asked about pairs of answers, it says whether they are the same mathematics.
 
 ::
 
-    standard input   {"reference": "\\\\frac{1}{2}", "answer": "0.5"}          one JSON object a line
-    standard output  {"ready": true}                                      once, when everything slow is loaded
-                     {"status": "ok", "equal": true, "detail": ""}        one for each line read
+    question   {"reference": "\\\\frac{1}{2}", "answer": "0.5"}
+    answer     {"status": "ok", "equal": true, "detail": ""}
 
-It is started by its path, as a process of its own, because the computer algebra behind ``math-verify`` can run for ever
-or take all memory on what a model writes: whoever started it kills it when it is late (so math-verify's own deadlines,
-which are signals, are off), and the kernel kills it when whoever started it is gone. This is the only file that knows
-``math-verify``, and it knows nothing of Penstock.
+It is a process of its own because the computer algebra behind ``math-verify`` can run for ever or take all memory on what a
+model writes: whoever started it kills it when it is late (so math-verify's own deadlines, which are signals, are off). This
+is the only file that knows ``math-verify``; it knows neither messages nor settings.
 """
 
 import contextlib
-import ctypes
-import json
 import logging
-import os
 import re
-import resource
-import signal
 import sys
+from functools import lru_cache
 from itertools import product
 from typing import Any
+
+from services.reward import answering, latex_parser
 
 LONGEST_PROSE = 4_000
 """Of a longer completion only its end is read, from the beginning of a line, in characters."""
@@ -38,7 +34,13 @@ _WARM_UP = (
     (r"2\sqrt{2}", r"\sqrt{8}"),
     ("x^2+2x+1", "(x+1)^2"),
     (r"50\%", "the answer is 1/2"),
+    (r"x^2+5x+6", "(x+2)(x+3)"),
+    (r"\{1,2,-3\}", r"\{-3, 2, 1\}"),
+    (r"[1,\infty)", r"\left[1, +\infty\right)"),
+    (r"\begin{pmatrix}1&0\\1&2\end{pmatrix}", r"\begin{bmatrix} 1 & 0 \\ 1 & 2 \end{bmatrix}"),
+    (r"2\pi", r"\pi\cdot 2"),
 )
+"""Pairs of the usual forms: what the parser learns of the grammar from them it need not learn from the first answers."""
 
 
 def is_prose(text: str) -> bool:
@@ -76,13 +78,18 @@ def compare(reference: str, answer: str) -> dict[str, object]:
         return _verdict("wrong_format", False, f"cannot be read: {type(error).__name__}")
     if not candidates:
         return _verdict("wrong_format", False, "no mathematics found")
-    references: list[Any] = [reference]
-    with contextlib.suppress(Exception):
-        references = read(reference) or references
     try:
-        return _verdict("ok", any(_same(*pair) for pair in product(references, candidates)), "")
+        return _verdict("ok", any(_same(*pair) for pair in product(_read_reference(reference), candidates)), "")
     except (MemoryError, RecursionError) as error:
         return _verdict("crashed", False, f"comparing it ended in {type(error).__name__}")
+
+
+@lru_cache(maxsize=256)
+def _read_reference(text: str) -> tuple[Any, ...]:
+    """Return what a reference may mean, kept for the next samples of its group; the text itself where it cannot be read."""
+    with contextlib.suppress(Exception):
+        return tuple(read(text)) or (text,)
+    return (text,)
 
 
 def _same(reference: Any, candidate: Any) -> bool:
@@ -100,30 +107,14 @@ def _verdict(status: str, equal: bool, detail: str) -> dict[str, object]:
     return {"status": status, "equal": equal, "detail": detail}
 
 
-def _confine(parent: int) -> None:
-    """Die with the parent, leave Ctrl-C to it, and never take the machine's memory."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        sys.exit(0)
-
-
-def main() -> None:
-    """Answer until standard input ends."""
-    _confine(int(sys.argv[1]))
-    output = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a library prints must not look like a verdict
+def _prepare() -> answering.Answerer:
+    """Load math-verify and everything that it loads late."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)
+    latex_parser.predict_quickly()
     for reference, answer in _WARM_UP:
         compare(reference, answer)
-    print(json.dumps({"ready": True}), file=output, flush=True)
-    for line in sys.stdin.buffer:
-        print(json.dumps(compare(**json.loads(line))), file=output, flush=True)
+    return lambda question: compare(**question)
 
 
 if __name__ == "__main__":
-    main()
+    answering.serve(_prepare, parent=int(sys.argv[1]), memory_bytes=_MEMORY_BYTES)

@@ -1,29 +1,49 @@
-"""Check a completion's form by declared rules. Its value is the share of rules that hold.
+"""Check a completion's form by declared rules. Its value is the share of rules that hold, each with its weight.
 
-The rules, in the order in which they are counted and named: each tag's own (it is there, once, and closed), the tags'
-order, nothing outside them, the pattern, the length, the end. A tag's rule is one rule, and a rule that is not declared
-is not counted. ``<think>…</think>`` is found literally; attributes and nesting are not read.
+::
+
+    tags      each tag is there, once, and closed       one rule for each tag
+    order     … and they come in the declared order     where there are several
+    outside   nothing but white space outside them      where nothing_outside is set
+    pattern   a regular expression matches all of it
+    length    in characters
+    tokens    length in the policy's tokens
+    scripts   the share of its letters in some Unicode scripts
+    json      JSON that keeps a schema
+    stop      it ended by itself
+
+Rules are counted and named in this order; a rule that is not declared is not counted. ``<think>…</think>`` is found
+literally; attributes and nesting are not read.
 
 The pattern runs under the ``regex`` package, which gives up at a deadline, since a pattern can take for ever on text
-that a model writes: first for a moment in this thread, then longer in another while this one goes on.
+that a model writes: first for a moment in this thread, then longer in another while this one goes on. A JSON schema can
+too, and is checked in a killable process (:mod:`json_check`).
 """
 
 import asyncio
 import dataclasses
+import importlib.util
+import json
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 
 import regex
 
-from services.reward.scorer import is_cut, valued
-from shared import settings
-from shared.errors import SettingsError
+from services.reward.extraction import tagged
+from services.reward.processes import Crashed, NotReady, Overdue, Processes
+from services.reward.scorer import is_cut, unavailable, valued
+from shared import scorers
+from shared.errors import SettingsError, TemporaryError
 from shared.messages import RolloutGroup, Sample, Score, ScoreStatus
+from shared.scorers import FormatRule
 
 _AT_ONCE_S = 0.002
 """How long a pattern may hold the event loop."""
 PATTERN_TIMEOUT_S = 1.0
 """How long a pattern may take in all: status ``timeout``, value 0."""
+_JSON_COMMAND = (sys.executable, "-m", "services.reward.json_check")
+_LETTER = regex.compile(r"\p{L}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,30 +58,81 @@ class FormatChecker:
     """Score the share of declared rules that a completion keeps.
 
     Raises:
-        SettingsError: no rule is declared, or the pattern is no regular expression.
+        SettingsError: no rule is declared, or one means nothing.
     """
 
-    def __init__(self, scorer: settings.FormatScorer) -> None:
+    def __init__(self, scorer: scorers.FormatScorer) -> None:
         self.name = scorer.name
         self._scorer = scorer
-        try:
-            self._pattern = regex.compile(scorer.pattern, regex.DOTALL) if scorer.pattern else None
-        except regex.error as error:
-            raise SettingsError(
-                f"expected a regular expression as pattern of scorer {scorer.name!r}, found {scorer.pattern!r} "
-                f"({error}): change pattern in [[reward.scorers]]"
-            ) from error
-        if not (scorer.tags or scorer.pattern or scorer.min_characters or scorer.max_characters or scorer.needs_stop):
+        self._pattern = self._compiled("pattern", scorer.pattern, regex.DOTALL) if scorer.pattern else None
+        scripts = "".join(rf"\p{{Script={script}}}" for script in scorer.scripts)
+        self._script = self._compiled("scripts", rf"[[{scripts}]&&\p{{L}}]", regex.V1) if scripts else None
+        command = (*_JSON_COMMAND, json.dumps(scorer.json_schema))
+        self._checkers = Processes(command, 1, scorer.name) if scorer.json_schema else None
+        rules = self._declared()
+        if not rules:
             raise SettingsError(
                 f"expected at least one rule for scorer {scorer.name!r}, found none: "
-                "give it tags, pattern, min_characters, max_characters or needs_stop in [[reward.scorers]]"
+                "give it tags, pattern, max_characters, needs_stop or another in [[reward.scorers]]"
+            )
+        if unused := set(scorer.weights) - rules:
+            raise SettingsError(
+                f"expected weights of rules that scorer {scorer.name!r} has ({', '.join(sorted(rules))}), found "
+                f"{min(unused)!r}: change weights in [[reward.scorers]]"
             )
 
+    def _compiled(self, setting: str, pattern: str, flags: int) -> "regex.Pattern[str]":
+        try:
+            return regex.compile(pattern, flags)
+        except regex.error as error:
+            found = getattr(self._scorer, setting)
+            wanted = (
+                "a regular expression as pattern" if setting == "pattern" else "names of Unicode scripts as scripts"
+            )
+            raise SettingsError(
+                f"expected {wanted} of scorer {self.name!r}, found {found!r} "
+                f"({error}): change {setting} in [[reward.scorers]]"
+            ) from error
+
+    def _declared(self) -> set[FormatRule]:
+        rules = self._scorer
+        declared: dict[FormatRule, bool] = {
+            "tags": bool(rules.tags),
+            "order": len(rules.tags) > 1,
+            "outside": rules.nothing_outside and bool(rules.tags),
+            "pattern": bool(rules.pattern),
+            "length": bool(rules.min_characters or rules.max_characters),
+            "tokens": bool(rules.min_tokens or rules.max_tokens),
+            "scripts": bool(rules.scripts),
+            "json": bool(rules.json_schema),
+            "stop": rules.needs_stop,
+        }
+        return {rule for rule, is_declared in declared.items() if is_declared}
+
     async def start(self) -> None:
-        """Nothing to load."""
+        """Start the process that checks JSON, where there is a schema.
+
+        Raises:
+            SettingsError: the schema is none, or jsonschema is not installed.
+        """
+        if self._checkers is None:
+            return
+        if importlib.util.find_spec("jsonschema") is None:
+            raise SettingsError(
+                f"expected the package jsonschema for scorer {self.name!r} with json_schema, found none: "
+                "pip install 'penstock[reward]', or remove json_schema in [[reward.scorers]]"
+            )
+        try:
+            await self._checkers.warm()
+        except NotReady as error:
+            raise SettingsError(
+                f"expected a JSON schema for scorer {self.name!r}, found {error}: change json_schema in [[reward.scorers]]"
+            ) from error
 
     async def close(self) -> None:
-        """Nothing to give back."""
+        """Kill the process that checks JSON."""
+        if self._checkers is not None:
+            await self._checkers.close()
 
     async def score(self, group: RolloutGroup) -> list[Score]:
         """Check each sample."""
@@ -72,11 +143,33 @@ class FormatChecker:
             matches = await self._matches(sample.text)
         except TimeoutError:
             return valued(self.name, ScoreStatus.TIMEOUT, 0.0, f"pattern took longer than {PATTERN_TIMEOUT_S:g} s")
-        rules = list(self._rules(sample, matches))
-        broken = [rule for rule in rules if rule]
+        try:
+            json_problem = await self._json_problem(sample.text)
+        except Overdue as error:
+            return valued(self.name, ScoreStatus.TIMEOUT, 0.0, f"json_schema: {error}")
+        except Crashed as error:
+            return valued(self.name, ScoreStatus.CRASHED, 0.0, f"json_schema: {error}")
+        except TemporaryError as error:
+            return unavailable(self.name, str(error))
+        return self._valued(list(self._rules(sample, matches, json_problem)))
+
+    def _valued(self, rules: list[tuple[FormatRule, str]]) -> Score:
+        weights = [self._scorer.weights.get(rule, 1.0) for rule, _ in rules]
+        broken = [problem for _, problem in rules if problem]
         if not broken:
             return valued(self.name, ScoreStatus.OK, 1.0)
-        return valued(self.name, ScoreStatus.WRONG_FORMAT, 1 - len(broken) / len(rules), broken[0])
+        lost = sum(weight for weight, (_, problem) in zip(weights, rules, strict=True) if problem)
+        return valued(self.name, ScoreStatus.WRONG_FORMAT, max(0.0, 1 - lost / sum(weights)), broken[0])
+
+    async def _json_problem(self, text: str) -> str:
+        if self._checkers is None:
+            return ""
+        tag = self._scorer.json_tag
+        content = tagged(text, tag) if tag else text
+        if content is None:
+            return f"expected JSON in <{tag}>…</{tag}>, found none"
+        answer = await self._checkers.ask({"text": content}, self._scorer.json_timeout_s)
+        return str(answer["broken"])
 
     async def _matches(self, text: str) -> bool:
         pattern = self._pattern
@@ -89,27 +182,34 @@ class FormatChecker:
                 lambda: pattern.fullmatch(text, timeout=PATTERN_TIMEOUT_S, concurrent=True) is not None
             )
 
-    def _rules(self, sample: Sample, matches: bool) -> Iterator[str]:
-        """Yield for each declared rule how it is broken, or nothing ("")."""
+    def _rules(self, sample: Sample, matches: bool, json_problem: str) -> Iterator[tuple[FormatRule, str]]:
+        """Yield each declared rule's name and how it is broken, or nothing ("")."""
         text, rules = sample.text, self._scorer
-        found = [(rule, spans(text, rule.tag)) for rule in rules.tags]
-        for rule, places in found:
-            yield _broken_tag(rule, places, text)
-        if len(rules.tags) > 1:
-            missing = [rule.tag for rule, places in found if rule.required and not places]
-            yield (
-                f"expected <{missing[0]}> in its place"
-                if missing
-                else _broken_order([(rule.tag, places[0]) for rule, places in found if places])
-            )
-        if rules.nothing_outside and rules.tags:
-            yield _broken_outside(text, [span for _, places in found for span in places])
+        yield from _tag_rules(rules, text)
         if self._pattern is not None:
-            yield "" if matches else "expected text that matches the pattern"
+            yield "pattern", "" if matches else "expected text that matches the pattern"
         if rules.min_characters or rules.max_characters is not None:
-            yield _broken_length(len(text), rules.min_characters, rules.max_characters)
+            yield "length", _broken_length(len(text), rules.min_characters, rules.max_characters, "characters")
+        if rules.min_tokens or rules.max_tokens is not None:
+            yield "tokens", _broken_length(len(sample.token_ids), rules.min_tokens, rules.max_tokens, "tokens")
+        if self._script is not None:
+            yield "scripts", _broken_script(text, self._script, rules)
+        if self._checkers is not None:
+            yield "json", json_problem
         if rules.needs_stop:
-            yield "expected an end, found its length limit" if is_cut(sample) else ""
+            yield "stop", "expected an end, found its length limit" if is_cut(sample) else ""
+
+
+def _tag_rules(rules: scorers.FormatScorer, text: str) -> Iterator[tuple[FormatRule, str]]:
+    found = [(rule, spans(text, rule.tag)) for rule in rules.tags]
+    for rule, places in found:
+        yield "tags", _broken_tag(rule, places, text)
+    if len(rules.tags) > 1:
+        missing = [rule.tag for rule, places in found if rule.required and not places]
+        firsts = [(rule.tag, places[0]) for rule, places in found if places]
+        yield "order", f"expected <{missing[0]}> in its place" if missing else _broken_order(firsts)
+    if rules.nothing_outside and rules.tags:
+        yield "outside", _broken_outside(text, [span for _, places in found for span in places])
 
 
 def spans(text: str, tag: str) -> list[Span]:
@@ -126,7 +226,7 @@ def spans(text: str, tag: str) -> list[Span]:
     return found
 
 
-def _broken_tag(rule: settings.TagRule, places: list[Span], text: str) -> str:
+def _broken_tag(rule: scorers.TagRule, places: list[Span], text: str) -> str:
     openings, closings = text.count(f"<{rule.tag}>"), text.count(f"</{rule.tag}>")
     if openings != closings or len(places) < min(openings, 1):
         return f"expected <{rule.tag}> closed by </{rule.tag}>, found {openings} and {closings}"
@@ -153,9 +253,17 @@ def _broken_outside(text: str, inside: list[Span]) -> str:
     return "expected nothing outside the tags" if text[position:].strip() else ""
 
 
-def _broken_length(characters: int, least: int, most: int | None) -> str:
-    if characters < least:
-        return f"expected at least {least} characters, found {characters}"
-    if most is not None and characters > most:
-        return f"expected at most {most} characters, found {characters}"
+def _broken_length(found: int, least: int, most: int | None, unit: str) -> str:
+    if found < least:
+        return f"expected at least {least} {unit}, found {found}"
+    if most is not None and found > most:
+        return f"expected at most {most} {unit}, found {found}"
     return ""
+
+
+def _broken_script(text: str, script: "regex.Pattern[str]", rules: scorers.FormatScorer) -> str:
+    letters = len(_LETTER.findall(text))
+    share = len(script.findall(text)) / letters if letters else 1.0
+    if share >= rules.min_script_share:
+        return ""
+    return f"expected a share of {rules.min_script_share:g} of letters in {', '.join(rules.scripts)}, found {share:.3g}"

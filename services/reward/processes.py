@@ -10,9 +10,9 @@
                           ├── cannot be started                 ──▶ TemporaryError
                           └── the asker was cancelled           killed
 
-A process speaks JSON lines: ``{"ready": true}`` once, then one answer for each question. The deadline counts from when
-the question is put, not from when it began to wait. A killed process is replaced when the next question needs it. This
-module knows neither what is asked nor what a score is.
+A process speaks JSON lines (:mod:`answering` is its side): ``{"ready": true}`` once, then one answer for each question. The
+deadline counts from when the question is put, not from when it began to wait. A killed process takes what it started with
+it, and is replaced when the next question needs it. This module knows neither what is asked nor what a score is.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 import psutil
@@ -51,11 +52,16 @@ class Crashed(PenstockError):
     """Two processes died of one question."""
 
 
+class NotReady(TemporaryError):
+    """The process itself says why it cannot begin."""
+
+
 class _Place:
     """Room for one process. Empty until it is needed and after the process was killed."""
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], environment: Sequence[str]) -> None:
         self._command = command
+        self._environment = (*_KEPT_ENVIRONMENT, *environment)
         self._process: asyncio.subprocess.Process | None = None
         self._questions = 0
 
@@ -83,8 +89,8 @@ class _Place:
         if self.alive:
             return
         await self.empty()
-        environment = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
-        environment["OMP_NUM_THREADS"] = "1"
+        environment = {name: os.environ[name] for name in self._environment if name in os.environ}
+        environment.setdefault("OMP_NUM_THREADS", "1")
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *self._command,
@@ -92,9 +98,10 @@ class _Place:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 env=environment,
+                start_new_session=True,
             )
             async with asyncio.timeout(START_WITHIN_S):
-                await self._answer()
+                answer = await self._answer()
         except (OSError, TimeoutError, EOFError) as error:
             await self.empty()
             raise TemporaryError(
@@ -103,6 +110,9 @@ class _Place:
         except BaseException:
             self.kill()
             raise
+        if answer.get("ready") is not True:
+            await self.empty()
+            raise NotReady(str(answer.get("error")))
         self._questions = 0
 
     async def put(self, question: bytes) -> Mapping[str, Json]:
@@ -132,10 +142,10 @@ class _Place:
         return answer
 
     def kill(self) -> None:
-        """Kill the process, if there is one; :meth:`empty` waits for its end."""
-        if self._process is not None and self._process.returncode is None:
+        """Kill the process, if there is one, and what it started; :meth:`empty` waits for its end."""
+        if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     async def empty(self) -> None:
         """Kill the process, if there is one, and wait for its end."""
@@ -153,13 +163,22 @@ class Processes:
     Args:
         command: what to start; the id of this process is added as its last argument.
         scorer: whose they are, for metrics.
+        environment: names of variables that they may see, besides those that Python itself needs.
         computes: a question is computation and nothing else, so a process that is late without having computed was held up
             by its host.
     """
 
-    def __init__(self, command: Sequence[str], count: int, scorer: str, *, computes: bool = False) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        count: int,
+        scorer: str,
+        environment: Sequence[str] = (),
+        *,
+        computes: bool = False,
+    ) -> None:
         self._computes = computes
-        self._places = [_Place(command) for _ in range(count)]
+        self._places = [_Place(command, environment) for _ in range(count)]
         self._free: asyncio.LifoQueue[_Place] = asyncio.LifoQueue()
         for place in self._places:
             self._free.put_nowait(place)
@@ -173,12 +192,16 @@ class Processes:
         return sum(place.alive for place in self._places)
 
     async def warm(self) -> None:
-        """Start them all and wait until they are ready.
+        """Start them all and wait until they are ready; what cannot be started now is started by the first question.
 
         Raises:
-            TemporaryError: one cannot be started now.
+            NotReady: one says why it cannot begin.
         """
-        await asyncio.gather(*(place.fill() for place in self._places))
+        for found in await asyncio.gather(*(place.fill() for place in self._places), return_exceptions=True):
+            if isinstance(found, TemporaryError) and not isinstance(found, NotReady):
+                log.warning("process cannot be started", extra={"scorer": self._scorer, "error": str(found)})
+            elif found is not None:
+                raise found
 
     async def ask(self, question: Mapping[str, Json], timeout_s: float) -> Mapping[str, Json]:
         """Put a question to a free process and return its answer.

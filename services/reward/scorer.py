@@ -7,6 +7,7 @@ A score without a value means "I could not do my work" and nothing else; a compl
 its own check fail is worth 0.
 """
 
+import dataclasses
 from typing import Protocol
 
 from shared.messages import FinishReason, RolloutGroup, Sample, Score, ScoreStatus
@@ -43,6 +44,26 @@ class Scorer(Protocol):
     async def close(self) -> None:
         """Give back what it holds: processes, devices, connections."""
         ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """What a user's own scorer may return instead of a number (docs/rewards.md).
+
+    Raises:
+        ValueError: the status is ``UNAVAILABLE``; say so with ``value=None``.
+    """
+
+    value: float | None
+    """What the sample is worth; None: it could not be scored now, and its group is tried again."""
+    detail: str = ""
+    """Why, for people; kept with the sample."""
+    status: ScoreStatus = ScoreStatus.OK
+    """``wrong_format``, say, for metrics; it changes no value."""
+
+    def __post_init__(self) -> None:
+        if self.status == ScoreStatus.UNAVAILABLE:
+            raise ValueError("expected value=None for what could not be scored, found the status 'unavailable'")
 
 
 def valued(scorer: str, status: ScoreStatus, value: float, detail: str = "") -> Score:

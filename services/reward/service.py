@@ -22,7 +22,10 @@ import numpy as np
 from prometheus_client import Counter, Gauge, Histogram
 
 from services.reward.answer import AnswerMatcher
+from services.reward.code.scorer import CodeTester
 from services.reward.format import FormatChecker
+from services.reward.function import FunctionScorer
+from services.reward.judge import Judge
 from services.reward.lot import Lot
 from services.reward.model import RewardModel
 from services.reward.normalisation import Normaliser
@@ -32,11 +35,12 @@ from shared import streams
 from shared.bus import Bus
 from shared.errors import PermanentError, TemporaryError
 from shared.expression import Expression
-from shared.messages import Experience, Float32Array, Purpose, RolloutGroup, SampleScores, Score, ScoreStatus
+from shared.messages import Experience, Float32Array, Prompt, Purpose, RolloutGroup, SampleScores, Score, ScoreStatus
 from shared.reward_models import ModelScorer
+from shared.scorers import AnswerScorer, CodeScorer, FormatScorer, JudgeScorer, PythonScorer, RandomScorer
+from shared.scorers import Scorer as ScorerSettings
 from shared.service import Context, serve
-from shared.settings import AnswerScorer, FormatScorer, RandomScorer, Settings
-from shared.settings import Scorer as ScorerSettings
+from shared.settings import Settings
 from shared.telemetry import Status
 from shared.worker import Worker
 
@@ -68,8 +72,14 @@ def make_scorer(scorer: ScorerSettings, settings: Settings, bus: Bus | None = No
         case ModelScorer():
             running = bus is not None and scorer.normalise == "running"
             return RewardModel(scorer, Normaliser(bus, scorer.name) if running and bus is not None else None)
+        case PythonScorer():
+            return FunctionScorer(scorer)
+        case JudgeScorer():
+            return Judge(scorer)
         case RandomScorer():
             return Lot(scorer.name, settings.run.seed)
+        case CodeScorer():
+            return CodeTester(scorer, settings.reward.executor.address)
 
 
 class Scoring:
@@ -129,7 +139,7 @@ class Scoring:
             raise PermanentError(f"expected samples of {group.prompt.problem}, found none")
         started_s = time.monotonic()
         with IN_PROGRESS.track_inprogress():
-            columns, reference_logprobs = await self._ask(group)
+            columns, reference_logprobs = await self._ask(self._applying(group.prompt), group)
         self._note(columns)
         scores = tuple(SampleScores(row) for row in zip(*columns, strict=True))
         rewards = np.array([self._reward(sample) for sample in scores], dtype=np.float32)
@@ -143,12 +153,26 @@ class Scoring:
             reference_logprobs=reference_logprobs,
         )
 
-    async def _ask(self, group: RolloutGroup) -> tuple[list[list[Score]], Float32Array | None]:
+    def _applying(self, prompt: Prompt) -> Sequence[Scorer]:
+        """Return the scorers that apply to a prompt, in the order of the settings."""
+        if not prompt.scorers:
+            return self._scorers
+        known = {scorer.name for scorer in self._scorers}
+        if unknown := [name for name in prompt.scorers if name not in known]:
+            raise PermanentError(
+                f"expected scorers of this run ({', '.join(sorted(known))}) for {prompt.problem}, found {unknown[0]!r}: "
+                "change the column data.scorers_field, or name it in [[reward.scorers]]"
+            )
+        return [scorer for scorer in self._scorers if scorer.name in prompt.scorers]
+
+    async def _ask(
+        self, scorers: Sequence[Scorer], group: RolloutGroup
+    ) -> tuple[list[list[Score]], Float32Array | None]:
         """Return what each scorer says, and the reference's logprobs, all asked at once.
 
         Where one raises, the others still finish: what they are doing may be costly to break off.
         """
-        asked = asyncio.gather(*(_timed(scorer, group) for scorer in self._scorers), return_exceptions=True)
+        asked = asyncio.gather(*(_timed(scorer, group) for scorer in scorers), return_exceptions=True)
         answers, logprobs = await asyncio.gather(asked, self._look_back(group), return_exceptions=True)
         columns: list[list[Score]] = []
         for answer in [answers] if isinstance(answers, BaseException) else answers:

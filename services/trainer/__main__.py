@@ -13,6 +13,6 @@ if __name__ == "__main__":
             settings, _ = service.parse("trainer", sys.argv[1:])
         except SettingsError as error:
             sys.exit(service.refuse("trainer", error))
-        if settings.trainer.ranks > 1:
-            become_torchrun(settings.trainer.ranks, sys.argv[1:])
+        if settings.trainer.ranks * settings.trainer.nodes > 1:
+            become_torchrun(settings.trainer, sys.argv[1:])
     service.leave(service.main("trainer", run))

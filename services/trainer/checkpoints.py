@@ -102,7 +102,7 @@ def check_ranks(checkpoint: Checkpoint, ranks: int, zero_stage: int) -> None:
     state = checkpoint.state
     if (state.ranks, state.zero_stage) != (ranks, zero_stage):
         raise SettingsError(
-            f"expected to resume {checkpoint.folder} with trainer.ranks = {state.ranks} and trainer.zero_stage = "
+            f"expected to resume {checkpoint.folder} with {state.ranks} ranks (trainer.ranks × trainer.nodes) and trainer.zero_stage = "
             f"{state.zero_stage}, which wrote it, found {ranks} and {zero_stage}: change them back, or start a new run from "
             f"what `penstock export --version {state.version}` writes"
         )

@@ -310,7 +310,7 @@ class Lead:
             position=self._call(self._ledger.position(self._newest)),
             counts=self._call(self._bus.counts()),
             journal_entry=entry,
-            ranks=self._settings.trainer.ranks,
+            ranks=self._settings.trainer.ranks * self._settings.trainer.nodes,
             zero_stage=self._settings.trainer.zero_stage,
             random_state=bytes(torch.get_rng_state().numpy()).hex(),
             settings_revision=self._live.revision,

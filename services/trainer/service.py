@@ -1,8 +1,8 @@
 """One rank of the trainer: rank 0 leads on the bus, every rank trains.
 
-Started alone it is the only rank, or becomes torchrun with ``trainer.ranks`` of itself. Under torchrun (RANK is set) it is
-one rank. A rank that dies takes the others down with it, and so does torchrun: the supervisor starts all of them again, and
-they resume.
+Started alone it is the only rank, or becomes torchrun with ``trainer.ranks`` of itself, and with those of other hosts where
+``trainer.nodes`` says so. Under torchrun (RANK is set) it is one rank. A rank that dies takes the others down with it, and so
+does torchrun: the supervisor starts all of them again, and they resume.
 """
 
 import asyncio
@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from shared import log
 from shared.parent import die_with
-from shared.service import serve
-from shared.settings import Settings
+from shared.service import own_host, serve
+from shared.settings import Settings, TrainerSettings
+from shared.telemetry import Endpoints
 
 if TYPE_CHECKING:
     from services.trainer.loop import Leading
@@ -23,9 +24,18 @@ if TYPE_CHECKING:
 _LAUNCHER = "PENSTOCK_LAUNCHER_PID"
 
 
-def become_torchrun(ranks: int, arguments: list[str]) -> None:
-    """Replace this process by torchrun with ``ranks`` ranks of this service, on a free port."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+def become_torchrun(trainer: TrainerSettings, arguments: list[str]) -> None:
+    """Replace this process by torchrun with this host's ranks of this service; several hosts meet at the first one's port.
+
+    There a host that restarts waits until all of them have: the others' ranks fail with its own, and restart too.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={trainer.ranks}"]
+    if trainer.nodes == 1:
+        command += ["--standalone"]
+    else:
+        host, _, port = trainer.rendezvous.rpartition(":")
+        command += [f"--nnodes={trainer.nodes}", f"--node-rank={trainer.node}"]
+        command += [f"--master-addr={host.strip('[]')}", f"--master-port={port}"]
     os.environ[_LAUNCHER] = str(os.getpid())  # exec keeps it
     os.execv(sys.executable, [*command, "-m", "services.trainer", *arguments])  # noqa: S606 (no shell)
 
@@ -38,6 +48,10 @@ async def run(settings: Settings, replica: str) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)  # rank 0 says when to stop
         log.set_up(settings.telemetry.log_level, f"{replica}.{os.environ['RANK']}")
+        if os.environ["LOCAL_RANK"] == "0":  # of another host, whose pod is looked at too
+            Endpoints(
+                own_host(settings), settings.trainer.metrics_port, "trainer.metrics_port", lambda: {"ready": True}
+            )
         train(settings, None)
         return
     async with serve(settings, "trainer", replica, settings.trainer.metrics_port) as context:

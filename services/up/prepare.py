@@ -17,8 +17,9 @@ from shared import connection
 from shared.errors import BusUnavailable, SettingsError
 from shared.model_source import check_source
 from shared.reward_models import ModelScorer
+from shared.scorers import Scorer
 from shared.section import Section
-from shared.settings import Scorer, Settings, dump, load
+from shared.settings import Settings, dump, load
 
 EMBEDDED = "embedded"
 _BUS_CHECK_S = 6.0
@@ -150,6 +151,11 @@ def _absolute(model: str) -> str:
 
 
 def _check(settings: Settings) -> None:
+    if settings.trainer.nodes > 1:
+        raise SettingsError(
+            f"expected trainer.nodes = 1 with `penstock up`, which starts one host, found {settings.trainer.nodes}: "
+            "start the services by themselves on each host (docs/kubernetes.md), or change it"
+        )
     check_source("policy.model", settings.policy.model, ("config.json",))
     if settings.policy.tokenizer:
         check_source("policy.tokenizer", settings.policy.tokenizer, ("tokenizer_config.json",))

@@ -1,0 +1,178 @@
+"""How many ordinary answers the matcher compares, and how long one takes.
+
+    python -m benchmarks.answers --answers 4000 --processes 2
+
+Answers are made from a seed, all different, so that nothing is remembered, and asked one by one with ``--at-once`` in flight:
+40 % whole numbers and decimals in boxes, after #### or bare (no computer algebra), 15 % boxed fractions, 10 % multiples of
+roots and pi, 10 % intervals, 8 % sets and lists, 10 % polynomials, 4 % matrices, 3 % with units. Half of them are equal to the
+reference, and each is checked for that. ``algebra_*`` are the same figures of those that a matcher process compared. An
+answer's time is from asking to its score; ``cpu_ms`` is processor time per answer, which says on a busy machine what an idle one
+could do. Prints one JSON object, and fails where a bar or a verdict is missed.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import psutil
+
+from services.reward.answer import AnswerMatcher
+from shared.messages import FinishReason, GroupId, Prompt, RolloutGroup, Sample, Sampling, ScoreStatus
+from shared.scorers import AnswerScorer
+
+LEAST_PER_S = 300
+LEAST_SHARE_UNDER_50_MS = 0.99
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One answer to compare."""
+
+    kind: str
+    reference: str
+    text: str
+    equal: bool
+
+
+Maker = Callable[[int, int, bool], tuple[str, str]]
+"""(a, b, equal) → (reference, completion)."""
+
+
+def _number(a: int, b: int, equal: bool) -> tuple[str, str]:
+    found = a if equal else a + b
+    return f"{a}", (rf"So \boxed{{{found}}}.", f"#### {found:,}", f"{found}.0")[b % 3]
+
+
+def _fraction(a: int, b: int, equal: bool) -> tuple[str, str]:
+    return rf"\frac{{{a}}}{{{b}}}", rf"\boxed{{\frac{{{2 * a if equal else 2 * a + 1}}}{{{2 * b}}}+0}}"
+
+
+def _root(a: int, b: int, equal: bool) -> tuple[str, str]:
+    if b % 2:
+        return rf"{a}\pi", rf"\boxed{{\pi\cdot {a if equal else a + 1}}}"
+    return rf"{a}\sqrt{{{4 * b}}}", rf"\boxed{{{2 * a if equal else 2 * a + 1}\sqrt{{{b}}}}}"
+
+
+def _interval(a: int, b: int, equal: bool) -> tuple[str, str]:
+    end = "]" if equal else ")"
+    return rf"[{a},{a + b}]", rf"\boxed{{\left[{a}, {a + b}\right{end}}}"
+
+
+def _set(a: int, b: int, equal: bool) -> tuple[str, str]:
+    return rf"\{{{a},{a + b},-{b}\}}", rf"\boxed{{\{{-{b}, {a + b}, {a if equal else a + b + 1}\}}}}"
+
+
+def _polynomial(a: int, b: int, equal: bool) -> tuple[str, str]:
+    return rf"x^2+{a + b}x+{a * b}", rf"\boxed{{(x+{a})(x+{b if equal else b + 1})}}"
+
+
+def _matrix(a: int, b: int, equal: bool) -> tuple[str, str]:
+    last = b if equal else b + 1
+    return (
+        rf"\begin{{pmatrix}}{a}&0\\1&{b}\end{{pmatrix}}",
+        rf"\boxed{{\begin{{bmatrix}}{a} & 0 \\ 1 & {last}\end{{bmatrix}}}}",
+    )
+
+
+def _unit(a: int, b: int, equal: bool) -> tuple[str, str]:
+    return f"{a}", rf"\boxed{{{a if equal else a + b}\text{{ cm}}}}"
+
+
+MIX: dict[str, tuple[int, Maker]] = {
+    "number": (40, _number),
+    "fraction": (15, _fraction),
+    "root": (10, _root),
+    "interval": (10, _interval),
+    "set": (8, _set),
+    "polynomial": (10, _polynomial),
+    "matrix": (4, _matrix),
+    "unit": (3, _unit),
+}
+
+
+def cases(count: int, seed: int = 0) -> Iterator[Case]:
+    """Yield ``count`` different answers."""
+    lot, seen = random.Random(seed), set[tuple[str, str]]()
+    while len(seen) < count:
+        (kind,) = lot.choices(list(MIX), [share for share, _ in MIX.values()])
+        equal = lot.random() < 0.5
+        pair = MIX[kind][1](lot.randint(2, 999), lot.randint(2, 99), equal)
+        if pair not in seen:
+            seen.add(pair)
+            yield Case(kind, *pair, equal)
+
+
+def group(number: int, case: Case) -> RolloutGroup:
+    """Return a group of the one answer."""
+    prompt = Prompt(GroupId(number), f"mix:{number}", Sampling(1, 64, 1.0), text="?", answer=case.reference)
+    none = np.zeros(0, np.float32)
+    sample = Sample(none.astype(np.int32), none, np.zeros((1, 2), np.int32), FinishReason.STOP, case.text)
+    return RolloutGroup(prompt, none.astype(np.int32), (sample,), "benchmark", 0.0, 0.0)
+
+
+async def measure(todo: list[Case], processes: int, at_once: int) -> dict[str, float]:
+    """Return the figures of one pass over ``todo``."""
+    matcher = AnswerMatcher(AnswerScorer(kind="answer", processes=processes))
+    await matcher.start()
+    took_s, wrong, waiting = list[float](), list[Case](), iter(enumerate(todo))
+
+    async def ask() -> None:
+        for number, case in waiting:
+            started_s = time.perf_counter()
+            (score,) = await matcher.score(group(number, case))
+            took_s.append(time.perf_counter() - started_s)
+            if (score.status, score.value) != (ScoreStatus.OK, float(case.equal)):
+                wrong.append(case)
+
+    started_s, cpu_s = time.perf_counter(), _cpu_s()
+    await asyncio.gather(*(ask() for _ in range(at_once)))
+    wall_s, cpu_s = time.perf_counter() - started_s, _cpu_s() - cpu_s
+    await matcher.close()
+    for case in wrong[:5]:
+        print(f"wrong verdict: {case}", file=sys.stderr)
+    times_s = np.array(took_s)
+    return {
+        "per_s": round(len(todo) / wall_s, 1),
+        "p50_ms": round(float(np.quantile(times_s, 0.5)) * 1000, 2),
+        "p99_ms": round(float(np.quantile(times_s, 0.99)) * 1000, 2),
+        "share_under_50ms": round(float((times_s < 0.05).mean()), 4),
+        "cpu_ms": round(cpu_s / len(todo) * 1000, 2),
+        "wrong": len(wrong),
+    }
+
+
+def _cpu_s() -> float:
+    """Return the processor time of this process and of the matcher's."""
+    this = psutil.Process()
+    return sum(sum(process.cpu_times()[:2]) for process in (this, *this.children()))
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--answers", type=int, default=4000)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--at-once", type=int, default=2, help="answers in flight")
+    arguments = parser.parse_args()
+    todo = list(cases(arguments.answers))
+    algebra = [case for case in todo if case.kind != "number"]
+    found = asyncio.run(measure(todo, arguments.processes, arguments.at_once))
+    slow = asyncio.run(measure(algebra, arguments.processes, arguments.at_once))
+    found |= {f"algebra_{name}": value for name, value in slow.items()}
+    print(json.dumps(found | {"answers": len(todo), "processes": arguments.processes, "at_once": arguments.at_once}))
+    if (
+        found["per_s"] < LEAST_PER_S
+        or found["share_under_50ms"] < LEAST_SHARE_UNDER_50_MS
+        or found["wrong"] + found["algebra_wrong"]
+    ):
+        sys.exit("expected at least 300 answers/s, 99 % of them under 50 ms, and no wrong verdict")
+
+
+if __name__ == "__main__":
+    main()

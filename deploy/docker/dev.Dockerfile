@@ -1,0 +1,23 @@
+# For development and for the CPU smoke run of deploy/k8s/examples: every service, the tests and the arithmetic example.
+#
+#   docker build -f deploy/docker/dev.Dockerfile -t "$REGISTRY/penstock-dev:0.1.0" .
+#   docker run --rm -it "$REGISTRY/penstock-dev:0.1.0" -m services up config/arithmetic.toml --run.folder /tmp/runs
+ARG BASE=python:3.12.12-slim-bookworm
+
+FROM ${BASE}
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
+RUN useradd --uid 10001 --user-group --create-home penstock && python -m venv /opt/penstock
+WORKDIR /src
+COPY pyproject.toml constraints.txt README.md LICENSE Makefile ./
+COPY shared shared
+COPY services services
+COPY config config
+COPY examples examples
+COPY tests tests
+COPY benchmarks benchmarks
+COPY docs docs
+COPY deploy deploy
+RUN /opt/penstock/bin/pip install -c constraints.txt -e '.[all]'
+ENV PATH=/opt/penstock/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+USER 10001:10001
+ENTRYPOINT ["python"]

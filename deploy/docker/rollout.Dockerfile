@@ -1,0 +1,30 @@
+# A rollout replica: vLLM generates, weights are pulled. PyTorch's wheels bring CUDA's libraries; the node brings the driver.
+#
+# Build from the repository's root:
+#
+#   docker build -f deploy/docker/rollout.Dockerfile -t "$REGISTRY/penstock-rollout:0.1.0" .
+#
+# BASE may be any Debian with this Python; pin it by digest for builds that can be repeated.
+ARG BASE=python:3.12.12-slim-bookworm
+
+FROM ${BASE} AS build
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
+WORKDIR /src
+RUN python -m venv /opt/penstock
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY shared shared
+COPY services/__init__.py services/py.typed services/
+COPY services/rollout services/rollout
+RUN /opt/penstock/bin/pip install -c constraints.txt '.[rollout,vllm]' && rm /opt/penstock/bin/penstock
+
+FROM ${BASE}
+# Triton compiles its launchers with the host's C compiler when a kernel is first used.
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends gcc=4:12.2.0-3 libc6-dev=2.36-9+deb12u* \
+    && rm -rf /var/lib/apt/lists/*
+RUN useradd --uid 10001 --user-group --no-create-home --shell /usr/sbin/nologin penstock
+COPY --from=build /opt/penstock /opt/penstock
+ENV PATH=/opt/penstock/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+USER 10001:10001
+WORKDIR /tmp
+ENTRYPOINT ["python", "-m", "services.rollout"]

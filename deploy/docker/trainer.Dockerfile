@@ -1,0 +1,32 @@
+# The trainer: DeepSpeed over the pod's GPUs. PyTorch's wheels bring CUDA's libraries; the node brings the driver.
+#
+# Build from the repository's root:
+#
+#   docker build -f deploy/docker/trainer.Dockerfile -t "$REGISTRY/penstock-trainer:0.1.0" .
+#
+# EXTRA=trainer,adam-8bit adds 8-bit Adam.
+# BASE may be any Debian with this Python; pin it by digest for builds that can be repeated.
+ARG BASE=python:3.12.12-slim-bookworm
+
+FROM ${BASE} AS build
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
+WORKDIR /src
+RUN python -m venv /opt/penstock
+ARG EXTRA=trainer
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY shared shared
+COPY services/__init__.py services/py.typed services/
+COPY services/trainer services/trainer
+RUN /opt/penstock/bin/pip install -c constraints.txt ".[$EXTRA]" && rm /opt/penstock/bin/penstock
+
+FROM ${BASE}
+# Triton compiles its launchers with the host's C compiler when a kernel is first used.
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends gcc=4:12.2.0-3 libc6-dev=2.36-9+deb12u* \
+    && rm -rf /var/lib/apt/lists/*
+RUN useradd --uid 10001 --user-group --no-create-home --shell /usr/sbin/nologin penstock
+COPY --from=build /opt/penstock /opt/penstock
+ENV PATH=/opt/penstock/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+USER 10001:10001
+WORKDIR /tmp
+ENTRYPOINT ["python", "-m", "services.trainer"]

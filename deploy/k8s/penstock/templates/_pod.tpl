@@ -1,0 +1,254 @@
+{{/*
+One pod of one role: dict "root" $ "role" "rollout". Every pod passes the restricted Pod Security Standard, unless it asks
+for RDMA, which needs the capability IPC_LOCK.
+*/}}
+
+{{- define "penstock.pod" -}}
+{{- $root := .root -}}{{- $role := .role -}}{{- $own := index $root.Values $role -}}
+{{- $gpus := int (dig "gpu" "count" 0 $own) -}}
+metadata:
+  labels:
+    {{- include "penstock.podLabels" . | nindent 4 }}
+    {{- with include "penstock.value" (merge (dict "key" "podLabels") .) }}
+    {{- . | nindent 4 }}
+    {{- end }}
+  annotations:
+    checksum/run: {{ $root.Values.run.config | sha256sum }}
+    {{- with include "penstock.value" (merge (dict "key" "podAnnotations") .) }}
+    {{- . | nindent 4 }}
+    {{- end }}
+spec:
+  serviceAccountName: {{ include "penstock.name" . }}
+  automountServiceAccountToken: false
+  enableServiceLinks: false
+  # What the service may take to drain, ten seconds until it ends itself, and preStop.
+  terminationGracePeriodSeconds: {{ add (int $root.Values.bus.drainSeconds) 20 }}
+  {{- with $root.Values.image.pullSecrets }}
+  imagePullSecrets: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- range $key := list "priorityClassName" "runtimeClassName" "schedulerName" }}
+  {{- with include "penstock.value" (dict "root" $root "role" $role "key" $key) }}
+  {{ $key }}: {{ . }}
+  {{- end }}
+  {{- end }}
+  securityContext:
+    runAsNonRoot: true
+    runAsUser: 10001
+    runAsGroup: 10001
+    fsGroup: 10001
+    fsGroupChangePolicy: OnRootMismatch
+    seccompProfile: {type: RuntimeDefault}
+  {{- with include "penstock.placement" . | trim }}
+  {{- . | nindent 2 }}
+  {{- end }}
+  containers:
+    - name: {{ $role }}
+      image: {{ include "penstock.image" . | quote }}
+      imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+      command: {{ include "penstock.command" . }}
+      env:
+        {{- include "penstock.environment" . | nindent 8 }}
+      ports:
+        {{- include "penstock.ports" . | nindent 8 }}
+      {{- include "penstock.probes" . | nindent 6 }}
+      {{- if has $role (list "coordinator" "executor") }}
+      lifecycle:
+        # Clients hear that this endpoint is gone before it goes.
+        preStop: {exec: {command: ["sleep", "3"]}}
+      {{- end }}
+      resources:
+        {{- include "penstock.resources" (merge (dict "gpus" $gpus) .) | nindent 8 }}
+      securityContext:
+        allowPrivilegeEscalation: false
+        readOnlyRootFilesystem: true
+        capabilities:
+          drop: [ALL]
+          {{- if dig "rdma" "resource" "" $own }}
+          add: [IPC_LOCK]
+          {{- end }}
+      volumeMounts:
+        {{- include "penstock.mounts" . | nindent 8 }}
+  volumes:
+    {{- include "penstock.volumes" . | nindent 4 }}
+{{- end -}}
+
+{{- define "penstock.command" -}}
+{{- if eq .role "executor" -}}
+["python", "-m", "services.reward.executor", "--config", "/etc/penstock/run.toml"]
+{{- else -}}
+["python", "-m", "services.{{ .role }}", "--config", "/etc/penstock/run.toml", "--replica", "$(POD_NAME)"]
+{{- end -}}
+{{- end -}}
+
+{{/* Only addresses, paths and secrets: how the run trains stands in its TOML. The executor knows neither bus nor run folder. */}}
+{{- define "penstock.environment" -}}
+{{- $values := .root.Values -}}
+- {name: POD_NAME, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
+- {name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
+- {name: HOME, value: /tmp}
+- {name: XDG_CACHE_HOME, value: /var/penstock/cache}
+- {name: HF_HOME, value: /var/penstock/cache/huggingface}
+- {name: PYTHONUNBUFFERED, value: "1"}
+- {name: TOKENIZERS_PARALLELISM, value: "false"}
+{{- if eq .role "executor" }}
+- {name: PENSTOCK__REWARD__EXECUTOR__ADDRESS, value: "0.0.0.0:9500"}
+- {name: PENSTOCK__REWARD__EXECUTOR__METRICS_PORT, value: "9400"}
+{{- else }}
+- {name: PENSTOCK__RUN__ID, value: {{ include "penstock.runId" .root | quote }}}
+- {name: PENSTOCK__RUN__FOLDER, value: /var/penstock/runs}
+- {name: PENSTOCK__WEIGHTS__FOLDER, value: {{ printf "/var/penstock/runs/%s/weights" (include "penstock.runId" .root) }}}
+- {name: PENSTOCK__BUS__START_WAIT_S, value: "300"}
+- {name: PENSTOCK__BUS__DRAIN_S, value: {{ $values.bus.drainSeconds | quote }}}
+- name: PENSTOCK__BUS__URL
+  valueFrom: {secretKeyRef: {name: {{ include "penstock.busSecret" .root }}, key: url}}
+- {name: {{ printf "PENSTOCK__%s__METRICS_PORT" (upper .role) }}, value: "9400"}
+{{- if eq .role "coordinator" }}
+- {name: PENSTOCK__COORDINATOR__HOST, value: "0.0.0.0"}
+- {name: PENSTOCK__COORDINATOR__PORT, value: "8000"}
+- {name: PENSTOCK__COORDINATOR__TOKEN_FILE, value: /etc/penstock/api/token}
+{{- end }}
+{{- if and (eq .role "reward") $values.executor.enabled }}
+- {name: PENSTOCK__REWARD__EXECUTOR__ADDRESS, value: {{ printf "%s:9500" (include "penstock.name" (dict "root" .root "role" "executor")) }}}
+{{- end }}
+{{- if eq .role "trainer" }}
+{{- with int $values.trainer.gpu.count }}
+- {name: PENSTOCK__TRAINER__RANKS, value: {{ . | quote }}}
+{{- end }}
+{{- if gt (int $values.trainer.nodes) 1 }}
+- {name: PENSTOCK__TRAINER__NODES, value: {{ $values.trainer.nodes | quote }}}
+- {name: PENSTOCK__TRAINER__NODE, valueFrom: {fieldRef: {fieldPath: "metadata.labels['apps.kubernetes.io/pod-index']"}}}
+- {name: PENSTOCK__TRAINER__RENDEZVOUS, value: {{ printf "%s-0.%s:29500" (include "penstock.name" .) (include "penstock.name" .) }}}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- with include "penstock.value" (merge (dict "key" "extraEnv") .) }}
+{{ . }}
+{{- end }}
+{{- end -}}
+
+{{- define "penstock.ports" -}}
+- {name: metrics, containerPort: 9400}
+{{- if eq .role "coordinator" }}
+- {name: http, containerPort: 8000}
+{{- end }}
+{{- if eq .role "executor" }}
+- {name: jobs, containerPort: 9500}
+{{- end }}
+{{- if and (eq .role "trainer") (gt (int .root.Values.trainer.nodes) 1) }}
+- {name: rendezvous, containerPort: 29500}
+{{- end }}
+{{- end -}}
+
+{{- define "penstock.probes" -}}
+{{- $budget := int (index .root.Values .role).startupSeconds -}}
+startupProbe:
+  httpGet: {path: /readyz, port: metrics}
+  periodSeconds: 5
+  timeoutSeconds: 5
+  failureThreshold: {{ max 1 (div $budget 5) }}
+readinessProbe:
+  httpGet: {path: /readyz, port: metrics}
+  periodSeconds: 5
+  timeoutSeconds: 5
+livenessProbe:
+  # Asks nothing of the bus: a bus that is away is no reason to restart those who wait for it.
+  httpGet: {path: /healthz, port: metrics}
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: 6
+{{- end -}}
+
+{{- define "penstock.resources" -}}
+{{- $own := index .root.Values .role -}}
+{{- $devices := dict -}}
+{{- if .gpus }}{{ $_ := set $devices $own.gpu.resource .gpus }}{{ end -}}
+{{- if dig "rdma" "resource" "" $own }}{{ $_ := set $devices $own.rdma.resource (int $own.rdma.count) }}{{ end -}}
+requests:
+  {{- toYaml (merge (deepCopy $devices) $own.resources.requests) | nindent 2 }}
+limits:
+  {{- toYaml (merge (deepCopy $devices) $own.resources.limits) | nindent 2 }}
+{{- end -}}
+
+{{- define "penstock.mounts" -}}
+- {name: run, mountPath: /etc/penstock/run.toml, subPath: run.toml, readOnly: true}
+- {name: tmp, mountPath: /tmp}
+- {name: cache, mountPath: /var/penstock/cache}
+{{- if eq .role "coordinator" }}
+- {name: api, mountPath: /etc/penstock/api, readOnly: true}
+{{- end }}
+{{- if has .role (list "coordinator" "trainer" "rollout") }}
+- {name: runs, mountPath: /var/penstock/runs{{ if eq .role "rollout" }}, readOnly: true{{ end }}}
+{{- end }}
+{{- if and .root.Values.storage.data.existingClaim (ne .role "executor") }}
+- {name: data, mountPath: /var/penstock/data, readOnly: true}
+{{- end }}
+{{- if and .root.Values.bus.caSecret (ne .role "executor") }}
+- {name: bus-ca, mountPath: /etc/penstock/bus-ca, readOnly: true}
+{{- end }}
+{{- if (index .root.Values .role).shm }}
+- {name: shm, mountPath: /dev/shm}
+{{- end }}
+{{- with include "penstock.value" (merge (dict "key" "extraVolumeMounts") .) }}
+{{ . }}
+{{- end }}
+{{- end -}}
+
+{{- define "penstock.volumes" -}}
+{{- $values := .root.Values -}}
+- name: run
+  configMap: {name: {{ include "penstock.name" (dict "root" .root "role" "run") }}}
+- {name: tmp, emptyDir: {}}
+- {name: cache, emptyDir: {}}
+{{- if eq .role "coordinator" }}
+- name: api
+  secret: {secretName: {{ include "penstock.apiSecret" .root }}}
+{{- end }}
+{{- if has .role (list "coordinator" "trainer" "rollout") }}
+- name: runs
+  persistentVolumeClaim: {claimName: {{ include "penstock.runsClaim" .root }}}
+{{- end }}
+{{- if and $values.storage.data.existingClaim (ne .role "executor") }}
+- name: data
+  persistentVolumeClaim: {claimName: {{ $values.storage.data.existingClaim }}, readOnly: true}
+{{- end }}
+{{- if and $values.bus.caSecret (ne .role "executor") }}
+- name: bus-ca
+  secret: {secretName: {{ $values.bus.caSecret }}}
+{{- end }}
+{{- with (index $values .role).shm }}
+- name: shm
+  emptyDir: {medium: Memory, sizeLimit: {{ . }}}
+{{- end }}
+{{- with include "penstock.value" (merge (dict "key" "extraVolumes") .) }}
+{{ . }}
+{{- end }}
+{{- end -}}
+
+{{/* Where a pod may run: pools by label, GPU taints, one fabric for trainer and rollout. */}}
+{{- define "penstock.placement" -}}
+{{- $root := .root -}}{{- $own := index $root.Values .role -}}
+{{- $gpu := default dict $own.gpu -}}
+{{- $selector := fromYaml (include "penstock.value" (merge (dict "key" "nodeSelector") .)) -}}
+{{- if and $gpu.count $gpu.product }}{{ $_ := set $selector "nvidia.com/gpu.product" $gpu.product }}{{ end -}}
+{{- with $selector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- $tolerations := fromYamlArray (include "penstock.value" (merge (dict "key" "tolerations") .)) -}}
+{{- if $gpu.count }}{{ $tolerations = append $tolerations (dict "key" $gpu.resource "operator" "Exists" "effect" "NoSchedule") }}{{ end -}}
+{{- with $tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with include "penstock.value" (merge (dict "key" "topologySpreadConstraints") .) }}
+topologySpreadConstraints: {{- . | nindent 2 }}
+{{- end }}
+{{- $affinity := fromYaml (include "penstock.value" (merge (dict "key" "affinity") .)) -}}
+{{- if and $root.Values.fabric.topologyKey (has .role (list "trainer" "rollout")) }}
+{{- $together := dict "topologyKey" $root.Values.fabric.topologyKey "labelSelector" (dict
+      "matchLabels" (dict "app.kubernetes.io/instance" $root.Release.Name)
+      "matchExpressions" (list (dict "key" "app.kubernetes.io/component" "operator" "In" "values" (list "trainer" "rollout")))) }}
+{{- $_ := set $affinity "podAffinity" (dict "requiredDuringSchedulingIgnoredDuringExecution" (list $together)) }}
+{{- end }}
+{{- with $affinity }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}

@@ -1,0 +1,94 @@
+"""The program of one process of the user's own scorer: it imports the user's function and calls it, sample by sample.
+
+::
+
+    question   {"group": a RolloutGroup of one sample, MessagePack in base64}
+    answer     {"status": "ok", "value": 0.5, "detail": ""}       value null where the function says that it does not know
+               {"error": "ZeroDivisionError: …"}                  what it raised, or returned that is no score
+
+An async function keeps one event loop for the life of the process, so that a client that it opened once goes on working.
+"""
+
+import asyncio
+import base64
+import importlib
+import inspect
+import math
+import numbers
+import sys
+from collections.abc import Awaitable, Callable
+from importlib import metadata
+from typing import Any, TypeAlias, cast
+
+from services.reward import answering
+from services.reward.scorer import Result
+from shared import wire
+from shared.messages import Prompt, RolloutGroup, Sample, ScoreStatus
+
+ENTRY_POINTS = "penstock.scorers"
+_MIB = 1024**2
+Function: TypeAlias = Callable[[Sample, Prompt], "float | Result | Awaitable[float | Result]"]
+
+
+def load(name: str) -> Function:
+    """Return the function that ``package.module:function`` or an entry point names.
+
+    Raises:
+        ValueError: there is none.
+        Exception: whatever importing it raises.
+    """
+    if ":" in name:
+        module, _, path = name.partition(":")
+        found: Any = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    else:
+        entries = tuple(metadata.entry_points(group=ENTRY_POINTS, name=name))
+        if not entries:
+            raise ValueError(f"no entry point {name!r} in the group {ENTRY_POINTS!r}")
+        found = entries[0].load()
+    if not callable(found):
+        raise ValueError(f"{name} is no function but {type(found).__name__}")
+    return cast(Function, found)
+
+
+def as_result(returned: object) -> Result:
+    """Return what the function meant.
+
+    Raises:
+        TypeError: it is neither a number nor a Result.
+        ValueError: its value is not finite.
+    """
+    if isinstance(returned, numbers.Real):
+        returned = Result(float(returned))
+    if not isinstance(returned, Result):
+        raise TypeError(f"expected a number or a Result from the function, found {type(returned).__name__}")
+    if returned.value is not None and not math.isfinite(returned.value):
+        raise ValueError(f"expected a finite value from the function, found {returned.value}")
+    return returned
+
+
+def _prepare() -> answering.Answerer:
+    function = load(sys.argv[1])
+    runner = asyncio.Runner()
+
+    async def awaited(result: Awaitable[float | Result]) -> float | Result:
+        return await result
+
+    def answer(question: dict[str, Any]) -> dict[str, object]:
+        group = wire.decode(base64.b64decode(question["group"]), RolloutGroup)
+        try:
+            returned = function(group.samples[0], group.prompt)
+            result = as_result(runner.run(awaited(returned)) if inspect.isawaitable(returned) else returned)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (the edge: whatever the user's function raises)
+            return {"error": f"{type(error).__name__}: {error}"}
+        status = ScoreStatus.UNAVAILABLE if result.value is None else ScoreStatus(result.status)
+        value = None if result.value is None else float(result.value)
+        return {"status": status.value, "value": value, "detail": str(result.detail)}
+
+    return answer
+
+
+if __name__ == "__main__":
+    memory_mib, parent = int(sys.argv[2]), int(sys.argv[3])
+    answering.serve(_prepare, parent, memory_mib * _MIB if memory_mib else None)

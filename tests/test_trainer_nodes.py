@@ -1,0 +1,101 @@
+"""Laws of a trainer over several hosts: two processes with addresses of their own, joined by torchrun as pods are."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.up.prepare import prepare
+from shared.errors import SettingsError
+from shared.settings import load
+from tests.conftest import Server
+from tests.test_trainer_service import GROUPS, ROOT, Run, bus_of, feed
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def hosts(run: Run, rendezvous: int, metrics: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Start the trainer on two hosts, 127.0.0.1 and 127.0.0.2, each as a pod does."""
+    flags = ["--trainer.nodes", "2", "--trainer.rendezvous", f"127.0.0.1:{rendezvous}"]
+    found = []
+    try:
+        for node in (0, 1):
+            command = [sys.executable, "-m", "services.trainer", "--config", str(run.config)]
+            command += ["--replica", f"trainer-{node}", "--trainer.node", str(node), *flags]
+            command += ["--trainer.metrics_port", str(metrics)]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "POD_IP": f"127.0.0.{node + 1}"}
+            found.append(
+                subprocess.Popen(command, cwd=ROOT, env=environment, stderr=run.log.open("a"), start_new_session=True)
+            )
+        yield found
+    finally:
+        for process in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
+
+
+def answers(url: str) -> bool:
+    with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2.0) as answer:
+        return bool(json.load(answer)["ready"])
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(480)
+async def test_two_hosts_train_as_one_and_come_back_when_one_of_them_dies(tmp_path: Path, server: Server) -> None:
+    one = Run(tmp_path, server, "one-host")
+    async with bus_of(one) as (bus, ledger), one.trainer() as process:
+        await feed(bus, 0, 3 * GROUPS)
+        await one.reaches(ledger, 3, process)
+        expected = await one.weights(ledger)
+
+    two = Run(tmp_path, server, "two-hosts", ranks=1)
+    metrics = free_port()
+    async with bus_of(two) as (bus, ledger):
+        await feed(bus, 0, 2 * GROUPS)
+        with hosts(two, free_port(), metrics) as (first, second):
+            await two.reaches(ledger, 2, first)
+            assert await asyncio.to_thread(answers, f"http://127.0.0.1:{metrics}/readyz")
+            assert await asyncio.to_thread(answers, f"http://127.0.0.2:{metrics}/readyz")
+            os.killpg(second.pid, signal.SIGKILL)
+            assert await asyncio.to_thread(first.wait, 60) != 0  # its supervisor starts it again
+        await feed(bus, 2 * GROUPS, GROUPS)
+        with hosts(two, free_port(), metrics) as (first, _):
+            await two.reaches(ledger, 3, first)
+            found = await two.weights(ledger)
+            assert await bus.counts() == {"trained": 3 * GROUPS}
+    assert all(torch.allclose(found[name], expected[name], atol=5e-5) for name in expected)
+
+
+def test_several_hosts_need_a_place_to_meet(tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text("[trainer]\nnodes = 2\n")
+    with pytest.raises(
+        SettingsError, match=r"expected trainer\.rendezvous and trainer\.node < 2 with trainer\.nodes = 2"
+    ):
+        load(config)
+
+
+def test_up_starts_one_host(tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text('[trainer]\nnodes = 2\nrendezvous = "a:1"\n')
+    with pytest.raises(
+        SettingsError, match=r"expected trainer\.nodes = 1 with `penstock up`, which starts one host, found 2"
+    ):
+        prepare(config, None, ())
