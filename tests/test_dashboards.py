@@ -7,6 +7,7 @@ The rules of grafana/dashboard-linter are kept, with one change: ``run`` and ``i
 import importlib
 import json
 import re
+import subprocess
 from functools import cache
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from prometheus_client import REGISTRY
 from deploy.dashboards import grafana
 from deploy.dashboards.__main__ import BOARDS, FOLDER
 from deploy.dashboards.board import CHOICE, Board, Panel, Query
-from tests.conftest import need_module
+from tests.conftest import need, need_module
 from tests.promql import filled, metrics, metrics_now
 from tests.test_alerts import RULES
 
@@ -155,3 +156,21 @@ def test_data_source_run_and_replica_are_variables(board: Board) -> None:
 def test_versions_rollbacks_and_pauses_are_marked(board: Board) -> None:
     names = [found["name"] for found in json.loads(grafana.text(board))["annotations"]["list"]]
     assert names == ["Versions", "Rollbacks", "Pauses"]
+
+
+def test_what_compose_mounts_is_there_and_prometheus_reads_it() -> None:
+    folder = ROOT / "deploy"
+    services = yaml.safe_load((folder / "compose.yaml").read_text())["services"]
+    mounts = [mount.split(":")[0] for found in services.values() for mount in found["volumes"] if mount.startswith("./")]
+    assert len(mounts) == 5
+    for mount in mounts:
+        assert (folder / mount).exists(), mount
+    for found in services.values():
+        assert re.fullmatch(r"[a-z]+/[a-z]+:v?\d+\.\d+\.\d+", found["image"]), "a name without a registry, and a version"
+    done = subprocess.run(
+        [need("promtool", "prometheus"), "check", "config", "--syntax-only", folder / "compose" / "prometheus.yml"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,7 +44,7 @@ class Run:
         self.folder = folder / "watched"
         flags = [f"--run.folder={folder}", "--run.id=watched", "--run.steps=100000", "--telemetry.prometheus_port=0"]
         flags += ["--evaluation.every_steps=5", "--evaluation.problems=10", "--trainer.checkpoint_every_steps=5"]
-        flags += ["--weights.probe_every_versions=2"]
+        flags += ["--weights.probe_every_versions=2", "--algorithm.groups_per_step=8"]
         command = [sys.executable, "-m", "services", "up", "config/arithmetic.toml", "--prometheus", *flags]
         self.log = folder / "up.log"
         with self.log.open("wb") as log:
@@ -81,7 +82,9 @@ class Run:
 
     def close(self) -> None:
         if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
+            for _ in range(2):  # the second one: at once
+                self.process.send_signal(signal.SIGINT)
+                time.sleep(0.2)
             try:
                 self.process.wait(90)
             except subprocess.TimeoutExpired:
