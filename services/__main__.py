@@ -6,6 +6,7 @@ Every command but ``up``, ``report``, ``export`` and ``settings`` is a thin clie
 import importlib.metadata
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +14,7 @@ import typer
 from rich.console import Console
 
 from services import commands
-from services.commands import LATEST, AsJson, Reason, Run, TokenFile, Url, coordinator
+from services.commands import LATEST, AsJson, Reason, Run, TokenFile, Url, Version, coordinator
 from shared.errors import PenstockError, SettingsError
 from shared.messages import PolicyVersion
 
@@ -156,6 +157,39 @@ def stop(
 
 
 @app.command()
+def rollback(
+    version: Version,
+    reason: Reason = "",
+    run: Run = LATEST,
+    url: Url = "",
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Take a run back to a version with a checkpoint: weights, optimizer, step and place in the dataset.
+
+    Every later version of its branch is revoked, and nothing that it generated is trained on. `penstock policies` shows which
+    versions have a checkpoint.
+
+    **Example:** `penstock rollback 40 --reason "reward fell"`
+    """
+    asked = coordinator(run, url, token_file)
+
+    def tell(detail: str) -> None:
+        if detail and not as_json:
+            print(detail, file=sys.stderr)  # noqa: T201
+
+    done = asked.finished(asked.post(f"/v1/policies/{version}/rollback", {"reason": reason}), _once(tell))
+    if as_json:
+        print(json.dumps(done, indent=2))  # noqa: T201
+        return
+    found = done["result"]
+    print(  # noqa: T201
+        f"version {version} is live again, as version {found['version']}: {found['revoked']} versions revoked, "
+        f"{found['undone']} trained groups undone"
+    )
+
+
+@app.command()
 def report(run: Run = LATEST) -> None:
     """Write the run's report.html anew from its records, also while it goes on.
 
@@ -217,6 +251,18 @@ def _steer(command: str, body: dict[str, str], asked: "Coordinator", as_json: bo
         return
     seen = asked.run()
     print(f"{seen.run_id}: {seen.state}, step {seen.step} of {seen.steps}")  # noqa: T201
+
+
+def _once(tell: Callable[[str], None]) -> Callable[[str], None]:
+    """Tell each thing once, however often it is heard."""
+    heard: set[str] = set()
+
+    def tell_new(text: str) -> None:
+        if text not in heard:
+            heard.add(text)
+            tell(text)
+
+    return tell_new
 
 
 def _split(words: list[str]) -> tuple[Path | None, list[str]]:
