@@ -161,12 +161,16 @@ def test_versions_rollbacks_and_pauses_are_marked(board: Board) -> None:
 def test_what_compose_mounts_is_there_and_prometheus_reads_it() -> None:
     folder = ROOT / "deploy"
     services = yaml.safe_load((folder / "compose.yaml").read_text())["services"]
-    mounts = [mount.split(":")[0] for found in services.values() for mount in found["volumes"] if mount.startswith("./")]
+    mounts = [
+        mount.split(":")[0] for found in services.values() for mount in found["volumes"] if mount.startswith("./")
+    ]
     assert len(mounts) == 5
     for mount in mounts:
         assert (folder / mount).exists(), mount
     for found in services.values():
-        assert re.fullmatch(r"[a-z]+/[a-z]+:v?\d+\.\d+\.\d+", found["image"]), "a name without a registry, and a version"
+        assert re.fullmatch(r"[a-z]+/[a-z]+:v?\d+\.\d+\.\d+", found["image"]), (
+            "a name without a registry, and a version"
+        )
     done = subprocess.run(
         [need("promtool", "prometheus"), "check", "config", "--syntax-only", folder / "compose" / "prometheus.yml"],
         capture_output=True,

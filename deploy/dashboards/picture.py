@@ -4,8 +4,10 @@ For places where no Grafana is. It asks for the same expressions over the time o
 """
 
 import argparse
+import dataclasses
 import math
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -24,39 +26,52 @@ _WINDOW = "20s"
 _MEBIBYTE = 2.0**20
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Line:
+    """One series of a query."""
+
+    legend: str
+    times_s: Sequence[float]
+    """Since the start of the run."""
+    values: Sequence[float]
+
+
 class Source:
     """One run in one Prometheus."""
 
     def __init__(self, url: str, run: str) -> None:
         self._url = url
         self._run = run
-        times = self._ask("query", query=f'up{{run="{run}"}}[10y]')
-        if not times:
-            raise SystemExit(f"expected a run {run!r} in the Prometheus at {url}, found no series of it: give --run")
-        stamps = [stamp for found in times for stamp, _ in found["values"]]
+        stamps = [stamp for _, points in self._ask("query", query=f'up{{run="{run}"}}[10y]') for stamp, _ in points]
+        if not stamps:
+            raise SystemExit(f"expected a run {run!r} in the Prometheus at {url}, found no series of it: change --run")
         self.start_s, self.end_s = min(stamps), max(stamps)
 
-    def lines(self, query: Query) -> list[tuple[str, list[float], list[float]]]:
-        """Return (legend, seconds since the start, values) of every series of a query."""
+    def lines(self, query: Query) -> list[Line]:
+        """Return every series of a query over the time of the run."""
         text = (
             query.expression.replace("$__rate_interval", _WINDOW).replace("$run", self._run).replace("$replica", ".+")
         )
         step_s = max(1.0, (self.end_s - self.start_s) / _POINTS)
         found = self._ask("query_range", query=text, start=self.start_s, end=self.end_s, step=step_s)
         return [
-            (
-                re.sub(r"{{(\w+)}}", lambda name, labels=row["metric"]: labels.get(name.group(1), ""), query.legend),
-                [float(stamp) - self.start_s for stamp, _ in row["values"]],
-                [float(value) for _, value in row["values"]],
+            Line(
+                _filled(query.legend, labels),
+                [stamp - self.start_s for stamp, _ in points],
+                [float(value) for _, value in points],
             )
-            for row in found
+            for labels, points in found
         ]
 
-    def _ask(self, kind: str, **parameters: str | float) -> list[dict[str, object]]:
+    def _ask(self, kind: str, **parameters: str | float) -> list[tuple[dict[str, str], list[tuple[float, str]]]]:
+        """Return (labels, [(Unix seconds, value)]) of every series."""
         answer = httpx.get(f"{self._url}/api/v1/{kind}", params=parameters, timeout=30)
         answer.raise_for_status()
-        result: list[dict[str, object]] = answer.json()["data"]["result"]
-        return result
+        return [(found["metric"], found["values"]) for found in answer.json()["data"]["result"]]
+
+
+def _filled(legend: str, labels: Mapping[str, str]) -> str:
+    return re.sub(r"{{(\w+)}}", lambda name: labels.get(name.group(1), ""), legend)
 
 
 def draw(source: Source, file: Path, note: str) -> None:
@@ -80,8 +95,8 @@ def _draw_panel(panel: Panel, source: Source, ax: Axes) -> None:
     if panel.kind == "stack":
         _stack(lines, ax)
     else:
-        for legend, times, values in lines:
-            ax.plot(times, [value / scale for value in values], linewidth=1.1, label=legend)
+        for line in lines:
+            ax.plot(line.times_s, [value / scale for value in line.values], linewidth=1.1, label=line.legend)
     unit = {"bytes": "MiB", "percentunit": "share"}.get(panel.unit, panel.unit.removeprefix("suffix: "))
     ax.set_title(panel.title if unit == "short" else f"{panel.title} ({unit})", fontsize=9, loc="left")
     ax.tick_params(labelsize=7)
@@ -92,11 +107,11 @@ def _draw_panel(panel: Panel, source: Source, ax: Axes) -> None:
         ax.legend(fontsize=6, ncols=2, framealpha=0.5)
 
 
-def _stack(lines: list[tuple[str, list[float], list[float]]], ax: Axes) -> None:
-    times = sorted({time for _, found, _ in lines for time in found})
-    tables = [dict(zip(found, values, strict=True)) for _, found, values in lines]
+def _stack(lines: Sequence[Line], ax: Axes) -> None:
+    times = sorted({time for line in lines for time in line.times_s})
+    tables = [dict(zip(line.times_s, line.values, strict=True)) for line in lines]
     heights = [[max(0.0, table.get(time, 0.0)) for time in times] for table in tables]
-    ax.stackplot(times, *heights, labels=[legend for legend, _, _ in lines], alpha=0.8)
+    ax.stackplot(times, *heights, labels=[line.legend for line in lines], alpha=0.8)
 
 
 def main() -> None:
