@@ -16,13 +16,16 @@ import httpx
 import pytest
 
 from deploy.dashboards.__main__ import BOARDS
+from services.client import ReplicaView
 from services.up import prometheus
+from services.up.plan import ProcessPlan
+from services.up.targets import Targets
 from shared.bus import Bus
 from shared.errors import SettingsError
 from shared.streams import PROMPTS
 from tests.conftest import need, until
 from tests.promql import filled, metrics, series
-from tests.test_alerts import rules
+from tests.test_dashboards import alerts_and_records
 
 ROOT = Path(__file__).parents[1]
 SILENT = {
@@ -136,7 +139,7 @@ async def test_every_panel_of_a_live_run_shows_data(run: Run) -> None:
 @pytest.mark.slow
 @pytest.mark.debian
 async def test_every_alert_looks_at_series_that_a_live_run_has(run: Run) -> None:
-    watched = {f"{name}: {found}": found for name, rule in rules().items() for found in series(rule["expr"])}
+    watched = {f"{name}: {found}": found for name, text in alerts_and_records()[0].items() for found in series(text)}
     await all_answered(run, {name: text for name, text in watched.items() if not reason_for_silence(text)})
 
 
@@ -146,7 +149,7 @@ async def test_every_service_is_a_target_by_run_service_and_replica(run: Run) ->
     replicas = {"coordinator-0", "rollout-0", "rollout-1", "reward-0", "trainer-0"}
     await until(lambda: {str(found["metric"]["instance"]) for found in run.ask("up == 1")} == replicas, 100.0)  # type: ignore[index]
     (found,) = run.ask('up{instance="rollout-1"}')
-    assert found["metric"] == {  # type: ignore[comparison-overlap]
+    assert found["metric"] == {
         "__name__": "up", "job": "penstock", "run": "watched", "service": "rollout", "instance": "rollout-1",
     }  # fmt: skip
 
@@ -192,3 +195,21 @@ def test_without_prometheus_up_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SettingsError, match="expected a program named prometheus for --prometheus, found none on PATH"):
         prometheus.find_program()
+
+
+def test_the_executor_is_a_target_without_a_heartbeat_and_a_silent_replica_stays_one(tmp_path: Path) -> None:
+    def process(name: str, address: tuple[str, int] | None) -> ProcessPlan:
+        return ProcessPlan(name=name, service=name.split("-")[0], command=(), environment={}, address=address)
+
+    plans = [
+        process("executor", ("127.0.0.1", 9501)),
+        process("prometheus", ("127.0.0.1", 9090)),
+        process("reward-0", None),
+    ]
+    targets = Targets(tmp_path, "r", plans)
+    targets.update([ReplicaView(service="reward", replica="reward-0", address="127.0.0.1:9502")])
+    targets.update([])
+    assert json.loads((tmp_path / "metrics.json").read_text()) == [
+        {"targets": ["127.0.0.1:9501"], "labels": {"run": "r", "service": "executor", "instance": "executor"}},
+        {"targets": ["127.0.0.1:9502"], "labels": {"run": "r", "service": "reward", "instance": "reward-0"}},
+    ]
