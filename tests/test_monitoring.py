@@ -19,7 +19,7 @@ from deploy.dashboards.__main__ import BOARDS
 from services.client import ReplicaView
 from services.up import prometheus
 from services.up.plan import ProcessPlan
-from services.up.targets import Targets
+from services.up.targets import Targets, targets_file
 from shared.bus import Bus
 from shared.errors import SettingsError
 from shared.streams import PROMPTS
@@ -74,7 +74,7 @@ class Run:
     def targets(self) -> dict[str, str]:
         """Return the address of each replica's metrics."""
         try:
-            found = json.loads((self.folder / "metrics.json").read_text())
+            found = json.loads(targets_file(self.folder).read_text())
         except FileNotFoundError:
             return {}
         return {group["labels"]["instance"]: group["targets"][0] for group in found}
@@ -206,10 +206,10 @@ def test_the_executor_is_a_target_without_a_heartbeat_and_a_silent_replica_stays
         process("prometheus", ("127.0.0.1", 9090)),
         process("reward-0", None),
     ]
-    targets = Targets(tmp_path, "r", plans)
+    targets = Targets(tmp_path / "r", "r", plans)
     targets.update([ReplicaView(service="reward", replica="reward-0", address="127.0.0.1:9502")])
     targets.update([])
-    assert json.loads((tmp_path / "metrics.json").read_text()) == [
+    assert json.loads((tmp_path / ".metrics" / "r.json").read_text()) == [
         {"targets": ["127.0.0.1:9501"], "labels": {"run": "r", "service": "executor", "instance": "executor"}},
         {"targets": ["127.0.0.1:9502"], "labels": {"run": "r", "service": "reward", "instance": "reward-0"}},
     ]

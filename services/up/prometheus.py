@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from services.up.plan import PROMETHEUS, ProcessPlan, free_port
-from services.up.targets import TARGETS_FILE
+from services.up.targets import targets_file
 from shared.errors import SettingsError
 from shared.settings import Settings
 
@@ -69,7 +69,7 @@ def configuration(run_folder: Path) -> dict[str, object]:
         "scrape_configs": [
             {
                 "job_name": "penstock",
-                "file_sd_configs": [{"files": [str(run_folder / TARGETS_FILE)], "refresh_interval": "5s"}],
+                "file_sd_configs": [{"files": [str(targets_file(run_folder))], "refresh_interval": "5s"}],
             }
         ],
     }

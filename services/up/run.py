@@ -19,7 +19,7 @@ from services.up.prepare import EMBEDDED, Prepared
 from services.up.process import Backoff, Child, ChildState
 from services.up.screen import Screen, open_screen
 from services.up.supervisor import Ending, Supervisor
-from services.up.targets import TARGETS_FILE, Targets
+from services.up.targets import Targets, targets_file
 from services.up.view import Row
 from services.up.watch import Seen, Watch
 from shared import embedded
@@ -59,8 +59,8 @@ def go(run: Prepared, planner: Planner = service_plans, backoff: Backoff | None 
         system.inherit_orphans()
         return asyncio.run(_go(run, plans, url, backoff or Backoff()))
     finally:
-        for name in ("coordinator.json", TARGETS_FILE):
-            (run.folder / name).unlink(missing_ok=True)  # those ports may be another's tomorrow
+        for file in (run.folder / "coordinator.json", targets_file(run.folder)):
+            file.unlink(missing_ok=True)  # those ports may be another's tomorrow
         place.remove_snapshots(run.settings.snapshot_folder)
         if socket is not None:
             shutil.rmtree(socket.parent, ignore_errors=True)

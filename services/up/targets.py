@@ -1,4 +1,6 @@
-"""Tell Prometheus where the metrics of a run's processes are: ``<run folder>/metrics.json``, as its file_sd reads it.
+"""Tell Prometheus where the metrics of a run's processes are: ``runs/.metrics/<run id>.json``, as its file_sd reads it.
+
+Beside the runs' folders, not in them: file_sd takes a pattern in the last part of a path only, and one Prometheus may watch all runs.
 
 Every target has three labels: ``run``, ``service`` and ``instance``, the replica's name, which stays over restarts, as its port does
 not. The chart's PodMonitor sets the same three, so that dashboards and alerts hold in both places. No process labels its own metrics
@@ -12,14 +14,18 @@ from pathlib import Path
 from services.client import ReplicaView
 from services.up.plan import PROMETHEUS, ProcessPlan
 
-TARGETS_FILE = "metrics.json"
+
+def targets_file(run_folder: Path) -> Path:
+    """Return where the addresses of a run's metrics stand."""
+    return run_folder.parent / ".metrics" / f"{run_folder.name}.json"
 
 
 class Targets:
     """The addresses of one run's metrics, written down whenever one changes."""
 
     def __init__(self, run_folder: Path, run_id: str, plans: Sequence[ProcessPlan]) -> None:
-        self._file = run_folder / TARGETS_FILE
+        self._file = targets_file(run_folder)
+        self._file.parent.mkdir(exist_ok=True)
         self._run_id = run_id
         self._known = {
             plan.name: (plan.service, f"{plan.address[0]}:{plan.address[1]}")
