@@ -11,7 +11,7 @@ export PYTHON
 # Called by module, not by script: a script's first line cannot hold a path with a space.
 VENV_PYTHON := .venv/bin/python
 
-.PHONY: help demo up test quick check lint format types imports openapi clean install install-dev
+.PHONY: help demo up test quick check lint format types imports openapi dashboards clean install install-dev
 
 help:
 	@echo "make demo    train the arithmetic example on this machine, from nothing"
@@ -19,6 +19,7 @@ help:
 	@echo "make test    all tests, from nothing        make quick   those that take no whole run"
 	@echo "make check   what CI runs: ruff, mypy, the import rule, all tests"
 	@echo "make openapi write docs/openapi.json, the description of the HTTP API"
+	@echo "make dashboards write deploy/k8s/penstock/dashboards from deploy/dashboards"
 	@echo "make format  let ruff format the code       make clean   remove .venv and caches (runs/ stays)"
 
 install:
@@ -53,6 +54,9 @@ imports: install-dev
 
 openapi: install-dev
 	$(VENV_PYTHON) -m services.coordinator.openapi docs/openapi.json
+
+dashboards: install-dev
+	$(VENV_PYTHON) -m deploy.dashboards
 
 format: install-dev
 	$(VENV_PYTHON) -m ruff check --fix .

@@ -62,6 +62,10 @@ def up(
         Path | None,
         typer.Option(metavar="RUN_FOLDER", help="Go on with the run in this folder instead.", show_default=False),
     ] = None,
+    prometheus: Annotated[
+        bool,
+        typer.Option("--prometheus", help="Run the local Prometheus beside it, with its data in the run's folder."),
+    ] = False,
 ) -> None:
     """Start a whole run on this machine and look after it until it ends.
 
@@ -77,13 +81,18 @@ def up(
 
     `penstock up --resume runs/latest`
 
+    `penstock up config/arithmetic.toml --prometheus`
+
     `PENSTOCK__BUS__URL=rediss://:secret@host:6379 penstock up my-run.toml`
     """
     from services.up import prepare, run, summary
+    from services.up.prometheus import find_program
 
+    if prometheus:
+        find_program()
     config, flags = _split(words or [])
     prepared = prepare.prepare(config, resume, flags)
-    ending = run.go(prepared)
+    ending = run.go(prepared, run.plans_with_prometheus if prometheus else run.service_plans)
     if ending.sentence:
         print(f"penstock up: {ending.sentence}", file=sys.stderr)  # noqa: T201
         print(f"logs: {prepared.folder / 'logs'}", file=sys.stderr)  # noqa: T201

@@ -365,6 +365,8 @@ class TelemetrySettings(Section):
     """Least severe line that is logged."""
     heartbeat_s: PositiveFloat = Field(default=1.0)
     """Seconds between a replica's heartbeats; it counts as gone after 5 of them."""
+    prometheus_port: Annotated[int, Field(ge=0, le=65_535)] = Field(default=9090)
+    """Where `penstock up --prometheus` serves, on loopback; 0: any free port."""
 
 
 class Settings(Section):

@@ -6,9 +6,11 @@ that the process runs; ``/readyz`` is 200 when ``ready()`` says so, else 503, wi
 
 import asyncio
 import dataclasses
+import importlib.metadata
 import json
 import logging
 import os
+import platform
 import socket
 import threading
 import time
@@ -26,7 +28,8 @@ from shared.streams import EVENTS
 
 log = logging.getLogger(__name__)
 
-BUS_AVAILABLE = Gauge("penstock_bus_available", "1 while the bus answers this process, else 0.", ["replica"])
+BUS_AVAILABLE = Gauge("penstock_bus_available", "1 while the bus answers this process, else 0.")
+BUILD = Gauge("penstock_build_info", "1 for the version of Penstock that this process runs.", ["version", "python"])
 MISSED_HEARTBEATS = 5
 """A replica that has been silent for so many heartbeats is gone."""
 
@@ -106,6 +109,7 @@ class Endpoints:
                 f"expected a free port for /metrics, found {host}:{port} taken ({error}): change {setting}"
             ) from error
         self._server.daemon_threads = True
+        BUILD.labels(_version(), platform.python_version()).set(1)
         self.address = f"{host}:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, name="endpoints", daemon=True).start()
 
@@ -113,6 +117,13 @@ class Endpoints:
         """Stop serving."""
         self._server.shutdown()
         self._server.server_close()
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("penstock")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def _handler(answer: Callable[[BaseHTTPRequestHandler], tuple[int, str, bytes]]) -> type[BaseHTTPRequestHandler]:
@@ -150,6 +161,7 @@ class Presence:
         self._status = status
         self._hear = hear
         self._started_at_s = time.time()
+        BUS_AVAILABLE.set_function(lambda: bus.available)  # a beat waits while the bus is gone, a scrape does not
 
     async def run(self, stop: asyncio.Event) -> None:
         """Beat until ``stop``, then take the heartbeat away."""
@@ -158,7 +170,6 @@ class Presence:
             if self._hear is not None:
                 await self._hear()
             await self._beat(process)
-            BUS_AVAILABLE.labels(self._replica).set(self._bus.available)
             try:
                 async with asyncio.timeout(self._heartbeat_s):
                     await stop.wait()

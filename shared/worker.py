@@ -23,11 +23,20 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
+from prometheus_client import Counter
+
 from shared.bus import Bus, Delivery, EntryId
 from shared.errors import PermanentError, TemporaryError
 from shared.streams import Stream
 
 log = logging.getLogger(__name__)
+
+ENTRIES = Counter(
+    "penstock_bus_entries_total",
+    "Entries of a stream by what this process did with them: handed_over, late (somebody else was first), retried, buried, "
+    "given_back, reclaimed (taken over from a silent replica).",
+    ["stream", "outcome"],
+)
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -60,6 +69,11 @@ class WorkCounts:
     reclaimed: int = 0
     last_error: str = ""
 
+    def add(self, stream: Stream, outcome: str, entries: int = 1) -> None:
+        """Count ``entries`` that ended as the field ``outcome`` says, here and for Prometheus."""
+        setattr(self, outcome, getattr(self, outcome) + entries)
+        ENTRIES.labels(stream.name, outcome).inc(entries)
+
 
 class Worker(Generic[In, Out]):
     """Run ``handler`` over one stream until told to stop."""
@@ -91,6 +105,8 @@ class Worker(Generic[In, Out]):
         self._free = asyncio.Event()
         self._broken: asyncio.Future[None] | None = None
         self.counts = WorkCounts()
+        for outcome in ("handed_over", "late", "retried", "buried", "given_back", "reclaimed"):
+            ENTRIES.labels(source.name, outcome)  # a line that is there at 0 shows the first increase
         self.resting = False
         """Whether it reads nothing, as it was told to take nothing new."""
 
@@ -140,7 +156,7 @@ class Worker(Generic[In, Out]):
 
     async def _reclaim(self, room: int) -> list[Delivery[In]]:
         found = await self._bus.reclaim(self._source, self._kind, self._consumer, self._patience.claim_after_s, room)
-        self.counts.reclaimed += len(found)
+        self.counts.add(self._source, "reclaimed", len(found))
         return found
 
     async def _room(self) -> int:
@@ -182,19 +198,19 @@ class Worker(Generic[In, Out]):
         else:
             self._leaving.add(delivery.entry_id)
             if await self._bus.hand_over(delivery, self._output, result):
-                self.counts.handed_over += 1
+                self.counts.add(self._source, "handed_over")
             else:
-                self.counts.late += 1
+                self.counts.add(self._source, "late")
                 log.info("late result dropped", extra={"stream": self._source.name, "entry": delivery.entry_id})
 
     async def _bury(self, delivery: Delivery[In], reason: str) -> None:
-        self.counts.buried += 1
+        self.counts.add(self._source, "buried")
         self.counts.last_error = reason
         log.error("entry buried", extra={"stream": self._source.name, "group": delivery.group_id, "reason": reason})
         await self._bus.bury(delivery, reason)
 
     async def _retry_later(self, delivery: Delivery[In], reason: str) -> None:
-        self.counts.retried += 1
+        self.counts.add(self._source, "retried")
         self.counts.last_error = reason
         if delivery.attempts >= self._patience.max_attempts:
             await self._bury(delivery, reason)
@@ -224,7 +240,8 @@ class Worker(Generic[In, Out]):
     async def _release(self) -> None:
         await _cancel(list(self._held.values()))
         stopped_by_bug = self._broken is not None and self._broken.done()
-        self.counts.given_back += await self._bus.give_all_back(self._source, self._consumer, counted=stopped_by_bug)
+        given_back = await self._bus.give_all_back(self._source, self._consumer, counted=stopped_by_bug)
+        self.counts.add(self._source, "given_back", given_back)
 
 
 def _always() -> asyncio.Event:

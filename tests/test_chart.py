@@ -128,7 +128,7 @@ def test_every_custom_resource_is_one_of_its_crd(releases: list[Release]) -> Non
             found = models[one["kind"]].model_validate(one).model_dump(mode="json", by_alias=True, exclude_unset=True)
             assert found["spec"] == one["spec"]  # a field that the CRD does not know would be gone
             seen.add(one["kind"])
-    assert {"ScaledObject", "TriggerAuthentication", "PodMonitor"} <= seen
+    assert {"ScaledObject", "TriggerAuthentication", "PodMonitor", "PrometheusRule"} <= seen
 
 
 def test_custom_resources_are_made_only_where_their_crds_are(
@@ -139,6 +139,19 @@ def test_custom_resources_are_made_only_where_their_crds_are(
     assert len(full.of("PodMonitor")) == 1
     assert "This cluster has no Prometheus operator" in bare.notes
     assert "This cluster has no Prometheus operator" not in full.notes
+
+
+def test_dashboards_alerts_and_their_labels_come_with_the_chart(
+    matrix: Mapping[tuple[str, int, bool], Release],
+) -> None:
+    full = matrix["defaults", NEWEST, True]
+    shown = {name: json.loads(text) for one in full.of("ConfigMap", "metrics") for name, text in one["data"].items()}
+    assert shown == {file.name: json.loads(file.read_text()) for file in (CHART / "dashboards").iterdir()}
+    (rules,) = full.of("PrometheusRule")
+    assert rules["spec"] == yaml.safe_load((CHART / "rules" / "penstock.yaml").read_text())
+    (monitor,) = full.of("PodMonitor")
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert [found["targetLabel"] for found in endpoint["relabelings"]] == ["service", "instance", "run"]
 
 
 # ---------------------------------------------------------------- objects fit together

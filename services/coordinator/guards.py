@@ -179,12 +179,19 @@ class Guards:
         self._looks: deque[bool] = deque(maxlen=_LOOKS)
         self.active: dict[str, GuardView] = {}
         """What is wrong now, by guard."""
+        for name in GuardsSettings.model_fields:
+            ACTIVE.labels(name).set(0)
 
     async def run(self) -> None:
-        """Watch for ever."""
-        while True:
-            await self.look(await self._view())
-            await asyncio.sleep(_EVERY_S)
+        """Watch until cancelled; then another coordinator leads, and says what is wrong."""
+        try:
+            while True:
+                await self.look(await self._view())
+                await asyncio.sleep(_EVERY_S)
+        finally:
+            for name in self.active:
+                ACTIVE.labels(name).set(0)
+            self.active.clear()
 
     async def look(self, view: RunView) -> None:
         """Look at the run once, and act."""

@@ -35,15 +35,19 @@ RUN_STATE = Gauge("penstock_coordinator_run_state", "1 for the state that the ru
 HEAD_VERSION = Gauge("penstock_coordinator_head_version", "The version that replicas serve; -1: none yet.")
 STEP = Gauge("penstock_coordinator_step", "Committed optimizer steps.")
 DEAD_LETTERS = Gauge("penstock_coordinator_dead_letters", "Entries among the dead letters.")
-EVALUATION_ACCURACY = Gauge("penstock_coordinator_evaluation_accuracy", "Newest held-out accuracy, 0 to 1.", ["set"])
+EVALUATION_ACCURACY = Gauge(
+    "penstock_coordinator_evaluation_accuracy_ratio", "Newest held-out accuracy, 0 to 1.", ["set"]
+)
 EVALUATION_ACCURACY_LOW = Gauge(
-    "penstock_coordinator_evaluation_accuracy_low", "Lower end of its 95 % interval.", ["set"]
+    "penstock_coordinator_evaluation_accuracy_low_ratio", "Lower end of its 95 % interval.", ["set"]
 )
 EVALUATION_ACCURACY_HIGH = Gauge(
-    "penstock_coordinator_evaluation_accuracy_high", "Upper end of its 95 % interval.", ["set"]
+    "penstock_coordinator_evaluation_accuracy_high_ratio", "Upper end of its 95 % interval.", ["set"]
 )
 EVALUATION_PASS_AT = Gauge(
-    "penstock_coordinator_evaluation_pass_at", "Newest probability that one of k completions is correct.", ["set", "k"]
+    "penstock_coordinator_evaluation_pass_at_ratio",
+    "Newest probability that one of k completions is correct.",
+    ["set", "k"],
 )
 EVALUATION_VERSION = Gauge("penstock_coordinator_evaluation_version", "The version evaluated last.", ["set"])
 REPLICAS_VERSION = Gauge("penstock_coordinator_replicas_version", "The version that a replica holds.", ["replica"])

@@ -35,6 +35,8 @@ from shared.telemetry import heartbeats, tell
 log = logging.getLogger(__name__)
 
 ROLLBACKS = Counter("penstock_coordinator_rollbacks_total", "Rollbacks by how they ended: live, failed.", ["state"])
+for _state in ("live", "failed"):
+    ROLLBACKS.labels(_state)  # a line that is there at 0 shows the first increase
 SOURCE = "rollback"
 KIND = "rollback"
 """The kind of its operation."""

@@ -102,6 +102,8 @@ class Scoring:
         self._down: dict[str, str] = {}
         self._groups = 0
         self._samples = 0
+        for name in (*(scorer.name for scorer in scorers), *([reference.name] if reference else [])):
+            SCORER_AVAILABLE.labels(name).set(1)
 
     def reward_by(self, settings: Settings) -> None:
         """Take the expression of ``settings`` for the groups from now on."""

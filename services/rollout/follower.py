@@ -61,6 +61,7 @@ WEIGHT_PULL_FAILURES = Counter(
     "Attempts to pull that failed, by transport (none: nothing was offered) and by what failed: ask, receive, swap.",
     ["transport", "reason"],
 )
+WEIGHT_PULL_FAILURES.labels("none", "ask")  # a line that is there at 0 shows the first increase
 WEIGHT_PULLS_OVERTAKEN = Counter(
     "penstock_rollout_weight_pulls_overtaken_total", "Versions that were given up for a newer one."
 )

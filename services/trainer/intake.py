@@ -24,6 +24,7 @@ import numpy as np
 
 from services.trainer.advantages import has_signal
 from services.trainer.credit import shaped_rewards
+from services.trainer.measures import LEFT
 from services.trainer.staleness import judge
 from shared.bus import Bus, Delivery
 from shared.errors import MessageError
@@ -165,16 +166,20 @@ class Intake:
         prompt = taken.experience.group.prompt
         newest = max(self._steps_of_versions, default=PolicyVersion(0))
         again = dataclasses.replace(prompt, requeues=prompt.requeues + 1, min_version=newest)
-        self.left["requeued"] += 1
+        self._count("requeued")
         await self._bus.requeue(taken.delivery, again)
 
     async def _drop(self, delivery: Delivery[Experience], reason: str, detail: str) -> None:
-        self.left[reason] += 1
+        self._count(reason)
         log.info("group dropped", extra={"group": delivery.group_id, "reason": reason, "detail": detail})
         await self._bus.drop(delivery, reason, detail)
 
+    def _count(self, reason: str) -> None:
+        self.left[reason] += 1
+        LEFT.labels(reason).inc()
+
     async def _bury(self, delivery: Delivery[Experience], reason: str) -> None:
-        self.left["buried"] += 1
+        self._count("buried")
         log.error("group buried", extra={"group": delivery.group_id, "reason": reason})
         await self._bus.bury(delivery, reason)
 

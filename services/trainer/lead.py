@@ -286,8 +286,6 @@ class Lead:
 
     def _left(self) -> dict[str, float]:
         left, self._intake.left = self._intake.left, Counter()
-        for reason, count in left.items():
-            measures.LEFT.labels(reason).inc(count)
         return {f"dropped_{reason}": float(left[reason]) for reason in ("stale", "fenced", "no_signal", "nonfinite")}
 
     def _tell_step(

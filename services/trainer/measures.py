@@ -21,6 +21,8 @@ VERSION = Gauge("penstock_trainer_policy_version", "Newest published policy vers
 SAMPLES = PrometheusCounter("penstock_trainer_samples_total", "Samples trained on.")
 TOKENS = PrometheusCounter("penstock_trainer_tokens_total", "Generated tokens trained on.")
 LEFT = PrometheusCounter("penstock_trainer_groups_untrained_total", "Groups that left untrained.", ["reason"])
+for _reason in ("stale", "fenced", "no_signal", "nonfinite", "requeued", "buried"):
+    LEFT.labels(_reason)  # a line that is there at 0 shows the first increase
 CHECKPOINTS_FAILED = PrometheusCounter(
     "penstock_trainer_checkpoint_failures_total", "Checkpoints that storage refused; the one before stays."
 )

@@ -6,21 +6,24 @@ Each service starts here the way it is started alone: ``python -m services.<name
 import dataclasses
 import hashlib
 import os
+import socket
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from shared import embedded
+from shared.service import own_host
 from shared.settings import ENVIRONMENT_PREFIX, Settings
 
-STOP_ORDER = (("rollout",), ("reward",), ("executor", "trainer"), ("coordinator",), ("valkey",))
+STOP_ORDER = (("rollout",), ("reward",), ("executor", "trainer"), ("coordinator",), ("valkey", "prometheus"))
 """Upstream first, so that what is under way can still be handed over; the coordinator after those that it watches over;
 the bus last, for everybody gives back there what they hold."""
-STOP_ORDER_ENDED = (("rollout", "reward", "trainer"), ("executor", "coordinator"), ("valkey",))
+STOP_ORDER_ENDED = (("rollout", "reward", "trainer"), ("executor", "coordinator"), ("valkey", "prometheus"))
 """Of a run that has ended: nothing is under way any more, so those that only work need not wait for one another."""
 VALKEY = "valkey"
 EXECUTOR = "executor"
+PROMETHEUS = "prometheus"
 _VALKEY_STOP_S = 10.0
 _STOP_AFTER_DRAIN_S = 10.0
 _EXECUTOR_STOP_S = 15.0
@@ -43,6 +46,8 @@ class ProcessPlan:
     """How long it may take to stop before it is killed."""
     socket: Path | None = None
     """A socket file that its predecessor may have left behind."""
+    address: tuple[str, int] | None = None
+    """Where it answers TCP when it does its work, of one that has no heartbeat: there are its metrics."""
 
 
 def services(settings: Settings, config: Path, bus_url: str, environment: Mapping[str, str]) -> list[ProcessPlan]:
@@ -78,16 +83,37 @@ def executor(settings: Settings, config: Path, environment: Mapping[str, str]) -
     address = settings.reward.executor.address
     if not settings.needs_executor or not is_own_executor(address):
         return []
+    host = own_host(settings)
+    port = settings.reward.executor.metrics_port or free_port(host)
     return [
         ProcessPlan(
             name=EXECUTOR,
             service=EXECUTOR,
-            command=(sys.executable, "-m", "services.reward.executor", "--config", str(config)),
+            command=(
+                sys.executable,
+                "-m",
+                "services.reward.executor",
+                "--config",
+                str(config),
+                "--reward.executor.metrics_port",
+                str(port),
+            ),
             environment={name: environment[name] for name in _EXECUTOR_ENVIRONMENT if name in environment},
             stop_s=_EXECUTOR_STOP_S,
             socket=Path(address.removeprefix("unix:")),
+            address=(host, port),
         )
     ]
+
+
+def free_port(host: str, wanted: int = 0) -> int:
+    """Return a port that nobody has now, for a process that cannot tell us which one it took.
+
+    Raises:
+        OSError: somebody has the one that is ``wanted``.
+    """
+    with socket.create_server((host, wanted), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
+        return int(found.getsockname()[1])
 
 
 def executor_address(run_folder: Path) -> str:

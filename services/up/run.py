@@ -13,12 +13,13 @@ import signal
 from collections.abc import Callable, Sequence
 
 from services.client import read_token
-from services.up import place, plan, system
+from services.up import place, plan, prometheus, system
 from services.up.plan import ProcessPlan
 from services.up.prepare import EMBEDDED, Prepared
 from services.up.process import Backoff, Child, ChildState
 from services.up.screen import Screen, open_screen
 from services.up.supervisor import Ending, Supervisor
+from services.up.targets import Targets, targets_file
 from services.up.view import Row
 from services.up.watch import Seen, Watch
 from shared import embedded
@@ -37,6 +38,11 @@ def service_plans(run: Prepared, bus_url: str) -> Sequence[ProcessPlan]:
     return [*executor, *plan.services(run.settings, run.config, bus_url, environment)]
 
 
+def plans_with_prometheus(run: Prepared, bus_url: str) -> Sequence[ProcessPlan]:
+    """Return the processes of a real run, and the Prometheus that watches them."""
+    return [*service_plans(run, bus_url), prometheus.plan(run.settings, run.folder, plan.current_environment())]
+
+
 def go(run: Prepared, planner: Planner = service_plans, backoff: Backoff | None = None) -> Ending:
     """Run until it ends; return how. Leaves no process, no socket and no snapshot in memory behind.
 
@@ -53,7 +59,8 @@ def go(run: Prepared, planner: Planner = service_plans, backoff: Backoff | None 
         system.inherit_orphans()
         return asyncio.run(_go(run, plans, url, backoff or Backoff()))
     finally:
-        (run.folder / "coordinator.json").unlink(missing_ok=True)  # its port may be another's tomorrow
+        for file in (run.folder / "coordinator.json", targets_file(run.folder)):
+            file.unlink(missing_ok=True)  # those ports may be another's tomorrow
         place.remove_snapshots(run.settings.snapshot_folder)
         if socket is not None:
             shutil.rmtree(socket.parent, ignore_errors=True)
@@ -64,10 +71,13 @@ async def _go(run: Prepared, plans: Sequence[ProcessPlan], bus_url: str, backoff
         watch = Watch(run.folder, screen.tell, read_token(run.settings.coordinator.token_file))
         supervisor = Supervisor(run.folder, plans, bus_url, backoff, screen.tell, watch.finished)
         screen.tell(f"run folder: {run.folder}")
+        for child in (child for child in plans if child.service == plan.PROMETHEUS):
+            screen.tell(f"Prometheus: {prometheus.url(child)}")
+        targets = Targets(run.folder, run.settings.run.id, plans)
         _listen(supervisor, screen)
         async with asyncio.TaskGroup() as tasks:
             around = [
-                tasks.create_task(watch.run(lambda seen: _heed(supervisor, seen))),
+                tasks.create_task(watch.run(lambda seen: _heed(supervisor, targets, seen))),
                 tasks.create_task(_show(supervisor, watch, screen)),
             ]
             ending = await supervisor.run()
@@ -94,8 +104,9 @@ def _listen(supervisor: Supervisor, screen: Screen) -> None:
         asyncio.get_running_loop().add_signal_handler(number, heard, number)
 
 
-def _heed(supervisor: Supervisor, seen: Seen) -> None:
-    """Tell the supervisor what the coordinator said."""
+def _heed(supervisor: Supervisor, targets: Targets, seen: Seen) -> None:
+    """Tell the supervisor, and who scrapes metrics, what the coordinator said."""
+    targets.update(seen.replicas.values())
     for replica in seen.replicas.values():
         if replica.ready:
             supervisor.mark_ready(replica.replica, replica.started_at_s)

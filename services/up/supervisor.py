@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from services.up import system
-from services.up.plan import EXECUTOR, STOP_ORDER, STOP_ORDER_ENDED, VALKEY, ProcessPlan
+from services.up.plan import EXECUTOR, PROMETHEUS, STOP_ORDER, STOP_ORDER_ENDED, VALKEY, ProcessPlan
 from services.up.process import Backoff, Child, ChildState, Failure, Surroundings
 from shared import connection
 from shared.errors import BusUnavailable, SettingsError
@@ -83,7 +83,7 @@ class Supervisor:
             runs = {child: tasks.create_task(child.run()) for child in bus}
             if not bus or await self._bus_answers(bus[0]):
                 runs |= {child: tasks.create_task(child.run()) for child in self.children if child not in runs}
-            around = [tasks.create_task(self._end_orphans()), tasks.create_task(self._look_for_executor())]
+            around = [tasks.create_task(self._end_orphans()), tasks.create_task(self._look_for_silent())]
             await self._ended.wait()
             await self._stop_in_order(runs)
             for task in around:
@@ -127,16 +127,15 @@ class Supervisor:
             await client.aclose()
         return False
 
-    async def _look_for_executor(self) -> None:
-        """The executor has no heartbeat on the bus; it listens as soon as it does its work."""
-        for child in (child for child in self.children if child.plan.service == EXECUTOR):
-            while True:
-                if child.state is ChildState.STARTING and child.plan.socket is not None:
+    async def _look_for_silent(self) -> None:
+        """The executor and Prometheus have no heartbeat on the bus; they listen as soon as they do their work."""
+        while True:
+            for child in self.children:
+                if child.plan.service in (EXECUTOR, PROMETHEUS) and child.state is ChildState.STARTING:
                     with contextlib.suppress(OSError):
-                        _, writer = await asyncio.open_unix_connection(child.plan.socket)
-                        writer.close()
+                        await _connect(child.plan)
                         child.mark_ready()
-                await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(_LOOK_EVERY_S)
 
     async def _end_orphans(self) -> None:
         """End what a dead child left; it has come to us (a rank of a killed trainer)."""
@@ -157,6 +156,16 @@ class Supervisor:
         beside = self._run_folder / "up.json.new"
         beside.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
         beside.replace(self._run_folder / "up.json")
+
+
+async def _connect(plan: ProcessPlan) -> None:
+    """Raises OSError while nobody listens."""
+    if plan.socket is not None:
+        _, writer = await asyncio.open_unix_connection(plan.socket)
+    else:
+        assert plan.address is not None
+        _, writer = await asyncio.open_connection(*plan.address)
+    writer.close()
 
 
 def _row(child: Child) -> dict[str, str | int | float | None]:

@@ -1,0 +1,1 @@
+"""What deploys Penstock: images, the chart, dashboards and alert rules."""

@@ -1,0 +1,1 @@
+"""Grafana dashboards, written as tables in Python and checked in as JSON where the chart finds them: ``make dashboards``."""

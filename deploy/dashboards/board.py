@@ -1,0 +1,84 @@
+"""What a dashboard is, before it is Grafana's JSON: rows of panels of queries.
+
+In a query, ``metric<>`` stands for ``metric`` of the chosen runs and replicas, and ``metric<label="x">`` for those that match besides, so
+that no query can forget the choice. This module knows neither Grafana nor Prometheus.
+"""
+
+import dataclasses
+import re
+from typing import Literal
+
+CHOICE = 'run=~"$run",instance=~"$replica"'
+_MARK = re.compile(r"(?<=[\w:])<([^<>]*)>")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Query:
+    """One expression and how its lines are called."""
+
+    text: str
+    legend: str = "{{instance}}"
+
+    @property
+    def expression(self) -> str:
+        """The PromQL, with Grafana's variables.
+
+        >>> Query('up<service="trainer">').expression
+        'up{run=~"$run",instance=~"$replica",service="trainer"}'
+        """
+        return _MARK.sub(lambda found: "{" + ",".join(filter(None, (CHOICE, found.group(1)))) + "}", self.text)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Panel:
+    """One picture."""
+
+    title: str
+    description: str
+    """What it shows and, where it matters, what is good."""
+    unit: str
+    """Grafana's name of the unit."""
+    queries: tuple[Query, ...]
+    kind: Literal["lines", "stack", "figure"] = "lines"
+    width: Literal[4, 6, 8, 12, 24] = 8
+    """Of 24 columns."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """Panels under one heading."""
+
+    title: str
+    panels: tuple[Panel, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Board:
+    """One dashboard; ``name`` is its file and its stable uid."""
+
+    name: str
+    title: str
+    description: str
+    rows: tuple[Row, ...]
+
+    @property
+    def panels(self) -> tuple[Panel, ...]:
+        """Every panel, in order."""
+        return tuple(panel for row in self.rows for panel in row.panels)
+
+
+def quantiles(metric: str, by: str = "", marks: str = "") -> tuple[Query, ...]:
+    """Return median and 99th percentile of a histogram of the chosen replicas, together or by a label."""
+    labels, legend = (f"le, {by}", f" {{{{{by}}}}}") if by else ("le", "")
+    return tuple(
+        Query(
+            f"histogram_quantile({q}, sum by ({labels}) (rate({metric}_bucket<{marks}>[$__rate_interval])))",
+            f"{name}{legend}",
+        )
+        for q, name in ((0.5, "median"), (0.99, "p99"))
+    )
+
+
+def rate(metric: str, by: str = "instance", marks: str = "") -> Query:
+    """Return a counter's increase per second, summed by a label."""
+    return Query(f"sum by ({by}) (rate({metric}<{marks}>[$__rate_interval]))", "{{" + by.split(", ")[-1] + "}}")

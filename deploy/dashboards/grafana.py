@@ -1,0 +1,94 @@
+"""Turn a board into the JSON that Grafana 11 and newer imports. The one file that knows ``grafana_foundation_sdk``.
+
+Data source, runs and replicas are variables of every dashboard; versions, rollbacks and pauses are its annotations. Dashboards are
+read-only in Grafana: what they show is changed here.
+"""
+
+import itertools
+
+from grafana_foundation_sdk.builders import dashboard, prometheus, stat, timeseries
+from grafana_foundation_sdk.builders.common import ReduceDataOptions, StackingConfig, VizLegendOptions
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models import common
+from grafana_foundation_sdk.models import dashboard as models
+
+from deploy.dashboards.board import Board, Panel
+
+TAG = "penstock"
+_SOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
+_HEIGHT = {"lines": 8, "stack": 8, "figure": 5}
+_MARKS = (
+    ("Versions", "changes(penstock_coordinator_head_version{run=~\"$run\"}[$__interval]) > 0", "blue", False),
+    ("Rollbacks", "increase(penstock_coordinator_rollbacks_total{run=~\"$run\"}[$__rate_interval]) > 0", "red", True),
+    ("Pauses", "max by (run) (penstock_coordinator_run_state{run=~\"$run\",state=\"paused\"}) > 0", "orange", True),
+)  # fmt: skip
+"""Name, expression, color, shown from the start: versions change with every step."""
+
+
+def text(board: Board) -> str:
+    """Return the JSON of a dashboard, the same for the same board."""
+    made = (
+        dashboard.Dashboard(board.title)
+        .uid(f"penstock-{board.name}")
+        .description(board.description)
+        .tags([TAG])
+        .readonly()
+        .refresh("30s")
+        .time("now-1h", "now")
+        .tooltip(models.DashboardCursorSync.CROSSHAIR)
+        .link(
+            dashboard.DashboardLink("Penstock").type(models.DashboardLinkType.DASHBOARDS).tags([TAG]).as_dropdown(True)
+        )
+        .annotations([_annotation(*mark) for mark in _MARKS])
+        .with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
+        .with_variable(_choice("run", "Run", "label_values(penstock_build_info, run)"))
+        .with_variable(_choice("replica", "Replica", 'label_values(penstock_build_info{run=~"$run"}, instance)'))
+    )
+    numbers = itertools.count(1)
+    for row in board.rows:
+        made.with_row(dashboard.Row(row.title).id(next(numbers)))
+        for panel in row.panels:
+            made.with_panel(_panel(panel, next(numbers)))
+    return JSONEncoder(sort_keys=True, indent=2).encode(made.build()) + "\n"
+
+
+def _choice(name: str, label: str, query: str) -> dashboard.QueryVariable:
+    return (
+        dashboard.QueryVariable(name)
+        .label(label)
+        .query(query)
+        .datasource(_SOURCE)
+        .refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .sort(models.VariableSort.ALPHABETICAL_ASC)
+        .multi(True)
+        .include_all(True)
+        .all_value(".+")
+        .current(models.VariableOption(selected=True, text=["All"], value=["$__all"]))
+    )
+
+
+def _annotation(name: str, expression: str, color: str, shown: bool) -> dashboard.AnnotationQuery:
+    return dashboard.AnnotationQuery().name(name).datasource(_SOURCE).expr(expression).icon_color(color).enable(shown)
+
+
+def _panel(panel: Panel, number: int) -> timeseries.Panel | stat.Panel:
+    made: timeseries.Panel | stat.Panel
+    if panel.kind == "figure":
+        made = stat.Panel().reduce_options(ReduceDataOptions().calcs(["lastNotNull"]))
+    else:
+        made = (
+            timeseries.Panel()
+            .line_width(1)
+            .fill_opacity(40 if panel.kind == "stack" else 5)
+            .show_points(common.VisibilityMode.NEVER)
+            .legend(VizLegendOptions().show_legend(True).placement(common.LegendPlacement.BOTTOM))
+        )
+        if panel.kind == "stack":
+            made.stacking(StackingConfig().mode(common.StackingMode.NORMAL))
+    made.id(number).title(panel.title).description(panel.description).unit(panel.unit).datasource(_SOURCE)
+    made.span(panel.width).height(_HEIGHT[panel.kind])
+    for query, letter in zip(panel.queries, "ABCDEFGH", strict=False):
+        made.with_target(
+            prometheus.Dataquery().expr(query.expression).legend_format(query.legend).ref_id(letter).datasource(_SOURCE)
+        )
+    return made

@@ -1,0 +1,64 @@
+"""Overview: is it learning, is it healthy, where is the bottleneck?"""
+
+from deploy.dashboards.board import Board, Panel, Query, Row, rate
+
+_LEARNING = Row(
+    "Is it learning?",
+    (
+        Panel("Reward", "Mean reward of each step's samples. It should rise, not jump.", "short",
+              (Query("penstock_trainer_reward_mean<>", "mean"), Query("penstock_trainer_reward_std<>", "standard deviation"))),
+        Panel("Held-out accuracy", "Share of held-out problems that the newest evaluation found right. What it rises to is what was learned.", "percentunit",
+              (Query("max by (run) (penstock_coordinator_evaluation_accuracy_ratio<>)", "{{run}}"),)),
+        Panel("KL and entropy", "KL of the behavior policy to the trained one, and the policy's entropy, per token. Entropy near 0 explores nothing; a KL that climbs means data too old or steps too large.", "suffix: nats",
+              (Query("penstock_trainer_kl_mean_nats<>", "KL"), Query("penstock_trainer_entropy_nats<>", "entropy"))),
+    ),
+)  # fmt: skip
+
+_HEALTHY = Row(
+    "Is it healthy?",
+    (
+        Panel("State", "1 for the state that the run is in. Why it is paused stands in /v1/run and in the events.", "short",
+              (Query("max by (run, state) (penstock_coordinator_run_state<>) == 1", "{{run}} {{state}}"),), "figure", 4),
+        Panel("Step", "Committed optimizer steps.", "short", (Query("max by (run) (penstock_coordinator_step<>)", "{{run}}"),), "figure", 4),
+        Panel("Guards that tripped", "Guards that find now what they look for. 0 is good.", "short",
+              (Query("sum by (run) (penstock_coordinator_guard_active<>)", "{{run}}"),), "figure", 4),
+        Panel("Dead letters", "Entries that could not be handled and lie aside with their reasons: `penstock dead`. 0 is good.", "short",
+              (Query("max by (run) (penstock_coordinator_dead_letters<>)", "{{run}}"),), "figure", 4),
+        Panel("Replicas that answer", "Processes that answered their last scrape, by service.", "short",
+              (Query("sum by (service) (up<>)", "{{service}}"),), "figure", 4),
+        Panel("Bus", "1 while every process reaches the bus.", "short", (Query("min by (run) (penstock_bus_available<>)", "{{run}}"),), "figure", 4),
+        Panel("Restarts", "Processes that were started anew in the last hour.", "short",
+              (Query("sum by (service) (changes(process_start_time_seconds<>[1h]))", "{{service}}"),), width=12),
+        Panel("Groups that were lost or redone", "Entries that were tried again, taken over from a silent replica, or buried, per second; and groups that left untrained.", "ops",
+              (Query('sum by (outcome) (rate(penstock_bus_entries_total<outcome=~"retried|reclaimed|buried|late">[$__rate_interval]))', "{{outcome}}"),
+               Query("sum by (reason) (rate(penstock_trainer_groups_untrained_total<>[$__rate_interval]))", "untrained: {{reason}}")), width=12),
+    ),
+)  # fmt: skip
+
+_BOTTLENECK = Row(
+    "Where is the bottleneck?",
+    (
+        Panel("What the trainer does", "Share of time by phase. Mostly `wait`: generation or scoring is slower. Never `wait`: training is.", "percentunit",
+              (Query("sum by (phase) (rate(penstock_trainer_phase_seconds_sum<>[$__rate_interval])) / ignoring (phase) group_left () sum (rate(penstock_trainer_phase_seconds_sum<>[$__rate_interval]))", "{{phase}}"),), "stack"),
+        Panel("Groups by stream", "Where groups are: prompts wait for or are in generation, rollouts in scoring, experience for training. The slower service has the longer queue before it.", "short",
+              (Query('max by (stream) (penstock_coordinator_stream_entries<stream!="journal">)', "{{stream}}"),), "stack"),
+        Panel("Tokens per second", "Tokens generated and tokens trained on. Apart for long: one side waits or drops.", "short",
+              (Query("sum(rate(penstock_rollout_generated_tokens_total<>[$__rate_interval]))", "generated"),
+               Query("sum(rate(penstock_trainer_tokens_total<>[$__rate_interval]))", "trained"))),
+        Panel("Slots", "Groups in flight and how many may be. At the limit generation waits for the trainer.", "short",
+              (Query("max by (run) (penstock_coordinator_groups_in_flight<>)", "in flight"), Query("max by (run) (penstock_coordinator_slots<>)", "slots"))),
+        Panel("Lag", "Mean lag of the samples that were trained on: how many steps old their oldest token's policy was.", "suffix: steps",
+              (Query("sum(rate(penstock_trainer_lag_steps_sum<>[$__rate_interval])) / sum(rate(penstock_trainer_lag_steps_count<>[$__rate_interval]))", "mean"),)),
+        Panel("Oldest entry", "How long the oldest entry of each stream has been there.", "s",
+              (Query('max by (stream) (penstock_coordinator_stream_oldest_age_seconds<stream!="journal">)', "{{stream}}"),)),
+        Panel("Memory", "Resident memory of each process.", "bytes", (Query("process_resident_memory_bytes<>"),), width=12),
+        Panel("Processor time", "Seconds of processor time per second of each process.", "short", (rate("process_cpu_seconds_total"),), width=12),
+    ),
+)  # fmt: skip
+
+BOARD = Board(
+    "overview",
+    "Penstock / Overview",
+    "Is it learning, is it healthy, where is the bottleneck?",
+    (_LEARNING, _HEALTHY, _BOTTLENECK),
+)

@@ -1,0 +1,53 @@
+"""Rollout: generation, the weights that it generates with, and the metrics of vLLM's own where it is the engine."""
+
+from deploy.dashboards.board import Board, Panel, Query, Row, quantiles, rate
+
+_GENERATION = Row(
+    "Generation",
+    (
+        Panel("Tokens per second", "Tokens generated for training, by replica.", "short", (rate("penstock_rollout_generated_tokens_total", marks='purpose="train"'),)),
+        Panel("Samples per second", "Completions generated, for training and for evaluation.", "ops", (rate("penstock_rollout_generated_samples_total", "purpose"),)),
+        Panel("Time of a group", "How long the engine took for a group, without waiting for its turn.", "s", quantiles("penstock_rollout_generate_seconds")),
+        Panel("Groups in progress", "Groups that are generated or wait for weights, by replica.", "short", (Query("penstock_rollout_groups_in_progress<>"),)),
+        Panel("Cut samples", "Share of completions that reached their length limit. A rise means rambling, or a limit too low.", "percentunit",
+              (Query("sum(rate(penstock_rollout_truncated_samples_total<>[$__rate_interval])) / sum(rate(penstock_rollout_generated_samples_total<>[$__rate_interval]))", "cut"),)),
+        Panel("Prompts taken", "Prompts by what became of them: handed over, tried again, taken over from a silent replica, buried.", "ops",
+              (rate("penstock_bus_entries_total", "outcome", 'service="rollout"'),)),
+    ),
+)  # fmt: skip
+
+_WEIGHTS = Row(
+    "Weights",
+    (
+        Panel("Version", "The version that each replica generates with, and the head.", "short",
+              (Query("penstock_rollout_policy_version<>"), Query("max by (run) (penstock_coordinator_head_version<>)", "head"))),
+        Panel("Swap", "Pause between the last decoding step under old weights and the first under new ones.", "s", quantiles("penstock_rollout_weight_swap_seconds", "path")),
+        Panel("Agreement with the trainer", "Mean difference of the logprobs that trainer and replica compute for the same tokens. Above weights.probe_gap_nats something is wrong with weights or kernels.", "suffix: nats",
+              (Query("penstock_rollout_probe_gap_nats<>"),)),
+    ),
+)  # fmt: skip
+
+_VLLM = Row(
+    "vLLM",
+    (
+        Panel("Requests", "Requests that run in the engine, and those that wait for room.", "short",
+              (Query("sum by (instance) (vllm:num_requests_running<>)", "{{instance}} running"), Query("sum by (instance) (vllm:num_requests_waiting<>)", "{{instance}} waiting"))),
+        Panel("KV cache in use", "Share of the KV cache that requests hold. At 1 requests are preempted.", "percentunit", (Query("max by (instance) (vllm:kv_cache_usage_perc<>)"),)),
+        Panel("Preemptions", "Requests per second that lost their place in the KV cache and are computed again.", "ops", (rate("vllm:num_preemptions_total"),)),
+        Panel("Prefix cache", "Share of prompt tokens found in the prefix cache. The samples of a group share their prompt.", "percentunit",
+              (Query("sum by (instance) (rate(vllm:prefix_cache_hits_total<>[$__rate_interval])) / sum by (instance) (rate(vllm:prefix_cache_queries_total<>[$__rate_interval]))"),)),
+        Panel("Prompt and generated tokens", "Tokens that the engine read and wrote per second.", "short",
+              (Query("sum(rate(vllm:prompt_tokens_total<>[$__rate_interval]))", "read"), Query("sum(rate(vllm:generation_tokens_total<>[$__rate_interval]))", "written"))),
+        Panel("Time between tokens", "How long a request waits for its next token.", "s", quantiles("vllm:inter_token_latency_seconds")),
+        Panel("Logprobs in the workers", "1: behavior logprobs are noted on the device; 0: vLLM returns them, at the cost of much of the rate.", "short",
+              (Query("penstock_rollout_logprobs_captured<>"),)),
+        Panel("Time in the queue", "How long requests waited before the engine began with them.", "s", quantiles("vllm:request_queue_time_seconds")),
+    ),
+)  # fmt: skip
+
+BOARD = Board(
+    "rollout",
+    "Penstock / Rollout",
+    "Generation, the weights that it generates with, and vLLM's own metrics.",
+    (_GENERATION, _WEIGHTS, _VLLM),
+)

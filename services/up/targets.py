@@ -1,0 +1,51 @@
+"""Tell Prometheus where the metrics of a run's processes are: ``runs/.metrics/<run id>.json``, as its file_sd reads it.
+
+Beside the runs' folders, not in them: file_sd takes a pattern in the last part of a path only, and one Prometheus may watch all runs.
+
+Every target has three labels: ``run``, ``service`` and ``instance``, the replica's name, which stays over restarts, as its port does
+not. The chart's PodMonitor sets the same three, so that dashboards and alerts hold in both places. No process labels its own metrics
+with them. A replica that is gone stays a target, for its silence is what an alert is about.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from services.client import ReplicaView
+from services.up.plan import PROMETHEUS, ProcessPlan
+
+
+def targets_file(run_folder: Path) -> Path:
+    """Return where the addresses of a run's metrics stand."""
+    return run_folder.parent / ".metrics" / f"{run_folder.name}.json"
+
+
+class Targets:
+    """The addresses of one run's metrics, written down whenever one changes."""
+
+    def __init__(self, run_folder: Path, run_id: str, plans: Sequence[ProcessPlan]) -> None:
+        self._file = targets_file(run_folder)
+        self._file.parent.mkdir(exist_ok=True)
+        self._run_id = run_id
+        self._known = {
+            plan.name: (plan.service, f"{plan.address[0]}:{plan.address[1]}")
+            for plan in plans
+            if plan.address is not None and plan.service != PROMETHEUS
+        }
+        self._write()
+
+    def update(self, replicas: Iterable[ReplicaView]) -> None:
+        """Take the addresses that heartbeats tell."""
+        told = {replica.replica: (replica.service, replica.address) for replica in replicas if replica.address}
+        if self._known | told != self._known:
+            self._known |= told
+            self._write()
+
+    def _write(self) -> None:
+        groups = [
+            {"targets": [address], "labels": {"run": self._run_id, "service": service, "instance": name}}
+            for name, (service, address) in sorted(self._known.items())
+        ]
+        beside = self._file.with_suffix(".json.new")
+        beside.write_text(json.dumps(groups, indent=2) + "\n", encoding="utf-8")
+        beside.replace(self._file)

@@ -1,0 +1,45 @@
+"""PromQL for tests: which series an expression asks for, and Grafana's variables as a test fills them in."""
+
+import re
+from collections import Counter
+
+import promql_parser
+
+VARIABLES = {"$__rate_interval": "20s", "$__interval": "20s", "$run": ".+", "$replica": ".+"}
+
+
+def filled(expression: str) -> str:
+    """Return an expression of a panel without variables."""
+    for name, value in VARIABLES.items():
+        expression = expression.replace(name, value)
+    assert "$" not in expression, expression
+    return expression
+
+
+def series(expression: str) -> Counter[str]:
+    """Return every selector of an expression, which must parse, as an expression of its own, with how often it stands there."""
+    return Counter(
+        re.sub(r" offset \w+$", "", node.prettify())
+        for node in _nodes(expression)
+        if isinstance(node, promql_parser.VectorSelector)
+    )
+
+
+def metrics(expression: str) -> set[str]:
+    """Return the names of the metrics that an expression asks for."""
+    return {str(node.name) for node in _nodes(expression) if isinstance(node, promql_parser.VectorSelector)}
+
+
+def metrics_now(expression: str) -> set[str]:
+    """Return the names of those whose values are taken as they are, not over time."""
+    over_time = Counter(
+        str(node.vector_selector.name) for node in _nodes(expression) if isinstance(node, promql_parser.MatrixSelector)
+    )
+    every = Counter(str(node.name) for node in _nodes(expression) if isinstance(node, promql_parser.VectorSelector))
+    return set(every - over_time)
+
+
+def _nodes(expression: str) -> list[object]:
+    found: list[object] = []
+    promql_parser.walk(promql_parser.parse(expression), lambda node: found.append(node))
+    return found

@@ -1,0 +1,215 @@
+"""A real Prometheus, started by ``penstock up --prometheus``, scrapes a real run: every panel and every alert finds its series.
+
+What a fault-free run on one CPU cannot give is listed with its reason; promtool's tests of the rules and the laws about names cover it.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from deploy.dashboards.__main__ import BOARDS
+from services.client import ReplicaView
+from services.up import prometheus
+from services.up.plan import ProcessPlan
+from services.up.targets import Targets, targets_file
+from shared.bus import Bus
+from shared.errors import SettingsError
+from shared.streams import PROMPTS
+from tests.conftest import need, until
+from tests.promql import filled, metrics, series
+from tests.test_dashboards import alerts_and_records
+
+ROOT = Path(__file__).parents[1]
+SILENT = {
+    "vllm:": "vLLM speaks of itself only where it is the engine",
+    "penstock_rollout_logprobs_captured": "the same",
+    "penstock_reward_model_": "the example has no reward model",
+    "penstock_reward_batch_fill_ratio": "the same",
+    "penstock_executor_": "no scorer of the example runs code",
+    "penstock_reward_process_restarts_total": "nothing is replaced without a fault",
+    "penstock_coordinator_guard_trips_total": "no guard trips without a fault",
+}
+"""What the beginning of a metric's name says why a run without faults has no series of it."""
+
+
+class Run:
+    """A run with its Prometheus."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "watched"
+        flags = [f"--run.folder={folder}", "--run.id=watched", "--run.steps=100000", "--telemetry.prometheus_port=0"]
+        flags += ["--evaluation.every_steps=5", "--evaluation.problems=10", "--trainer.checkpoint_every_steps=5"]
+        flags += ["--weights.probe_every_versions=2", "--algorithm.groups_per_step=8"]
+        command = [sys.executable, "-m", "services", "up", "config/arithmetic.toml", "--prometheus", *flags]
+        self.log = folder / "up.log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+
+    def ask(self, expression: str) -> list[dict[str, object]]:
+        """Return the series of an expression; none while Prometheus starts."""
+        address = self.table().get("prometheus", {}).get("address")
+        if address is None:
+            return []
+        try:
+            answer = httpx.get(f"{address}/api/v1/query", params={"query": expression}, timeout=10)
+        except httpx.TransportError:
+            return []
+        assert answer.status_code == 200, answer.text
+        found: list[dict[str, object]] = answer.json()["data"]["result"]
+        return found
+
+    def table(self) -> dict[str, dict[str, str]]:
+        said = self.log.read_text()
+        _, _, rest = said.partition("Prometheus: ")
+        return {"prometheus": {"address": rest.split()[0]}} if rest else {}
+
+    def targets(self) -> dict[str, str]:
+        """Return the address of each replica's metrics."""
+        try:
+            found = json.loads(targets_file(self.folder).read_text())
+        except FileNotFoundError:
+            return {}
+        return {group["labels"]["instance"]: group["targets"][0] for group in found}
+
+    async def bus(self) -> Bus:
+        url = json.loads((self.folder / "up.json").read_text())["bus"]
+        return await Bus.connect(url, "watched", wait_s=30.0)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            for _ in range(2):  # the second one: at once
+                self.process.send_signal(signal.SIGINT)
+                time.sleep(0.2)
+            try:
+                self.process.wait(90)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait(10)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    need("prometheus", "prometheus")
+    found = Run(tmp_path_factory.mktemp("runs"))
+    yield found
+    found.close()
+
+
+def reason_for_silence(expression: str) -> str:
+    names = metrics(expression)
+    return next((why for start, why in SILENT.items() if any(name.startswith(start) for name in names)), "")
+
+
+async def all_answered(run: Run, expressions: dict[str, str]) -> None:
+    """Wait until every expression returned data at least once."""
+    waiting = dict(expressions)
+
+    def answered() -> bool:
+        assert run.process.poll() is None, run.log.read_text()
+        for name in [name for name, expression in waiting.items() if run.ask(expression)]:
+            del waiting[name]
+        return not waiting
+
+    try:
+        await until(answered, timeout_s=150.0)
+    except TimeoutError:
+        pytest.fail(f"no data: {waiting}\n{run.log.read_text()[-2000:]}")
+
+
+@pytest.mark.slow
+@pytest.mark.debian
+async def test_every_panel_of_a_live_run_shows_data(run: Run) -> None:
+    panels = {
+        f"{board.name}/{panel.title}/{number}": filled(query.expression)
+        for board in BOARDS
+        for panel in board.panels
+        for number, query in enumerate(panel.queries)
+    }
+    await all_answered(run, {name: text for name, text in panels.items() if not reason_for_silence(text)})
+
+
+@pytest.mark.slow
+@pytest.mark.debian
+async def test_every_alert_looks_at_series_that_a_live_run_has(run: Run) -> None:
+    watched = {f"{name}: {found}": found for name, text in alerts_and_records()[0].items() for found in series(text)}
+    await all_answered(run, {name: text for name, text in watched.items() if not reason_for_silence(text)})
+
+
+@pytest.mark.slow
+@pytest.mark.debian
+async def test_every_service_is_a_target_by_run_service_and_replica(run: Run) -> None:
+    replicas = {"coordinator-0", "rollout-0", "rollout-1", "reward-0", "trainer-0"}
+    await until(lambda: {str(found["metric"]["instance"]) for found in run.ask("up == 1")} == replicas, 100.0)  # type: ignore[index]
+    (found,) = run.ask('up{instance="rollout-1"}')
+    assert found["metric"] == {
+        "__name__": "up", "job": "penstock", "run": "watched", "service": "rollout", "instance": "rollout-1",
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.debian
+async def test_promtool_finds_nothing_in_the_metrics_of_any_service(run: Run) -> None:
+    promtool = need("promtool", "prometheus")
+    await until(lambda: len(run.targets()) == 5, 100.0)
+    for name, address in run.targets().items():
+        text = httpx.get(f"http://{address}/metrics", timeout=10).text
+        done = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True, timeout=30)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), name
+
+
+@pytest.mark.slow
+@pytest.mark.debian
+async def test_a_killed_replica_stays_in_sight_and_comes_back_under_its_name(run: Run) -> None:
+    await until(lambda: len(run.ask("up == 1")) == 5, 100.0)
+    before = run.targets()["rollout-1"]
+    rows = json.loads((run.folder / "up.json").read_text())["processes"]
+    os.kill(next(row["pid"] for row in rows if row["name"] == "rollout-1"), signal.SIGKILL)
+    await until(lambda: bool(run.ask('changes(process_start_time_seconds{instance="rollout-1"}[10m]) >= 1')), 100.0)
+    assert run.targets()["rollout-1"] != before
+    assert run.ask('up{instance="rollout-1"}')
+
+
+@pytest.mark.slow
+@pytest.mark.debian
+async def test_a_message_that_nobody_can_read_raises_the_alert_of_dead_letters(run: Run) -> None:
+    await until(lambda: len(run.ask("up == 1")) == 5, 100.0)
+    firing = 'ALERTS{alertname="PenstockDeadLetters",alertstate="firing"}'
+    assert not run.ask(firing)
+    bus = await run.bus()
+    try:
+        await bus.client.xadd(bus.keys.of(PROMPTS), {b"group": b"poison", b"data": b"\xc1 not msgpack"})
+    finally:
+        await bus.close()
+    await until(lambda: bool(run.ask(firing)), 100.0)
+
+
+def test_without_prometheus_up_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SettingsError, match="expected a program named prometheus for --prometheus, found none on PATH"):
+        prometheus.find_program()
+
+
+def test_the_executor_is_a_target_without_a_heartbeat_and_a_silent_replica_stays_one(tmp_path: Path) -> None:
+    def process(name: str, address: tuple[str, int] | None) -> ProcessPlan:
+        return ProcessPlan(name=name, service=name.split("-")[0], command=(), environment={}, address=address)
+
+    plans = [
+        process("executor", ("127.0.0.1", 9501)),
+        process("prometheus", ("127.0.0.1", 9090)),
+        process("reward-0", None),
+    ]
+    targets = Targets(tmp_path / "r", "r", plans)
+    targets.update([ReplicaView(service="reward", replica="reward-0", address="127.0.0.1:9502")])
+    targets.update([])
+    assert json.loads((tmp_path / ".metrics" / "r.json").read_text()) == [
+        {"targets": ["127.0.0.1:9501"], "labels": {"run": "r", "service": "executor", "instance": "executor"}},
+        {"targets": ["127.0.0.1:9502"], "labels": {"run": "r", "service": "reward", "instance": "reward-0"}},
+    ]
