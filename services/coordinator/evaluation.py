@@ -162,8 +162,7 @@ class Evaluator:
     async def _keep(self, problem: str, result: Experience) -> None:
         versions = result.group.versions
         answer = json.dumps([float(result.rewards[0]), min(versions), max(versions)])
-        client, key = self._bus.client, self._bus.keys.evaluation_answers
-        await self._bus.call(lambda: client.hsetnx(key, problem, answer))
+        await self._bus.write(self._bus.keys.evaluation_answers, "HSETNX", problem, answer)
 
     async def _answered(self) -> int:
         client, key = self._bus.client, self._bus.keys.evaluation_answers

@@ -32,6 +32,7 @@ from services.coordinator.promotion import Promotion
 from services.coordinator.recorder import Recorder
 from services.coordinator.rollback import KIND, Rollbacks, request
 from services.coordinator.server import Server
+from services.coordinator.shortage import Shortage
 from services.coordinator.steering import Steering
 from shared.bus import Bus
 from shared.errors import SettingsError
@@ -161,6 +162,7 @@ def assemble(
         dataset.Order(len(data.train), settings.run.seed, shuffle=settings.data.shuffle),
         lambda: terms_of(live.settings),
         lambda: lifecycle.gate_open,
+        Shortage(bus, ledger),
     )
     monitor = Monitor(
         bus, live, lifecycle.activity, lambda: lifecycle.closed, lambda: list(guards.active.values()), status

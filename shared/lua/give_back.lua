@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Give back: let any consumer take entries once their idle time is long enough.
 -- KEYS stream
 -- ARGV group, consumer, idle ms (large: at once), uncount (1: this attempt does not count), entry ids... (none: all it has)

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Renew: say that these entries are still being worked on, where they are still ours.
 -- KEYS stream        ARGV group, consumer, entry ids...
 -- Returns the ids that are still ours; the others were taken over or finished by somebody else.

@@ -1,3 +1,4 @@
+#!lua
 -- Start an evaluation: write down what it is and publish its prompts, in one transaction; or do nothing when one is
 -- under way or this version was evaluated before.
 -- KEYS evaluation, evaluations, eval_prompts        ARGV version, description (JSON), payloads...
