@@ -326,13 +326,17 @@ async def test_versions_are_compared_pinned_and_released(http: httpx.AsyncClient
     assert [(one["version"], one["released"]) for one in shown] == [(2, True)]
 
 
-def test_cleanup_leaves_the_newest_checkpoints_and_the_pinned_ones(tmp_path: Path) -> None:
+async def test_cleanup_leaves_the_newest_checkpoints_and_the_pinned_ones(bus: Bus, tmp_path: Path) -> None:
+    ledger = Ledger(bus)
     for step in (1, 2, 3, 4):
         folder = checkpoints.beside(tmp_path, step)
         folder.mkdir(parents=True)
-        checkpoints.make_whole(tmp_path, CheckpointState(step, PolicyVersion(10 * step), 0, "", 1, 0, "00"))
-    gone = checkpoints.prune(tmp_path, 1, {PolicyVersion(20)})
-    assert [one.state.step for one in gone] == [1, 3]
+        made = checkpoints.make_whole(tmp_path, CheckpointState(step, PolicyVersion(10 * step), 0, "", 1, 0, "00"))
+        await ledger.set_checkpoint(made.state.version, str(made.folder))
+    await ledger.pin(PolicyVersion(20), pinned=True)
+    for old in checkpoints.superfluous(tmp_path, 1):
+        if await ledger.forget_checkpoint(str(old.folder)):
+            checkpoints.delete(old)
     assert [one.state.step for one in checkpoints.find(tmp_path)] == [2, 4]
 
 

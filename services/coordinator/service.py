@@ -44,6 +44,7 @@ from shared.settings import Settings
 from shared.telemetry import Status
 
 _CLOSE_WITHIN_S = 8.0
+_ANNOUNCE_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,13 +129,23 @@ async def _coordinate(context: Context, parts: Coordinator, server: Server, fold
         serving = outer.create_task(server.run(make_app(parts.api), announce, context.settings.run.id))
         monitoring = outer.create_task(parts.monitor.run())
         leading = outer.create_task(parts.lease.run(lambda term: parts.lead(term, context.stop)))
+        announcing = outer.create_task(_announce(parts.lease, server, announce, context.settings.run.id))
         await context.stop.wait()
+        announcing.cancel()
         context.status.state = "stopping"
         if not parts.lease.leading:
             leading.cancel()
         await asyncio.wait([leading])
         monitoring.cancel()
         serving.cancel()
+
+
+async def _announce(lease: Lease, server: Server, path: Path, run_id: str) -> None:
+    """Let the run's folder lead to the coordinator that leads: one that started later may be dead before it."""
+    while True:
+        if lease.leading:
+            server.announce(path, run_id)
+        await asyncio.sleep(_ANNOUNCE_S)
 
 
 def assemble(

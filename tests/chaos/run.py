@@ -51,13 +51,12 @@ PATIENCE_S = 180.0
 
 
 class TcpServer:
-    """A Valkey on a port of this machine that may be harmed."""
+    """A Valkey, or the Redis that ``binary`` is, on a port of this machine; it may be harmed."""
 
-    def __init__(self, data: Path, binary: str = "", *options: str) -> None:
+    def __init__(self, data: Path, binary: str = "") -> None:
         self.data = data
         self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}"
-        self._options = options
         self._binary = binary
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -67,7 +66,6 @@ class TcpServer:
         for name in ("--unixsocket", "--unixsocketperm"):
             found.pop(name)
         found |= {"--port": str(self.port), "--bind": "127.0.0.1"}
-        found |= dict(zip(self._options[::2], self._options[1::2], strict=True))
         command = [self._binary or words[0], *(word for pair in found.items() for word in pair)]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
