@@ -81,7 +81,7 @@ async def watched(folder: Path) -> AsyncIterator[tuple[TcpServer, str]]:
     )
     try:
         for number in (primary.port, replica.port, port):
-            await until(lambda number=number: answers(number), timeout_s=PATIENCE_S)  # type: ignore[misc]
+            await until(lambda number=number: answers(number), timeout_s=PATIENCE_S)
         client = connection.open_client(replica.url)
         await client.execute_command("REPLICAOF", "127.0.0.1", str(primary.port))
         await connection.close_client(client)
