@@ -11,12 +11,13 @@ export PYTHON
 # Called by module, not by script: a script's first line cannot hold a path with a space.
 VENV_PYTHON := .venv/bin/python
 
-.PHONY: help demo up test quick check lint format types imports openapi dashboards clean install install-dev
+.PHONY: help demo up test storm quick check lint format types imports openapi dashboards clean install install-dev
 
 help:
 	@echo "make demo    train the arithmetic example on this machine, from nothing"
 	@echo "make up      the same for CONFIG=your.toml"
 	@echo "make test    all tests, from nothing        make quick   those that take no whole run"
+	@echo "make storm   30 minutes of faults over a real run, then the audit; ARGS='--seed 7'"
 	@echo "make check   what CI runs: ruff, mypy, the import rule, all tests"
 	@echo "make openapi write docs/openapi.json, the description of the HTTP API"
 	@echo "make dashboards write deploy/k8s/penstock/dashboards from deploy/dashboards"
@@ -36,6 +37,9 @@ up: install
 
 test: install-dev
 	$(VENV_PYTHON) -m pytest $(ARGS)
+
+storm: install-dev
+	$(VENV_PYTHON) -m benchmarks.storm --seconds 1800 $(ARGS)
 
 quick: install-dev
 	$(VENV_PYTHON) -m pytest -m "not slow" $(ARGS)

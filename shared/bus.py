@@ -6,6 +6,9 @@ finishes late is told so and its result is dropped.
 
 The bus outlives its server: every call waits for it with capped exponential backoff. That is safe because a script
 that ran although its answer was lost changes nothing when it runs again.
+
+It also outlives its server's ``maxmemory``. Only what makes a run grow (admission, the start of an evaluation) is refused then;
+every other write is a script that may go over the limit (``allow-oom``), because what is in flight must be able to leave.
 """
 
 import asyncio
@@ -23,6 +26,7 @@ from redis.exceptions import (
     ClusterDownError,
     ConnectionError,
     NoScriptError,
+    OutOfMemoryError,
     ReadOnlyError,
     ResponseError,
     TimeoutError,
@@ -30,7 +34,7 @@ from redis.exceptions import (
 )
 
 from shared import connection, streams, wire
-from shared.errors import BusUnavailable, MessageError
+from shared.errors import BusFull, BusUnavailable, MessageError
 from shared.streams import Keys, Stream
 
 log = logging.getLogger(__name__)
@@ -138,14 +142,7 @@ class Bus:
     async def make_groups(self) -> None:
         """Make the consumer group of every grouped stream, at its beginning, where it does not exist."""
         for stream in streams.GROUPED_STREAMS:
-            await self.call(lambda stream=stream: self._make_group(stream))  # type: ignore[misc]
-
-    async def _make_group(self, stream: Stream) -> None:
-        try:
-            await self.client.xgroup_create(self.keys.of(stream), stream.group, id="0", mkstream=True)
-        except ResponseError as error:
-            if "BUSYGROUP" not in str(error):
-                raise
+            await self.script("make_group", [self.keys.of(stream)], [stream.group or ""])
 
     # ---------------------------------------------------------------- waiting for the server
 
@@ -187,8 +184,19 @@ class Bus:
             log.info("bus available again", extra={"reconnects": self.reconnects})
 
     async def script(self, name: str, keys: Sequence[str], arguments: Sequence[Argument]) -> Any:
-        """Run one of ``shared/lua`` atomically."""
-        return await self.call(lambda: self._script(name, keys, arguments))
+        """Run one of ``shared/lua`` atomically.
+
+        Raises:
+            BusFull: the server is at its maxmemory, and this script adds to what is in flight.
+        """
+        try:
+            return await self.call(lambda: self._script(name, keys, arguments))
+        except OutOfMemoryError as error:
+            raise BusFull(f"expected a server with room, found {error}: raise its maxmemory") from error
+
+    async def write(self, key: str, command: str, *arguments: Argument) -> Any:
+        """Run one command that writes ``key``, also while the server is at its maxmemory: what a run says of itself is small."""
+        return await self.script("write", [key], [command, *arguments])
 
     async def _script(self, name: str, keys: Sequence[str], arguments: Sequence[Argument]) -> Any:
         try:
@@ -205,10 +213,9 @@ class Bus:
 
     async def append(self, stream: Stream, fields: Mapping[Any, Any]) -> EntryId:
         """Append raw fields."""
-        entry = await self.call(
-            lambda: self.client.xadd(self.keys.of(stream), dict(fields), maxlen=stream.max_entries, approximate=True)
-        )
-        return EntryId(_text(entry))
+        trim: list[Argument] = [] if stream.max_entries is None else ["MAXLEN", "~", stream.max_entries]
+        pairs = [word for pair in fields.items() for word in pair]
+        return EntryId(_text(await self.write(self.keys.of(stream), "XADD", *trim, "*", *pairs)))
 
     async def read(
         self, stream: Stream, kind: type[M], consumer: str, count: int, block_s: float | None

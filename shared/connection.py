@@ -142,6 +142,13 @@ async def check_server(client: Client) -> str:
     return f"{name} {version}"
 
 
+async def memory_bytes(client: Client) -> tuple[int, int]:
+    """Return what counts against the server's maxmemory, and maxmemory itself (0: none), in bytes."""
+    found = _one_node(await client.info("memory"))
+    used = int(found.get("used_memory", 0)) - int(found.get("mem_not_counted_for_evict", 0))
+    return used, int(found.get("maxmemory", 0))
+
+
 def _one_node(info: dict[str, Any]) -> dict[str, Any]:
     """A cluster answers per node: take one."""
     first = next(iter(info.values()), None)

@@ -63,7 +63,7 @@ async def cordons(bus: Bus) -> dict[str, Word]:
 
 async def tell_replica(bus: Bus, replica: str, word: Word) -> None:
     """Tell a replica to take nothing new, or to finish and leave."""
-    await bus.call(lambda: bus.client.hset(bus.keys.cordons, replica, word.value))
+    await bus.write(bus.keys.cordons, "HSET", replica, word.value)
 
 
 async def uncordon(bus: Bus, replica: str) -> None:

@@ -6,6 +6,7 @@
     ├── SettingsError          the run's settings or inputs are wrong      → one sentence on stderr, exit 2, no traceback
     ├── TemporaryError         may work later                              → the entry stays on the bus and is tried again
     │   ├── BusUnavailable     Redis or Valkey does not answer             → wait with capped backoff, keep what is held
+    │   ├── BusFull            it is at its maxmemory                      → admit nothing until what is there has left
     │   └── PeerError          a connection's other end left or babbles    → the connection is closed
     ├── PermanentError         will never work for this message            → the entry is buried with its reason
     │   └── MessageError       bytes that are no message of ours           → the same
@@ -32,6 +33,10 @@ class TemporaryError(PenstockError):
 
 class BusUnavailable(TemporaryError):
     """Redis or Valkey does not answer now."""
+
+
+class BusFull(TemporaryError):
+    """Redis or Valkey is at its maxmemory and takes nothing new."""
 
 
 class PeerError(TemporaryError):

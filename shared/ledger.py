@@ -70,6 +70,8 @@ class RunStatus:
     last_commit_s: float | None
     paused_s: float
     """How long the run was paused, over all pauses that ended."""
+    bus_full: str = ""
+    """Why admission waits for memory on the bus; empty: it does not."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,8 +102,8 @@ class Ledger:
 
     async def create(self) -> None:
         """Make the run, in state ``created``, unless it exists."""
-        await self._bus.call(lambda: self._bus.client.hsetnx(self._keys.run, "created_at_s", time.time()))
-        await self._bus.call(lambda: self._bus.client.hsetnx(self._keys.run, "state", RunState.CREATED.value))
+        await self._bus.write(self._keys.run, "HSETNX", "created_at_s", time.time())
+        await self._bus.write(self._keys.run, "HSETNX", "state", RunState.CREATED.value)
 
     async def status(self) -> RunStatus:
         """Return the run's status."""
@@ -137,6 +139,10 @@ class Ledger:
         ]
         return int(await self._bus.script("admit", keys, arguments))
 
+    async def set_bus_full(self, sentence: str) -> None:
+        """Say why admission waits for memory; "" when it no longer does."""
+        await self._bus.write(self._keys.run, "HSET", "bus_full", sentence)
+
     async def in_flight(self) -> int:
         """Return the number of groups in flight."""
         return sum([await self._bus.length(stream) for stream in streams.TRAINING_STREAMS])
@@ -145,7 +151,7 @@ class Ledger:
 
     async def take_epoch(self) -> int:
         """Start as the run's only trainer: whatever an older one still tries to commit is refused from now on."""
-        return int(await self._bus.call(lambda: self._bus.client.hincrby(self._keys.run, "trainer_epoch", 1)))
+        return int(await self._bus.write(self._keys.run, "HINCRBY", "trainer_epoch", 1))
 
     async def restore(
         self, step: int, cursor: int, position: int, newest: PolicyVersion, counts: Mapping[str, int]
@@ -223,7 +229,7 @@ class Ledger:
 
     async def set_checkpoint(self, version: PolicyVersion, folder: str) -> None:
         """Note that a version has a checkpoint."""
-        await self._bus.call(lambda: self._bus.client.hset(self._keys.checkpoints, str(version), folder))
+        await self._bus.write(self._keys.checkpoints, "HSET", str(version), folder)
 
     async def forget_checkpoint(self, folder: str) -> bool:
         """Note that a checkpoint is about to be deleted; False where it has to stay (it is pinned, or a rollback goes back to it)."""
@@ -285,10 +291,7 @@ class Ledger:
         return await self._mark(self._keys.released, version, marked=released)
 
     async def _mark(self, key: str, version: PolicyVersion, *, marked: bool) -> bool:
-        client = self._bus.client
-        return bool(
-            await self._bus.call(lambda: client.sadd(key, str(version)) if marked else client.srem(key, str(version)))
-        )
+        return bool(await self._bus.write(key, "SADD" if marked else "SREM", str(version)))
 
     async def _versions(self, key: str) -> frozenset[PolicyVersion]:
         names = await self._bus.call(lambda: self._bus.client.smembers(key))
@@ -300,10 +303,8 @@ class Ledger:
 
     async def revoke(self, version: PolicyVersion) -> None:
         """Fence a version: samples that hold one of its tokens are dropped at the trainer's intake."""
-        await self._bus.call(lambda: self._bus.client.sadd(self._keys.revoked, str(version)))
-        await self._bus.call(
-            lambda: self._bus.client.hset(self._keys.policy_states, str(version), PolicyState.REVOKED.value)
-        )
+        await self._bus.write(self._keys.revoked, "SADD", str(version))
+        await self._bus.write(self._keys.policy_states, "HSET", str(version), PolicyState.REVOKED.value)
 
 
 def read_status(raw: Mapping[bytes, bytes]) -> RunStatus:
@@ -324,6 +325,7 @@ def read_status(raw: Mapping[bytes, bytes]) -> RunStatus:
         first_admission_s=_optional_float(fields.get("first_admission_s")),
         last_commit_s=_optional_float(fields.get("last_commit_s")),
         paused_s=float(fields.get("paused_s", 0)),
+        bus_full=fields.get("bus_full", ""),
     )
 
 

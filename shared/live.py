@@ -132,8 +132,8 @@ class Live:
         """Give an empty bus back the revision that a checkpoint knows."""
         if number:
             found = Revision(number, {}, dict(values), "restored from a checkpoint", time.time())
-            fields = {"revision": number, str(number): json.dumps(dataclasses.asdict(found))}
-            await self._bus.call(lambda: self._bus.client.hset(self._bus.keys.live, mapping=fields))
+            text = json.dumps(dataclasses.asdict(found))
+            await self._bus.write(self._bus.keys.live, "HSET", "revision", number, str(number), text)
 
     def values(self) -> dict[str, Json]:
         """Return the value of everything that may change, as it is now."""

@@ -13,6 +13,7 @@ import asyncio
 import atexit
 import contextlib
 import dataclasses
+import json
 import logging
 import math
 import os
@@ -86,7 +87,22 @@ def parse(service: str, arguments: Sequence[str]) -> tuple[Settings, str]:
         raise SettingsError(
             "expected run.id, found none: services of one run agree on it; set run.id, or start with `penstock up`"
         )
-    return settings, known.replica or f"{service}-{socket.gethostname()}"
+    return _beside_up(settings), known.replica or f"{service}-{socket.gethostname()}"
+
+
+def _beside_up(settings: Settings) -> Settings:
+    """Return settings whose bus is a server: where it is embedded, that of the ``penstock up`` that runs this run."""
+    if settings.bus.url != "embedded":
+        return settings
+    table = settings.run_folder / "up.json"
+    try:
+        url = str(json.loads(table.read_text(encoding="utf-8"))["bus"])
+    except (OSError, ValueError, KeyError) as error:
+        raise SettingsError(
+            f"expected bus.url to name a server, or a `penstock up` of this run, found 'embedded' and no {table}: start "
+            "`penstock up` first, or change bus.url"
+        ) from error
+    return settings.model_copy(update={"bus": settings.bus.model_copy(update={"url": url})})
 
 
 def _registered(url: str, run_id: str, flags: Sequence[str]) -> Settings:

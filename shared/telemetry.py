@@ -201,8 +201,8 @@ class Presence:
         text = json.dumps(dataclasses.asdict(beat))
         ttl_ms = int(self._heartbeat_s * MISSED_HEARTBEATS * 1000)
         keys = self._bus.keys
-        await self._bus.call(lambda: self._bus.client.set(keys.service(self._replica), text, px=ttl_ms))
-        await self._bus.call(lambda: self._bus.client.sadd(keys.services, self._replica))
+        await self._bus.write(keys.service(self._replica), "SET", text, "PX", ttl_ms)
+        await self._bus.write(keys.services, "SADD", self._replica)
 
 
 async def heartbeats(bus: Bus) -> list[Heartbeat]:

@@ -262,6 +262,19 @@ async def test_a_consumer_frozen_by_sigstop_publishes_nothing_when_it_wakes(bus:
         process.wait(10)
 
 
+async def test_a_server_that_came_back_empty_is_no_bug_of_who_held_something(bus: Bus) -> None:
+    await put(bus)
+    (held, *_) = await take(bus)
+    await bus.client.delete(bus.keys.of(PROMPTS))
+    assert await bus.renew(PROMPTS, "a", [held.entry_id]) == set()
+    assert await bus.give_back(PROMPTS, "a", held.entry_id, idle_s=0.0, counted=True) == 0
+    assert await bus.give_all_back(PROMPTS, "a") == 0
+    assert not await bus.hand_over(held, ROLLOUTS, builders.group(0))
+    assert not await bus.drop(held, "stale")
+    assert await bus.reclaim(PROMPTS, Prompt, "a", 0.0, 10) == []
+    assert await bus.read(PROMPTS, Prompt, "a", 1, None) == []
+
+
 async def _journey(url: str) -> None:
     """One group from prompt to experience and back out, over ``url``."""
     bus = await Bus.connect(url, "journey", wait_s=15.0)

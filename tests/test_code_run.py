@@ -11,21 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from shared.ledger import Ledger
+from shared.ledger import Ledger, RunState
 from shared.streams import ROLLOUTS
+from tests.chaos.audit import audit_groups
+from tests.chaos.run import PATIENCE_S, ROOT, Run, left_behind, running
 from tests.conftest import need, until
-from tests.test_chaos import ROOT, Chaos, audit_groups, connect, left_behind, running
 
 STEPS, GROUPS = 6, 4
 FLAGS = {
-    "run.id": "code",
     "run.steps": STEPS,
     "sampling.group_size": 4,
     "algorithm.groups_per_step": GROUPS,
     "trainer.warmup_steps": 1,
     "coordinator.sample_every_steps": 1,
     "evaluation.every_steps": 1000,
-    "bus.drain_s": 5,
 }
 TIERS = ("namespace: ", "landlock: ")
 
@@ -38,16 +37,19 @@ async def test_a_run_on_code_goes_on_when_its_executor_is_killed_and_every_progr
     need("bwrap", "bubblewrap")
     heldout = tmp_path / "heldout.jsonl"
     heldout.write_text("".join((ROOT / "examples/code/heldout.jsonl").read_text().splitlines(keepends=True)[:4]))
-    async with running(tmp_path, "config/code.toml", {**FLAGS, "evaluation.path": heldout}) as chaos:
-        bus = await connect(chaos)
-        await _kill_executor(chaos, Ledger(bus), lambda: bus.length(ROLLOUTS))
+    flags = {**FLAGS, "evaluation.path": heldout}
+    async with running(tmp_path, flags=flags, config="config/code.toml") as run:
+        bus = await run.connect()
+        await _kill_executor(run, Ledger(bus), lambda: bus.length(ROLLOUTS))
         await bus.close()
-        assert await asyncio.to_thread(chaos.process.wait, 200) == 0, chaos.output.read_text()
-    async with left_behind(chaos.folder) as bus:
-        await audit_groups(bus, STEPS, GROUPS)
-    evaluations = [json.loads(line) for line in (chaos.folder / "evaluations.jsonl").read_text().splitlines()]
+        assert await asyncio.to_thread(run.process.wait, PATIENCE_S) == 0, run.report()
+    async with left_behind(run) as bus:
+        status = await Ledger(bus).status()
+        assert (status.state, status.step) == (RunState.FINISHED, STEPS)
+        assert (await audit_groups(bus))["trained"] == STEPS * GROUPS
+    evaluations = [json.loads(line) for line in (run.folder / "evaluations.jsonl").read_text().splitlines()]
     assert [found["step"] for found in evaluations] == [0, STEPS]
-    groups = [json.loads(line) for line in (chaos.folder / "rollouts.jsonl").read_text().splitlines()]
+    groups = [json.loads(line) for line in (run.folder / "rollouts.jsonl").read_text().splitlines()]
     scores = [completion["scores"]["code"] for group in groups for completion in group["completions"]]
     assert len(scores) >= 4
     assert all(score["status"] == "wrong_format" or score["detail"].startswith(TIERS) for score in scores)
@@ -55,22 +57,22 @@ async def test_a_run_on_code_goes_on_when_its_executor_is_killed_and_every_progr
     assert all(score["value"] is not None for score in scores)
 
 
-async def _kill_executor(chaos: Chaos, ledger: Ledger, backlog: object) -> None:
+async def _kill_executor(run: Run, ledger: Ledger, backlog: object) -> None:
     """Freeze the executor after a step, wait until groups wait for it, kill it; return when there is another."""
 
     async def stepped() -> bool:
-        chaos.check()
+        run.check()
         return (await ledger.status()).step >= 1
 
     await until(stepped, timeout_s=120.0)
-    pid = chaos.pid("executor")
+    pid = run.pid("executor")
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
 
     async def waiting() -> bool:
-        chaos.check()
+        run.check()
         return int(await backlog()) >= 2  # type: ignore[operator]
 
     await until(waiting, timeout_s=60.0)
     os.kill(pid, signal.SIGKILL)
-    await until(lambda: chaos.pid("executor") not in (pid, None), timeout_s=60.0)
+    await until(lambda: run.pid("executor") not in (pid, None), timeout_s=60.0)

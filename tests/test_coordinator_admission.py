@@ -1,10 +1,12 @@
 """Laws of admission and promotion, on a real server."""
 
 import asyncio
+from collections.abc import Callable
 
 from services.coordinator.admission import Admission, Terms
 from services.coordinator.dataset import Dataset, Order, Problem
 from services.coordinator.promotion import CONSUMER, Promotion
+from services.coordinator.shortage import Shortage
 from shared import streams
 from shared.bus import Bus
 from shared.ledger import Ledger, PolicyState, RunState
@@ -15,11 +17,10 @@ from tests.coordinator_players import Trainer, record
 DATASET = Dataset(tuple(Problem(f"train.jsonl:{i + 1}", f"q{i}", None, str(i), {}) for i in range(5)), 0)
 
 
-def admission(bus: Bus, slots: int = 4, steps: int = 100, gate: bool = True) -> Admission:
-    order = Order(len(DATASET), seed=0, shuffle=True)
-    return Admission(
-        bus, Ledger(bus), DATASET, order, lambda: Terms(Sampling(2, 4, 1.0), slots, 2, steps), lambda: gate
-    )
+def admission(bus: Bus, slots: int = 4, steps: int = 100, gate: Callable[[], bool] = lambda: True) -> Admission:
+    order, ledger = Order(len(DATASET), seed=0, shuffle=True), Ledger(bus)
+    terms = Terms(Sampling(2, 4, 1.0), slots, 2, steps)
+    return Admission(bus, ledger, DATASET, order, lambda: terms, gate, Shortage(bus, ledger), 0.001)
 
 
 async def start(bus: Bus) -> Ledger:
@@ -147,10 +148,7 @@ async def test_two_admissions_that_race_share_no_group_id_and_keep_to_the_slots(
 async def test_a_closed_gate_holds_admission(bus: Bus) -> None:
     await start(bus)
     opened: list[bool] = []
-    order = Order(5, seed=0, shuffle=True)
-    held = Admission(
-        bus, Ledger(bus), DATASET, order, lambda: Terms(Sampling(2, 4, 1.0), 4, 2, 9), lambda: bool(opened), 0.001
-    )
+    held = admission(bus, gate=lambda: bool(opened))
     loop = asyncio.create_task(held.run())
     for _ in range(20):
         assert await empty(bus)

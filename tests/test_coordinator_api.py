@@ -55,7 +55,7 @@ async def command(http: httpx.AsyncClient, name: str, status: int = 200) -> dict
 
 
 RUN_FIELDS = {
-    *("run_id", "state", "reason", "closed", "activity", "step", "steps", "head", "newest_version"),
+    *("run_id", "state", "reason", "closed", "activity", "bus_full", "step", "steps", "head", "newest_version"),
     *("groups_in_flight", "slots", "cursor", "streams", "counts", "dead", "last", "lag_counts", "history"),
     *("evaluations", "tokens_per_s", "started_at_s", "training_s", "eta_s", "bus", "guards"),
     "settings_revision",

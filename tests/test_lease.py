@@ -104,3 +104,12 @@ async def test_what_fails_while_leading_ends_the_claim(bus: Bus) -> None:
     other = Lease(bus, "b", TTL_S)
     await other._claim()
     assert other.leading, "it left the lease at once"
+
+
+async def test_a_leader_whose_bus_came_back_empty_leads_under_the_term_that_it_gets_there(bus: Bus) -> None:
+    leader = Leader(bus, "a")
+    await bus.client.hset(bus.keys.run, "leader_term", 6)
+    async with leader.running():
+        await until(lambda: leader.terms == [7])
+        await bus.client.delete(bus.keys.run, bus.keys.lease)
+        await until(lambda: leader.terms == [7, 1])

@@ -21,8 +21,10 @@ from collections.abc import Callable
 from prometheus_client import Counter
 
 from services.coordinator.dataset import Dataset, Order
+from services.coordinator.shortage import Shortage
 from shared import streams
 from shared.bus import Bus
+from shared.errors import BusFull
 from shared.ledger import Ledger, RunState
 from shared.messages import PolicyVersion, Prompt, Sampling
 from shared.settings import Settings
@@ -56,6 +58,7 @@ class Admission:
     Args:
         terms: says on what terms prompts are admitted now; they may change while the run goes on.
         gate: says whether admission may begin (the initial evaluation is in).
+        shortage: says whether the bus has memory for more.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Admission:
         order: Order,
         terms: Callable[[], Terms],
         gate: Callable[[], bool],
+        shortage: Shortage,
         poll_s: float = 0.03,
     ) -> None:
         self._bus = bus
@@ -74,6 +78,7 @@ class Admission:
         self._order = order
         self._terms = terms
         self._gate = gate
+        self._shortage = shortage
         self._poll_s = poll_s
         self._wake = asyncio.Event()
 
@@ -84,14 +89,25 @@ class Admission:
     async def run(self) -> None:
         """Admit for ever."""
         while True:
-            if not self._gate() or await self.admit() <= 0:
+            if not self._gate() or not await self._shortage.is_over() or await self._fill() <= 0:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._poll_s):
                         await self._wake.wait()
                 self._wake.clear()
 
+    async def _fill(self) -> int:
+        try:
+            return await self.admit()
+        except BusFull:
+            await self._shortage.begin()
+            return 0
+
     async def admit(self) -> int:
-        """Fill the slots that are free now, at most 256; return how many groups were admitted."""
+        """Fill the slots that are free now, at most 256; return how many groups were admitted.
+
+        Raises:
+            BusFull: the server has no memory for them; nothing was admitted.
+        """
         while True:
             cursor, shift, newest, room = await self._look()
             if newest is None or room <= 0:

@@ -137,7 +137,7 @@ class Conventions:
     async def _take(self, name: str, mark: str) -> Response | None:
         """Begin to answer under ``name``, or return what is to be answered instead."""
         client, begun = self._bus.client, json.dumps({"mark": mark})
-        if await self._bus.call(lambda: client.set(name, begun, nx=True, ex=_UNDER_WAY_S)):
+        if await self._bus.write(name, "SET", begun, "NX", "EX", _UNDER_WAY_S):
             return None
         text = await self._bus.call(lambda: client.get(name))
         kept: dict[str, Any] = json.loads(text) if text else {"mark": mark}
@@ -154,7 +154,7 @@ class Conventions:
             await self._bus.call(lambda: client.delete(name))
             return
         kept = {"mark": mark, "status": copy.status, "headers": copy.headers, "body": copy.body.decode()}
-        await self._bus.call(lambda: client.set(name, json.dumps(kept), ex=_KEPT_S))
+        await self._bus.write(name, "SET", json.dumps(kept), "EX", _KEPT_S)
 
 
 class _Answering:

@@ -244,8 +244,7 @@ class Evaluator:
             return
         above = description.set_of(prompt.group_id).correct_above
         correct = sum(float(reward) > above for reward in result.rewards)
-        client, key = self._bus.client, self._bus.keys.evaluation_answers
-        await self._bus.call(lambda: client.hsetnx(key, str(prompt.group_id), str(correct)))
+        await self._bus.write(self._bus.keys.evaluation_answers, "HSETNX", str(prompt.group_id), str(correct))
 
     async def _answered(self) -> int:
         client, key = self._bus.client, self._bus.keys.evaluation_answers

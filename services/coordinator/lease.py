@@ -72,10 +72,11 @@ class Lease:
 
     async def _lead(self, lead: Callable[[int], Awaitable[None]]) -> bool:
         """Lead; return whether ``lead`` came to its end, rather than the lease."""
-        log.info("leading", extra={"term": self.term})
-        leading = asyncio.ensure_future(lead(self.term))
+        term = self.term
+        log.info("leading", extra={"term": term})
+        leading = asyncio.ensure_future(lead(term))
         try:
-            while self.leading and not leading.done():
+            while self.leading and self.term == term and not leading.done():  # another term: the bus came back empty
                 await asyncio.wait([leading], timeout=self._ttl_s / 3)
                 with contextlib.suppress(TimeoutError, BusUnavailable):
                     async with asyncio.timeout(max(0.0, self._until_s - time.monotonic())):

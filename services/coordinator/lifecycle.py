@@ -28,6 +28,7 @@ from services.coordinator.recorder import Recorder
 from services.coordinator.report import write_report
 from shared import streams
 from shared.bus import Bus
+from shared.errors import BusFull
 from shared.evaluation import HeldOutSet
 from shared.ledger import ENDED, Ledger, RunState, RunStatus
 from shared.messages import PolicyVersion
@@ -38,6 +39,8 @@ log = logging.getLogger(__name__)
 
 SOURCE = "coordinator"
 ENDED_REASON = "run_ended"
+_FULL_S = 1.0
+"""An evaluation for which the bus has no memory is begun again after so long."""
 _COMPLETE = "every step is committed"
 
 
@@ -116,6 +119,8 @@ class Lifecycle:
             return self._closing
         if self._evaluating is not None and status.state not in ENDED:
             return f"evaluating version {self._evaluating}"
+        if status.state is RunState.RUNNING and status.bus_full:
+            return "waiting for memory on the bus"
         if status.state is RunState.RUNNING:
             return "training" if status.head is not None else "waiting for version 0"
         if status.state is RunState.CREATED:
@@ -188,6 +193,9 @@ class Lifecycle:
         self._evaluating = version
         try:
             await self._evaluator.evaluate(version, step, wanted)
+        except BusFull as error:
+            log.warning("evaluation waits for memory on the bus", extra={"error": str(error)})
+            await asyncio.sleep(_FULL_S)
         finally:
             self._evaluating = None
         return True
@@ -225,8 +233,7 @@ class Lifecycle:
             ended, now = await self._ledger.transition(state, reason, [RunState.RUNNING, RunState.PAUSED])
             if not ended and now is not RunState.FINISHED:
                 return  # stopped meanwhile: the next round closes it as that
-        key = self._bus.keys.run
-        await self._bus.call(lambda: self._bus.client.hset(key, "closed_at_s", time.time()))
+        await self._bus.write(self._bus.keys.run, "HSET", "closed_at_s", time.time())
         self.closed = True
 
     async def _write(self, status: RunStatus) -> None:

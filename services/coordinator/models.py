@@ -108,6 +108,8 @@ class RunView(Answer):
     """The run has ended and its records, summary and report are whole."""
     activity: str
     """What it does now, in a few words."""
+    bus_full: str
+    """Why admission waits for memory on the bus; empty when it does not."""
     guards: list[GuardView]
     """What is wrong with it now."""
     step: int

@@ -185,6 +185,7 @@ class Monitor:
             reason=status.reason,
             closed=self._closed(),
             activity=self._activity(status),
+            bus_full=status.bus_full,
             guards=self._guards(),
             step=status.step,
             steps=steps,

@@ -95,7 +95,7 @@ class Operations:
         for found in known:
             if found.state is OperationState.RUNNING and (found.kind, found.request) == (kind, dict(request)):
                 return found
-        number = int(await self._bus.call(lambda: self._bus.client.hincrby(self._key, _NEXT, 1)))
+        number = int(await self._bus.write(self._key, "HINCRBY", _NEXT, 1))
         now_s = time.time()
         made = Operation(number, kind, OperationState.RUNNING, phase, "", dict(request), {}, now_s, now_s)
         await self._write(made)
@@ -159,7 +159,7 @@ class Operations:
 
     async def _write(self, operation: Operation) -> None:
         text = json.dumps(dataclasses.asdict(operation))
-        await self._bus.call(lambda: self._bus.client.hset(self._key, str(operation.id), text))
+        await self._bus.write(self._key, "HSET", str(operation.id), text)
 
     async def _forget(self, old: list[Operation]) -> None:
         if old:

@@ -1,6 +1,6 @@
 """The API's server: uvicorn in this process's event loop, on a port that is ours before anything else starts.
 
-Signals stay with the service; the address is written to <run folder>/coordinator.json once the server answers.
+Signals stay with the service; the address is written to <run folder>/coordinator.json once the server answers, and again by the one that leads.
 """
 
 import asyncio
@@ -66,11 +66,17 @@ class Server:
         serving = asyncio.ensure_future(server.serve(sockets=[self._socket]))
         try:
             await server.answers.wait()
-            write_whole(announce, json.dumps({"url": self.url, "pid": os.getpid(), "run_id": run_id}) + "\n")
+            self.announce(announce, run_id)
             await asyncio.shield(serving)
         finally:
             server.should_exit = True
             await serving
+
+    def announce(self, path: Path, run_id: str) -> None:
+        """Let ``path`` lead to this server, unless it does."""
+        text = json.dumps({"url": self.url, "pid": os.getpid(), "run_id": run_id}) + "\n"
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            write_whole(path, text)
 
     def close(self) -> None:
         """Give the port back."""

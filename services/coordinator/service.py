@@ -33,6 +33,7 @@ from services.coordinator.promotion import Promotion
 from services.coordinator.recorder import Recorder
 from services.coordinator.rollback import KIND, Rollbacks, request
 from services.coordinator.server import Server
+from services.coordinator.shortage import Shortage
 from services.coordinator.steering import Steering
 from shared.bus import Bus
 from shared.errors import SettingsError
@@ -45,6 +46,7 @@ from shared.settings import Settings
 from shared.telemetry import Status
 
 _CLOSE_WITHIN_S = 8.0
+_ANNOUNCE_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -129,13 +131,23 @@ async def _coordinate(context: Context, parts: Coordinator, server: Server, fold
         serving = outer.create_task(server.run(make_app(parts.api), announce, context.settings.run.id))
         monitoring = outer.create_task(parts.monitor.run())
         leading = outer.create_task(parts.lease.run(lambda term: parts.lead(term, context.stop)))
+        announcing = outer.create_task(_announce(parts.lease, server, announce, context.settings.run.id))
         await context.stop.wait()
+        announcing.cancel()
         context.status.state = "stopping"
         if not parts.lease.leading:
             leading.cancel()
         await asyncio.wait([leading])
         monitoring.cancel()
         serving.cancel()
+
+
+async def _announce(lease: Lease, server: Server, path: Path, run_id: str) -> None:
+    """Let the run's folder lead to the coordinator that leads: one that started later may be dead before it."""
+    while True:
+        if lease.leading:
+            server.announce(path, run_id)
+        await asyncio.sleep(_ANNOUNCE_S)
 
 
 def assemble(
@@ -161,6 +173,7 @@ def assemble(
         dataset.Order(len(data.train), settings.run.seed, shuffle=settings.data.shuffle),
         lambda: terms_of(live.settings),
         lambda: lifecycle.gate_open,
+        Shortage(bus, ledger),
     )
     monitor = Monitor(
         bus,

@@ -93,7 +93,7 @@ class Lead:
             settings = self._call(self._live.refresh())  # what holds now holds for this step, and the journal says so
         if batch is None:
             self._context.status.state = "waiting"
-            return Order(Kind.IDLE)
+            return Order(Kind.CHECKPOINT if self._call(self._is_journal_in_the_way()) else Kind.IDLE)
         self._context.status.state = "working"
         self._batch, self._revision = batch, self._live.revision
         return Order(
@@ -103,6 +103,10 @@ class Lead:
             lags=self._lags([taken.experience for taken in batch], step),
             learning_rate=settings.trainer.learning_rate,
         )
+
+    async def _is_journal_in_the_way(self) -> bool:
+        """Whether the bus is full and a checkpoint would let the journal go: no step comes that would lead to one."""
+        return bool((await self._ledger.status()).bus_full) and await self._bus.length(JOURNAL) > 0
 
     async def _wait_for_stop(self) -> None:
         with contextlib.suppress(TimeoutError):

@@ -134,8 +134,9 @@ class Trainer:
                 self.update(order.groups, order.lags, order.learning_rate)
             elif order.kind is Kind.TRAIN:
                 self._train(order.groups, order.lags, order.learning_rate)
-        if self.step > self._checkpointed_step:
-            self._checkpoint()
+            elif order.kind is Kind.CHECKPOINT:
+                self._checkpoint_new()
+        self._checkpoint_new()
 
     def _next_order(self) -> Order | None:
         return self._lead.next_order(self.step, self._phases) if self._lead is not None else None
@@ -228,6 +229,11 @@ class Trainer:
         torch.set_rng_state(torch.frombuffer(bytearray.fromhex(found.state.random_state), dtype=torch.uint8))
         self.step = self._checkpointed_step = found.state.step
         log.info("checkpoint loaded", extra={"folder": str(folder), "step": self.step})
+
+    def _checkpoint_new(self) -> None:
+        """Write a checkpoint of what none has yet."""
+        if self.step > self._checkpointed_step:
+            self._checkpoint()
 
     def _checkpoint(self) -> None:
         with self._phases.measure("checkpoint"):

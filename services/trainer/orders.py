@@ -24,6 +24,7 @@ class Kind(IntEnum):
     REPLAY = 2
     TRAIN = 3
     STOP = 4
+    CHECKPOINT = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,3 +1,4 @@
+#!lua
 -- Admit: add prompts while there are free slots, and move the dataset cursor with them.
 -- KEYS run, prompts, rollouts, experience
 -- ARGV slots, groups per step, total steps, expected cursor, expected newest version, now, leader's term or "", payloads...

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Appoint: say which replicas keep the version of the evaluation under way; or do nothing when it is over.
 -- KEYS evaluation        ARGV version, holding (JSON)
 -- Returns 1, or 0 when nothing was done.

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Change settings: write the next revision, with the step at which it was asked for, if nobody else did meanwhile.
 -- KEYS live, run        ARGV expected revision, the next one (JSON)
 -- Returns 1, also when this very revision was written before (its answer was lost); 0 when another one was.

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Commit: make one optimizer step durable and visible, whole, at once. Its groups move from `experience` to `journal`
 -- and its policy version is published, in one transaction. With no entries it publishes a version of the step that
 -- is already committed (the initial policy, or the weights of a resumed trainer).

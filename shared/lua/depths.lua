@@ -1,3 +1,4 @@
+#!lua flags=no-writes
 -- Depths: how much lies in some streams, without moving any of it.
 -- KEYS streams...        ARGV the consumer group of each ('': none)
 -- Returns {entries, pending, id of the oldest entry or ''} for each, read at one moment.

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Discard: let a dead letter leave the run for good, counted; or do nothing when it is gone.
 -- KEYS dead, counts, audit
 -- ARGV entry id, outcome under which it was counted ('': it was not), outcome from now on, detail, audit length

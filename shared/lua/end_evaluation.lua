@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- End an evaluation: keep what it found and forget what it needed on the way; or do nothing when it ended before.
 -- KEYS evaluation, evaluations, evaluation_answers        ARGV version, result (JSON; empty: keep nothing)
 -- Returns 1, or 0 when this evaluation is not under way.

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Forget a checkpoint that is about to be deleted, under whatever versions it is known; or do nothing when one of them is
 -- pinned, or the tip: a rollback goes back to it.
 -- KEYS run, checkpoints, pins        ARGV folder

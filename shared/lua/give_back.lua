@@ -1,19 +1,21 @@
+#!lua flags=allow-oom
 -- Give back: let any consumer take entries once their idle time is long enough.
 -- KEYS stream
 -- ARGV group, consumer, idle ms (large: at once), uncount (1: this attempt does not count), entry ids... (none: all it has)
--- Returns how many were ours to give.
+-- Returns how many were ours to give; none when the server came back empty.
 local rows = {}
 if #ARGV == 4 then
-  rows = redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', 10000, ARGV[2])
+  rows = redis.pcall('XPENDING', KEYS[1], ARGV[1], '-', '+', 10000, ARGV[2])
 else
   for i = 5, #ARGV do
-    local row = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[i], ARGV[i], 1)[1]
+    local found = redis.pcall('XPENDING', KEYS[1], ARGV[1], ARGV[i], ARGV[i], 1)
+    local row = not found.err and found[1]
     if row and row[2] == ARGV[2] then
       rows[#rows + 1] = row
     end
   end
 end
-for _, row in ipairs(rows) do
+for _, row in ipairs(rows) do  -- an error has no rows
   local attempts = math.max(0, row[4] - (ARGV[4] == '1' and 1 or 0))
   redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, row[1], 'IDLE', ARGV[3], 'RETRYCOUNT', attempts, 'JUSTID')
 end

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Hand over: publish the result and take the input off the stream, or do nothing.
 -- KEYS input, output        ARGV group, entry id, group id, payload
 -- Returns 1, or 0 when another consumer finished this entry first: then this result is dropped.

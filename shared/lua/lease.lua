@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Lease: take or renew the right to lead. Whoever takes it gets the next term, a number that only grows: what a leader writes
 -- under an older term is refused. A process that is started again under its replica's name takes it over at once.
 -- KEYS lease, run        ARGV replica, process, milliseconds

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Leave: take an entry off its stream for good, counted, with its reason; or do nothing.
 -- KEYS input, counts, audit, dead
 -- ARGV group, entry id, group id, outcome, detail, attempts, keep (1: move it to the dead letters), audit length, counted (0|1)

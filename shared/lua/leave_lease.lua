@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Leave the lease, so that another coordinator leads at once.
 -- KEYS lease        ARGV process
 -- Returns 1, or 0 when another holds it.

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Observe: add a group's values to running statistics (Welford), once; without values, only look.
 -- KEYS statistics, groups that were counted      ARGV group id, groups to remember, values...
 -- Returns count, mean and sum of squared differences, as text.

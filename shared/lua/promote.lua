@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Promote: make a published version the head, retire the one before it, and tell every replica; or do nothing.
 -- KEYS published, run, policy_states, policy
 -- ARGV group, entry id, version, payload, policy length, leader's term or ""

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Reclaim: take over entries whose consumer has not renewed them for a while.
 -- KEYS stream        ARGV group, consumer, min idle ms, count, start
 -- Returns {next start, {entry id, attempts, field values}...}; attempts counts this delivery.

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Register: keep the settings of a new run, in state `created`; or do nothing when a run of this id is there.
 -- KEYS settings, run        ARGV settings (TOML), now
 -- Returns 1, also when the same settings were registered before and the run has not begun; 0 when another run has the id.

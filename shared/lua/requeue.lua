@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Requeue: send a group back to the prompts, in the transaction that takes its stale experience off the stream.
 -- KEYS input, prompts, counts        ARGV group, entry id, group id, payload
 -- Returns 1, or 0 when another consumer finished this entry first.

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Restore: give an empty bus back what a checkpoint knows of its run; or do nothing when the bus knows the run.
 -- KEYS run, counts        ARGV number of the run's fields, then field, value... of the run and of the counts
 -- Returns 1, or 0 when the run has a step already.

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Revive: put a dead letter back where it came from, as if it had never been handled; or do nothing when it is gone.
 -- KEYS dead, stream, counts, run        ARGV entry id, outcome under which it was counted ('': it was not)
 -- Returns 1; 0 when there is no such dead letter; -1 when the run has ended, where nobody would handle it.

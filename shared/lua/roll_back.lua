@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Roll back: take the run back to a version, in one transaction. It pauses, every version of the branch that is left is
 -- fenced, the trainer that runs is shut out (its next commit finds another epoch), and step, place in the dataset and the
 -- count of trained groups are again what they were. Loading, publishing and serving follow from what is written here.

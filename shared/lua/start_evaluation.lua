@@ -1,3 +1,4 @@
+#!lua
 -- Start an evaluation: write down what it is and who keeps its version, and publish its prompts, in one transaction; or do
 -- nothing when one is under way, this version was evaluated before, or a newer one is the head already: replicas may have left it.
 -- KEYS evaluation, evaluations, eval_prompts, run        ARGV version, description (JSON), holding (JSON), payloads...

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Steer a rollback: write fields of the one that is under way, unless another has begun or it has ended.
 -- KEYS rollback        ARGV the operation's id, now, field, value...
 -- Returns 1, or 0 when it is not under way.

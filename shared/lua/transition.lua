@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Transition: change the run's state if it is one of those allowed, and write down why.
 -- KEYS run, history        ARGV new state, reason, now, allowed states...
 -- Leaving `paused` for `running` adds what the pause took to `paused_s`.

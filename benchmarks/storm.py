@@ -1,0 +1,37 @@
+"""What faults cost: a seeded storm of kills, freezes, cuts, joins, leaves, pauses and rollbacks over a run of the arithmetic example.
+
+The same storm as the test (``tests/chaos``; it needs the extra ``dev``): it holds the audit, and fails where anything was lost. Recovery is
+the time from a fault's beginning (a pause: from its end) to the next commit, so it depends on how fast this machine starts a trainer.
+
+    python -m benchmarks.storm --seconds 150 --seed 6
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import logging
+import os
+import tempfile
+from pathlib import Path
+
+from tests.chaos.storm import storm
+
+
+def main() -> None:
+    """Print the figures as one JSON object, on the last line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=150.0)
+    parser.add_argument("--seed", type=int, default=6)
+    parser.add_argument("--folder", type=Path, default=None, help="keep the run here; default: it is removed")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    with tempfile.TemporaryDirectory(prefix="storm-") as scratch:
+        folder = arguments.folder or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        figures = asyncio.run(storm(folder, arguments.seed, arguments.seconds))
+    print(json.dumps({"benchmark": "storm", "cpus": os.cpu_count(), **dataclasses.asdict(figures)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""What must hold of a run, whatever happened to it: read from the bus, from what it wrote and from what was watched.
+
+::
+
+    audit_groups      every admitted group ended once, and the counters say what the audit says
+    audit_versions    the ledger is one tree without gaps, and nothing was served or sampled from that is not in it
+    Watcher           looks on while the run goes on: versions served, batches committed, entries delivered again
+"""
+
+import asyncio
+import contextlib
+import json
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from shared import wire
+from shared.bus import Bus
+from shared.ledger import Ledger
+from shared.messages import Experience, PolicyUpdate
+from shared.streams import AUDIT, JOURNAL, POLICY, TRAINING_STREAMS
+from shared.telemetry import heartbeats
+
+
+async def audit_groups(bus: Bus) -> dict[str, int]:
+    """Hold that every admitted group ended exactly once; return the counters."""
+    status, counts = await Ledger(bus).status(), await bus.counts()
+    rows = await bus.client.xrange(bus.keys.of(AUDIT))
+    endings = [(int(fields[b"id"]), fields[b"outcome"].decode()) for _, fields in rows]
+    assert sorted(group for group, _ in endings) == list(range(status.cursor)), "each admitted prompt ends once"
+    counted = Counter({name: count for name, count in counts.items() if name != "requeued"})
+    counted["trained"] += counted.pop("undone", 0)  # trained on a branch that was left
+    assert Counter(outcome for _, outcome in endings) == +counted, "the counters say what the audit says"
+    assert all(name.split(":")[0] in ("trained", "dropped", "dead") for name in counted)
+    assert sum(counted.values()) == status.cursor, "endings, undone ones among them, add up to the cursor"
+    assert [await bus.length(stream) for stream in TRAINING_STREAMS] == [0, 0, 0]
+    return counts
+
+
+async def audit_versions(bus: Bus) -> None:
+    """Hold that no number is skipped or used twice, and that each version becomes the head at most once."""
+    records = await Ledger(bus).policies()
+    assert [record.version for record in records] == list(range(len(records))), "no number is skipped or used twice"
+    steps = {record.version: record.step for record in records}
+    for record in records[1:]:
+        assert record.parent is not None
+        assert record.parent < record.version, "a parent is older than its child"
+        assert record.step - steps[record.parent] in (0, 1), (
+            "a version is one step after its parent, or its weights again"
+        )
+    promoted = [update.record.version for _, update in await bus.newest(POLICY, PolicyUpdate, 1000)]
+    assert len(promoted) == len(set(promoted)), "each version becomes the head once"
+
+
+def reward_means(folder: Path) -> list[float]:
+    """Return the mean reward of every reported step, in the order of the reports."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [float(json.loads(line)["reward_mean"]) for line in lines]
+
+
+class Watcher:
+    """Looks on past the proxy."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self.served: set[int] = set()
+        """Versions that replicas said they hold, or that wrote tokens of a committed batch."""
+        self.batches: list[tuple[int, frozenset[int]]] = []
+        """Each group of the journal that was seen: when it was committed, in ms of the server's clock, and versions of its tokens."""
+        self.deliveries: dict[tuple[str, str], int] = {}
+        """Entries that were seen in hands, and how often they were delivered."""
+        self.revocations: list[tuple[int, frozenset[int]]] = []
+        """From a moment of the server's clock on, these versions were revoked."""
+        self._seen = "-"
+
+    @contextlib.asynccontextmanager
+    async def watching(self) -> AsyncIterator["Watcher"]:
+        """Look on while the body runs."""
+        tasks = [asyncio.create_task(loop()) for loop in (self._read_journal, self._read_hands)]
+        try:
+            yield self
+        finally:
+            for task in tasks:
+                task.cancel()
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+        for error in ended:
+            if isinstance(error, Exception):
+                raise error
+
+    async def note_revoked(self) -> None:
+        """Note what is revoked now: from here on none of it may be committed."""
+        revoked = await Ledger(self._bus).revoked()
+        seconds, microseconds = await self._bus.call(self._bus.client.time)
+        self.revocations.append((1000 * seconds + microseconds // 1000 + 1, frozenset(map(int, revoked))))
+
+    async def audit(self) -> None:
+        """Hold that nothing unknown was served and nothing revoked was trained."""
+        known = {int(record.version) for record in await Ledger(self._bus).policies()}
+        assert self.served <= known, f"served but not in the ledger: {sorted(self.served - known)}"
+        for since_ms, revoked in self.revocations:
+            late = [versions for at_ms, versions in self.batches if at_ms >= since_ms and versions & revoked]
+            assert not late, f"trained after its version was revoked: {late[:3]}"
+
+    @property
+    def redone(self) -> int:
+        """How many deliveries, as far as they were seen, were not the first of their entry."""
+        return sum(times - 1 for times in self.deliveries.values())
+
+    async def _read_journal(self) -> None:
+        key = self._bus.keys.of(JOURNAL)
+        while True:
+            rows = await self._bus.call(lambda: self._bus.client.xrange(key, min=self._seen, count=200))
+            for entry, fields in rows:
+                self._seen = f"({entry.decode()}"
+                versions = frozenset(map(int, wire.decode(fields[b"data"], Experience).group.versions))
+                self.batches.append((int(entry.split(b"-")[0]), versions))
+                self.served |= versions
+            await asyncio.sleep(0.02)
+
+    async def _read_hands(self) -> None:
+        while True:
+            for stream in TRAINING_STREAMS:
+                rows = await self._bus.call(
+                    lambda stream=stream: self._bus.client.xpending_range(  # type: ignore[misc]
+                        self._bus.keys.of(stream), stream.group, min="-", max="+", count=200
+                    )
+                )
+                for row in rows:
+                    name = (stream.name, row["message_id"].decode())
+                    self.deliveries[name] = max(self.deliveries.get(name, 1), int(row["times_delivered"]))
+            self.served |= {int(beat.version) for beat in await heartbeats(self._bus) if beat.version is not None}
+            await asyncio.sleep(0.1)

@@ -1,0 +1,305 @@
+"""A real run, by default of the arithmetic example, that tests harm: ``penstock up``, services started by hand beside it, its bus.
+
+::
+
+    harness ──direct──▶ Valkey ◀── fault proxy ◀── every process of the run
+       │                  └ the harness's own: it may be killed, frozen, emptied, and started again
+       └── up ──▶ coordinator-0, rollout-0, …       └── by hand: rollout-7, coordinator-spare, …
+
+The harness looks at the bus past the proxy, so that what it sees is never harmed. ``bus=None`` leaves the bus to ``up`` (embedded).
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from shared import embedded
+from shared.bus import Bus
+from shared.ledger import Ledger, RunState
+from tests.conftest import until
+from tests.fault_proxy import FaultProxy
+
+ROOT = Path(__file__).parent.parent.parent
+RUN_ID = "chaos"
+FLAGS: Mapping[str, object] = {
+    "run.id": RUN_ID,
+    "run.steps": 100_000,
+    "sampling.group_size": 8,
+    "algorithm.groups_per_step": 8,
+    "algorithm.max_lag": 2,
+    "bus.claim_after_s": 2,
+    "bus.drain_s": 5,
+    "telemetry.heartbeat_s": 0.5,
+    "trainer.checkpoint_every_steps": 5,
+    "trainer.keep_last": 3,
+    "evaluation.every_steps": 100_000,
+}
+PATIENCE_S = 180.0
+"""How long anything may take on a machine that is loaded. A wait ends with its condition."""
+
+
+class TcpServer:
+    """A Valkey, or the Redis that ``binary`` is, on a port of this machine; it may be harmed."""
+
+    def __init__(self, data: Path, binary: str = "") -> None:
+        self.data = data
+        self.port = free_port()
+        self.url = f"redis://127.0.0.1:{self.port}"
+        self._binary = binary
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        words = embedded.command(Path("unused"), self.data)
+        found = dict(zip(words[1::2], words[2::2], strict=True))
+        for name in ("--unixsocket", "--unixsocketperm"):
+            found.pop(name)
+        found |= {"--port": str(self.port), "--bind": "127.0.0.1"}
+        command = [self._binary or words[0], *(word for pair in found.items() for word in pair)]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def send(self, number: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(30)
+
+    def empty(self) -> None:
+        """Forget everything; only while it does not run."""
+        shutil.rmtree(self.data)
+
+
+class Run:
+    """One run: ``up``, and what was started by hand beside it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        bus_url: str | None = None,
+        flags: Mapping[str, object] | None = None,
+        config: str = "config/arithmetic.toml",
+    ) -> None:
+        self.folder = folder / RUN_ID
+        self._bus_url = bus_url
+        values = {**FLAGS, **(flags or {}), "run.folder": folder}
+        if bus_url is not None:
+            values["bus.url"] = bus_url
+        self._output = folder / "up.txt"
+        self._by_hand: dict[str, subprocess.Popen[bytes]] = {}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "services", "up", config, *(f"--{n}={v}" for n, v in values.items())],
+            cwd=ROOT, stdout=self._output.open("w"), stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    # ---------------------------------------------------------------- its processes
+
+    def table(self) -> dict[str, Any]:
+        """Return what ``up`` says of its processes."""
+        with contextlib.suppress(OSError, ValueError):
+            return dict(json.loads((self.folder / "up.json").read_text()))
+        return {"processes": []}
+
+    def pid(self, name: str) -> int | None:
+        """Return the process of a name, where it runs now."""
+        if name in self._by_hand:
+            return self._by_hand[name].pid
+        return next((row["pid"] for row in self.table()["processes"] if row["name"] == name), None)
+
+    def names(self, service: str) -> list[str]:
+        """Return the processes of a service that run now."""
+        theirs = [row["name"] for row in self.table()["processes"] if row["service"] == service and row["pid"]]
+        return theirs + [
+            name for name, process in self._by_hand.items() if name.startswith(service) and process.poll() is None
+        ]
+
+    def send(self, name: str, number: int) -> bool:
+        """Send a signal; False when there is no such process now."""
+        pid = self.pid(name)
+        if pid is None:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+            return True
+        return False
+
+    def join(self, service: str, name: str) -> None:
+        """Start one more replica by hand, from the run's own settings."""
+        log = (self.folder / "logs" / f"{name}.log").open("ab")
+        command = [sys.executable, "-m", f"services.{service}", "--config", str(self.folder / "settings.toml")]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        self._by_hand[name] = subprocess.Popen(
+            [*command, "--replica", name], cwd=ROOT, env=environment, stdout=log, stderr=log
+        )
+        log.close()
+
+    async def left(self, name: str) -> int:
+        """Wait until a process that was started by hand is gone; return its exit code."""
+        process = self._by_hand[name]
+        await until(lambda: process.poll() is not None, timeout_s=PATIENCE_S)
+        del self._by_hand[name]
+        return int(process.returncode)
+
+    def check(self) -> None:
+        """Fail with all logs when the run ended early."""
+        if self.process.poll() is not None:
+            pytest.fail(f"`penstock up` ended early ({self.process.returncode}):\n{self.report()}")
+
+    def report(self) -> str:
+        """Return what ``up`` printed and the end of every log."""
+        logs = [f"--- {path.name}\n{path.read_text()[-1500:]}" for path in sorted((self.folder / "logs").glob("*.log"))]
+        return "\n".join([self._output.read_text()[-3000:], *logs])
+
+    def close(self) -> None:
+        """End everything."""
+        for process in self._by_hand.values():
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+            process.wait(30)
+        if self.process.poll() is None:
+            for row in self.table()["processes"]:
+                with contextlib.suppress(ProcessLookupError, TypeError):
+                    os.kill(row["pid"], signal.SIGCONT)
+            self.process.terminate()
+            try:
+                self.process.wait(40)
+            except subprocess.TimeoutExpired:
+                self.process.terminate()  # the second time: at once
+                self.process.wait(20)
+
+    # ---------------------------------------------------------------- its API
+
+    async def ask(self, method: str, path: str, body: Mapping[str, object] | None = None) -> httpx.Response | None:
+        """Ask whoever answers; None when nobody does now."""
+        with contextlib.suppress(OSError, ValueError, httpx.HTTPError):
+            url = json.loads((self.folder / "coordinator.json").read_text())["url"]
+            async with httpx.AsyncClient(base_url=url, timeout=10.0, trust_env=False) as client:
+                return await client.request(method, path, json=body)
+        return None
+
+    async def command(self, path: str, body: Mapping[str, object] | None = None) -> dict[str, Any]:
+        """POST until it is done; return the answer."""
+        found: dict[str, Any] = {}
+
+        async def done() -> bool:
+            self.check()
+            answer = await self.ask("POST", path, body)
+            if answer is None or not answer.is_success:
+                return False
+            found.update(answer.json())
+            return True
+
+        await until(done, timeout_s=PATIENCE_S)
+        return found
+
+    # ---------------------------------------------------------------- its progress
+
+    async def connect(self, url: str | None = None) -> Bus:
+        """Return a bus of our own: past the proxy where ``url`` says so."""
+
+        def started() -> bool:
+            self.check()
+            return "bus" in self.table()
+
+        await until(started, timeout_s=PATIENCE_S)
+        bus = await Bus.connect(url or str(self.table()["bus"]), RUN_ID, wait_s=PATIENCE_S)
+        bus.wait_for_ever()
+        return bus
+
+    async def more_steps(self, bus: Bus, count: int) -> None:
+        """Wait until ``count`` more steps are committed: work goes on, with entries in every hand."""
+        ledger = Ledger(bus)
+        goal = (await ledger.status()).step + count
+
+        async def reached() -> bool:
+            self.check()
+            return (await ledger.status()).step >= goal
+
+        await until(reached, timeout_s=PATIENCE_S)
+
+    async def stop(self) -> None:
+        """End the run for good, and see ``up`` end."""
+        await self.command("/v1/run/stop", {"reason": "the test is over"})
+        assert await asyncio.to_thread(self.process.wait, PATIENCE_S) == 0, self.report()
+
+
+@contextlib.asynccontextmanager
+async def running(
+    folder: Path,
+    bus_url: str | None = None,
+    flags: Mapping[str, object] | None = None,
+    config: str = "config/arithmetic.toml",
+) -> AsyncIterator[Run]:
+    """A run that is ended with the body."""
+    run = Run(folder, bus_url, flags, config)
+    try:
+        yield run
+    finally:
+        await asyncio.to_thread(run.close)
+
+
+@contextlib.asynccontextmanager
+async def harmed(
+    folder: Path, seed: int = 0, flags: Mapping[str, object] | None = None
+) -> AsyncIterator[tuple[Run, TcpServer, FaultProxy, Bus]]:
+    """A run behind a proxy, its Valkey, and our own way to it."""
+    server = TcpServer(folder / "valkey")
+    server.start()
+    proxy = FaultProxy("127.0.0.1", server.port, seed)
+    bus = None
+    try:
+        await until(lambda: answers(server.port), timeout_s=PATIENCE_S)
+        url = f"redis://127.0.0.1:{await proxy.start()}"
+        async with running(folder, url, flags) as run:
+            bus = await run.connect(server.url)
+            yield run, server, proxy, bus
+    finally:
+        if bus is not None:
+            await bus.close()
+        await proxy.close()
+        server.kill()
+
+
+@contextlib.asynccontextmanager
+async def left_behind(run: Run) -> AsyncIterator[Bus]:
+    """The bus of a run that is over, from what its embedded Valkey left on disk."""
+    server = TcpServer(run.folder / "valkey")
+    server.start()
+    try:
+        bus = await Bus.connect(server.url, RUN_ID, wait_s=20.0)
+        yield bus
+        await bus.close()
+    finally:
+        server.kill()
+
+
+def free_port() -> int:
+    """Return a port that nobody has now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def answers(port: int) -> bool:
+    """Whether something listens there."""
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+        return True
+    return False
+
+
+async def is_in(bus: Bus, state: RunState) -> bool:
+    """Whether the run is in ``state``."""
+    return (await Ledger(bus).status()).state is state

@@ -1,0 +1,295 @@
+"""A storm: random faults, one after the other, on a real run; afterwards nothing is lost and learning has gone on.
+
+::
+
+    draw a fault from the seed's deck ──▶ do it ──▶ wait for the next commit (its recovery) ──▶ wait for one more ──▶ again
+    at the end: two commits in calm ──▶ stop ──▶ audit ──▶ figures
+
+The seed fixes the order of faults and what they strike; when they strike depends on how fast the machine works. Every kind comes
+once before any comes twice.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import random
+import signal
+import statistics
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from shared.bus import Bus
+from shared.ledger import ENDED, Ledger, PolicyState
+from tests.chaos.audit import Watcher, audit_groups, audit_versions, reward_means
+from tests.chaos.run import PATIENCE_S, Run, TcpServer, answers, harmed
+from tests.conftest import until
+from tests.fault_proxy import FaultProxy
+
+log = logging.getLogger(__name__)
+
+_REWARDED_STEPS = 10
+_LEASE_S = 4.0
+"""Longer than a coordinator's lease: one that is frozen so long is followed."""
+_CLAIM_S = 3.0
+"""Longer than bus.claim_after_s of these runs: entries of a replica that is frozen so long are taken over."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Figures:
+    """What a storm did and what it cost."""
+
+    seed: int
+    seconds: float
+    faults: dict[str, int]
+    recovery_p50_s: float
+    recovery_p95_s: float
+    slowest: str
+    """The fault with the longest recovery."""
+    steps: int
+    groups_admitted: int
+    groups_trained: int
+    groups_undone: int
+    """Trained on a branch that a rollback left."""
+    groups_redone: int
+    """Deliveries that were not the first of their entry, as far as they were seen."""
+    groups_lost: int
+    versions: int
+    batches_watched: int
+    reward_first: float
+    reward_last: float
+
+
+class Storm:
+    """The faults of one storm."""
+
+    def __init__(self, run: Run, server: TcpServer, proxy: FaultProxy, bus: Bus, watcher: Watcher, seed: int) -> None:
+        self._run = run
+        self._server = server
+        self._proxy = proxy
+        self._bus = bus
+        self._ledger = Ledger(bus)
+        self._watcher = watcher
+        self._random = random.Random(seed)
+        self._joined = 0
+        self._faults: dict[str, Callable[[], Awaitable[None]]] = {
+            "kill rollout": lambda: self._kill("rollout"),
+            "kill reward": lambda: self._kill("reward"),
+            "kill trainer": lambda: self._kill("trainer"),
+            "kill the leader": self._kill_leader,
+            "kill the bus": self._kill_bus,
+            "freeze rollout": lambda: self._freeze("rollout", _CLAIM_S),
+            "freeze the leader": self._freeze_leader,
+            "freeze the bus": self._freeze_bus,
+            "cut": self._cut,
+            "cut replies": self._cut_replies,
+            "silence": self._silence,
+            "delay": self._delay,
+            "join": self._join,
+            "leave": self._leave,
+            "pause": self._pause,
+            "cordon": self._cordon,
+            "roll back": self._roll_back,
+        }
+        self.recoveries: list[tuple[str, float]] = []
+        """Each fault and the seconds from its beginning (a pause: from its end) to the next commit."""
+        self._since_s = 0.0
+
+    async def rage(self, length_s: float) -> None:
+        """Do one fault after the other for ``length_s``."""
+        end_s = time.monotonic() + length_s
+        deck: list[str] = []
+        while time.monotonic() < end_s:
+            if not deck:
+                deck = sorted(self._faults)
+                self._random.shuffle(deck)
+            await self._strike(deck.pop())
+
+    async def _strike(self, name: str) -> None:
+        self._since_s = time.time()
+        log.warning("fault %d: %s", len(self.recoveries) + 1, name)
+        try:
+            async with asyncio.timeout(2 * PATIENCE_S):
+                await self._faults[name]()
+                committed_s = await self._committed_after(self._since_s)
+                self.recoveries.append((name, committed_s - self._since_s))
+                await self._run.more_steps(self._bus, 1)
+        except TimeoutError as error:
+            status = await self._ledger.status()
+            before = ", ".join(fault for fault, _ in self.recoveries[-3:])
+            raise AssertionError(
+                f"no commit after fault {len(self.recoveries) + 1} ({name}; before it: {before}); {status}\n{self._run.report()}"
+            ) from error
+
+    async def _committed_after(self, since_s: float) -> float:
+        async def committed() -> bool:
+            self._run.check()
+            return ((await self._ledger.status()).last_commit_s or 0.0) > since_s
+
+        await until(committed, timeout_s=PATIENCE_S)
+        return (await self._ledger.status()).last_commit_s or 0.0
+
+    # ---------------------------------------------------------------- kill
+
+    def _one(self, service: str) -> str:
+        return self._random.choice(sorted(self._run.names(service)) or [f"{service}-0"])
+
+    async def _kill(self, service: str) -> None:
+        name = self._one(service)
+        await until(lambda: self._run.send(name, signal.SIGKILL), timeout_s=PATIENCE_S)
+
+    async def _leader(self) -> str:
+        found = ""
+
+        async def led() -> bool:
+            nonlocal found
+            name = await self._bus.call(lambda: self._bus.client.hget(self._bus.keys.lease, "replica"))
+            found = "" if name is None else name.decode()
+            return bool(found)
+
+        await until(led, timeout_s=PATIENCE_S)
+        return found
+
+    async def _kill_leader(self) -> None:
+        name = await self._leader()
+        self._run.send(name, signal.SIGKILL)
+        if name == "coordinator-spare":
+            await self._run.left(name)
+            self._run.join("coordinator", name)
+
+    async def _kill_bus(self) -> None:
+        self._server.kill()
+        self._server.start()
+        await until(lambda: answers(self._server.port), timeout_s=PATIENCE_S)
+
+    # ---------------------------------------------------------------- freeze
+
+    async def _freeze(self, service: str, seconds: float) -> None:
+        await self._freeze_process(self._one(service), seconds)
+
+    async def _freeze_process(self, name: str, seconds: float) -> None:
+        pid = self._run.pid(name)
+        self._run.send(name, signal.SIGSTOP)
+        await asyncio.sleep(seconds)
+        if self._run.pid(name) == pid:
+            self._run.send(name, signal.SIGCONT)
+
+    async def _freeze_leader(self) -> None:
+        await self._freeze_process(await self._leader(), _LEASE_S)
+
+    async def _freeze_bus(self) -> None:
+        self._server.send(signal.SIGSTOP)
+        await asyncio.sleep(_LEASE_S)
+        self._server.send(signal.SIGCONT)
+
+    # ---------------------------------------------------------------- the network
+
+    async def _cut(self) -> None:
+        for _ in range(self._random.randint(1, 5)):
+            self._proxy.cut()
+            await asyncio.sleep(self._random.uniform(0.05, 0.3))
+
+    async def _cut_replies(self) -> None:
+        for _ in range(self._random.randint(1, 5)):
+            self._proxy.cut_replies()
+            await asyncio.sleep(self._random.uniform(0.05, 0.3))
+
+    async def _silence(self) -> None:
+        self._proxy.silence()
+        await asyncio.sleep(_LEASE_S)
+        self._proxy.end_silence()
+
+    async def _delay(self) -> None:
+        self._proxy.delay_s = 0.05
+        await asyncio.sleep(2.0)
+        self._proxy.delay_s = 0.0
+
+    # ---------------------------------------------------------------- people
+
+    async def _join(self) -> None:
+        service = self._random.choice(("rollout", "reward"))
+        self._joined += 1
+        self._run.join(service, f"{service}-joined-{self._joined}")
+
+    async def _leave(self) -> None:
+        joined = [name for service in ("rollout", "reward") for name in self._run.names(service) if "joined" in name]
+        if not joined:
+            await self._join()
+            return
+        name = self._random.choice(joined)
+        self._run.send(name, self._random.choice((signal.SIGTERM, signal.SIGKILL)))
+        await self._run.left(name)
+
+    async def _pause(self) -> None:
+        await self._run.command("/v1/run/pause", {"reason": "the storm"})
+        await asyncio.sleep(self._random.uniform(0.5, 2.0))
+        await self._run.command("/v1/run/resume")
+        self._since_s = time.time()
+
+    async def _cordon(self) -> None:
+        name = self._random.choice(("rollout-0", "rollout-1"))
+        await self._run.command(f"/v1/services/{name}/cordon")
+        await asyncio.sleep(self._random.uniform(0.5, 2.0))
+        await self._run.command(f"/v1/services/{name}/uncordon")
+
+    async def _roll_back(self) -> None:
+        """Go back to the newest checkpoint that is not the tip."""
+
+        async def accepted() -> bool:
+            self._run.check()
+            tip, states = (await self._ledger.status()).tip, await self._ledger.policy_states()
+            kept = [
+                v for v in await self._ledger.checkpoints() if states.get(v) is not PolicyState.REVOKED and v != tip
+            ]
+            if not kept:
+                return False
+            answer = await self._run.ask("POST", f"/v1/policies/{max(kept)}/rollback", {"reason": "the storm"})
+            return answer is not None and answer.status_code == 202
+
+        await until(accepted, timeout_s=PATIENCE_S)
+        await self._watcher.note_revoked()
+
+
+async def storm(folder: Path, seed: int, length_s: float) -> Figures:
+    """Storm for ``length_s`` over a new run in ``folder``; hold what must hold, and return the figures."""
+    async with harmed(folder, seed) as (run, server, proxy, bus):
+        watcher = Watcher(bus)
+        async with watcher.watching():
+            await run.more_steps(bus, 5)
+            run.join("coordinator", "coordinator-spare")
+            raging = Storm(run, server, proxy, bus, watcher, seed)
+            started_s = time.monotonic()
+            await raging.rage(length_s)
+            seconds = time.monotonic() - started_s
+            await run.more_steps(bus, 2)
+            await run.stop()
+        assert (await Ledger(bus).status()).state in ENDED
+        return await _figures(bus, run, raging, watcher, seed, seconds)
+
+
+async def _figures(bus: Bus, run: Run, raging: Storm, watcher: Watcher, seed: int, seconds: float) -> Figures:
+    counts = await audit_groups(bus)
+    await audit_versions(bus)
+    await watcher.audit()
+    status, records, rewards = await Ledger(bus).status(), await Ledger(bus).policies(), reward_means(run.folder)
+    recoveries = sorted(raging.recoveries, key=lambda found: found[1])
+    times = [found_s for _, found_s in recoveries]
+    return Figures(
+        seed=seed,
+        seconds=round(seconds, 1),
+        faults=dict(sorted(Counter(name for name, _ in recoveries).items())),
+        recovery_p50_s=round(statistics.median(times), 2),
+        recovery_p95_s=round(times[min(len(times) - 1, int(0.95 * len(times)))], 2),
+        slowest=f"{recoveries[-1][0]}: {recoveries[-1][1]:.1f} s",
+        steps=status.step,
+        groups_admitted=status.cursor,
+        groups_trained=counts.get("trained", 0),
+        groups_undone=counts.get("undone", 0),
+        groups_redone=watcher.redone,
+        groups_lost=status.cursor - sum(count for name, count in counts.items() if name != "requeued"),
+        versions=len(records),
+        batches_watched=len(watcher.batches),
+        reward_first=round(statistics.mean(rewards[:_REWARDED_STEPS]), 4),
+        reward_last=round(statistics.mean(rewards[-_REWARDED_STEPS:]), 4),
+    )

@@ -1,0 +1,116 @@
+"""Laws of a running run whose server goes away: frozen, empty when it is back, or replaced by its replica."""
+
+import asyncio
+import contextlib
+import signal
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from shared import connection
+from shared.bus import Bus
+from shared.ledger import Ledger
+from shared.messages import Event
+from shared.streams import EVENTS
+from tests.chaos.audit import audit_groups, audit_versions
+from tests.chaos.run import PATIENCE_S, RUN_ID, Run, TcpServer, answers, free_port, harmed, running
+from tests.conftest import need, until
+
+FROZEN_S = 7.0
+"""Longer than the lease (3 s), heartbeats' TTL (2.5 s), bus.claim_after_s (2 s) and bus.drain_s (5 s) of these runs; shorter than a
+connection's timeout (30 s), which the fault proxy's cuts stand for."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_a_server_that_comes_back_empty_costs_what_was_in_flight_and_no_more(tmp_path: Path) -> None:
+    async with harmed(tmp_path) as (run, server, _, bus):
+        await run.more_steps(bus, 6)
+        await _freeze(server)
+        await run.more_steps(bus, 2)
+        await until(lambda: _has_checkpoint(bus), timeout_s=PATIENCE_S)
+        before = [record.version for record in await Ledger(bus).policies()]
+        server.kill()
+        server.empty()
+        server.start()
+        await until(lambda: answers(server.port), timeout_s=PATIENCE_S)
+        await until(lambda: _is_restored(run, bus), timeout_s=PATIENCE_S)
+        await run.more_steps(bus, 3)
+        await run.stop()
+        status, counts = await Ledger(bus).status(), await bus.counts()
+        assert counts["dropped:bus_lost"] >= 1
+        assert sum(count for name, count in counts.items() if name != "requeued") == status.cursor
+        assert counts["trained"] == status.step * 8
+        assert min(record.version for record in await Ledger(bus).policies()) > max(before), "no number is used again"
+
+
+async def _freeze(server: TcpServer) -> None:
+    server.send(signal.SIGSTOP)
+    await asyncio.sleep(FROZEN_S)
+    server.send(signal.SIGCONT)
+
+
+async def _has_checkpoint(bus: Bus) -> bool:
+    return bool(await Ledger(bus).checkpoints())
+
+
+async def _is_restored(run: Run, bus: Bus) -> bool:
+    run.check()
+    return "run restored" in [event.name for _, event in await bus.newest(EVENTS, Event, 1000)]
+
+
+@contextlib.asynccontextmanager
+async def watched(folder: Path) -> AsyncIterator[tuple[TcpServer, str]]:
+    """A primary, its replica and a sentinel that watches over them, all Debian's Redis; yields the primary and the bus URL."""
+    binary, port = need("redis-server", "redis-server"), free_port()
+    primary = TcpServer(folder / "primary", binary)
+    replica = TcpServer(folder / "replica", binary)
+    lines = [
+        f"port {port}",
+        f"sentinel monitor penstock 127.0.0.1 {primary.port} 1",
+        "sentinel down-after-milliseconds penstock 1500",
+        "sentinel failover-timeout penstock 10000",
+    ]
+    (folder / "sentinel.conf").write_text("\n".join(lines))
+    primary.start()
+    replica.start()
+    sentinel = subprocess.Popen(
+        [need("redis-sentinel", "redis-sentinel"), "sentinel.conf"], cwd=folder, stdout=subprocess.DEVNULL
+    )
+    try:
+        for number in (primary.port, replica.port, port):
+            await until(lambda number=number: answers(number), timeout_s=PATIENCE_S)
+        client = connection.open_client(replica.url)
+        await client.execute_command("REPLICAOF", "127.0.0.1", str(primary.port))
+        await connection.close_client(client)
+        yield primary, f"redis+sentinel://127.0.0.1:{port}/penstock"
+    finally:
+        sentinel.kill()
+        sentinel.wait(30)
+        primary.kill()
+        replica.kill()
+
+
+@pytest.mark.debian
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_a_run_goes_on_with_the_replica_that_sentinel_makes_the_primary(tmp_path: Path) -> None:
+    async with watched(tmp_path) as (primary, url), running(tmp_path, url) as run:
+        bus = await run.connect(url)
+        await run.more_steps(bus, 2)
+        await until(lambda: _has_replica(primary), timeout_s=PATIENCE_S)
+        primary.kill()
+        await run.more_steps(bus, 3)
+        await run.stop()
+        await audit_groups(bus)
+        await audit_versions(bus)
+        await bus.close()
+
+
+async def _has_replica(primary: TcpServer) -> bool:
+    bus = await Bus.connect(primary.url, RUN_ID, wait_s=PATIENCE_S)
+    found = await bus.client.info("replication")
+    await bus.close()
+    return any(isinstance(row, dict) and row.get("state") == "online" for row in found.values())

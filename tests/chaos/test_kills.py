@@ -1,0 +1,77 @@
+"""The law of the whole, one kill after the other: every admitted prompt ends exactly once and no version number is used twice.
+
+A run on two trainer ranks whose bus is ``up``'s own. A rollout replica, the reward, a trainer rank, the coordinator and Valkey are
+killed by SIGKILL in mid-work, and one replica is frozen for longer than its entries are kept. Afterwards the audit is read from what
+Valkey left on disk.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shared.bus import Bus
+from shared.ledger import Ledger, RunState
+from shared.messages import Event
+from shared.streams import EVENTS
+from tests.chaos.audit import audit_groups, audit_versions
+from tests.chaos.run import PATIENCE_S, Run, left_behind, running
+
+STEPS, GROUPS, CHECKPOINT_EVERY = 60, 8, 7
+FLAGS = {"run.steps": STEPS, "trainer.ranks": 2, "trainer.checkpoint_every_steps": CHECKPOINT_EVERY}
+
+
+async def _kill_rank(run: Run, bus: Bus) -> None:
+    """Kill the last rank where the newest checkpoint is behind the ledger, so that there is something to replay."""
+    pid = run.pid("trainer-0")
+    assert pid is not None
+    ranks = [child for child in psutil.Process(pid).children() if "services.trainer" in child.cmdline()]
+    killed = False
+    while not killed:
+        for rank in ranks:
+            rank.suspend()
+        if killed := (await Ledger(bus).status()).step % CHECKPOINT_EVERY != 0:
+            ranks.pop().kill()
+        for rank in ranks:
+            rank.resume()
+        if not killed:
+            await run.more_steps(bus, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_whatever_is_killed_every_prompt_ends_once_and_no_version_is_reused(tmp_path: Path) -> None:
+    async with running(tmp_path, flags=FLAGS) as run:
+        bus = await run.connect()
+        await run.more_steps(bus, 3)
+        frozen = run.pid("rollout-1")
+        assert frozen is not None
+        os.kill(frozen, signal.SIGSTOP)
+        for name in ("rollout-0", "reward-0", "coordinator-0", "trainer-0", "valkey"):
+            if name == "trainer-0":
+                await _kill_rank(run, bus)
+            else:
+                assert run.send(name, signal.SIGKILL)
+            await run.more_steps(bus, 4)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(frozen, signal.SIGCONT)
+        await bus.close()
+        assert await asyncio.to_thread(run.process.wait, PATIENCE_S) == 0, run.report()
+    async with left_behind(run) as bus:
+        await _audit(bus, run.folder)
+
+
+async def _audit(bus: Bus, folder: Path) -> None:
+    status = await Ledger(bus).status()
+    assert (status.state, status.step) == (RunState.FINISHED, STEPS)
+    counts = await audit_groups(bus)
+    assert counts["trained"] == STEPS * GROUPS
+    await audit_versions(bus)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1)), "a replayed step is not reported again"
+    assert "journal replayed" in [event.name for _, event in await bus.newest(EVENTS, Event, 10_000)]
