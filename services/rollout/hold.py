@@ -28,6 +28,8 @@ class Hold:
         self._replica = replica
         self._seen: Holding | None = None
         self._until_s = 0.0
+        self._untold = False
+        """Whether somebody who looked in between saw a change that ``run`` has not told: it may be over by its next look."""
 
     @property
     def version(self) -> PolicyVersion | None:
@@ -42,6 +44,7 @@ class Hold:
         known = self._seen
         if found is not None and (known is None or known.version != found.version):
             self._until_s = time.monotonic() + found.timeout_s
+        self._untold |= found != known
         self._seen = found
 
     async def run(self, changed: Callable[[], Awaitable[None]]) -> None:
@@ -49,8 +52,8 @@ class Hold:
         told: PolicyVersion | None = None
         while True:
             await self.refresh()
-            if self.version != told:
-                told = self.version
+            if self._untold or self.version != told:
+                told, self._untold = self.version, False
                 HELD_VERSION.set(-1 if told is None else told)
                 await changed()
             await asyncio.sleep(_LOOK_S)
