@@ -159,8 +159,7 @@ class Gate:
         await tell(self._bus, SOURCE, "accuracy fell", detail, version=int(fallen.version), action=action)
 
     async def _remember(self, fallen: Evaluation, action: str) -> None:
-        key = self._bus.keys.gate
-        await self._bus.call(lambda: self._bus.client.hset(key, str(fallen.version), action))
+        await self._bus.write(self._bus.keys.gate, "HSET", str(fallen.version), action)
 
     async def _done(self) -> dict[PolicyVersion, str]:
         raw = await self._bus.call(lambda: self._bus.client.hgetall(self._bus.keys.gate))
