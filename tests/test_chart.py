@@ -514,7 +514,7 @@ def test_checkov_finds_nothing_but_what_is_accepted_with_a_reason(tmp_path: Path
     manifest = tmp_path / "manifest.yaml"
     manifest.write_text(yaml.safe_dump_all([*release.objects, *release.hooks]))
     command = [
-        checkov,
+        *checkov,
         "-f",
         str(manifest),
         "--framework",
@@ -533,7 +533,9 @@ def test_checkov_finds_nothing_but_what_is_accepted_with_a_reason(tmp_path: Path
     assert ACCEPTED.keys() == {one[0] for one in wrong}  # what is accepted in vain goes
 
 
-def need_checkov() -> str:
-    """Return checkov's path: beside the checkout, where .ci/run puts it, or wherever the shell finds it."""
-    own = ROOT / ".venv-checkov/bin/checkov"
-    return str(own) if own.exists() else need("checkov", "checkov, which `pip install -r .ci/checkov.txt` brings")
+def need_checkov() -> tuple[str, ...]:
+    """Return what starts checkov: beside the checkout, where .ci/run puts it, or wherever the shell finds it."""
+    own = ROOT / ".venv-checkov/bin"
+    if (own / "checkov").exists():
+        return str(own / "python"), str(own / "checkov")  # a script's first line cannot hold a path with a space
+    return (need("checkov", "checkov, which `pip install -r .ci/checkov.txt` brings"),)
