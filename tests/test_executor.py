@@ -1,6 +1,7 @@
 """The executor: what it says of programs, what it does when something dies, and that it leaves nothing behind."""
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import shutil
@@ -38,7 +39,7 @@ from tests.conftest import need, until
 from tests.executor_process import ROOT, Running, arguments, desk, interpreter_for_landlock, running
 
 LANDLOCK = ("--reward.executor.isolation", "landlock", "--reward.executor.profiles", '["stdlib"]')
-JOBS = 10_000
+JOBS = int(os.environ.get("PENSTOCK_EXECUTOR_JOBS", "3000"))
 
 
 @pytest.fixture(scope="module")
@@ -335,9 +336,9 @@ async def test_a_client_finds_an_executor_that_came_back_and_says_so_while_there
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-async def test_ten_thousand_programs_leave_no_process_descriptor_memory_or_file() -> None:
+async def test_thousands_of_programs_leave_no_process_descriptor_memory_or_file() -> None:
     need("bwrap", "bubblewrap")
-    flags = ("--reward.executor.recycle_after", "3000", "--reward.executor.profiles", '["stdlib"]')
+    flags = ("--reward.executor.recycle_after", str(3 * JOBS // 10), "--reward.executor.profiles", '["stdlib"]')
     with running(*flags, "--reward.executor.check_every_s", "1000") as found:
         client = ExecutorClient(found.address)
 
@@ -372,7 +373,7 @@ def _held(found: Running) -> dict[str, int]:
         "processes": len(processes),
         "descriptors": processes[0].num_fds(),
         "memory": processes[0].memory_info().rss,
-        "files": sum(1 for folder in ("/dev/shm", str(found.secret.parent)) for _ in Path(folder).iterdir()),
+        "files": _owned(Path("/dev/shm")) + sum(1 for _ in found.secret.parent.iterdir()),
     }
 
 
@@ -399,3 +400,13 @@ def test_up_starts_an_executor_only_where_a_scorer_needs_it(tmp_path: Path, monk
     assert (found.name, dict(found.environment)) == ("executor", {"PATH": "/bin"})
     elsewhere = Settings.model_validate({"run": {"id": "a"}, "reward": {"executor": {"address": "executor:7000"}}})
     assert plan.executor(elsewhere, tmp_path, environment) == []
+
+
+def _owned(folder: Path) -> int:
+    """Files there of the user that programs run as: others use the folder too."""
+    user = 65_534 if os.getuid() == 0 else os.getuid()
+    found = 0
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found += path.stat().st_uid == user
+    return found

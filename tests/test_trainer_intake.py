@@ -10,7 +10,8 @@ import pytest
 
 from services.trainer.intake import CONSUMER, Intake
 from shared import wire
-from shared.bus import Bus
+from shared.bus import Bus, Delivery
+from shared.ledger import Ledger
 from shared.live import Live
 from shared.messages import Experience, PolicyVersion, Prompt
 from shared.settings import Settings
@@ -71,6 +72,27 @@ async def test_a_stale_group_is_dropped_and_counted(bus: Bus) -> None:
     assert batch is not None
     assert [taken.experience.group.prompt.group_id for taken in batch] == [1, 2]
     assert await bus.counts() == {"dropped:stale": 1}
+
+
+async def test_what_arrives_while_others_are_let_go_is_looked_at_before_it_is_trained(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await Ledger(bus).revoke(V(7))
+    await put(bus, 0, version=7)
+    await put(bus, 1, version=0)
+    intake = Intake(bus, Live(bus, settings()), {V(0): 0, V(7): 0})
+    drop = intake._drop
+
+    async def drop_while_another_arrives(delivery: Delivery[Experience], reason: str, detail: str) -> None:
+        if delivery.group_id == "0":
+            await put(bus, 2, version=7)
+            await until(lambda: 2 in intake._held)
+        await drop(delivery, reason, detail)
+
+    monkeypatch.setattr(intake, "_drop", drop_while_another_arrives)
+    async with filling(intake):
+        assert await intake.next_batch(0, wait_s=1.0) is None
+    assert await bus.counts() == {"dropped:fenced": 2}
 
 
 async def test_a_requeued_group_goes_back_to_the_prompts_for_the_newest_weights_and_has_not_ended(bus: Bus) -> None:

@@ -125,11 +125,10 @@ class Intake:
         deadline_s = time.monotonic() + wait_s
         while True:
             self._arrived.clear()
-            if len(self._held) >= self._settings.algorithm.groups_per_step:
-                await self._sort_out(step)
-            if len(self._held) >= self._settings.algorithm.groups_per_step:
-                oldest = sorted(self._held)[: self._settings.algorithm.groups_per_step]
-                return [self._held[group_id] for group_id in oldest]
+            wanted = self._settings.algorithm.groups_per_step
+            fresh = await self._sort_out(step) if len(self._held) >= wanted else []
+            if len(fresh) >= wanted:
+                return [self._held[group_id] for group_id in sorted(fresh)[:wanted]]
             try:
                 async with asyncio.timeout(deadline_s - time.monotonic()):
                     await self._arrived.wait()
@@ -148,19 +147,23 @@ class Intake:
             await self._drop(taken.delivery, reason, detail)
         self.release(batch)
 
-    async def _sort_out(self, step: int) -> None:
+    async def _sort_out(self, step: int) -> list[GroupId]:
+        """Let go what is stale or fenced; return what is fresh. What arrives meanwhile is not looked at, so it is neither."""
         revoked = await self._ledger.revoked()
         max_lag = self._settings.algorithm.max_lag
+        fresh: list[GroupId] = []
         for group_id, taken in list(self._held.items()):
             group = taken.experience.group
             verdict = judge(group, step, self._steps_of_versions, revoked, max_lag)
             if verdict == "fresh":
+                fresh.append(group_id)
                 continue
             del self._held[group_id]
             if verdict == "stale" and self._settings.algorithm.on_stale == "requeue":
                 await self._requeue(taken)
             else:
                 await self._drop(taken.delivery, verdict, f"oldest version {group.oldest_version} at step {step}")
+        return fresh
 
     async def _requeue(self, taken: Taken) -> None:
         prompt = taken.experience.group.prompt
