@@ -191,7 +191,8 @@ async def test_a_matcher_that_stands_still_is_no_verdict_on_the_answer(bus: Bus,
     assert matchers
     for matcher in matchers:
         matcher.suspend()
-    group = builders.group(0, ("\\sqrt{2116}", "\\sqrt{2209}"))
+    sentences = ("it is $\\sqrt{2116}$", "it is $\\sqrt{2209}$")  # go through computer algebra
+    group = builders.group(0, sentences)
     await bus.append(ROLLOUTS, {"id": "0", "data": wire.encode(group)})
     async with working(replica):
         await until(lambda: replica.status.state == "degraded", timeout_s=20.0)

@@ -228,6 +228,6 @@ def test_a_checkpoint_of_other_ranks_or_another_stage_is_refused_with_the_way_ou
     (written,) = checkpoints.find(tmp_path / "faults" / "checkpoints")
     checkpoints.check_ranks(written, 1, 0)
     with pytest.raises(
-        SettingsError, match=rf"ranks = 1 .* found {ranks} and {zero_stage}: .*`penstock export --version 1`"
+        SettingsError, match=rf"with 1 ranks .* found {ranks} and {zero_stage}: .*`penstock export --version 1`"
     ):
         checkpoints.check_ranks(written, ranks, zero_stage)
