@@ -371,7 +371,7 @@ async def test_a_registered_run_is_found_by_services_that_start_from_the_bus(
     made = await http.post("/v1/runs", content=toml, headers=kind)
     assert (made.status_code, made.headers["location"]) == (201, f"/v1/runs/{run_id}")
     assert (made.json()["state"], made.json()["registered"], made.json()["here"]) == ("created", True, False)
-    taken = await http.post("/v1/runs", content=toml.replace("7", "8"), headers=kind)
+    taken = await http.post("/v1/runs", content=toml.replace("steps = 7", "steps = 8"), headers=kind)
     assert taken.status_code == 409
     listed = (await http.get("/v1/runs", params={"limit": 500})).json()["items"]
     assert {run_id, bus.keys.run_id} <= {run["run_id"] for run in listed}
