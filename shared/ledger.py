@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from types import MappingProxyType
+from typing import Literal
 
 from shared import streams, wire
 from shared.bus import Argument, Bus, Delivery, EntryId
@@ -72,6 +73,10 @@ class RunStatus:
     """How long the run was paused, over all pauses that ended."""
     bus_full: str = ""
     """Why admission waits for memory on the bus; empty: it does not."""
+    doing: str = ""
+    """What the coordinator that leads does beside admitting and promoting, in words; empty: nothing."""
+    closed: bool = False
+    """The run has ended and its records are whole."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,6 +121,10 @@ class Ledger:
         keys = [self._keys.run, self._keys.of(streams.HISTORY)]
         changed, found = await self._bus.script("transition", keys, arguments)
         return bool(changed), RunState(found.decode() or "created")
+
+    async def note(self, name: Literal["doing", "guards"], text: str) -> None:
+        """Let every coordinator say what the one that leads knows; nothing where another leads by now."""
+        await self._bus.script("note", [self._keys.run], [self._term(), name, text])
 
     async def admit(
         self, prompts: Sequence[Prompt], slots: int, groups_per_step: int, steps: int, newest: PolicyVersion
@@ -326,6 +335,8 @@ def read_status(raw: Mapping[bytes, bytes]) -> RunStatus:
         last_commit_s=_optional_float(fields.get("last_commit_s")),
         paused_s=float(fields.get("paused_s", 0)),
         bus_full=fields.get("bus_full", ""),
+        doing=fields.get("doing", ""),
+        closed="closed_at_s" in fields,
     )
 
 

@@ -9,14 +9,12 @@ from services.coordinator.lifecycle import drain
 from services.coordinator.service import Coordinator
 from shared import streams
 from shared.bus import Bus
-from shared.ledger import Ledger, RunState, read_status
+from shared.ledger import Ledger, RunState
 from shared.messages import Event, Experience, Prompt
 from shared.telemetry import Presence, Status
 from tests import builders
 from tests.conftest import until
 from tests.coordinator_players import Trainer, make, replicas, running, settings
-
-STATUS = read_status({})
 
 
 async def state(bus: Bus) -> RunState:
@@ -176,13 +174,34 @@ async def test_the_end_waits_for_a_trainer_that_still_works(bus: Bus, tmp_path: 
     async with running(make(bus, run)) as parts, replicas(bus):
         trainer = await Trainer(bus).start()
         await trainer.step()
-        await until(lambda: parts.lifecycle.activity(STATUS) == "ending: waiting for the trainer")
+        await until(lambda: _does(parts, "ending: waiting for the trainer"))
         assert not (run.run_folder / "summary.json").exists()
         working.state = "waiting"  # the final policy is written
         await closes(parts)
     stop.set()
     await beating
     assert await state(bus) is RunState.FINISHED
+
+
+async def _does(parts: Coordinator, activity: str) -> bool:
+    return (await parts.monitor.view()).activity == activity
+
+
+async def test_a_coordinator_that_does_not_lead_says_what_the_one_that_leads_does_and_when_the_run_is_closed(
+    bus: Bus, tmp_path: Path
+) -> None:
+    run = settings(tmp_path, steps=1, heldout=5)
+    follower = make(bus, run)
+    async with running(make(bus, run)) as parts:
+        trainer = await Trainer(bus).start()
+        await until(lambda: _does(follower, "evaluating version 0"))
+        assert not (await follower.monitor.view()).closed
+        async with replicas(bus):
+            await trainer.step()
+            await closes(parts)
+    follower.monitor.forget()
+    view = await follower.monitor.view()
+    assert (view.closed, view.activity) == (True, "finished")
 
 
 async def test_a_stop_interrupts_the_initial_evaluation(bus: Bus, tmp_path: Path) -> None:

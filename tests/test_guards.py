@@ -139,6 +139,26 @@ async def test_a_guard_that_pauses_says_why_everywhere_and_a_resumed_run_has_its
         assert (await ledger.status()).state is RunState.RUNNING
 
 
+async def test_who_leads_next_goes_on_from_what_is_wrong_and_does_not_tell_it_again(bus: Bus, tmp_path: Path) -> None:
+    of = settings(tmp_path, steps=50, guards={"entropy": {"action": "tell", "steps": 1, "floor_nats": 0.1}})
+    before = _trip_count("entropy", "tell")
+    async with replicas(bus):
+        trainer = await Trainer(bus).start()
+        async with running(make(bus, of)) as first:
+            await trainer.step(entropy=0.05)
+            await _trips(first, "entropy")
+        follower = make(bus, of)
+        (found,) = (await follower.monitor.view()).guards
+        assert (found.guard, found.action) == ("entropy", "tell")
+        async with running(follower):
+            await until(lambda: len(follower.guards._looks) >= 2, timeout_s=20)
+            assert follower.guards.active["entropy"].since_s == found.since_s
+            assert _trip_count("entropy", "tell") == before + 1
+            await trainer.step(entropy=0.5)
+            await until(lambda: not follower.guards.active, timeout_s=20)
+        assert (await make(bus, of).monitor.view()).guards == []
+
+
 async def _is(ledger: Ledger, state: RunState) -> bool:
     return (await ledger.status()).state is state
 

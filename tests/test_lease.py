@@ -85,6 +85,9 @@ async def test_a_leader_of_an_older_term_neither_admits_nor_promotes(bus: Bus) -
     assert not await old.promote(published[0])
     assert (await ledger.status()).head is None
     assert await new.promote(published[0])
+    await new.note("doing", "evaluating version 0")
+    await old.note("doing", "ending: writing the report")
+    assert (await ledger.status()).doing == "evaluating version 0"
     assert await new.admit(prompts, 4, 2, 10, PolicyVersion(0)) == 2
     assert trainer.epoch == 1
 

@@ -15,7 +15,7 @@
     rollouts_starving  no prompt lay in the stream in more than a share of the looks, while groups waited for the trainer
     stalled            nothing was committed for long
 
-Only steps since the run last began to run count, so a run that is resumed after a guard has its chance. What is not finite is
+What they find lies on the bus, so that every coordinator says it, and the next one to lead goes on from it. Only steps since the run last began to run count, so a run that is resumed after a guard has its chance. What is not finite is
 skipped, and then paused, by the trainer itself, which alone sees it.
 """
 
@@ -24,9 +24,10 @@ import logging
 import statistics
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from prometheus_client import Counter, Gauge
+from pydantic import TypeAdapter
 
 from services.coordinator.models import GuardView, RunView
 from shared.bus import Bus
@@ -55,6 +56,7 @@ TRIPS = Counter(
 _EVERY_S = 1.0
 _LOOKS = 60
 """Looks at the streams that are remembered, one a second."""
+_VIEWS = TypeAdapter(list[GuardView])
 Reports = Sequence[StepReport]
 
 
@@ -150,6 +152,20 @@ def _mean(reports: Reports, name: str, steps: int) -> float | None:
 # ---------------------------------------------------------------- the watch
 
 
+def dump_guards(found: Iterable[GuardView]) -> str:
+    """Return what is wrong as every coordinator reads it."""
+    return _VIEWS.dump_json(list(found)).decode()
+
+
+def read_guards(raw: bytes) -> list[GuardView]:
+    """Return what the coordinator that leads found wrong.
+
+    >>> read_guards(b"")
+    []
+    """
+    return _VIEWS.validate_json(raw) if raw else []
+
+
 class Guards:
     """Watches one run.
 
@@ -183,8 +199,11 @@ class Guards:
             ACTIVE.labels(name).set(0)
 
     async def run(self) -> None:
-        """Watch until cancelled; then another coordinator leads, and says what is wrong."""
+        """Watch until cancelled; then another coordinator leads, and goes on from what was wrong."""
         try:
+            self.active = {found.guard: found for found in (await self._view()).guards}
+            for name in self.active:
+                ACTIVE.labels(name).set(1)
             while True:
                 await self.look(await self._view())
                 await asyncio.sleep(_EVERY_S)
@@ -200,17 +219,23 @@ class Guards:
             return  # what paused it stays in sight
         status = await self._ledger.status()
         found = self._find(view, status.changed_at_s, status.last_commit_s)
-        for name in self.active.keys() - found.keys():
-            del self.active[name]
+        before = self.active
+        self.active = {
+            name: GuardView(
+                guard=name,
+                action=action,
+                detail=sentence,
+                since_s=before[name].since_s if name in before else time.time(),
+            )
+            for name, (action, sentence) in found.items()
+        }
+        if self.active != before:
+            await self._ledger.note("guards", dump_guards(self.active.values()))
+        for name in before.keys() - found.keys():
             ACTIVE.labels(name).set(0)
             await tell(self._bus, "guard", f"guard {name} over", "it is as it should be again", guard=name)
-        for name, (action, sentence) in found.items():
-            known = self.active.get(name)
-            self.active[name] = GuardView(
-                guard=name, action=action, detail=sentence, since_s=time.time() if known is None else known.since_s
-            )
-            if known is None:
-                await self._trip(name, action, sentence)
+        for name in found.keys() - before.keys():
+            await self._trip(name, *found[name])
 
     def _find(self, view: RunView, since_s: float, last_commit_s: float | None) -> dict[str, tuple[Action, str]]:
         guards, groups = self._settings, self._groups_per_step

@@ -31,7 +31,6 @@ from shared.bus import Bus
 from shared.errors import BusFull
 from shared.evaluation import HeldOutSet
 from shared.ledger import ENDED, Ledger, RunState, RunStatus
-from shared.messages import PolicyVersion
 from shared.settings import Settings
 from shared.telemetry import heartbeats, tell
 
@@ -102,8 +101,6 @@ class Lifecycle:
         self._poll_s = poll_s
         self._wake = asyncio.Event()
         self._reconnects = bus.reconnects
-        self._closing = ""
-        self._evaluating: PolicyVersion | None = None
         self.gate_open = False
         """Whether admission may begin: the initial evaluation is in."""
         self.closed = False
@@ -113,23 +110,10 @@ class Lifecycle:
         """Look at once whether something is to be done."""
         self._wake.set()
 
-    def activity(self, status: RunStatus) -> str:
-        """Say in a few words what the run does now."""
-        if self._closing:
-            return self._closing
-        if self._evaluating is not None and status.state not in ENDED:
-            return f"evaluating version {self._evaluating}"
-        if status.state is RunState.RUNNING and status.bus_full:
-            return "waiting for memory on the bus"
-        if status.state is RunState.RUNNING:
-            return "training" if status.head is not None else "waiting for version 0"
-        if status.state is RunState.CREATED:
-            return "waiting for version 0" if status.head is None else "waiting to be started"
-        return status.state.value
-
     async def run(self) -> None:
         """Lead the run to its end and stay."""
         await self._ledger.create()
+        await self._ledger.note("doing", "")  # of the leader before
         while True:
             if not await self.advance():
                 with contextlib.suppress(TimeoutError):
@@ -190,14 +174,13 @@ class Lifecycle:
         wanted = wanted or Due(())  # what is under way knows what it asks
         if not wanted.initial and not (under_way is not None and under_way.initial):
             self._open()
-        self._evaluating = version
+        await self._ledger.note("doing", f"evaluating version {version}")
         try:
             await self._evaluator.evaluate(version, step, wanted)
         except BusFull as error:
             log.warning("evaluation waits for memory on the bus", extra={"error": str(error)})
             await asyncio.sleep(_FULL_S)
-        finally:
-            self._evaluating = None
+        await self._ledger.note("doing", "")
         return True
 
     # ---------------------------------------------------------------- end
@@ -205,30 +188,29 @@ class Lifecycle:
     async def _end(self, state: RunState) -> bool:
         if await self._is_closed():
             return False
-        self._closing = "ending: waiting for the trainer"
+        await self._ledger.note("doing", "ending: waiting for the trainer")
         await self._wait_for_trainer()
         await self.close(state)
         return True
 
     async def _is_closed(self) -> bool:
         if not self.closed:
-            key = self._bus.keys.run
-            self.closed = bool(await self._bus.call(lambda: self._bus.client.hexists(key, "closed_at_s")))
+            self.closed = (await self._ledger.status()).closed
         return self.closed
 
     async def close(self, state: RunState) -> None:
         """Drop what is left, bring the records up to date, write summary and report, and note the end."""
         if await self._is_closed():
             return
-        self._closing = "ending: dropping what is left"
+        await self._ledger.note("doing", "ending: dropping what is left")
         dropped = await drain(self._bus)
-        self._closing = "ending: writing the report"
+        await self._ledger.note("doing", "ending: writing the report")
         status = await self._ledger.status()
         reason = _COMPLETE if state is RunState.FINISHED else status.reason
         await tell(self._bus, SOURCE, "run ended", reason, state=state.value, dropped=dropped)
         await self._recorder.catch_up()
         await self._write(dataclasses.replace(status, state=state, reason=reason))
-        self._closing = ""
+        await self._ledger.note("doing", "")
         if state is RunState.FINISHED:
             ended, now = await self._ledger.transition(state, reason, [RunState.RUNNING, RunState.PAUSED])
             if not ended and now is not RunState.FINISHED:

@@ -9,11 +9,12 @@ import dataclasses
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import Gauge
 
 from services.coordinator.evaluation import Evaluation, read_evaluations
+from services.coordinator.guards import read_guards
 from services.coordinator.models import EvaluationView, GuardView, History, RunView, StreamView
 from services.coordinator.summary import training_seconds
 from shared import streams, wire
@@ -69,15 +70,13 @@ class Look:
     dead: int
     counts: dict[str, int]
     evaluations: list[Evaluation]
+    guards: list[GuardView]
 
 
 class Monitor:
     """Looks at one run.
 
     Args:
-        activity: says in words what the run does in a status.
-        closed: says whether the run's records are whole.
-        guards: says what is wrong with the run.
         telling: this process's own heartbeat.
     """
 
@@ -85,16 +84,10 @@ class Monitor:
         self,
         bus: Bus,
         live: Live,
-        activity: Callable[[RunStatus], str],
-        closed: Callable[[], bool],
-        guards: Callable[[], list[GuardView]],
         telling: Status,
     ) -> None:
         self._bus = bus
         self._live = live
-        self._activity = activity
-        self._closed = closed
-        self._guards = guards
         self._telling = telling
         self._history: deque[StepReport] = deque(maxlen=_HISTORY_STEPS)
         self._newest_report = ""
@@ -148,6 +141,7 @@ class Monitor:
             depths={stream.name: _depth(row) for stream, row in zip(SHOWN, rows, strict=False)},
             dead=sum(int(row[0]) for row in rows[len(SHOWN) :]),
             counts={name.decode(): int(value) for name, value in counts.items()},
+            guards=read_guards(run.get(b"guards", b"")),
             evaluations=[one for one in read_evaluations(found) if str(one.version).encode() not in revoked],
         )
 
@@ -183,10 +177,10 @@ class Monitor:
             run_id=self._bus.keys.run_id,
             state=status.state,
             reason=status.reason,
-            closed=self._closed(),
-            activity=self._activity(status),
+            closed=status.closed,
+            activity=activity(status),
             bus_full=status.bus_full,
-            guards=self._guards(),
+            guards=look.guards,
             step=status.step,
             steps=steps,
             head=status.head,
@@ -242,6 +236,19 @@ def _set_evaluations(found: Sequence[EvaluationView]) -> None:
         EVALUATION_VERSION.labels(evaluation.set).set(evaluation.version)
         for k, estimate in evaluation.pass_at.items():
             EVALUATION_PASS_AT.labels(evaluation.set, k).set(estimate.value)
+
+
+def activity(status: RunStatus) -> str:
+    """Say in a few words what the run does now."""
+    if status.doing:
+        return status.doing
+    if status.state is RunState.RUNNING and status.bus_full:
+        return "waiting for memory on the bus"
+    if status.state is RunState.RUNNING:
+        return "training" if status.head is not None else "waiting for version 0"
+    if status.state is RunState.CREATED:
+        return "waiting for version 0" if status.head is None else "waiting to be started"
+    return status.state.value
 
 
 def eta_s(status: RunStatus, steps: int, finished_at_s: Sequence[float]) -> float | None:

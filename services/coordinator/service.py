@@ -175,14 +175,7 @@ def assemble(
         lambda: lifecycle.gate_open,
         Shortage(bus, ledger),
     )
-    monitor = Monitor(
-        bus,
-        live,
-        lambda run: lifecycle.activity(run),
-        lambda: lifecycle.closed,
-        lambda: list(guards.active.values()),
-        status,
-    )
+    monitor = Monitor(bus, live, status)
     groups_per_step = settings.algorithm.groups_per_step
     guards = Guards(bus, ledger, settings.guards, groups_per_step, monitor.view, monitor.reports, look)
     rollbacks = Rollbacks(

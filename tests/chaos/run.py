@@ -233,7 +233,14 @@ class Run:
     async def stop(self) -> None:
         """End the run for good, and see ``up`` end."""
         await self.command("/v1/run/stop", {"reason": "the test is over"})
-        assert await asyncio.to_thread(self.process.wait, PATIENCE_S) == 0, self.report()
+        try:
+            code = await asyncio.to_thread(self.process.wait, PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            alive = [row["name"] for row in self.table()["processes"] if row["pid"]]
+            pytest.fail(
+                f"`penstock up` has not ended {PATIENCE_S:.0f} s after the stop; alive: {alive}\n{self.report()}"
+            )
+        assert code == 0, self.report()
 
 
 @contextlib.asynccontextmanager
