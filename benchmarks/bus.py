@@ -11,9 +11,7 @@ same round.
 import argparse
 import asyncio
 import json
-import shutil
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -138,16 +136,11 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=96, help="groups a round, a multiple of 8")
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="penstock-bench-"))
-    socket = embedded.socket_path("bench")
-    server = subprocess.Popen(embedded.command(socket, folder), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        print(json.dumps(asyncio.run(measure(embedded.url(socket), arguments.groups, arguments.rounds))))
-    finally:
-        server.kill()
-        server.wait()
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.rmtree(socket.parent, ignore_errors=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder,
+        embedded.serving(Path(folder) / "valkey") as url,
+    ):
+        print(json.dumps(asyncio.run(measure(url, arguments.groups, arguments.rounds))))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from shared.ledger import Ledger
 from shared.messages import PolicyRecord, PolicyVersion, Prompt
 from shared.settings import Settings, dump
 
-GROUPS_PER_S, CONNECTIONS, SLOTS = 400, 8, 64
+GROUPS_PER_S, CONNECTIONS, SLOTS = 400, 32, 64
 
 
 async def load(url: str, requests_per_s: float, seconds: float) -> int:
@@ -154,16 +153,11 @@ def main() -> None:
         print("asking", flush=True)
         print(asyncio.run(load(arguments.load, arguments.requests_per_s, arguments.seconds)))
         return
-    folder = Path(tempfile.mkdtemp(prefix="penstock-bench-"))
-    socket = embedded.socket_path("bench")
-    server = subprocess.Popen(embedded.command(socket, folder), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        print(json.dumps(asyncio.run(measure(embedded.url(socket), folder, arguments))))
-    finally:
-        server.kill()
-        server.wait()
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.rmtree(socket.parent, ignore_errors=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder,
+        embedded.serving(Path(folder) / "valkey") as url,
+    ):
+        print(json.dumps(asyncio.run(measure(url, Path(folder), arguments))))
 
 
 if __name__ == "__main__":

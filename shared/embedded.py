@@ -2,10 +2,14 @@
 
 There is no port to be taken and nobody else on the machine can connect. Data is an append-only file, so a Valkey that is
 killed comes back with what it had acknowledged, but for the last fsync window where the machine itself dies.
-This module makes the command line; whoever supervises processes starts it.
+A run's server is started from the command line made here by whoever supervises its processes.
 """
 
+import contextlib
+import shutil
+import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from shared.errors import SettingsError
@@ -59,3 +63,22 @@ def command(socket: Path, data: Path) -> list[str]:
     }
     arguments = [word for name, value in options.items() for word in (f"--{name}", value)]
     return [str(get_binary_path()), *arguments, "--save", ""]
+
+
+@contextlib.contextmanager
+def serving(data: Path) -> Iterator[str]:
+    """Serve ``data`` while the body runs, for a look at a run that is over or for a measurement; give the URL.
+
+    Raises:
+        SettingsError: as :func:`command`.
+    """
+    socket = socket_path("serving")
+    try:
+        server = subprocess.Popen(command(socket, data), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            yield url(socket)
+        finally:
+            server.kill()
+            server.wait()
+    finally:
+        shutil.rmtree(socket.parent, ignore_errors=True)

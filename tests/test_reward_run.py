@@ -86,10 +86,8 @@ async def test_rules_a_reward_model_and_a_reference_work_in_one_run(tmp_path: Pa
 
 
 async def _audit(folder: Path) -> None:
-    socket = embedded.socket_path("audit")
-    server = subprocess.Popen(embedded.command(socket, folder / "valkey"), stdout=subprocess.DEVNULL)
-    try:
-        bus = await Bus.connect(embedded.url(socket), "scorers", wait_s=20.0)
+    with embedded.serving(folder / "valkey") as url:
+        bus = await Bus.connect(url, "scorers", wait_s=20.0)
         status, counts = await Ledger(bus).status(), await bus.counts()
         endings = [
             (int(fields[b"id"]), fields[b"outcome"].decode())
@@ -105,8 +103,3 @@ async def _audit(folder: Path) -> None:
         assert int(seen[b"count"]) >= STEPS * GROUPS * GROUP_SIZE
         assert int(seen[b"count"]) % GROUP_SIZE == 0
         await bus.close()
-    finally:
-        server.kill()
-        server.wait(10)
-        socket.unlink(missing_ok=True)
-        socket.parent.rmdir()

@@ -26,6 +26,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 import psutil
 from prometheus_client import Counter
 
+from shared.environment import FOR_PYTHON
 from shared.errors import PenstockError, TemporaryError
 from shared.messages import Json
 
@@ -41,7 +42,6 @@ WORN_AFTER_QUESTIONS = 5_000
 """A process is recycled after so many questions: computer algebra keeps memory."""
 _BUSY_SHARE = 0.02
 """A process that is late and computed for less than this share of its time was stopped, or starved."""
-_KEPT_ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "LANG", "LC_ALL", "TMPDIR")
 
 
 class Overdue(PenstockError):
@@ -61,7 +61,7 @@ class _Place:
 
     def __init__(self, command: Sequence[str], environment: Sequence[str]) -> None:
         self._command = command
-        self._environment = (*_KEPT_ENVIRONMENT, *environment)
+        self._environment = (*FOR_PYTHON, *environment)
         self._process: asyncio.subprocess.Process | None = None
         self._questions = 0
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shared import embedded
+from shared.environment import FOR_PYTHON
 from shared.service import own_host
 from shared.settings import ENVIRONMENT_PREFIX, Settings
 
@@ -27,8 +28,6 @@ PROMETHEUS = "prometheus"
 _VALKEY_STOP_S = 10.0
 _STOP_AFTER_DRAIN_S = 10.0
 _EXECUTOR_STOP_S = 15.0
-_EXECUTOR_ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "LANG", "TMPDIR")
-"""All that the process beside untrusted code is told of ours."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,7 +97,7 @@ def executor(settings: Settings, config: Path, environment: Mapping[str, str]) -
                 "--reward.executor.metrics_port",
                 str(port),
             ),
-            environment={name: environment[name] for name in _EXECUTOR_ENVIRONMENT if name in environment},
+            environment={name: environment[name] for name in FOR_PYTHON if name in environment},
             stop_s=_EXECUTOR_STOP_S,
             socket=Path(address.removeprefix("unix:")),
             address=(host, port),
