@@ -168,6 +168,7 @@ async def test_a_version_published_before_the_rollback_is_never_promoted_after_i
         for _ in range(2):
             await trainer.step()
         await until(lambda: _head_is(ledger, 2))
+        await until(lambda: _length(bus, streams.EXPERIENCE, run.slots))
     await ledger.set_checkpoint(V(1), "/checkpoints/step-000001")
     batch = await bus.read(streams.EXPERIENCE, Experience, "trainer", 2, 5.0)
     await ledger.commit(trainer.epoch, record(3, 2, 3), batch, report(3, 3))

@@ -154,6 +154,14 @@ async def bus_of(run: Run) -> AsyncIterator[tuple[Bus, Ledger]]:
     await bus.close()
 
 
+async def _after(run: Run, steps: int) -> dict[str, torch.Tensor]:
+    """Return the weights that a trainer makes of the first groups in ``steps`` steps."""
+    async with bus_of(run) as (bus, ledger), run.trainer() as process:
+        await feed(bus, 0, steps * GROUPS)
+        await run.reaches(ledger, steps, process)
+        return await run.weights(ledger)
+
+
 async def versions(ledger: Ledger) -> list[tuple[int, int | None, int]]:
     return [(record.version, record.parent, record.step) for record in await ledger.policies()]
 
@@ -168,10 +176,7 @@ async def test_a_trainer_killed_after_a_commit_comes_back_at_its_step_with_the_s
     tmp_path: Path, server: Server, ranks: int, zero_stage: int, algorithm: str
 ) -> None:
     whole = Run(tmp_path, server, f"whole-{ranks}-{zero_stage}", algorithm, ranks=ranks, zero_stage=zero_stage)
-    async with bus_of(whole) as (bus, ledger), whole.trainer() as process:
-        await feed(bus, 0, STEPS * GROUPS)
-        await whole.reaches(ledger, STEPS, process)
-        expected = await whole.weights(ledger)
+    undisturbed = asyncio.create_task(_after(whole, STEPS))  # beside the other: most of its time is a process's start
 
     killed = Run(tmp_path, server, f"killed-{ranks}-{zero_stage}", algorithm, ranks=ranks, zero_stage=zero_stage)
     async with bus_of(killed) as (bus, ledger):
@@ -190,6 +195,7 @@ async def test_a_trainer_killed_after_a_commit_comes_back_at_its_step_with_the_s
         assert await bus.length(PUBLISHED) == published + 2, "a replayed step is not published again"
         assert await bus.counts() == {"trained": STEPS * GROUPS}
         found = await killed.weights(ledger)
+    expected = await undisturbed
     assert found.keys() == expected.keys()
     assert all(torch.allclose(found[name], expected[name], atol=1e-6) for name in expected)
     assert (tmp_path / "runs" / f"killed-{ranks}-{zero_stage}" / "policy" / "config.json").exists()
@@ -302,19 +308,12 @@ def _runs(process: psutil.Process) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["", ACTOR_CRITIC, 'preset = "dpo"'], ids=["grpo", "actor-critic", "dpo"])
 async def test_two_ranks_learn_what_one_rank_learns(tmp_path: Path, server: Server, algorithm: str) -> None:
-    found = []
-    for ranks, zero_stage, cap in (
-        (1, 0, 16_384),
-        (2, 1, 24),
-        (2, 3, 24),
-    ):  # the cap makes several micro-batches a rank
+    def run(ranks: int, zero_stage: int, cap: int) -> Run:
         name = f"ranks-{ranks}-{zero_stage}-{len(algorithm)}"
-        run = Run(tmp_path, server, name, algorithm, ranks=ranks, zero_stage=zero_stage, micro_batch_tokens=cap)
-        async with bus_of(run) as (bus, ledger), run.trainer() as process:
-            await feed(bus, 0, 2 * GROUPS)
-            await run.reaches(ledger, 2, process)
-            found.append(await run.weights(ledger))
-    one, *others = found
+        return Run(tmp_path, server, name, algorithm, ranks=ranks, zero_stage=zero_stage, micro_batch_tokens=cap)
+
+    # the cap makes several micro-batches a rank
+    one, *others = await asyncio.gather(*(_after(run(*kind), 2) for kind in ((1, 0, 16_384), (2, 1, 24), (2, 3, 24))))
     for other in others:
         assert all(torch.allclose(one[name], other[name], atol=5e-5) for name in one)  # a step moves a weight by 1e-3
 
