@@ -17,11 +17,13 @@ from services.coordinator.service import Coordinator
 from shared import streams, wire
 from shared.bus import Bus
 from shared.ledger import Ledger, PolicyState, RunState
-from shared.messages import Experience, PolicyRecord, PolicyVersion, Prompt
+from shared.messages import Event, Experience, PolicyRecord, PolicyVersion, Prompt
 from shared.telemetry import Presence, Status
 from shared.weights.snapshot import read_snapshot
+from tests.chaos.run import TcpServer
 from tests.conftest import Server, until
 from tests.coordinator_players import Trainer, make, record, replicas, report, running, settings
+from tests.fault_proxy import FaultProxy
 from tests.test_trainer_service import GROUPS, Run, bus_of, feed, versions
 
 V = PolicyVersion
@@ -259,6 +261,30 @@ async def test_a_rollback_whose_coordinator_died_at_once_is_seen_through_by_the_
 async def _succeeded(parts: Coordinator) -> bool:
     found = await parts.operations.all()
     return [one.state for one in found] == [OperationState.SUCCEEDED]
+
+
+async def test_a_rollback_whose_answer_is_lost_on_the_wire_is_done_once_and_told_once(tmp_path: Path) -> None:
+    server = TcpServer(tmp_path / "valkey")
+    server.start()
+    proxy = FaultProxy("127.0.0.1", server.port)
+    try:
+        bus = await Bus.connect(f"redis://127.0.0.1:{await proxy.start()}", "lost", wait_s=10.0)
+        async with at_step(bus, tmp_path, 3, checkpoint=1) as (parts, _):
+            await bus.client.script_load(Path("shared/lua/roll_back.lua").read_text())
+            proxy.cut_reply_to(b"rolling back to version 1: worse")
+            begun = await parts.rollbacks.begin(V(1), "worse")
+            assert proxy.done["torn"] == 1, "the script ran, and its answer was lost"
+            again = await parts.rollbacks.begin(V(1), "worse")
+            assert (begun.id, again.id) == (1, 1)
+        told = [event for _, event in await bus.newest(streams.EVENTS, Event, 100) if event.source == "rollback"]
+        assert [(event.name, event.detail, event.fields) for event in told] == [
+            ("rollback begun", "rolling back to version 1: worse; from step 3: 2 versions revoked, 4 groups undone", {"target": 1})
+        ]  # fmt: skip
+        assert (await bus.counts())["undone"] == 4
+        await bus.close()
+    finally:
+        await proxy.close()
+        server.kill()
 
 
 async def test_a_run_that_is_paused_meanwhile_stays_paused(

@@ -133,10 +133,10 @@ class Lead:
         """Take the epoch, and return the orders that bring every rank to the ledger's step."""
         self._epoch = await self._ledger.take_epoch()
         resume = await find_resume(self._bus, self._ledger, self._live, self._settings)
-        for record in await self._ledger.policies():
-            self._steps_of_versions[record.version] = record.step
+        records = await self._ledger.policies()
+        self._steps_of_versions.update((record.version, record.step) for record in records)
         self._newest, self._tip = resume.status.newest_version, resume.status.tip
-        self._revision = max((record.settings_revision for record in await self._ledger.policies()), default=0)
+        self._revision = max((record.settings_revision for record in records), default=0)
         replay = [await self._replayed(entries) for entries in resume.journal]
         self._loaded = resume.checkpoint
         load = [Order(Kind.LOAD, folder=str(resume.checkpoint.folder))] if resume.checkpoint is not None else []
@@ -305,13 +305,14 @@ class Lead:
     def describe(self, step: int) -> CheckpointState:
         """Return what a checkpoint of ``step`` must know."""
         status, entry = self._call(self._ledger.status()), self._call(self._last_journal_entry())
+        mark = None if self._newest is None else self._call(self._ledger.mark(self._newest))
         revision = self._call(self._live.read(self._live.revision))
         assert self._newest is not None
         return CheckpointState(
             step=step,
             version=self._newest,
             cursor=status.cursor,
-            position=self._call(self._ledger.position(self._newest)),
+            position=None if mark is None else mark[1],
             counts=self._call(self._bus.counts()),
             journal_entry=entry,
             ranks=self._settings.trainer.ranks * self._settings.trainer.nodes,
