@@ -9,6 +9,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from services.coordinator.api import make_app
 from services.coordinator.operations import OperationState
@@ -16,6 +17,7 @@ from services.coordinator.rollback import Rollback, Stage, descendants
 from services.coordinator.service import Coordinator
 from shared import streams, wire
 from shared.bus import Bus
+from shared.exports import Exports
 from shared.ledger import Ledger, PolicyState, RunState
 from shared.messages import Event, Experience, PolicyRecord, PolicyVersion, Prompt
 from shared.telemetry import Presence, Status
@@ -356,8 +358,21 @@ async def test_the_trainer_goes_back_without_a_restart_and_repeats_its_step_bit_
         repeated = _weights(await ledger.policy(V(6)))
         assert all(torch.equal(repeated[name], third[name]) for name in third), "optimizer and schedule went back too"
         assert (await versions(ledger))[4:] == [(4, 3, 4), (5, 2, 2), (6, 5, 3)]
+        if ranks == 2:  # rank 0 of several exports beside its steps, in a process that is no rank
+            await Exports(bus).place(1, V(5), adapter=False)
+            await until(lambda: _exported(bus), timeout_s=120)
+            folder = _folder(run, 2).parent.parent / "exports" / "v000005"
+            exported = load_file(folder / "model.safetensors")
+            assert all(torch.equal(tensor, second[name]) for name, tensor in exported.items())
         assert process.poll() is None
         await run.stops(process)
+
+
+async def _exported(bus: Bus) -> bool:
+    order = await Exports(bus).look(1)
+    assert order is not None
+    assert order.answer is None or order.answer.done, order.answer
+    return order.answer is not None
 
 
 async def _has_checkpoint(ledger: Ledger, version: int) -> bool:
