@@ -146,8 +146,8 @@ class Rollbacks:
                 raise Misfit(await self._refusal(answer, target))
 
     async def _begin(self, target: PolicyVersion, reason: str) -> str:
-        status, records, states, checkpoints, counts, mark = await asyncio.gather(
-            self._ledger.status(),
+        status = await self._ledger.status()  # before the rest: where that moves on, so does its newest version
+        records, states, checkpoints, counts, mark = await asyncio.gather(
             self._ledger.policies(),
             self._ledger.policy_states(),
             self._ledger.checkpoints(),
@@ -175,9 +175,7 @@ class Rollbacks:
         keys += [self._bus.keys.of(streams.HISTORY), self._bus.keys.of(streams.EVENTS)]
         now_s, left = time.time(), descendants(records, target)
         sentence = f"rolling back to version {target}" + (f": {reason}" if reason else "")
-        undone = (
-            0 if mark is None else counts.get("trained", 0) - mark[0]
-        )  # of the newest version, or the script refuses
+        undone = 0 if mark is None else counts.get("trained", 0) - mark[0]
         detail = f"{sentence}; from step {status.step}: {len(left)} versions revoked, {undone} groups undone"
         begun = wire.encode(Event(now_s, SOURCE, "rollback begun", detail, {"target": int(target)}))
         arguments: list[Argument] = [status.newest_version, target, record.step, now_s, sentence, uuid.uuid4().hex[:12]]

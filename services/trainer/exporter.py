@@ -136,11 +136,11 @@ class Exporter:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of a process that is no rank and sees no GPU."""
+    """Return the environment of a process that is no rank, sees no GPU and is told no secret of the run."""
     kept = {
         name: value
         for name, value in os.environ.items()
-        if name not in _OF_A_RANK and not name.startswith("TORCHELASTIC_")
+        if name not in _OF_A_RANK and not name.startswith(("TORCHELASTIC_", "PENSTOCK_"))
     }
     return {**kept, "CUDA_VISIBLE_DEVICES": ""}
 

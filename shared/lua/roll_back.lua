@@ -41,8 +41,8 @@ if position then
 end
 if run[1] == 'running' then
   redis.call('HSET', KEYS[1], 'changed_at_s', ARGV[4])
-  redis.call('XADD', KEYS[10], 'MAXLEN', '~', 10000, '*', 'from', 'running', 'to', 'paused', 'reason', ARGV[5],
-    'at_s', ARGV[4], 'step', run[4] or '0')
+  redis.call('XADD', KEYS[10], 'MAXLEN', '~', 10000, '*', 'from', 'running', 'to', 'paused', 'reason', ARGV[5], 'at_s', ARGV[4],
+    'step', run[4] or '0')
 end
 redis.call('DEL', KEYS[8])
 redis.call('HSET', KEYS[8], 'id', ARGV[6], 'target', ARGV[2], 'state', 'loading', 'reason', ARGV[5], 'started_at_s', ARGV[4],
