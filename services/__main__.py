@@ -1,6 +1,6 @@
 """penstock: the command line. Starts a whole run, and looks at, pauses and stops one that goes on.
 
-Every command but ``up``, ``report``, ``export`` and ``settings`` is a thin client of the coordinator's HTTP API.
+Every command but ``up``, ``report`` and ``settings`` is a thin client of the coordinator's HTTP API; ``export`` is one while the run goes on.
 """
 
 import importlib.metadata
@@ -16,7 +16,6 @@ from rich.console import Console
 from services import commands
 from services.commands import LATEST, AsJson, Reason, Run, TokenFile, Url, Version, coordinator
 from shared.errors import PenstockError, SettingsError
-from shared.messages import PolicyVersion
 
 if TYPE_CHECKING:
     from services.client import Coordinator
@@ -209,21 +208,32 @@ def report(run: Run = LATEST) -> None:
 def export(
     run: Annotated[Path, typer.Argument(metavar="[RUN]", help="The run's folder, or its settings file.")] = LATEST,
     version: Annotated[int, typer.Option(metavar="N", help="Which version of the policy.")] = ...,  # type: ignore[assignment]
-    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Where to write; new or empty.")] = ...,  # type: ignore[assignment]
+    to: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Where to write; new or empty. Default: exports/ of the run.")
+    ] = None,
     adapter: Annotated[bool, typer.Option("--adapter", help="The LoRA adapter alone, not merged.")] = False,
+    here: Annotated[bool, typer.Option("--here", help="From the run's files, whether or not the run goes on.")] = False,
+    url: Url = "",
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write a version of the policy in Hugging Face form (config, safetensors, tokenizer), as replicas got it.
 
-    Works while the run goes on and after it, for the versions that still have a snapshot or a checkpoint, and for 0.
+    While the run goes on its trainer writes it, beside its steps; a run that is over is read from its files, here. For the versions that
+    still have a snapshot or a checkpoint, and for 0.
 
     **Examples:** `penstock export --version 40 --to my-model` · `penstock export runs/… --version 40 --to my-adapter --adapter`
     """
-    try:
-        from services.trainer.export import export_version, settings_of
-    except ImportError as error:
-        raise PenstockError(f"expected penstock[trainer] for export, found {error}: install it") from error
-    found = export_version(settings_of(run), PolicyVersion(version), to, adapter=adapter)
-    print(f"version {found.version} (step {found.step}) from {found.source}: {found.folder}")  # noqa: T201
+    from services import exports
+
+    if (asked := None if here else exports.find_alive(run, url, token_file)) is not None:
+        found = exports.ask(asked, version, to, adapter=adapter)
+    else:
+        found = exports.make(run, version, to, adapter=adapter)
+    if as_json:
+        print(json.dumps(found, indent=2))  # noqa: T201
+    else:
+        print(f"version {found['version']} (step {found['step']}): {found['folder']}")  # noqa: T201
 
 
 @app.command()

@@ -177,10 +177,14 @@ class Ledger:
             arguments += [name, value]
         return bool(await self._bus.script("restore", [self._keys.run, self._keys.counts], arguments))
 
-    async def position(self, version: PolicyVersion) -> int | None:
-        """Return the place in the dataset of the first prompt that was not trained when ``version`` was committed."""
+    async def mark(self, version: PolicyVersion) -> tuple[int, int] | None:
+        """Return what was so when ``version`` was committed: how many groups were trained, and the place in the dataset of the
+        first prompt that was not."""
         mark = await self._bus.call(lambda: self._bus.client.hget(self._keys.marks, str(version)))
-        return None if mark is None else int(mark.split()[1])
+        if mark is None:
+            return None
+        trained, position = (int(word) for word in mark.split())
+        return trained, position
 
     async def commit(
         self, epoch: int, record: PolicyRecord, deliveries: Sequence[Delivery[Experience]], report: StepReport | None
@@ -309,11 +313,6 @@ class Ledger:
     async def revoked(self) -> frozenset[PolicyVersion]:
         """Return the versions whose samples must not be trained on."""
         return await self._versions(self._keys.revoked)
-
-    async def revoke(self, version: PolicyVersion) -> None:
-        """Fence a version: samples that hold one of its tokens are dropped at the trainer's intake."""
-        await self._bus.write(self._keys.revoked, "SADD", str(version))
-        await self._bus.write(self._keys.policy_states, "HSET", str(version), PolicyState.REVOKED.value)
 
 
 def read_status(raw: Mapping[bytes, bytes]) -> RunStatus:

@@ -36,6 +36,7 @@
     live         hash    revision → the settings that were changed while the run goes on (see ``live``)
     pins         set     versions whose checkpoints are kept; released: versions that people may use
     operations   hash    id → a command that takes a while, and how far it is (JSON)
+    exports      hash    number → an export that was ordered, who makes it, and what became of it (coordinator → trainer, see ``exports``)
     cordons      hash    replica → what it was told: to take nothing new, or to finish and leave
     settings     string  the TOML of a run that was registered over HTTP; services may start from it
     idempotency:<digest> what a POST was answered, with a TTL
@@ -196,6 +197,11 @@ class Keys:
     def operations(self) -> str:
         """The hash id → operation."""
         return self.named("operations")
+
+    @property
+    def exports(self) -> str:
+        """The hash of exports that were ordered."""
+        return self.named("exports")
 
     @property
     def cordons(self) -> str:

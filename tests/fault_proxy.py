@@ -4,6 +4,7 @@
 
     client ──▶ proxy ──▶ server      cut()            every connection is reset, now
                                      cut_replies()    the next reply on each is passed on in part, then reset
+                                     cut_reply_to(x)  the same of the reply to the next request that holds x
                                      silence()        half-open: connections stay, nothing passes; ``end_silence`` resets them
                                      delay_s          every chunk waits so long
 
@@ -28,6 +29,7 @@ class FaultProxy:
         self._random = random.Random(seed)
         self._writers: set[asyncio.StreamWriter] = set()
         self._torn: set[asyncio.StreamWriter] = set()
+        self._unanswered: bytes | None = None
         self._passing = asyncio.Event()
         self._passing.set()
         self._server: asyncio.Server | None = None
@@ -58,6 +60,10 @@ class FaultProxy:
     def cut_replies(self) -> None:
         """Let only a part of the next reply through on each connection, then reset it."""
         self._torn = set(self._writers)
+
+    def cut_reply_to(self, words: bytes) -> None:
+        """Let the server do what the next request that holds ``words`` asks for, and lose its answer."""
+        self._unanswered = words
 
     def silence(self) -> None:
         """Pass nothing on, and close nothing."""
@@ -97,6 +103,9 @@ class FaultProxy:
                 await self._passing.wait()
                 if self.delay_s:
                     await asyncio.sleep(self.delay_s)
+                if not replies and self._unanswered is not None and self._unanswered in data:
+                    self._unanswered = None
+                    self._torn.add(other)
                 torn = replies and writer in self._torn
                 writer.write(data[: self._random.randrange(len(data))] if torn else data)
                 await writer.drain()

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from services.__main__ import main
 from services.trainer import adapter, checkpoints
 from services.trainer.engine import TrainingEngine
-from services.trainer.export import export_version, exportable, settings_of
+from services.trainer.export import export_version, settings_of
 from services.trainer.learner import Learner
 from services.trainer.measures import Phases
 from services.trainer.policy import Policy, load_model
@@ -107,6 +107,16 @@ def test_an_export_is_bit_equal_to_what_was_published_from_a_checkpoint_and_from
     assert_is(loaded(tmp_path / "of-snapshot"), expected)
 
 
+def test_weights_that_a_rollback_published_again_are_exported_under_their_new_number(tmp_path: Path) -> None:
+    run = Run(tmp_path, 1, 0)
+    checkpoint = run.checkpoint()
+    with pytest.raises(PenstockError, match=r"expected weights of version 5 .* exported: 0, 1\."):
+        export_version(run.settings, PolicyVersion(5), tmp_path / "out")
+    found = export_version(run.settings, PolicyVersion(5), tmp_path / "out", checkpoint=checkpoint)
+    assert (found.version, found.step, found.source) == (5, 1, str(checkpoint))
+    assert_is(loaded(tmp_path / "out"), run.published())
+
+
 def test_an_export_generates_what_the_policy_generates(tmp_path: Path) -> None:
     run = Run(tmp_path, 1, 0)
     run.checkpoint()
@@ -168,7 +178,6 @@ def test_version_0_is_the_initial_policy_and_other_versions_are_refused_by_name(
 ) -> None:
     run = Run(tmp_path, 1, 0)
     run.checkpoint()
-    assert exportable(run.settings) == [0, 1]
     export_version(run.settings, PolicyVersion(0), tmp_path / "initial")
     assert_is(loaded(tmp_path / "initial"), dict(tiny.model(0).named_parameters()))
     with pytest.raises(PenstockError, match=r"no snapshot and no checkpoint holds it\)\. Versions .* exported: 0, 1\."):
@@ -189,7 +198,7 @@ def test_a_process_of_its_own_answers_with_json_and_a_run_that_was_moved_is_foun
     moved = tmp_path / "elsewhere"
     run.settings.run_folder.rename(moved)
     assert settings_of(moved).run_folder == moved
-    command = [sys.executable, "-m", "services.trainer.export", str(moved), "--version", "1", "--to"]
+    command = [sys.executable, "-m", "services.trainer.export_process", str(moved), "--version", "1", "--to"]
     done = subprocess.run(
         [*command, str(tmp_path / "out")], cwd=ROOT, capture_output=True, text=True, timeout=170, check=True
     )

@@ -9,6 +9,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from services.coordinator.api import make_app
 from services.coordinator.operations import OperationState
@@ -16,12 +17,15 @@ from services.coordinator.rollback import Rollback, Stage, descendants
 from services.coordinator.service import Coordinator
 from shared import streams, wire
 from shared.bus import Bus
+from shared.exports import Exports
 from shared.ledger import Ledger, PolicyState, RunState
-from shared.messages import Experience, PolicyRecord, PolicyVersion, Prompt
+from shared.messages import Event, Experience, PolicyRecord, PolicyVersion, Prompt
 from shared.telemetry import Presence, Status
 from shared.weights.snapshot import read_snapshot
+from tests.chaos.run import TcpServer
 from tests.conftest import Server, until
 from tests.coordinator_players import Trainer, make, record, replicas, report, running, settings
+from tests.fault_proxy import FaultProxy
 from tests.test_trainer_service import GROUPS, Run, bus_of, feed, versions
 
 V = PolicyVersion
@@ -262,6 +266,30 @@ async def _succeeded(parts: Coordinator) -> bool:
     return [one.state for one in found] == [OperationState.SUCCEEDED]
 
 
+async def test_a_rollback_whose_answer_is_lost_on_the_wire_is_done_once_and_told_once(tmp_path: Path) -> None:
+    server = TcpServer(tmp_path / "valkey")
+    server.start()
+    proxy = FaultProxy("127.0.0.1", server.port)
+    try:
+        bus = await Bus.connect(f"redis://127.0.0.1:{await proxy.start()}", "lost", wait_s=10.0)
+        async with at_step(bus, tmp_path, 3, checkpoint=1) as (parts, _):
+            await bus.client.script_load(Path("shared/lua/roll_back.lua").read_text())
+            proxy.cut_reply_to(b"rolling back to version 1: worse")
+            begun = await parts.rollbacks.begin(V(1), "worse")
+            assert proxy.done["torn"] == 1, "the script ran, and its answer was lost"
+            again = await parts.rollbacks.begin(V(1), "worse")
+            assert (begun.id, again.id) == (1, 1)
+        told = [event for _, event in await bus.newest(streams.EVENTS, Event, 100) if event.source == "rollback"]
+        assert [(event.name, event.detail, event.fields) for event in told] == [
+            ("rollback begun", "rolling back to version 1: worse; from step 3: 2 versions revoked, 4 groups undone", {"target": 1})
+        ]  # fmt: skip
+        assert (await bus.counts())["undone"] == 4
+        await bus.close()
+    finally:
+        await proxy.close()
+        server.kill()
+
+
 async def test_a_run_that_is_paused_meanwhile_stays_paused(
     ready: tuple[httpx.AsyncClient, Coordinator], bus: Bus
 ) -> None:
@@ -331,8 +359,21 @@ async def test_the_trainer_goes_back_without_a_restart_and_repeats_its_step_bit_
         repeated = _weights(await ledger.policy(V(6)))
         assert all(torch.equal(repeated[name], third[name]) for name in third), "optimizer and schedule went back too"
         assert (await versions(ledger))[4:] == [(4, 3, 4), (5, 2, 2), (6, 5, 3)]
+        if ranks == 2:  # rank 0 of several exports beside its steps, in a process that is no rank
+            await Exports(bus).place(1, V(5), adapter=False)
+            await until(lambda: _exported(bus), timeout_s=120)
+            folder = _folder(run, 2).parent.parent / "exports" / "v000005"
+            exported = load_file(folder / "model.safetensors")
+            assert all(torch.equal(tensor, second[name]) for name, tensor in exported.items())
         assert process.poll() is None
         await run.stops(process)
+
+
+async def _exported(bus: Bus) -> bool:
+    order = await Exports(bus).look(1)
+    assert order is not None
+    assert order.answer is None or order.answer.done, order.answer
+    return order.answer is not None
 
 
 async def _has_checkpoint(ledger: Ledger, version: int) -> bool:

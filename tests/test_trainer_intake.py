@@ -11,7 +11,6 @@ import pytest
 from services.trainer.intake import CONSUMER, Intake
 from shared import wire
 from shared.bus import Bus, Delivery
-from shared.ledger import Ledger
 from shared.live import Live
 from shared.messages import Experience, PolicyVersion, Prompt
 from shared.settings import Settings
@@ -77,7 +76,7 @@ async def test_a_stale_group_is_dropped_and_counted(bus: Bus) -> None:
 async def test_what_arrives_while_others_are_let_go_is_looked_at_before_it_is_trained(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await Ledger(bus).revoke(V(7))
+    await bus.write(bus.keys.revoked, "SADD", 7)
     await put(bus, 0, version=7)
     await put(bus, 1, version=0)
     intake = Intake(bus, Live(bus, settings()), {V(0): 0, V(7): 0})

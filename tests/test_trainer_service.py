@@ -21,7 +21,7 @@ from shared import streams, wire
 from shared.bus import Bus
 from shared.ledger import Ledger
 from shared.live import Live
-from shared.messages import Experience, FinishReason, PolicyRecord, PolicyVersion, Probe, RolloutGroup, Sample
+from shared.messages import Experience, FinishReason, PolicyRecord, Probe, RolloutGroup, Sample
 from shared.settings import Settings
 from shared.streams import EXPERIENCE, PUBLISHED, Stream
 from shared.weights.flat import FlatSnapshot
@@ -325,7 +325,7 @@ async def test_what_cannot_be_trained_on_leaves_with_its_reason_and_the_rest_is_
     run = Run(tmp_path, server, "leaving", micro_batch_tokens=40)
     async with bus_of(run) as (bus, ledger), run.trainer() as process:
         await run.reaches(ledger, 0, process)
-        await ledger.revoke(PolicyVersion(77))
+        await bus.write(bus.keys.revoked, "SADD", 77)
         await bus.append(EXPERIENCE, {"id": "0", "data": b"noise"})
         await bus.append(EXPERIENCE, {"id": "1", "data": wire.encode(experience(1, version=77))})
         short = Experience(experience(2).group, np.array([1.0], np.float32), (), 1.0, 0.1)

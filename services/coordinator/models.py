@@ -182,6 +182,15 @@ class Pause(Command):
     any more and less than a step's groups are left."""
 
 
+class Export(BaseModel):
+    """What to export."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    adapter: bool = Field(default=False)
+    """The LoRA adapter alone, not merged."""
+
+
 class Health(Answer):
     """The process runs."""
 

@@ -9,6 +9,7 @@ from typing import Annotated, TypeVar
 from fastapi import Query
 
 from services.coordinator.access import Access
+from services.coordinator.exporting import Exporting
 from services.coordinator.monitor import Monitor
 from services.coordinator.operations import Operations
 from services.coordinator.problems import ANSWER_WITHIN_S
@@ -41,6 +42,7 @@ class Parts:
     operations: Operations
     steering: Steering
     rollbacks: Rollbacks
+    exporting: Exporting
     access: Access
     status: Status
     folder: Path

@@ -8,8 +8,9 @@ from fastapi import APIRouter, Path, Query, Response
 from starlette.exceptions import HTTPException
 
 from services.coordinator.evaluation import evaluations
+from services.coordinator.exporting import KIND as EXPORT
 from services.coordinator.lineage import compare
-from services.coordinator.models import Command
+from services.coordinator.models import Command, Export
 from services.coordinator.monitor import evaluation_view, numbers
 from services.coordinator.operations import Misfit
 from services.coordinator.parts import Limit, Parts, page_of, soon
@@ -56,6 +57,22 @@ def policy_routes(parts: Parts) -> APIRouter:
         except Misfit as error:
             raise Conflict(str(error)) from error
         return accepted(response, begun)
+
+    @router.post(
+        "/{version}/export",
+        operation_id="exportPolicy",
+        summary="Write it in Hugging Face form to the run's folder",
+        status_code=202,
+    )
+    async def export(version: Version, response: Response, command: Export | None = None) -> OperationView:
+        adapter = command is not None and command.adapter
+        record = await soon(_record(parts, version))
+        try:
+            await soon(parts.exporting.check(record, adapter=adapter))
+        except Misfit as error:
+            raise Conflict(str(error)) from error
+        asked = {"version": int(record.version), "adapter": adapter}
+        return accepted(response, await soon(parts.operations.begin(EXPORT, "waiting", asked)))
 
     @router.post("/{version}/pin", operation_id="pinPolicy", summary="Keep its checkpoint from cleanup")
     async def pin(version: Version) -> PolicyMark:

@@ -26,10 +26,10 @@ from enum import StrEnum
 from prometheus_client import Counter
 
 from services.coordinator.operations import Misfit, Operation, OperationState, Outcome, Report
-from shared import streams
+from shared import streams, wire
 from shared.bus import Argument, Bus
 from shared.ledger import ENDED, Ledger, PolicyState, RunState, RunStatus
-from shared.messages import Json, PolicyRecord, PolicyVersion
+from shared.messages import Event, Json, PolicyRecord, PolicyVersion
 from shared.telemetry import heartbeats, tell
 
 log = logging.getLogger(__name__)
@@ -139,17 +139,20 @@ class Rollbacks:
             if answer == "ok":
                 begun = await self.current()
                 assert begun is not None
-                await self._tell_begun(begun)
+                self._changed()
+                log.info("rollback begun", extra={"target": int(target), "revoked": begun.revoked})
                 return await self._operate(begun)
             if answer not in ("moved", "busy"):
                 raise Misfit(await self._refusal(answer, target))
 
     async def _begin(self, target: PolicyVersion, reason: str) -> str:
-        status, records, states, checkpoints = await asyncio.gather(
-            self._ledger.status(),
+        status = await self._ledger.status()  # before the rest: where that moves on, so does its newest version
+        records, states, checkpoints, counts, mark = await asyncio.gather(
             self._ledger.policies(),
             self._ledger.policy_states(),
             self._ledger.checkpoints(),
+            self._bus.counts(),
+            self._ledger.mark(target),
         )
         record = next((record for record in records if record.version == target), None)
         if record is None or status.newest_version is None:
@@ -169,13 +172,15 @@ class Rollbacks:
         keys = [self._bus.keys.run, self._bus.keys.policy_states, self._bus.keys.revoked]
         keys += [self._bus.keys.of(streams.JOURNAL), self._bus.keys.counts, self._bus.keys.marks]
         keys += [self._bus.keys.checkpoints, self._bus.keys.rollback, self._bus.keys.pins]
-        keys += [self._bus.keys.of(streams.HISTORY)]
+        keys += [self._bus.keys.of(streams.HISTORY), self._bus.keys.of(streams.EVENTS)]
+        now_s, left = time.time(), descendants(records, target)
         sentence = f"rolling back to version {target}" + (f": {reason}" if reason else "")
-        arguments: list[Argument] = [status.newest_version, target, record.step, time.time(), sentence]
-        answer = await self._bus.script(
-            "roll_back", keys, [*arguments, uuid.uuid4().hex[:12], *descendants(records, target)]
-        )
-        return str(answer.decode())
+        undone = 0 if mark is None else counts.get("trained", 0) - mark[0]
+        detail = f"{sentence}; from step {status.step}: {len(left)} versions revoked, {undone} groups undone"
+        begun = wire.encode(Event(now_s, SOURCE, "rollback begun", detail, {"target": int(target)}))
+        arguments: list[Argument] = [status.newest_version, target, record.step, now_s, sentence, uuid.uuid4().hex[:12]]
+        arguments += [begun, streams.EVENTS.max_entries or 0]
+        return str((await self._bus.script("roll_back", keys, [*arguments, *left])).decode())
 
     async def _refusal(self, answer: str, target: PolicyVersion) -> str:
         states, checkpoints = await asyncio.gather(self._ledger.policy_states(), self._ledger.checkpoints())
@@ -186,12 +191,6 @@ class Rollbacks:
             )
         state = answer.partition(":")[2]
         return f"expected a run that is running or paused, found it {state}: there is nothing to take back"
-
-    async def _tell_begun(self, begun: Rollback) -> None:
-        self._changed()
-        log.info("rollback begun", extra={"target": int(begun.target), "revoked": begun.revoked})
-        detail = f"from step {begun.from_step}: {begun.revoked} versions revoked, {begun.undone} groups undone"
-        await tell(self._bus, SOURCE, "rollback begun", f"{begun.reason}; {detail}", target=int(begun.target))
 
     # ---------------------------------------------------------------- see it through
 

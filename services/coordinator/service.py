@@ -22,6 +22,8 @@ from services.coordinator.access import Access, open_access
 from services.coordinator.admission import Admission, terms_of
 from services.coordinator.api import make_app
 from services.coordinator.evaluation import Evaluator, Judge
+from services.coordinator.exporting import KIND as EXPORT
+from services.coordinator.exporting import Exporting
 from services.coordinator.gate import Gate
 from services.coordinator.guards import Guards
 from services.coordinator.lease import Lease
@@ -31,7 +33,8 @@ from services.coordinator.operations import Operations
 from services.coordinator.parts import Parts
 from services.coordinator.promotion import Promotion
 from services.coordinator.recorder import Recorder
-from services.coordinator.rollback import KIND, Rollbacks, request
+from services.coordinator.rollback import KIND as ROLLBACK
+from services.coordinator.rollback import Rollbacks, request
 from services.coordinator.server import Server
 from services.coordinator.shortage import Shortage
 from services.coordinator.steering import Steering
@@ -183,16 +186,36 @@ def assemble(
         ledger,
         settings.weights.deadline_s,
         look,
-        lambda found: operations.begin(KIND, found.stage, request(found)),
+        lambda found: operations.begin(ROLLBACK, found.stage, request(found)),
     )
     gate = Gate(bus, ledger, settings.evaluation, rollbacks, look)
     evaluator = make_evaluator(bus, ledger, data.held_out, settings, gate.judge) if data.held_out else None
     lifecycle = Lifecycle(bus, ledger, settings, evaluator, gate, recorder, lambda: admission.wake(), folder)
     steering = Steering(bus, ledger, rollbacks, groups_per_step, look)
+    exporting = Exporting(bus, ledger, settings)
     operations = Operations(
-        bus, {"pause": steering.drain_run, "drain": steering.drain_replica, KIND: rollbacks.see_through}
+        bus,
+        {
+            "pause": steering.drain_run,
+            "drain": steering.drain_replica,
+            ROLLBACK: rollbacks.see_through,
+            EXPORT: exporting.see_through,
+        },
     )
-    api = Parts(bus, ledger, live, monitor, operations, steering, rollbacks, access or Access(), status, folder, look)
+    api = Parts(
+        bus,
+        ledger,
+        live,
+        monitor,
+        operations,
+        steering,
+        rollbacks,
+        exporting,
+        access or Access(),
+        status,
+        folder,
+        look,
+    )
     promotion = Promotion(bus, ledger, settings.weights.fan_out, promoted)
     live.listen(lambda settings: look())
     lease = Lease(bus, replica)

@@ -103,7 +103,8 @@ class Steering:
             prompts, rollouts, waiting = [await self._bus.length(stream) for stream in streams.TRAINING_STREAMS]
             if prompts + rollouts == 0 and waiting < self._groups_per_step:
                 detail = f"nothing is generated or scored; {waiting} groups wait for the next step"
-                return Outcome(OperationState.SUCCEEDED, detail, {"step": status.step, "groups_waiting": waiting})
+                step = (await self._ledger.status()).step  # the last one may have been committed since
+                return Outcome(OperationState.SUCCEEDED, detail, {"step": step, "groups_waiting": waiting})
             await report("draining", f"{prompts + rollouts + waiting} groups in flight")
             await asyncio.sleep(_LOOK_S)
 

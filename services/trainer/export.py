@@ -11,21 +11,13 @@ adapters merged in. Reads files only, so a run may go on meanwhile, be over, or 
 read is not used. Writes the folder whole or not at all. It replays no journal: other versions are refused, with a list of
 those that are there.
 
-It is a process of its own, as the CLI calls it (``penstock export``) and a service may, without importing torch::
-
-    python -m services.trainer.export RUN --version N --to FOLDER [--adapter]
-
-prints one JSON object on stdout, or one sentence on stderr and exits 1. RUN is the run's folder, or a TOML file with its settings
-where no ``penstock up`` noted them.
+The CLI calls it (``penstock export``); for the trainer it is a process of its own (``export_process``).
 """
 
-import argparse
 import dataclasses
 import functools
-import json
-import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -68,7 +60,14 @@ class Found:
     adapter: bool = False
 
 
-def export_version(settings: Settings, version: PolicyVersion, folder: Path, *, adapter: bool = False) -> Exported:
+def export_version(
+    settings: Settings,
+    version: PolicyVersion,
+    folder: Path,
+    *,
+    adapter: bool = False,
+    checkpoint: Path | None = None,
+) -> Exported:
     """Write version ``version`` of the run to ``folder``.
 
     Args:
@@ -76,6 +75,7 @@ def export_version(settings: Settings, version: PolicyVersion, folder: Path, *, 
         version: which one.
         folder: must not exist yet, or be empty.
         adapter: write the adapter alone instead of whole weights with it merged in.
+        checkpoint: holds the version under another number: a rollback published its weights again.
 
     Raises:
         PenstockError: the version cannot be made (any more), the run trains no adapter, or ``folder`` holds something.
@@ -84,7 +84,7 @@ def export_version(settings: Settings, version: PolicyVersion, folder: Path, *, 
         raise PenstockError("expected a run with policy.lora.rank > 0 for --adapter, found whole weights: leave it out")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise PenstockError(f"expected a new or empty folder to write to, found {folder} in use: change --to")
-    sources = _sources(settings, adapter=adapter)
+    sources = _sources(settings, adapter=adapter, known={} if checkpoint is None else {version: checkpoint})
     reasons = []
     for source in sources.get(version, []):
         try:
@@ -95,11 +95,6 @@ def export_version(settings: Settings, version: PolicyVersion, folder: Path, *, 
         _write(found, settings, folder, adapter=adapter)
         return Exported(int(version), found.step, source.name, str(folder), adapter)
     raise PenstockError(_refusal(settings, version, sources.keys(), reasons))
-
-
-def exportable(settings: Settings, *, adapter: bool = False) -> list[PolicyVersion]:
-    """Return the versions that can be exported now, oldest first."""
-    return sorted(_sources(settings, adapter=adapter))
 
 
 def _refusal(settings: Settings, version: PolicyVersion, known: Collection[PolicyVersion], reasons: list[str]) -> str:
@@ -120,15 +115,18 @@ class _Source:
     read: Callable[[], Found]
 
 
-def _sources(settings: Settings, *, adapter: bool) -> dict[PolicyVersion, list[_Source]]:
-    """Return what each version can be read from, best first; reads no weights."""
+def _sources(
+    settings: Settings, *, adapter: bool, known: Mapping[PolicyVersion, Path]
+) -> dict[PolicyVersion, list[_Source]]:
+    """Return what each version can be read from, best first; ``known`` names checkpoints of other versions. Reads no weights."""
     found: dict[PolicyVersion, list[_Source]] = defaultdict(list)
     for version, folder in committed(settings.snapshot_folder):
         if not adapter or (folder / _ADAPTER).is_file():
             found[version].append(_Source(str(folder), functools.partial(_of_snapshot, folder)))
     for one in checkpoints.find(settings.run_folder / "checkpoints"):
-        read = functools.partial(_of_checkpoint, one, settings)
-        found[one.state.version].append(_Source(str(one.folder), read))
+        source = _Source(str(one.folder), functools.partial(_of_checkpoint, one, settings))
+        for version in {one.state.version, *(version for version, folder in known.items() if folder == one.folder)}:
+            found[version].append(source)
     if not adapter:
         found[PolicyVersion(0)].append(_Source(settings.policy.model, lambda: Found(0, {})))
     return dict(found)
@@ -183,26 +181,3 @@ def settings_of(run: Path) -> Settings:
     folder = run.resolve()
     found = load(folder / SETTINGS_FILE, environment={})
     return found.model_copy(update={"run": found.run.model_copy(update={"folder": folder.parent, "id": folder.name})})
-
-
-def main() -> int:
-    """Export as the command line says; return the exit code."""
-    parser = argparse.ArgumentParser(description="Write a version of a run's policy in Hugging Face form.")
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--version", type=int, required=True)
-    parser.add_argument("--to", type=Path, required=True)
-    parser.add_argument("--adapter", action="store_true")
-    arguments = parser.parse_args()
-    try:
-        found = export_version(
-            settings_of(arguments.run), PolicyVersion(arguments.version), arguments.to, adapter=arguments.adapter
-        )
-    except PenstockError as error:
-        print(f"export: {error}", file=sys.stderr)  # noqa: T201
-        return 1
-    print(json.dumps(dataclasses.asdict(found)))  # noqa: T201
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,5 +1,5 @@
 """Rank 0's side of the training loop: intake, resume, publish, commit, tell. It runs on the training thread and reaches
-the bus through the event loop of the main thread.
+the bus through the event loop of the main thread, where exports go on beside it (``exporter``).
 
 Order of a commit (see docs/architecture.md): the weights are put where replicas can get them, then one transaction moves
 the batch to the journal and publishes the version. A trainer that dies before it leaves its batch pending on the bus; one that dies after
@@ -21,6 +21,7 @@ import torch
 from services.trainer import checkpoints, measures
 from services.trainer.checkpoints import Checkpoint, CheckpointState
 from services.trainer.engine import TrainingEngine
+from services.trainer.exporter import Exporter
 from services.trainer.intake import Intake, Taken
 from services.trainer.measures import Phases, batch_figures, export_metrics
 from services.trainer.orders import Kind, Order, decode_all
@@ -56,6 +57,8 @@ class Lead:
         self._steps_of_versions: dict[PolicyVersion, int] = {}
         self._intake = Intake(context.bus, context.live, self._steps_of_versions)
         self._filling: asyncio.Task[None] | None = None
+        self._exporter = Exporter(context.bus, context.settings)
+        self._exporting = loop.create_task(self._exporter.run())
         self._epoch = 0
         self._newest: PolicyVersion | None = None
         self._tip: PolicyVersion | None = None
@@ -74,6 +77,8 @@ class Lead:
 
     def next_order(self, step: int, phases: Phases) -> Order:
         """Return what every rank does next: first the resume, then batches, STOP once SIGTERM came."""
+        if self._exporting.done():
+            self._exporting.result()  # raises what stopped it
         if self._opening is None:
             self._call(self._warn())
             self._opening = iter(self._call(self._open()))
@@ -133,10 +138,10 @@ class Lead:
         """Take the epoch, and return the orders that bring every rank to the ledger's step."""
         self._epoch = await self._ledger.take_epoch()
         resume = await find_resume(self._bus, self._ledger, self._live, self._settings)
-        for record in await self._ledger.policies():
-            self._steps_of_versions[record.version] = record.step
+        records = await self._ledger.policies()
+        self._steps_of_versions.update((record.version, record.step) for record in records)
         self._newest, self._tip = resume.status.newest_version, resume.status.tip
-        self._revision = max((record.settings_revision for record in await self._ledger.policies()), default=0)
+        self._revision = max((record.settings_revision for record in records), default=0)
         replay = [await self._replayed(entries) for entries in resume.journal]
         self._loaded = resume.checkpoint
         load = [Order(Kind.LOAD, folder=str(resume.checkpoint.folder))] if resume.checkpoint is not None else []
@@ -305,13 +310,14 @@ class Lead:
     def describe(self, step: int) -> CheckpointState:
         """Return what a checkpoint of ``step`` must know."""
         status, entry = self._call(self._ledger.status()), self._call(self._last_journal_entry())
+        mark = None if self._newest is None else self._call(self._ledger.mark(self._newest))
         revision = self._call(self._live.read(self._live.revision))
         assert self._newest is not None
         return CheckpointState(
             step=step,
             version=self._newest,
             cursor=status.cursor,
-            position=self._call(self._ledger.position(self._newest)),
+            position=None if mark is None else mark[1],
             counts=self._call(self._bus.counts()),
             journal_entry=entry,
             ranks=self._settings.trainer.ranks * self._settings.trainer.nodes,
@@ -333,7 +339,8 @@ class Lead:
         state = checkpoint.state
         self._call(self._ledger.set_checkpoint(state.version, str(checkpoint.folder)))
         for old in superfluous:
-            if self._call(self._ledger.forget_checkpoint(str(old.folder))):
+            exported = str(old.folder) == self._exporter.reading
+            if not exported and self._call(self._ledger.forget_checkpoint(str(old.folder))):
                 checkpoints.delete(old)
         if state.journal_entry:
             self._call(self._ledger.trim_journal(state.journal_entry))
@@ -356,7 +363,9 @@ class Lead:
         log.info("final policy written", extra={"folder": str(folder)})
 
     async def clean_up(self) -> None:
-        """Stop the intake, and serve no more weights."""
+        """Stop the intake and what is exported, and serve no more weights."""
         if self._filling is not None:
             self._filling.cancel()
+        self._exporting.cancel()
+        await asyncio.gather(self._exporting, return_exceptions=True)
         await asyncio.to_thread(self._publication.close)

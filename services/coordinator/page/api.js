@@ -3,11 +3,12 @@
 const KEPT_AS = "penstock token";
 const AGAIN_MS = 1000;
 
-/** An answer that is no success; `message` says what was expected and what was found. */
+/** An answer that is no success; `message` says what was expected and what was found, `errors` each of several by itself. */
 export class Problem extends Error {
-  constructor(status, detail) {
+  constructor(status, detail, errors = []) {
     super(detail);
     this.status = status;
+    this.errors = errors;
   }
 }
 
@@ -24,24 +25,32 @@ export const forgetToken = () => sessionStorage.removeItem(KEPT_AS);
 export const get = (path) => call("GET", path);
 
 /** Return what POST `path` answers. Done once, however often it is sent. Throws a Problem, as `get`. */
-export const post = (path, body) => call("POST", path, body, newKey());
+export const post = (path, body) => call("POST", path, body, { "Idempotency-Key": newKey() });
 
-async function call(method, path, body, key) {
-  const answer = await send(method, path, body, key, "application/json");
+/** Return what GET `path` answers, and the `tag` that a change of it has to name. */
+export async function getTagged(path) {
+  const answer = await send("GET", path);
+  return { found: await answer.json(), tag: answer.headers.get("ETag") };
+}
+
+/** Return what PATCH `path` answers: a change of what has this `tag` still. Throws a Problem, 412 where it has another. */
+export const patch = (path, body, tag) => call("PATCH", path, body, { "If-Match": tag });
+
+async function call(method, path, body, more) {
+  const answer = await send(method, path, body, more);
   return answer.json();
 }
 
-async function send(method, path, body, key, accept, more = {}) {
+async function send(method, path, body, more = {}) {
   for (;;) {
     const sent = sessionStorage.getItem(KEPT_AS);
-    const headers = { Accept: accept, ...more };
+    const headers = { Accept: "application/json", ...more };
     if (sent !== null) headers.Authorization = `Bearer ${sent}`;
-    if (key !== undefined) headers["Idempotency-Key"] = key;
     if (body !== undefined) headers["Content-Type"] = "application/json";
     const answer = await fetch(path, { method, headers, body: body === undefined ? undefined : JSON.stringify(body) });
     if (answer.ok) return answer;
     const problem = await problemOf(answer);
-    if (answer.status !== 401 && !(answer.status === 403 && key !== undefined)) throw problem;
+    if (answer.status !== 401 && !(answer.status === 403 && method !== "GET")) throw problem;
     if (sessionStorage.getItem(KEPT_AS) !== sent) continue; // another request has asked in the meantime
     asking ??= ask(answer.status).finally(() => { asking = null; });
     await asking;
@@ -50,7 +59,8 @@ async function send(method, path, body, key, accept, more = {}) {
 
 async function problemOf(answer) {
   try {
-    return new Problem(answer.status, (await answer.json()).detail);
+    const { detail, errors } = await answer.json();
+    return new Problem(answer.status, detail, errors);
   } catch {
     return new Problem(answer.status, `the coordinator answered ${answer.status}`);
   }
@@ -68,7 +78,7 @@ export async function follow(after, told) {
   for (;;) {
     try {
       const from = last === null ? {} : { "Last-Event-ID": last };
-      const answer = await send("GET", "v1/events/stream", undefined, undefined, "text/event-stream", from);
+      const answer = await send("GET", "v1/events/stream", undefined, { Accept: "text/event-stream", ...from });
       for await (const event of events(answer.body)) {
         last = event.id;
         told(event);

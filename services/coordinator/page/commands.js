@@ -1,4 +1,4 @@
-// What a person may do to the run: each asks first, and says what will happen.
+// What a person may do to the run as a whole: each asks first, and says what will happen.
 
 import { forgetToken, keepToken, Problem, post } from "./api.js";
 import { ask, choice, field } from "./dialog.js";
@@ -21,6 +21,10 @@ export const pause = (run, done) => steer("pause", "Pause the run?", [
     ["drain", "Pause, and tell when nothing is generated or scored any more"],
   ]),
 ], "Pause", done);
+
+export const stop = (run, done) => steer("stop", "Stop the run for good?", [
+  el("p", {}, `It ends at step ${figure(run.step)} of ${figure(run.steps)} and cannot be resumed. ${figure(run.groups_in_flight)} groups in flight are dropped, and counted. Summary and report are written.`),
+], "Stop for good", done, true);
 
 /** Take the run back to `target`; `policies` tell what that revokes. */
 export function rollBack(target, policies, run, done) {
@@ -59,9 +63,16 @@ export async function askToken(status) {
   if (found === null) throw new Problem(status, "no token was given");
 }
 
-function steer(name, title, body, yes, done) {
+/** Ask whether to do one thing to a version, a replica or a dead letter. With `why` a reason is asked for, too. */
+export const confirm = ({ title, sentence, yes, path, done, why = false, danger = false, body = {} }) => ask({
+  title, yes, danger,
+  body: [el("p", {}, sentence), why ? field("reason", "Why? It is kept with the event.") : ""],
+  act: (form) => told(path, why ? { ...body, reason: form.get("reason") } : body, done),
+});
+
+function steer(name, title, body, yes, done, danger = false) {
   return ask({
-    title, yes, body: [...body, REASON()],
+    title, yes, danger, body: [...body, REASON()],
     act: (form) => told(`v1/run/${name}`, { reason: form.get("reason"), ...(name === "pause" ? { mode: form.get("mode") } : {}) }, done),
   });
 }

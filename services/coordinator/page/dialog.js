@@ -16,6 +16,7 @@ export function ask({ title, body, yes, danger = false, act }) {
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
     yesButton.disabled = true;
+    error.textContent = "";
     try {
       found = await act(new FormData(form));
       dialog.close();
@@ -24,13 +25,35 @@ export function ask({ title, body, yes, danger = false, act }) {
       yesButton.disabled = false;
     }
   });
+  return opened(dialog, form.querySelector("input") ?? noButton, () => found);
+}
+
+/** Show something, with a button for each command that fits it: [text, act]. A command closes the dialog and asks in its own. */
+export function show({ title, body, commands }) {
+  let chosen = null;
+  const choose = (act) => { chosen = act; dialog.close(); };
+  const buttons = commands.map(([text, act]) => el("button", { type: "button", onclick: () => choose(act) }, text));
+  const close = el("button", { type: "button", class: "quiet", onclick: () => dialog.close() }, "Close");
+  const dialog = el("dialog", { "aria-label": title }, el("h2", {}, title), body, el("div", { class: "choices" }, close, buttons));
+  return opened(dialog, close, () => chosen?.());
+}
+
+/** Open a dialog with the focus at `first`; resolves with what `result` gives once it is closed. */
+function opened(dialog, first, result) {
+  const opener = document.activeElement;
   document.body.append(dialog);
   dialog.showModal();
-  (form.querySelector("input") ?? noButton).focus();
+  first.focus();
   return new Promise((resolve) => {
-    dialog.addEventListener("close", () => { dialog.remove(); resolve(found); });
+    dialog.addEventListener("close", () => {
+      dialog.remove();
+      if (!opener.isConnected) again(opener)?.focus(); // it was drawn again meanwhile
+      resolve(result());
+    });
   });
 }
+
+const again = (gone) => (gone.dataset.key === undefined ? null : document.querySelector(`[data-key="${CSS.escape(gone.dataset.key)}"]`));
 
 /** Return a line to type into. */
 export const field = (name, label, attributes = {}) => el("label", {}, label, el("input", { name, type: "text", maxlength: 500, autocomplete: "off", ...attributes }));
@@ -38,3 +61,7 @@ export const field = (name, label, attributes = {}) => el("label", {}, label, el
 /** Return a choice of several: [value, label]; the first is chosen. */
 export const choice = (name, options) => el("fieldset", {}, options.map(([value, label], index) =>
   el("label", {}, el("input", { type: "radio", name, value, checked: index === 0 }), ` ${label}`)));
+
+/** Return facts: [name, value]; those without a value are left out. */
+export const facts = (pairs) => el("dl", {}, pairs.filter(([, value]) => value !== null && value !== undefined && value !== "")
+  .flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));

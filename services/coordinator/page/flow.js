@@ -5,12 +5,15 @@ import { duration, el, figure, redraw, svg } from "./dom.js";
 const WINDOW_S = 15;
 const SHOWN_REPLICAS = 4;
 let seen = [];
+/** Services of which all replicas are shown. */
+const unfolded = new Set();
 
-/** Show the flow of `run` (GET /v1/run) through `services` (GET /v1/services). */
-export function drawFlow(node, run, services, maxLag) {
+/** Show the flow of `run` (GET /v1/run) through `services` (GET /v1/services); `look(replica)` is called by a replica's button. */
+export function drawFlow(node, run, services, maxLag, look) {
+  const stage = (name, replicas, rows) => stageOf(name, replicas, rows, look, () => drawFlow(node, run, services, maxLag, look));
   const rates = ratesOf(run);
   const of = (name) => services.filter((one) => one.service === name);
-  redraw(node, [run.step, run.streams, run.last, run.head, rates, services.map(signs), maxLag, run.state, run.slots, run.cursor], () => [
+  redraw(node, [run.step, run.streams, run.last, run.head, rates, services.map(signs), maxLag, run.state, run.slots, run.cursor, [...unfolded]], () => [
     stage("coordinator", of("coordinator"), [
       pair("in flight", `${run.groups_in_flight} of ${run.slots}`),
       pair("admitted", figure(run.cursor)),
@@ -46,21 +49,24 @@ function ratesOf(run) {
 const seconds = (value) => (value === null || value === undefined ? "–" : `${figure(value)} s`);
 const signs = (one) => [one.replica, one.state, one.version, one.versions_behind, one.healthy, one.cordon, one.last_error];
 
-function stage(name, replicas, rows) {
+function stageOf(name, replicas, rows, look, drawAgain) {
   const troubled = replicas.toSorted((a, b) => Number(a.healthy) - Number(b.healthy));
-  const more = replicas.length - SHOWN_REPLICAS;
+  const most = unfolded.has(name) ? Infinity : SHOWN_REPLICAS;
+  const fold = () => { unfolded.has(name) ? unfolded.delete(name) : unfolded.add(name); drawAgain(); };
   return el("li", { class: "card stage" },
     el("h3", {}, el("span", {}, name), el("span", { class: "soft" }, `× ${replicas.length}`)),
     rows,
-    troubled.slice(0, SHOWN_REPLICAS).map(replica),
-    more > 0 ? el("div", { class: "soft" }, `and ${more} more`) : "");
+    troubled.slice(0, most).map((one) => replica(one, look)),
+    replicas.length > SHOWN_REPLICAS
+      ? el("button", { type: "button", class: "plain soft", "data-key": `fold-${name}`, "aria-expanded": unfolded.has(name), onclick: fold }, unfolded.has(name) ? "fewer" : `and ${replicas.length - SHOWN_REPLICAS} more`)
+      : "");
 }
 
-function replica(one) {
+function replica(one, look) {
   const lamp = one.cordon !== null ? "lamp held" : one.healthy ? "lamp" : "lamp off";
   const behind = one.versions_behind > 0 ? `, ${one.versions_behind} behind` : "";
   const said = one.last_error || one.cordon || one.state;
-  return el("div", { class: "replica", title: `${one.replica}: ${said}` },
+  return el("button", { type: "button", class: "plain replica", title: `${one.replica}: ${said}`, "data-key": `replica-${one.replica}`, onclick: () => look(one) },
     el("span", { class: lamp, role: "img", "aria-label": said }),
     el("span", {}, one.replica),
     el("span", { class: "soft" }, one.version === null ? "" : `v${one.version}${behind}`));

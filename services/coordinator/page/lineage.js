@@ -1,11 +1,12 @@
 // Where versions come from, drawn as a graph: newest at the top, the live branch at the left. What happened to nobody's notice is folded.
 
 import { clock, el, figure, redraw, svg } from "./dom.js";
+import { canGoBack } from "./version.js";
 
 const LANE = 18;
 
-/** Show `policies` (GET /v1/policies, oldest first); `rollBack(version)` is called by a version's button. */
-export function drawLineage(node, policies, head, runState, rollBack) {
+/** Show `policies` (GET /v1/policies, oldest first); `rollBack(version)` and `look(version)` are called by a version's buttons. */
+export function drawLineage(node, policies, head, runState, rollBack, look) {
   redraw(node, [policies, head, runState], () => {
     if (policies.length === 0) return el("li", { class: "soft" }, "no version yet");
     const graph = graphOf(policies, head);
@@ -13,7 +14,7 @@ export function drawLineage(node, policies, head, runState, rollBack) {
     return rowsOf(policies, graph, head).map((row) =>
       (row.length > 1 || !graph.told.has(row[0].version)
         ? foldOf(row, graph)
-        : rowOf(row[0], graph, head, ["stopped", "finished"].includes(runState) ? null : rollBack)));
+        : rowOf(row[0], graph, head, canGoBack(row[0], runState) ? rollBack : null, look)));
   });
 }
 
@@ -68,14 +69,15 @@ function rowsOf(policies, graph) {
   return rows;
 }
 
-function rowOf(one, graph, head, rollBack) {
-  const can = rollBack !== null && one.checkpoint !== null && one.state !== "revoked";
-  const button = el("button", { type: "button", class: "quiet", "data-key": `back-${one.version}`, "aria-label": `Roll back to version ${one.version}…`, onclick: () => rollBack(one) }, "Roll back…");
+function rowOf(one, graph, head, rollBack, look) {
+  const button = (name, said, text, act) => el("button", { type: "button", class: "quiet", "data-key": `${name}-${one.version}`, "aria-label": said, onclick: () => act(one) }, text);
   return el("li", { class: "version", "data-version": one.version },
     lanesOf(one.version, graph, one.version === head),
     el("div", { class: "named" }, el("b", { title: `made at ${clock(one.created_at_s)}` }, `v${one.version}`), badges(one)),
     el("div", { class: "measured" }, el("span", {}, `step ${figure(one.step)}`), el("span", {}, `reward ${figure(one.metrics.reward_mean)}`)),
-    can ? button : el("span"));
+    el("div", { class: "acts" },
+      rollBack === null ? "" : button("back", `Roll back to version ${one.version}…`, "Roll back…", rollBack),
+      button("more", `More of version ${one.version}…`, "More…", look)));
 }
 
 function badges(one) {

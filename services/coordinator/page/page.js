@@ -1,12 +1,16 @@
 // The page: asks the coordinator once a second how the run is, hears its events, and hands each part what it shows.
 
 import { follow, forgetToken, get, hasToken, onToken } from "./api.js";
-import { askToken, pause, resume, rollBack, start } from "./commands.js";
+import { askToken, pause, resume, rollBack, start, stop } from "./commands.js";
 import { drawCurves } from "./curves.js";
 import { drawFlow } from "./flow.js";
 import { drawLineage } from "./lineage.js";
 import { History } from "./history.js";
+import { showLetter } from "./letter.js";
+import { changeSettings } from "./live.js";
+import { showReplica } from "./replica.js";
 import { drawRollouts } from "./rollouts.js";
+import { showVersion } from "./version.js";
 import { byId, clock, duration, el, figure, redraw, say } from "./dom.js";
 
 const EVERY_MS = 1000, SELDOM_MS = 3000, AWAY_MS = 15000;
@@ -31,6 +35,7 @@ function drawHead(run) {
   byId("start").hidden = run.state !== "created";
   byId("pause").disabled = run.state !== "running";
   byId("resume").disabled = run.state !== "paused";
+  byId("stop").disabled = byId("settings").disabled = ["stopped", "finished"].includes(run.state);
   byId("token").hidden = !hasToken();
 }
 
@@ -58,8 +63,10 @@ function drawWatch(run) {
   redraw(byId("operations"), [under, ended], () => (under.length === 0 ? el("p", { class: "soft" }, ended)
     : under.map((one) => el("p", {}, `${one.kind}: ${one.phase}${one.detail ? `, ${one.detail}` : ""}`))));
   redraw(byId("dead"), [run.dead, shown.letters], () => (run.dead === 0 ? el("p", { class: "soft" }, "none")
-    : [el("p", { class: "bad" }, `${figure(run.dead)}: see penstock dead`), ...shown.letters.map((one) => el("p", {}, `${one.stream}: ${one.reason}`))]));
+    : [el("p", { class: "bad" }, `${figure(run.dead)}${run.dead > shown.letters.length ? ", the first ones:" : ""}`), ...shown.letters.map(letter)]));
 }
+
+const letter = (one) => el("p", {}, el("button", { type: "button", class: "plain", "data-key": `letter-${one.stream}-${one.entry}`, onclick: () => trying(() => showLetter(one, changed)) }, `${one.stream}: ${one.reason}`));
 
 /** Put one event above the others; only what is new is read out to those who listen. */
 function showEvent(event) {
@@ -73,10 +80,11 @@ function draw() {
   drawHead(run);
   drawTiles(run);
   drawWatch(run);
-  drawFlow(byId("flow"), run, shown.services, shown.maxLag);
+  drawFlow(byId("flow"), run, shown.services, shown.maxLag, (one) => showReplica(one, changed));
   const revoked = new Set(history.policies.filter((one) => one.state === "revoked").map((one) => one.version));
   drawCurves(byId("curves"), history.steps, run.evaluations.filter((one) => !revoked.has(one.version)), shown.maxLag);
-  drawLineage(byId("lineage"), history.policies, run.head, run.state, (target) => rollBack(target, history.policies, shown.run, lookNow));
+  drawLineage(byId("lineage"), history.policies, run.head, run.state,
+    (target) => rollBack(target, history.policies, shown.run, changed), (one) => showVersion(one, history.policies, shown.run, changed));
   drawRollouts(byId("rollouts"), shown.groups, shown.held);
   byId("older").hidden = shown.cursor === null;
   byId("newest").hidden = !shown.held;
@@ -111,6 +119,21 @@ async function lookSeldom(run) {
 async function lookNow() {
   seldomAt = -Infinity;
   await look();
+}
+
+/** Look at once at everything that a command may have changed. */
+async function changed() {
+  history.forget();
+  await lookNow();
+}
+
+/** Begin something that asks the coordinator first; what it answers instead is said where the run's state is. */
+async function trying(work) {
+  try {
+    await work();
+  } catch (problem) {
+    say(byId("activity"), problem.message);
+  }
 }
 
 async function showOlder() {
@@ -157,7 +180,9 @@ onToken(askToken);
 byId("start").addEventListener("click", () => start(shown.run, lookNow));
 byId("pause").addEventListener("click", () => pause(shown.run, lookNow));
 byId("resume").addEventListener("click", () => resume(shown.run, lookNow));
-byId("older").addEventListener("click", showOlder);
+byId("settings").addEventListener("click", () => trying(() => changeSettings(lookNow)));
+byId("stop").addEventListener("click", () => stop(shown.run, lookNow));
+byId("older").addEventListener("click", () => trying(showOlder));
 byId("token").addEventListener("click", () => { forgetToken(); location.reload(); });
 byId("newest").addEventListener("click", () => hold(false));
 byId("rollouts").addEventListener("click", () => hold(true));
