@@ -8,9 +8,7 @@ import logging
 import os
 from typing import Any
 
-import boto3
 import httpx
-from moto.server import ThreadedMotoServer
 
 from shared.checkpoint_store import StoreSettings
 
@@ -21,6 +19,8 @@ class Storage:
     """The server and its bucket ``runs``."""
 
     def __init__(self) -> None:
+        import boto3
+
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
         self.port = 0
         self.start()
@@ -34,6 +34,8 @@ class Storage:
 
     def start(self) -> None:
         """Listen, with everything that was there before, on the port of before."""
+        from moto.server import ThreadedMotoServer
+
         self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=self.port, verbose=False)
         self._server.start()
         _, self.port = self._server.get_host_and_port()
@@ -64,6 +66,11 @@ class Storage:
         data = bytearray(self.client.get_object(Bucket="runs", Key=f"team/{name}")["Body"].read())
         data[len(data) // 2] ^= 1
         self.client.put_object(Bucket="runs", Key=f"team/{name}", Body=bytes(data))
+
+    def clear(self) -> None:
+        """Delete every object."""
+        for name in self.names():
+            self.client.delete_object(Bucket="runs", Key=f"team/{name}")
 
     def close(self) -> None:
         self.stop()

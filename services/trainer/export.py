@@ -4,10 +4,11 @@
 
     snapshot of N on disk      weights.folder/v00000N, as replicas read it; each file's hash is checked
     checkpoint of N            <run folder>/checkpoints, of any ZeRO stage and number of ranks
+    stored checkpoint of N     trainer.store, fetched to a temporary folder (TMPDIR) that needs room for it
     version 0                  the initial policy, policy.model
 
 A version is found where the first of these has it, and comes out as it was published: the same bits, in ``policy.dtype``,
-adapters merged in. Reads files only, so a run may go on meanwhile, be over, or have lost its bus; what is deleted while it is
+adapters merged in. Reads files and objects only, so a run may go on meanwhile, be over, or have lost its bus; what is deleted while it is
 read is not used. Writes the folder whole or not at all. It replays no journal: other versions are refused, with a list of
 those that are there.
 
@@ -22,10 +23,12 @@ where no ``penstock up`` noted them.
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import sys
+import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -35,6 +38,7 @@ from services.trainer import adapter as adapters
 from services.trainer import checkpoints
 from services.trainer.engine import saved_tensors, unique
 from services.trainer.policy import export, export_adapter, load_model
+from services.trainer.stored import CheckpointStore, StoredCheckpoint, open_store
 from shared.errors import PenstockError, WeightsError
 from shared.messages import PolicyVersion
 from shared.settings import Settings, load
@@ -86,7 +90,7 @@ def export_version(settings: Settings, version: PolicyVersion, folder: Path, *, 
         raise PenstockError(f"expected a new or empty folder to write to, found {folder} in use: change --to")
     sources = _sources(settings, adapter=adapter)
     reasons = []
-    for source in sources.get(version, []):
+    for source in itertools.chain(sources.get(version, []), _stored_sources(settings, version)):
         try:
             found = source.read()
         except (WeightsError, OSError) as error:  # deleted meanwhile, or damaged
@@ -132,6 +136,19 @@ def _sources(settings: Settings, *, adapter: bool) -> dict[PolicyVersion, list[_
     if not adapter:
         found[PolicyVersion(0)].append(_Source(settings.policy.model, lambda: Found(0, {})))
     return dict(found)
+
+
+def _stored_sources(settings: Settings, version: PolicyVersion) -> Iterator[_Source]:
+    """Yield what object storage has of a version; asks it only when it is come to."""
+    store = open_store(settings)
+    for one in store.whole() if store is not None else ():
+        if store is not None and one.state.version == version:
+            yield _Source(one.uri, functools.partial(_of_stored, one, store, settings))
+
+
+def _of_stored(one: StoredCheckpoint, store: CheckpointStore, settings: Settings) -> Found:
+    with tempfile.TemporaryDirectory(prefix="penstock-export-") as folder:
+        return _of_checkpoint(store.fetch(one, Path(folder)), settings)
 
 
 def _of_snapshot(folder: Path) -> Found:

@@ -20,9 +20,8 @@ from typing import Any
 from services.trainer import checkpoints, measures
 from services.trainer.checkpoints import Checkpoint
 from services.trainer.copier import Copier, Job
-from services.trainer.objects import ObjectStore
 from services.trainer.resume import Resume
-from services.trainer.stored import CheckpointStore, StoredCheckpoint
+from services.trainer.stored import CheckpointStore, StoredCheckpoint, open_store
 from shared.bus import Bus
 from shared.errors import StoreError
 from shared.ledger import Ledger
@@ -33,16 +32,6 @@ from shared.telemetry import tell
 log = logging.getLogger(__name__)
 
 Call = Callable[[Coroutine[Any, Any, Any]], Any]
-
-
-def open_store(settings: Settings) -> CheckpointStore | None:
-    """Return the run's object storage; None where it has none.
-
-    Raises:
-        SettingsError: boto3 is not installed, or makes no client of the settings.
-    """
-    store = settings.trainer.store
-    return CheckpointStore(ObjectStore(store, settings.run.id)) if store.uri else None
 
 
 class Keeper:

@@ -24,6 +24,7 @@ from services.trainer import checkpoints
 from services.trainer.checkpoints import Checkpoint, CheckpointState
 from services.trainer.objects import ObjectStore
 from shared.errors import StoreError, WeightsError
+from shared.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -186,6 +187,16 @@ class CheckpointStore:
                 self._objects.abort_uploads(f"{_FOLDER}{name}/")
                 for key in [key for key in listed if key.startswith(f"{_FOLDER}{name}/")]:
                     self._objects.delete(key)
+
+
+def open_store(settings: Settings) -> CheckpointStore | None:
+    """Return the run's object storage; None where it has none.
+
+    Raises:
+        SettingsError: boto3 is not installed, or makes no client of the settings.
+    """
+    store = settings.trainer.store
+    return CheckpointStore(ObjectStore(store, settings.run.id)) if store.uri else None
 
 
 def _letters(manifest: bytes) -> str:
