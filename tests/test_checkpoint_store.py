@@ -4,11 +4,13 @@ The store is moto's server over real HTTP (``tests/object_storage.py``), the bus
 """
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
 import sys
 import uuid
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 from services.trainer import checkpoints
 from services.trainer.checkpoints import Checkpoint, CheckpointState
 from services.trainer.copier import Copier, Job
+from services.trainer.keeper import Keeper
 from services.trainer.objects import ObjectStore
 from services.trainer.resume import Resume, find_resume
 from services.trainer.stored import CheckpointStore, open_store
@@ -209,6 +212,91 @@ async def test_a_bug_in_the_copier_stops_the_process_that_it_works_for() -> None
         await until(lambda: copier.check() or False)
 
 
+# ---------------------------------------------------------------- what follows from a checkpoint
+
+
+class Kept:
+    """A keeper on a training thread of its own, and the journal that it looks after."""
+
+    def __init__(self, bus: Bus, folder: Path, storage: Storage, **more: Any) -> None:
+        loop = asyncio.get_running_loop()
+        self.root, self._bus = folder / "checkpoints", bus
+        self.made = Keeper(
+            settings(folder, storage, bus.keys.run_id, **more),
+            bus,
+            lambda work: asyncio.run_coroutine_threadsafe(work, loop).result(),
+        )
+
+    async def step(self, step: int) -> Checkpoint:
+        """Commit a step and write its checkpoint; two are kept in the folder."""
+        entry = await self._bus.append(JOURNAL, {"id": str(step), "step": str(step), "data": b""})
+        made = written(self.root, step, journal_entry=entry)
+        await asyncio.to_thread(self.made.note, made, checkpoints.superfluous(self.root, 2))
+        return made
+
+
+@contextlib.asynccontextmanager
+async def keeping(bus: Bus, folder: Path, storage: Storage, **more: Any) -> AsyncIterator[Kept]:
+    kept = Kept(bus, folder, storage, **more)
+    yield kept
+    await asyncio.to_thread(kept.made.close, 60.0)
+
+
+async def test_a_checkpoint_counts_when_it_is_stored_and_the_journal_reaches_back_to_the_last_but_one(
+    bus: Bus, tmp_path: Path, storage: Storage
+) -> None:
+    ledger, run_id = Ledger(bus), bus.keys.run_id
+    async with keeping(bus, tmp_path, storage) as kept:
+        storage.stop()
+        try:
+            first = await kept.step(1)
+            await until(lambda: _told(bus, "checkpoint not stored"), timeout_s=60.0)
+            assert await ledger.checkpoints() == {}, "nobody relies on the folder"
+            assert await steps_in_journal(bus) == [1]
+        finally:
+            storage.start()
+        await until(lambda: storage.whole(run_id) == [1], timeout_s=60.0)
+        await kept.step(2)
+        await until(lambda: _journal_is(bus, [2]), timeout_s=60.0)
+    known = await ledger.checkpoints()
+    assert sorted(known) == [1, 2]
+    assert all(uri.startswith(f"s3://runs/team/{run_id}/checkpoints/step-00000") for uri in known.values())
+    assert checkpoints.is_there(first)
+
+
+async def test_older_ones_go_from_the_store_unless_the_ledger_keeps_them(
+    bus: Bus, tmp_path: Path, storage: Storage
+) -> None:
+    ledger, run_id = Ledger(bus), bus.keys.run_id
+    async with keeping(bus, tmp_path, storage) as kept:
+        for step in (1, 2, 3, 4):
+            await kept.step(step)
+            await until(lambda step=step: _has_checkpoint(ledger, step), timeout_s=60.0)  # type: ignore[misc]
+            if step == 1:
+                await ledger.pin(V(1), pinned=True)
+        await until(lambda: storage.whole(run_id) == [1, 3, 4], timeout_s=60.0)
+    assert await steps_in_journal(bus) == [4]
+    assert sorted(await ledger.checkpoints()) == [1, 3, 4]
+    assert [found.state.step for found in checkpoints.find(kept.root)] == [3, 4]
+
+
+async def test_where_the_folder_outlives_its_machine_a_checkpoint_counts_at_once(
+    bus: Bus, tmp_path: Path, storage: Storage
+) -> None:
+    storage.stop()
+    try:
+        async with keeping(bus, tmp_path, storage, counts="written") as kept:
+            made = await kept.step(1)
+            assert await Ledger(bus).checkpoints() == {1: str(made.folder)}
+            assert await steps_in_journal(bus) == []
+    finally:
+        storage.start()
+
+
+async def _has_checkpoint(ledger: Ledger, version: int) -> bool:
+    return V(version) in await ledger.checkpoints()
+
+
 # ---------------------------------------------------------------- where a run goes on
 
 
@@ -362,7 +450,7 @@ async def test_a_run_whose_machine_is_lost_goes_on_elsewhere_from_the_store_with
             await feed(bus, 0, GROUPS)
             await run.reaches(ledger, 1, process)
             await until(lambda: _told(bus, "checkpoint stored"), timeout_s=_LONG_S)
-            proxy.delay_s = 0.3
+            proxy.delay_s = 0.1
             await feed(bus, GROUPS, GROUPS)
             await run.reaches(ledger, 2, process)
             expected = await run.weights(ledger)

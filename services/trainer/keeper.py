@@ -112,8 +112,8 @@ class Keeper:
             except StoreError as error:
                 log.warning("the journal stays on a full bus", extra={"error": str(error)})
                 return
-            if usable:
-                self._call(self._ledger.trim_journal(usable[-1].state.journal_entry))
+            if usable and (entry := usable[-1].state.journal_entry):
+                self._call(self._ledger.trim_journal(entry))
 
     def close(self, wait_s: float) -> None:
         """Let what is being copied be finished, for at most ``wait_s``."""
@@ -152,7 +152,8 @@ class Keeper:
 
     def _usable(self, store: CheckpointStore) -> list[StoredCheckpoint]:
         revoked = self._call(self._ledger.revoked())
-        return [one for one in store.whole() if one.state.version not in revoked]
+        found = [one for one in store.whole() if one.state.version not in revoked]
+        return [one for one in found if one.name not in store.damaged]
 
     def _trim_journal(self, usable: Sequence[StoredCheckpoint]) -> None:
         if self._relies_on_folder:

@@ -133,7 +133,6 @@ class _Chosen:
         return await _journal(self._ledger, Checkpoint(self._root, one.state), self._status)
 
     async def _tell_damage(self, detail: str) -> None:
-        log.warning("stored checkpoint damaged", extra={"detail": detail})
         await tell(self._bus, "trainer", "stored checkpoint damaged", f"{detail}: the next older one is tried")
 
     async def _ask(self, work: Callable[[], T]) -> T:

@@ -62,6 +62,8 @@ class CheckpointStore:
         self._known: dict[str, StoredCheckpoint] = {}
         self.unreadable: set[str] = set()
         """Checkpoints whose manifest is there and damaged."""
+        self.damaged: set[str] = set()
+        """Checkpoints of which a file turned out to be missing or damaged."""
 
     @property
     def uri(self) -> str:
@@ -154,8 +156,12 @@ class CheckpointStore:
         for left in root.glob(".fetch-*.tmp"):
             if left != beside:
                 shutil.rmtree(left, ignore_errors=True)
-        for one in stored.files:
-            self._fetch(stored, one, beside / one.name)
+        try:
+            for one in stored.files:
+                self._fetch(stored, one, beside / one.name)
+        except WeightsError:
+            self.damaged.add(stored.name)
+            raise
         return checkpoints.rename(beside, root, stored.state)
 
     def _fetch(self, stored: StoredCheckpoint, one: StoredFile, path: Path) -> None:
@@ -177,13 +183,13 @@ class CheckpointStore:
             self._objects.delete(f"{_FOLDER}{stored.name}/{one.name}")
 
     def clear_remains(self, before_step: int) -> None:
-        """Delete what uploads of steps before ``before_step`` left that were broken off and nobody goes on with."""
+        """Delete what is no checkpoint of steps before ``before_step``: uploads that nobody goes on with, unreadable manifests."""
         listed = self._objects.list(_FOLDER)
         folders = {key.removeprefix(_FOLDER).partition("/")[0] for key in listed}
         for name in sorted(folders):
             words = name.split("-")
             older = len(words) == 4 and words[1].isdecimal() and int(words[1]) < before_step
-            if older and f"{_FOLDER}{name}/{_MANIFEST}" not in listed:
+            if older and (name in self.unreadable or f"{_FOLDER}{name}/{_MANIFEST}" not in listed):
                 self._objects.abort_uploads(f"{_FOLDER}{name}/")
                 for key in [key for key in listed if key.startswith(f"{_FOLDER}{name}/")]:
                     self._objects.delete(key)
