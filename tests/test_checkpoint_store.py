@@ -164,7 +164,8 @@ class Slow:
     """A copy that fails until it may succeed."""
 
     def __init__(self) -> None:
-        self.works, self.copied, self.failed = False, [], 0
+        self.works, self.failed = False, 0
+        self.copied: list[str] = []
 
     def job(self, name: str) -> Job:
         def copy() -> int:
@@ -208,8 +209,13 @@ async def test_a_bug_in_the_copier_stops_the_process_that_it_works_for() -> None
 
     copier = Copier(lambda job, error: None)
     copier.add(Job("checkpoint", Path("one"), bug, lambda: True))
+
+    def stopped() -> bool:
+        copier.check()
+        return False
+
     with pytest.raises(RuntimeError, match="ended by a bug"):
-        await until(lambda: copier.check() or False)
+        await until(stopped)
 
 
 # ---------------------------------------------------------------- what follows from a checkpoint
@@ -271,7 +277,7 @@ async def test_older_ones_go_from_the_store_unless_the_ledger_keeps_them(
     async with keeping(bus, tmp_path, storage) as kept:
         for step in (1, 2, 3, 4):
             await kept.step(step)
-            await until(lambda step=step: _has_checkpoint(ledger, step), timeout_s=60.0)  # type: ignore[misc]
+            await until(lambda step=step: _has_checkpoint(ledger, step), timeout_s=60.0)
             if step == 1:
                 await ledger.pin(V(1), pinned=True)
         await until(lambda: storage.whole(run_id) == [1, 3, 4], timeout_s=60.0)
