@@ -5,8 +5,8 @@
     training thread ── add ──▶ waiting: at most one of each kind; a newer one takes its place
                                   └─▶ copied, again and again with growing pauses, until it is there or a newer one waits
 
-So the training thread never waits, a store that is slower than the checkpoints gets fewer of them, and one that is away for hours costs
-the newest copy alone. What a copy means to the run is not known here: ``done`` and ``failed`` are told, on this thread.
+The folder that is being copied must stay as it is (:meth:`Copier.uses`). So the training thread never waits, a store that is slower than the checkpoints gets fewer of them, and one that is away for hours costs
+the newest copy alone. What a copy means to the run is the job's own business, on this thread.
 """
 
 import dataclasses
@@ -80,8 +80,11 @@ class Copier:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-            idle = self._changed.wait_for(lambda: self._current is None and not self._waiting, wait_s)
-        return idle and self._bug is None
+            self._changed.wait_for(lambda: self._bug is not None or self._is_idle(), wait_s)
+            return self._is_idle()
+
+    def _is_idle(self) -> bool:
+        return self._current is None and not self._waiting
 
     def _run(self) -> None:
         try:
@@ -96,7 +99,9 @@ class Copier:
                         self._behind_since_s = None
                     self._changed.notify_all()
         except BaseException as error:  # the outermost edge of this thread; told by check
-            self._bug = error
+            with self._changed:
+                self._bug = error
+                self._changed.notify_all()
             if not self._closing:
                 log.exception("copying to object storage ended by a bug")
 

@@ -9,7 +9,7 @@
 With "stored" nobody relies on the folder: it may vanish with its machine at any moment, and everything since the checkpoint before
 the newest stored one is in the journal. Older ones go, here and there, unless the ledger keeps them (pins, the tip of a rollback).
 
-Rank 0 only. It waits for the bus, and never for the store but in the copier's thread and where a start needs it (``resume``).
+Rank 0 only. It waits for the bus, and for the store in the copier's thread alone, or where nothing can be trained anyway (a full bus).
 """
 
 import logging
@@ -51,8 +51,8 @@ class Keeper:
         self.store = open_store(settings)
         self._copier = Copier(self._tell_failure) if self.store is not None else None
         self._relies_on_folder = self.store is None or self._options.counts == "written"
-        self._same: dict[Path, list[PolicyVersion]] = {}
-        """Versions of the weights of a checkpoint that the ledger does not know yet."""
+        self._same: dict[PolicyVersion, list[PolicyVersion]] = {}
+        """By the version of a checkpoint that the ledger does not know yet: later versions of the same weights."""
 
     def check(self) -> None:
         """Raise what a bug in the copier's thread raised."""
@@ -96,7 +96,7 @@ class Keeper:
         if self._relies_on_folder or known is not None:
             self._call(self._ledger.set_checkpoint(version, known or str(checkpoint.folder)))
         else:
-            self._same.setdefault(checkpoint.folder, []).append(version)
+            self._same.setdefault(checkpoint.state.version, []).append(version)
 
     def note_policy(self, folder: Path) -> None:
         """Have the final policy copied."""
@@ -137,7 +137,7 @@ class Keeper:
     def _note_stored(self, store: CheckpointStore, checkpoint: Checkpoint, stored: StoredCheckpoint) -> None:
         known = self._call(self._ledger.checkpoints())
         versions = {version for version, where in known.items() if where == str(checkpoint.folder)}
-        for version in sorted({stored.state.version, *versions, *self._same.pop(checkpoint.folder, ())}):
+        for version in sorted({stored.state.version, *versions, *self._same.pop(stored.state.version, ())}):
             self._call(self._ledger.set_checkpoint(version, stored.uri))
         measures.STORED_STEP.set(stored.state.step)
         measures.STORED_AT.set(stored.stored_at_s)
