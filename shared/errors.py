@@ -7,7 +7,8 @@
     ├── TemporaryError         may work later                              → the entry stays on the bus and is tried again
     │   ├── BusUnavailable     Redis or Valkey does not answer             → wait with capped backoff, keep what is held
     │   ├── BusFull            it is at its maxmemory                      → admit nothing until what is there has left
-    │   └── PeerError          a connection's other end left or babbles    → the connection is closed
+    │   ├── PeerError          a connection's other end left or babbles    → the connection is closed
+    │   └── StoreError         object storage does not answer, or refuses  → the checkpoint stays on disk and is tried again
     ├── PermanentError         will never work for this message            → the entry is buried with its reason
     │   └── MessageError       bytes that are no message of ours           → the same
     ├── WeightsError           a snapshot is torn, corrupt or missing      → the old weights go on serving, next source
@@ -41,6 +42,14 @@ class BusFull(TemporaryError):
 
 class PeerError(TemporaryError):
     """The other end of a connection left, did not answer in time, or sent what is no frame."""
+
+
+class StoreError(TemporaryError):
+    """Object storage does not answer, or refuses; ``denied`` where only a person can change that."""
+
+    def __init__(self, message: str, *, denied: bool = False) -> None:
+        super().__init__(message)
+        self.denied = denied
 
 
 class PermanentError(PenstockError):

@@ -241,7 +241,7 @@ class Ledger:
         await self._bus.call(lambda: self._bus.client.xtrim(key, minid=after, approximate=False))
 
     async def set_checkpoint(self, version: PolicyVersion, folder: str) -> None:
-        """Note that a version has a checkpoint."""
+        """Note that a version has a checkpoint, in a folder or under a URI."""
         await self._bus.write(self._keys.checkpoints, "HSET", str(version), folder)
 
     async def forget_checkpoint(self, folder: str) -> bool:
@@ -283,7 +283,7 @@ class Ledger:
         return {PolicyVersion(int(version)): PolicyState(state.decode()) for version, state in raw.items()}
 
     async def checkpoints(self) -> dict[PolicyVersion, str]:
-        """Return the checkpoint folder of every version that has one."""
+        """Return where the checkpoint of every version that has one is: a folder, or a URI."""
         raw = await self._bus.call(lambda: self._bus.client.hgetall(self._keys.checkpoints))
         return {PolicyVersion(int(version)): folder.decode() for version, folder in raw.items()}
 

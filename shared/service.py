@@ -175,6 +175,11 @@ async def serve(settings: Settings, service: str, replica: str, metrics_port: in
         signal.alarm(0)
 
 
+def seconds_left() -> float:
+    """Return how long this process has before :func:`serve` ends it; 0 where it was not told to stop."""
+    return signal.getitimer(signal.ITIMER_REAL)[0]
+
+
 def readiness(status: Status, bus_available: bool) -> dict[str, Json]:
     """Return what /readyz says: ``ready``, the service's state, and each check by name."""
     checks: dict[str, Json] = {

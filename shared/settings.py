@@ -24,6 +24,7 @@ from pydantic import (
 )
 
 from shared.algorithm import AlgorithmSettings
+from shared.checkpoint_store import StoreSettings
 from shared.connection import redact
 from shared.deepspeed_keys import check_deepspeed
 from shared.errors import SettingsError
@@ -275,7 +276,9 @@ class TrainerSettings(Section):
     checkpoint_every_steps: PositiveInt = Field(default=20)
     """Steps between checkpoints; the journal replays what lies after the newest."""
     keep_last: PositiveInt = Field(default=2)
-    """Checkpoints that are kept."""
+    """Checkpoints that are kept in the run's folder."""
+    store: StoreSettings = Field(default=StoreSettings())
+    """Object storage that checkpoints are copied to."""
     max_skipped_steps: NonNegativeInt = Field(default=3)
     """So many batches in a row may give a loss or gradient that is not finite: each leaves uncommitted, counted as
     dropped:nonfinite. One more pauses the run."""
@@ -299,6 +302,11 @@ class TrainerSettings(Section):
             raise ValueError(
                 f"expected trainer.rendezvous and trainer.node < {self.nodes} with trainer.nodes = {self.nodes}, found "
                 f"{self.rendezvous!r} and {self.node}: change one of them"
+            )
+        if self.nodes > 1 and self.store.uri and self.store.counts == "stored":
+            raise ValueError(
+                f'expected trainer.store.counts = "written" with trainer.nodes = {self.nodes}, found "stored": hosts that train '
+                "together share the run's folder, which outlives each of them; change one of them"
             )
         check_deepspeed(self.deepspeed)
         return self

@@ -24,7 +24,7 @@
     run          hash    state, step, cursor, head, newest_version, trainer_epoch, …
     counts       hash    trained, dropped:<reason>, dead:<stream>, requeued: exact, written by the same scripts
     policies     hash    version → PolicyRecord;    policy_states: version → published | live | retired | revoked
-    checkpoints  hash    version → folder;          revoked: the set of fenced versions
+    checkpoints  hash    version → folder or URI;   revoked: the set of fenced versions
     marks        hash    version → groups trained and place in the dataset when it was committed
     rollback     hash    the rollback that is under way, or the last one
     lease        hash    which coordinator leads, under which term; expires
@@ -140,7 +140,7 @@ class Keys:
 
     @property
     def checkpoints(self) -> str:
-        """The hash version → checkpoint folder."""
+        """The hash version → checkpoint folder, or its URI in object storage."""
         return self.named("checkpoints")
 
     @property

@@ -10,11 +10,15 @@ import uuid
 import warnings
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from shared import embedded
 from shared.bus import Bus
+
+if TYPE_CHECKING:
+    from tests.object_storage import Storage
 
 
 class Server:
@@ -118,3 +122,22 @@ def one_rank() -> Iterator[None]:
     for name in names:
         os.environ.pop(name, None)  # processes that other tests start are no ranks
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def server_of_objects() -> Iterator["Storage"]:
+    """A server that speaks S3's protocol, and credentials for it in the environment."""
+    need_module("moto", "moto[s3]")
+    need_module("flask_cors", "flask-cors")
+    from tests.object_storage import Storage
+
+    found = Storage()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def storage(server_of_objects: "Storage") -> "Storage":
+    """An empty bucket of that server."""
+    server_of_objects.clear()
+    return server_of_objects

@@ -149,6 +149,13 @@ FAULTS = (
     Fault(
         "PenstockCheckpointFailures", {f"penstock_trainer_checkpoint_failures_total{{{ONE}}}": "0x20 1x9"}, 20, 25, ONE
     ),
+    Fault(
+        "PenstockCheckpointNotStored",
+        {f"penstock_trainer_checkpoint_unstored_seconds{{{ONE}}}": "0x20 0+60x60"},
+        45,
+        55,
+        ONE,
+    ),
     Fault("PenstockDeadLetters", {f"penstock_coordinator_dead_letters{{{ONE}}}": "0x5 2x5"}, 5, 9, RUN),
     Fault(
         "PenstockScorerUnavailable",

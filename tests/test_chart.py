@@ -191,6 +191,7 @@ def ports_of(pod: Json) -> list[Json]:
 
 def test_every_key_and_claim_that_is_mounted_exists(releases: list[Release]) -> None:
     given = {"bus-ca": {"ca.crt"}, "penstock-bus": {"url"}, "penstock-bus-ca": {"ca.crt"}}  # secrets that users make
+    given["checkpoint-store"] = {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"}
     for release in releases:
         maps = {one["metadata"]["name"]: set(one["data"]) for one in release.of("ConfigMap")}
         secrets = given | {one["metadata"]["name"]: set(one["stringData"]) for one in release.of("Secret")}
@@ -229,7 +230,7 @@ def templates_of(release: Release, pod: Json) -> list[Json]:
 def test_network_policies_deny_everything_and_open_only_ports_that_exist(releases: list[Release]) -> None:
     for release in releases:
         pods = list(release.pods())
-        ports = {port["containerPort"] for _, pod in pods for port in ports_of(pod)} | {53, 6379}
+        ports = {port["containerPort"] for _, pod in pods for port in ports_of(pod)} | {53, 6379, 443}
         deny, *rest = sorted(release.of("NetworkPolicy"), key=lambda one: "default-deny" not in one["metadata"]["name"])
         assert deny["spec"]["policyTypes"] == ["Ingress", "Egress"]
         assert "ingress" not in deny["spec"]
@@ -414,6 +415,36 @@ def test_what_a_run_leaves_outlives_its_release() -> None:
     assert claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
 
 
+def test_with_object_storage_every_pod_has_a_folder_of_its_own_and_the_trainer_alone_holds_the_key() -> None:
+    release = render(CASES["object-storage"])
+    assert release.of("PersistentVolumeClaim") == []
+    for role, pod in release.pods():
+        (container,) = pod["spec"]["containers"]
+        folders = [one for one in pod["spec"]["volumes"] if one["name"] == "runs"]
+        assert folders == ([{"name": "runs", "emptyDir": {}}] if role in ("coordinator", "rollout", "trainer") else [])
+        found = environment(container) if role != "bus" else {}
+        assert ("AWS_SECRET_ACCESS_KEY" in found) == ("PENSTOCK__TRAINER__STORE__URI" in found) == (role == "trainer")
+    (container,) = release.one("StatefulSet", "trainer")["spec"]["template"]["spec"]["containers"]
+    plain = {name: value for name, value in environment(container).items() if isinstance(value, str)}
+    store = load(None, environment=plain).trainer.store
+    assert (store.uri, store.region, store.counts) == ("s3://penstock-runs/research", "eu-central-1", "stored")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "port"),
+    [("", 443), ("http://minio.storage.svc:9000", 9000), ("http://minio", 80), ("https://[::1]:8", 8)],
+)
+def test_the_trainer_alone_may_reach_the_store_at_its_port(endpoint: str, port: int) -> None:
+    release = render(values("object-storage", checkpoints={"s3": {"endpoint": endpoint}}))
+    anywhere = {
+        labels(one)["app.kubernetes.io/component"]: rule
+        for one in release.of("NetworkPolicy")
+        for rule in one["spec"].get("egress", ())
+        if "to" not in rule
+    }
+    assert anywhere == {"trainer": {"ports": [{"port": port}]}}
+
+
 def test_the_notes_tell_the_next_three_commands() -> None:
     commands = [line.strip() for line in render(values()).notes.splitlines() if line.startswith("  ")]
     assert [command.split()[0] for command in commands[:3]] == ["kubectl", "helm", "kubectl"]
@@ -447,6 +478,10 @@ def test_a_schema_error_names_the_value() -> None:
         (values(image={"registry": ""}), "expected image.registry, found none: set it to the registry"),
         (values(run={"config": ""}), "expected run.config, found none: give the run's TOML by --set-file"),
         (values(run={"id": "a b"}), "expected a run id of 1 to 64 letters, digits, '.', '_' or '-', found \"a b\""),
+        (
+            values("object-storage", trainer={"nodes": 2}),
+            "expected storage.runs.existingClaim with checkpoints.s3.uri and trainer.nodes = 2, found none: pods that train",
+        ),
         (
             values(rollout={"autoscaling": {"enabled": True}}),
             "expected the CRDs of KEDA for rollout.autoscaling.enabled, found no keda.sh/v1alpha1 in this cluster",

@@ -18,12 +18,15 @@ from services.trainer.engine import TrainingEngine
 from services.trainer.export import export_version, settings_of
 from services.trainer.learner import Learner
 from services.trainer.measures import Phases
+from services.trainer.objects import ObjectStore
 from services.trainer.policy import Policy, load_model
+from services.trainer.stored import CheckpointStore
 from shared.errors import PenstockError
 from shared.messages import PolicyVersion
 from shared.settings import Settings, dump
 from shared.weights.snapshot import write_adapter, write_snapshot
 from tests import test_learner, tiny
+from tests.object_storage import Storage
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -112,9 +115,23 @@ def test_weights_that_a_rollback_published_again_are_exported_under_their_new_nu
     checkpoint = run.checkpoint()
     with pytest.raises(PenstockError, match=r"expected weights of version 5 .* exported: 0, 1\."):
         export_version(run.settings, PolicyVersion(5), tmp_path / "out")
-    found = export_version(run.settings, PolicyVersion(5), tmp_path / "out", checkpoint=checkpoint)
+    found = export_version(run.settings, PolicyVersion(5), tmp_path / "out", checkpoint=str(checkpoint))
     assert (found.version, found.step, found.source) == (5, 1, str(checkpoint))
+
+
+def test_an_export_from_object_storage_is_bit_equal_to_what_was_published(tmp_path: Path, storage: Storage) -> None:
+    run = Run(tmp_path, 2, 0)
+    store = storage.settings()
+    trainer = run.settings.trainer.model_copy(update={"store": store})
+    settings = run.settings.model_copy(update={"trainer": trainer})
+    checkpoint = run.checkpoint()
+    stored, _ = CheckpointStore(ObjectStore(store, "exported")).put(checkpoints.find(checkpoint.parent)[0])
+    shutil.rmtree(checkpoint.parent)
+    found = export_version(settings, PolicyVersion(1), tmp_path / "out")
+    assert (found.source, found.step) == (stored.uri, 1)
     assert_is(loaded(tmp_path / "out"), run.published())
+    again = export_version(settings, PolicyVersion(5), tmp_path / "again", checkpoint=stored.uri)
+    assert (again.version, again.source) == (5, stored.uri), "a rollback published it again"
 
 
 def test_an_export_generates_what_the_policy_generates(tmp_path: Path) -> None:

@@ -47,6 +47,8 @@ _COST = Row(
         _gauge("Model TFLOP/s", "What a rank reached in those phases.", "short", ("model_tflops_per_second", "TFLOP/s")),
         _gauge("Forward passes that were cut", "Because they did not fit in memory; and samples left out as they do not fit alone.", "short", ("micro_batch_splits", "cut"), ("out_of_memory_samples", "left out")),
         Panel("Checkpoints refused", "Checkpoints that storage refused, in an hour. The one before stays.", "short", (Query("increase(penstock_trainer_checkpoint_failures_total<>[1h])", "refused"),)),
+        _gauge("Checkpoint that is not stored", "With object storage (trainer.store): for how long the newest checkpoint has waited to be whole there; 0: none waits.", "s", ("checkpoint_unstored_seconds", "waiting")),
+        Panel("Sent to object storage", "Bytes of checkpoints per second, with trainer.store.", "Bps", (rate("penstock_trainer_checkpoint_upload_bytes_total"),)),
     ),
 )  # fmt: skip
 

@@ -4,7 +4,7 @@
 #
 #   docker build -f deploy/docker/trainer.Dockerfile -t "$REGISTRY/penstock-trainer:0.1.0" .
 #
-# EXTRA=trainer,adam-8bit adds 8-bit Adam.
+# EXTRA=trainer,s3,adam-8bit adds 8-bit Adam.
 # BASE may be any Debian with this Python; pin it by digest for builds that can be repeated.
 ARG BASE=python:3.12.12-slim-bookworm
 
@@ -12,7 +12,7 @@ FROM ${BASE} AS build
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 WORKDIR /src
 RUN python -m venv /opt/penstock
-ARG EXTRA=trainer
+ARG EXTRA=trainer,s3
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY shared shared
 COPY services/__init__.py services/py.typed services/

@@ -37,7 +37,7 @@ class PolicyView(Answer):
     state: PolicyState | None
     """published, live, retired or revoked."""
     checkpoint: str | None
-    """Folder of its checkpoint, if it has one."""
+    """Folder of its checkpoint, or its URI in object storage, if it has one."""
     created_at_s: float
     """When it was committed, Unix time."""
     location: str

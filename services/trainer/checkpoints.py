@@ -67,9 +67,14 @@ def beside(root: Path, step: int) -> Path:
 
 def make_whole(root: Path, state: CheckpointState) -> Checkpoint:
     """Write the marker into :func:`beside`, and rename the folder into place."""
-    written, folder = beside(root, state.step), root / f"step-{state.step:06d}"
-    marker = written / _MARKER
-    marker.write_text(json.dumps(dataclasses.asdict(state), indent=1), encoding="utf-8")
+    written = beside(root, state.step)
+    (written / _MARKER).write_text(json.dumps(dataclasses.asdict(state), indent=1), encoding="utf-8")
+    return rename(written, root, state)
+
+
+def rename(written: Path, root: Path, state: CheckpointState) -> Checkpoint:
+    """Make the folder ``written``, which holds all of a checkpoint, the one of its step under ``root``."""
+    folder = root / f"step-{state.step:06d}"
     for path in [*written.rglob("*"), written]:
         durable.flush(path)
     shutil.rmtree(folder, ignore_errors=True)
@@ -82,12 +87,17 @@ def find(root: Path) -> list[Checkpoint]:
     """Return the whole checkpoints under ``root``, oldest first."""
     found = []
     for folder in sorted(root.glob("step-*")) if root.is_dir() else ():
-        try:
-            raw = json.loads((folder / _MARKER).read_text(encoding="utf-8"))
-            found.append(Checkpoint(folder, CheckpointState(**raw)))
-        except (OSError, ValueError, TypeError):
-            continue
+        if (checkpoint := _read(folder)) is not None:
+            found.append(checkpoint)
     return found
+
+
+def _read(folder: Path) -> Checkpoint | None:
+    try:
+        raw = json.loads((folder / _MARKER).read_text(encoding="utf-8"))
+        return Checkpoint(folder, CheckpointState(**raw))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def newest(root: Path, at_most_step: int | None, revoked: Set[PolicyVersion] = frozenset()) -> Checkpoint | None:
@@ -127,6 +137,11 @@ def check_base(checkpoint: Checkpoint, policy: PolicySettings) -> None:
 def superfluous(root: Path, keep_last: int) -> list[Checkpoint]:
     """Return all but the newest ``keep_last`` checkpoints."""
     return find(root)[:-keep_last]
+
+
+def is_there(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is still whole on disk, and its folder not another's by now."""
+    return _read(checkpoint.folder) == checkpoint
 
 
 def delete(checkpoint: Checkpoint) -> None:

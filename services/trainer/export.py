@@ -4,10 +4,11 @@
 
     snapshot of N on disk      weights.folder/v00000N, as replicas read it; each file's hash is checked
     checkpoint of N            <run folder>/checkpoints, of any ZeRO stage and number of ranks
+    stored checkpoint of N     trainer.store, fetched to a temporary folder (TMPDIR) that needs room for it
     version 0                  the initial policy, policy.model
 
 A version is found where the first of these has it, and comes out as it was published: the same bits, in ``policy.dtype``,
-adapters merged in. Reads files only, so a run may go on meanwhile, be over, or have lost its bus; what is deleted while it is
+adapters merged in. Reads files and objects only, so a run may go on meanwhile, be over, or have lost its bus; what is deleted while it is
 read is not used. Writes the folder whole or not at all. It replays no journal: other versions are refused, with a list of
 those that are there.
 
@@ -16,8 +17,10 @@ The CLI calls it (``penstock export``); for the trainer it is a process of its o
 
 import dataclasses
 import functools
+import itertools
+import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -27,6 +30,7 @@ from services.trainer import adapter as adapters
 from services.trainer import checkpoints
 from services.trainer.engine import saved_tensors, unique
 from services.trainer.policy import export, export_adapter, load_model
+from services.trainer.stored import CheckpointStore, StoredCheckpoint, open_store
 from shared.errors import PenstockError, WeightsError
 from shared.messages import PolicyVersion
 from shared.settings import Settings, load
@@ -66,7 +70,7 @@ def export_version(
     folder: Path,
     *,
     adapter: bool = False,
-    checkpoint: Path | None = None,
+    checkpoint: str = "",
 ) -> Exported:
     """Write version ``version`` of the run to ``folder``.
 
@@ -75,7 +79,7 @@ def export_version(
         version: which one.
         folder: must not exist yet, or be empty.
         adapter: write the adapter alone instead of whole weights with it merged in.
-        checkpoint: holds the version under another number: a rollback published its weights again.
+        checkpoint: folder or URI of what holds the version, perhaps under another number: a rollback published its weights again.
 
     Raises:
         PenstockError: the version cannot be made (any more), the run trains no adapter, or ``folder`` holds something.
@@ -84,9 +88,9 @@ def export_version(
         raise PenstockError("expected a run with policy.lora.rank > 0 for --adapter, found whole weights: leave it out")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise PenstockError(f"expected a new or empty folder to write to, found {folder} in use: change --to")
-    sources = _sources(settings, adapter=adapter, known={} if checkpoint is None else {version: checkpoint})
+    sources = _sources(settings, adapter=adapter, known={version: checkpoint})
     reasons = []
-    for source in sources.get(version, []):
+    for source in itertools.chain(sources.get(version, []), _stored_sources(settings, version, checkpoint)):
         try:
             found = source.read()
         except (WeightsError, OSError) as error:  # deleted meanwhile, or damaged
@@ -116,7 +120,7 @@ class _Source:
 
 
 def _sources(
-    settings: Settings, *, adapter: bool, known: Mapping[PolicyVersion, Path]
+    settings: Settings, *, adapter: bool, known: Mapping[PolicyVersion, str]
 ) -> dict[PolicyVersion, list[_Source]]:
     """Return what each version can be read from, best first; ``known`` names checkpoints of other versions. Reads no weights."""
     found: dict[PolicyVersion, list[_Source]] = defaultdict(list)
@@ -125,11 +129,24 @@ def _sources(
             found[version].append(_Source(str(folder), functools.partial(_of_snapshot, folder)))
     for one in checkpoints.find(settings.run_folder / "checkpoints"):
         source = _Source(str(one.folder), functools.partial(_of_checkpoint, one, settings))
-        for version in {one.state.version, *(version for version, folder in known.items() if folder == one.folder)}:
+        for version in {one.state.version, *(version for version, where in known.items() if where == str(one.folder))}:
             found[version].append(source)
     if not adapter:
         found[PolicyVersion(0)].append(_Source(settings.policy.model, lambda: Found(0, {})))
     return dict(found)
+
+
+def _stored_sources(settings: Settings, version: PolicyVersion, known: str) -> Iterator[_Source]:
+    """Yield what object storage has of a version, perhaps ``known`` by its URI; asks it only when it is come to."""
+    store = open_store(settings)
+    for one in store.whole() if store is not None else ():
+        if store is not None and (one.state.version == version or one.uri == known):
+            yield _Source(one.uri, functools.partial(_of_stored, one, store, settings))
+
+
+def _of_stored(one: StoredCheckpoint, store: CheckpointStore, settings: Settings) -> Found:
+    with tempfile.TemporaryDirectory(prefix="penstock-export-") as folder:
+        return _of_checkpoint(store.fetch(one, Path(folder)), settings)
 
 
 def _of_snapshot(folder: Path) -> Found:

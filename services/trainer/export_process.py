@@ -26,7 +26,9 @@ def main() -> int:
     parser.add_argument("--version", type=int, required=True)
     parser.add_argument("--to", type=Path, required=True)
     parser.add_argument("--adapter", action="store_true")
-    parser.add_argument("--checkpoint", type=Path, help="a checkpoint that holds the version under another number")
+    parser.add_argument(
+        "--checkpoint", default="", help="folder or URI of a checkpoint that holds it under another number"
+    )
     parser.add_argument("--dies-with", type=int, metavar="PID", help="end with this parent")
     asked = parser.parse_args()
     if asked.dies_with is not None and not die_with(asked.dies_with, signal.SIGKILL):

@@ -50,7 +50,7 @@ class Exporter:
         self._lost: set[int] = set()
         """Orders that another trainer took from this one."""
         self.reading = ""
-        """Folder of the checkpoint that is read now; cleanup leaves it."""
+        """Folder, or URI in object storage, of the checkpoint that is read now; cleanup leaves the folder."""
 
     async def run(self) -> None:
         """Make what is ordered, in the order of numbers, for ever."""

@@ -8,6 +8,7 @@ refused, and the ranks load the checkpoint that the ledger went back to, as afte
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import time
@@ -18,11 +19,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from services.trainer import checkpoints, measures
+from services.trainer import measures
 from services.trainer.checkpoints import Checkpoint, CheckpointState
 from services.trainer.engine import TrainingEngine
 from services.trainer.exporter import Exporter
 from services.trainer.intake import Intake, Taken
+from services.trainer.keeper import Keeper
 from services.trainer.measures import Phases, batch_figures, export_metrics
 from services.trainer.orders import Kind, Order, decode_all
 from services.trainer.policy import export, export_adapter
@@ -32,7 +34,7 @@ from services.trainer.staleness import lag_steps
 from shared.errors import Fenced, WeightsError
 from shared.ledger import JournalEntry, Ledger, RunState
 from shared.messages import Experience, PolicyRecord, PolicyVersion, Probe, StepReport
-from shared.service import Context
+from shared.service import Context, seconds_left
 from shared.streams import JOURNAL
 from shared.telemetry import tell
 from shared.weights.snapshot import read_snapshot
@@ -41,7 +43,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _TURN_S = 2.0
-"""How long rank 0 waits for a batch before it sends an IDLE order."""
+"""How long rank 0 waits for a batch before it sends an IDLE order, or for a checkpoint that is fetched before WAIT."""
+_CLOSE_S = 10.0
+"""What is left for the rest of an orderly end when storing ends."""
 
 
 class Lead:
@@ -67,6 +71,9 @@ class Lead:
         self._batch: list[Taken] = []
         self._revision = 0
         """Under which revision of the live settings the newest step was made."""
+        self._keeper = Keeper(context.settings, context.bus, self._call, lambda: self._exporter.reading)
+        self._finding: concurrent.futures.Future[list[Order]] | None = None
+        """Finds out from where to go on: seconds, or however long a checkpoint takes to be fetched."""
         self._opening: Iterator[Order] | None = None
         self._committed_s = time.perf_counter()
 
@@ -79,12 +86,18 @@ class Lead:
         """Return what every rank does next: first the resume, then batches, STOP once SIGTERM came."""
         if self._exporting.done():
             self._exporting.result()  # raises what stopped it
-        if self._opening is None:
+        self._keeper.check()
+        if self._opening is None and self._finding is None:
             self._call(self._warn())
-            self._opening = iter(self._call(self._open()))
-        elif self._call(self._rolled_back()):
+            self._finding = asyncio.run_coroutine_threadsafe(self._open(), self._loop)
+        elif self._finding is None and self._call(self._rolled_back()):
             self._batch = []  # its groups stay in the intake's hands, which looks at them again
-            self._opening = iter(self._call(self._open()))
+            self._finding = asyncio.run_coroutine_threadsafe(self._open(), self._loop)
+        if self._finding is not None:
+            if not concurrent.futures.wait([self._finding], _TURN_S).done:
+                return Order(Kind.STOP if self._context.stop.is_set() else Kind.WAIT)
+            self._opening, self._finding = iter(self._finding.result()), None
+        assert self._opening is not None
         if (order := next(self._opening, None)) is not None:
             return order
         if self._context.stop.is_set():
@@ -98,7 +111,10 @@ class Lead:
             settings = self._call(self._live.refresh())  # what holds now holds for this step, and the journal says so
         if batch is None:
             self._context.status.state = "waiting"
-            return Order(Kind.CHECKPOINT if self._call(self._is_journal_in_the_way()) else Kind.IDLE)
+            if not self._call(self._is_journal_in_the_way()):
+                return Order(Kind.IDLE)
+            self._keeper.make_room()
+            return Order(Kind.CHECKPOINT)
         self._context.status.state = "working"
         self._batch, self._revision = batch, self._live.revision
         return Order(
@@ -137,13 +153,14 @@ class Lead:
     async def _open(self) -> list[Order]:
         """Take the epoch, and return the orders that bring every rank to the ledger's step."""
         self._epoch = await self._ledger.take_epoch()
-        resume = await find_resume(self._bus, self._ledger, self._live, self._settings)
+        resume = await find_resume(self._bus, self._ledger, self._live, self._settings, self._keeper.store)
         records = await self._ledger.policies()
         self._steps_of_versions.update((record.version, record.step) for record in records)
         self._newest, self._tip = resume.status.newest_version, resume.status.tip
         self._revision = max((record.settings_revision for record in records), default=0)
         replay = [await self._replayed(entries) for entries in resume.journal]
         self._loaded = resume.checkpoint
+        await asyncio.to_thread(self._keeper.note_start, resume)
         load = [Order(Kind.LOAD, folder=str(resume.checkpoint.folder))] if resume.checkpoint is not None else []
         return [*load, *replay]
 
@@ -192,7 +209,7 @@ class Lead:
             return
         self._published(record)
         if self._loaded is not None and self._loaded.state.step == step:
-            self._call(self._ledger.set_checkpoint(record.version, str(self._loaded.folder)))
+            self._keeper.note_version(record.version, self._loaded)
 
     def ready(self) -> None:
         """Say that training can begin."""
@@ -335,23 +352,12 @@ class Lead:
         return last.decode() if isinstance(last, bytes) else str(last)
 
     def note_checkpoint(self, checkpoint: Checkpoint, superfluous: Sequence[Checkpoint]) -> None:
-        """Tell the ledger, delete older checkpoints that it lets go, and forget the journal that this one covers."""
-        state = checkpoint.state
-        self._call(self._ledger.set_checkpoint(state.version, str(checkpoint.folder)))
-        for old in superfluous:
-            exported = str(old.folder) == self._exporter.reading
-            if not exported and self._call(self._ledger.forget_checkpoint(str(old.folder))):
-                checkpoints.delete(old)
-        if state.journal_entry:
-            self._call(self._ledger.trim_journal(state.journal_entry))
-        log.info("checkpoint written", extra={"step": state.step, "folder": str(checkpoint.folder)})
+        """Do what follows from a checkpoint that is whole; see :class:`services.trainer.keeper.Keeper`."""
+        self._keeper.note(checkpoint, superfluous)
 
     def note_failed_checkpoint(self, step: int, error: str) -> None:
         """Tell that the checkpoint of ``step`` could not be written; the one before stays, and so does the journal."""
-        measures.CHECKPOINTS_FAILED.inc()
-        detail = f"the checkpoint of step {step} was refused, the one before stays: {error}: make room in run.folder"
-        log.warning("checkpoint failed", extra={"detail": detail})
-        self._call(tell(self._bus, "trainer", "checkpoint failed", detail, step=step))
+        self._keeper.note_failed(step, error)
 
     def finish(self, engine: TrainingEngine) -> None:
         """Write the final policy in Hugging Face form, adapters merged in, and these beside it."""
@@ -359,13 +365,16 @@ class Lead:
         export(engine.policy.model, engine.tensors(), self._settings.policy, folder)
         if self._settings.policy.lora.rank:
             export_adapter(dict(engine.factors()), self._settings.policy, self._settings.run_folder / "adapter")
+            self._keeper.note_policy(self._settings.run_folder / "adapter")
+        self._keeper.note_policy(folder)
         self._context.status.state = "waiting"
         log.info("final policy written", extra={"folder": str(folder)})
 
     async def clean_up(self) -> None:
-        """Stop the intake and what is exported, and serve no more weights."""
+        """Stop the intake and what is exported, let what is being stored be finished while there is time, and serve no more weights."""
         if self._filling is not None:
             self._filling.cancel()
         self._exporting.cancel()
         await asyncio.gather(self._exporting, return_exceptions=True)
+        await asyncio.to_thread(self._keeper.close, max(0.0, seconds_left() - _CLOSE_S))
         await asyncio.to_thread(self._publication.close)

@@ -123,7 +123,7 @@ class Trainer:
         ready = False
         while True:
             order = share(self._next_order(), self._engine.device)
-            if order.kind in (Kind.IDLE, Kind.TRAIN, Kind.STOP) and not ready:
+            if order.kind in (Kind.IDLE, Kind.TRAIN) and not ready:
                 ready = self._get_ready()
             if order.kind is Kind.STOP:
                 break

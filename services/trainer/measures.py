@@ -26,6 +26,25 @@ for _reason in ("stale", "fenced", "no_signal", "nonfinite", "requeued", "buried
 CHECKPOINTS_FAILED = PrometheusCounter(
     "penstock_trainer_checkpoint_failures_total", "Checkpoints that storage refused; the one before stays."
 )
+STORE_BYTES = PrometheusCounter(
+    "penstock_trainer_checkpoint_upload_bytes_total", "Bytes of checkpoints sent to object storage."
+)
+STORE_SECONDS = Histogram(
+    "penstock_trainer_checkpoint_upload_seconds", "Seconds to copy a checkpoint to object storage, beside training.", buckets=(0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
+)  # fmt: skip
+STORE_FAILURES = PrometheusCounter(
+    "penstock_trainer_checkpoint_upload_failures_total",
+    "Attempts to copy a checkpoint that object storage ended; each is made again.",
+)
+STORED_STEP = Gauge("penstock_trainer_stored_checkpoint_step", "Step of the newest checkpoint in object storage.")
+STORED_AT = Gauge(
+    "penstock_trainer_stored_checkpoint_timestamp_seconds",
+    "When the newest checkpoint in object storage became whole, in Unix time; 0: none yet.",
+)
+UNSTORED = Gauge(
+    "penstock_trainer_checkpoint_unstored_seconds",
+    "Since when a checkpoint waits to be whole in object storage; 0: none does.",
+)
 LAG = Histogram("penstock_trainer_lag_steps", "Lag of each sample when used.", buckets=(0, 1, 2, 3, 4, 6, 8, 16, 32))
 PHASE = Histogram(
     "penstock_trainer_phase_seconds", "Seconds of each phase of a step.", ["phase"], buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)

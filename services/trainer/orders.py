@@ -25,6 +25,8 @@ class Kind(IntEnum):
     TRAIN = 3
     STOP = 4
     CHECKPOINT = 5
+    WAIT = 6
+    """Nothing yet: rank 0 finds out from where to go on."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

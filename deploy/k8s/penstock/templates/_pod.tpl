@@ -111,6 +111,7 @@ spec:
 - {name: PENSTOCK__REWARD__EXECUTOR__ADDRESS, value: {{ printf "%s:9500" (include "penstock.name" (dict "root" .root "role" "executor")) }}}
 {{- end }}
 {{- if eq .role "trainer" }}
+{{- include "penstock.storeEnvironment" .root }}
 {{- with int $values.trainer.gpu.count }}
 - {name: PENSTOCK__TRAINER__RANKS, value: {{ . | quote }}}
 {{- end }}
@@ -204,8 +205,7 @@ limits:
   secret: {secretName: {{ include "penstock.apiSecret" .root }}}
 {{- end }}
 {{- if has .role (list "coordinator" "trainer" "rollout") }}
-- name: runs
-  persistentVolumeClaim: {claimName: {{ include "penstock.runsClaim" .root }}}
+{{ include "penstock.runsVolume" .root }}
 {{- end }}
 {{- if and $values.storage.data.existingClaim (ne .role "executor") }}
 - name: data

@@ -1,0 +1,149 @@
+"""Object storage behind one file: S3, or what speaks its protocol, by boto3.
+
+Names are relative to ``<trainer.store.uri>/<run id>/``. An object appears whole or not at all, whatever becomes of its writer;
+folders do not exist, only names with slashes. boto3 tries a request three times and sends a checksum with what it uploads (servers that
+know none: ``AWS_REQUEST_CHECKSUM_CALCULATION=when_required``, of AWS's own variables). It knows no checkpoint.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from shared.checkpoint_store import StoreSettings
+from shared.errors import SettingsError, StoreError
+
+_PART_BYTES = 64 << 20
+_PARTS_AT_A_TIME = 4
+_CONNECT_S, _READ_S = 10.0, 60.0
+_DENIED = {
+    "AccessDenied", "AllAccessDisabled", "ExpiredToken", "Forbidden", "InvalidAccessKeyId", "InvalidToken", "NoSuchBucket",
+    "PermanentRedirect", "SignatureDoesNotMatch", "401", "403",
+}  # fmt: skip
+"""Codes of answers that stay the same until a person changes something."""
+_MISSING = {"NoSuchKey", "404"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Object:
+    """What a listing tells of an object."""
+
+    nbytes: int
+    modified_s: float
+
+
+class ObjectStore:
+    """One run's part of a bucket.
+
+    Raises:
+        SettingsError: boto3 is not installed, or makes no client of the settings.
+    """
+
+    def __init__(self, settings: StoreSettings, run_id: str) -> None:
+        bucket, _, prefix = settings.uri.removeprefix("s3://").partition("/")
+        self._bucket = bucket
+        self._prefix = "/".join(part for part in (prefix.strip("/"), run_id) if part) + "/"
+        self.uri = f"s3://{bucket}/{self._prefix}"
+        """Where names begin; ends with a slash."""
+        self._client, self._transfer = _open(settings)
+
+    def list(self, folder: str) -> dict[str, Object]:
+        """Return the objects whose names begin with ``folder``, by name."""
+        found = {}
+        with self._asking(f"list {folder}"):
+            pages = self._client.get_paginator("list_objects_v2").paginate(
+                Bucket=self._bucket, Prefix=self._prefix + folder
+            )
+            for page in pages:
+                for one in page.get("Contents", ()):
+                    name = one["Key"].removeprefix(self._prefix)
+                    found[name] = Object(one["Size"], one["LastModified"].timestamp())
+        return found
+
+    def read(self, name: str) -> bytes | None:
+        """Return a small object; None where it is not there."""
+        with self._asking(f"read {name}"):
+            try:
+                answer = self._client.get_object(Bucket=self._bucket, Key=self._prefix + name)
+            except self._client.exceptions.NoSuchKey:
+                return None
+            data: bytes = answer["Body"].read()
+            return data
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small object."""
+        with self._asking(f"write {name}"):
+            self._client.put_object(Bucket=self._bucket, Key=self._prefix + name, Body=data)
+
+    def upload(self, path: Path, name: str) -> None:
+        """Write the file at ``path`` as an object, in parts where it is large."""
+        with self._asking(f"upload {path}"):
+            self._client.upload_file(str(path), self._bucket, self._prefix + name, Config=self._transfer)
+
+    def download(self, name: str, path: Path) -> bool:
+        """Write an object to ``path``; False where it is not there."""
+        with self._asking(f"download {name}"):
+            try:
+                self._client.download_file(self._bucket, self._prefix + name, str(path), Config=self._transfer)
+            except self._client.exceptions.ClientError as error:
+                if error.response["Error"]["Code"] not in _MISSING:
+                    raise
+                return False
+        return True
+
+    def delete(self, name: str) -> None:
+        """Delete an object; it need not be there."""
+        with self._asking(f"delete {name}"):
+            self._client.delete_object(Bucket=self._bucket, Key=self._prefix + name)
+
+    def abort_uploads(self, folder: str) -> None:
+        """Drop the parts of uploads to ``folder`` that nobody finished: they are in no listing and cost room."""
+        with self._asking(f"look for unfinished uploads to {folder}"):
+            found = self._client.list_multipart_uploads(Bucket=self._bucket, Prefix=self._prefix + folder)
+            for one in found.get("Uploads", ()):
+                self._client.abort_multipart_upload(Bucket=self._bucket, Key=one["Key"], UploadId=one["UploadId"])
+
+    @contextlib.contextmanager
+    def _asking(self, what: str) -> Iterator[None]:
+        """Turn whatever goes wrong into a StoreError."""
+        from boto3.exceptions import Boto3Error
+        from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
+
+        try:
+            yield
+        except (BotoCoreError, Boto3Error, ClientError, OSError) as error:
+            cause = error.__context__ if isinstance(error, Boto3Error) and error.__context__ else error
+            code = cause.response["Error"]["Code"] if isinstance(cause, ClientError) else ""
+            denied = code in _DENIED or isinstance(cause, NoCredentialsError)
+            raise StoreError(f"expected to {what} in {self.uri}, found: {cause}", denied=denied) from error
+
+
+def _open(settings: StoreSettings) -> tuple[Any, Any]:
+    try:
+        import boto3
+        from boto3.s3.transfer import TransferConfig
+        from botocore.config import Config
+        from botocore.exceptions import BotoCoreError
+    except ImportError as error:
+        raise SettingsError(
+            f"expected boto3 for trainer.store.uri, found none ({error}): install penstock[s3], or leave trainer.store.uri empty"
+        ) from error
+    config = Config(
+        connect_timeout=_CONNECT_S,
+        read_timeout=_READ_S,
+        retries={"mode": "standard", "total_max_attempts": 3},
+        s3={"addressing_style": "path" if settings.endpoint else "auto"},  # other servers seldom have a name a bucket
+    )
+    try:
+        client = boto3.session.Session().client(
+            "s3", endpoint_url=settings.endpoint or None, region_name=settings.region or None, config=config
+        )
+    except (BotoCoreError, ValueError) as error:
+        raise SettingsError(
+            f"expected a client for {settings.uri}, found: {error}: change trainer.store.endpoint or trainer.store.region"
+        ) from error
+    transfer = TransferConfig(
+        multipart_threshold=_PART_BYTES, multipart_chunksize=_PART_BYTES, max_concurrency=_PARTS_AT_A_TIME
+    )
+    return client, transfer

@@ -1,0 +1,222 @@
+"""Checkpoints in object storage: files first, the manifest last, and by its digest nothing is ever written over.
+
+::
+
+    <trainer.store.uri>/<run id>/
+        checkpoints/step-000020-v000025-0f3a…/      the last part is the SHA-256 of the manifest (its beginning)
+            engine/… critic/… state.json            as in the run's folder
+            manifest.json                           the state, and every file with its size and SHA-256; written last
+        policy/ adapter/                            the final policy, as in the run's folder
+
+What has no manifest is no checkpoint. The name follows from the content, so an upload that was killed goes on where it was,
+and two trainers, one of them presumed dead, cannot mix their files. A file that is missing or differs is
+found when it is fetched. Which ones are kept and when to fetch is not decided here.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import shutil
+from pathlib import Path
+
+from services.trainer import checkpoints
+from services.trainer.checkpoints import Checkpoint, CheckpointState
+from services.trainer.objects import ObjectStore
+from shared.errors import StoreError, WeightsError
+from shared.settings import Settings
+
+log = logging.getLogger(__name__)
+
+_FOLDER = "checkpoints/"
+_MANIFEST = "manifest.json"
+_LETTERS = 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredFile:
+    """One file of a checkpoint."""
+
+    name: str
+    """Relative to the checkpoint's folder."""
+    nbytes: int
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredCheckpoint:
+    """A checkpoint whose manifest is there."""
+
+    name: str
+    uri: str
+    state: CheckpointState
+    files: tuple[StoredFile, ...]
+    stored_at_s: float
+
+
+class CheckpointStore:
+    """The checkpoints of one run in ``objects``. Every method may raise StoreError."""
+
+    def __init__(self, objects: ObjectStore) -> None:
+        self._objects = objects
+        self._known: dict[str, StoredCheckpoint] = {}
+        self.unreadable: set[str] = set()
+        """Checkpoints whose manifest is there and damaged."""
+        self.damaged: set[str] = set()
+        """Checkpoints of which a file turned out to be missing or damaged."""
+
+    @property
+    def uri(self) -> str:
+        """Where the run lies."""
+        return self._objects.uri
+
+    def whole(self) -> list[StoredCheckpoint]:
+        """Return the checkpoints whose manifest is there, oldest version first."""
+        listed = self._objects.list(_FOLDER)
+        found = {}
+        for key, one in listed.items():
+            name, _, rest = key.removeprefix(_FOLDER).partition("/")
+            if rest == _MANIFEST:
+                checkpoint = self._known.get(name) or self._open(name, one.modified_s)
+                if checkpoint is not None:
+                    found[name] = checkpoint
+        self._known = found
+        return sorted(found.values(), key=lambda one: (one.state.version, one.stored_at_s))
+
+    def _open(self, name: str, stored_at_s: float) -> StoredCheckpoint | None:
+        data = self._objects.read(f"{_FOLDER}{name}/{_MANIFEST}") or b""
+        try:
+            if not name.endswith(_letters(data)):
+                raise ValueError(f"its digest is {_letters(data)}")
+            raw = json.loads(data)
+            files = tuple(StoredFile(**one) for one in raw["files"])
+            return StoredCheckpoint(name, self._uri(name), CheckpointState(**raw["state"]), files, stored_at_s)
+        except (ValueError, TypeError, KeyError) as error:
+            if name not in self.unreadable:
+                log.warning("manifest of a stored checkpoint is damaged", extra={"uri": name, "error": str(error)})
+            self.unreadable.add(name)
+            return None
+
+    def _uri(self, name: str) -> str:
+        return f"{self.uri}{_FOLDER}{name}"
+
+    # ---------------------------------------------------------------- write
+
+    def put(self, checkpoint: Checkpoint) -> tuple[StoredCheckpoint, int]:
+        """Copy a whole checkpoint from disk; return it and the bytes sent, 0 where it was there.
+
+        What an upload that was broken off left is not sent again.
+        """
+        files = tuple(_file(checkpoint.folder, path) for path in _files(checkpoint.folder))
+        content = {"state": dataclasses.asdict(checkpoint.state), "files": [dataclasses.asdict(one) for one in files]}
+        manifest = json.dumps(content, sort_keys=True).encode()
+        state = checkpoint.state
+        name = f"step-{state.step:06d}-v{state.version:06d}-{_letters(manifest)}"
+        there = self._objects.list(f"{_FOLDER}{name}/")
+        if (found := there.get(f"{_FOLDER}{name}/{_MANIFEST}")) is not None:
+            return StoredCheckpoint(name, self._uri(name), state, files, found.modified_s), 0
+        sent_bytes = 0
+        for one in files:
+            key = f"{_FOLDER}{name}/{one.name}"
+            if key not in there or there[key].nbytes != one.nbytes:
+                self._objects.upload(checkpoint.folder / one.name, key)
+                sent_bytes += one.nbytes
+        if not checkpoints.is_there(checkpoint):
+            raise StoreError(f"expected {checkpoint.folder} to stay as it was, found it gone or another's")
+        stored_at_s = self._finish(name, files, manifest)
+        return StoredCheckpoint(name, self._uri(name), state, files, stored_at_s), sent_bytes
+
+    def _finish(self, name: str, files: tuple[StoredFile, ...], manifest: bytes) -> float:
+        """Write the manifest where every file is there in full length; return when."""
+        there = self._objects.list(f"{_FOLDER}{name}/")
+        for one in files:
+            found = there.get(f"{_FOLDER}{name}/{one.name}")
+            if found is None or found.nbytes != one.nbytes:
+                raise StoreError(f"expected {one.name} of {one.nbytes} bytes in {self._uri(name)}, found {found}")
+        self._objects.write(f"{_FOLDER}{name}/{_MANIFEST}", manifest)
+        return self._objects.list(f"{_FOLDER}{name}/{_MANIFEST}")[f"{_FOLDER}{name}/{_MANIFEST}"].modified_s
+
+    def put_folder(self, folder: Path) -> int:
+        """Copy a folder, such as ``policy``, under its own name; return the bytes."""
+        for path in _files(folder):
+            self._objects.upload(path, f"{folder.name}/{path.relative_to(folder).as_posix()}")
+        return sum(path.stat().st_size for path in _files(folder))
+
+    # ---------------------------------------------------------------- fetch
+
+    def fetch(self, stored: StoredCheckpoint, root: Path) -> Checkpoint:
+        """Bring a checkpoint to ``root``, whole by one rename, as one that was written there.
+
+        Files that a fetch before it brought are not fetched again. Needs room for the whole checkpoint.
+
+        Raises:
+            WeightsError: a file is missing or not what was written.
+        """
+        beside = root / f".fetch-{stored.name}.tmp"
+        for left in root.glob(".fetch-*.tmp"):
+            if left != beside:
+                shutil.rmtree(left, ignore_errors=True)
+        try:
+            for one in stored.files:
+                self._fetch(stored, one, beside / one.name)
+        except WeightsError:
+            self.damaged.add(stored.name)
+            raise
+        return checkpoints.rename(beside, root, stored.state)
+
+    def _fetch(self, stored: StoredCheckpoint, one: StoredFile, path: Path) -> None:
+        if path.is_file() and path.stat().st_size == one.nbytes and _sha256(path) == one.sha256:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not self._objects.download(f"{_FOLDER}{stored.name}/{one.name}", path):
+            raise WeightsError(f"expected {one.name} in {stored.uri}, found none")
+        if (digest := _sha256(path)) != one.sha256:
+            path.unlink()
+            raise WeightsError(f"expected SHA-256 {one.sha256} of {one.name} in {stored.uri}, found {digest}")
+
+    # ---------------------------------------------------------------- delete
+
+    def delete(self, stored: StoredCheckpoint) -> None:
+        """Delete a checkpoint: first its manifest, so that half of one is none."""
+        self._objects.delete(f"{_FOLDER}{stored.name}/{_MANIFEST}")
+        for one in stored.files:
+            self._objects.delete(f"{_FOLDER}{stored.name}/{one.name}")
+
+    def clear_remains(self, before_step: int) -> None:
+        """Delete what is no checkpoint of steps before ``before_step``: uploads that nobody goes on with, unreadable manifests."""
+        listed = self._objects.list(_FOLDER)
+        folders = {key.removeprefix(_FOLDER).partition("/")[0] for key in listed}
+        for name in sorted(folders):
+            words = name.split("-")
+            older = len(words) == 4 and words[1].isdecimal() and int(words[1]) < before_step
+            if older and (name in self.unreadable or f"{_FOLDER}{name}/{_MANIFEST}" not in listed):
+                self._objects.abort_uploads(f"{_FOLDER}{name}/")
+                for key in [key for key in listed if key.startswith(f"{_FOLDER}{name}/")]:
+                    self._objects.delete(key)
+
+
+def open_store(settings: Settings) -> CheckpointStore | None:
+    """Return the run's object storage; None where it has none.
+
+    Raises:
+        SettingsError: boto3 is not installed, or makes no client of the settings.
+    """
+    store = settings.trainer.store
+    return CheckpointStore(ObjectStore(store, settings.run.id)) if store.uri else None
+
+
+def _letters(manifest: bytes) -> str:
+    return hashlib.sha256(manifest).hexdigest()[:_LETTERS]
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _file(folder: Path, path: Path) -> StoredFile:
+    return StoredFile(path.relative_to(folder).as_posix(), path.stat().st_size, _sha256(path))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,78 @@
+"""A server that speaks S3's protocol on loopback: moto's, over real HTTP, with a bucket that tests may harm.
+
+It keeps objects in this process' memory, so they outlive :meth:`Storage.stop`, as a real store's outlive an outage. It checks no
+signatures unless it is told to deny.
+"""
+
+import logging
+import os
+from typing import Any
+
+import httpx
+
+from shared.checkpoint_store import StoreSettings
+
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
+
+
+class Storage:
+    """The server and its bucket ``runs``."""
+
+    def __init__(self) -> None:
+        import boto3
+
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)
+        self.port = 0
+        self.start()
+        os.environ.update(CREDENTIALS)
+        self.client: Any = boto3.client("s3", endpoint_url=self.endpoint)
+        self.client.create_bucket(Bucket="runs")
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Listen, with everything that was there before, on the port of before."""
+        from moto.server import ThreadedMotoServer
+
+        self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=self.port, verbose=False)
+        self._server.start()
+        _, self.port = self._server.get_host_and_port()
+
+    def stop(self) -> None:
+        """Answer nobody."""
+        self._server.stop()
+
+    def deny(self, *, denied: bool = True) -> None:
+        """Let nobody do anything: whose key is this?"""
+        httpx.post(f"{self.endpoint}/moto-api/reset-auth", content="0" if denied else "1000000000")
+
+    def settings(self, **more: Any) -> StoreSettings:
+        return StoreSettings(**{"uri": "s3://runs/team", "endpoint": self.endpoint, **more})
+
+    def names(self, prefix: str = "") -> list[str]:
+        found = self.client.list_objects_v2(Bucket="runs", Prefix=f"team/{prefix}")
+        return [str(one["Key"]).removeprefix("team/") for one in found.get("Contents", ())]
+
+    def whole(self, run_id: str) -> list[int]:
+        """Return the steps of the run's checkpoints whose manifest is there."""
+        names = self.names(f"{run_id}/checkpoints/")
+        return [int(name.split("/")[2].split("-")[1]) for name in names if name.endswith("/manifest.json")]
+
+    def damage(self, prefix: str, ending: str) -> None:
+        """Change a byte of the one object of that name, not its length."""
+        (name,) = [name for name in self.names(prefix) if name.endswith(ending)]
+        data = bytearray(self.client.get_object(Bucket="runs", Key=f"team/{name}")["Body"].read())
+        data[len(data) // 2] ^= 1
+        self.client.put_object(Bucket="runs", Key=f"team/{name}", Body=bytes(data))
+
+    def clear(self) -> None:
+        """Delete every object."""
+        for name in self.names():
+            self.client.delete_object(Bucket="runs", Key=f"team/{name}")
+
+    def close(self) -> None:
+        self.stop()
+        for name in CREDENTIALS:
+            os.environ.pop(name, None)
