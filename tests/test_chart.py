@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from services.coordinator.monitor import SHOWN, STREAM_ENTRIES
 from shared.settings import load
 from shared.streams import EVAL_PROMPTS, EVAL_ROLLOUTS, PROMPTS, ROLLOUTS, Keys
 from tests.chart import (
@@ -28,9 +29,11 @@ from tests.chart import (
     play_all,
     refusal,
     render,
+    template_of,
     values,
 )
 from tests.conftest import need, need_module
+from tests.fake_kubernetes import EXTERNAL_METRICS, JOB_SET, KEDA, OPERATOR
 
 EVERYTHING: Json = {
     "executor": {"enabled": True, "runtimeClassName": "gvisor"},
@@ -61,6 +64,7 @@ CASES: Mapping[str, Json] = {
 }
 NEEDS_KEDA = ("two-pools", "everything")
 GPU = "nvidia.com/gpu"
+Kinds = Mapping[str, Mapping[str, str]]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -124,11 +128,36 @@ def test_every_custom_resource_is_one_of_its_crd(releases: list[Release]) -> Non
     models |= {"PodMonitor": operator.PodMonitor, "PrometheusRule": operator.PrometheusRule}
     seen = set()
     for one in itertools.chain.from_iterable(release.objects for release in releases):
-        if one["apiVersion"] in ALL_CRDS:
+        if one["kind"] in models:
             found = models[one["kind"]].model_validate(one).model_dump(mode="json", by_alias=True, exclude_unset=True)
             assert found["spec"] == one["spec"]  # a field that the CRD does not know would be gone
             seen.add(one["kind"])
-    assert {"ScaledObject", "TriggerAuthentication", "PodMonitor", "PrometheusRule"} <= seen
+    assert seen == models.keys()
+
+
+JOB_SET_FIELDS: Json = {
+    "network": {"enableDNSHostnames", "subdomain", "publishNotReadyAddresses"},
+    "failurePolicy": {"maxRestarts", "restartStrategy", "rules"},
+    "replicatedJobs": {"name", "replicas", "template", "groupName", "dependsOn"},
+}
+"""What the CRD of JobSet (v1alpha2, 0.10) documents of the fields that the chart uses; no package has a model of it."""
+
+
+def test_every_job_set_has_fields_of_its_crd_and_holds_a_job(
+    matrix: Mapping[tuple[str, int, bool], Release],
+) -> None:
+    import kubernetes_validate
+
+    found = [(version, one) for (_, version, _), release in matrix.items() for one in release.of("JobSet")]
+    assert len(found) == 2 * len(CASES)
+    for version, one in found:
+        spec, (replicated,) = one["spec"], one["spec"]["replicatedJobs"]
+        assert spec.keys() == JOB_SET_FIELDS.keys()
+        assert spec["network"].keys() <= JOB_SET_FIELDS["network"]
+        assert spec["failurePolicy"].keys() <= JOB_SET_FIELDS["failurePolicy"]
+        assert replicated.keys() <= JOB_SET_FIELDS["replicatedJobs"]
+        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": one["metadata"], **replicated["template"]}
+        kubernetes_validate.validate(job, f"1.{version}", strict=True)
 
 
 def test_custom_resources_are_made_only_where_their_crds_are(
@@ -151,7 +180,7 @@ def test_dashboards_alerts_and_their_labels_come_with_the_chart(
     assert rules["spec"] == yaml.safe_load((CHART / "rules" / "penstock.yaml").read_text())
     (monitor,) = full.of("PodMonitor")
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
-    assert [found["targetLabel"] for found in endpoint["relabelings"]] == ["service", "instance", "run"]
+    assert {found["targetLabel"] for found in endpoint["relabelings"]} == {"service", "instance", "run"}
 
 
 # ---------------------------------------------------------------- objects fit together
@@ -222,7 +251,7 @@ def test_every_key_and_claim_that_is_mounted_exists(releases: list[Release]) -> 
 
 
 def templates_of(release: Release, pod: Json) -> list[Json]:
-    owners = [one for one in release.of("StatefulSet") if one["spec"]["template"] is pod]
+    owners = [one for one in release.of("StatefulSet") if template_of(one) is pod]
     return [claim for one in owners for claim in one["spec"].get("volumeClaimTemplates", ())]
 
 
@@ -334,21 +363,20 @@ def test_a_pod_may_take_longer_to_end_than_its_service_to_drain() -> None:
     release = render(values(bus={"drainSeconds": 45}))
     leave_s = 10  # shared.service ends a process so long after bus.drain_s
     for role in ("coordinator", "rollout", "reward", "trainer"):
-        (workload,) = [*release.of("Deployment", role), *release.of("StatefulSet", role)]
-        spec = workload["spec"]["template"]["spec"]
+        spec = template_of(release.workload(role))["spec"]
         (container,) = spec["containers"]
         assert environment(container)["PENSTOCK__BUS__DRAIN_S"] == "45"
         pre_stop = int(container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["", "0"])[1])
         assert spec["terminationGracePeriodSeconds"] >= 45 + leave_s + pre_stop
 
 
-def test_the_settings_that_a_pod_is_given_are_settings(tmp_path: Path) -> None:
-    release = render(values("one-gpu-node", executor={"enabled": True}))
+@pytest.mark.parametrize("crds", [None, JOB_SET])
+def test_the_settings_that_a_pod_is_given_are_settings(tmp_path: Path, crds: Kinds | None) -> None:
+    release = render(values("one-gpu-node", executor={"enabled": True}), crds=crds)
     config = tmp_path / "run.toml"
     config.write_text(release.one("ConfigMap", "run")["data"]["run.toml"])
     for role in ("coordinator", "rollout", "reward", "executor", "trainer"):
-        (workload,) = [*release.of("Deployment", role), *release.of("StatefulSet", role)]
-        (container,) = workload["spec"]["template"]["spec"]["containers"]
+        (container,) = template_of(release.workload(role))["spec"]["containers"]
         plain = {name: source for name, source in environment(container).items() if isinstance(source, str)}
         settings = load(config, environment={**plain, "PENSTOCK__BUS__URL": "redis://bus:6379/0"})
         assert settings.run.steps == 200
@@ -358,20 +386,123 @@ def test_the_settings_that_a_pod_is_given_are_settings(tmp_path: Path) -> None:
         assert settings.run.id == "demo"
         assert str(settings.snapshot_folder) == "/var/penstock/runs/demo/weights"
         assert settings.trainer.ranks == (4 if role == "trainer" else 1)
+        assert settings.trainer.stopped_exit_status == (143 if role == "trainer" and crds else 0)
 
 
 def test_trainer_and_rollout_share_a_fabric_and_a_queue() -> None:
     release = render(CASES["two-pools"], crds=ALL_CRDS)
-    trainer, rollout = release.one("StatefulSet", "trainer"), release.one("Deployment", "rollout")
+    trainer, rollout = release.workload("trainer"), release.workload("rollout")
     for workload, pool, product in ((trainer, "trainer", "NVIDIA-H200"), (rollout, "rollout", "NVIDIA-L40S")):
-        spec = workload["spec"]["template"]["spec"]
+        spec = template_of(workload)["spec"]
         assert spec["nodeSelector"] == {"pool": pool, "nvidia.com/gpu.product": product}
         (together,) = spec["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
         assert together["topologyKey"] == "topology.kubernetes.io/zone"
         assert together["labelSelector"]["matchExpressions"][0]["values"] == ["trainer", "rollout"]
         assert labels(workload)["kueue.x-k8s.io/queue-name"] == "research"
-    assert trainer["spec"]["podManagementPolicy"] == "Parallel"
-    assert release.one("PodDisruptionBudget", "trainer")["spec"]["maxUnavailable"] == 0
+
+
+# ---------------------------------------------------------------- a StatefulSet or a JobSet trains
+
+
+@pytest.mark.parametrize(
+    ("enabled", "crds", "kind"),
+    [
+        ("auto", None, "StatefulSet"),
+        ("auto", JOB_SET, "JobSet"),
+        (True, JOB_SET, "JobSet"),
+        (False, JOB_SET, "StatefulSet"),
+    ],
+)
+def test_one_thing_trains_a_job_set_or_a_stateful_set(enabled: object, crds: Kinds | None, kind: str) -> None:
+    release = render(values(trainer={"nodes": 3, "jobSet": {"enabled": enabled}}), crds=crds)
+    trainer = release.workload("trainer")  # which holds that there is one
+    budget = release.one("PodDisruptionBudget", "trainer")["spec"]
+    (note,) = [line for line in release.notes.splitlines() if "timeout=" in line]
+    assert trainer["kind"] == kind
+    if kind == "StatefulSet":
+        assert trainer["spec"]["podManagementPolicy"] == "Parallel"
+        assert (trainer["spec"]["replicas"], budget["maxUnavailable"]) == (3, 0)
+        assert release.one("Service", "trainer")["spec"]["publishNotReadyAddresses"] is True
+        assert "rollout status statefulset/demo-penstock-trainer" in note
+    else:
+        assert (budget["minAvailable"], "maxUnavailable" in budget) == (3, False)
+        assert not release.of("Service", "trainer")  # the controller makes it
+        assert "wait pod --for=condition=Ready" in note
+
+
+def test_the_pods_of_a_job_set_meet_at_its_first_and_are_made_anew_together() -> None:
+    release = render(values(trainer={"nodes": 2}), crds=ALL_CRDS)
+    job_set = release.workload("trainer")
+    name, spec = job_set["metadata"]["name"], job_set["spec"]
+    (replicated,) = spec["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    variables = environment(job["template"]["spec"]["containers"][0])
+    index = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
+    assert spec["network"] == {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True}
+    assert spec["failurePolicy"] == {"maxRestarts": 1000}
+    assert (job["completionMode"], job["completions"], job["parallelism"], job["backoffLimit"]) == ("Indexed", 2, 2, 0)
+    assert job["template"]["spec"]["restartPolicy"] == "Never"
+    assert variables["PENSTOCK__TRAINER__NODES"] == "2"
+    assert variables["PENSTOCK__TRAINER__NODE"] == index
+    assert variables["PENSTOCK__TRAINER__RENDEZVOUS"] == f"{name}-{replicated['name']}-0-0.{name}:29500"
+    (monitor,) = release.of("PodMonitor")  # a pod's name is another one each time, its replica's is not
+    (kept,) = [one for one in monitor["spec"]["podMetricsEndpoints"][0]["relabelings"] if "regex" in one]
+    assert kept["sourceLabels"] == ["__meta_kubernetes_pod_annotation_batch_kubernetes_io_job_completion_index"]
+    assert (kept["replacement"], variables["JOB_INDEX"]) == ("trainer-$1", index)
+
+
+def test_a_job_set_which_cannot_be_changed_is_followed_by_another() -> None:
+    image = values(image={"tag": "0.2.0"})
+    restarts = values(trainer={"jobSet": {"maxRestarts": 7}})
+    first, same, other, patient = play([values(), values(reward={"replicas": 3}), image, restarts], crds=ALL_CRDS)
+    sets = [found.workload("trainer") for found in (first, same, other, patient)]
+    assert sets[0] == sets[1]
+    assert len({one["metadata"]["name"] for one in sets}) == 3
+
+
+def test_the_longest_names_leave_room_for_those_of_a_job_set_s_pods() -> None:
+    release = render(values(fullnameOverride="p" * 40, trainer={"nodes": 64}), crds=ALL_CRDS)
+    name = release.workload("trainer")["metadata"]["name"]
+    assert len(f"{name}-pod-0-63-x7k2p") <= 63
+
+
+# ---------------------------------------------------------------- who sets the number of replicas
+
+
+def test_without_keda_an_autoscaler_reads_what_the_coordinator_exports() -> None:
+    scaling = {"autoscaling": {"enabled": True, "minReplicas": 1, "cooldownSeconds": 7200}}
+    release = render(values(rollout=scaling, reward=scaling), crds={**OPERATOR, **EXTERNAL_METRICS})
+    assert not release.of("ScaledObject")
+    (exported,) = STREAM_ENTRIES.collect()
+    for role, stream, most, groups in (("rollout", PROMPTS, 4, "16"), ("reward", ROLLOUTS, 8, "32")):
+        spec = release.one("HorizontalPodAutoscaler", role)["spec"]
+        ((metric,), target) = spec["metrics"], spec["scaleTargetRef"]
+        assert stream in SHOWN
+        assert target == {"apiVersion": "apps/v1", "kind": "Deployment", "name": f"demo-penstock-{role}"}
+        assert (spec["minReplicas"], spec["maxReplicas"]) == (1, most)
+        assert metric["external"]["metric"]["name"] == exported.name
+        assert metric["external"]["metric"]["selector"] == {"matchLabels": {"run": "demo", "stream": stream.name}}
+        assert metric["external"]["target"] == {"type": "AverageValue", "averageValue": groups}
+        assert spec["behavior"]["scaleDown"]["stabilizationWindowSeconds"] == 3600  # the most that Kubernetes takes
+        assert "replicas" not in release.workload(role)["spec"]
+
+
+def test_keda_is_preferred_to_an_autoscaler() -> None:
+    scaling = {"autoscaling": {"enabled": True}}
+    release = render(values(rollout=scaling), crds={**KEDA, **EXTERNAL_METRICS})
+    assert release.one("ScaledObject", "rollout")["spec"]["minReplicaCount"] == 0
+    assert not release.of("HorizontalPodAutoscaler")
+
+
+def test_the_rule_for_prometheus_adapter_passes_on_that_series_once_whoever_exports_it() -> None:
+    text = (ROOT / "docs/kubernetes.md").read_text()
+    (block,) = re.findall(r"```yaml\n(rules:.*?)```", text, re.S)
+    (rule,) = yaml.safe_load(block)["rules"]["external"]
+    (exported,) = STREAM_ENTRIES.collect()
+    assert rule["seriesQuery"].partition("{")[0] == rule["name"]["as"] == exported.name
+    assert (
+        rule["metricsQuery"] == "max by (run, stream) (<<.Series>>{<<.LabelMatchers>>})"
+    )  # two coordinators export it
 
 
 def test_backlogs_of_the_run_set_the_number_of_replicas() -> None:
@@ -402,7 +533,7 @@ def test_an_upgrade_keeps_password_and_token_and_restarts_only_for_another_run()
         secrets = [found.one("Secret", role)["stringData"][key] for found in (first, same, other)]
         assert secrets[0] == secrets[1] == secrets[2]
         assert len(secrets[0]) == 40
-    pods = [found.one("StatefulSet", "trainer")["spec"]["template"] for found in (first, same, other)]
+    pods = [template_of(found.workload("trainer")) for found in (first, same, other)]
     assert pods[0] == pods[1]
     assert pods[0] != pods[2]
     bus = [found.one("StatefulSet", "bus")["spec"]["template"] for found in (first, same, other)]
@@ -449,12 +580,24 @@ def test_a_schema_error_names_the_value() -> None:
         (values(run={"id": "a b"}), "expected a run id of 1 to 64 letters, digits, '.', '_' or '-', found \"a b\""),
         (
             values(rollout={"autoscaling": {"enabled": True}}),
-            "expected the CRDs of KEDA for rollout.autoscaling.enabled, found no keda.sh/v1alpha1 in this cluster",
+            "expected KEDA or an external metrics API for rollout.autoscaling.enabled, found neither keda.sh/v1alpha1 nor "
+            "external.metrics.k8s.io/v1beta1 in this cluster",
+        ),
+        (
+            values(trainer={"jobSet": {"enabled": True}}),
+            "expected the CRD of JobSet for trainer.jobSet.enabled, found no jobset.x-k8s.io/v1alpha2 in this cluster",
         ),
     ],
 )
 def test_what_is_missing_is_one_sentence(wrong: Json, said: str) -> None:
     assert said in refusal(wrong)
+
+
+def test_only_keda_scales_to_zero() -> None:
+    assert (
+        "expected reward.autoscaling.minReplicas of at least 1 in a cluster without KEDA, found 0: a "
+        "HorizontalPodAutoscaler does not scale to zero; set it to 1, or install KEDA"
+    ) in refusal(values(reward={"autoscaling": {"enabled": True}}), crds=EXTERNAL_METRICS)
 
 
 def test_an_older_cluster_is_refused() -> None:
@@ -510,7 +653,7 @@ ACCEPTED = {
 
 def test_checkov_finds_nothing_but_what_is_accepted_with_a_reason(tmp_path: Path) -> None:
     checkov = need_checkov()
-    release = render(CASES["everything"], crds=ALL_CRDS)
+    release = render(CASES["everything"], crds={**KEDA, **OPERATOR})  # a JobSet is nothing that checkov knows
     manifest = tmp_path / "manifest.yaml"
     manifest.write_text(yaml.safe_dump_all([*release.objects, *release.hooks]))
     command = [
