@@ -584,6 +584,11 @@ def test_a_schema_error_names_the_value() -> None:
             "external.metrics.k8s.io/v1beta1 in this cluster",
         ),
         (
+            values(run={"config": "[rollout.vllm]\n# tensor_parallel_size = 4\ntensor_parallel_size = 16 # all\n"}),
+            "expected an engine within one pod, found rollout.vllm.tensor_parallel_size = 16 in run.config and "
+            "rollout.gpu.count = 1: an engine cannot span pods; raise rollout.gpu.count or lower tensor_parallel_size",
+        ),
+        (
             values(trainer={"jobSet": {"enabled": True}}),
             "expected the CRD of JobSet for trainer.jobSet.enabled, found no jobset.x-k8s.io/v1alpha2 in this cluster",
         ),
@@ -598,6 +603,12 @@ def test_only_keda_scales_to_zero() -> None:
         "expected reward.autoscaling.minReplicas of at least 1 in a cluster without KEDA, found 0: a "
         "HorizontalPodAutoscaler does not scale to zero; set it to 1, or install KEDA"
     ) in refusal(values(reward={"autoscaling": {"enabled": True}}), crds=EXTERNAL_METRICS)
+
+
+def test_an_engine_may_take_every_gpu_of_its_pod() -> None:
+    config = "[rollout.vllm]\ntensor_parallel_size = 8\n"
+    release = render(values(run={"config": config}, rollout={"gpu": {"count": 8}}))
+    assert template_of(release.workload("rollout"))["spec"]["containers"][0]["resources"]["limits"][GPU] == 8
 
 
 def test_an_older_cluster_is_refused() -> None:
