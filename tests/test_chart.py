@@ -5,7 +5,7 @@ import itertools
 import json
 import re
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -404,34 +404,53 @@ def test_trainer_and_rollout_share_a_fabric_and_a_queue() -> None:
 # ---------------------------------------------------------------- a StatefulSet or a JobSet trains
 
 
-@pytest.mark.parametrize(
-    ("enabled", "crds", "kind"),
-    [
-        ("auto", None, "StatefulSet"),
-        ("auto", JOB_SET, "JobSet"),
-        (True, JOB_SET, "JobSet"),
-        (False, JOB_SET, "StatefulSet"),
-    ],
-)
-def test_one_thing_trains_a_job_set_or_a_stateful_set(enabled: object, crds: Kinds | None, kind: str) -> None:
-    release = render(values(trainer={"nodes": 3, "jobSet": {"enabled": enabled}}), crds=crds)
-    trainer = release.workload("trainer")  # which holds that there is one
-    budget = release.one("PodDisruptionBudget", "trainer")["spec"]
-    (note,) = [line for line in release.notes.splitlines() if "timeout=" in line]
-    assert trainer["kind"] == kind
-    if kind == "StatefulSet":
-        assert trainer["spec"]["podManagementPolicy"] == "Parallel"
-        assert (trainer["spec"]["replicas"], budget["maxUnavailable"]) == (3, 0)
-        assert release.one("Service", "trainer")["spec"]["publishNotReadyAddresses"] is True
-        assert "rollout status statefulset/demo-penstock-trainer" in note
-    else:
-        assert (budget["minAvailable"], "maxUnavailable" in budget) == (3, False)
+@pytest.fixture(scope="module")
+def job_sets(_tools: None) -> Mapping[str, Sequence[Release]]:
+    """Revisions of releases on a cluster that knows JobSets, by what is special of them."""
+
+    def nodes(count: int, enabled: object = "auto", **more: object) -> Json:
+        return values(trainer={"nodes": count, "jobSet": {"enabled": enabled}}, **more)
+
+    upgrades = [
+        values(),
+        values(reward={"replicas": 3}),
+        values(image={"tag": "0.2.0"}),
+        values(trainer={"jobSet": {"maxRestarts": 7}}),
+    ]
+    cases: Mapping[str, Sequence[Json]] = {
+        "auto": [nodes(3)],
+        "asked for": [nodes(3, True)],
+        "not wanted": [nodes(3, False)],
+        "long name": [nodes(64, fullnameOverride="p" * 40)],
+        "upgraded": upgrades,
+    }
+    played = dict(zip(cases, play_all(list(cases.values()), version=NEWEST, crds=ALL_CRDS), strict=True))
+    assert not [found.error for release in played.values() for found in release if found.error]
+    return played
+
+
+def test_one_thing_trains_a_stateful_set_or_where_the_cluster_has_them_a_job_set(
+    job_sets: Mapping[str, Sequence[Release]], matrix: Mapping[tuple[str, int, bool], Release]
+) -> None:
+    for name in ("auto", "asked for"):
+        (release,) = job_sets[name]
+        budget = release.one("PodDisruptionBudget", "trainer")["spec"]
+        assert release.workload("trainer")["kind"] == "JobSet"  # `workload` holds that there is one
+        assert (budget["minAvailable"], "maxUnavailable" in budget) == (3, False)  # a Job's pods know nothing else
         assert not release.of("Service", "trainer")  # the controller makes it
-        assert "wait pod --for=condition=Ready" in note
+        assert "wait pod --for=condition=Ready" in release.notes
+    for release in (*job_sets["not wanted"], matrix["defaults", NEWEST, False]):
+        trainer = release.workload("trainer")
+        assert (trainer["kind"], trainer["spec"]["podManagementPolicy"]) == ("StatefulSet", "Parallel")
+        assert release.one("PodDisruptionBudget", "trainer")["spec"]["maxUnavailable"] == 0
+        assert release.one("Service", "trainer")["spec"]["publishNotReadyAddresses"] is True
+        assert "rollout status statefulset/demo-penstock-trainer" in release.notes
 
 
-def test_the_pods_of_a_job_set_meet_at_its_first_and_are_made_anew_together() -> None:
-    release = render(values(trainer={"nodes": 2}), crds=ALL_CRDS)
+def test_the_pods_of_a_job_set_meet_at_its_first_and_are_made_anew_together(
+    job_sets: Mapping[str, Sequence[Release]],
+) -> None:
+    (release,) = job_sets["auto"]
     job_set = release.workload("trainer")
     name, spec = job_set["metadata"]["name"], job_set["spec"]
     (replicated,) = spec["replicatedJobs"]
@@ -440,9 +459,9 @@ def test_the_pods_of_a_job_set_meet_at_its_first_and_are_made_anew_together() ->
     index = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
     assert spec["network"] == {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True}
     assert spec["failurePolicy"] == {"maxRestarts": 1000}
-    assert (job["completionMode"], job["completions"], job["parallelism"], job["backoffLimit"]) == ("Indexed", 2, 2, 0)
+    assert (job["completionMode"], job["completions"], job["parallelism"], job["backoffLimit"]) == ("Indexed", 3, 3, 0)
     assert job["template"]["spec"]["restartPolicy"] == "Never"
-    assert variables["PENSTOCK__TRAINER__NODES"] == "2"
+    assert variables["PENSTOCK__TRAINER__NODES"] == "3"
     assert variables["PENSTOCK__TRAINER__NODE"] == index
     assert variables["PENSTOCK__TRAINER__RENDEZVOUS"] == f"{name}-{replicated['name']}-0-0.{name}:29500"
     (monitor,) = release.of("PodMonitor")  # a pod's name is another one each time, its replica's is not
@@ -451,27 +470,29 @@ def test_the_pods_of_a_job_set_meet_at_its_first_and_are_made_anew_together() ->
     assert (kept["replacement"], variables["JOB_INDEX"]) == ("trainer-$1", index)
 
 
-def test_a_job_set_which_cannot_be_changed_is_followed_by_another() -> None:
-    image = values(image={"tag": "0.2.0"})
-    restarts = values(trainer={"jobSet": {"maxRestarts": 7}})
-    first, same, other, patient = play([values(), values(reward={"replicas": 3}), image, restarts], crds=ALL_CRDS)
-    sets = [found.workload("trainer") for found in (first, same, other, patient)]
-    assert sets[0] == sets[1]
-    assert len({one["metadata"]["name"] for one in sets}) == 3
+def test_a_job_set_which_cannot_be_changed_is_followed_by_another(job_sets: Mapping[str, Sequence[Release]]) -> None:
+    first, same, other, patient = (found.workload("trainer") for found in job_sets["upgraded"])
+    assert first == same
+    assert len({one["metadata"]["name"] for one in (first, other, patient)}) == 3
 
 
-def test_the_longest_names_leave_room_for_those_of_a_job_set_s_pods() -> None:
-    release = render(values(fullnameOverride="p" * 40, trainer={"nodes": 64}), crds=ALL_CRDS)
-    name = release.workload("trainer")["metadata"]["name"]
-    assert len(f"{name}-pod-0-63-x7k2p") <= 63
+def test_the_longest_name_leaves_room_for_those_of_a_job_set_s_pods(job_sets: Mapping[str, Sequence[Release]]) -> None:
+    (release,) = job_sets["long name"]
+    assert len(f"{release.workload('trainer')['metadata']['name']}-pod-0-63-x7k2p") <= 63
 
 
 # ---------------------------------------------------------------- who sets the number of replicas
 
 
-def test_without_keda_an_autoscaler_reads_what_the_coordinator_exports() -> None:
+def test_without_keda_an_autoscaler_reads_what_the_coordinator_exports_and_keeps_one_replica() -> None:
     scaling = {"autoscaling": {"enabled": True, "minReplicas": 1, "cooldownSeconds": 7200}}
-    release = render(values(rollout=scaling, reward=scaling), crds={**OPERATOR, **EXTERNAL_METRICS})
+    to_zero = values(reward={"autoscaling": {"enabled": True}})
+    steps = [[values(rollout=scaling, reward=scaling)], [to_zero]]
+    (release,), (refused,) = play_all(steps, version=NEWEST, crds={**OPERATOR, **EXTERNAL_METRICS})
+    assert (
+        "expected reward.autoscaling.minReplicas of at least 1 in a cluster without KEDA, found 0: a "
+        "HorizontalPodAutoscaler does not scale to zero; set it to 1, or install KEDA"
+    ) in refused.error
     assert not release.of("ScaledObject")
     (exported,) = STREAM_ENTRIES.collect()
     for role, stream, most, groups in (("rollout", PROMPTS, 4, "16"), ("reward", ROLLOUTS, 8, "32")):
@@ -572,37 +593,31 @@ def test_a_schema_error_names_the_value() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (values(image={"registry": ""}), "expected image.registry, found none: set it to the registry"),
-        (values(run={"config": ""}), "expected run.config, found none: give the run's TOML by --set-file"),
-        (values(run={"id": "a b"}), "expected a run id of 1 to 64 letters, digits, '.', '_' or '-', found \"a b\""),
-        (
-            values(rollout={"autoscaling": {"enabled": True}}),
-            "expected KEDA or an external metrics API for rollout.autoscaling.enabled, found neither keda.sh/v1alpha1 nor "
-            "external.metrics.k8s.io/v1beta1 in this cluster",
-        ),
-        (
-            values(run={"config": "[rollout.vllm]\n# tensor_parallel_size = 4\ntensor_parallel_size = 16 # all\n"}),
-            "expected an engine within one pod, found rollout.vllm.tensor_parallel_size = 16 in run.config and "
-            "rollout.gpu.count = 1: an engine cannot span pods; raise rollout.gpu.count or lower tensor_parallel_size",
-        ),
-        (
-            values(trainer={"jobSet": {"enabled": True}}),
-            "expected the CRD of JobSet for trainer.jobSet.enabled, found no jobset.x-k8s.io/v1alpha2 in this cluster",
-        ),
-    ],
+MISSING: Sequence[tuple[Json, str]] = (
+    (values(image={"registry": ""}), "expected image.registry, found none: set it to the registry"),
+    (values(run={"config": ""}), "expected run.config, found none: give the run's TOML by --set-file"),
+    (values(run={"id": "a b"}), "expected a run id of 1 to 64 letters, digits, '.', '_' or '-', found \"a b\""),
+    (
+        values(rollout={"autoscaling": {"enabled": True}}),
+        "expected KEDA or an external metrics API for rollout.autoscaling.enabled, found neither keda.sh/v1alpha1 nor "
+        "external.metrics.k8s.io/v1beta1 in this cluster",
+    ),
+    (
+        values(run={"config": "[rollout.vllm]\n# tensor_parallel_size = 4\ntensor_parallel_size = 16 # all\n"}),
+        "expected an engine within one pod, found rollout.vllm.tensor_parallel_size = 16 in run.config and "
+        "rollout.gpu.count = 1: an engine cannot span pods; raise rollout.gpu.count or lower tensor_parallel_size",
+    ),
+    (
+        values(trainer={"jobSet": {"enabled": True}}),
+        "expected the CRD of JobSet for trainer.jobSet.enabled, found no jobset.x-k8s.io/v1alpha2 in this cluster",
+    ),
 )
-def test_what_is_missing_is_one_sentence(wrong: Json, said: str) -> None:
-    assert said in refusal(wrong)
 
 
-def test_only_keda_scales_to_zero() -> None:
-    assert (
-        "expected reward.autoscaling.minReplicas of at least 1 in a cluster without KEDA, found 0: a "
-        "HorizontalPodAutoscaler does not scale to zero; set it to 1, or install KEDA"
-    ) in refusal(values(reward={"autoscaling": {"enabled": True}}), crds=EXTERNAL_METRICS)
+def test_what_is_missing_or_does_not_fit_is_one_sentence() -> None:
+    played = play_all([[wrong] for wrong, _ in MISSING], version=NEWEST, crds=None)
+    for (_, said), (release,) in zip(MISSING, played, strict=True):
+        assert said in release.error
 
 
 def test_an_engine_may_take_every_gpu_of_its_pod() -> None:

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -38,39 +37,47 @@ def revisions() -> list[Json]:
 
 
 class Api:
-    """The run's API, as clients of the coordinator's service see it."""
+    """The run's API, as a client of the coordinator's service sees it; asks for the step all along, and is answered each time."""
 
     def __init__(self, cluster: Cluster) -> None:
         token = cluster.content("Secret", "demo-penstock-api")["token"]
-        self._url = cluster.resolve("http://demo-penstock-coordinator:8000")
-        self._headers = {"Authorization": f"Bearer {token}", "Connection": "close"}
+        self._client = httpx.AsyncClient(
+            base_url=cluster.resolve("http://demo-penstock-coordinator:8000"),
+            headers={"Authorization": f"Bearer {token}"},
+            limits=httpx.Limits(max_keepalive_connections=0),  # each request may go to another pod
+            timeout=30.0,
+            trust_env=False,
+        )
+        self._asking: asyncio.Task[None] | None = None
+        self._step = 0
 
-    async def ask(self, method: str, path: str, body: Json | None = None) -> Any:
-        async with httpx.AsyncClient(
-            base_url=self._url, headers=self._headers, timeout=30.0, trust_env=False
-        ) as client:
-            answer = await client.request(method, path, json=body)
-        return answer.raise_for_status().json()
+    @property
+    def step(self) -> int:
+        """The newest committed step. Raises what a request failed with."""
+        assert self._asking is not None
+        if self._asking.done():
+            self._asking.result()
+        return self._step
 
-    async def step(self) -> int:
-        return int((await self.ask("GET", "/v1/run"))["step"])
+    async def post(self, path: str, body: Json) -> None:
+        (await self._client.post(path, json=body)).raise_for_status()
 
     @contextlib.asynccontextmanager
-    async def always_answers(self) -> AsyncIterator[None]:
-        """Hold that no request fails while the body runs."""
-
-        async def ask_on() -> None:
-            while True:
-                await self.step()
-                await asyncio.sleep(0.1)
-
-        asking = asyncio.create_task(ask_on())
+    async def answering(self) -> AsyncIterator["Api"]:
+        self._asking = asyncio.create_task(self._ask())
         try:
-            yield
+            yield self
+            assert self.step > 0
         finally:
-            asking.cancel()
-            (ended,) = await asyncio.gather(asking, return_exceptions=True)
-        assert isinstance(ended, asyncio.CancelledError), ended
+            self._asking.cancel()
+            await asyncio.gather(self._asking, return_exceptions=True)
+            await self._client.aclose()
+
+    async def _ask(self) -> None:
+        while True:
+            answer = (await self._client.get("/v1/run")).raise_for_status()
+            self._step = int(answer.json()["step"])
+            await asyncio.sleep(0.1)
 
 
 @pytest.fixture
@@ -92,22 +99,21 @@ async def test_what_the_chart_renders_comes_up_learns_is_upgraded_while_it_train
 ) -> None:
     made, (second, third) = cluster
     await _comes_up(made)
-    api = Api(made)
-    await _trains(made, api, 3)
-    await _passes_its_check(made)
     password = made.content("Secret", "demo-penstock-bus")["password"]
     bus = await Bus.connect(f"redis://:{password}@{made.pods['bus'].address}:6379/0", "demo", wait_s=10.0)
     try:
-        await _backlogs_are_numbers(bus)
-        async with Watcher(bus).watching() as watcher, api.always_answers():
+        async with Api(made).answering() as api, Watcher(bus).watching() as watcher:
+            await _trains(made, api, 3)
+            await _passes_its_check(made)
+            await _backlogs_are_numbers(bus)
             assert await made.upgrade(second) == dict.fromkeys(SERVICES, 0)  # every service, and not the bus
             await _trains(made, api, 2)
             await _is_upgraded(made, bus)
             assert await made.upgrade(third) == {"trainer": 0}
             assert made.pods["trainer"].owner["kind"] == "JobSet"
             await _trains(made, api, 2)
-        await api.ask("POST", "/v1/run/stop", {"reason": "the test is over"})
-        await until(lambda: _nothing_is_in_flight(bus), timeout_s=PATIENCE_S)
+            await api.post("/v1/run/stop", {"reason": "the test is over"})
+            await until(lambda: _nothing_is_in_flight(bus), timeout_s=PATIENCE_S)
         await audit_groups(bus)
         await audit_versions(bus)
         await watcher.audit()
@@ -154,14 +160,14 @@ async def _backlogs_are_numbers(bus: Bus) -> None:
 
 async def _trains(made: Cluster, api: Api, count: int) -> None:
     """Wait until so many more steps are committed, with every process alive."""
-    goal = await api.step() + count
+    goal = api.step + count
 
-    async def reached() -> bool:
+    def reached() -> bool:
         for role in SERVICES:
             process = made.pods[role].process
             assert process is not None
             assert process.poll() is None, made.pods[role].log.read_text()[-3000:]
-        return await api.step() >= goal
+        return api.step >= goal
 
     await until(reached, timeout_s=PATIENCE_S)
 
