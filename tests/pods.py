@@ -13,6 +13,7 @@ namespaces, users, limits, network policies, and probes after the start.
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import math
 import os
@@ -115,11 +116,10 @@ def surges(workload: Json) -> bool:
     if workload["kind"] != "Deployment":
         return False
     spec = workload["spec"]
-    wanted = str(
-        spec.get("strategy", {}).get("rollingUpdate", {}).get("maxSurge", "25%")
-    )  # as Kubernetes does by default
-    share = int(wanted.removesuffix("%")) / 100 if wanted.endswith("%") else None
-    return (int(wanted) if share is None else math.ceil(spec.get("replicas", 1) * share)) > 0
+    surge = spec.get("strategy", {}).get("rollingUpdate", {}).get("maxSurge", "25%")  # Kubernetes' default
+    if isinstance(surge, str):
+        surge = math.ceil(spec.get("replicas", 1) * int(surge.removesuffix("%")) / 100)
+    return bool(surge > 0)
 
 
 class Service:
@@ -133,10 +133,7 @@ class Service:
 
     async def open(self) -> None:
         for port in self._ports:
-
-            async def lead(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port: int = port) -> None:
-                await self._lead(port, reader, writer)
-
+            lead = functools.partial(self._lead, port)
             self._servers.append(await asyncio.start_server(lead, self.address, port))
 
     async def close(self) -> None:

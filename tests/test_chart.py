@@ -7,6 +7,7 @@ import re
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -408,7 +409,7 @@ def test_trainer_and_rollout_share_a_fabric_and_a_queue() -> None:
 def job_sets(_tools: None) -> Mapping[str, Sequence[Release]]:
     """Revisions of releases on a cluster that knows JobSets, by what is special of them."""
 
-    def nodes(count: int, enabled: object = "auto", **more: object) -> Json:
+    def nodes(count: int, enabled: object = "auto", **more: Any) -> Json:
         return values(trainer={"nodes": count, "jobSet": {"enabled": enabled}}, **more)
 
     upgrades = [

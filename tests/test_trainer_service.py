@@ -243,8 +243,9 @@ async def pulled(ledger: Ledger) -> tuple[PolicyRecord, dict[str, torch.Tensor]]
 async def test_a_trainer_that_comes_back_serves_its_step_as_a_new_version_with_a_probe(
     tmp_path: Path, server: Server, ranks: int, zero_stage: int
 ) -> None:
-    options = {"ranks": ranks, "zero_stage": zero_stage, "stopped_exit_status": 143}
-    run = Run(tmp_path, server, f"pull-{ranks}", transport="pull", **options)
+    run = Run(
+        tmp_path, server, f"pull-{ranks}", transport="pull", ranks=ranks, zero_stage=zero_stage, stopped_exit_status=143
+    )
     async with bus_of(run) as (bus, ledger):
         await feed(bus, 0, 3 * GROUPS)
         async with run.trainer() as process:
