@@ -194,15 +194,19 @@ def own_host(settings: Settings) -> str:
     return os.environ.get("POD_IP") or settings.coordinator.host
 
 
-def main(service: str, run: Callable[[Settings, str], Awaitable[None]], arguments: Sequence[str] | None = None) -> int:
-    """Run a service from its command line; return its exit code (0 stopped in order, 2 wrong settings, 1 a bug)."""
+def main(
+    service: str, run: Callable[[Settings, str], Awaitable[int | None]], arguments: Sequence[str] | None = None
+) -> int:
+    """Run a service from its command line; return its exit code (0 stopped in order, 2 wrong settings, 1 a bug).
+
+    ``run`` may return another code for having stopped in order.
+    """
     try:
         settings, replica = parse(service, sys.argv[1:] if arguments is None else arguments)
         log.set_up(settings.telemetry.log_level, replica)
-        asyncio.run(_awaited(run(settings, replica)))
+        return asyncio.run(_awaited(run(settings, replica))) or 0
     except (SettingsError, BusUnavailable) as error:
         return refuse(service, error)
-    return 0
 
 
 def leave(code: int) -> NoReturn:
@@ -224,5 +228,5 @@ def refuse(service: str, error: Exception) -> int:
     return 2
 
 
-async def _awaited(work: Awaitable[None]) -> None:
-    await work
+async def _awaited(work: Awaitable[int | None]) -> int | None:
+    return await work

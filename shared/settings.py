@@ -282,6 +282,9 @@ class TrainerSettings(Section):
     max_skipped_steps: NonNegativeInt = Field(default=3)
     """So many batches in a row may give a loss or gradient that is not finite: each leaves uncommitted, counted as
     dropped:nonfinite. One more pauses the run."""
+    stopped_exit_status: Annotated[int, Field(ge=0, le=255)] = Field(default=0)
+    """Exit status of a trainer of one rank that is told to stop before its run is over (with several, torchrun's is 1). Where 0 means
+    done, as in a Job of Kubernetes, 143 has it started again."""
     metrics_port: NonNegativeInt = Field(default=0)
     """Port of /metrics, /healthz and /readyz of rank 0; 0: any free one."""
 

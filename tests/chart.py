@@ -11,14 +11,15 @@ from typing import Any
 
 import yaml
 
-from tests.fake_kubernetes import KEDA, OPERATOR, FakeKubernetes
+from tests.fake_kubernetes import JOB_SET, KEDA, OPERATOR, FakeKubernetes
 
 ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "deploy/k8s/penstock"
 EXAMPLES = ROOT / "deploy/k8s/examples"
 OLDEST, NEWEST = 28, 37
 """Minor versions of Kubernetes 1 that the chart is held to."""
-ALL_CRDS = {**KEDA, **OPERATOR}
+ALL_CRDS = {**KEDA, **OPERATOR, **JOB_SET}
+WORKLOADS = ("Deployment", "StatefulSet", "JobSet")
 Json = dict[str, Any]
 
 
@@ -43,13 +44,26 @@ class Release:
         (found,) = self.of(kind, role)
         return found
 
+    def workload(self, role: str) -> Json:
+        """Return what makes the pods of a role; there must be exactly one."""
+        (found,) = [one for one in self.objects if one["kind"] in WORKLOADS and one in self.of(one["kind"], role)]
+        return found
+
     def pods(self) -> Iterator[tuple[str, Json]]:
         """Yield (role, pod with metadata and spec) of every workload and hook."""
         for one in self.objects:
-            if "template" in one.get("spec", {}):
-                yield labels(one)["app.kubernetes.io/component"], one["spec"]["template"]
+            if one["kind"] in WORKLOADS:
+                yield labels(one)["app.kubernetes.io/component"], template_of(one)
         for hook in self.hooks:
             yield labels(hook)["app.kubernetes.io/component"], hook
+
+
+def template_of(workload: Json) -> Json:
+    """Return the template of a workload's pods."""
+    if workload["kind"] == "JobSet":
+        (workload,) = [job["template"] for job in workload["spec"]["replicatedJobs"]]
+    found: Json = workload["spec"]["template"]
+    return found
 
 
 def labels(one: Json) -> Mapping[str, str]:

@@ -26,10 +26,14 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "ServiceAccount": "serviceaccounts",
     },
     "apps/v1": {"Deployment": "deployments", "StatefulSet": "statefulsets"},
+    "autoscaling/v2": {"HorizontalPodAutoscaler": "horizontalpodautoscalers"},
     "networking.k8s.io/v1": {"NetworkPolicy": "networkpolicies"},
     "policy/v1": {"PodDisruptionBudget": "poddisruptionbudgets"},
 }
 KEDA = {"keda.sh/v1alpha1": {"ScaledObject": "scaledobjects", "TriggerAuthentication": "triggerauthentications"}}
+JOB_SET = {"jobset.x-k8s.io/v1alpha2": {"JobSet": "jobsets"}}
+EXTERNAL_METRICS: Mapping[str, Mapping[str, str]] = {"external.metrics.k8s.io/v1beta1": {}}
+"""What prometheus-adapter serves; it has no kinds of its own to be created."""
 OPERATOR = {"monitoring.coreos.com/v1": {"PodMonitor": "podmonitors", "PrometheusRule": "prometheusrules"}}
 
 _OBJECT = re.compile(r"/(?:api|apis/[^/]+)/[^/]+/namespaces/[^/]+/[^/]+(/[^/]+)?")

@@ -5,12 +5,14 @@ import itertools
 import json
 import re
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from services.coordinator.monitor import SHOWN, STREAM_ENTRIES
 from shared.settings import load
 from shared.streams import EVAL_PROMPTS, EVAL_ROLLOUTS, PROMPTS, ROLLOUTS, Keys
 from tests.chart import (
@@ -28,9 +30,11 @@ from tests.chart import (
     play_all,
     refusal,
     render,
+    template_of,
     values,
 )
 from tests.conftest import need, need_module
+from tests.fake_kubernetes import EXTERNAL_METRICS, JOB_SET, KEDA, OPERATOR
 
 EVERYTHING: Json = {
     "executor": {"enabled": True, "runtimeClassName": "gvisor"},
@@ -61,6 +65,7 @@ CASES: Mapping[str, Json] = {
 }
 NEEDS_KEDA = ("two-pools", "everything")
 GPU = "nvidia.com/gpu"
+Kinds = Mapping[str, Mapping[str, str]]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -124,11 +129,36 @@ def test_every_custom_resource_is_one_of_its_crd(releases: list[Release]) -> Non
     models |= {"PodMonitor": operator.PodMonitor, "PrometheusRule": operator.PrometheusRule}
     seen = set()
     for one in itertools.chain.from_iterable(release.objects for release in releases):
-        if one["apiVersion"] in ALL_CRDS:
+        if one["kind"] in models:
             found = models[one["kind"]].model_validate(one).model_dump(mode="json", by_alias=True, exclude_unset=True)
             assert found["spec"] == one["spec"]  # a field that the CRD does not know would be gone
             seen.add(one["kind"])
-    assert {"ScaledObject", "TriggerAuthentication", "PodMonitor", "PrometheusRule"} <= seen
+    assert seen == models.keys()
+
+
+JOB_SET_FIELDS: Json = {
+    "network": {"enableDNSHostnames", "subdomain", "publishNotReadyAddresses"},
+    "failurePolicy": {"maxRestarts", "restartStrategy", "rules"},
+    "replicatedJobs": {"name", "replicas", "template", "groupName", "dependsOn"},
+}
+"""What the CRD of JobSet (v1alpha2, 0.10) documents of the fields that the chart uses; no package has a model of it."""
+
+
+def test_every_job_set_has_fields_of_its_crd_and_holds_a_job(
+    matrix: Mapping[tuple[str, int, bool], Release],
+) -> None:
+    import kubernetes_validate
+
+    found = [(version, one) for (_, version, _), release in matrix.items() for one in release.of("JobSet")]
+    assert len(found) == 2 * len(CASES)
+    for version, one in found:
+        spec, (replicated,) = one["spec"], one["spec"]["replicatedJobs"]
+        assert spec.keys() == JOB_SET_FIELDS.keys()
+        assert spec["network"].keys() <= JOB_SET_FIELDS["network"]
+        assert spec["failurePolicy"].keys() <= JOB_SET_FIELDS["failurePolicy"]
+        assert replicated.keys() <= JOB_SET_FIELDS["replicatedJobs"]
+        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": one["metadata"], **replicated["template"]}
+        kubernetes_validate.validate(job, f"1.{version}", strict=True)
 
 
 def test_custom_resources_are_made_only_where_their_crds_are(
@@ -151,7 +181,7 @@ def test_dashboards_alerts_and_their_labels_come_with_the_chart(
     assert rules["spec"] == yaml.safe_load((CHART / "rules" / "penstock.yaml").read_text())
     (monitor,) = full.of("PodMonitor")
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
-    assert [found["targetLabel"] for found in endpoint["relabelings"]] == ["service", "instance", "run"]
+    assert {found["targetLabel"] for found in endpoint["relabelings"]} == {"service", "instance", "run"}
 
 
 # ---------------------------------------------------------------- objects fit together
@@ -223,7 +253,7 @@ def test_every_key_and_claim_that_is_mounted_exists(releases: list[Release]) -> 
 
 
 def templates_of(release: Release, pod: Json) -> list[Json]:
-    owners = [one for one in release.of("StatefulSet") if one["spec"]["template"] is pod]
+    owners = [one for one in release.of("StatefulSet") if template_of(one) is pod]
     return [claim for one in owners for claim in one["spec"].get("volumeClaimTemplates", ())]
 
 
@@ -335,21 +365,20 @@ def test_a_pod_may_take_longer_to_end_than_its_service_to_drain() -> None:
     release = render(values(bus={"drainSeconds": 45}))
     leave_s = 10  # shared.service ends a process so long after bus.drain_s
     for role in ("coordinator", "rollout", "reward", "trainer"):
-        (workload,) = [*release.of("Deployment", role), *release.of("StatefulSet", role)]
-        spec = workload["spec"]["template"]["spec"]
+        spec = template_of(release.workload(role))["spec"]
         (container,) = spec["containers"]
         assert environment(container)["PENSTOCK__BUS__DRAIN_S"] == "45"
         pre_stop = int(container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["", "0"])[1])
         assert spec["terminationGracePeriodSeconds"] >= 45 + leave_s + pre_stop
 
 
-def test_the_settings_that_a_pod_is_given_are_settings(tmp_path: Path) -> None:
-    release = render(values("one-gpu-node", executor={"enabled": True}))
+@pytest.mark.parametrize("crds", [None, JOB_SET])
+def test_the_settings_that_a_pod_is_given_are_settings(tmp_path: Path, crds: Kinds | None) -> None:
+    release = render(values("one-gpu-node", executor={"enabled": True}), crds=crds)
     config = tmp_path / "run.toml"
     config.write_text(release.one("ConfigMap", "run")["data"]["run.toml"])
     for role in ("coordinator", "rollout", "reward", "executor", "trainer"):
-        (workload,) = [*release.of("Deployment", role), *release.of("StatefulSet", role)]
-        (container,) = workload["spec"]["template"]["spec"]["containers"]
+        (container,) = template_of(release.workload(role))["spec"]["containers"]
         plain = {name: source for name, source in environment(container).items() if isinstance(source, str)}
         settings = load(config, environment={**plain, "PENSTOCK__BUS__URL": "redis://bus:6379/0"})
         assert settings.run.steps == 200
@@ -359,20 +388,144 @@ def test_the_settings_that_a_pod_is_given_are_settings(tmp_path: Path) -> None:
         assert settings.run.id == "demo"
         assert str(settings.snapshot_folder) == "/var/penstock/runs/demo/weights"
         assert settings.trainer.ranks == (4 if role == "trainer" else 1)
+        assert settings.trainer.stopped_exit_status == (143 if role == "trainer" and crds else 0)
 
 
 def test_trainer_and_rollout_share_a_fabric_and_a_queue() -> None:
     release = render(CASES["two-pools"], crds=ALL_CRDS)
-    trainer, rollout = release.one("StatefulSet", "trainer"), release.one("Deployment", "rollout")
+    trainer, rollout = release.workload("trainer"), release.workload("rollout")
     for workload, pool, product in ((trainer, "trainer", "NVIDIA-H200"), (rollout, "rollout", "NVIDIA-L40S")):
-        spec = workload["spec"]["template"]["spec"]
+        spec = template_of(workload)["spec"]
         assert spec["nodeSelector"] == {"pool": pool, "nvidia.com/gpu.product": product}
         (together,) = spec["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
         assert together["topologyKey"] == "topology.kubernetes.io/zone"
         assert together["labelSelector"]["matchExpressions"][0]["values"] == ["trainer", "rollout"]
         assert labels(workload)["kueue.x-k8s.io/queue-name"] == "research"
-    assert trainer["spec"]["podManagementPolicy"] == "Parallel"
-    assert release.one("PodDisruptionBudget", "trainer")["spec"]["maxUnavailable"] == 0
+
+
+# ---------------------------------------------------------------- a StatefulSet or a JobSet trains
+
+
+@pytest.fixture(scope="module")
+def job_sets(_tools: None) -> Mapping[str, Sequence[Release]]:
+    """Revisions of releases on a cluster that knows JobSets, by what is special of them."""
+
+    def nodes(count: int, enabled: object = "auto", **more: Any) -> Json:
+        return values(trainer={"nodes": count, "jobSet": {"enabled": enabled}}, **more)
+
+    upgrades = [
+        values(),
+        values(reward={"replicas": 3}),
+        values(image={"tag": "0.2.0"}),
+        values(trainer={"jobSet": {"maxRestarts": 7}}),
+    ]
+    cases: Mapping[str, Sequence[Json]] = {
+        "auto": [nodes(3)],
+        "asked for": [nodes(3, True)],
+        "not wanted": [nodes(3, False)],
+        "long name": [nodes(64, fullnameOverride="p" * 40)],
+        "upgraded": upgrades,
+    }
+    played = dict(zip(cases, play_all(list(cases.values()), version=NEWEST, crds=ALL_CRDS), strict=True))
+    assert not [found.error for release in played.values() for found in release if found.error]
+    return played
+
+
+def test_one_thing_trains_a_stateful_set_or_where_the_cluster_has_them_a_job_set(
+    job_sets: Mapping[str, Sequence[Release]], matrix: Mapping[tuple[str, int, bool], Release]
+) -> None:
+    for name in ("auto", "asked for"):
+        (release,) = job_sets[name]
+        budget = release.one("PodDisruptionBudget", "trainer")["spec"]
+        assert release.workload("trainer")["kind"] == "JobSet"  # `workload` holds that there is one
+        assert (budget["minAvailable"], "maxUnavailable" in budget) == (3, False)  # a Job's pods know nothing else
+        assert not release.of("Service", "trainer")  # the controller makes it
+        assert "wait pod --for=condition=Ready" in release.notes
+    for release in (*job_sets["not wanted"], matrix["defaults", NEWEST, False]):
+        trainer = release.workload("trainer")
+        assert (trainer["kind"], trainer["spec"]["podManagementPolicy"]) == ("StatefulSet", "Parallel")
+        assert release.one("PodDisruptionBudget", "trainer")["spec"]["maxUnavailable"] == 0
+        assert release.one("Service", "trainer")["spec"]["publishNotReadyAddresses"] is True
+        assert "rollout status statefulset/demo-penstock-trainer" in release.notes
+
+
+def test_the_pods_of_a_job_set_meet_at_its_first_and_are_made_anew_together(
+    job_sets: Mapping[str, Sequence[Release]],
+) -> None:
+    (release,) = job_sets["auto"]
+    job_set = release.workload("trainer")
+    name, spec = job_set["metadata"]["name"], job_set["spec"]
+    (replicated,) = spec["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    variables = environment(job["template"]["spec"]["containers"][0])
+    index = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
+    assert spec["network"] == {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True}
+    assert spec["failurePolicy"] == {"maxRestarts": 1000}
+    assert (job["completionMode"], job["completions"], job["parallelism"], job["backoffLimit"]) == ("Indexed", 3, 3, 0)
+    assert job["template"]["spec"]["restartPolicy"] == "Never"
+    assert variables["PENSTOCK__TRAINER__NODES"] == "3"
+    assert variables["PENSTOCK__TRAINER__NODE"] == index
+    assert variables["PENSTOCK__TRAINER__RENDEZVOUS"] == f"{name}-{replicated['name']}-0-0.{name}:29500"
+    (monitor,) = release.of("PodMonitor")  # a pod's name is another one each time, its replica's is not
+    (kept,) = [one for one in monitor["spec"]["podMetricsEndpoints"][0]["relabelings"] if "regex" in one]
+    assert kept["sourceLabels"] == ["__meta_kubernetes_pod_annotation_batch_kubernetes_io_job_completion_index"]
+    assert (kept["replacement"], variables["JOB_INDEX"]) == ("trainer-$1", index)
+
+
+def test_a_job_set_which_cannot_be_changed_is_followed_by_another(job_sets: Mapping[str, Sequence[Release]]) -> None:
+    first, same, other, patient = (found.workload("trainer") for found in job_sets["upgraded"])
+    assert first == same
+    assert len({one["metadata"]["name"] for one in (first, other, patient)}) == 3
+
+
+def test_the_longest_name_leaves_room_for_those_of_a_job_set_s_pods(job_sets: Mapping[str, Sequence[Release]]) -> None:
+    (release,) = job_sets["long name"]
+    assert len(f"{release.workload('trainer')['metadata']['name']}-pod-0-63-x7k2p") <= 63
+
+
+# ---------------------------------------------------------------- who sets the number of replicas
+
+
+def test_without_keda_an_autoscaler_reads_what_the_coordinator_exports_and_keeps_one_replica() -> None:
+    scaling = {"autoscaling": {"enabled": True, "minReplicas": 1, "cooldownSeconds": 7200}}
+    to_zero = values(reward={"autoscaling": {"enabled": True}})
+    steps = [[values(rollout=scaling, reward=scaling)], [to_zero]]
+    (release,), (refused,) = play_all(steps, version=NEWEST, crds={**OPERATOR, **EXTERNAL_METRICS})
+    assert (
+        "expected reward.autoscaling.minReplicas of at least 1 in a cluster without KEDA, found 0: a "
+        "HorizontalPodAutoscaler does not scale to zero; set it to 1, or install KEDA"
+    ) in refused.error
+    assert not release.of("ScaledObject")
+    (exported,) = STREAM_ENTRIES.collect()
+    for role, stream, most, groups in (("rollout", PROMPTS, 4, "16"), ("reward", ROLLOUTS, 8, "32")):
+        spec = release.one("HorizontalPodAutoscaler", role)["spec"]
+        ((metric,), target) = spec["metrics"], spec["scaleTargetRef"]
+        assert stream in SHOWN
+        assert target == {"apiVersion": "apps/v1", "kind": "Deployment", "name": f"demo-penstock-{role}"}
+        assert (spec["minReplicas"], spec["maxReplicas"]) == (1, most)
+        assert metric["external"]["metric"]["name"] == exported.name
+        assert metric["external"]["metric"]["selector"] == {"matchLabels": {"run": "demo", "stream": stream.name}}
+        assert metric["external"]["target"] == {"type": "AverageValue", "averageValue": groups}
+        assert spec["behavior"]["scaleDown"]["stabilizationWindowSeconds"] == 3600  # the most that Kubernetes takes
+        assert "replicas" not in release.workload(role)["spec"]
+
+
+def test_keda_is_preferred_to_an_autoscaler() -> None:
+    scaling = {"autoscaling": {"enabled": True}}
+    release = render(values(rollout=scaling), crds={**KEDA, **EXTERNAL_METRICS})
+    assert release.one("ScaledObject", "rollout")["spec"]["minReplicaCount"] == 0
+    assert not release.of("HorizontalPodAutoscaler")
+
+
+def test_the_rule_for_prometheus_adapter_passes_on_that_series_once_whoever_exports_it() -> None:
+    text = (ROOT / "docs/kubernetes.md").read_text()
+    (block,) = re.findall(r"```yaml\n(rules:.*?)```", text, re.S)
+    (rule,) = yaml.safe_load(block)["rules"]["external"]
+    (exported,) = STREAM_ENTRIES.collect()
+    assert rule["seriesQuery"].partition("{")[0] == rule["name"]["as"] == exported.name
+    assert (
+        rule["metricsQuery"] == "max by (run, stream) (<<.Series>>{<<.LabelMatchers>>})"
+    )  # two coordinators export it
 
 
 def test_backlogs_of_the_run_set_the_number_of_replicas() -> None:
@@ -403,7 +556,7 @@ def test_an_upgrade_keeps_password_and_token_and_restarts_only_for_another_run()
         secrets = [found.one("Secret", role)["stringData"][key] for found in (first, same, other)]
         assert secrets[0] == secrets[1] == secrets[2]
         assert len(secrets[0]) == 40
-    pods = [found.one("StatefulSet", "trainer")["spec"]["template"] for found in (first, same, other)]
+    pods = [template_of(found.workload("trainer")) for found in (first, same, other)]
     assert pods[0] == pods[1]
     assert pods[0] != pods[2]
     bus = [found.one("StatefulSet", "bus")["spec"]["template"] for found in (first, same, other)]
@@ -472,24 +625,41 @@ def test_a_schema_error_names_the_value() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (values(image={"registry": ""}), "expected image.registry, found none: set it to the registry"),
-        (values(run={"config": ""}), "expected run.config, found none: give the run's TOML by --set-file"),
-        (values(run={"id": "a b"}), "expected a run id of 1 to 64 letters, digits, '.', '_' or '-', found \"a b\""),
-        (
-            values("object-storage", trainer={"nodes": 2}),
-            "expected storage.runs.existingClaim with checkpoints.s3.uri and trainer.nodes = 2, found none: pods that train",
-        ),
-        (
-            values(rollout={"autoscaling": {"enabled": True}}),
-            "expected the CRDs of KEDA for rollout.autoscaling.enabled, found no keda.sh/v1alpha1 in this cluster",
-        ),
-    ],
+MISSING: Sequence[tuple[Json, str]] = (
+    (values(image={"registry": ""}), "expected image.registry, found none: set it to the registry"),
+    (values(run={"config": ""}), "expected run.config, found none: give the run's TOML by --set-file"),
+    (values(run={"id": "a b"}), "expected a run id of 1 to 64 letters, digits, '.', '_' or '-', found \"a b\""),
+    (
+        values("object-storage", trainer={"nodes": 2}),
+        "expected storage.runs.existingClaim with checkpoints.s3.uri and trainer.nodes = 2, found none: pods that train",
+    ),
+    (
+        values(rollout={"autoscaling": {"enabled": True}}),
+        "expected KEDA or an external metrics API for rollout.autoscaling.enabled, found neither keda.sh/v1alpha1 nor "
+        "external.metrics.k8s.io/v1beta1 in this cluster",
+    ),
+    (
+        values(run={"config": "[rollout.vllm]\n# tensor_parallel_size = 4\ntensor_parallel_size = 16 # all\n"}),
+        "expected an engine within one pod, found rollout.vllm.tensor_parallel_size = 16 in run.config and "
+        "rollout.gpu.count = 1: an engine cannot span pods; raise rollout.gpu.count or lower tensor_parallel_size",
+    ),
+    (
+        values(trainer={"jobSet": {"enabled": True}}),
+        "expected the CRD of JobSet for trainer.jobSet.enabled, found no jobset.x-k8s.io/v1alpha2 in this cluster",
+    ),
 )
-def test_what_is_missing_is_one_sentence(wrong: Json, said: str) -> None:
-    assert said in refusal(wrong)
+
+
+def test_what_is_missing_or_does_not_fit_is_one_sentence() -> None:
+    played = play_all([[wrong] for wrong, _ in MISSING], version=NEWEST, crds=None)
+    for (_, said), (release,) in zip(MISSING, played, strict=True):
+        assert said in release.error
+
+
+def test_an_engine_may_take_every_gpu_of_its_pod() -> None:
+    config = "[rollout.vllm]\ntensor_parallel_size = 8\n"
+    release = render(values(run={"config": config}, rollout={"gpu": {"count": 8}}))
+    assert template_of(release.workload("rollout"))["spec"]["containers"][0]["resources"]["limits"][GPU] == 8
 
 
 def test_an_older_cluster_is_refused() -> None:
@@ -545,7 +715,7 @@ ACCEPTED = {
 
 def test_checkov_finds_nothing_but_what_is_accepted_with_a_reason(tmp_path: Path) -> None:
     checkov = need_checkov()
-    release = render(CASES["everything"], crds=ALL_CRDS)
+    release = render(CASES["everything"], crds={**KEDA, **OPERATOR})  # a JobSet is nothing that checkov knows
     manifest = tmp_path / "manifest.yaml"
     manifest.write_text(yaml.safe_dump_all([*release.objects, *release.hooks]))
     command = [

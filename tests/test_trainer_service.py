@@ -249,7 +249,9 @@ async def pulled(ledger: Ledger) -> tuple[PolicyRecord, dict[str, torch.Tensor]]
 async def test_a_trainer_that_comes_back_serves_its_step_as_a_new_version_with_a_probe(
     tmp_path: Path, server: Server, ranks: int, zero_stage: int
 ) -> None:
-    run = Run(tmp_path, server, f"pull-{ranks}", transport="pull", ranks=ranks, zero_stage=zero_stage)
+    run = Run(
+        tmp_path, server, f"pull-{ranks}", transport="pull", ranks=ranks, zero_stage=zero_stage, stopped_exit_status=143
+    )
     async with bus_of(run) as (bus, ledger):
         await feed(bus, 0, 3 * GROUPS)
         async with run.trainer() as process:
@@ -261,6 +263,7 @@ async def test_a_trainer_that_comes_back_serves_its_step_as_a_new_version_with_a
             await until(lambda: _newest_is(ledger, 4), timeout_s=60)
             after, found = await pulled(ledger)
             await run.stops(process)
+            assert process.returncode == (143 if ranks == 1 else 1)  # 0 would be a run that is over, to a Job
         assert await versions(ledger) == [(0, None, 0), (1, 0, 1), (2, 1, 2), (3, 2, 3), (4, 3, 3)]
         assert (before.location, after.location) == ("", "")
         assert after.source != before.source

@@ -491,6 +491,7 @@ def _runs(pid: int) -> bool:
     [
         ({"seed": 3}, "no setting of its own.*seed"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        ({"nnodes": 2}, "an engine lies within one host"),
         ({"speculative_config": {}}, "one token a step"),
     ],
 )

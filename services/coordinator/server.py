@@ -56,6 +56,8 @@ class Server:
         shown = f"[{host}]" if family is socket.AF_INET6 else host.replace("0.0.0.0", "127.0.0.1")  # noqa: S104
         self.address = f"{shown}:{self._socket.getsockname()[1]}"
         self.url = f"http://{self.address}"
+        self.answers = asyncio.Event()
+        """Set once requests are answered."""
 
     async def run(self, app: FastAPI, announce: Path, run_id: str) -> None:
         """Serve until cancelled; then answer what is under way, and close."""
@@ -67,6 +69,7 @@ class Server:
         try:
             await server.answers.wait()
             self.announce(announce, run_id)
+            self.answers.set()
             await asyncio.shield(serving)
         finally:
             server.should_exit = True

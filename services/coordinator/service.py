@@ -128,10 +128,11 @@ async def start(settings: Settings, replica: str) -> None:
 
 async def _coordinate(context: Context, parts: Coordinator, server: Server, folder: Path) -> None:
     await Ledger(context.bus).create()
-    context.status.state = "working"
     announce = folder / "coordinator.json"
     async with asyncio.TaskGroup() as outer:
         serving = outer.create_task(server.run(make_app(parts.api), announce, context.settings.run.id))
+        await server.answers.wait()
+        context.status.state = "working"  # not before: who is ready is asked
         monitoring = outer.create_task(parts.monitor.run())
         leading = outer.create_task(parts.lease.run(lambda term: parts.lead(term, context.stop)))
         announcing = outer.create_task(_announce(parts.lease, server, announce, context.settings.run.id))

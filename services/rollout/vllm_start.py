@@ -24,6 +24,7 @@ _OLDEST, _NEWEST = (0, 26), (0, 33)
 _NOT_SERVED = {
     "data_parallel_size": "replicas are processes of their own: change rollout.replicas",
     "pipeline_parallel_size": "weights are pulled by tensor parallel ranks: change rollout.vllm.tensor_parallel_size",
+    "nnodes": "an engine lies within one host, where its workers and its replica meet: change rollout.vllm.tensor_parallel_size",
     "speculative_config": "behavior logprobs are those of one token a step",
     "tokenizer": "token ids go in and out: change policy.tokenizer",
     "load_format": "the first version of the weights is pulled",

@@ -370,6 +370,10 @@ class Lead:
         self._context.status.state = "waiting"
         log.info("final policy written", extra={"folder": str(folder)})
 
+    async def is_over(self) -> bool:
+        """Whether nothing is left to train: the run reached its last step, or was stopped for good."""
+        return (await self._ledger.status()).state in (RunState.FINISHED, RunState.STOPPED)
+
     async def clean_up(self) -> None:
         """Stop the intake and what is exported, let what is being stored be finished while there is time, and serve no more weights."""
         if self._filling is not None:

@@ -40,10 +40,10 @@ def become_torchrun(trainer: TrainerSettings, arguments: list[str]) -> None:
     os.execv(sys.executable, [*command, "-m", "services.trainer", *arguments])  # noqa: S606 (no shell)
 
 
-async def run(settings: Settings, replica: str) -> None:
-    """Run the rank that the environment names."""
+async def run(settings: Settings, replica: str) -> int:
+    """Run the rank that the environment names; return its exit code."""
     if "RANK" in os.environ and not die_with(int(os.environ.get(_LAUNCHER, os.getppid())), signal.SIGKILL):
-        return
+        return 0
     if int(os.environ.get("RANK", "0")) > 0:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)  # rank 0 says when to stop
@@ -53,13 +53,15 @@ async def run(settings: Settings, replica: str) -> None:
                 own_host(settings), settings.trainer.metrics_port, "trainer.metrics_port", lambda: {"ready": True}
             )
         train(settings, None)
-        return
+        return 0
     async with serve(settings, "trainer", replica, settings.trainer.metrics_port) as context:
         from services.trainer.lead import Lead
 
         lead = Lead(context, asyncio.get_running_loop())
         try:
             await asyncio.to_thread(train, settings, lead)
+            stopped = settings.trainer.stopped_exit_status
+            return stopped if stopped and not await lead.is_over() else 0
         finally:
             await lead.clean_up()
 

@@ -84,3 +84,28 @@ look it up and makes a new one each time: there, use secrets of your own. */}}
 {{- $own := index (index .root.Values .role) .key -}}
 {{- with (default (index .root.Values.defaults .key) $own) -}}{{ toYaml . }}{{- end -}}
 {{- end -}}
+
+{{/* "yes" where the trainer is a JobSet: asked for, or `auto` and the cluster knows them. */}}
+{{- define "penstock.jobSet" -}}
+{{- $wanted := toString .Values.trainer.jobSet.enabled -}}
+{{- $known := .Capabilities.APIVersions.Has "jobset.x-k8s.io/v1alpha2" -}}
+{{- if and (eq $wanted "true") (not $known) -}}
+{{- fail "expected the CRD of JobSet for trainer.jobSet.enabled, found no jobset.x-k8s.io/v1alpha2 in this cluster: install JobSet, or set it to auto or false" -}}
+{{- end -}}
+{{- if and $known (ne $wanted "false") -}}yes{{- end -}}
+{{- end -}}
+
+{{/* Who sets the number of replicas: "keda", "hpa", or "" where a value does: dict "root" $ "role" "rollout". */}}
+{{- define "penstock.scaler" -}}
+{{- $scaling := (index .root.Values .role).autoscaling -}}
+{{- $apis := .root.Capabilities.APIVersions -}}
+{{- if $scaling.enabled -}}
+{{- if $apis.Has "keda.sh/v1alpha1" -}}keda
+{{- else if not ($apis.Has "external.metrics.k8s.io/v1beta1") -}}
+{{- fail (printf "expected KEDA or an external metrics API for %s.autoscaling.enabled, found neither keda.sh/v1alpha1 nor external.metrics.k8s.io/v1beta1 in this cluster: install KEDA, or prometheus-adapter with the rule in docs/kubernetes.md, or disable it" .role) -}}
+{{- else if lt (int $scaling.minReplicas) 1 -}}
+{{- fail (printf "expected %s.autoscaling.minReplicas of at least 1 in a cluster without KEDA, found %d: a HorizontalPodAutoscaler does not scale to zero; set it to 1, or install KEDA" .role (int $scaling.minReplicas)) -}}
+{{- else -}}hpa
+{{- end -}}
+{{- end -}}
+{{- end -}}

@@ -1,5 +1,5 @@
 {{/*
-One pod of one role: dict "root" $ "role" "rollout". Every pod passes the restricted Pod Security Standard, unless it asks
+One pod of one role: dict "root" $ "role" "rollout", and for the trainer in a JobSet "jobSet", its name. Every pod passes the restricted Pod Security Standard, unless it asks
 for RDMA, which needs the capability IPC_LOCK.
 */}}
 
@@ -21,6 +21,9 @@ spec:
   serviceAccountName: {{ include "penstock.name" . }}
   automountServiceAccountToken: false
   enableServiceLinks: false
+  {{- if hasKey . "jobSet" }}
+  restartPolicy: Never
+  {{- end }}
   # What the service may take to drain, ten seconds until it ends itself, and preStop.
   terminationGracePeriodSeconds: {{ add (int $root.Values.bus.drainSeconds) 20 }}
   {{- with $root.Values.image.pullSecrets }}
@@ -75,6 +78,8 @@ spec:
 {{- define "penstock.command" -}}
 {{- if eq .role "executor" -}}
 ["python", "-m", "services.reward.executor", "--config", "/etc/penstock/run.toml"]
+{{- else if hasKey . "jobSet" -}}
+["python", "-m", "services.{{ .role }}", "--config", "/etc/penstock/run.toml", "--replica", "{{ .role }}-$(JOB_INDEX)"]
 {{- else -}}
 ["python", "-m", "services.{{ .role }}", "--config", "/etc/penstock/run.toml", "--replica", "$(POD_NAME)"]
 {{- end -}}
@@ -115,15 +120,31 @@ spec:
 {{- with int $values.trainer.gpu.count }}
 - {name: PENSTOCK__TRAINER__RANKS, value: {{ . | quote }}}
 {{- end }}
-{{- if gt (int $values.trainer.nodes) 1 }}
-- {name: PENSTOCK__TRAINER__NODES, value: {{ $values.trainer.nodes | quote }}}
-- {name: PENSTOCK__TRAINER__NODE, valueFrom: {fieldRef: {fieldPath: "metadata.labels['apps.kubernetes.io/pod-index']"}}}
-- {name: PENSTOCK__TRAINER__RENDEZVOUS, value: {{ printf "%s-0.%s:29500" (include "penstock.name" .) (include "penstock.name" .) }}}
-{{- end }}
+{{- include "penstock.hosts" . }}
 {{- end }}
 {{- end }}
 {{- with include "penstock.value" (merge (dict "key" "extraEnv") .) }}
 {{ . }}
+{{- end }}
+{{- end -}}
+
+{{/* Which of the trainer's hosts a pod is, and where they meet: as its StatefulSet or its JobSet (`jobSet`: the name) calls it. */}}
+{{- define "penstock.hosts" -}}
+{{- $nodes := int .root.Values.trainer.nodes -}}
+{{- $own := include "penstock.name" . -}}
+{{- $index := "metadata.labels['apps.kubernetes.io/pod-index']" -}}
+{{- $meet := printf "%s-0.%s:29500" $own $own -}}
+{{- if hasKey . "jobSet" -}}
+{{- $index = "metadata.annotations['batch.kubernetes.io/job-completion-index']" -}}
+{{- $meet = printf "%s-pod-0-0.%s:29500" .jobSet .jobSet }}
+- {name: JOB_INDEX, valueFrom: {fieldRef: {fieldPath: "{{ $index }}"}}}
+# A Job starts nothing again that ended with 0: only a run that is over is done.
+- {name: PENSTOCK__TRAINER__STOPPED_EXIT_STATUS, value: "143"}
+{{- end -}}
+{{- if gt $nodes 1 }}
+- {name: PENSTOCK__TRAINER__NODES, value: {{ $nodes | quote }}}
+- {name: PENSTOCK__TRAINER__NODE, valueFrom: {fieldRef: {fieldPath: "{{ $index }}"}}}
+- {name: PENSTOCK__TRAINER__RENDEZVOUS, value: {{ $meet }}}
 {{- end }}
 {{- end -}}
 
