@@ -31,7 +31,8 @@ class Alarms:
     def __init__(self, run: Run, bus: Bus) -> None:
         self._run = run
         self._bus = bus
-        self._seen: set[str] = set()
+        self._seen: list[set[str]] = []
+        """What was seen since each fault that is not over, the newest last."""
 
     # ---------------------------------------------------------------- shorter minutes
 
@@ -69,8 +70,12 @@ class Alarms:
         await self.over({name for name in wanted if "tarving" not in name})
         trips = {name: self._trips(name) for name in guards}
         newest = [entry for entry, _ in await self._bus.newest(EVENTS, Event)]
-        yield
-        await self.see(wanted)
+        self._seen.append(set())
+        try:
+            yield
+            await self.see(wanted)
+        finally:
+            self._seen.pop()
         events = await self._bus.newest(EVENTS, Event, 1000)
         told = {event.name for entry, event in events[: [entry for entry, _ in events].index(newest[0])]}
         for name in guards:
@@ -78,11 +83,13 @@ class Alarms:
             await until(lambda name=name: self._trips(name) > trips[name], timeout_s=PATIENCE_S)
 
     async def see(self, wanted: Collection[str]) -> None:
-        """Wait until each of ``wanted`` was seen at least once from now on."""
-        missing = set(wanted)
+        """Wait until each of ``wanted`` was seen at least once, since the fault (:meth:`raised`) where there is one."""
+        seen = self._seen[-1] if self._seen else set()
+        missing: set[str] = set()
         try:
             async with asyncio.timeout(PATIENCE_S):
-                while missing := missing - await self._now():
+                while missing := set(wanted) - seen:
+                    seen |= await self._now()
                     self._run.check()
                     await asyncio.sleep(_LOOK_S)
         except TimeoutError as error:
@@ -110,6 +117,8 @@ class Alarms:
         answer = await self._run.ask("GET", "/v1/run")
         if answer is not None and answer.is_success:
             found |= {f"{guard['guard']} in status" for guard in answer.json()["guards"]}
+        for seen in self._seen:
+            seen |= found
         return found
 
     def _trips(self, guard: str) -> float:

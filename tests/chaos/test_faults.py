@@ -223,8 +223,10 @@ async def test_a_trainer_that_stands_still_stalls_the_run_and_starves_its_replic
             faults.run.send("rollout-0", signal.SIGKILL)  # the next one has nobody to pull from
             await faults.alarms.see(behind)
     await faults.alarms.over({"PenstockServiceDown/trainer-0", "PenstockRunStalled", *behind})
-    dead = [name for name in await faults.bus.counts() if name.startswith("dead:")]
-    assert not dead, "that there is nobody to pull from is no fault of a prompt"
+    counts = await faults.bus.counts()
+    assert not any(count for name, count in counts.items() if name.startswith("dead:")), (
+        "that there is nobody to pull from is no fault of a prompt"
+    )
 
 
 async def test_a_scorer_that_fails_buries_its_groups_and_a_leader_that_stands_still_is_missed(faults: Faults) -> None:
@@ -303,10 +305,12 @@ async def _restart_again_and_again(faults: Faults) -> None:
 async def _kill_for_ever(run: Run, name: str) -> None:
     """Kill a process whenever Prometheus has seen it."""
     while True:
-        pid, started_s = run.pid(name), time.time()
-        if pid is not None and run.prometheus.ask(f'process_start_time_seconds{{instance="{name}"}} > {started_s}'):
-            run.send(name, signal.SIGKILL)
-        await asyncio.sleep(0.1)
+        with contextlib.suppress(psutil.Error):
+            started_s = psutil.Process(run.pid(name) or 0).create_time() - 0.5
+            seen = f'process_start_time_seconds{{instance="{name}"}} > {started_s}'
+            if await asyncio.to_thread(run.prometheus.ask, seen):
+                run.send(name, signal.SIGKILL)
+        await asyncio.sleep(0.2)
 
 
 async def _harm_executor(faults: Faults) -> None:
