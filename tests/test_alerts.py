@@ -283,10 +283,10 @@ def test_shorter_minutes_shorten_durations_and_nothing_else() -> None:
 
 def test_shorter_minutes_leave_the_shipped_rules_as_they_are_but_for_durations() -> None:
     shipped = yaml.safe_load(RULES.read_text())
-    assert _in_milliseconds(hurried.hurried(shipped, lambda group: 60.0)) == _in_milliseconds(shipped)
-    by_group = hurried.hurried(shipped, lambda group: 2.0 if group == "penstock-processes" else 1.0)
+    assert _in_milliseconds(hurried.hurried(shipped, lambda name: 60.0)) == _in_milliseconds(shipped)
+    by_name = hurried.hurried(shipped, lambda name: 2.0 if name == "PenstockServiceDown" else 1.0)
     waits = {
-        rule["alert"]: rule.get("for") for group in by_group["groups"] for rule in group["rules"] if "alert" in rule
+        rule["alert"]: rule.get("for") for group in by_name["groups"] for rule in group["rules"] if "alert" in rule
     }
     assert (waits["PenstockServiceDown"], waits["PenstockRunPaused"]) == ("4000ms", "30000ms")
     assert waits["PenstockDeadLetters"] is None

@@ -37,7 +37,7 @@ class Alarms:
     # ---------------------------------------------------------------- shorter minutes
 
     async def hurry(self, minute_s: Callable[[str], float], scrape_s: float, targets: dict[str, str]) -> None:
-        """Let Prometheus scrape every ``scrape_s`` and evaluate the shipped rules with minutes of ``minute_s(group)`` seconds.
+        """Let Prometheus scrape every ``scrape_s`` and evaluate the shipped rules with minutes of ``minute_s(name)`` seconds.
 
         ``targets``: instance → address of what ``up`` did not start, nor hears of: executors.
         """

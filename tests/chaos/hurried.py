@@ -14,12 +14,12 @@ _PARTS = re.compile(
 
 
 def hurried(rules: dict[str, Any], minute_s: Callable[[str], float]) -> dict[str, Any]:
-    """Return the rules of a file whose minutes last ``minute_s(group)`` seconds."""
-    return {"groups": [_group(group, minute_s(group["name"])) for group in rules["groups"]]}
+    """Return the rules of a file; the minutes of each last ``minute_s(name)`` seconds, by the name of its alert or record."""
 
+    def shorter(rule: dict[str, Any]) -> dict[str, Any]:
+        return _rule(rule, minute_s(rule.get("alert") or rule["record"]))
 
-def _group(group: dict[str, Any], minute_s: float) -> dict[str, Any]:
-    return {**group, "rules": [_rule(rule, minute_s) for rule in group["rules"]]}
+    return {"groups": [{**group, "rules": [shorter(rule) for rule in group["rules"]]} for group in rules["groups"]]}
 
 
 def _rule(rule: dict[str, Any], minute_s: float) -> dict[str, Any]:
