@@ -5,6 +5,7 @@
     PenstockError
     ├── SettingsError          the run's settings or inputs are wrong      → one sentence on stderr, exit 2, no traceback
     ├── TemporaryError         may work later                              → the entry stays on the bus and is tried again
+    │   ├── NotHere            another replica may do it now           → given back, and this attempt does not count
     │   ├── BusUnavailable     Redis or Valkey does not answer             → wait with capped backoff, keep what is held
     │   ├── BusFull            it is at its maxmemory                      → admit nothing until what is there has left
     │   ├── PeerError          a connection's other end left or babbles    → the connection is closed
@@ -30,6 +31,10 @@ class SettingsError(PenstockError):
 
 class TemporaryError(PenstockError):
     """The same work may succeed later: leave the entry on the bus."""
+
+
+class NotHere(TemporaryError):
+    """This replica cannot do the work now, through no fault of the entry: another may."""
 
 
 class BusUnavailable(TemporaryError):

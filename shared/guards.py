@@ -69,8 +69,8 @@ class ThroughputGuard(Section):
     """Smallest share of the earlier speed."""
 
 
-class StarvingGuard(Section):
-    """One side of the run waits for the other."""
+class TrainerStarvingGuard(Section):
+    """The trainer waits for groups."""
 
     action: Action = Field(default="tell")
     """What is done about it."""
@@ -78,6 +78,17 @@ class StarvingGuard(Section):
     """Steps that are looked at together."""
     share: Share = Field(default=0.8)
     """Largest share of the time that is spent waiting."""
+
+
+class RolloutsStarvingGuard(Section):
+    """Replicas wait for prompts, as groups wait for the trainer."""
+
+    action: Action = Field(default="tell")
+    """What is done about it."""
+    window_s: PositiveInt = Field(default=60)
+    """Seconds that are looked at together, with a look at the streams in each."""
+    share: Share = Field(default=0.8)
+    """Largest share of the looks that may find no prompt while groups wait for the trainer."""
 
 
 class StalledGuard(Section):
@@ -102,9 +113,9 @@ class GuardsSettings(Section):
     """Groups that grow stale."""
     throughput: ThroughputGuard = Field(default=ThroughputGuard())
     """A cliff in tokens per second."""
-    trainer_starving: StarvingGuard = Field(default=StarvingGuard())
+    trainer_starving: TrainerStarvingGuard = Field(default=TrainerStarvingGuard())
     """The trainer waits for groups."""
-    rollouts_starving: StarvingGuard = Field(default=StarvingGuard())
+    rollouts_starving: RolloutsStarvingGuard = Field(default=RolloutsStarvingGuard())
     """Replicas wait for prompts: every slot is taken by groups that wait for the trainer."""
     stalled: StalledGuard = Field(default=StalledGuard())
     """No commit for long."""

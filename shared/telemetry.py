@@ -9,6 +9,7 @@ import dataclasses
 import importlib.metadata
 import json
 import logging
+import math
 import os
 import platform
 import socket
@@ -28,7 +29,10 @@ from shared.streams import EVENTS
 
 log = logging.getLogger(__name__)
 
-BUS_AVAILABLE = Gauge("penstock_bus_available", "1 while the bus answers this process, else 0.")
+BUS_AVAILABLE = Gauge(
+    "penstock_bus_available", "1 while the bus answers this process, else 0; NaN where it needs none."
+)
+BUS_AVAILABLE.set(math.nan)  # the executor's: 0 would be an outage
 BUILD = Gauge("penstock_build_info", "1 for the version of Penstock that this process runs.", ["version", "python"])
 MISSED_HEARTBEATS = 5
 """A replica that has been silent for so many heartbeats is gone."""

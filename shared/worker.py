@@ -6,6 +6,7 @@
       │            │
       │      handler(message) ──▶ result ──▶ hand over (dropped if somebody else was first)
       │            ├── TemporaryError ──▶ given back, tried again after a growing delay, counted as an attempt
+      │            ├── NotHere        ──▶ given back, and not counted: it is no fault of the entry
       │            ├── PermanentError ──▶ bury
       │            └── anything else  ──▶ a bug: given back, counted as an attempt, and the process stops
       ├── renew: every third of ``claim_after_s``; what is no longer ours is cancelled
@@ -26,7 +27,7 @@ from typing import Any, Generic, TypeVar
 from prometheus_client import Counter
 
 from shared.bus import Bus, Delivery, EntryId
-from shared.errors import PermanentError, TemporaryError
+from shared.errors import NotHere, PermanentError, TemporaryError
 from shared.streams import Stream
 
 log = logging.getLogger(__name__)
@@ -190,6 +191,9 @@ class Worker(Generic[In, Out]):
             result = await self._handler(delivery.message())
         except PermanentError as error:
             await self._bury(delivery, str(error))
+        except NotHere as error:
+            self.counts.add(self._source, "given_back")
+            await self._try_later(delivery, str(error), counted=False)
         except TemporaryError as error:
             await self._retry_later(delivery, str(error))
         except Exception as error:
@@ -215,13 +219,16 @@ class Worker(Generic[In, Out]):
         if delivery.attempts >= self._patience.max_attempts:
             await self._bury(delivery, reason)
             return
+        await self._try_later(delivery, reason, counted=True)
+
+    async def _try_later(self, delivery: Delivery[In], reason: str, *, counted: bool) -> None:
         wait_s = min(self._patience.retry_s * 2 ** (delivery.attempts - 1), self._patience.claim_after_s)
         log.warning(
             "entry will be tried again",
             extra={"stream": self._source.name, "group": delivery.group_id, "reason": reason, "wait_s": wait_s},
         )
         idle_s = max(0.0, self._patience.claim_after_s - wait_s)
-        await self._bus.give_back(self._source, self._consumer, delivery.entry_id, idle_s=idle_s, counted=True)
+        await self._bus.give_back(self._source, self._consumer, delivery.entry_id, idle_s=idle_s, counted=counted)
 
     async def _keep(self) -> None:
         while True:

@@ -220,7 +220,10 @@ def test_unsafe_is_loud_and_only_on_request(tmp_path: Path) -> None:
     flags = ("--reward.executor.isolation", "unsafe", "--reward.executor.profiles", '["stdlib"]')
     with running(*flags) as found:
         assert found.ready()["tier"] == "unsafe"
-        assert 'penstock_executor_info{tier="unsafe"} 1.0' in found.get("/metrics")
+        metrics = found.get("/metrics")
+        assert 'penstock_executor_info{tier="unsafe"} 1.0' in metrics
+        assert "penstock_bus_available NaN" in metrics, "it needs no bus: 0 would be an outage"
+        assert 'penstock_executor_executions_total{outcome="sandbox_error",profile="stdlib"} 0.0' in metrics
 
         async def ask() -> Execution:
             client = ExecutorClient(found.address)

@@ -14,9 +14,10 @@ from shared.guards import (
     KlGuard,
     LagGuard,
     NoSignalGuard,
+    RolloutsStarvingGuard,
     StalledGuard,
-    StarvingGuard,
     ThroughputGuard,
+    TrainerStarvingGuard,
 )
 from shared.ledger import Ledger, RunState
 from shared.messages import PolicyVersion, StepReport
@@ -87,13 +88,13 @@ def test_a_cliff_is_measured_against_the_steps_before() -> None:
 
 
 def test_a_trainer_starves_when_it_mostly_waits() -> None:
-    guard = StarvingGuard(steps=2, share=0.8)
+    guard = TrainerStarvingGuard(steps=2, share=0.8)
     assert guards.trainer_starving(steps(step_s=[1.0, 1.0], phase_wait_s=[0.8, 0.8]), guard) == ""
     assert "waited 85% of 2 steps" in guards.trainer_starving(steps(step_s=[1.0, 1.0], phase_wait_s=[0.9, 0.8]), guard)
 
 
 def test_replicas_starve_when_groups_pile_up_before_the_trainer() -> None:
-    guard = StarvingGuard(share=0.8)
+    guard = RolloutsStarvingGuard(share=0.8)
     assert guards.rollouts_starving([True] * 48 + [False] * 12, guard) == ""
     assert "in 82% of the last 60 s" in guards.rollouts_starving([True] * 49 + [False] * 11, guard)
     assert guards.rollouts_starving([True] * 59, guard) == "", "not looked at for long enough"

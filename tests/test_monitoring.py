@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -24,6 +25,7 @@ from shared.bus import Bus
 from shared.errors import SettingsError
 from shared.streams import PROMPTS
 from tests.conftest import need, until
+from tests.prometheus_server import Prometheus
 from tests.promql import filled, metrics, series
 from tests.test_dashboards import alerts_and_records
 
@@ -35,7 +37,6 @@ SILENT = {
     "penstock_reward_batch_fill_ratio": "the same",
     "penstock_executor_": "no scorer of the example runs code",
     "penstock_reward_process_restarts_total": "nothing is replaced without a fault",
-    "penstock_coordinator_guard_trips_total": "no guard trips without a fault",
 }
 """What the beginning of a metric's name says why a run without faults has no series of it."""
 
@@ -52,24 +53,10 @@ class Run:
         self.log = folder / "up.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+        self.prometheus = Prometheus(self.log)
 
-    def ask(self, expression: str) -> list[dict[str, object]]:
-        """Return the series of an expression; none while Prometheus starts."""
-        address = self.table().get("prometheus", {}).get("address")
-        if address is None:
-            return []
-        try:
-            answer = httpx.get(f"{address}/api/v1/query", params={"query": expression}, timeout=10)
-        except httpx.TransportError:
-            return []
-        assert answer.status_code == 200, answer.text
-        found: list[dict[str, object]] = answer.json()["data"]["result"]
-        return found
-
-    def table(self) -> dict[str, dict[str, str]]:
-        said = self.log.read_text()
-        _, _, rest = said.partition("Prometheus: ")
-        return {"prometheus": {"address": rest.split()[0]}} if rest else {}
+    def ask(self, expression: str) -> list[dict[str, Any]]:
+        return self.prometheus.ask(expression)
 
     def targets(self) -> dict[str, str]:
         """Return the address of each replica's metrics."""
@@ -147,7 +134,7 @@ async def test_every_alert_looks_at_series_that_a_live_run_has(run: Run) -> None
 @pytest.mark.debian
 async def test_every_service_is_a_target_by_run_service_and_replica(run: Run) -> None:
     replicas = {"coordinator-0", "rollout-0", "rollout-1", "reward-0", "trainer-0"}
-    await until(lambda: {str(found["metric"]["instance"]) for found in run.ask("up == 1")} == replicas, 100.0)  # type: ignore[index]
+    await until(lambda: {str(found["metric"]["instance"]) for found in run.ask("up == 1")} == replicas, 100.0)
     (found,) = run.ask('up{instance="rollout-1"}')
     assert found["metric"] == {
         "__name__": "up", "job": "penstock", "run": "watched", "service": "rollout", "instance": "rollout-1",

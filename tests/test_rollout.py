@@ -23,7 +23,7 @@ from services.rollout.scripted_engine import ScriptedEngine
 from services.rollout.service import Rate, Rollout
 from shared import streams, wire
 from shared.bus import Bus, Delivery
-from shared.errors import TemporaryError
+from shared.errors import NotHere
 from shared.holding import Holding
 from shared.messages import (
     Event,
@@ -286,8 +286,9 @@ async def test_a_waiter_is_sent_away_only_while_pulls_keep_failing(bus: Bus, tmp
     waiting = asyncio.ensure_future(follower.wait_for(PolicyVersion(1)))
     following = asyncio.ensure_future(follower.run())
     await announce_at(bus, tmp_path / "absent", 1, "0" * 64)
-    with pytest.raises(TemporaryError, match="expected to pull policy version 1, found failures"):
+    with pytest.raises(NotHere, match="expected to pull policy version 1, found failures"):
         await asyncio.wait_for(waiting, 10)
+    assert follower.gave_up
     await announce(bus, tmp_path, 2)
     await until(lambda: not follower.failing)
     await follower.wait_for(PolicyVersion(1))

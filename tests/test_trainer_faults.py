@@ -4,6 +4,7 @@ The real engine on one rank in this process; two ranks and real processes are in
 """
 
 import errno
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from services.trainer import checkpoints, splitting
 from services.trainer import facts as known
 from services.trainer.learner import NotFinite
 from services.trainer.loop import Trainer
+from services.trainer.measures import Phases
+from services.trainer.orders import Kind, Order
 from services.trainer.packing import Row, micro_batch
 from services.trainer.policy import Policy
 from shared.errors import SettingsError
@@ -124,10 +127,22 @@ def test_once_some_weights_moved_the_error_says_so() -> None:
 
 
 class Leader:
-    """What rank 0 does, written down."""
+    """What rank 0 does, written down. ``orders``: what it tells the loop to do; ``looks`` is called before each of them."""
 
     def __init__(self) -> None:
         self.said: list[tuple[str, Any]] = []
+        self.orders: list[Order] = []
+        self.looks: Callable[[], object] = list
+
+    def next_order(self, step: int, phases: Phases) -> Order:
+        self.looks()
+        return self.orders.pop(0)
+
+    def is_published(self, step: int) -> bool:
+        return True
+
+    def ready(self) -> None:
+        self.said.append(("ready", None))
 
     def skip(self, reason: str, detail: str) -> None:
         self.said.append(("skipped", reason))
@@ -205,6 +220,18 @@ def test_a_checkpoint_that_storage_refuses_leaves_the_one_before_and_the_run_goe
     assert leader.said == [("committed", 1), ("checkpoint", 1), ("committed", 2), ("no checkpoint", 2)]
     found._train(batch(), [1] * 4)
     assert [checkpoint.state.step for checkpoint in checkpoints.find(root)] == [1, 3]
+
+
+def test_a_checkpoint_that_is_ordered_between_two_steps_is_whole_before_the_next_order(tmp_path: Path) -> None:
+    found, leader = trainer(tmp_path, checkpoint_every_steps=1000)
+    whole: list[list[int]] = []
+    root = tmp_path / "faults" / "checkpoints"
+    leader.looks = lambda: whole.append([checkpoint.state.step for checkpoint in checkpoints.find(root)])
+    train = Order(Kind.TRAIN, groups=tuple(batch()), lags=(1,) * 4, learning_rate=1e-3)
+    leader.orders = [train, Order(Kind.CHECKPOINT), Order(Kind.CHECKPOINT), Order(Kind.STOP)]
+    found.run()
+    assert whole == [[], [], [1], [1]]
+    assert leader.said == [("ready", None), ("committed", 1), ("checkpoint", 1)], "none is written twice"
 
 
 def _write_half(state: Any, path: Any, *_: Any, **__: Any) -> None:

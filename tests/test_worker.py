@@ -8,7 +8,7 @@ import pytest
 
 from shared import wire
 from shared.bus import Bus
-from shared.errors import PermanentError, TemporaryError
+from shared.errors import NotHere, PermanentError, TemporaryError
 from shared.messages import Prompt, RolloutGroup
 from shared.streams import PROMPTS, ROLLOUTS
 from shared.worker import Patience, Worker
@@ -94,6 +94,23 @@ async def test_a_temporary_failure_is_tried_again_and_then_buried_with_its_reaso
     ((_, dead),) = await bus.client.xrange(bus.keys.of(PROMPTS.dead))
     assert (dead[b"reason"], dead[b"attempts"]) == (b"the scorer is down", b"3")
     assert await bus.length(ROLLOUTS) == 0
+
+
+async def test_what_this_replica_cannot_do_is_left_to_another_however_often_and_is_never_buried(bus: Bus) -> None:
+    tries = 0
+
+    async def behind(prompt: Prompt) -> RolloutGroup:
+        nonlocal tries
+        tries += 1
+        raise NotHere("the weights cannot be pulled here")
+
+    await put(bus, 1)
+    worker = make(bus, behind, "behind")
+    async with running(worker):
+        await until(lambda: tries > 3)  # more than it may be tried
+    assert worker.counts.buried == 0
+    async with running(make(bus, answer, "able")):
+        await until(lambda: _is_length(bus, 1))
 
 
 async def test_a_temporary_failure_that_passes_ends_in_one_result(bus: Bus) -> None:

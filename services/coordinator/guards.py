@@ -38,9 +38,10 @@ from shared.guards import (
     KlGuard,
     LagGuard,
     NoSignalGuard,
+    RolloutsStarvingGuard,
     StalledGuard,
-    StarvingGuard,
     ThroughputGuard,
+    TrainerStarvingGuard,
 )
 from shared.ledger import Ledger, RunState
 from shared.messages import StepReport
@@ -54,8 +55,7 @@ TRIPS = Counter(
 )
 
 _EVERY_S = 1.0
-_LOOKS = 60
-"""Looks at the streams that are remembered, one a second."""
+"""As a second has one look, a window of so many seconds has as many looks."""
 _VIEWS = TypeAdapter(list[GuardView])
 Reports = Sequence[StepReport]
 
@@ -114,7 +114,7 @@ def throughput(reports: Reports, guard: ThroughputGuard) -> str:
     return f"{found:.4g} trained tokens/s over {guard.steps} steps, {expected:.4g} before them"
 
 
-def trainer_starving(reports: Reports, guard: StarvingGuard) -> str:
+def trainer_starving(reports: Reports, guard: TrainerStarvingGuard) -> str:
     """Say whether the trainer mostly waits."""
     last = reports[-guard.steps :]
     total = sum(_of(report, "step_s") for report in last)
@@ -124,13 +124,13 @@ def trainer_starving(reports: Reports, guard: StarvingGuard) -> str:
     return f"the trainer waited {waited / total:.0%} of {guard.steps} steps: rollout or reward is slower; add replicas"
 
 
-def rollouts_starving(looks: Sequence[bool], guard: StarvingGuard) -> str:
+def rollouts_starving(looks: Sequence[bool], guard: RolloutsStarvingGuard) -> str:
     """Say whether replicas mostly found no prompt while groups waited for the trainer."""
     share = sum(looks) / max(1, len(looks))
-    if len(looks) < _LOOKS or share <= guard.share:
+    if len(looks) < guard.window_s or share <= guard.share:
         return ""
     return (
-        f"in {share:.0%} of the last {_LOOKS} s no prompt was there for the replicas while groups waited for the trainer: "
+        f"in {share:.0%} of the last {guard.window_s} s no prompt was there for the replicas while groups waited for the trainer: "
         "it is slower; give it more, or raise algorithm.max_lag"
     )
 
@@ -192,11 +192,12 @@ class Guards:
         self._view = view
         self._reports = reports
         self._changed = changed
-        self._looks: deque[bool] = deque(maxlen=_LOOKS)
+        self._looks: deque[bool] = deque(maxlen=settings.rollouts_starving.window_s)
         self.active: dict[str, GuardView] = {}
         """What is wrong now, by guard."""
         for name in GuardsSettings.model_fields:
             ACTIVE.labels(name).set(0)
+            TRIPS.labels(name, getattr(settings, name).action)  # a line that is there at 0 shows the first increase
 
     async def run(self) -> None:
         """Watch until cancelled; then another coordinator leads, and goes on from what was wrong."""
@@ -220,7 +221,7 @@ class Guards:
         status = await self._ledger.status()
         found = self._find(view, status.changed_at_s, status.last_commit_s)
         before = self.active
-        self.active = {
+        active = {
             name: GuardView(
                 guard=name,
                 action=action,
@@ -229,13 +230,14 @@ class Guards:
             )
             for name, (action, sentence) in found.items()
         }
-        if self.active != before:
-            await self._ledger.note("guards", dump_guards(self.active.values()))
         for name in before.keys() - found.keys():
             ACTIVE.labels(name).set(0)
             await tell(self._bus, "guard", f"guard {name} over", "it is as it should be again", guard=name)
         for name in found.keys() - before.keys():
             await self._trip(name, *found[name])
+        if active != before:  # at last: who leads next takes what is noted here for done
+            await self._ledger.note("guards", dump_guards(active.values()))
+        self.active = active
 
     def _find(self, view: RunView, since_s: float, last_commit_s: float | None) -> dict[str, tuple[Action, str]]:
         guards, groups = self._settings, self._groups_per_step

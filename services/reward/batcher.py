@@ -113,6 +113,7 @@ class Batcher(Generic[Item, Result]):
         self._computation = computation
         self._work_settings = work
         self._scorer = scorer
+        NO_ROOM.labels(scorer)  # a line that is there at 0 shows the first increase
         self._waiting: list[_Waiting[Item, Result]] = []
         self._arrived = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=scorer)

@@ -12,7 +12,7 @@
 Versions never go down, and one that a newer update overtook is not pulled. A version that this replica keeps for an evaluation (``hold``)
 stays until that is over; one that comes late to it, as it started just now, asks every source for that version once, and goes to the head
 where none has it any more. A prompt waits for its ``min_version`` here, for as long as it takes; only while pulls have been failing for a
-while, or an older version is kept, it is given back for another replica to try.
+while, or an older version is kept, it is given back for another replica to try, and none is taken.
 An engine whose weights are torn generates nothing: when no source can make it whole, the process stops.
 """
 
@@ -30,7 +30,7 @@ from services.rollout.probing import ProbeCheck
 from services.rollout.sources import Attempt, attempts, holders
 from shared import streams
 from shared.bus import Bus
-from shared.errors import TemporaryError, WeightsError
+from shared.errors import NotHere, WeightsError
 from shared.ledger import Ledger
 from shared.messages import PolicyRecord, PolicyUpdate, PolicyVersion
 from shared.telemetry import Status, heartbeats, tell
@@ -117,6 +117,12 @@ class Follower:
         return self._failing_since_s is not None
 
     @property
+    def gave_up(self) -> bool:
+        """Whether pulls have been failing for so long that whoever waits is sent away."""
+        since_s = self._failing_since_s
+        return since_s is not None and time.monotonic() - since_s >= self._give_up_s
+
+    @property
     def kept_back(self) -> bool:
         """Whether there is a newer version than the one that is kept for an evaluation."""
         newest = None if self._wanted is None else self._wanted.record.version
@@ -127,19 +133,19 @@ class Follower:
         """Wait until the engine holds ``version`` or a newer one.
 
         Raises:
-            TemporaryError: pulls have been failing for ``give_up_s``: another replica may do better.
+            NotHere: pulls have been failing for ``give_up_s``: another replica may do better.
             asyncio.CancelledError: the replica stops; the worker gives the prompt back.
         """
         async with self._changed:
             await self._changed.wait_for(
-                lambda: self._holds(version) or self.kept_back or self._gave_up() or self._released
+                lambda: self._holds(version) or self.kept_back or self.gave_up or self._released
             )
         if not self._holds(version):
             if self._released:
                 raise asyncio.CancelledError(f"the replica stops while it waits for policy version {version}")
             if self.kept_back:
-                raise TemporaryError(f"expected policy version {version}, found an older one kept for an evaluation")
-            raise TemporaryError(
+                raise NotHere(f"expected policy version {version}, found an older one kept for an evaluation")
+            raise NotHere(
                 f"expected to pull policy version {version}, found failures for {self._give_up_s:.0f} s: "
                 f"{self._status.last_error}"
             )
@@ -148,12 +154,12 @@ class Follower:
         """See to it that every token from now on is of ``version``.
 
         Raises:
-            TemporaryError: this replica does not keep it: another may.
+            NotHere: this replica does not keep it: another may.
         """
         if self._hold.version != version:
             await self._hold.refresh()
         if not (self._hold.version == version == self._engine.version):
-            raise TemporaryError(
+            raise NotHere(
                 f"expected to answer as policy version {version} alone, found {self._engine.version} served and "
                 f"{self._hold.version} kept"
             )
@@ -328,10 +334,6 @@ class Follower:
     def _holds(self, version: PolicyVersion) -> bool:
         held = self._engine.version
         return held is not None and held >= version
-
-    def _gave_up(self) -> bool:
-        since_s = self._failing_since_s
-        return since_s is not None and time.monotonic() - since_s >= self._give_up_s
 
 
 def _measure(attempt: Attempt, record: PolicyRecord, offer: Offer, pull_s: float, report: SwapReport) -> None:

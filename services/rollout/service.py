@@ -7,7 +7,7 @@
     policy ─▶ follower ──▶ engine.stage, engine.swap      hold ──▶ which version to keep for an evaluation
 
 Evaluation prompts are taken while the engine serves the version that is held for them, and training prompts unless the head is
-past a version that is kept: those that are admitted then wait for the head.
+past a version that is kept, or cannot be pulled: those that are admitted then wait for the head.
 Order of shutdown: both workers stop taking, finish what they hold or give it back; the follower stops; the engine closes, and
 with it what it serves to other replicas.
 An engine that died fails every handler, which stops the process; what it held is redone by others.
@@ -88,7 +88,7 @@ class Generation:
 
         Raises:
             PermanentError: this prompt can never be generated.
-            TemporaryError: the weights that it needs cannot be pulled here.
+            NotHere: the weights that it needs cannot be pulled here.
         """
         with GROUPS_IN_PROGRESS.track_inprogress():
             token_ids = self._codec.encode(prompt)
@@ -222,7 +222,7 @@ class Rollout:
         """Say which prompts may be taken now."""
         open_to_all = self._cordon is None or self._cordon.is_set()
         held = self._hold.version
-        _set(self._training, open_to_all and not self._follower.kept_back)
+        _set(self._training, open_to_all and not self._follower.kept_back and not self._follower.gave_up)
         _set(self._evaluating, open_to_all and held is not None and held == self._engine.version)
 
     async def _report(self, stop: asyncio.Event, report_s: float) -> None:

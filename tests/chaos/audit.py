@@ -23,14 +23,17 @@ from shared.telemetry import heartbeats
 
 
 async def audit_groups(bus: Bus) -> dict[str, int]:
-    """Hold that every admitted group ended exactly once; return the counters."""
+    """Hold that every admitted group ended exactly once, dead letters that were taken up or discarded aside; return the counters."""
     status, counts = await Ledger(bus).status(), await bus.counts()
     rows = await bus.client.xrange(bus.keys.of(AUDIT))
-    endings = [(int(fields[b"id"]), fields[b"outcome"].decode()) for _, fields in rows]
-    assert sorted(group for group, _ in endings) == list(range(status.cursor)), "each admitted prompt ends once"
+    endings: dict[int, list[str]] = {}
+    for _, fields in rows:
+        endings.setdefault(int(fields[b"id"]), []).append(fields[b"outcome"].decode())
+    assert sorted(endings) == list(range(status.cursor)), "each admitted prompt ends"
+    assert all(outcome.startswith("dead:") for found in endings.values() for outcome in found[:-1]), "… and once"
     counted = Counter({name: count for name, count in counts.items() if name != "requeued"})
     counted["trained"] += counted.pop("undone", 0)  # trained on a branch that was left
-    assert Counter(outcome for _, outcome in endings) == +counted, "the counters say what the audit says"
+    assert Counter(found[-1] for found in endings.values()) == +counted, "the counters say what the audit says"
     assert all(name.split(":")[0] in ("trained", "dropped", "dead") for name in counted)
     assert sum(counted.values()) == status.cursor, "endings, undone ones among them, add up to the cursor"
     assert [await bus.length(stream) for stream in TRAINING_STREAMS] == [0, 0, 0]

@@ -30,6 +30,7 @@ from shared.bus import Bus
 from shared.ledger import Ledger, RunState
 from tests.conftest import until
 from tests.fault_proxy import FaultProxy
+from tests.prometheus_server import Prometheus
 
 ROOT = Path(__file__).parent.parent.parent
 RUN_ID = "chaos"
@@ -92,16 +93,23 @@ class Run:
         bus_url: str | None = None,
         flags: Mapping[str, object] | None = None,
         config: str = "config/arithmetic.toml",
+        prometheus: bool = False,
     ) -> None:
         self.folder = folder / RUN_ID
         self._bus_url = bus_url
         values = {**FLAGS, **(flags or {}), "run.folder": folder}
         if bus_url is not None:
             values["bus.url"] = bus_url
+        if prometheus:
+            values["telemetry.prometheus_port"] = 0
         self._output = folder / "up.txt"
+        self.prometheus = Prometheus(self._output)
         self._by_hand: dict[str, subprocess.Popen[bytes]] = {}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "services", "up", config, *(f"--{n}={v}" for n, v in values.items())],
+            [
+                *(sys.executable, "-m", "services", "up", config, *(["--prometheus"] if prometheus else [])),
+                *(f"--{n}={v}" for n, v in values.items()),
+            ],
             cwd=ROOT, stdout=self._output.open("w"), stderr=subprocess.STDOUT,
         )  # fmt: skip
 
@@ -136,13 +144,13 @@ class Run:
             return True
         return False
 
-    def join(self, service: str, name: str) -> None:
-        """Start one more replica by hand, from the run's own settings."""
+    def join(self, service: str, name: str, *flags: str) -> None:
+        """Start one more replica by hand, from the run's own settings and ``flags``."""
         log = (self.folder / "logs" / f"{name}.log").open("ab")
         command = [sys.executable, "-m", f"services.{service}", "--config", str(self.folder / "settings.toml")]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         self._by_hand[name] = subprocess.Popen(
-            [*command, "--replica", name], cwd=ROOT, env=environment, stdout=log, stderr=log
+            [*command, "--replica", name, *flags], cwd=ROOT, env=environment, stdout=log, stderr=log
         )
         log.close()
 
@@ -182,12 +190,14 @@ class Run:
 
     # ---------------------------------------------------------------- its API
 
-    async def ask(self, method: str, path: str, body: Mapping[str, object] | None = None) -> httpx.Response | None:
+    async def ask(
+        self, method: str, path: str, body: Mapping[str, object] | None = None, headers: Mapping[str, str] | None = None
+    ) -> httpx.Response | None:
         """Ask whoever answers; None when nobody does now."""
         with contextlib.suppress(OSError, ValueError, httpx.HTTPError):
             url = json.loads((self.folder / "coordinator.json").read_text())["url"]
             async with httpx.AsyncClient(base_url=url, timeout=10.0, trust_env=False) as client:
-                return await client.request(method, path, json=body)
+                return await client.request(method, path, json=body, headers=headers)
         return None
 
     async def command(self, path: str, body: Mapping[str, object] | None = None) -> dict[str, Any]:
@@ -204,6 +214,22 @@ class Run:
 
         await until(done, timeout_s=PATIENCE_S)
         return found
+
+    async def change(self, **changes: object) -> None:
+        """Change settings while the run goes on; ``trainer__learning_rate`` stands for the dotted key."""
+        wanted = {name.replace("__", "."): value for name, value in changes.items()}
+
+        async def changed() -> bool:
+            self.check()
+            seen = await self.ask("GET", "/v1/run/settings")
+            if seen is None or not seen.is_success:
+                return False
+            body, headers = {"changes": wanted, "reason": "the test"}, {"If-Match": seen.headers["ETag"]}
+            answer = await self.ask("PATCH", "/v1/run/settings", body, headers)
+            assert answer is None or answer.status_code != 422, answer.text
+            return answer is not None and answer.is_success
+
+        await until(changed, timeout_s=PATIENCE_S)
 
     # ---------------------------------------------------------------- its progress
 
@@ -249,9 +275,10 @@ async def running(
     bus_url: str | None = None,
     flags: Mapping[str, object] | None = None,
     config: str = "config/arithmetic.toml",
+    prometheus: bool = False,
 ) -> AsyncIterator[Run]:
     """A run that is ended with the body."""
-    run = Run(folder, bus_url, flags, config)
+    run = Run(folder, bus_url, flags, config, prometheus)
     try:
         yield run
     finally:

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import dataclasses
 import fcntl
+import itertools
 import json
 import logging
 import math
@@ -59,6 +60,8 @@ class Executor:
     def __init__(self, isolation: Isolation, profiles: tuple[str, ...], slots: int, recycle_after: int) -> None:
         self.tier = isolation.tier
         self._zygotes = {profile: Zygotes(isolation, profile, recycle_after) for profile in profiles}
+        for outcome, profile in itertools.product(Outcome, profiles):
+            EXECUTIONS.labels(outcome.value, profile)  # a line that is there at 0 shows the first increase
         self._slots = asyncio.Semaphore(slots)
 
     async def start(self) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import math
 import os
 import signal
 from collections.abc import Mapping
@@ -26,7 +27,10 @@ from shared.telemetry import Endpoints
 log = logging.getLogger(__name__)
 
 INFO = Gauge("penstock_executor_info", "1 for the tier in which programs run.", ["tier"])
-CONTAINED = Gauge("penstock_executor_contained", "1 while the newest check could not get out, else 0.")
+CONTAINED = Gauge(
+    "penstock_executor_contained", "1 while the newest check could not get out, else 0; NaN before the first."
+)
+CONTAINED.set(math.nan)  # a start is no escape
 DEFAULT_ADDRESS = "127.0.0.1:0"
 
 

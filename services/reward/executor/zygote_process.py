@@ -185,6 +185,10 @@ class Zygotes:
     _old: set[Zygote] = dataclasses.field(default_factory=set)
     _starting: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
 
+    def __post_init__(self) -> None:
+        for reason in ("worn", "died", "stuck"):
+            RESTARTS.labels(self.profile, reason)  # a line that is there at 0 shows the first increase
+
     async def take(self) -> Zygote:
         """Return the one that runs the next job.
 
