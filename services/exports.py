@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shared.errors import PenstockError
-from shared.exports import export_folder
+from shared.exports import check_free, export_folder
 from shared.messages import PolicyVersion
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def ask(asked: "Coordinator", version: int, to: Path | None, *, adapter: bool) -
         PenstockError: it cannot be made, or what was made is not to be seen from here.
     """
     if to is not None:
-        _check_free(to)
+        check_free(to)
     begun = asked.post(f"/v1/policies/{version}/export", {"adapter": adapter})
     found: JsonObject = asked.finished(begun, lambda detail: None)["result"]
     if to is None:
@@ -80,11 +80,6 @@ def make(run: Path, version: int, to: Path | None, *, adapter: bool) -> "JsonObj
     folder = to or export_folder(settings, number, adapter=adapter)
     found = export_version(settings, number, folder, adapter=adapter)
     return {"version": found.version, "step": found.step, "folder": found.folder, "adapter": found.adapter}
-
-
-def _check_free(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise PenstockError(f"expected a new or empty folder to write to, found {folder} in use: change --to")
 
 
 def _copy(made: Path, to: Path) -> None:

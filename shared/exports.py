@@ -16,6 +16,7 @@ import json
 from pathlib import Path
 
 from shared.bus import Argument, Bus
+from shared.errors import PenstockError
 from shared.messages import PolicyVersion
 from shared.settings import Settings
 
@@ -51,6 +52,12 @@ class Order:
 def export_folder(settings: Settings, version: PolicyVersion, *, adapter: bool = False) -> Path:
     """Return where an export lies for which nobody named a place."""
     return settings.run_folder / "exports" / f"v{version:06d}{'-adapter' if adapter else ''}"
+
+
+def check_free(folder: Path) -> None:
+    """Raise PenstockError where an export to ``folder``, which must be new or empty, would meet what lies there."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise PenstockError(f"expected a new or empty folder to write to, found {folder} in use: change --to")
 
 
 class Exports:

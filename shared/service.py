@@ -195,16 +195,21 @@ def own_host(settings: Settings) -> str:
 
 
 def main(
-    service: str, run: Callable[[Settings, str], Awaitable[int | None]], arguments: Sequence[str] | None = None
+    service: str,
+    run: Callable[[Settings, str], Awaitable[int | None]],
+    arguments: Sequence[str] | None = None,
+    *,
+    loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> int:
     """Run a service from its command line; return its exit code (0 stopped in order, 2 wrong settings, 1 a bug).
 
-    ``run`` may return another code for having stopped in order.
+    ``run`` may return another code for having stopped in order. ``loop`` makes another event loop than asyncio's own.
     """
     try:
         settings, replica = parse(service, sys.argv[1:] if arguments is None else arguments)
         log.set_up(settings.telemetry.log_level, replica)
-        return asyncio.run(_awaited(run(settings, replica))) or 0
+        with asyncio.Runner(loop_factory=loop) as runner:
+            return runner.run(_awaited(run(settings, replica))) or 0
     except (SettingsError, BusUnavailable) as error:
         return refuse(service, error)
 

@@ -80,12 +80,7 @@ class Monitor:
         telling: this process's own heartbeat.
     """
 
-    def __init__(
-        self,
-        bus: Bus,
-        live: Live,
-        telling: Status,
-    ) -> None:
+    def __init__(self, bus: Bus, live: Live, telling: Status) -> None:
         self._bus = bus
         self._live = live
         self._telling = telling

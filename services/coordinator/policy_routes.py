@@ -12,7 +12,6 @@ from services.coordinator.exporting import KIND as EXPORT
 from services.coordinator.lineage import compare
 from services.coordinator.models import Command, Export
 from services.coordinator.monitor import evaluation_view, numbers
-from services.coordinator.operations import Misfit
 from services.coordinator.parts import Limit, Parts, page_of, soon
 from services.coordinator.problems import Conflict
 from services.coordinator.resources import Comparison, OperationView, Page, PolicyMark, PolicyView
@@ -52,10 +51,7 @@ def policy_routes(parts: Parts) -> APIRouter:
     )
     async def roll_back(version: Version, response: Response, command: Command | None = None) -> OperationView:
         target = (await soon(_record(parts, version))).version
-        try:
-            begun = await soon(parts.rollbacks.begin(target, command.reason if command is not None else ""))
-        except Misfit as error:
-            raise Conflict(str(error)) from error
+        begun = await soon(parts.rollbacks.begin(target, command.reason if command is not None else ""))
         return accepted(response, begun)
 
     @router.post(
@@ -67,10 +63,7 @@ def policy_routes(parts: Parts) -> APIRouter:
     async def export(version: Version, response: Response, command: Export | None = None) -> OperationView:
         adapter = command is not None and command.adapter
         record = await soon(_record(parts, version))
-        try:
-            await soon(parts.exporting.check(record, adapter=adapter))
-        except Misfit as error:
-            raise Conflict(str(error)) from error
+        await soon(parts.exporting.check(record, adapter=adapter))
         asked = {"version": int(record.version), "adapter": adapter}
         return accepted(response, await soon(parts.operations.begin(EXPORT, "waiting", asked)))
 

@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from services.coordinator.models import Problem
+from services.coordinator.operations import Misfit
 from shared.errors import BusUnavailable, SettingsError
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ def handle_problems(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(SettingsError, _settings)
+    app.add_exception_handler(Misfit, _misfit)
     app.add_exception_handler(TimeoutError, _bus_away)
     app.add_exception_handler(BusUnavailable, _bus_away)
     app.add_exception_handler(Exception, _bug)
@@ -69,6 +71,10 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
 
 async def _settings(request: Request, error: Exception) -> JSONResponse:
     return problem(422, str(error), errors=str(error).splitlines())
+
+
+async def _misfit(request: Request, error: Exception) -> JSONResponse:
+    return problem(409, str(error))
 
 
 async def _bus_away(request: Request, error: Exception) -> JSONResponse:

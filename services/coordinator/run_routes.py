@@ -7,9 +7,8 @@ from fastapi import APIRouter, Header, Path, Query, Response
 from starlette.exceptions import HTTPException
 
 from services.coordinator.models import Command, Pause, RunChange, RunView
-from services.coordinator.operations import Misfit, Operation
+from services.coordinator.operations import Operation
 from services.coordinator.parts import EntryCursor, Limit, Parts, page_of, soon
-from services.coordinator.problems import Conflict
 from services.coordinator.resources import (
     LiveSettings,
     LiveValues,
@@ -69,10 +68,7 @@ def run_routes(parts: Parts) -> APIRouter:
 
 
 async def _steer(parts: Parts, name: str, command: Command | None) -> RunChange:
-    try:
-        changed, state, reason = await parts.steering.command(name, command.reason if command is not None else "")
-    except Misfit as error:
-        raise Conflict(str(error)) from error
+    changed, state, reason = await parts.steering.command(name, command.reason if command is not None else "")
     return RunChange(state=state, changed=changed, reason=reason)
 
 

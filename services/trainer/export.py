@@ -20,7 +20,7 @@ import functools
 import itertools
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -32,6 +32,7 @@ from services.trainer.engine import saved_tensors, unique
 from services.trainer.policy import export, export_adapter, load_model
 from services.trainer.stored import CheckpointStore, StoredCheckpoint, open_store
 from shared.errors import PenstockError, WeightsError
+from shared.exports import check_free
 from shared.messages import PolicyVersion
 from shared.settings import Settings, load
 from shared.weights import manifest
@@ -86,9 +87,8 @@ def export_version(
     """
     if adapter and not settings.policy.lora.rank:
         raise PenstockError("expected a run with policy.lora.rank > 0 for --adapter, found whole weights: leave it out")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise PenstockError(f"expected a new or empty folder to write to, found {folder} in use: change --to")
-    sources = _sources(settings, adapter=adapter, known={version: checkpoint})
+    check_free(folder)
+    sources = _sources(settings, version, checkpoint, adapter=adapter)
     reasons = []
     for source in itertools.chain(sources.get(version, []), _stored_sources(settings, version, checkpoint)):
         try:
@@ -120,16 +120,16 @@ class _Source:
 
 
 def _sources(
-    settings: Settings, *, adapter: bool, known: Mapping[PolicyVersion, str]
+    settings: Settings, wanted: PolicyVersion, known: str, *, adapter: bool
 ) -> dict[PolicyVersion, list[_Source]]:
-    """Return what each version can be read from, best first; ``known`` names checkpoints of other versions. Reads no weights."""
+    """Return what each version can be read from, best first; the checkpoint ``known`` holds ``wanted``, too. Reads no weights."""
     found: dict[PolicyVersion, list[_Source]] = defaultdict(list)
     for version, folder in committed(settings.snapshot_folder):
         if not adapter or (folder / _ADAPTER).is_file():
             found[version].append(_Source(str(folder), functools.partial(_of_snapshot, folder)))
     for one in checkpoints.find(settings.run_folder / "checkpoints"):
         source = _Source(str(one.folder), functools.partial(_of_checkpoint, one, settings))
-        for version in {one.state.version, *(version for version, where in known.items() if where == str(one.folder))}:
+        for version in {one.state.version, wanted} if source.name == known else {one.state.version}:
             found[version].append(source)
     if not adapter:
         found[PolicyVersion(0)].append(_Source(settings.policy.model, lambda: Found(0, {})))
@@ -138,9 +138,10 @@ def _sources(
 
 def _stored_sources(settings: Settings, version: PolicyVersion, known: str) -> Iterator[_Source]:
     """Yield what object storage has of a version, perhaps ``known`` by its URI; asks it only when it is come to."""
-    store = open_store(settings)
-    for one in store.whole() if store is not None else ():
-        if store is not None and (one.state.version == version or one.uri == known):
+    if (store := open_store(settings)) is None:
+        return
+    for one in store.whole():
+        if one.state.version == version or one.uri == known:
             yield _Source(one.uri, functools.partial(_of_stored, one, store, settings))
 
 

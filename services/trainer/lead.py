@@ -32,7 +32,7 @@ from services.trainer.publication import Publication, note_version
 from services.trainer.resume import find_resume
 from services.trainer.staleness import lag_steps
 from shared.errors import Fenced, WeightsError
-from shared.ledger import JournalEntry, Ledger, RunState
+from shared.ledger import ENDED, JournalEntry, Ledger, RunState
 from shared.messages import Experience, PolicyRecord, PolicyVersion, Probe, StepReport
 from shared.service import Context, seconds_left
 from shared.streams import JOURNAL
@@ -372,7 +372,7 @@ class Lead:
 
     async def is_over(self) -> bool:
         """Whether nothing is left to train: the run reached its last step, or was stopped for good."""
-        return (await self._ledger.status()).state in (RunState.FINISHED, RunState.STOPPED)
+        return (await self._ledger.status()).state in ENDED
 
     async def clean_up(self) -> None:
         """Stop the intake and what is exported, let what is being stored be finished while there is time, and serve no more weights."""

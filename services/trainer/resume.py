@@ -124,8 +124,9 @@ class _Chosen:
                 f"expected a checkpoint of this run in {self._store.uri} that can be read, found {', '.join(damaged)}: the bus "
                 "knows nothing of the run either; start a new one under another run.id"
             )
-        journal = None if self._status is None else await _journal(self._ledger, local, self._status)
-        return local, None, journal if self._status is not None else ()
+        if self._status is None:
+            return local, None, ()
+        return local, None, await _journal(self._ledger, local, self._status)
 
     async def _journal_after(self, one: StoredCheckpoint) -> Journal | None:
         if self._status is None or one.state.step > self._status.step:

@@ -310,14 +310,10 @@ async def harmed(
 @contextlib.asynccontextmanager
 async def left_behind(run: Run) -> AsyncIterator[Bus]:
     """The bus of a run that is over, from what its embedded Valkey left on disk."""
-    server = TcpServer(run.folder / "valkey")
-    server.start()
-    try:
-        bus = await Bus.connect(server.url, RUN_ID, wait_s=20.0)
+    with embedded.serving(run.folder / "valkey") as url:
+        bus = await Bus.connect(url, RUN_ID, wait_s=20.0)
         yield bus
         await bus.close()
-    finally:
-        server.kill()
 
 
 def free_port() -> int:
