@@ -78,13 +78,17 @@ class One:
 
 
 @functools.cache
-def batch(gap: float = 0.3, equal: tuple[int, ...] = ()) -> list[Experience]:
-    """Groups with behavior logprobs ``gap`` away from the policy's, on average; those in ``equal`` have equal rewards."""
+def batch(gap: float = 0.3, equal: tuple[int, ...] = (), longer: int = 0) -> list[Experience]:
+    """Groups with behavior logprobs ``gap`` away from the policy's, on average; those in ``equal`` have equal rewards.
+
+    The last group's first sample has ``longer`` tokens more than the others'.
+    """
     found = []
     for group in range(GROUPS):
         generator = np.random.default_rng(group)
         prompt = generator.integers(2, 40, 3 + group).astype(np.int32)
-        tokens = [generator.integers(2, 40, n).astype(np.int32) for n in (2, 5, 3, 4)]
+        lengths = (2 + (longer if group == GROUPS - 1 else 0), 5, 3, 4)
+        tokens = [generator.integers(2, 40, n).astype(np.int32) for n in lengths]
         rewards = np.array([1, 0, 0, 1] if group not in equal else [1, 1, 1, 1], dtype=np.float32)
         made = builders.experience(group, tuple(rewards.tolist()))
         samples = tuple(_sample(prompt, ids, gap, generator) for ids in tokens)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer import attention
+from services.trainer import adapter, attention
 from services.trainer.engine import TrainingEngine
 from services.trainer.flops import ModelSizes, forward_flops, peak_tflops
 from services.trainer.learner import Learner
@@ -19,7 +19,7 @@ from services.trainer.packing import Row, Segments, assign_pieces, micro_batch, 
 from services.trainer.policy import Policy
 from shared.errors import SettingsError
 from shared.messages import FinishReason, Sample
-from shared.settings import Settings
+from shared.settings import PolicySettings, Settings
 from tests import builders, test_learner, tiny
 from tests.conftest import need_module
 
@@ -159,6 +159,14 @@ def test_without_gradients_chunks_are_the_same_too() -> None:
         plain, chunked = (token_logprobs(hidden, output, targets, torch.ones(len(targets)), chunk) for chunk in (0, 2))
     assert torch.allclose(plain.policy_logprobs_N, chunked.policy_logprobs_N, atol=1e-6)
     assert torch.allclose(plain.entropy_N, chunked.entropy_N, atol=1e-6)
+
+
+def test_an_adapter_beside_the_output_layer_is_refused_where_weights_lie_in_parts() -> None:
+    need_module("peft", "peft")
+    policy = PolicySettings(model="tiny", lora={"rank": 2, "target_modules": ("q_proj", "lm_head")})  # type: ignore[arg-type]
+    assert adapter.add(tiny.model(0), policy, zero_stage=2)
+    with pytest.raises(SettingsError, match="beside other layers than the output layer"):
+        adapter.add(tiny.model(0), policy, zero_stage=3)
 
 
 # ---------------------------------------------------------------- attention

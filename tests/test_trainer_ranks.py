@@ -35,11 +35,11 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-def one(**tables: Any) -> dict[str, Any]:
+def one(longer: int = 0, **tables: Any) -> dict[str, Any]:
     """What one rank finds in the same two steps."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return trainer_ranks.two_steps(trainer_ranks.settings(0, 1, **tables))
+        return trainer_ranks.two_steps(trainer_ranks.settings(0, 1, **tables), longer)
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -56,6 +56,10 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_two_ranks_make_the_steps_of_one(two: dict[str, Any], zero_stage: int) -> None:
     assert_same(two[f"zero-{zero_stage}"], one())
+
+
+def test_ranks_with_parts_of_the_weights_may_need_different_numbers_of_chunks_of_logits(two: dict[str, Any]) -> None:
+    assert_same(two["chunks"], one(trainer_ranks.LONGER))
 
 
 @pytest.mark.parametrize("zero_stage", [2, 3])

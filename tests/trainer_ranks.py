@@ -25,6 +25,13 @@ from tests import test_learner, test_trainer_faults, tiny
 
 LORA = {"rank": 4}
 KL = {"coefficient": 0.1}
+LONGER = 3
+"""More tokens for one rank than for the other."""
+CHUNKED = {
+    "logits_chunk_tokens": 2,
+    # even the smallest weights are in parts, as a large model's are
+    "deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}},
+}
 CAP = 24
 """Tokens of a forward pass, so that a rank makes several."""
 
@@ -39,7 +46,7 @@ def settings(zero_stage: int, ranks: int, folder: Path = Path("runs"), **tables:
             "algorithm": {"groups_per_step": 4, **tables.get("algorithm", {})},
             "trainer": {
                 "device": "cpu", "ranks": ranks, "zero_stage": zero_stage, "learning_rate": 1e-3,
-                "micro_batch_tokens": CAP, "checkpoint_every_steps": 1,
+                "micro_batch_tokens": CAP, "checkpoint_every_steps": 1, **tables.get("trainer", {}),
             },
         }
     )  # fmt: skip
@@ -51,22 +58,23 @@ class Rank:
     def __init__(self, of: Settings) -> None:
         torch.manual_seed(0)
         model = adapter.add(tiny.model(0).requires_grad_(True), of.policy)
-        self.engine = TrainingEngine(Policy(model).train(), of, "cpu")
+        policy = Policy(model, chunk_tokens=of.trainer.logits_chunk_tokens)
+        self.engine = TrainingEngine(policy.train(), of, "cpu")
         reference = AdapterOff(self.engine) if of.algorithm.needs_reference else None
         self._learner = Learner(self.engine, of, Phases(), None, reference)
 
-    def learn(self, step: int) -> dict[str, float]:
-        data = test_learner.batch()
+    def learn(self, step: int, longer: int = 0) -> dict[str, float]:
+        data = test_learner.batch(longer=longer)
         return self._learner.learn(data, [1] * len(data), step)
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in self.engine.tensors()}
 
 
-def two_steps(of: Settings) -> dict[str, Any]:
+def two_steps(of: Settings, longer: int = 0) -> dict[str, Any]:
     """What two steps measured, and the weights after them."""
     rank = Rank(of)
-    return {"measured": [rank.learn(1), rank.learn(2)], "weights": rank.weights()}
+    return {"measured": [rank.learn(1, longer), rank.learn(2, longer)], "weights": rank.weights()}
 
 
 def resumed(of: Settings, folder: Path) -> dict[str, Any]:
@@ -114,6 +122,7 @@ def main(folder: Path) -> None:
     start_ranks("cpu")
     torch.set_num_threads(1)
     found: dict[str, Any] = {f"zero-{stage}": two_steps(settings(stage, 2)) for stage in (1, 3)}
+    found["chunks"] = two_steps(settings(3, 2, trainer=CHUNKED), LONGER)
     for stage in (2, 3):
         with_kl = settings(stage, 2, lora=LORA, algorithm={"kl": KL})
         found[f"lora-{stage}"] = two_steps(with_kl)

@@ -25,11 +25,12 @@ _FACTOR_A, _FACTOR_B = f".lora_A.{_NAME}.weight", f".lora_B.{_NAME}.weight"
 _BASE = ".base_layer."
 
 
-def add(model: Any, settings: PolicySettings) -> Any:
+def add(model: Any, settings: PolicySettings, zero_stage: int = 0) -> Any:
     """Return ``model`` with adapters in it, which alone are trained; without a rank, as it is.
 
     Raises:
-        SettingsError: peft is not installed, or no layer has the names of ``policy.lora.target_modules``.
+        SettingsError: peft is not installed, no layer has the names of ``policy.lora.target_modules``, or at ZeRO stage 3 the
+            output layer has: its parts would be gathered once for each chunk of logits, of which ranks have different numbers.
     """
     lora = settings.lora
     if not lora.rank:
@@ -41,12 +42,18 @@ def add(model: Any, settings: PolicySettings) -> Any:
             "expected peft for policy.lora.rank > 0, found none: install penstock[trainer] or set it to 0"
         ) from error
     try:
-        return get_peft_model(model, _configuration(settings)).base_model.model
+        found = get_peft_model(model, _configuration(settings)).base_model.model
     except ValueError as error:
         raise SettingsError(
             f"expected layers named {lora.target_modules!r} in {settings.model!r}, found: {error}: "
             "change policy.lora.target_modules"
         ) from error
+    if zero_stage == 3 and any(found.get_output_embeddings().children()):
+        raise SettingsError(
+            f"expected adapters beside other layers than the output layer at trainer.zero_stage = 3, found {lora.target_modules!r}: "
+            "change policy.lora.target_modules, or trainer.zero_stage"
+        )
+    return found
 
 
 def _configuration(settings: PolicySettings) -> Any:

@@ -87,7 +87,7 @@ def train(settings: Settings, lead: "Leading | None") -> None:
     dtype = torch.float32 if device == "cpu" or settings.policy.dtype == "float32" else torch.bfloat16
     kind, chunk = settings.trainer.attention, settings.trainer.logits_chunk_tokens
     bonus = algorithm.entropy_bonus > 0
-    model = adapter.add(load_model(settings.policy, dtype), settings.policy)
+    model = adapter.add(load_model(settings.policy, dtype), settings.policy, settings.trainer.zero_stage)
     policy = Policy(model, entropy_gradient=bonus, kind=kind, chunk_tokens=chunk).train()
     try:
         engine = TrainingEngine(policy, settings, device)
