@@ -56,7 +56,7 @@ def settings(arguments: argparse.Namespace) -> Settings:
             "trainer": {
                 "ranks": arguments.ranks, "zero_stage": arguments.zero_stage, "device": arguments.device,
                 "learning_rate": 0.0, "micro_batch_tokens": arguments.cap, "optimizer": arguments.optimizer,
-                "gradient_checkpointing": arguments.gradient_checkpointing, "offload": arguments.offload,
+                "kernels": arguments.kernels, "gradient_checkpointing": arguments.gradient_checkpointing, "offload": arguments.offload,
                 "deepspeed": json.loads(arguments.deepspeed), "peak_flops": arguments.peak_tflops,
             },
         }
@@ -180,6 +180,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), default=1)
     parser.add_argument("--gradient-checkpointing", action="store_true")
+    parser.add_argument("--kernels", choices=("auto", "torch", "liger"), default="auto")
     parser.add_argument("--optimizer", choices=("adamw", "adamw_8bit"), default="adamw")
     parser.add_argument("--offload", choices=("none", "optimizer", "all"), default="none")
     parser.add_argument("--deepspeed", default="{}", help="more of DeepSpeed's settings, as JSON")

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from services.trainer import kernels
 from services.trainer.engine import built_in_parts
 from services.trainer.logits import TokenLogprobs, token_logprobs
 from services.trainer.packing import Int64Array, MicroBatch, Row
@@ -43,6 +44,7 @@ def random_model(shape: Mapping[str, Any], settings: Settings, device: str) -> A
             model = Qwen2ForCausalLM(config)
     finally:
         torch.set_default_dtype(before)
+    kernels.install(model, settings.trainer.kernels, device)
     for parameter in model.parameters():
         part = getattr(parameter, "ds_tensor", None)
         if part is not None and len(parameter.ds_shape) > 1:  # what transformers draws, it cannot draw into a part

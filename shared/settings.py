@@ -263,6 +263,9 @@ class TrainerSettings(Section):
     attention: Literal["auto", "mask", "varlen"] = Field(default="auto")
     """How packed sequences attend: torch's variable-length attention (`varlen`; CUDA, half precision), or rectangles of similar
     sequences with a mask (`mask`, anywhere); `auto`: varlen where it runs. Both give the logprobs of separate sequences."""
+    kernels: Literal["auto", "torch", "liger"] = Field(default="auto")
+    """What computes norms, rotary embeddings and gated MLPs on a GPU: torch, or Liger's fused kernels (extra fused-kernels); `auto`: Liger's
+    where they are installed and know the model."""
     logits_chunk_tokens: NonNegativeInt = Field(default=2048)
     """Logits of so many tokens are in memory at a time, and computed again in the backward pass; 0: of a whole micro-batch."""
     gradient_checkpointing: bool = Field(default=False)

@@ -3,13 +3,13 @@
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 
-from services.trainer import adapter, attention
+from services.trainer import adapter, attention, kernels
 from services.trainer.engine import TrainingEngine
 from services.trainer.flops import ModelSizes, forward_flops, peak_tflops
 from services.trainer.learner import Learner
@@ -161,6 +161,7 @@ def test_without_gradients_chunks_are_the_same_too() -> None:
     assert torch.allclose(plain.entropy_N, chunked.entropy_N, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # peft's, about a model whose output layer is its embedding
 def test_an_adapter_beside_the_output_layer_is_refused_where_weights_lie_in_parts() -> None:
     need_module("peft", "peft")
     policy = PolicySettings(model="tiny", lora={"rank": 2, "target_modules": ("q_proj", "lm_head")})  # type: ignore[arg-type]
@@ -255,6 +256,30 @@ def test_variable_length_attention_of_a_gpu_is_that_with_a_mask() -> None:
     for exact, masked, varlen in zip(*found, strict=True):
         rounding = (masked - exact).abs().max()  # what bfloat16 costs by itself
         assert (varlen - exact).abs().max() <= 2 * rounding + 1e-4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_fused_kernels_of_a_gpu_compute_what_torch_does() -> None:
+    need_module("liger_kernel", "liger-kernel")
+    found, kinds = [], get_args(kernels.Kind)[1:]
+    for kind in kinds:
+        model = tiny.model(0).requires_grad_(True).to("cuda")
+        assert kernels.install(model, kind, "cuda") == (kind == "liger")
+        logprobs = Policy(model, kind="mask")(micro_batch(rows(0))).policy_logprobs_N
+        gradients = torch.autograd.grad(logprobs.mean(), list(model.parameters()))
+        found.append([logprobs.detach(), *gradients])
+    for plain, fused in zip(*found, strict=True):
+        assert torch.allclose(plain, fused, atol=1e-5)
+
+
+def test_fused_kernels_are_not_pretended_where_there_is_no_gpu() -> None:
+    model = tiny.model(0)
+    before = type(model.model.norm).forward
+    assert not kernels.install(model, "auto", "cpu")
+    assert "forward" not in vars(model.model.norm)
+    assert type(model.model.norm).forward is before
+    with pytest.raises(SettingsError, match="expected a GPU, found cpu"):
+        kernels.install(model, "liger", "cpu")
 
 
 def test_keys_are_the_prompts_and_then_the_segments_own() -> None:

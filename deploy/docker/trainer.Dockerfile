@@ -4,7 +4,7 @@
 #
 #   docker build -f deploy/docker/trainer.Dockerfile -t "$REGISTRY/penstock-trainer:0.1.0" .
 #
-# EXTRA=trainer,s3,adam-8bit adds 8-bit Adam.
+# EXTRA=trainer,s3,adam-8bit,fused-kernels adds 8-bit Adam, and kernels that save a tenth of a step.
 # BASE may be any Debian with this Python; pin it by digest for builds that can be repeated.
 ARG BASE=python:3.12.12-slim-bookworm
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from services.trainer import adapter, attention
+from services.trainer import adapter, attention, kernels
 from services.trainer.flops import ModelSizes
 from services.trainer.logits import TokenLogprobs, token_logprobs
 from services.trainer.packing import MicroBatch
@@ -68,7 +68,9 @@ def measure(model: Any) -> ModelSizes:
     """Return what a forward pass of ``model`` costs depends on; of experts, all are counted."""
     config, output = model.config.get_text_config(), model.get_output_embeddings()
     linear = sum(
-        module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear) and module is not output
+        int(getattr(module.weight, "ds_numel", module.weight.numel()))  # whole, where a rank has a part of it
+        for module in model.modules()
+        if isinstance(module, nn.Linear) and module is not output
     )
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return ModelSizes(
@@ -115,10 +117,13 @@ def load_reference(
     device: str,
     *,
     kind: attention.Kind = "auto",
+    fused: kernels.Kind = "auto",
     chunk_tokens: int = 0,
 ) -> Policy:
     """Return the initial policy, frozen, on this rank's device: whole on every rank, whatever the ZeRO stage."""
-    reference = Policy(load_model(settings, dtype), kind=kind, chunk_tokens=chunk_tokens)
+    model = load_model(settings, dtype)
+    kernels.install(model, fused, device)
+    reference = Policy(model, kind=kind, chunk_tokens=chunk_tokens)
     return reference.to(torch.device(device)).eval().requires_grad_(False)
 
 

@@ -71,7 +71,7 @@ def train(settings: Settings, lead: "Leading | None") -> None:
     import torch
     import torch.distributed as dist
 
-    from services.trainer import adapter
+    from services.trainer import adapter, kernels
     from services.trainer.critic import Critic
     from services.trainer.engine import TrainingEngine, pick_device, start_ranks
     from services.trainer.learner import AdapterOff, Reference
@@ -85,9 +85,11 @@ def train(settings: Settings, lead: "Leading | None") -> None:
     start_ranks(device)
     algorithm = settings.algorithm
     dtype = torch.float32 if device == "cpu" or settings.policy.dtype == "float32" else torch.bfloat16
-    kind, chunk = settings.trainer.attention, settings.trainer.logits_chunk_tokens
+    kind, fused, chunk = settings.trainer.attention, settings.trainer.kernels, settings.trainer.logits_chunk_tokens
     bonus = algorithm.entropy_bonus > 0
-    model = adapter.add(load_model(settings.policy, dtype), settings.policy, settings.trainer.zero_stage)
+    model = load_model(settings.policy, dtype)
+    kernels.install(model, fused, device)
+    model = adapter.add(model, settings.policy, settings.trainer.zero_stage)
     policy = Policy(model, entropy_gradient=bonus, kind=kind, chunk_tokens=chunk).train()
     try:
         engine = TrainingEngine(policy, settings, device)
@@ -96,10 +98,11 @@ def train(settings: Settings, lead: "Leading | None") -> None:
             if settings.policy.lora.rank:
                 reference = AdapterOff(engine)
             else:
-                reference = load_reference(settings.policy, dtype, device, kind=kind, chunk_tokens=chunk)
+                reference = load_reference(settings.policy, dtype, device, kind=kind, fused=fused, chunk_tokens=chunk)
         critic = None
         if algorithm.needs_critic:
             trunk, width = load_trunk(settings.policy, algorithm.critic.model, dtype)
+            kernels.install(trunk, fused, device)
             critic = TrainingEngine(Critic(trunk, width, kind=kind).train(), settings, device)
         Trainer(engine, settings, lead, critic, reference).run()
     finally:
