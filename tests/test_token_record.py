@@ -288,7 +288,7 @@ class Worker:
             "import time; time.sleep(60)\n"
         )
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", code, reports.path, stdin=asyncio.subprocess.PIPE,
+            sys.executable, "-c", code, reports.address, stdin=asyncio.subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": str(Path.cwd())},
         )  # fmt: skip
         await until(lambda: process.pid in reports.pids)
@@ -330,7 +330,7 @@ async def test_a_worker_does_not_outlive_its_replica() -> None:
     reports = Reports()
     await reports.open()
     worker = await Worker.start(reports)
-    assert Path(reports.path).parent.stat().st_mode & 0o077 == 0
+    assert Path(reports.address.removeprefix("unix:")).parent.stat().st_mode & 0o077 == 0
     await reports.close()
     assert await asyncio.wait_for(worker.process.wait(), 10) == 1
-    assert not Path(reports.path).parent.exists()
+    assert not Path(reports.address.removeprefix("unix:")).parent.exists()
