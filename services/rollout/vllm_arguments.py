@@ -5,7 +5,7 @@ It imports vLLM only when asked to, and declares no metrics: a host that only ho
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -59,6 +59,7 @@ def gather(
     check_version()
     others = dict(arguments or {})
     wanted = {
+        **(hosts.arguments if hosts else {}),
         "model": model,
         "skip_tokenizer_init": True,
         "trust_remote_code": trust_remote_code,
@@ -75,7 +76,7 @@ def gather(
         "disable_log_stats": False,
     }
     check_arguments(others, wanted)
-    return {**wanted, **others, **(hosts.arguments if hosts else {})}
+    return {**wanted, **others}
 
 
 def check_version() -> str:
@@ -140,7 +141,7 @@ def engine_args(arguments: dict[str, Any], own: str = "") -> Any:
 
 
 @contextlib.contextmanager
-def serving(model: str) -> Any:
+def serving(model: str) -> Iterator[None]:
     """Turn what vLLM raises when it cannot start with ``model`` into a SettingsError of one sentence."""
     try:
         yield

@@ -94,21 +94,7 @@ class Workers:
             return MultiprocExecutor(made.create_engine_config(headless=True), monitor_workers=False)
 
     def _watch_first(self) -> None:
-        """Wait until the first host's rendezvous, which lives in a worker there, no longer answers.
-
-        vLLM's workers would wait for ever: until they report to the replica, nothing else tells them.
-        """
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-        address, _, port = self._hosts.rendezvous.rpartition(":")
-        patience = datetime.timedelta(seconds=_SILENT_S)
-        try:
-            store = TCPStore(address, int(port), is_master=False, wait_for_workers=False, timeout=patience)
-            while True:
-                store.check(["penstock"])
-                time.sleep(_ASK_EVERY_S)
-        except Exception as error:  # noqa: BLE001 (torch raises several kinds)
-            self._tell(self.ended.set_result, f"the first host does not answer: {str(error).partition(chr(10))[0]}")
+        self._tell(self.ended.set_result, f"the first host does not answer: {outlast(self._hosts.rendezvous)}")
 
     def _tell(self, call: Any, value: Any) -> None:
         """Call ``call(value)`` in the event loop, unless somebody was quicker or the loop is over."""
@@ -119,3 +105,21 @@ class Workers:
 
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(once)
+
+
+def outlast(rendezvous: str) -> str:
+    """Wait until the rendezvous at host:port, which lives in a worker of the first host, no longer answers; return why.
+
+    vLLM's workers would wait for ever: until they report to the replica, nothing else tells them.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    address, _, port = rendezvous.rpartition(":")
+    patience = datetime.timedelta(seconds=_SILENT_S)
+    try:
+        store = TCPStore(address, int(port), is_master=False, wait_for_workers=False, timeout=patience)
+        while True:
+            store.check(["penstock"])
+            time.sleep(_ASK_EVERY_S)
+    except Exception as error:  # noqa: BLE001 (torch raises several kinds)
+        return str(error).partition("\n")[0]
