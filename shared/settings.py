@@ -183,7 +183,7 @@ class RolloutSettings(Section):
 
     @model_validator(mode="after")
     def _agree(self) -> "RolloutSettings":
-        if self.nodes == 1:
+        if (self.nodes, self.node) == (1, 0):
             return self
         if not self.rendezvous or self.node >= self.nodes or self.secret_file is None:
             raise ValueError(

@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import msgpack
 import numpy as np
+import psutil
 import pytest
 import pytest_asyncio
 import torch
@@ -25,7 +26,7 @@ from services.rollout.engine_reports import prove
 from services.rollout.vllm_engine import VllmEngine
 from services.rollout.vllm_hosts import Hosts, hosts_of, read_secret
 from services.rollout.vllm_node import outlast
-from services.rollout.vllm_start import open_vllm
+from services.rollout.vllm_start import check, open_vllm
 from shared.errors import SettingsError
 from shared.messages import PolicyVersion
 from shared.settings import Settings, load
@@ -239,8 +240,9 @@ async def test_the_replica_ends_when_a_worker_of_another_host_does(engine: VllmE
     await asyncio.wait_for(engine.close(), 30)
 
 
-async def test_a_host_that_holds_workers_hears_that_the_first_is_gone(tmp_path: Path) -> None:
-    rendezvous = f"127.0.0.1:{free_port()}"
+async def test_a_host_that_holds_workers_hears_that_the_first_is_gone() -> None:
+    port = free_port()
+    rendezvous = f"127.0.0.1:{port}"
     code = (
         "import sys, time; from torch.distributed import TCPStore\n"
         "host, port = sys.argv[1].split(':'); store = TCPStore(host, int(port), is_master=True, wait_for_workers=False)\n"
@@ -250,6 +252,12 @@ async def test_a_host_that_holds_workers_hears_that_the_first_is_gone(tmp_path: 
     assert first.stdout is not None
     await first.stdout.readline()
     outlasting = asyncio.ensure_future(asyncio.to_thread(outlast, rendezvous))
+
+    def joined() -> bool:
+        return any(one.raddr and one.raddr.port == port for one in psutil.Process().net_connections("tcp"))
+
+    await until(joined, timeout_s=30)
+    assert not outlasting.done()
     first.kill()
     assert await asyncio.wait_for(outlasting, 30)
     await first.wait()
@@ -264,6 +272,18 @@ def test_a_secret_that_is_none_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("short\n" + "x" * 40)
     with pytest.raises(SettingsError, match=r"at least 16 characters .* found 5"):
         read_secret(tmp_path / "secret")
+
+
+def test_a_host_that_was_started_otherwise_is_refused() -> None:
+    answers = [
+        {"error": "", "rank": rank, "started_with": {"model": "m", "seed": seed, "dtype": "torch.float32"}}
+        for rank, seed in enumerate((5, 6))
+    ]
+    check(answers[:1])
+    with pytest.raises(SettingsError, match=r"the same settings and replica's name, found .*'seed': 6.* at rank 1"):
+        check(answers)
+    with pytest.raises(SettingsError, match="no such secret"):
+        check([{"error": "no such secret"}])
 
 
 def test_every_host_starts_vllm_with_the_same_but_its_number() -> None:

@@ -39,6 +39,7 @@ def test_flags_come_before_the_environment_and_that_before_the_file(tmp_path: Pa
         ("[reward]\nreplicas = 2\ngpus = [3]", "expected as many numbers in reward.gpus for each of 2 reward.replicas, found [3]"),
         ("[rollout]\nreplicas = 2\ngpus = [0, 1, 2]", "expected as many numbers in rollout.gpus for each of 2 rollout.replicas, found [0, 1, 2]"),
         ('[rollout]\nnodes = 2\nrendezvous = "a:1"', "expected rollout.rendezvous, rollout.secret_file and rollout.node < 2 with rollout.nodes = 2, found 'a:1', None and 0"),
+        ("[rollout]\nnode = 1", "rollout.node < 1 with rollout.nodes = 1, found '', None and 1"),
         ('[rollout]\nnodes = 2\nnode = 2\nrendezvous = "a:1"\nsecret_file = "s"\nvllm.tensor_parallel_size = 2', "rollout.node < 2 with rollout.nodes = 2, found 'a:1', s and 2"),
         ('[rollout]\nnodes = 2\nrendezvous = "a:1"\nsecret_file = "s"\nvllm.tensor_parallel_size = 3', "expected rollout.vllm.tensor_parallel_size to be a multiple of rollout.nodes = 2, as many GPUs on each host, found 3"),
         ('[rollout]\nengine = "transformers"\nnodes = 2\nrendezvous = "a:1"\nsecret_file = "s"\nvllm.tensor_parallel_size = 2', 'expected rollout.nodes = 1 with the engine "transformers", found 2'),

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from services.rollout.engine_reports import Reports
+from services.rollout.engine_reports import Reporter, Reports
 from services.rollout.runner_tap import RunnerTap, can_listen
 from services.rollout.token_record import Finished, TokenRecord, token_logprobs
+from shared.errors import PeerError
 from tests.conftest import until
 
 CPU = torch.device("cpu")
@@ -333,6 +334,15 @@ async def test_a_worker_does_not_outlive_its_replica(reports: Reports) -> None:
     worker = await Worker.start(reports)
     await reports.close()
     assert await asyncio.wait_for(worker.process.wait(), 10) == 1
+
+
+async def test_a_worker_that_does_not_know_the_secret_is_told_which_setting_to_change() -> None:
+    reports = Reports("127.0.0.1", SECRET)
+    await reports.open()
+    with pytest.raises(PeerError, match=r"let rank 1 in, found: it refused: rollout\.secret_file must hold the same"):
+        await asyncio.to_thread(Reporter, reports.address, 1, print, secret=b"something else entirely")
+    assert not reports.died.done()
+    await reports.close()
 
 
 async def test_within_a_host_only_the_owner_may_connect() -> None:

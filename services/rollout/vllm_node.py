@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import datetime
 import logging
+import multiprocessing
 import threading
 import time
 from typing import Any
@@ -62,7 +63,6 @@ class Workers:
 
     def __init__(self, arguments: dict[str, Any], hosts: Hosts) -> None:
         self._arguments, self._hosts = arguments, hosts
-        self._executor: Any = None
         self._loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[None] = self._loop.create_future()
         """Done once the workers have loaded the model and met those of the first host."""
@@ -71,13 +71,13 @@ class Workers:
         threading.Thread(target=self._hold, name="workers", daemon=True).start()
 
     def kill(self) -> None:
-        """End the workers that are there."""
-        for worker in self._executor.workers if self._executor is not None else ():
-            worker.proc.kill()
+        """End the workers that are there, those that still wait for the first host's too."""
+        for child in multiprocessing.active_children():
+            child.kill()
 
     def _hold(self) -> None:
         try:
-            self._executor = executor = self._open()
+            executor = self._open()
         except Exception as error:  # noqa: BLE001 (raised where `ready` is awaited)
             self._tell(self.ready.set_exception, error)
             return

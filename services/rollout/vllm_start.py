@@ -76,7 +76,7 @@ async def open_vllm(
         reporting = [reports.address, str(hosts.secret_file) if hosts else ""]
         peers = [peer_host, peer_port, deadline_s]
         workers = await llm.collective_rpc("penstock_open", args=(reporting, logprobs == "captured", peers))
-        _check(workers)
+        check(workers)
         return VllmEngine(
             llm,
             reports,
@@ -102,7 +102,7 @@ def _start(arguments: dict[str, Any], hosts: Hosts | None) -> Any:
         return AsyncLLM.from_engine_args(found)
 
 
-def _check(workers: list[dict[str, Any]]) -> None:
+def check(workers: list[dict[str, Any]]) -> None:
     """Refuse workers that cannot report, or that were started otherwise than the first.
 
     Raises:

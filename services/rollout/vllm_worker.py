@@ -63,9 +63,8 @@ class PolicyWorker:
         self._model = worker.model_runner.get_model()
         self._config = worker.vllm_config
         beside = worker.parallel_config.node_rank == 0
-        if not beside and not die_with(
-            os.getppid(), signal.SIGKILL
-        ):  # vLLM's own way to notice waits for the next step
+        # vLLM's own way to notice that a worker's parent died waits for the next step of the model, and none comes.
+        if not beside and not die_with(os.getppid(), signal.SIGKILL):
             raise PeerError("expected the process that started this worker, found it gone")
         address, secret_file = reporting
         self._reporter = Reporter(
