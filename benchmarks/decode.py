@@ -22,8 +22,9 @@ import numpy as np
 import torch
 
 from services.rollout.engine import GenerationRequest
+from services.rollout.vllm_arguments import check_version
 from services.rollout.vllm_engine import VllmEngine
-from services.rollout.vllm_start import check_version, open_vllm
+from services.rollout.vllm_start import open_vllm
 from shared.messages import PolicyRecord, PolicyVersion, Sampling
 from shared.weights.puller import file_offer
 from shared.weights.snapshot import write_snapshot

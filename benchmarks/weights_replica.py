@@ -18,9 +18,9 @@ PROMPT_TOKENS, GROUP = 64, 16
 
 async def replica(connection: Connection, options: Options) -> None:
     """Serve until the pipe closes."""
-    from services.rollout import vllm_start
+    from services.rollout import vllm_arguments, vllm_start
 
-    vllm_start._NOT_SERVED.pop("load_format", None)  # there are no weights to load: the first version is pulled
+    vllm_arguments.NOT_SERVED.pop("load_format", None)  # there are no weights to load: the first version is pulled
     arguments: dict[str, Any] = {"load_format": "dummy"}
     if options.device == "cuda":
         arguments["weight_transfer_config"] = {"backend": "nccl"}

@@ -131,16 +131,8 @@ async def serve(settings: Settings, service: str, replica: str, metrics_port: in
 
     A process that was told to stop and cannot (its bus is gone for good, say) ends ``_LEAVE_S`` after ``bus.drain_s``.
     """
-    stop, status = asyncio.Event(), Status()
-    loop = asyncio.get_running_loop()
-
-    def told_to_stop() -> None:
-        if not stop.is_set():
-            stop.set()
-            signal.alarm(math.ceil(settings.bus.drain_s + _LEAVE_S))
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, told_to_stop)
+    stop, told_to_stop = _listen_for_stop(settings.bus.drain_s)
+    status = Status()
     bus = await Bus.connect(
         settings.bus.url, settings.run.id, wait_s=settings.bus.start_wait_s, audit_entries=settings.bus.audit_entries
     )
@@ -173,6 +165,37 @@ async def serve(settings: Settings, service: str, replica: str, metrics_port: in
         endpoints.close()
         await bus.close()
         signal.alarm(0)
+
+
+@contextlib.asynccontextmanager
+async def attend(settings: Settings, service: str, metrics_port: int) -> AsyncIterator[tuple[asyncio.Event, Status]]:
+    """Serve metrics while the body runs, without a bus; SIGTERM and SIGINT set the event. It ends as :func:`serve` says."""
+    stop, _ = _listen_for_stop(settings.bus.drain_s)
+    status = Status()
+    setting = f"{service}.metrics_port"
+    endpoints = Endpoints(
+        own_host(settings), metrics_port, setting, lambda: {"ready": status.ready, "state": status.state}
+    )
+    status.address = endpoints.address
+    try:
+        yield stop, status
+    finally:
+        endpoints.close()
+        signal.alarm(0)
+
+
+def _listen_for_stop(drain_s: float) -> tuple[asyncio.Event, Callable[[], None]]:
+    """Return an event that SIGTERM and SIGINT set, and what sets it too; either begins the time to leave in."""
+    stop = asyncio.Event()
+
+    def told_to_stop() -> None:
+        if not stop.is_set():
+            stop.set()
+            signal.alarm(math.ceil(drain_s + _LEAVE_S))
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, told_to_stop)
+    return stop, told_to_stop
 
 
 def seconds_left() -> float:

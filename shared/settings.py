@@ -155,6 +155,15 @@ class RolloutSettings(Section):
 
     replicas: PositiveInt = Field(default=1)
     """How many `penstock up` starts."""
+    nodes: PositiveInt = Field(default=1)
+    """Hosts of one replica, for a model that one host's GPUs cannot hold; each of them starts the service by itself, and
+    has as many of rollout.vllm.tensor_parallel_size GPUs as the others. vLLM only."""
+    node: NonNegativeInt = Field(default=0)
+    """Which of rollout.nodes this host is. The first, 0, leads: it is the replica; the others hold workers of its engine."""
+    rendezvous: str = Field(default="", pattern=r"^$|^.+:[0-9]+$")
+    """`host:port` at which the first of several hosts lets the others join."""
+    secret_file: Path | None = Field(default=None)
+    """A file whose first line is a secret, the same on each of several hosts: by it the first knows the others' workers."""
     engine: Literal["auto", "vllm", "transformers", "scripted"] = Field(default="auto")
     """What generates: vLLM, Hugging Face transformers, or a script for tests; `auto`: vLLM where it is installed and
     there is a GPU, else transformers."""
@@ -171,6 +180,22 @@ class RolloutSettings(Section):
     """Port of /metrics, /healthz and /readyz; 0: any free one."""
     vllm: VllmSettings = Field(default=VllmSettings())
     """vLLM, where it generates."""
+
+    @model_validator(mode="after")
+    def _agree(self) -> "RolloutSettings":
+        if (self.nodes, self.node) == (1, 0):
+            return self
+        if not self.rendezvous or self.node >= self.nodes or self.secret_file is None:
+            raise ValueError(
+                f"expected rollout.rendezvous, rollout.secret_file and rollout.node < {self.nodes} with rollout.nodes = "
+                f"{self.nodes}, found {self.rendezvous!r}, {self.secret_file} and {self.node}: change one of them"
+            )
+        if self.vllm.tensor_parallel_size % self.nodes:
+            raise ValueError(
+                f"expected rollout.vllm.tensor_parallel_size to be a multiple of rollout.nodes = {self.nodes}, as many GPUs on "
+                f"each host, found {self.vllm.tensor_parallel_size}: change one of them"
+            )
+        return self
 
 
 class ExecutorSettings(Section):
@@ -517,6 +542,7 @@ def check_plain_engine(settings: Settings, engine: str) -> None:
             f'"{settings.weights.lora}": change it, or set rollout.engine = "vllm"'
         )
     only_vllm = (
+        ("rollout.nodes", settings.rollout.nodes, 1),
         ("rollout.vllm.tensor_parallel_size", settings.rollout.vllm.tensor_parallel_size, 1),
         ("weights.kv", settings.weights.kv, "keep"),
         ("weights.shadow", "full" if settings.weights.shadow == "auto" else settings.weights.shadow, "full"),

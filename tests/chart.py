@@ -11,15 +11,15 @@ from typing import Any
 
 import yaml
 
-from tests.fake_kubernetes import JOB_SET, KEDA, OPERATOR, FakeKubernetes
+from tests.fake_kubernetes import JOB_SET, KEDA, LEADER_WORKER_SET, OPERATOR, FakeKubernetes
 
 ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "deploy/k8s/penstock"
 EXAMPLES = ROOT / "deploy/k8s/examples"
 OLDEST, NEWEST = 28, 37
 """Minor versions of Kubernetes 1 that the chart is held to."""
-ALL_CRDS = {**KEDA, **OPERATOR, **JOB_SET}
-WORKLOADS = ("Deployment", "StatefulSet", "JobSet")
+ALL_CRDS = {**KEDA, **OPERATOR, **JOB_SET, **LEADER_WORKER_SET}
+WORKLOADS = ("Deployment", "StatefulSet", "JobSet", "LeaderWorkerSet")
 Json = dict[str, Any]
 
 
@@ -60,6 +60,9 @@ class Release:
 
 def template_of(workload: Json) -> Json:
     """Return the template of a workload's pods."""
+    if workload["kind"] == "LeaderWorkerSet":
+        worker: Json = workload["spec"]["leaderWorkerTemplate"]["workerTemplate"]  # the leader's too
+        return worker
     if workload["kind"] == "JobSet":
         (workload,) = [job["template"] for job in workload["spec"]["replicatedJobs"]]
     found: Json = workload["spec"]["template"]

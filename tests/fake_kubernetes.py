@@ -31,6 +31,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
     "policy/v1": {"PodDisruptionBudget": "poddisruptionbudgets"},
 }
 KEDA = {"keda.sh/v1alpha1": {"ScaledObject": "scaledobjects", "TriggerAuthentication": "triggerauthentications"}}
+LEADER_WORKER_SET = {"leaderworkerset.x-k8s.io/v1": {"LeaderWorkerSet": "leaderworkersets"}}
 JOB_SET = {"jobset.x-k8s.io/v1alpha2": {"JobSet": "jobsets"}}
 EXTERNAL_METRICS: Mapping[str, Mapping[str, str]] = {"external.metrics.k8s.io/v1beta1": {}}
 """What prometheus-adapter serves; it has no kinds of its own to be created."""

@@ -3,7 +3,7 @@
 ::
 
     Cluster            one pod a role, whatever its replicas; ``upgrade`` replaces those that another revision changes
-      ├── Pod          a process with an address of its own (127.x.y.z); its volumes are folders
+      ├── Pod          a process with an address of its own (127.x.y.z); its volumes are folders. Of a LeaderWorkerSet one group
       └── Service      an address that stays; connections go to a pod that is ready. A headless one is its pod's address
 
 Names of services are replaced by addresses, and paths of mounts by those of the folders; nothing else of a pod's command and
@@ -52,6 +52,13 @@ class Cluster:
         }
         owners = [one for one in release.objects if one["kind"] in WORKLOADS]
         self.pods = {labels(one)["app.kubernetes.io/component"]: Pod(self, one) for one in [*owners, *release.hooks]}
+
+    def group(self, role: str) -> "list[Pod]":
+        """Return new pods of one group of a role's LeaderWorkerSet, the leader first; it is the role's pod from now on."""
+        owner = self.release.workload(role)
+        self.pods[role] = leader = Pod(self, owner)
+        size = owner["spec"]["leaderWorkerTemplate"]["size"]
+        return [leader, *(Pod(self, owner, index, leader.address) for index in range(1, size))]
 
     def resolve(self, text: str) -> str:
         """Replace the names of services by their addresses."""
@@ -160,14 +167,15 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 class Pod:
     """One pod with one container, of a workload or a hook."""
 
-    def __init__(self, cluster: Cluster, owner: Json) -> None:
-        self.cluster, self.owner = cluster, owner
+    def __init__(self, cluster: Cluster, owner: Json, index: int = 0, leader: str = "") -> None:
+        self.cluster, self.owner, self.index = cluster, owner, index
         self.role = labels(owner)["app.kubernetes.io/component"]
         self.spec = (template_of(owner) if owner["kind"] in WORKLOADS else owner)["spec"]
         (self.container,) = self.spec["containers"]
         number = next(cluster.numbers)
         self.address = f"{cluster.network}.{number}"
-        self.name = _name(owner, number)
+        self.leader = leader or self.address
+        self.name = _name(owner, number) + (f"-{index}" if index else "")
         self.folder = cluster.folder / f"{self.role}-{number}"
         self._paths = {mount["mountPath"]: self._place(mount) for mount in self.container["volumeMounts"]}
         self.process: subprocess.Popen[bytes] | None = None
@@ -272,9 +280,17 @@ class Pod:
             "PATH": os.environ["PATH"],
             "PYTHONPATH": str(ROOT),
         }  # where the image has installed what this checkout is
+        if self.owner["kind"] == "LeaderWorkerSet":  # its controller puts these before all others
+            size = self.owner["spec"]["leaderWorkerTemplate"]["size"]
+            found |= {
+                "LWS_LEADER_ADDRESS": self.leader,
+                "LWS_GROUP_SIZE": str(size),
+                "LWS_WORKER_INDEX": str(self.index),
+            }
         for name, source in environment(self.container).items() if "env" in self.container else ():
             if isinstance(source, str):
                 text = source.replace("0.0.0.0", self.address)  # a pod has no other
+                text = re.sub(r"\$\((\w+)\)", lambda one: found[one[1]], text)
                 found[name] = self._localized(self.cluster.resolve(text))
             elif "secretKeyRef" in source:
                 secret = self.cluster.content("Secret", source["secretKeyRef"]["name"])
@@ -283,6 +299,7 @@ class Pod:
                 fields = {
                     "metadata.name": self.name,
                     "metadata.annotations['batch.kubernetes.io/job-completion-index']": "0",
+                    "metadata.labels['leaderworkerset.sigs.k8s.io/group-index']": "0",
                     "status.podIP": self.address,
                 }
                 found[name] = fields[source["fieldRef"]["fieldPath"]]
@@ -294,4 +311,6 @@ def _name(owner: Json, number: int) -> str:
     name = str(owner["metadata"]["name"])
     if owner["kind"] == "JobSet":
         return f"{name}-{owner['spec']['replicatedJobs'][0]['name']}-0-0-{number:05}"
-    return {"StatefulSet": f"{name}-0", "Deployment": f"{name}-{number:05}"}.get(owner["kind"], name)
+    return {"StatefulSet": f"{name}-0", "LeaderWorkerSet": f"{name}-0", "Deployment": f"{name}-{number:05}"}.get(
+        owner["kind"], name
+    )

@@ -26,6 +26,7 @@ from tests.chart import (
     Release,
     environment,
     labels,
+    merged,
     play,
     play_all,
     refusal,
@@ -34,7 +35,7 @@ from tests.chart import (
     values,
 )
 from tests.conftest import need, need_module
-from tests.fake_kubernetes import EXTERNAL_METRICS, JOB_SET, KEDA, OPERATOR
+from tests.fake_kubernetes import EXTERNAL_METRICS, JOB_SET, KEDA, LEADER_WORKER_SET, OPERATOR
 
 EVERYTHING: Json = {
     "executor": {"enabled": True, "runtimeClassName": "gvisor"},
@@ -62,8 +63,12 @@ CASES: Mapping[str, Json] = {
     "defaults": values(),
     **{path.stem: values(path.stem) for path in sorted(EXAMPLES.glob("*.yaml"))},
     "everything": values("two-pools", **EVERYTHING),
+    "two-nodes-per-engine": values(
+        "two-nodes-per-engine",
+        run={"config": values()["run"]["config"] + "\n[rollout.vllm]\ntensor_parallel_size = 16\n"},
+    ),
 }
-NEEDS_KEDA = ("two-pools", "everything")
+NEEDS_CRDS = ("two-pools", "everything", "two-nodes-per-engine")
 GPU = "nvidia.com/gpu"
 Kinds = Mapping[str, Mapping[str, str]]
 
@@ -79,7 +84,7 @@ def matrix(_tools: None) -> Mapping[tuple[str, int, bool], Release]:
     """Every case on the oldest and the newest cluster, with the CRDs and, where the case allows it, without."""
     found: dict[tuple[str, int, bool], Release] = {}
     for version, crds in itertools.product((OLDEST, NEWEST), (True, False)):
-        names = [name for name in CASES if crds or name not in NEEDS_KEDA]
+        names = [name for name in CASES if crds or name not in NEEDS_CRDS]
         played = play_all([[CASES[name]] for name in names], version=version, crds=ALL_CRDS if crds else None)
         found |= {(name, version, crds): release for name, (release,) in zip(names, played, strict=True)}
     assert not [release.error for release in found.values() if release.error]
@@ -159,6 +164,32 @@ def test_every_job_set_has_fields_of_its_crd_and_holds_a_job(
         assert replicated.keys() <= JOB_SET_FIELDS["replicatedJobs"]
         job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": one["metadata"], **replicated["template"]}
         kubernetes_validate.validate(job, f"1.{version}", strict=True)
+
+
+LEADER_WORKER_SET_FIELDS: Json = {
+    "": {"replicas", "leaderWorkerTemplate", "rolloutStrategy", "startupPolicy", "networkConfig"},
+    "leaderWorkerTemplate": {"leaderTemplate", "workerTemplate", "size", "restartPolicy", "subGroupPolicy"},
+    "rolloutStrategy": {"type", "rollingUpdateConfiguration"},
+}
+"""What the types of LeaderWorkerSet (v1) declare of the fields that the chart uses; no package has a model of it."""
+
+
+def test_every_leader_worker_set_has_fields_of_its_crd_and_holds_a_pod(
+    matrix: Mapping[tuple[str, int, bool], Release],
+) -> None:
+    import kubernetes_validate
+
+    found = [(version, one) for (_, version, _), release in matrix.items() for one in release.of("LeaderWorkerSet")]
+    assert len(found) == 2
+    for version, one in found:
+        spec = one["spec"]
+        for name, fields in LEADER_WORKER_SET_FIELDS.items():
+            assert (spec[name] if name else spec).keys() <= fields
+        rolling = spec["rolloutStrategy"]["rollingUpdateConfiguration"]
+        assert (spec["rolloutStrategy"]["type"], rolling) == ("RollingUpdate", {"maxSurge": 0, "maxUnavailable": 1})
+        pods = {"selector": {"matchLabels": labels(template_of(one))}, "template": template_of(one)}
+        as_one_that_kubernetes_knows = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": one["metadata"]}
+        kubernetes_validate.validate({**as_one_that_kubernetes_knows, "spec": pods}, f"1.{version}", strict=True)
 
 
 def test_custom_resources_are_made_only_where_their_crds_are(
@@ -483,6 +514,71 @@ def test_the_longest_name_leaves_room_for_those_of_a_job_set_s_pods(job_sets: Ma
     assert len(f"{release.workload('trainer')['metadata']['name']}-pod-0-63-x7k2p") <= 63
 
 
+# ---------------------------------------------------------------- an engine that spans pods
+
+
+def test_the_pods_of_one_replica_have_the_engine_s_gpus_between_them_and_meet_at_their_first(
+    matrix: Mapping[tuple[str, int, bool], Release],
+) -> None:
+    release = matrix["two-nodes-per-engine", NEWEST, True]
+    group = release.workload("rollout")
+    spec = group["spec"]
+    (container,) = template_of(group)["spec"]["containers"]
+    variables = environment(container)
+    assert (spec["replicas"], spec["leaderWorkerTemplate"]["size"]) == (2, 2)
+    assert spec["leaderWorkerTemplate"]["restartPolicy"] == "RecreateGroupOnPodRestart"
+    assert spec["startupPolicy"] == "LeaderCreated"  # a leader is ready only with the others
+    assert container["resources"]["limits"][GPU] == 8  # × 2 pods = tensor_parallel_size
+    assert {"name": "rendezvous", "containerPort": 29500} in container["ports"]
+    assert variables["PENSTOCK__ROLLOUT__NODES"] == "2"
+    assert variables["PENSTOCK__ROLLOUT__NODE"] == "$(LWS_WORKER_INDEX)"
+    assert variables["PENSTOCK__ROLLOUT__RENDEZVOUS"] == "$(LWS_LEADER_ADDRESS):29500"
+    index = {"fieldRef": {"fieldPath": "metadata.labels['leaderworkerset.sigs.k8s.io/group-index']"}}
+    assert variables["GROUP_INDEX"] == index
+    assert container["command"][-2:] == [
+        "--replica",
+        "demo-penstock-rollout-$(GROUP_INDEX)",
+    ]  # one name for all of them
+    assert "A replica of rollout is 2 pods" in release.notes
+    assert matrix["defaults", NEWEST, True].workload("rollout")["kind"] == "Deployment"
+
+
+def test_a_pod_of_several_gets_settings_and_a_secret_that_upgrades_keep(tmp_path: Path) -> None:
+    found = CASES["two-nodes-per-engine"]
+    given = merged(found, {"rollout": {"existingSecret": "ours"}})
+    (first, again), (other,) = play_all([[found, found], [given]], version=NEWEST, crds=ALL_CRDS)
+    config = tmp_path / "run.toml"
+    config.write_text(first.one("ConfigMap", "run")["data"]["run.toml"])
+    (container,) = template_of(first.workload("rollout"))["spec"]["containers"]
+    plain = {name: source for name, source in environment(container).items() if isinstance(source, str)}
+    says = {
+        "$(LWS_WORKER_INDEX)": "1",
+        "$(LWS_LEADER_ADDRESS):29500": "demo-penstock-rollout-0.demo-penstock-rollout.research:29500",
+    }
+    settings = load(config, environment={name: says.get(text, text) for name, text in plain.items()})
+    assert (settings.rollout.nodes, settings.rollout.node) == (2, 1)
+    assert settings.rollout.rendezvous == "demo-penstock-rollout-0.demo-penstock-rollout.research:29500"
+    assert settings.rollout.secret_file is not None
+    mounted = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    assert mounted[str(settings.rollout.secret_file.parent)] == "engine"
+    secrets = [release.one("Secret", "rollout")["stringData"]["secret"] for release in (first, again)]
+    assert secrets[0] == secrets[1]
+    assert len(secrets[0]) == 40
+    assert other.of("Secret", "rollout") == []
+    (volume,) = [one for one in template_of(other.workload("rollout"))["spec"]["volumes"] if one["name"] == "engine"]
+    assert volume["secret"] == {"secretName": "ours"}
+
+
+@pytest.mark.parametrize("crds", [KEDA, EXTERNAL_METRICS])
+def test_what_scales_replicas_scales_groups_of_pods(crds: Kinds) -> None:
+    scaling = {"rollout": {"autoscaling": {"enabled": True, "minReplicas": 1}}}
+    release = render(merged(CASES["two-nodes-per-engine"], scaling), crds={**crds, **LEADER_WORKER_SET})
+    (scaler,) = [*release.of("ScaledObject", "rollout"), *release.of("HorizontalPodAutoscaler", "rollout")]
+    target = {"apiVersion": "leaderworkerset.x-k8s.io/v1", "kind": "LeaderWorkerSet", "name": "demo-penstock-rollout"}
+    assert scaler["spec"]["scaleTargetRef"] == target
+    assert "replicas" not in release.workload("rollout")["spec"]
+
+
 # ---------------------------------------------------------------- who sets the number of replicas
 
 
@@ -535,7 +631,8 @@ def test_backlogs_of_the_run_set_the_number_of_replicas() -> None:
         ("reward", (ROLLOUTS, EVAL_ROLLOUTS), 8),
     ):
         scaled = release.one("ScaledObject", role)["spec"]
-        assert scaled["scaleTargetRef"] == {"name": f"demo-penstock-{role}"}
+        target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": f"demo-penstock-{role}"}
+        assert scaled["scaleTargetRef"] == target
         assert scaled["maxReplicaCount"] == most
         asked = [(one["metadata"]["stream"], one["metadata"]["consumerGroup"]) for one in scaled["triggers"][::2]]
         assert asked == [(Keys("demo").of(stream), stream.group) for stream in streams]
@@ -640,8 +737,19 @@ MISSING: Sequence[tuple[Json, str]] = (
     ),
     (
         values(run={"config": "[rollout.vllm]\n# tensor_parallel_size = 4\ntensor_parallel_size = 16 # all\n"}),
-        "expected an engine within one pod, found rollout.vllm.tensor_parallel_size = 16 in run.config and "
-        "rollout.gpu.count = 1: an engine cannot span pods; raise rollout.gpu.count or lower tensor_parallel_size",
+        "expected an engine within the GPUs of its pods, found rollout.vllm.tensor_parallel_size = 16 in run.config, "
+        "rollout.nodes = 1 and rollout.gpu.count = 1: raise rollout.gpu.count or rollout.nodes, or lower "
+        "tensor_parallel_size",
+    ),
+    (
+        values(rollout={"nodes": 2}),
+        "expected rollout.vllm.tensor_parallel_size to be a multiple of rollout.nodes = 2, as many GPUs in each pod, found "
+        "1 in run.config: change one of them",
+    ),
+    (
+        CASES["two-nodes-per-engine"],
+        "expected the CRD of LeaderWorkerSet for rollout.nodes = 2, found no leaderworkerset.x-k8s.io/v1 in this cluster: "
+        "install LeaderWorkerSet, or set rollout.nodes to 1",
     ),
     (
         values(trainer={"jobSet": {"enabled": True}}),

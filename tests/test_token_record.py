@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from services.rollout.engine_reports import Reports
+from services.rollout.engine_reports import Reporter, Reports
 from services.rollout.runner_tap import RunnerTap, can_listen
 from services.rollout.token_record import Finished, TokenRecord, token_logprobs
+from shared.errors import PeerError
 from tests.conftest import until
 
 CPU = torch.device("cpu")
@@ -264,9 +265,12 @@ def test_speculative_decoding_is_not_captured() -> None:
 # -------------------------------------------------------------------- reports
 
 
-@pytest.fixture
-async def reports() -> AsyncIterator[Reports]:
-    opened = Reports()
+SECRET = b"only the two of us know"
+
+
+@pytest.fixture(params=["within a host", "between hosts"])
+async def reports(request: pytest.FixtureRequest) -> AsyncIterator[Reports]:
+    opened = Reports("127.0.0.1", SECRET) if request.param == "between hosts" else Reports()
     await opened.open()
     yield opened
     await opened.close()
@@ -279,16 +283,16 @@ class Worker:
         self.process = process
 
     @classmethod
-    async def start(cls, reports: Reports) -> "Worker":
+    async def start(cls, reports: Reports, rank: int = 0) -> "Worker":
         code = (
             "import sys, msgpack\n"
             "from services.rollout.engine_reports import Reporter\n"
-            "reporter = Reporter(sys.argv[1], 0, print)\n"
+            f"reporter = Reporter(sys.argv[1], {rank}, print, secret={reports._secret!r})\n"
             "for message in msgpack.Unpacker(sys.stdin.buffer.raw): reporter.send(lambda m=message: [m])\n"
             "import time; time.sleep(60)\n"
         )
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", code, reports.path, stdin=asyncio.subprocess.PIPE,
+            sys.executable, "-c", code, reports.address, stdin=asyncio.subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": str(Path.cwd())},
         )  # fmt: skip
         await until(lambda: process.pid in reports.pids)
@@ -326,11 +330,25 @@ async def test_a_worker_that_goes_away_is_noticed(reports: Reports) -> None:
     await worker.process.wait()
 
 
-async def test_a_worker_does_not_outlive_its_replica() -> None:
-    reports = Reports()
-    await reports.open()
+async def test_a_worker_does_not_outlive_its_replica(reports: Reports) -> None:
     worker = await Worker.start(reports)
-    assert Path(reports.path).parent.stat().st_mode & 0o077 == 0
     await reports.close()
     assert await asyncio.wait_for(worker.process.wait(), 10) == 1
-    assert not Path(reports.path).parent.exists()
+
+
+async def test_a_worker_that_does_not_know_the_secret_is_told_which_setting_to_change() -> None:
+    reports = Reports("127.0.0.1", SECRET)
+    await reports.open()
+    with pytest.raises(PeerError, match=r"let rank 1 in, found: it refused: rollout\.secret_file must hold the same"):
+        await asyncio.to_thread(Reporter, reports.address, 1, print, secret=b"something else entirely")
+    assert not reports.died.done()
+    await reports.close()
+
+
+async def test_within_a_host_only_the_owner_may_connect() -> None:
+    reports = Reports()
+    await reports.open()
+    folder = Path(reports.address.removeprefix("unix:")).parent
+    assert folder.stat().st_mode & 0o077 == 0
+    await reports.close()
+    assert not folder.exists()

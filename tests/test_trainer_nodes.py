@@ -92,10 +92,18 @@ def test_several_hosts_need_a_place_to_meet(tmp_path: Path) -> None:
         load(config)
 
 
-def test_up_starts_one_host(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[trainer]\nnodes = 2\nrendezvous = "a:1"\n',
+        '[rollout]\nnodes = 2\nrendezvous = "a:1"\nsecret_file = "s"\nvllm.tensor_parallel_size = 2\n',
+    ],
+)
+def test_up_starts_one_host(tmp_path: Path, text: str) -> None:
     config = tmp_path / "run.toml"
-    config.write_text('[trainer]\nnodes = 2\nrendezvous = "a:1"\n')
+    config.write_text(text)
+    name = text[1:].partition("]")[0]
     with pytest.raises(
-        SettingsError, match=r"expected trainer\.nodes = 1 with `penstock up`, which starts one host, found 2"
+        SettingsError, match=rf"expected {name}\.nodes = 1 with `penstock up`, which starts one host, found 2"
     ):
         prepare(config, None, ())

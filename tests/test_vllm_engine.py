@@ -19,8 +19,9 @@ from safetensors.torch import save_file
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 from services.rollout.engine import EngineDied, GeneratedSample, GenerationRequest
+from services.rollout.vllm_arguments import check_arguments
 from services.rollout.vllm_engine import VllmEngine
-from services.rollout.vllm_start import check_arguments, open_vllm
+from services.rollout.vllm_start import open_vllm
 from services.rollout.vllm_worker import adapter_request
 from shared.errors import PermanentError, SettingsError, WeightsError
 from shared.messages import FinishReason, Float32Array, Int32Array, PolicyRecord, PolicyVersion, Sampling
@@ -262,12 +263,12 @@ async def test_a_swap_falls_between_two_tokens_and_the_cache_stays(engine: VllmE
         (_, old), (border, new) = sample.version_spans.tolist()
         assert (old, new) == (0, 1)
         np.testing.assert_allclose(
-            sample.behavior_logprobs, _kept_cache(MODELS[0], MODELS[1], sample.token_ids, border), atol=1e-4
+            sample.behavior_logprobs, kept_cache(MODELS[0], MODELS[1], sample.token_ids, border), atol=1e-4
         )
     engine._version = PolicyVersion(1)
 
 
-def _kept_cache(old: Any, new: Any, token_ids: Int32Array, border: int) -> Float32Array:
+def kept_cache(old: Any, new: Any, token_ids: Int32Array, border: int) -> Float32Array:
     """Return the logprobs of a completion of PROMPT whose tokens from ``border`` on ``new`` drew on the cache of ``old``."""
     ids = torch.tensor([[*PROMPT.tolist(), *token_ids.tolist()]])
     read = len(PROMPT) + border - 1
@@ -339,7 +340,7 @@ async def test_streamed_weights_that_break_in_the_middle_hold_requests_until_a_w
         (_, old), (border, new) = sample.version_spans.tolist()
         assert (old, new) == (1, 2)
         np.testing.assert_allclose(
-            sample.behavior_logprobs, _kept_cache(MODELS[1], MODELS[2], sample.token_ids, border), atol=1e-4
+            sample.behavior_logprobs, kept_cache(MODELS[1], MODELS[2], sample.token_ids, border), atol=1e-4
         )
     engine._version = PolicyVersion(2)
 
@@ -491,7 +492,7 @@ def _runs(pid: int) -> bool:
     [
         ({"seed": 3}, "no setting of its own.*seed"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
-        ({"nnodes": 2}, "an engine lies within one host"),
+        ({"nnodes": 2}, "change rollout.nodes"),
         ({"speculative_config": {}}, "one token a step"),
     ],
 )

@@ -1,4 +1,7 @@
-"""Start one rollout replica: ``python -m services.rollout --config run.toml --replica rollout-0``."""
+"""Start one rollout replica: ``python -m services.rollout --config run.toml --replica rollout-0``.
+
+Where its engine spans hosts (``rollout.nodes``), that is said on each with the same name; the first is the replica.
+"""
 
 import asyncio
 import importlib.util
@@ -6,7 +9,7 @@ from typing import Any
 
 from services.rollout.engine import Engine
 from services.rollout.prompts import CharacterCodec, Codec, TokenizerCodec
-from services.rollout.service import Rollout
+from services.rollout.vllm_hosts import Hosts, hosts_of
 from shared import service
 from shared.errors import SettingsError
 from shared.settings import Settings, check_plain_engine
@@ -24,20 +27,31 @@ async def open_engine(settings: Settings, replica: str, host: str) -> tuple[Engi
     Raises:
         SettingsError: there is no such model or device, or the engine cannot do what is set.
     """
-    name: str = settings.rollout.engine
-    if name == "auto":
-        name = await asyncio.to_thread(pick_engine, settings.rollout.device)
+    name = await asyncio.to_thread(choose_engine, settings)
     if name == "vllm":
         return await _open_vllm(settings, replica, host)
-    try:
-        check_plain_engine(settings, name)
-    except ValueError as error:
-        raise SettingsError(str(error)) from error
     if name == "scripted":
         from services.rollout.scripted_engine import ScriptedEngine
 
         return ScriptedEngine(seed=settings.run.seed), CharacterCodec()
     return await _open_transformers(settings, replica, host)
+
+
+def choose_engine(settings: Settings) -> str:
+    """Return what ``rollout.engine`` means on this host.
+
+    Raises:
+        SettingsError: it cannot do what is set.
+    """
+    name: str = settings.rollout.engine
+    if name == "auto":
+        name = pick_engine(settings.rollout.device)
+    if name != "vllm":
+        try:
+            check_plain_engine(settings, name)
+        except ValueError as error:
+            raise SettingsError(str(error)) from error
+    return name
 
 
 def pick_engine(device: str) -> str:
@@ -51,25 +65,14 @@ def pick_engine(device: str) -> str:
 
 async def _open_vllm(settings: Settings, replica: str, host: str) -> tuple[Engine, Codec]:
     from services.rollout.models import open_tokenizer
-    from services.rollout.trial import seed_of
     from services.rollout.vllm_start import open_vllm
 
-    vllm, weights = settings.rollout.vllm, settings.weights
+    weights = settings.weights
     tokenizer = await asyncio.to_thread(open_tokenizer, settings.policy)
     engine = await open_vllm(
-        settings.policy.model,
-        dtype=settings.policy.dtype,
-        seed=seed_of(settings.run.seed, replica),
-        max_num_seqs=vllm.max_num_seqs or settings.rollout.max_groups * settings.sampling.group_size,
+        **vllm_settings(settings, replica, hosts_of(settings.rollout, host)),
         stop=() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,),
-        trust_remote_code=settings.policy.trust_remote_code,
-        tensor_parallel_size=vllm.tensor_parallel_size,
-        gpu_memory_utilization=vllm.gpu_memory_utilization,
-        max_model_len=vllm.max_model_len,
-        enforce_eager=vllm.enforce_eager,
-        enable_prefix_caching=vllm.enable_prefix_caching,
-        logprobs=vllm.logprobs,
-        arguments=vllm_arguments(settings),
+        logprobs=settings.rollout.vllm.logprobs,
         kv=weights.kv,
         update=weights.update,
         shadow=weights.shadow,
@@ -77,6 +80,27 @@ async def _open_vllm(settings: Settings, replica: str, host: str) -> tuple[Engin
         deadline_s=weights.deadline_s,
     )
     return engine, TokenizerCodec(tokenizer, engine)
+
+
+def vllm_settings(settings: Settings, replica: str, hosts: Hosts | None) -> dict[str, Any]:
+    """Return what every host of ``replica`` starts vLLM with: arguments of :func:`services.rollout.vllm_arguments.gather`."""
+    from services.rollout.trial import seed_of
+
+    vllm = settings.rollout.vllm
+    return {
+        "model": settings.policy.model,
+        "dtype": settings.policy.dtype,
+        "seed": seed_of(settings.run.seed, replica),
+        "max_num_seqs": vllm.max_num_seqs or settings.rollout.max_groups * settings.sampling.group_size,
+        "trust_remote_code": settings.policy.trust_remote_code,
+        "tensor_parallel_size": vllm.tensor_parallel_size,
+        "gpu_memory_utilization": vllm.gpu_memory_utilization,
+        "max_model_len": vllm.max_model_len,
+        "enforce_eager": vllm.enforce_eager,
+        "enable_prefix_caching": vllm.enable_prefix_caching,
+        "arguments": vllm_arguments(settings),
+        "hosts": hosts,
+    }
 
 
 def vllm_arguments(settings: Settings) -> dict[str, Any]:
@@ -111,6 +135,11 @@ async def _open_transformers(settings: Settings, replica: str, host: str) -> tup
 
 async def run(settings: Settings, replica: str) -> None:
     """Serve until SIGTERM."""
+    if settings.rollout.node:
+        await _hold_workers(settings, replica)
+        return
+    from services.rollout.service import Rollout
+
     async with service.serve(settings, "rollout", replica, settings.rollout.metrics_port) as context:
         from shared.weights.puller import Puller
 
@@ -131,6 +160,16 @@ async def run(settings: Settings, replica: str) -> None:
             taking=context.cordon.taking,
         )
         await rollout.run(context.stop, settings.telemetry.heartbeat_s)
+
+
+async def _hold_workers(settings: Settings, replica: str) -> None:
+    from services.rollout.vllm_arguments import gather
+    from services.rollout.vllm_node import hold_workers
+
+    choose_engine(settings)
+    hosts = hosts_of(settings.rollout, service.own_host(settings))
+    assert hosts is not None  # rollout.node < rollout.nodes
+    await hold_workers(settings, gather(**vllm_settings(settings, replica, hosts)), hosts)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,32 @@
-"""One Unix socket between a replica and the workers of its engine: rows of finished requests, stagings, and death.
+"""One socket between a replica and the workers of its engine: rows of finished requests, stagings, and death.
 
 ::
 
-    worker (each rank)   Reporter ──▶ hello, row, staged     length-prefixed msgpack, one writer thread
-                                  ◀── stage, abort           a reader thread: no step of the model is waited for
+    worker (each rank)   Reporter ◀── challenge             length-prefixed msgpack
+                                  ──▶ hello                 with a proof that it knows the secret
+                                  ◀── welcome
+                                  ──▶ row, staged           one writer thread
+                                  ◀── stage, abort          a reader thread: no step of the model is waited for
     rollout process      Reports  ──▶ per request: logprobs and versions; per staging: ok or an error of each rank
 
-The socket lies in a folder that only its owner may enter. It is also how each side learns that the other is gone: a worker
-whose replica died ends itself at once, and a replica whose worker died is told before vLLM notices.
+Within one host it is a Unix socket in a folder that only its owner may enter. Where the engine spans hosts it is a TCP port,
+which takes nothing from a connection that has not answered its challenge: HMAC-SHA256 of it and of the rank under the secret
+(``rollout.secret_file``). What is said after that is not encrypted, as vLLM's own traffic between hosts is not.
+
+The socket is also how each side learns that the other is gone: a worker whose replica died ends itself at once, and a replica
+whose worker died is told before vLLM notices; a host that vanishes without a word is missed after ``_SILENT_S``.
 """
 
 import asyncio
 import contextlib
 import dataclasses
+import hashlib
+import hmac
+import logging
 import os
 import queue
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -24,16 +35,22 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgpack
 import numpy as np
 
+from shared.errors import PeerError
 from shared.messages import Float32Array
 
+log = logging.getLogger(__name__)
+
 _LENGTH = struct.Struct("<I")
-_PEER = struct.Struct("=i8x")
 _LARGEST_BYTES = 64 << 20
+_STRANGER_BYTES, _STRANGERS = 4096, 64
+"""What a connection may say before it has proved itself, and how many such there may be."""
+_GREETING_S = 10.0
+_SILENT_S = 15
 _CHILD = re.compile(r"(?:(\d+)_)?(g\d+)(?:-.*)?")
 
 Message = dict[str, Any]
@@ -48,16 +65,44 @@ class Row:
 
 
 class Reporter:
-    """A worker's end. ``obey`` gets what the replica tells, in a thread. Ends this process when the replica goes away."""
+    """A worker's end. ``obey`` gets what the replica tells, in a thread. Ends this process when the replica goes away.
 
-    def __init__(self, path: str, rank: int, obey: Callable[[Message], None]) -> None:
+    Args:
+        address: :attr:`Reports.address`.
+        secret: that of the replica; none within one host.
+        beside: whether the replica runs on this host, so that the process that started this one ends with it too.
+
+    Raises:
+        PeerError: the replica cannot be reached, or does not let this worker in.
+    """
+
+    def __init__(
+        self, address: str, rank: int, obey: Callable[[Message], None], *, secret: bytes = b"", beside: bool = True
+    ) -> None:
         self._obey = obey
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.connect(path)
+        self._beside = beside
+        try:
+            self._socket = _connect(address)
+            self._stream = self._socket.makefile("rb")
+            self._replica = self._greet(rank, secret)
+            self._socket.settimeout(None)
+        except OSError as error:
+            raise PeerError(f"expected the replica at {address} to let rank {rank} in, found: {error}") from error
         self._waiting: queue.SimpleQueue[Callable[[], Iterable[Message]]] = queue.SimpleQueue()
-        self.send(lambda: [{"kind": "hello", "rank": rank, "pids": [os.getpid(), os.getppid()]}])
         threading.Thread(target=self._write, name="reports", daemon=True).start()
         threading.Thread(target=self._watch, name="replica watch", daemon=True).start()
+
+    def _greet(self, rank: int, secret: bytes) -> int:
+        """Prove that this is a worker of the replica; return the replica's process."""
+        challenge = _read(self._stream)
+        if challenge is None:
+            raise OSError("it hung up")
+        pids = [os.getpid(), os.getppid()] if self._beside else []
+        proof = prove(secret, challenge["nonce"], rank)
+        self._socket.sendall(_packed({"kind": "hello", "rank": rank, "pids": pids, "proof": proof}))
+        if _read(self._stream) is None:
+            raise OSError("it refused: rollout.secret_file must hold the same secret on every host")
+        return int(challenge["pid"])
 
     def send(self, messages: Callable[[], Iterable[Message]]) -> None:
         """Send what ``messages`` returns; it is called in the writer's thread, where it may wait for a device."""
@@ -67,39 +112,82 @@ class Reporter:
         with contextlib.suppress(OSError):  # the replica is gone: _watch ends the process
             while True:
                 for message in self._waiting.get()():
-                    data = msgpack.packb(message)
-                    self._socket.sendall(_LENGTH.pack(len(data)) + data)
+                    self._socket.sendall(_packed(message))
 
     def _watch(self) -> None:
         """Obey until the replica's end; then end the process that started this one, if that is not the replica, and this."""
-        parent, replica = os.getppid(), _peer(self._socket)
-        with contextlib.suppress(OSError), self._socket.makefile("rb") as stream:
-            while len(head := stream.read(_LENGTH.size)) == _LENGTH.size:
-                (length,) = _LENGTH.unpack(head)
-                if len(data := stream.read(length)) == length:
-                    self._obey(msgpack.unpackb(data))
-        if parent not in (replica, 1) and parent == os.getppid():
+        parent = os.getppid()
+        with contextlib.suppress(OSError):
+            while (told := _read(self._stream)) is not None:
+                self._obey(told)
+        if self._beside and parent not in (self._replica, 1) and parent == os.getppid():
             with contextlib.suppress(OSError):
                 os.kill(parent, signal.SIGKILL)
         os._exit(1)
 
 
-def _peer(connection: socket.socket) -> int:
-    """Return the process at the other end of a Unix socket."""
-    (pid,) = _PEER.unpack_from(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-    return int(pid)
+def prove(secret: bytes, nonce: bytes, rank: int) -> bytes:
+    """Return what rank ``rank`` answers the challenge ``nonce``: HMAC-SHA256 under ``secret``."""
+    return hmac.digest(secret, nonce + _LENGTH.pack(rank), hashlib.sha256)
+
+
+def _packed(message: Message) -> bytes:
+    data: bytes = msgpack.packb(message)
+    return _LENGTH.pack(len(data)) + data
+
+
+def _read(stream: BinaryIO) -> Message | None:
+    """Return the next message; None at the end of the stream."""
+    head = stream.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack(head)
+    data = stream.read(length)
+    return msgpack.unpackb(data) if len(data) == length else None
+
+
+def _connect(address: str) -> socket.socket:
+    if address.startswith("unix:"):
+        found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        found.settimeout(_GREETING_S)
+        found.connect(address.removeprefix("unix:"))
+        return found
+    host, _, port = address.rpartition(":")
+    found = socket.create_connection((host, int(port)), _GREETING_S)
+    _keep_alive(found)
+    return found
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """Send at once, and break a TCP connection whose other host says nothing for ``_SILENT_S`` seconds."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, _SILENT_S // 3),
+        (socket.TCP_KEEPINTVL, _SILENT_S // 3),
+        (socket.TCP_KEEPCNT, 2),
+        (socket.TCP_USER_TIMEOUT, 1000 * _SILENT_S),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class Reports:
-    """The replica's end."""
+    """The replica's end.
 
-    def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="penstock-engine-"))
-        self.path = str(self._folder / "reports")
+    Args:
+        host: where to listen for workers of other hosts too; "": all are on this one.
+        secret: what they must know.
+    """
+
+    def __init__(self, host: str = "", secret: bytes = b"") -> None:
+        self.address = ""
+        """Where workers report, once this is open: ``unix:/path`` or ``host:port``."""
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done, with what is known of it, once a worker has gone away."""
         self.pids: set[int] = set()
-        """Processes of the engine: those of the workers, and the one that started them."""
+        """Processes of the engine on this host: those of the workers, and the one that started them."""
+        self._host, self._secret = host, secret
+        self._folder: Path | None = None
         self._rows: dict[str, dict[int, Row]] = {}
         self._stagings: dict[int, dict[int, tuple[str, float]]] = {}
         self._changed = asyncio.Condition()
@@ -110,13 +198,20 @@ class Reports:
 
     async def open(self) -> None:
         """Listen."""
-        self._server = await asyncio.start_unix_server(self._serve, self.path)
+        if self._host:
+            self._server = await asyncio.start_server(self._serve, self._host, 0)
+            self.address = f"{self._host}:{self._server.sockets[0].getsockname()[1]}"
+            return
+        self._folder = Path(tempfile.mkdtemp(prefix="penstock-engine-"))
+        path = str(self._folder / "reports")
+        self._server = await asyncio.start_unix_server(self._serve, path)
+        self.address = f"unix:{path}"
 
     def tell(self, message: Message) -> None:
         """Send ``message`` to every worker."""
-        data = msgpack.packb(message)
+        data = _packed(message)
         for writer in self._writers:
-            writer.write(_LENGTH.pack(len(data)) + data)
+            writer.write(data)
 
     def expect(self, request: str) -> None:
         """Keep the rows of ``request`` (of the form ``g<number>``) from now on; those of others are dropped."""
@@ -150,38 +245,61 @@ class Reports:
         if self._server is not None:
             self._server.close()
         self.died.cancel()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._readers.add(task)
         task.add_done_callback(self._readers.discard)
-        self._writers.add(writer)
-        rank = -1
         try:
-            while True:
-                (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-                if length > _LARGEST_BYTES:
-                    raise OSError(f"a message of {length} bytes")
-                message = msgpack.unpackb(await reader.readexactly(length))
-                rank = message["rank"] if message["kind"] == "hello" else rank
-                await self._note(message)
-        except (OSError, asyncio.IncompleteReadError) as error:
-            if not self._closed and not self.died.done():
-                self.died.set_result(f"worker {rank} went away: {error}")
+            rank = await self._welcome(reader, writer)
+            if rank is not None:
+                await self._listen(rank, reader)
         except asyncio.CancelledError:
             pass
         finally:
             self._writers.discard(writer)
             writer.close()
 
-    async def _note(self, message: Message) -> None:
-        if message["kind"] == "hello":
-            self.pids.update(set(message["pids"]) - {os.getpid()})
-            return
+    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int | None:
+        """Let a worker in and return its rank; None for anybody else."""
+        if len(self._readers) - len(self._writers) > _STRANGERS:
+            return None
+        nonce = secrets.token_bytes(32)
+        try:
+            writer.write(_packed({"kind": "challenge", "nonce": nonce, "pid": os.getpid()}))
+            async with asyncio.timeout(_GREETING_S):
+                hello = await _next(reader, _STRANGER_BYTES)
+            rank, pids = int(hello["rank"]), set(map(int, hello["pids"]))
+            proven = hmac.compare_digest(memoryview(hello["proof"]), prove(self._secret, nonce, rank))
+        except (OSError, EOFError, TimeoutError, LookupError, TypeError, ValueError, struct.error) as error:
+            log.warning("a connection was refused that is no worker's", extra={"found": repr(error)})
+            return None
+        if not proven:
+            log.warning(
+                "a worker was refused: it does not know the secret in rollout.secret_file", extra={"rank": rank}
+            )
+            return None
+        if self._host:
+            _keep_alive(writer.get_extra_info("socket"))
+        self.pids.update(pids - {os.getpid()})
+        writer.write(_packed({"kind": "welcome"}))
+        self._writers.add(writer)
+        return rank
+
+    async def _listen(self, rank: int, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                await self._note(rank, await _next(reader, _LARGEST_BYTES))
+        except (OSError, EOFError) as error:
+            if not self._closed and not self.died.done():
+                self.died.set_result(f"worker {rank} went away: {error}")
+
+    async def _note(self, rank: int, message: Message) -> None:
         if message["kind"] == "staged":
-            self._stagings.setdefault(message["staging"], {})[message["rank"]] = (message["error"], message["seconds"])
+            self._stagings.setdefault(message["staging"], {})[rank] = (message["error"], message["seconds"])
         elif not self._keep(message):
             return
         async with self._changed:
@@ -196,3 +314,12 @@ class Reports:
         versions = tuple((int(first), int(version)) for first, version in message["versions"])
         self._rows[found[2]][int(found[1] or 0)] = Row(logprobs, versions)
         return True
+
+
+async def _next(reader: asyncio.StreamReader, largest_bytes: int) -> Message:
+    """Return the next message; raises OSError or EOFError where there is none, or it is too long."""
+    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    if length > largest_bytes:
+        raise OSError(f"a message of {length} bytes")
+    message: Message = msgpack.unpackb(await reader.readexactly(length))
+    return message

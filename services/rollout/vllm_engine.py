@@ -105,9 +105,9 @@ class VllmEngine:
         self._adapter: Any = None
         self._swapping = asyncio.Lock()
         self.torn = False
+        """Whether a swap failed in the middle: requests are held until another one is whole."""
         self.receive_s = 0.0
         """Seconds that the workers took for the newest staging, from the first wait for the shadow to verified bytes."""
-        """Whether a swap failed in the middle: requests are held until another one is whole."""
         self.ranks = len(workers)
         uuids = tuple(str(worker["gpu_uuid"]) for worker in workers if worker["gpu_uuid"])
         self.place = Place(device="cuda" if uuids else "cpu", gpu_uuids=uuids, boot_id=boot_id())

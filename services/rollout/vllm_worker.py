@@ -15,10 +15,13 @@ replica's socket instead: ``stage`` (a thread receives into the shadow, its end 
 """
 
 import logging
+import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,8 +29,10 @@ import torch
 from services.rollout.engine_reports import Message, Reporter
 from services.rollout.runner_tap import RunnerTap, can_listen
 from services.rollout.token_record import Finished, TokenRecord
+from services.rollout.vllm_hosts import read_secret
 from services.rollout.weight_swap import WeightSwapper
-from shared.errors import WeightsError
+from shared.errors import PeerError, SettingsError, WeightsError
+from shared.parent import die_with
 from shared.weights.flat import FlatSnapshot
 from shared.weights.offer import Offer
 from shared.weights.place import plain_uuid
@@ -46,17 +51,29 @@ class PolicyWorker:
 
     Args:
         worker: of vLLM, its model loaded.
-        path: of the replica's socket.
+        reporting: where the replica listens, and the file with the secret that it asks for, if it does.
         capture: keep logprobs on the device; otherwise tokens are only counted.
         peers: (host, port, deadline in seconds) of the source that rank 0 opens for other replicas; empty host: none.
     """
 
-    def __init__(self, worker: Any, path: str, capture: bool, peers: tuple[str, int, float]) -> None:
+    def __init__(self, worker: Any, reporting: tuple[str, str], capture: bool, peers: tuple[str, int, float]) -> None:
         self._device: torch.device = worker.device
         self._rank: int = worker.rank
         self._ranks: int = worker.parallel_config.world_size
         self._model = worker.model_runner.get_model()
-        self._reporter = Reporter(path, self._rank, self._obey)
+        self._config = worker.vllm_config
+        beside = worker.parallel_config.node_rank == 0
+        # vLLM's own way to notice that a worker's parent died waits for the next step of the model, and none comes.
+        if not beside and not die_with(os.getppid(), signal.SIGKILL):
+            raise PeerError("expected the process that started this worker, found it gone")
+        address, secret_file = reporting
+        self._reporter = Reporter(
+            address,
+            self._rank,
+            self._obey,
+            secret=read_secret(Path(secret_file)) if secret_file else b"",
+            beside=beside,
+        )
         self._swapper = WeightSwapper(self._model, worker.vllm_config, self._device)
         self._receiver = Receiver(self._rank + 1, self._ranks, self._device)
         self._shadow: FlatSnapshot | None = None
@@ -76,8 +93,11 @@ class PolicyWorker:
     def describe(self) -> dict[str, Any]:
         """Return what the replica must know of this rank. ``policy_bytes`` are those of the whole policy, roughly."""
         on_gpu = self._device.type == "cuda"
+        model = self._config.model_config
         return {
+            "error": "",
             "rank": self._rank,
+            "started_with": {"model": model.model, "seed": model.seed, "dtype": str(model.dtype)},
             "device": self._device.type,
             "gpu_uuid": plain_uuid(torch.cuda.get_device_properties(self._device).uuid) if on_gpu else "",
             "free_bytes": torch.cuda.mem_get_info(self._device)[0] if on_gpu else 0,
@@ -196,11 +216,14 @@ class WorkerExtension:
 
     _policy: PolicyWorker
 
-    def penstock_open(self, path: str, capture: bool, peers: list[Any]) -> dict[str, Any]:
-        """Connect to the replica's socket at ``path`` and begin to record tokens."""
+    def penstock_open(self, reporting: list[str], capture: bool, peers: list[Any]) -> dict[str, Any]:
+        """Connect to the replica and begin to record tokens."""
         sys.setswitchinterval(_SWITCH_S)
-        host, port, deadline_s = peers
-        self._policy = PolicyWorker(self, path, capture, (host, port, deadline_s))
+        (address, secret_file), (host, port, deadline_s) = reporting, peers
+        try:
+            self._policy = PolicyWorker(self, (address, secret_file), capture, (host, port, deadline_s))
+        except (PeerError, SettingsError) as error:
+            return {"error": str(error)}
         return self._policy.describe()
 
     def penstock_swap(self, version: int) -> dict[str, Any]:

@@ -156,11 +156,12 @@ def _absolute(model: str) -> str:
 
 
 def _check(settings: Settings) -> None:
-    if settings.trainer.nodes > 1:
-        raise SettingsError(
-            f"expected trainer.nodes = 1 with `penstock up`, which starts one host, found {settings.trainer.nodes}: "
-            "start the services by themselves on each host (docs/kubernetes.md), or change it"
-        )
+    for name, nodes in (("trainer.nodes", settings.trainer.nodes), ("rollout.nodes", settings.rollout.nodes)):
+        if nodes > 1:
+            raise SettingsError(
+                f"expected {name} = 1 with `penstock up`, which starts one host, found {nodes}: "
+                "start the services by themselves on each host (docs/kubernetes.md), or change it"
+            )
     check_source("policy.model", settings.policy.model, ("config.json",))
     if settings.policy.tokenizer:
         check_source("policy.tokenizer", settings.policy.tokenizer, ("tokenizer_config.json",))

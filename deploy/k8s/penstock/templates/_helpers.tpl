@@ -95,6 +95,21 @@ look it up and makes a new one each time: there, use secrets of your own. */}}
 {{- if and $known (ne $wanted "false") -}}yes{{- end -}}
 {{- end -}}
 
+{{/* "yes" where a replica of rollout is several pods, whose engine spans them. */}}
+{{- define "penstock.leaderWorkerSet" -}}
+{{- $nodes := int .Values.rollout.nodes -}}
+{{- if gt $nodes 1 -}}
+{{- if not (.Capabilities.APIVersions.Has "leaderworkerset.x-k8s.io/v1") -}}
+{{- fail (printf "expected the CRD of LeaderWorkerSet for rollout.nodes = %d, found no leaderworkerset.x-k8s.io/v1 in this cluster: install LeaderWorkerSet, or set rollout.nodes to 1" $nodes) -}}
+{{- end -}}
+yes
+{{- end -}}
+{{- end -}}
+
+{{- define "penstock.rolloutSecret" -}}
+{{- default (include "penstock.name" (dict "root" . "role" "rollout")) .Values.rollout.existingSecret -}}
+{{- end -}}
+
 {{/* Who sets the number of replicas: "keda", "hpa", or "" where a value does: dict "root" $ "role" "rollout". */}}
 {{- define "penstock.scaler" -}}
 {{- $scaling := (index .root.Values .role).autoscaling -}}

@@ -78,6 +78,8 @@ spec:
 {{- define "penstock.command" -}}
 {{- if eq .role "executor" -}}
 ["python", "-m", "services.reward.executor", "--config", "/etc/penstock/run.toml"]
+{{- else if and (eq .role "rollout") (include "penstock.leaderWorkerSet" .root) -}}
+["python", "-m", "services.rollout", "--config", "/etc/penstock/run.toml", "--replica", "{{ include "penstock.name" . }}-$(GROUP_INDEX)"]
 {{- else if hasKey . "jobSet" -}}
 ["python", "-m", "services.{{ .role }}", "--config", "/etc/penstock/run.toml", "--replica", "{{ .role }}-$(JOB_INDEX)"]
 {{- else -}}
@@ -114,6 +116,14 @@ spec:
 {{- end }}
 {{- if and (eq .role "reward") $values.executor.enabled }}
 - {name: PENSTOCK__REWARD__EXECUTOR__ADDRESS, value: {{ printf "%s:9500" (include "penstock.name" (dict "root" .root "role" "executor")) }}}
+{{- end }}
+{{- if and (eq .role "rollout") (include "penstock.leaderWorkerSet" .root) }}
+# LeaderWorkerSet puts the variables that these refer to before all others.
+- {name: GROUP_INDEX, valueFrom: {fieldRef: {fieldPath: "metadata.labels['leaderworkerset.sigs.k8s.io/group-index']"}}}
+- {name: PENSTOCK__ROLLOUT__NODES, value: {{ $values.rollout.nodes | quote }}}
+- {name: PENSTOCK__ROLLOUT__NODE, value: $(LWS_WORKER_INDEX)}
+- {name: PENSTOCK__ROLLOUT__RENDEZVOUS, value: "$(LWS_LEADER_ADDRESS):29500"}
+- {name: PENSTOCK__ROLLOUT__SECRET_FILE, value: /etc/penstock/rollout/secret}
 {{- end }}
 {{- if eq .role "trainer" }}
 {{- include "penstock.storeEnvironment" .root }}
@@ -156,7 +166,7 @@ spec:
 {{- if eq .role "executor" }}
 - {name: jobs, containerPort: 9500}
 {{- end }}
-{{- if and (eq .role "trainer") (gt (int .root.Values.trainer.nodes) 1) }}
+{{- if and (has .role (list "trainer" "rollout")) (gt (int (index .root.Values .role).nodes) 1) }}
 - {name: rendezvous, containerPort: 29500}
 {{- end }}
 {{- end -}}
@@ -198,6 +208,9 @@ limits:
 {{- if eq .role "coordinator" }}
 - {name: api, mountPath: /etc/penstock/api, readOnly: true}
 {{- end }}
+{{- if and (eq .role "rollout") (include "penstock.leaderWorkerSet" .root) }}
+- {name: engine, mountPath: /etc/penstock/rollout, readOnly: true}
+{{- end }}
 {{- if has .role (list "coordinator" "trainer" "rollout") }}
 - {name: runs, mountPath: /var/penstock/runs{{ if eq .role "rollout" }}, readOnly: true{{ end }}}
 {{- end }}
@@ -224,6 +237,10 @@ limits:
 {{- if eq .role "coordinator" }}
 - name: api
   secret: {secretName: {{ include "penstock.apiSecret" .root }}}
+{{- end }}
+{{- if and (eq .role "rollout") (include "penstock.leaderWorkerSet" .root) }}
+- name: engine
+  secret: {secretName: {{ include "penstock.rolloutSecret" .root }}}
 {{- end }}
 {{- if has .role (list "coordinator" "trainer" "rollout") }}
 {{ include "penstock.runsVolume" .root }}
