@@ -53,7 +53,10 @@ storm: install-dev
 quick: install-dev
 	$(PYTEST) -m "not slow" $(ARGS)
 
-check: lint types imports test
+# What looks at the code alone goes side by side.
+check: install-dev
+	@$(MAKE) --no-print-directory -j 2 lint types imports
+	@$(MAKE) --no-print-directory test
 
 lint: install-dev
 	$(VENV_PYTHON) -m ruff check .
