@@ -20,6 +20,10 @@ from shared.bus import Bus
 if TYPE_CHECKING:
     from tests.object_storage import Storage
 
+# Threads that wait for one another by spinning take the cores from the processes of the tests beside.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 PATIENCE_S = 180.0
 """How long anything may take on a machine that does much else. A wait ends with its condition, so it costs nothing."""
 

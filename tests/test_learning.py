@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.timeout(900)
+
 ROOT = Path(__file__).parent.parent
 POLICY = ROOT / "examples" / "arithmetic" / "policy"
 ALONE = "--rollout.replicas=1"
@@ -26,7 +28,7 @@ async def run(folder: Path, run_id: str, *flags: str) -> Path:
     command = [sys.executable, "-m", "services", "up", "config/arithmetic.toml", "--run.steps=25"]
     command += [f"--run.id={run_id}", f"--run.folder={folder}", "--evaluation.every_steps=1000", *flags]
     done = await asyncio.to_thread(
-        subprocess.run, command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False
+        subprocess.run, command, cwd=ROOT, capture_output=True, text=True, timeout=800, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / run_id
@@ -38,13 +40,17 @@ def probability_of_answers(policy: Path) -> float:
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(policy), AutoTokenizer.from_pretrained(policy)
     rows = [json.loads(line) for line in (ROOT / "examples/arithmetic/heldout.jsonl").read_text().splitlines()]
-    total = 0.0
+    of_lengths: dict[tuple[int, int], list[list[int]]] = {}
     for row in rows:
-        prompt = tokenizer(row["prompt"])["input_ids"]
-        answer = torch.tensor([*tokenizer(row["answer"])["input_ids"], tokenizer.eos_token_id])
+        prompt, answer = tokenizer(row["prompt"])["input_ids"], tokenizer(row["answer"])["input_ids"]
+        tokens = [*prompt, *answer, tokenizer.eos_token_id]
+        of_lengths.setdefault((len(prompt), len(tokens)), []).append(tokens)
+    total = 0.0
+    for (begin, _), together in of_lengths.items():
+        tokens_BT = torch.tensor(together)
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
-        total += float(torch.log_softmax(logits, -1).gather(-1, answer[:, None]).sum().exp())
+            logprobs_BTV = torch.log_softmax(model(input_ids=tokens_BT).logits[:, begin - 1 : -1], -1)
+        total += float(logprobs_BTV.gather(-1, tokens_BT[:, begin:, None]).sum((1, 2)).exp().sum())
     return total / len(rows)
 
 
