@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     allowed_s: dict[Path, float] = {}
     for item in items:
         slow, limit = item.get_closest_marker("slow"), item.get_closest_marker("timeout")
-        if slow is not None:
+        if slow is not None or limit is not None:
             allowed_s[item.path] = allowed_s.get(item.path, 0.0) + (600.0 if limit is None else limit.args[0])
     items.sort(key=lambda item: -allowed_s.get(item.path, 0.0))
 
