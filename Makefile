@@ -2,14 +2,18 @@
 #
 # Settings: PYTHON=python3.12   which Python makes .venv
 #           CONFIG=my-run.toml  what `make up` runs;  ARGS='--run.steps 20' is added to up, demo and pytest
+#           WORKERS=4           how many processes share the tests (2; 0: this one alone, for a debugger)
 
 PYTHON ?= python3
 CONFIG ?= config/arithmetic.toml
 ARGS ?=
+WORKERS ?= 2
 export PYTHON
 
 # Called by module, not by script: a script's first line cannot hold a path with a space.
 VENV_PYTHON := .venv/bin/python
+# A file's tests stay in one process, in their order; files are taken in that of tests/conftest.py, the longest first.
+PYTEST := $(VENV_PYTHON) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo up test faults storm quick check lint format types imports openapi dashboards clean install install-dev
 
@@ -37,7 +41,7 @@ up: install
 	@$(VENV_PYTHON) -m services up "$(CONFIG)" $(ARGS)
 
 test: install-dev
-	$(VENV_PYTHON) -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 # Minutes of the alert rules last about a second there: what a busy machine held up is tried once more, on a run of its own.
 faults: install-dev
@@ -47,9 +51,12 @@ storm: install-dev
 	$(VENV_PYTHON) -m benchmarks.storm --seconds 1800 $(ARGS)
 
 quick: install-dev
-	$(VENV_PYTHON) -m pytest -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
-check: lint types imports test
+# What looks at the code alone goes side by side.
+check: install-dev
+	@$(MAKE) --no-print-directory -j 2 lint types imports
+	@$(MAKE) --no-print-directory test
 
 lint: install-dev
 	$(VENV_PYTHON) -m ruff check .

@@ -20,6 +20,23 @@ from shared.bus import Bus
 if TYPE_CHECKING:
     from tests.object_storage import Storage
 
+# Threads that wait for one another by spinning take the cores from the processes of the tests beside.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+PATIENCE_S = 180.0
+"""How long anything may take on a machine that does much else. A wait ends with its condition, so it costs nothing."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let the files that may take longest begin first, so that two processes that share the files end together."""
+    allowed_s: dict[Path, float] = {}
+    for item in items:
+        slow, limit = item.get_closest_marker("slow"), item.get_closest_marker("timeout")
+        if slow is not None or limit is not None:
+            allowed_s[item.path] = allowed_s.get(item.path, 0.0) + (600.0 if limit is None else limit.args[0])
+    items.sort(key=lambda item: -allowed_s.get(item.path, 0.0))
+
 
 class Server:
     """A Valkey process that a test may kill and start again on the same data."""
@@ -90,8 +107,9 @@ def need_module(name: str, package: str) -> None:
         pytest.skip(reason)
 
 
-async def until(condition: object, timeout_s: float = 10.0) -> None:
-    """Wait until ``condition()`` (sync or async) is true."""
+async def until(condition: object, timeout_s: float = PATIENCE_S) -> None:
+    """Wait until ``condition()`` (sync or async) is true; what takes long is looked at less often."""
+    pause_s = 0.01
     async with asyncio.timeout(timeout_s):
         while True:
             found = condition()  # type: ignore[operator]
@@ -99,7 +117,8 @@ async def until(condition: object, timeout_s: float = 10.0) -> None:
                 found = await found
             if found:
                 return
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(pause_s)
+            pause_s = min(1.02 * pause_s, 0.1)
 
 
 @pytest.fixture(scope="module")

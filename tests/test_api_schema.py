@@ -42,7 +42,7 @@ async def url(server: Server, tmp_path: Path) -> AsyncIterator[str]:
     process = subprocess.Popen(command, cwd=ROOT, stderr=(tmp_path / "log").open("w"))
     announced, leave = tmp_path / "runs" / run_id / "coordinator.json", asyncio.Event()
     try:
-        await until(lambda: announced.exists() or process.poll() is not None, timeout_s=60.0)
+        await until(lambda: announced.exists() or process.poll() is not None)
         await Trainer(bus).start()
         await Ledger(bus).set_checkpoint(PolicyVersion(0), "/checkpoints/step-000000")
         await bury(bus, 3)
@@ -66,7 +66,7 @@ async def bury(bus: Bus, count: int) -> None:
         await bus.bury(delivery, "poison")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_schemathesis_finds_nothing(url: str, tmp_path: Path) -> None:
     need_module("schemathesis", "schemathesis")
     command = [

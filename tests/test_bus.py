@@ -324,7 +324,7 @@ async def test_a_run_lives_in_one_slot_of_a_cluster(tmp_path: Path) -> None:
         single = connection.open_client(f"redis://127.0.0.1:{port}/0")
         await until(lambda: _answers(single))
         await single.execute_command("CLUSTER", "ADDSLOTSRANGE", "0", "16383")
-        await until(lambda: _cluster_ok(single), timeout_s=30.0)
+        await until(lambda: _cluster_ok(single))
         await single.aclose()
         await _journey(f"redis+cluster://127.0.0.1:{port}")
     finally:

@@ -32,7 +32,7 @@ async def small(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
     server.start()
     bus = None
     try:
-        await until(lambda: answers(server.port), timeout_s=60.0)
+        await until(lambda: answers(server.port))
         bus = await Bus.connect(server.url, "small", wait_s=30.0)
         yield bus
     finally:
@@ -92,7 +92,7 @@ async def test_a_full_bus_still_knows_who_is_there_and_who_leads(small: Bus) -> 
     assert lease.leading
     stop = asyncio.Event()
     beating = asyncio.create_task(Presence(small, "reward", "reward-0", 0.05, Status(state="working")).run(stop))
-    await until(lambda: _is_there(small, "reward-0"), timeout_s=30.0)
+    await until(lambda: _is_there(small, "reward-0"))
     stop.set()
     await beating
     await tell(small, "test", "it happened", "all the same")
@@ -108,11 +108,11 @@ async def test_admission_waits_for_memory_says_so_and_goes_on_by_itself(small: B
     await fill(small)
     loop = asyncio.create_task(admission(small).run())
     try:
-        await until(lambda: _is_full(ledger), timeout_s=30.0)
+        await until(lambda: _is_full(ledger))
         assert (await ledger.status()).bus_full.startswith("admission waits for memory: the bus uses ")
         assert await small.length(streams.PROMPTS) == 0
         await limit(small, ROOMY)
-        await until(lambda: _holds(small, streams.PROMPTS.name, 4), timeout_s=30.0)
+        await until(lambda: _holds(small, streams.PROMPTS.name, 4))
         assert not await _is_full(ledger)
     finally:
         loop.cancel()
@@ -130,7 +130,7 @@ async def test_the_next_leader_knows_that_admission_waited(small: Bus) -> None:
     next_one = Shortage(small, ledger)
     assert not await next_one.is_over()
     await limit(small, ROOMY)
-    await until(next_one.is_over, timeout_s=30.0)
+    await until(next_one.is_over)
     assert (await ledger.status()).bus_full == ""
 
 
@@ -140,7 +140,7 @@ async def test_a_run_on_a_full_bus_says_what_it_waits_for(small: Bus, tmp_path: 
         await trainer.step()
         await fill(small)
         await trainer.step()  # what was admitted is trained
-        await until(lambda: _is_full(Ledger(small)), timeout_s=30.0)
+        await until(lambda: _is_full(Ledger(small)))
         parts.monitor.forget()
         view = await parts.monitor.view()
         assert (view.state, view.activity) == (RunState.RUNNING, "waiting for memory on the bus")

@@ -143,7 +143,7 @@ async def _passes_its_check(made: Cluster) -> None:
     check = made.pods["check"]
     check.start()
     assert check.process is not None
-    assert await asyncio.to_thread(check.process.wait, 60) == 0, check.log.read_text()
+    assert await asyncio.to_thread(check.process.wait, PATIENCE_S) == 0, check.log.read_text()
     said = json.loads(check.log.read_text().splitlines()[-1])
     assert said["run"] == "running"
     assert said["bus"].startswith("valkey 9")

@@ -256,14 +256,14 @@ async def test_a_checkpoint_counts_when_it_is_stored_and_the_journal_reaches_bac
         storage.stop()
         try:
             first = await kept.step(1)
-            await until(lambda: _told(bus, "checkpoint not stored"), timeout_s=60.0)
+            await until(lambda: _told(bus, "checkpoint not stored"))
             assert await ledger.checkpoints() == {}, "nobody relies on the folder"
             assert await steps_in_journal(bus) == [1]
         finally:
             storage.start()
-        await until(lambda: storage.whole(run_id) == [1], timeout_s=60.0)
+        await until(lambda: storage.whole(run_id) == [1])
         await kept.step(2)
-        await until(lambda: _journal_is(bus, [2]), timeout_s=60.0)
+        await until(lambda: _journal_is(bus, [2]))
     known = await ledger.checkpoints()
     assert sorted(known) == [1, 2]
     assert all(uri.startswith(f"s3://runs/team/{run_id}/checkpoints/step-00000") for uri in known.values())
@@ -277,10 +277,10 @@ async def test_older_ones_go_from_the_store_unless_the_ledger_keeps_them(
     async with keeping(bus, tmp_path, storage) as kept:
         for step in (1, 2, 3, 4):
             await kept.step(step)
-            await until(lambda step=step: _has_checkpoint(ledger, step), timeout_s=60.0)
+            await until(lambda step=step: _has_checkpoint(ledger, step))
             if step == 1:
                 await ledger.pin(V(1), pinned=True)
-        await until(lambda: storage.whole(run_id) == [1, 3, 4], timeout_s=60.0)
+        await until(lambda: storage.whole(run_id) == [1, 3, 4])
     assert await steps_in_journal(bus) == [4]
     assert sorted(await ledger.checkpoints()) == [1, 3, 4]
     assert [found.state.step for found in checkpoints.find(kept.root)] == [3, 4]
@@ -354,7 +354,7 @@ async def test_a_start_that_needs_the_store_waits_while_it_is_away(bus: Bus, tmp
     storage.stop()
     try:
         waiting = asyncio.create_task(resume_of(bus, of))
-        await until(lambda: _told(bus, "waiting for object storage"), timeout_s=30.0)
+        await until(lambda: _told(bus, "waiting for object storage"))
         assert not waiting.done()
     finally:
         storage.start()

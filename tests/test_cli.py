@@ -113,7 +113,7 @@ def penstock(*words: str, folder: Path = ROOT, **environment: str) -> subprocess
         [sys.executable, "-m", "services", *words],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=180,
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100", **environment},
     )

@@ -21,7 +21,7 @@ from shared.errors import SettingsError
 from shared.ledger import Ledger
 from shared.settings import dump
 from shared.telemetry import Presence, Status
-from tests.conftest import Server, until
+from tests.conftest import PATIENCE_S, Server, until
 from tests.coordinator_players import Trainer, make, replicas, running, settings
 
 
@@ -244,7 +244,7 @@ def launch(path: Path, *flags: str) -> "subprocess.Popen[str]":
 
 def refusal(path: Path, *flags: str) -> str:
     process = launch(path, *flags)
-    output, error = process.communicate(timeout=60)
+    output, error = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, output) == (2, "")
     assert "Traceback" not in error
     return error
@@ -255,7 +255,7 @@ async def test_a_process_serves_its_address_and_sigterm_ends_it_in_order(server:
     process = launch(path)
     announced = tmp_path / "a b" / "runs" / f"process-{os.getpid()}" / "coordinator.json"
     try:
-        await until(lambda: announced.exists() or process.poll() is not None, timeout_s=30)
+        await until(lambda: announced.exists() or process.poll() is not None)
         found = json.loads(announced.read_text())
         assert (found["pid"], found["run_id"]) == (process.pid, f"process-{os.getpid()}")
         async with httpx.AsyncClient(base_url=found["url"]) as client:
@@ -265,7 +265,7 @@ async def test_a_process_serves_its_address_and_sigterm_ends_it_in_order(server:
             metrics = await client.get(f"http://{beat['address']}/metrics")
             assert "penstock_coordinator_run_state" in metrics.text
             process.send_signal(signal.SIGTERM)
-        _, error = await asyncio.to_thread(process.communicate, timeout=20)
+        _, error = await asyncio.to_thread(process.communicate, timeout=PATIENCE_S)
         assert process.returncode == 0
         assert "Traceback" not in error
     finally:

@@ -217,7 +217,7 @@ def test_a_process_of_its_own_answers_with_json_and_a_run_that_was_moved_is_foun
     assert settings_of(moved).run_folder == moved
     command = [sys.executable, "-m", "services.trainer.export_process", str(moved), "--version", "1", "--to"]
     done = subprocess.run(
-        [*command, str(tmp_path / "out")], cwd=ROOT, capture_output=True, text=True, timeout=170, check=True
+        [*command, str(tmp_path / "out")], cwd=ROOT, capture_output=True, text=True, timeout=400, check=True
     )
     assert json.loads(done.stdout.splitlines()[-1]) == {
         "version": 1, "step": 1, "source": str(moved / "checkpoints" / "step-000001"),

@@ -102,7 +102,7 @@ async def ended(http: httpx.AsyncClient, number: int = 1) -> dict[str, Any]:
     async def over() -> bool:
         return bool((await operation(http, number))["state"] != "running")
 
-    await until(over, timeout_s=150)
+    await until(over)
     return await operation(http, number)
 
 
@@ -136,11 +136,11 @@ async def test_an_export_whose_trainer_is_killed_is_done_again_by_the_next_and_a
     assert (await http.post("/v1/policies/1/export", json={"adapter": False})).json()["id"] == 1
     command = [sys.executable, "-c", _TRAINER, server.url, bus.keys.run_id, str(run.settings.run_folder)]
     first = await asyncio.to_thread(subprocess.Popen, command, cwd=ROOT)
-    await until(lambda: processes(first.pid), timeout_s=60)
+    await until(lambda: processes(first.pid))
     (child,) = processes(first.pid)
     first.kill()
     first.wait(10)
-    await until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, timeout_s=60)
+    await until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
     async with trainer(bus, run):
         done = await ended(http)
         folder = run.settings.run_folder / "exports" / "v000001"
@@ -185,7 +185,7 @@ async def test_a_rollback_that_revokes_its_version_cancels_an_export(
         await until(processes)
         await bus.write(bus.keys.revoked, "SADD", 1)
         assert (await ended(http))["detail"] == "version 1 was revoked: a rollback left its branch"
-        await until(lambda: not processes(), timeout_s=30)
+        await until(lambda: not processes())
     assert list((run.settings.run_folder / "exports").iterdir()) == []
 
 

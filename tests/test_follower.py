@@ -52,7 +52,7 @@ class Replica:
         self.task = asyncio.ensure_future(self.follower.run())
 
     async def holds(self, number: int) -> None:
-        await until(lambda: self.task.done() or self.status.version == number, timeout_s=30)
+        await until(lambda: self.task.done() or self.status.version == number)
         if self.task.done():
             self.task.result()
 

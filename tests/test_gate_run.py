@@ -15,7 +15,7 @@ from shared.bus import Bus
 from shared.ledger import Ledger, PolicyState
 from shared.live import Live
 from shared.settings import load
-from tests.conftest import until
+from tests.conftest import PATIENCE_S, until
 
 ROOT = Path(__file__).parent.parent
 FLAGS = {
@@ -24,6 +24,7 @@ FLAGS = {
     "algorithm.groups_per_step": 8,
     "trainer.checkpoint_every_steps": 5,
     "trainer.keep_last": 10,
+    "rollout.replicas": 1,
     "evaluation.every_steps": 5,
     "evaluation.problems": 200,
     "evaluation.gate.action": "rollback",
@@ -42,7 +43,7 @@ async def run(folder: Path) -> AsyncIterator["subprocess.Popen[bytes]"]:
     finally:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(process.wait, 40)
+            await asyncio.to_thread(process.wait, PATIENCE_S)
         process.kill()
         output.close()
 
@@ -55,22 +56,20 @@ async def _of(bus: Bus, gate: str) -> list[Evaluation]:
 async def test_a_policy_that_was_ruined_is_revoked_and_the_run_goes_on_from_a_good_one(tmp_path: Path) -> None:
     table = tmp_path / "gate" / "up.json"
     async with run(tmp_path) as process:
-        await until(
-            lambda: process.poll() is not None or (table.exists() and "bus" in json.loads(table.read_text())), 60
-        )
+        await until(lambda: process.poll() is not None or (table.exists() and "bus" in json.loads(table.read_text())))
         bus = await Bus.connect(str(json.loads(table.read_text())["bus"]), "gate", wait_s=30.0)
         live = Live(bus, load(tmp_path / "gate" / "settings.toml"))
 
         async def passed_after(step: int) -> bool:
             return any(one.step > step for one in await _of(bus, "passed"))
 
-        await until(lambda: passed_after(0), 120)
+        await until(lambda: passed_after(0))
         await live.change(0, {"trainer.learning_rate": 1.0}, "a slip of the finger")
-        await until(lambda: _fell(bus), 120)
+        await until(lambda: _fell(bus))
         fell = (await _of(bus, "fell"))[0]
-        await until(lambda: _revoked(bus, fell), 60)
+        await until(lambda: _revoked(bus, fell))
         await live.change(1, {"trainer.learning_rate": 1e-5}, "put right")
-        await until(lambda: passed_after(fell.step), 120)
+        await until(lambda: passed_after(fell.step))
         best = max(await _of(bus, "passed"), key=lambda one: one.version)
         assert best.version > fell.version
         assert (best.accuracy or 0) - (fell.accuracy or 0) > 0.1

@@ -109,7 +109,7 @@ def test_a_run_is_stalled_after_its_time() -> None:
 
 
 async def _trips(parts: Coordinator, name: str) -> None:
-    await until(lambda: name in parts.guards.active, timeout_s=20)
+    await until(lambda: name in parts.guards.active)
 
 
 def _trip_count(name: str, action: str) -> float:
@@ -136,7 +136,7 @@ async def test_a_guard_that_pauses_says_why_everywhere_and_a_resumed_run_has_its
         assert [found.guard for found in (await parts.monitor.view()).guards] == ["no_signal"]
         assert _trip_count("no_signal", "pause") == before + 1
         await ledger.transition(RunState.RUNNING, "test", [RunState.PAUSED])
-        await until(lambda: not parts.guards.active, timeout_s=20)
+        await until(lambda: not parts.guards.active)
         assert (await ledger.status()).state is RunState.RUNNING
 
 
@@ -152,11 +152,11 @@ async def test_who_leads_next_goes_on_from_what_is_wrong_and_does_not_tell_it_ag
         (found,) = (await follower.monitor.view()).guards
         assert (found.guard, found.action) == ("entropy", "tell")
         async with running(follower):
-            await until(lambda: len(follower.guards._looks) >= 2, timeout_s=20)
+            await until(lambda: len(follower.guards._looks) >= 2)
             assert follower.guards.active["entropy"].since_s == found.since_s
             assert _trip_count("entropy", "tell") == before + 1
             await trainer.step(entropy=0.5)
-            await until(lambda: not follower.guards.active, timeout_s=20)
+            await until(lambda: not follower.guards.active)
         assert (await make(bus, of).monitor.view()).guards == []
 
 

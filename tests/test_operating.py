@@ -26,7 +26,7 @@ from shared.settings import Settings
 from shared.telemetry import Presence, Status, heartbeats
 from shared.worker import Patience, Worker
 from tests import builders
-from tests.conftest import Server, until
+from tests.conftest import PATIENCE_S, Server, until
 from tests.coordinator_players import Trainer, make, replicas, running, settings
 
 ROOT = Path(__file__).parent.parent
@@ -250,10 +250,10 @@ async def test_a_drained_replica_leaves_with_exit_code_0(
     command = [sys.executable, "-m", "services.reward", "--config", str(config), "--replica", "reward-9"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     try:
-        await until(lambda: _beating(bus, 1), timeout_s=60.0)
+        await until(lambda: _beating(bus, 1))
         answer = await http.post("/v1/services/reward-9/drain")
         assert answer.status_code == 202
-        _, error = await asyncio.to_thread(process.communicate, timeout=60)
+        _, error = await asyncio.to_thread(process.communicate, timeout=PATIENCE_S)
         assert process.returncode == 0, error
         assert (await ended(http, answer.headers["location"]))["state"] == "succeeded"
     finally:

@@ -198,7 +198,7 @@ async def test_a_rollback_says_what_it_revokes_and_does_it_when_confirmed(
             assert await ledger.revoked() == frozenset()
             await button.click()
             await page.get_by_role("button", name="Roll back", exact=True).click()
-            await until(lambda: _revoked(ledger, {2, 3}), timeout_s=30)
+            await until(lambda: _revoked(ledger, {2, 3}))
             await shows(page, "[data-version='3']", "revoked")
             await shows(page, "#operations", "rollback: loading")
 
@@ -269,7 +269,7 @@ async def test_a_replica_is_cordoned_and_drained_and_a_dead_letter_put_back_or_d
             await shows(page, "dialog pre", "12+34=")
             await page.get_by_role("button", name=f"{command}…").click()
             await page.get_by_role("button", name=command, exact=True).click()
-            await until(lambda left=left: _lies(bus, streams.PROMPTS.dead, left), timeout_s=30)
+            await until(lambda left=left: _lies(bus, streams.PROMPTS.dead, left))
         await shows(page, "#dead", "none")
     assert (await bus.counts())["dropped:discarded"] == 1
     leave.set()

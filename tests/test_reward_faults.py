@@ -97,7 +97,7 @@ async def audit(bus: Bus, groups: int) -> tuple[dict[int, list[float]], dict[int
     async def all_ended() -> bool:
         return await bus.length(EXPERIENCE) + await bus.length(ROLLOUTS.dead) == groups
 
-    await until(all_ended, timeout_s=30.0)
+    await until(all_ended)
     entries = await bus.client.xrange(bus.keys.of(EXPERIENCE))
     scored = [wire.decode(fields[b"data"], Experience) for _, fields in entries]
     rewards = {int(one.group.prompt.group_id): one.rewards.tolist() for one in scored}
@@ -195,7 +195,7 @@ async def test_a_matcher_that_stands_still_is_no_verdict_on_the_answer(bus: Bus,
     group = builders.group(0, sentences)
     await bus.append(ROLLOUTS, {"id": "0", "data": wire.encode(group)})
     async with working(replica):
-        await until(lambda: replica.status.state == "degraded", timeout_s=20.0)
+        await until(lambda: replica.status.state == "degraded")
         assert "stood still" in replica.status.last_error
         rewards, buried = await audit(bus, 1)
         assert replica.status.state == "working"

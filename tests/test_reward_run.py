@@ -63,12 +63,12 @@ def flags(model: Path, folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 async def test_rules_a_reward_model_and_a_reference_work_in_one_run(tmp_path: Path) -> None:
     model = save_reward_model(tmp_path / "model")
     command = [sys.executable, "-m", "services", "up", "config/arithmetic.toml", *flags(model, tmp_path)]
     done = await asyncio.to_thread(
-        subprocess.run, command, cwd=ROOT, capture_output=True, text=True, timeout=220, check=False
+        subprocess.run, command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     folder = tmp_path / "scorers"

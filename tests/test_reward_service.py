@@ -29,7 +29,7 @@ from shared.streams import EVAL_RESULTS, EVAL_ROLLOUTS, EXPERIENCE, ROLLOUTS, St
 from shared.telemetry import Status, heartbeats
 from shared.worker import Patience, Worker
 from tests import builders
-from tests.conftest import Server, until
+from tests.conftest import PATIENCE_S, Server, until
 
 ROOT = Path(__file__).parent.parent
 
@@ -231,7 +231,7 @@ def _start(config: Path, flags: Sequence[str] = ()) -> subprocess.Popen[str]:
 
 def _wait(process: subprocess.Popen[str]) -> str:
     try:
-        return process.communicate(timeout=30)[1]
+        return process.communicate(timeout=PATIENCE_S)[1]
     finally:
         process.kill()
 

@@ -344,10 +344,10 @@ async def test_the_trainer_goes_back_without_a_restart_and_repeats_its_step_bit_
     async with bus_of(run) as (bus, ledger), run.trainer() as process:
         await feed(bus, 0, 4 * GROUPS)
         await run.reaches(ledger, 4, process)
-        await until(lambda: _has_checkpoint(ledger, 4), timeout_s=30)
+        await until(lambda: _has_checkpoint(ledger, 4))
         second, third = _weights(await ledger.policy(V(2))), _weights(await ledger.policy(V(3)))
         await _begin(bus, ledger, tmp_path, 2)
-        await until(lambda: _newest_is(ledger, 5), timeout_s=60)
+        await until(lambda: _newest_is(ledger, 5))
         await until(lambda: _has_checkpoint(ledger, 5))
         assert await ledger.checkpoints() == {2: str(_folder(run, 2)), 5: str(_folder(run, 2))}
         assert not _folder(run, 4).exists()
@@ -355,13 +355,13 @@ async def test_the_trainer_goes_back_without_a_restart_and_repeats_its_step_bit_
         assert all(torch.equal(again[name], second[name]) for name in second)
 
         await feed(bus, 2 * GROUPS, GROUPS)  # what the third step had
-        await until(lambda: _newest_is(ledger, 6), timeout_s=60)
+        await until(lambda: _newest_is(ledger, 6))
         repeated = _weights(await ledger.policy(V(6)))
         assert all(torch.equal(repeated[name], third[name]) for name in third), "optimizer and schedule went back too"
         assert (await versions(ledger))[4:] == [(4, 3, 4), (5, 2, 2), (6, 5, 3)]
         if ranks == 2:  # rank 0 of several exports beside its steps, in a process that is no rank
             await Exports(bus).place(1, V(5), adapter=False)
-            await until(lambda: _exported(bus), timeout_s=120)
+            await until(lambda: _exported(bus))
             folder = _folder(run, 2).parent.parent / "exports" / "v000005"
             exported = load_file(folder / "model.safetensors")
             assert all(torch.equal(tensor, second[name]) for name, tensor in exported.items())
@@ -397,12 +397,12 @@ async def test_a_trainer_that_was_dead_when_the_run_was_rolled_back_starts_at_th
         await feed(bus, 0, 4 * GROUPS)
         async with run.trainer() as process:
             await run.reaches(ledger, 4, process)
-            await until(lambda: _has_checkpoint(ledger, 4), timeout_s=30)
+            await until(lambda: _has_checkpoint(ledger, 4))
         await _begin(bus, ledger, tmp_path, 2)
         for group_id in range(20, 20 + GROUPS):
             await bus.append(streams.EXPERIENCE, {"id": str(group_id), "data": _written_by(group_id, 4)})
         async with run.trainer() as process:
-            await until(lambda: _newest_is(ledger, 5), timeout_s=60)
+            await until(lambda: _newest_is(ledger, 5))
             await feed(bus, 30, GROUPS)
             await run.reaches(ledger, 3, process)
             assert (await bus.counts())["dropped:fenced"] == GROUPS

@@ -337,7 +337,7 @@ async def start(folder: Path, server: Server, run_id: str, settings: str) -> asy
 
 async def test_a_process_without_a_model_ends_with_one_sentence_and_code_2(tmp_path: Path, server: Server) -> None:
     process = await start(tmp_path, server, "no-model", '[policy]\nmodel = "/no/such/folder"')
-    _, errors = await asyncio.wait_for(process.communicate(), 60)
+    _, errors = await asyncio.wait_for(process.communicate(), 180)
     assert process.returncode == 2
     assert errors.decode().splitlines() == [
         "penstock rollout: expected a folder in Hugging Face form at '/no/such/folder', found none: change policy.model"
@@ -364,7 +364,7 @@ async def test_a_process_serves_a_real_policy_until_sigterm_and_ends_with_code_0
     (beat,) = await heartbeats(bus)
     assert (beat.service, beat.replica) == ("rollout", "rollout-0")
     process.send_signal(signal.SIGTERM)
-    _, errors = await asyncio.wait_for(process.communicate(), 60)
+    _, errors = await asyncio.wait_for(process.communicate(), 180)
     assert process.returncode == 0, errors.decode()
     assert await heartbeats(bus) == []
     await bus.close()

@@ -27,7 +27,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tests.trainer_ranks", folder],
-        cwd=ROOT, capture_output=True, text=True, timeout=170,
+        cwd=ROOT, capture_output=True, text=True, timeout=400,
         env={**{name: value for name, value in os.environ.items() if name not in names}, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -60,6 +60,13 @@ def test_two_ranks_make_the_steps_of_one(two: dict[str, Any], zero_stage: int) -
 
 def test_ranks_with_parts_of_the_weights_may_need_different_numbers_of_chunks_of_logits(two: dict[str, Any]) -> None:
     assert_same(two["chunks"], one(trainer_ranks.LONGER))
+
+
+@pytest.mark.parametrize("algorithm", list(trainer_ranks.ALGORITHMS))
+def test_two_ranks_learn_what_one_rank_learns(two: dict[str, Any], algorithm: str) -> None:
+    expected = one(algorithm=trainer_ranks.ALGORITHMS[algorithm])
+    for zero_stage in (1, 3):
+        assert_same(two[f"{algorithm}-{zero_stage}"], expected)
 
 
 @pytest.mark.parametrize("zero_stage", [2, 3])

@@ -18,7 +18,7 @@ from services.up.plan import services
 from services.up.process import Backoff, how
 from services.up.view import duration, spark
 from shared.settings import Settings, load
-from tests.conftest import until
+from tests.conftest import PATIENCE_S, until
 from tests.executor_process import interpreter_for_landlock
 
 BACKOFF = Backoff(first_s=0.1, longest_s=1.0, well_after_s=0.0, give_up=3)
@@ -148,7 +148,7 @@ class Up:
 
     def wait(self) -> tuple[int, str]:
         assert self.process is not None
-        output, _ = self.process.communicate(timeout=20)
+        output, _ = self.process.communicate(timeout=PATIENCE_S)
         return self.process.returncode, output
 
     def close(self) -> None:
@@ -347,7 +347,7 @@ def on_bus(socket: Path, command: str) -> str:
 
 def python(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=20, cwd=Path(__file__).parents[1]
+        [sys.executable, *words], capture_output=True, text=True, timeout=PATIENCE_S, cwd=Path(__file__).parents[1]
     )
 
 

@@ -35,6 +35,7 @@ from tests.conftest import need_module, until
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.filterwarnings("ignore"),  # vLLM's own imports warn
+    pytest.mark.timeout(600),
 ]
 
 VOCABULARY, STOP = 48, 1

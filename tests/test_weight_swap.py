@@ -27,7 +27,7 @@ needs_vllm = pytest.mark.skipif(
 def seen(*arguments: str) -> dict[str, Any]:
     """Return what ``tests.vllm_models`` saw in a process of its own."""
     command = [sys.executable, "-m", "tests.vllm_models", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from services.trainer import adapter, checkpoints
+from services.trainer.critic import Critic
 from services.trainer.engine import TrainingEngine, start_ranks
-from services.trainer.learner import AdapterOff, Learner
+from services.trainer.learner import AdapterOff, Learner, Reference
 from services.trainer.loop import Trainer
 from services.trainer.measures import Phases
 from services.trainer.policy import Policy
@@ -31,6 +32,15 @@ CHUNKED = {
     "logits_chunk_tokens": 2,
     # even the smallest weights are in parts, as a large model's are
     "deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}},
+}
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "actor-critic": {
+        "preset": "ppo",
+        "minibatches": 2,
+        "kl": {"coefficient": 0.05, "target": 0.01, "where": "reward", "estimator": "k1"},
+        "critic": {"learning_rate": 1e-3},
+    },
+    "dpo": {"preset": "dpo"},
 }
 CAP = 24
 """Tokens of a forward pass, so that a rank makes several."""
@@ -53,15 +63,23 @@ def settings(zero_stage: int, ranks: int, folder: Path = Path("runs"), **tables:
 
 
 class Rank:
-    """A learner on this rank; with adapters the reference is the policy without them."""
+    """A learner on this rank, with the critic and the reference that its algorithm needs."""
 
     def __init__(self, of: Settings) -> None:
         torch.manual_seed(0)
         model = adapter.add(tiny.model(0).requires_grad_(True), of.policy)
         policy = Policy(model, chunk_tokens=of.trainer.logits_chunk_tokens)
         self.engine = TrainingEngine(policy.train(), of, "cpu")
-        reference = AdapterOff(self.engine) if of.algorithm.needs_reference else None
-        self._learner = Learner(self.engine, of, Phases(), None, reference)
+        critic = None
+        if of.algorithm.needs_critic:
+            trunk = tiny.model(0).requires_grad_(True).get_decoder()
+            critic = TrainingEngine(Critic(trunk, 32).train(), of, "cpu")
+        self._learner = Learner(self.engine, of, Phases(), critic, self._reference(of))
+
+    def _reference(self, of: Settings) -> Reference | None:
+        if not of.algorithm.needs_reference:
+            return None
+        return AdapterOff(self.engine) if of.policy.lora.rank else Policy(tiny.model(0)).eval()
 
     def learn(self, step: int, longer: int = 0) -> dict[str, float]:
         data = test_learner.batch(longer=longer)
@@ -123,6 +141,9 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     found: dict[str, Any] = {f"zero-{stage}": two_steps(settings(stage, 2)) for stage in (1, 3)}
     found["chunks"] = two_steps(settings(3, 2, trainer=CHUNKED), LONGER)
+    for name, tables in ALGORITHMS.items():
+        for stage in (1, 3):
+            found[f"{name}-{stage}"] = two_steps(settings(stage, 2, algorithm=tables))
     for stage in (2, 3):
         with_kl = settings(stage, 2, lora=LORA, algorithm={"kl": KL})
         found[f"lora-{stage}"] = two_steps(with_kl)

@@ -12,6 +12,7 @@ from services.rollout.prompts import CharacterCodec, Codec, TokenizerCodec
 from services.rollout.vllm_hosts import Hosts, hosts_of
 from shared import service
 from shared.errors import SettingsError
+from shared.importing import importing
 from shared.settings import Settings, check_plain_engine
 
 _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -114,9 +115,10 @@ def vllm_arguments(settings: Settings) -> dict[str, Any]:
 
 
 async def _open_transformers(settings: Settings, replica: str, host: str) -> tuple[Engine, Codec]:
-    from services.rollout.models import open_model, open_tokenizer
-    from services.rollout.transformers_engine import TransformersEngine
-    from services.rollout.trial import seed_of, try_out
+    with importing():
+        from services.rollout.models import open_model, open_tokenizer
+        from services.rollout.transformers_engine import TransformersEngine
+        from services.rollout.trial import seed_of, try_out
 
     tokenizer = await asyncio.to_thread(open_tokenizer, settings.policy)
     opened = await asyncio.to_thread(open_model, settings.policy, tokenizer, settings.rollout.device)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from safetensors import SafetensorError
 
 from shared.errors import SettingsError
+from shared.importing import importing
 from shared.model_source import check_source
 
 if TYPE_CHECKING:
@@ -66,7 +67,8 @@ def open_tokenizer(policy: "PolicySettings") -> Tokenizer:
     """
     setting, source = ("policy.tokenizer", policy.tokenizer) if policy.tokenizer else ("policy.model", policy.model)
     check_source(setting, source, _TOKENIZER_FILES)
-    from transformers import AutoTokenizer
+    with importing():
+        from transformers import AutoTokenizer
 
     _log_as_we_do()
     try:
@@ -85,8 +87,9 @@ def open_model(policy: "PolicySettings", tokenizer: Tokenizer, device: str) -> O
         SettingsError: there is no such model or device.
     """
     check_source("policy.model", policy.model, ("config.json",))
-    import torch
-    from transformers import AutoModelForCausalLM
+    with importing():
+        import torch
+        from transformers import AutoModelForCausalLM
 
     place = _device(device)
     try:

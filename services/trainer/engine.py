@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from services.trainer import adapter
 from services.trainer.flops import ModelSizes
 from services.trainer.optimizer import adamw
+from shared.importing import importing
 from shared.settings import Settings
 
 _TAG = "engine"
@@ -309,8 +310,9 @@ def unique(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _import_deepspeed(device: str) -> Any:
     os.environ.setdefault("DS_ACCELERATOR", device)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    import deepspeed
-    from deepspeed import ops
+    with importing():
+        import deepspeed
+        from deepspeed import ops
 
     if device == "cpu":
         # An all-reduce through shared memory that would be compiled here, with a compiler that may not be there.

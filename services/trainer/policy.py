@@ -18,6 +18,7 @@ from services.trainer.flops import ModelSizes
 from services.trainer.logits import TokenLogprobs, token_logprobs
 from services.trainer.packing import MicroBatch
 from shared.errors import SettingsError
+from shared.importing import importing
 from shared.model_source import check_source
 from shared.settings import PolicySettings
 
@@ -87,8 +88,9 @@ def load_model(settings: PolicySettings, training_dtype: torch.dtype) -> Any:
         SettingsError: there is none, or it scales its logits in a way that this forward pass does not know.
     """
     check_source("policy.model", settings.model, ("config.json",))
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
+    with importing():
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
     logging.disable_progress_bar()
     try:

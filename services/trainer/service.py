@@ -12,6 +12,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from shared import log
+from shared.importing import importing
 from shared.parent import die_with
 from shared.service import own_host, serve
 from shared.settings import Settings, TrainerSettings
@@ -68,15 +69,16 @@ async def run(settings: Settings, replica: str) -> int:
 
 def train(settings: Settings, lead: "Leading | None") -> None:
     """Load the policy, join the other ranks, and train until told to stop."""
-    import torch
-    import torch.distributed as dist
+    with importing():
+        import torch
+        import torch.distributed as dist
 
-    from services.trainer import adapter, kernels
-    from services.trainer.critic import Critic
-    from services.trainer.engine import TrainingEngine, pick_device, start_ranks
-    from services.trainer.learner import AdapterOff, Reference
-    from services.trainer.loop import Trainer
-    from services.trainer.policy import Policy, load_model, load_reference, load_trunk
+        from services.trainer import adapter, kernels
+        from services.trainer.critic import Critic
+        from services.trainer.engine import TrainingEngine, pick_device, start_ranks
+        from services.trainer.learner import AdapterOff, Reference
+        from services.trainer.loop import Trainer
+        from services.trainer.policy import Policy, load_model, load_reference, load_trunk
 
     if settings.trainer.threads:
         torch.set_num_threads(settings.trainer.threads)

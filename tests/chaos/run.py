@@ -28,6 +28,7 @@ import pytest
 from shared import embedded
 from shared.bus import Bus
 from shared.ledger import Ledger, RunState
+from tests.conftest import PATIENCE_S as PATIENCE_S
 from tests.conftest import until
 from tests.fault_proxy import FaultProxy
 from tests.prometheus_server import Prometheus
@@ -47,8 +48,6 @@ FLAGS: Mapping[str, object] = {
     "trainer.keep_last": 3,
     "evaluation.every_steps": 100_000,
 }
-PATIENCE_S = 180.0
-"""How long anything may take on a machine that is loaded. A wait ends with its condition."""
 
 
 class TcpServer:

@@ -98,7 +98,7 @@ async def watched(folder: Path) -> AsyncIterator[tuple[TcpServer, str]]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_a_run_goes_on_with_the_replica_that_sentinel_makes_the_primary(tmp_path: Path) -> None:
-    async with watched(tmp_path) as (primary, url), running(tmp_path, url) as run:
+    async with watched(tmp_path) as (primary, url), running(tmp_path, url, {"rollout.replicas": 1}) as run:
         bus = await run.connect(url)
         await run.more_steps(bus, 2)
         await until(lambda: _has_replica(primary), timeout_s=PATIENCE_S)
