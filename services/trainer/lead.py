@@ -76,6 +76,7 @@ class Lead:
         """Finds out from where to go on: seconds, or however long a checkpoint takes to be fetched."""
         self._opening: Iterator[Order] | None = None
         self._committed_s = time.perf_counter()
+        measures.GRAD_NORM_LIMIT.set(self._settings.trainer.max_grad_norm)
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
