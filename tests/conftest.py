@@ -1,7 +1,9 @@
 """Fixtures: a real Valkey for the whole session, and a bus of its own for each test."""
 
 import asyncio
+import contextlib
 import importlib.util
+import inspect
 import os
 import shutil
 import signal
@@ -91,15 +93,33 @@ def need_module(name: str, package: str) -> None:
 
 
 async def until(condition: object, timeout_s: float = 10.0) -> None:
-    """Wait until ``condition()`` (sync or async) is true."""
-    async with asyncio.timeout(timeout_s):
-        while True:
-            found = condition()  # type: ignore[operator]
-            if asyncio.iscoroutine(found):
-                found = await found
-            if found:
-                return
-            await asyncio.sleep(0.01)
+    """Wait until ``condition()`` (sync or async) is true.
+
+    Raises:
+        TimeoutError: it never was; says which condition, and what it was last.
+    """
+    found: object = "no answer"
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                found = condition()  # type: ignore[operator]
+                if asyncio.iscoroutine(found):
+                    waiting, found = found, "no answer"
+                    found = await waiting
+                if found:
+                    return
+                await asyncio.sleep(0.01)
+    except TimeoutError as error:
+        raise TimeoutError(f"waited {timeout_s:g} s for `{words(condition)}`, found last: {found!r}") from error
+
+
+def words(condition: object) -> str:
+    """Return the source of a lambda, or the name of a function."""
+    name = str(getattr(condition, "__qualname__", condition))
+    if name.endswith("<lambda>"):
+        with contextlib.suppress(OSError, TypeError):
+            return " ".join(inspect.getsource(condition).split())  # type: ignore[arg-type]
+    return name
 
 
 @pytest.fixture(scope="module")
