@@ -111,11 +111,11 @@ FAULTS = (
     Fault(
         "PenstockLagGrowing",
         {
-            f"penstock_trainer_lag_steps_sum{{{RUN}}}": "0+10x60 650+50x60",
-            f"penstock_trainer_lag_steps_count{{{RUN}}}": "0+10x120",
+            f"penstock_trainer_lag_steps_sum{{{RUN}}}": "0x10 0+10x50 550+50x60",  # ten minutes without a step first
+            f"penstock_trainer_lag_steps_count{{{RUN}}}": "0x10 0+10x110",
         },
         58,
-        76,
+        78,
         RUN,
     ),
     Fault(
