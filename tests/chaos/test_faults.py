@@ -24,6 +24,7 @@ from shared.durable import write_whole
 from shared.ledger import Ledger, RunState
 from shared.messages import PolicyVersion
 from shared.streams import EXPERIENCE
+from shared.telemetry import Heartbeat, heartbeats
 from tests import executor_process
 from tests.chaos.alarms import Alarms
 from tests.chaos.audit import audit_groups, audit_versions
@@ -52,6 +53,7 @@ FLAGS = {
     "algorithm.max_lag": MAX_LAG,
     "rollout.replicas": 1,
     "bus.max_attempts": 2,
+    "bus.drain_s": 20,  # how long the end of the run waits for a frozen trainer: until what failed is told
     "evaluation.problems": 4,
     "weights.deadline_s": 1,
     "weights.probe_every_versions": 2,
@@ -120,6 +122,29 @@ class Faults:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.resume()
 
+    @contextlib.asynccontextmanager
+    async def frozen_trainer(self) -> AsyncIterator[None]:
+        """Freeze the trainer while the body runs, at a moment when its replica has the newest weights: later it gets none, and generates nothing."""
+        while True:
+            with self.frozen("trainer-0"):
+                if await self._is_served():
+                    yield
+                    return
+            await self.train(1)
+
+    async def _is_served(self) -> bool:
+        """Whether the replica has the newest weights a second from now."""
+        settled_s, newest = time.time() + 1, (await Ledger(self.bus).status()).newest_version
+        found: list[Heartbeat] = []
+
+        async def told() -> bool:
+            beats = await heartbeats(self.bus)
+            found[:] = [beat for beat in beats if beat.replica == "rollout-0" and beat.seen_at_s > settled_s]
+            return bool(found)
+
+        await self.run.until(told)
+        return found[0].version == newest
+
     @contextlib.contextmanager
     def files_limited(self, name: str) -> Iterator[None]:
         """Let a process write no file that is longer than ``FILE_BYTES`` while the body runs."""
@@ -151,8 +176,8 @@ class Faults:
         async def full() -> bool:
             return await self.bus.length(EXPERIENCE) >= steps * GROUPS
 
-        with self.frozen("trainer-0"):
-            await self.run.change(algorithm__max_lag=steps)
+        await self.run.change(algorithm__max_lag=steps)
+        async with self.frozen_trainer():
             await self.run.until(full)
             if changes:
                 await self.run.change(**changes)
@@ -256,12 +281,11 @@ async def test_a_trainer_that_stands_still_stalls_the_run_and_starves_its_replic
     alerts = {*waiting, *behind, "PenstockGenerationSlow"}
     with contextlib.ExitStack() as slow:
         slow.enter_context(faults.scorer(faults.slow))  # until it is the trainer that everybody waits for
-        async with faults.raised(alerts, {"stalled", "rollouts_starving"}) as seen:
-            with faults.frozen("trainer-0"):
-                slow.close()
-                await faults.alarms.see({*waiting, "stalled in status", "rollouts_starving in status"})
-                faults.run.send("rollout-0", signal.SIGKILL)  # the next one has nobody to pull from
-                await seen()
+        async with faults.raised(alerts, {"stalled", "rollouts_starving"}) as seen, faults.frozen_trainer():
+            slow.close()
+            await faults.alarms.see({*waiting, "stalled in status", "rollouts_starving in status"})
+            faults.run.send("rollout-0", signal.SIGKILL)  # the next one has nobody to pull from
+            await seen()
     await faults.alarms.over({"PenstockServiceDown/trainer-0", "PenstockRunStalled", "PenstockWeightSyncLag/rollout-0"})
     counts = await faults.bus.counts()
     assert not any(count for name, count in counts.items() if name.startswith("dead:")), (
