@@ -11,6 +11,7 @@ import json
 import resource
 import shutil
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from pathlib import Path
@@ -28,7 +29,7 @@ from shared.telemetry import Heartbeat, heartbeats
 from tests import executor_process
 from tests.chaos.alarms import Alarms
 from tests.chaos.audit import audit_groups, audit_versions
-from tests.chaos.run import PATIENCE_S, ROOT, Run, TcpServer, answers, is_in, running
+from tests.chaos.run import PATIENCE_S, ROOT, Run, TcpServer, answers, free_port, is_in, running
 from tests.chaos.spoiled_scorer import VARIABLE
 from tests.conftest import need, until
 
@@ -79,7 +80,7 @@ LONGER = {
 }
 """So many times longer are minutes in which processes must start, or pulls reach their deadline (1 s; 10 s for a file), or slow steps
 be made, several times."""
-SLOW_STEP_S, SLOWER = 1.2, 8
+SLOW_STEP_S, SLOWER = 1.2, 5
 """The slow scorer takes at least so long for a step, and so many times as long as a step takes without it."""
 FILE_BYTES = 1024**2
 """Less than a checkpoint's files have; more than the trainer's log."""
@@ -91,14 +92,23 @@ STEADY_STEPS = 25
 class Faults:
     """The run, and how to harm it."""
 
-    def __init__(self, run: Run, bus: Bus, server: TcpServer, scorer: Path, isolated: executor_process.Running) -> None:
-        self.run, self.bus, self.server, self.isolated = run, bus, server, isolated
+    def __init__(
+        self,
+        run: Run,
+        bus: Bus,
+        server: TcpServer,
+        scorer: Path,
+        isolated: executor_process.Running,
+        around: contextlib.ExitStack,
+    ) -> None:
+        self.run, self.bus, self.server, self.isolated, self.around = run, bus, server, isolated, around
         self.slow = ""
         """What makes the scorer so slow that the trainer mostly waits."""
         self.alarms = Alarms(run, bus)
         self.raised = self.alarms.raised
         self._scorer = scorer
         self._pinned = PolicyVersion(0)
+        self.odd_port = free_port()
 
     @contextlib.contextmanager
     def scorer(self, does: str) -> Iterator[None]:
@@ -229,11 +239,12 @@ async def faults(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Faul
             isolated = around.enter_context(executor_process.running(*quick))
             unsafe = around.enter_context(executor_process.running(*quick, "--reward.executor.isolation", "unsafe"))
             bus = await run.connect()
-            found = Faults(run, bus, server, scorer, isolated)
+            found = Faults(run, bus, server, scorer, isolated, around)
             await found.train(1)
             step_s = await found.train(STEADY_STEPS)
             found.slow = f"wait {max(SLOW_STEP_S, SLOWER * step_s) / SAMPLES:.4f}"
-            run.join("rollout", ODD, "--policy.model", str(_other_model(folder / "odd")))
+            odd = {"--policy.model": _other_model(folder / "odd"), "--rollout.metrics_port": found.odd_port}
+            run.join("rollout", ODD, *(str(word) for pair in odd.items() for word in pair))
             minute_s = max(LEAST_MINUTE_S, STEPS_A_MINUTE * step_s)
             print(f"a minute of the rules: {minute_s:.2f} s")
             await found.alarms.hurry(
@@ -260,6 +271,16 @@ async def test_a_replica_of_another_model_an_executor_without_isolation_and_a_re
     async with faults.raised({"PenstockServiceDown/" + ODD}):
         faults.run.send(ODD, signal.SIGKILL)
         await faults.run.left(ODD)
+    faults.around.enter_context(_kept(faults.odd_port))
+
+
+@contextlib.contextmanager
+def _kept(port: int) -> Iterator[None]:
+    """Let nobody have a port: another process' metrics there would be those of the replica that is gone."""
+    with socket.socket() as keeping:
+        keeping.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        keeping.bind(("127.0.0.1", port))
+        yield
 
 
 async def test_a_scorer_that_slows_down_makes_the_trainer_wait_and_samples_grow_old(faults: Faults) -> None:
