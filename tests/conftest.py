@@ -1,7 +1,9 @@
 """Fixtures: a real Valkey for the whole session, and a bus of its own for each test."""
 
 import asyncio
+import contextlib
 import importlib.util
+import inspect
 import os
 import shutil
 import signal
@@ -108,17 +110,35 @@ def need_module(name: str, package: str) -> None:
 
 
 async def until(condition: object, timeout_s: float = PATIENCE_S) -> None:
-    """Wait until ``condition()`` (sync or async) is true; what takes long is looked at less often."""
+    """Wait until ``condition()`` (sync or async) is true; what takes long is looked at less often.
+
+    Raises:
+        TimeoutError: it never was; says which condition, and what it was last.
+    """
+    found: object = "no answer"
     pause_s = 0.01
-    async with asyncio.timeout(timeout_s):
-        while True:
-            found = condition()  # type: ignore[operator]
-            if asyncio.iscoroutine(found):
-                found = await found
-            if found:
-                return
-            await asyncio.sleep(pause_s)
-            pause_s = min(1.02 * pause_s, 0.1)
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                found = condition()  # type: ignore[operator]
+                if asyncio.iscoroutine(found):
+                    waiting, found = found, "no answer"
+                    found = await waiting
+                if found:
+                    return
+                await asyncio.sleep(pause_s)
+                pause_s = min(1.02 * pause_s, 0.1)
+    except TimeoutError as error:
+        raise TimeoutError(f"waited {timeout_s:g} s for `{words(condition)}`, found last: {found!r}") from error
+
+
+def words(condition: object) -> str:
+    """Return the source of a lambda, or the name of a function."""
+    name = str(getattr(condition, "__qualname__", condition))
+    if name.endswith("<lambda>"):
+        with contextlib.suppress(OSError, TypeError):
+            return " ".join(inspect.getsource(condition).split())  # type: ignore[arg-type]
+    return name
 
 
 @pytest.fixture(scope="module")

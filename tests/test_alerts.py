@@ -111,11 +111,11 @@ FAULTS = (
     Fault(
         "PenstockLagGrowing",
         {
-            f"penstock_trainer_lag_steps_sum{{{RUN}}}": "0+10x60 650+50x60",
-            f"penstock_trainer_lag_steps_count{{{RUN}}}": "0+10x120",
+            f"penstock_trainer_lag_steps_sum{{{RUN}}}": "0x10 0+10x50 550+50x60",  # ten minutes without a step first
+            f"penstock_trainer_lag_steps_count{{{RUN}}}": "0x10 0+10x110",
         },
         58,
-        76,
+        78,
         RUN,
     ),
     Fault(
@@ -128,7 +128,16 @@ FAULTS = (
         60,
         RUN,
     ),
-    Fault("PenstockGradientExplosion", {f"penstock_trainer_grad_norm{{{ONE}}}": "1x60 50x10"}, 60, 65, ONE),
+    Fault(
+        "PenstockGradientExplosion",  # of a policy that has mostly nothing left to learn, an ordinary gradient is none
+        {
+            f"penstock_trainer_grad_norm{{{ONE}}}": "0x60 0.5x10 50x10",
+            f"penstock_trainer_grad_norm_limit{{{ONE}}}": "1x80",
+        },
+        68,
+        75,
+        ONE,
+    ),
     Fault(
         "PenstockNotFinite",
         {f'penstock_trainer_groups_untrained_total{{{ONE},reason="nonfinite"}}': "0x20 1x9"},

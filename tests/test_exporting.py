@@ -31,7 +31,7 @@ from shared.live import Live
 from shared.messages import Event, PolicyVersion
 from shared.service import Context
 from shared.streams import EVENTS
-from shared.telemetry import Presence, Status
+from shared.telemetry import Presence, Status, heartbeats
 from tests.conftest import Server, until
 from tests.coordinator_players import make, record, running, settings
 from tests.test_export import ROOT, Run, assert_is, loaded
@@ -214,6 +214,29 @@ async def test_without_a_trainer_an_export_ends_as_failed_and_says_what_to_do(bu
     assert outcome.state.value == "failed"
     assert "found none for 0 s: start it, or where the run's folder is, `penstock export --here`" in outcome.detail
     assert await Exports(bus).orders() == []
+
+
+async def test_an_export_that_is_under_way_when_the_run_and_its_trainer_end_ends_as_failed(
+    http: httpx.AsyncClient, parts: Coordinator, run: Run, bus: Bus
+) -> None:
+    await http.post("/v1/policies/1/export")
+    await http.post("/v1/run/stop")
+    await until(lambda: parts.lifecycle.closed)
+    trainer = Presence(bus, "trainer", "trainer-0", 60.0, Status(state="waiting"))
+    leave = asyncio.Event()
+    beating = asyncio.create_task(trainer.run(leave))
+    await until(lambda: heartbeats(bus))
+    await parts._leave()
+    assert (await operation(http))["state"] == "running", "its trainer is still there"
+    leave.set()
+    await beating
+    await trainer.leave()
+    await parts._leave()
+    done = await operation(http)
+    assert (done["state"], done["detail"].partition(": ")[0]) == (
+        "failed",
+        "expected the run's services to see it through, found that they ended with the run",
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Laws of the guards: each finds what it looks for and nothing else, says why, and does what its setting says."""
 
+import dataclasses
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ from shared.guards import (
     TrainerStarvingGuard,
 )
 from shared.ledger import Ledger, RunState
-from shared.messages import PolicyVersion, StepReport
+from shared.messages import Event, PolicyVersion, StepReport
+from shared.streams import EVENTS
 from tests.conftest import until
 from tests.coordinator_players import Trainer, make, replicas, running, settings
 
@@ -158,6 +161,27 @@ async def test_who_leads_next_goes_on_from_what_is_wrong_and_does_not_tell_it_ag
             await trainer.step(entropy=0.5)
             await until(lambda: not follower.guards.active)
         assert (await make(bus, of).monitor.view()).guards == []
+
+
+async def test_a_step_that_goes_wrong_between_two_looks_is_found_and_over_at_the_next(bus: Bus, tmp_path: Path) -> None:
+    ledger = Ledger(bus)
+    of = settings(tmp_path, guards={"kl": {"action": "tell", "steps": 2, "ceiling_nats": 0.5}})
+    parts = make(bus, of)
+    await ledger.create()
+    await ledger.transition(RunState.RUNNING, "test", [RunState.CREATED])
+    now_s = time.time()
+    told = [
+        dataclasses.replace(report, finished_at_s=now_s + report.step)
+        for report in steps(kl_mean=[0.0, 0.0, 1.0, 1.0, 0.0, 0.0])
+    ]
+    seen: list[StepReport] = []
+    found = guards.Guards(bus, ledger, of.guards, 2, parts.monitor.view, lambda: seen, lambda: None)
+    for count, active in ((2, []), (6, ["kl"]), (6, [])):
+        seen[:] = told[:count]
+        await found.look(await parts.monitor.view())
+        assert list(found.active) == active
+    names = [event.name for _, event in reversed(await bus.newest(EVENTS, Event, 9))]
+    assert names == ["guard kl", "guard kl over"]
 
 
 async def _is(ledger: Ledger, state: RunState) -> bool:

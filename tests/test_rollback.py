@@ -15,6 +15,8 @@ from services.coordinator.api import make_app
 from services.coordinator.operations import OperationState
 from services.coordinator.rollback import Rollback, Stage, descendants
 from services.coordinator.service import Coordinator
+from services.trainer.checkpoints import Checkpoint, CheckpointState
+from services.trainer.resume import MOST_LOADS, may_load
 from shared import streams, wire
 from shared.bus import Bus
 from shared.exports import Exports
@@ -312,6 +314,45 @@ async def test_stopping_the_run_ends_the_rollback(ready: tuple[httpx.AsyncClient
     assert (await http.post("/v1/policies/2/rollback")).status_code == 409
 
 
+async def test_a_checkpoint_that_cannot_be_loaded_ends_the_rollback_and_may_be_gone_back_to_again_once_it_is_mended(
+    ready: tuple[httpx.AsyncClient, Coordinator], bus: Bus
+) -> None:
+    http, parts = ready
+    await http.post("/v1/policies/2/rollback")
+    other, checkpoint = (_checkpoint(step) for step in (1, 2))
+    assert [await may_load(bus, checkpoint) for _ in range(4)] == [True, True, True, False]
+    assert await may_load(bus, other), "no rollback goes back to it"
+    await until(lambda: _ended(http))
+    operation = (await http.get("/v1/operations/1")).json()
+    assert operation["state"] == "failed"
+    assert operation["detail"].startswith(
+        "expected the checkpoint /checkpoints/step-000002 to load, found that the trainer ended 3 times in it: it is damaged"
+    )
+    status = await Ledger(bus).status()
+    assert status.state is RunState.PAUSED
+    assert status.reason.startswith("rollback to version 2 failed: expected the checkpoint /checkpoints/step-000002")
+    refused = await http.post("/v1/run/resume")
+    assert refused.status_code == 409
+    assert (
+        "the rollback to version 2 failed: roll back to another version, or to this one again"
+        in refused.json()["detail"]
+    )
+    assert not await may_load(bus, checkpoint), "a trainer that starts again waits"
+
+    assert (await http.post("/v1/policies/2/rollback")).json()["id"] == 2
+    assert await may_load(bus, checkpoint)
+    await _load_and_publish(bus)
+    async with replica(bus, 5):
+        await until(lambda: _is(parts, Stage.LIVE))
+    assert (await http.post("/v1/run/resume")).status_code == 200
+
+
+def _checkpoint(step: int) -> Checkpoint:
+    """The checkpoint of a step, whose version has the same number."""
+    state = CheckpointState(step, V(step), cursor=0, journal_entry="", ranks=1, zero_stage=1, random_state="")
+    return Checkpoint(Path(f"/checkpoints/step-{step:06d}"), state)
+
+
 async def test_a_checkpoint_that_a_rollback_goes_back_to_is_not_deleted(bus: Bus, tmp_path: Path) -> None:
     ledger = Ledger(bus)
     async with at_step(bus, tmp_path, 3, checkpoint=1) as (parts, _):
@@ -367,6 +408,39 @@ async def test_the_trainer_goes_back_without_a_restart_and_repeats_its_step_bit_
             assert all(torch.equal(tensor, second[name]) for name, tensor in exported.items())
         assert process.poll() is None
         await run.stops(process)
+
+
+@pytest.mark.slow
+async def test_a_trainer_that_cannot_load_the_checkpoint_of_a_rollback_waits_until_it_is_mended(
+    tmp_path: Path, server: Server
+) -> None:
+    run = Run(tmp_path, server, "damaged")
+    async with bus_of(run) as (bus, ledger):
+        await feed(bus, 0, 2 * GROUPS)
+        async with run.trainer() as process:
+            await run.reaches(ledger, 2, process)
+            await until(lambda: _has_checkpoint(ledger, 2), timeout_s=30)
+            (file,) = (_folder(run, 2) / "engine").rglob("mp_rank_00_model_states.pt")
+            whole = file.read_bytes()
+            file.write_bytes(whole[: len(whole) // 2])
+            await feed(bus, 2 * GROUPS, GROUPS)
+            await run.reaches(ledger, 3, process)
+            await _begin(bus, ledger, tmp_path, 2)
+            assert await asyncio.to_thread(process.wait, 60) != 0
+        await bus.write(bus.keys.rollback, "HSET", "loads", MOST_LOADS)  # as often as it may
+        async with run.trainer() as process:
+            await until(lambda: _is_given_up(bus), timeout_s=60)
+            await make(bus, settings(tmp_path)).rollbacks.advance()
+            file.write_bytes(whole)
+            await make(bus, settings(tmp_path)).rollbacks.begin(V(2), "mended")
+            await until(lambda: _newest_is(ledger, 4), timeout_s=60)
+            assert (await versions(ledger))[3:] == [(3, 2, 3), (4, 2, 2)]
+            assert process.poll() is None
+            await run.stops(process)
+
+
+async def _is_given_up(bus: Bus) -> bool:
+    return bool(await bus.client.hget(bus.keys.rollback, "unloadable"))
 
 
 async def _exported(bus: Bus) -> bool:

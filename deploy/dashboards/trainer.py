@@ -13,7 +13,7 @@ _UPDATE = Row(
     "The update",
     (
         _gauge("Loss", "The policy loss. In policy gradients it says little; what matters is that it stays bounded.", "short", ("loss", "loss")),
-        _gauge("Gradient norm", "Global norm before clipping (trainer.max_grad_norm). Spikes above many times its median are explosions.", "short", ("grad_norm", "policy")),
+        _gauge("Gradient norm", "Global norm before clipping (trainer.max_grad_norm). Spikes above many times its median are explosions.", "short", ("grad_norm", "policy"), ("grad_norm_limit", "clipped to")),
         _gauge("Learning rate", "Of the last step.", "short", ("learning_rate", "learning rate")),
         _gauge("Reward", "Mean, spread and extremes of the last step's rewards.", "short", ("reward_mean", "mean"), ("reward_std", "standard deviation"), ("reward_max", "max"), ("reward_min", "min")),
         _gauge("Groups without signal", "Groups of a step whose samples all had one reward: nothing is learned from them.", "short", ("zero_std_groups", "groups")),

@@ -15,6 +15,8 @@
     rollouts_starving  no prompt lay in the stream in more than a share of the looks, while groups waited for the trainer
     stalled            nothing was committed for long
 
+Each step is looked at as it was when it was the last, however many were committed between two looks: one that goes wrong for an instant is found.
+
 What they find lies on the bus, so that every coordinator says it, and the next one to lead goes on from it. Only steps since the run last began to run count, so a run that is resumed after a guard has its chance. What is not finite is
 skipped, and then paused, by the trainer itself, which alone sees it.
 """
@@ -193,6 +195,8 @@ class Guards:
         self._reports = reports
         self._changed = changed
         self._looks: deque[bool] = deque(maxlen=settings.rollouts_starving.window_s)
+        self._judged_s = 0.0
+        """When the newest step that was looked at was finished."""
         self.active: dict[str, GuardView] = {}
         """What is wrong now, by guard."""
         for name in GuardsSettings.model_fields:
@@ -203,6 +207,7 @@ class Guards:
         """Watch until cancelled; then another coordinator leads, and goes on from what was wrong."""
         try:
             self.active = {found.guard: found for found in (await self._view()).guards}
+            self._judged_s = max((report.finished_at_s for report in self._reports()), default=0.0)
             for name in self.active:
                 ACTIVE.labels(name).set(1)
             while True:
@@ -240,24 +245,40 @@ class Guards:
         self.active = active
 
     def _find(self, view: RunView, since_s: float, last_commit_s: float | None) -> dict[str, tuple[Action, str]]:
-        guards, groups = self._settings, self._groups_per_step
+        guards = self._settings
         reports = [report for report in self._reports() if report.finished_at_s > since_s]
-        self._looks.append(view.streams["prompts"].entries == 0 and view.streams["experience"].entries >= groups)
+        self._looks.append(
+            view.streams["prompts"].entries == 0 and view.streams["experience"].entries >= self._groups_per_step
+        )
         quiet_s = time.time() - max(since_s, last_commit_s or 0.0)
         found = {
-            "no_signal": (guards.no_signal.action, no_signal(reports, guards.no_signal, groups)),
-            "kl": (guards.kl.action, kl(reports, guards.kl)),
-            "entropy": (guards.entropy.action, entropy(reports, guards.entropy)),
-            "lag": (guards.lag.action, lag(reports, guards.lag, groups)),
-            "throughput": (guards.throughput.action, throughput(reports, guards.throughput)),
-            "trainer_starving": (guards.trainer_starving.action, trainer_starving(reports, guards.trainer_starving)),
-            "rollouts_starving": (
-                guards.rollouts_starving.action,
-                rollouts_starving(self._looks, guards.rollouts_starving),
-            ),
-            "stalled": (guards.stalled.action, stalled(quiet_s, guards.stalled)),
+            **self._find_in_steps(reports),
+            "rollouts_starving": rollouts_starving(self._looks, guards.rollouts_starving),
+            "stalled": stalled(quiet_s, guards.stalled),
         }
-        return {name: (action, text) for name, (action, text) in found.items() if text and action != "off"}
+        actions: dict[str, Action] = {name: getattr(guards, name).action for name in found}
+        return {name: (actions[name], text) for name, text in found.items() if text and actions[name] != "off"}
+
+    def _find_in_steps(self, reports: Reports) -> dict[str, str]:
+        """Return what is wrong, or was at a step that is new; without a new one, what is wrong at the last."""
+        new = [end for end, report in enumerate(reports, 1) if report.finished_at_s > self._judged_s]
+        if reports:
+            self._judged_s = max(self._judged_s, reports[-1].finished_at_s)
+        found: dict[str, str] = {}
+        for end in new or [len(reports)]:
+            found |= {name: text for name, text in self._find_at(reports[:end]).items() if text}
+        return found
+
+    def _find_at(self, reports: Reports) -> dict[str, str]:
+        guards, groups = self._settings, self._groups_per_step
+        return {
+            "no_signal": no_signal(reports, guards.no_signal, groups),
+            "kl": kl(reports, guards.kl),
+            "entropy": entropy(reports, guards.entropy),
+            "lag": lag(reports, guards.lag, groups),
+            "throughput": throughput(reports, guards.throughput),
+            "trainer_starving": trainer_starving(reports, guards.trainer_starving),
+        }
 
     async def _trip(self, name: str, action: Action, sentence: str) -> None:
         ACTIVE.labels(name).set(1)

@@ -7,7 +7,8 @@
                  └──▶ the handler of its kind, phase by phase ───────────┴─────▶ cancelled   something else overtook it
 
 An operation survives its coordinator: the next one calls the handler again with the record as it stands, so a handler does nothing twice that
-was done. The same command while it is under way is the same operation. This module knows no kind.
+was done. The same command while it is under way is the same operation. What is under way when a run ends and its services leave, ends as failed.
+This module knows no kind.
 """
 
 import asyncio
@@ -126,6 +127,12 @@ class Operations:
                     async with asyncio.timeout(_LOOK_S):
                         await self._wake.wait()
                 self._wake.clear()
+
+    async def give_up(self, detail: str) -> None:
+        """End what is under way as failed, as nobody will come who could do it."""
+        for found in await self.all():
+            if found.state is OperationState.RUNNING:
+                await self._end(found, Outcome(OperationState.FAILED, detail))
 
     async def _work(self, operation: Operation) -> None:
         now = operation

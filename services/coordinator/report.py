@@ -5,13 +5,13 @@ written at any time and again. It knows no bus and no settings object: only file
 """
 
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from services.coordinator import frame
 from services.coordinator.charts import Band, Series, curves, figure, stack
+from shared.durable import write_whole
 from shared.messages import Json
 
 Line = dict[str, Json]
@@ -40,9 +40,7 @@ def write_report(run_folder: Path) -> Path:
         OSError: the folder cannot be written.
     """
     path = run_folder / "report.html"
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(render(run_folder), encoding="utf-8")
-    beside.replace(path)
+    write_whole(path, render(run_folder))
     return path
 
 

@@ -12,7 +12,9 @@
                dataset are the target's. So nothing of the branch can be trained on from the moment of the answer.
 
 A run that was running runs again once the version is live. What was begun lies on the bus: whoever leads sees it through, as
-an operation that people poll. One rollback at a time; the same one asked again is the same. Stopping the run ends it as ``failed``.
+an operation that people poll. One rollback at a time; the same one asked again is the same. It ends as ``failed`` where the run is stopped, or
+where the trainer cannot load the checkpoint (``services.trainer.resume``): then the run stays paused, with nothing to go on from, until it is rolled
+back to another version, or to this one again.
 """
 
 import asyncio
@@ -75,8 +77,15 @@ class Rollback:
     """The new version with the target's weights; None until the trainer has published it."""
     detail: str
     """What it waits for, or why it failed."""
+    unloadable: str
+    """Why the trainer cannot load the checkpoint; empty: it was not found so."""
     started_at_s: float
     changed_at_s: float
+
+    @property
+    def strands(self) -> bool:
+        """Whether it left the run with nothing to go on from."""
+        return self.stage is Stage.FAILED and bool(self.unloadable)
 
 
 def descendants(records: Iterable[PolicyRecord], ancestor: PolicyVersion) -> list[PolicyVersion]:
@@ -135,7 +144,8 @@ class Rollbacks:
                     f"expected no rollback under way, found one to version {found.target} ({found.stage.value}): "
                     "wait until it is live"
                 )
-            answer = await self._begin(target, reason)
+            stranded = found is not None and found.strands
+            answer = await self._begin(target, reason, again=stranded)
             if answer == "ok":
                 begun = await self.current()
                 assert begun is not None
@@ -145,7 +155,7 @@ class Rollbacks:
             if answer not in ("moved", "busy"):
                 raise Misfit(await self._refusal(answer, target))
 
-    async def _begin(self, target: PolicyVersion, reason: str) -> str:
+    async def _begin(self, target: PolicyVersion, reason: str, *, again: bool = False) -> str:
         status = await self._ledger.status()  # before the rest: where that moves on, so does its newest version
         records, states, checkpoints, counts, mark = await asyncio.gather(
             self._ledger.policies(),
@@ -164,7 +174,7 @@ class Rollbacks:
                 f"expected a version that is not revoked, found that version {target} is: a rollback left its branch; "
                 f"{_choices(checkpoints, states)}"
             )
-        if target == status.tip:
+        if target == status.tip and not again:
             raise Misfit(
                 f"expected a version before the newest, found that version {target} is the newest: there is nothing to "
                 f"go back from; {_choices(checkpoints, states)}"
@@ -232,6 +242,10 @@ class Rollbacks:
         status = await self._ledger.status()
         if status.state in ENDED:
             await self._end(found, Stage.FAILED, f"the run was {status.state.value}")
+        elif found.unloadable:
+            reason = f"rollback to version {found.target} failed: {found.unloadable}"
+            await self._ledger.transition(RunState.PAUSED, reason, [RunState.PAUSED])
+            await self._end(found, Stage.FAILED, found.unloadable)
         elif found.stage is Stage.LOADING and status.tip not in (None, found.target):
             await self._steer(found, state=Stage.PULLING, version=status.tip or 0, detail="replicas pull the version")
         elif found.stage is Stage.PULLING and found.version is not None:
@@ -285,6 +299,7 @@ def _read(fields: Mapping[str, str]) -> Rollback:
         resumes=fields["resumes"] == "1",
         version=None if version is None else PolicyVersion(int(version)),
         detail=fields.get("detail", "the trainer loads the checkpoint"),
+        unloadable=fields.get("unloadable", ""),
         started_at_s=float(fields["started_at_s"]),
         changed_at_s=float(fields["changed_at_s"]),
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 import uvicorn
 from fastapi import FastAPI
 
-from services.coordinator.summary import write_whole
+from shared.durable import write_whole
 from shared.errors import SettingsError
 
 

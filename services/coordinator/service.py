@@ -46,7 +46,7 @@ from shared.live import Live
 from shared.messages import PolicyVersion
 from shared.service import Context, serve
 from shared.settings import Settings
-from shared.telemetry import Status
+from shared.telemetry import Status, heartbeats
 
 _CLOSE_WITHIN_S = 8.0
 _ANNOUNCE_S = 1.0
@@ -104,6 +104,11 @@ class Coordinator:
     async def _leave(self) -> None:
         if (await self.api.ledger.status()).state is RunState.STOPPED:
             await self.lifecycle.close(RunState.STOPPED)  # told to stop while it closed the run
+        if self.lifecycle.closed and all(beat.service == "coordinator" for beat in await heartbeats(self.api.bus)):
+            await self.operations.give_up(
+                "expected the run's services to see it through, found that they ended with the run: of a run that is over, `penstock export` "
+                "reads the files"
+            )
         await self.recorder.catch_up()
 
 

@@ -93,6 +93,11 @@ class Steering:
                 f"expected a run that can resume, found a rollback to version {found.target} under way "
                 f"({found.stage.value}): wait until it is live"
             )
+        if found is not None and found.strands:
+            raise Misfit(
+                f"expected a run with weights to go on from, found that the rollback to version {found.target} failed: roll back to "
+                "another version, or to this one again"
+            )
 
     async def drain_run(self, operation: Operation, report: Report) -> Outcome:
         """Wait until a paused run has nothing in flight but groups that are too few for a step."""

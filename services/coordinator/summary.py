@@ -8,7 +8,6 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
-import os
 import platform
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from services.coordinator.evaluation import Evaluation
 from services.coordinator.lines import finite
+from shared.durable import write_whole
 from shared.ledger import ENDED, RunState, RunStatus
 from shared.messages import Json
 from shared.settings import Settings
@@ -119,13 +119,6 @@ def write(summary: Summary, folder: Path) -> Path:
     path = folder / "summary.json"
     write_whole(path, json.dumps(finite(dataclasses.asdict(summary)), indent=2, ensure_ascii=False) + "\n")
     return path
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that nobody ever sees half written."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
 
 
 def one_line_a_step(lines: Iterable[dict[str, Json]]) -> list[dict[str, Json]]:

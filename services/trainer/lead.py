@@ -29,7 +29,7 @@ from services.trainer.measures import Phases, batch_figures, export_metrics
 from services.trainer.orders import Kind, Order, decode_all
 from services.trainer.policy import export, export_adapter
 from services.trainer.publication import Publication, note_version
-from services.trainer.resume import find_resume
+from services.trainer.resume import find_resume, may_load
 from services.trainer.staleness import lag_steps
 from shared.errors import Fenced, WeightsError
 from shared.ledger import ENDED, JournalEntry, Ledger, RunState
@@ -75,7 +75,10 @@ class Lead:
         self._finding: concurrent.futures.Future[list[Order]] | None = None
         """Finds out from where to go on: seconds, or however long a checkpoint takes to be fetched."""
         self._opening: Iterator[Order] | None = None
+        self._stranded = False
+        """Whether there is nothing to go on from: the checkpoint of a rollback cannot be loaded."""
         self._committed_s = time.perf_counter()
+        measures.GRAD_NORM_LIMIT.set(self._settings.trainer.max_grad_norm)
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -103,6 +106,9 @@ class Lead:
         if self._context.stop.is_set():
             self._context.status.state = "stopping"
             return Order(Kind.STOP)
+        if self._stranded:
+            self._call(self._wait_for_stop())
+            return Order(Kind.WAIT)
         if step >= self._settings.run.steps:
             self._call(self._wait_for_stop())
             return Order(Kind.IDLE)
@@ -160,6 +166,9 @@ class Lead:
         self._revision = max((record.settings_revision for record in records), default=0)
         replay = [await self._replayed(entries) for entries in resume.journal]
         self._loaded = resume.checkpoint
+        self._stranded = resume.checkpoint is not None and not await may_load(self._bus, resume.checkpoint)
+        if self._stranded:
+            return []
         await asyncio.to_thread(self._keeper.note_start, resume)
         load = [Order(Kind.LOAD, folder=str(resume.checkpoint.folder))] if resume.checkpoint is not None else []
         return [*load, *replay]

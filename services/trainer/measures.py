@@ -92,6 +92,8 @@ GAUGES = {
     "step_s": Gauge("penstock_trainer_step_seconds", "Seconds from the commit before to the last one."),
 }
 
+GRAD_NORM_LIMIT = Gauge("penstock_trainer_grad_norm_limit", "Norm that gradients are scaled down to.")
+
 
 class Phases:
     """Seconds and memory of a step by phase.

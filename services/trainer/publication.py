@@ -19,13 +19,13 @@ Rank 0 only. It knows no bus and no ledger.
 
 import dataclasses
 import logging
-import os
 from pathlib import Path
 
 import torch
 
 from services.trainer.adapter import file_configuration
 from services.trainer.engine import TrainingEngine
+from shared.durable import write_whole
 from shared.messages import PolicyVersion
 from shared.settings import Settings
 from shared.weights.flat import FlatSnapshot
@@ -130,9 +130,7 @@ def note_version(folder: Path, version: PolicyVersion) -> None:
     if version < noted_version(folder):
         return  # written by a trainer that took our place
     folder.mkdir(parents=True, exist_ok=True)
-    beside = folder / f".{_NOTE}.{os.getpid()}.tmp"
-    beside.write_text(str(int(version)), encoding="utf-8")
-    beside.replace(folder / _NOTE)
+    write_whole(folder / _NOTE, str(int(version)))
 
 
 def noted_version(folder: Path) -> PolicyVersion:

@@ -10,13 +10,15 @@ With object storage (``trainer.store``) a checkpoint is taken from the run's fol
 need the store; on a new machine it is fetched. One that is damaged there is told of, and the next older one is taken: the journal
 reaches back to that. While the store does not answer and nothing else will do, the start waits; what only a person can change refuses it.
 
-Checkpoints of revoked versions are deleted first: a rollback left their branch. Nothing is loaded here; rank 0 only.
+Checkpoints of revoked versions are deleted first: a rollback left their branch. One that a rollback goes back to and that the trainer died of
+``MOST_LOADS`` times is not tried again (:func:`may_load`): the coordinator ends the rollback. Nothing is loaded here; rank 0 only.
 """
 
 import asyncio
 import dataclasses
 import functools
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -39,6 +41,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Journal = tuple[tuple[JournalEntry, ...], ...]
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+MOST_LOADS = 3
+"""So often the trainer begins to load the checkpoint of one rollback: less than ``up`` lets a process die in a row."""
 _UNKNOWN_VERSIONS = 100_000
 """So many numbers of versions are passed over where bus and folder were lost together, and with them the newest one."""
 
@@ -85,6 +89,24 @@ async def find_resume(
         raise RuntimeError(await _refusal(ledger, checkpoint, status, settings))
     await _tell_replay(bus, checkpoint, journal)
     return Resume(checkpoint, journal, status, stored)
+
+
+async def may_load(bus: Bus, checkpoint: Checkpoint) -> bool:
+    """Whether ``checkpoint`` can be tried; counts it where a rollback waits for it, and says there, at last, that it cannot be loaded."""
+    key = bus.keys.rollback
+    found = await bus.call(lambda: bus.client.hmget(key, ["id", "target", "state", "unloadable"]))
+    rollback, target, state, unloadable = (None if value is None else value.decode() for value in found)
+    if target != str(checkpoint.state.version) or (state != "loading" and not unloadable):
+        return True
+    if not unloadable and int(await bus.write(key, "HINCRBY", "loads", 1)) <= MOST_LOADS:
+        return True
+    sentence = (
+        f"expected the checkpoint {checkpoint.folder} to load, found that the trainer ended {MOST_LOADS} times in it: it is damaged, or "
+        "larger than this machine's memory (see the trainer's log); roll back to another version, or mend it and roll back to this one again"
+    )
+    log.error("checkpoint given up", extra={"detail": sentence})
+    await bus.script("steer_rollback", [key], [rollback or "", time.time(), "unloadable", sentence])
+    return False
 
 
 class _Chosen:

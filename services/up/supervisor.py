@@ -22,6 +22,7 @@ from services.up import system
 from services.up.plan import EXECUTOR, PROMETHEUS, STOP_ORDER, STOP_ORDER_ENDED, VALKEY, ProcessPlan
 from services.up.process import Backoff, Child, ChildState, Failure, Surroundings
 from shared import connection
+from shared.durable import write_whole
 from shared.errors import BusUnavailable, SettingsError
 
 _BUS_START_S = 30.0
@@ -153,9 +154,7 @@ class Supervisor:
             "bus": connection.redact(self._bus_url),
             "processes": [_row(child) for child in self.children if child.state is not ChildState.ENDED],
         }
-        beside = self._run_folder / "up.json.new"
-        beside.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
-        beside.replace(self._run_folder / "up.json")
+        write_whole(self._run_folder / "up.json", json.dumps(table, indent=2) + "\n")
 
 
 async def _connect(plan: ProcessPlan) -> None:

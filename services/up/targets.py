@@ -13,6 +13,7 @@ from pathlib import Path
 
 from services.client import ReplicaView
 from services.up.plan import PROMETHEUS, ProcessPlan
+from shared.durable import write_whole
 
 
 def targets_file(run_folder: Path) -> Path:
@@ -46,6 +47,4 @@ class Targets:
             {"targets": [address], "labels": {"run": self._run_id, "service": service, "instance": name}}
             for name, (service, address) in sorted(self._known.items())
         ]
-        beside = self._file.with_suffix(".json.new")
-        beside.write_text(json.dumps(groups, indent=2) + "\n", encoding="utf-8")
-        beside.replace(self._file)
+        write_whole(self._file, json.dumps(groups, indent=2) + "\n")

@@ -2,27 +2,50 @@
 
 ::
 
-    until none of them is there ──▶ raised(...): the body does the fault ──▶ until each was seen at least once ──▶ the test mends it
+    until none of them is there ──▶ raised(...): the body does the fault ──▶ seen(): each was, at least once ──▶ the body mends it
+
+What is not seen, or does not end, fails the test with what was looked for, what was there last, and what every process said.
 """
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import signal
-from collections.abc import AsyncIterator, Callable, Collection
-from pathlib import Path
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 
 import yaml
 
 from shared.bus import Bus
+from shared.durable import write_whole
 from shared.messages import Event
 from shared.streams import EVENTS
 from tests.chaos.hurried import hurried
 from tests.chaos.run import PATIENCE_S, Run
-from tests.conftest import until
 from tests.test_alerts import RULES
 
 _LOOK_S = 0.1
+PLACES = ("status", "alerts", "events", "trips")
+"""Where a guard that tripped is seen: as ``<guard> in <place>``."""
+
+
+@dataclasses.dataclass(slots=True)
+class Fault:
+    """One that is not over."""
+
+    wanted: frozenset[str]
+    """What it must raise: alerts, and guards by place."""
+    event: str
+    """The newest event before it."""
+    trips: dict[str, float]
+    """How often each guard had tripped before it, as Prometheus knew."""
+    seen: set[str] = dataclasses.field(default_factory=set)
+    """What was raised since it began."""
+
+    @property
+    def missing(self) -> frozenset[str]:
+        """What was not seen yet."""
+        return self.wanted - self.seen
 
 
 class Alarms:
@@ -31,8 +54,8 @@ class Alarms:
     def __init__(self, run: Run, bus: Bus) -> None:
         self._run = run
         self._bus = bus
-        self._seen: list[set[str]] = []
-        """What was seen since each fault that is not over, the newest last."""
+        self._faults: list[Fault] = []
+        """Those that are not over, the newest last."""
 
     # ---------------------------------------------------------------- shorter minutes
 
@@ -42,7 +65,7 @@ class Alarms:
         ``targets``: instance → address of what ``up`` did not start, nor hears of: executors.
         """
         folder = self._run.folder / "prometheus"
-        await until((folder / "prometheus.yml").exists, timeout_s=PATIENCE_S)
+        await self._run.until((folder / "prometheus.yml").exists)
         config = json.loads((folder / "prometheus.yml").read_text())
         rules = folder / "hurried.yaml"
         rules.write_text(yaml.safe_dump(hurried(yaml.safe_load(RULES.read_text()), minute_s)))
@@ -53,80 +76,93 @@ class Alarms:
             {"targets": [address], "labels": {"run": self._run.folder.name, "service": "executor", "instance": name}}
             for name, address in targets.items()
         ]
-        _replace(folder / "prometheus.yml", json.dumps(config))
-        await until(lambda: self._run.prometheus.ask("up == 1"), timeout_s=PATIENCE_S)
+        write_whole(folder / "prometheus.yml", json.dumps(config))
+        await self._run.until(lambda: self._run.prometheus.ask("up == 1"))
         self._run.send("prometheus", signal.SIGHUP)
-        await until(lambda: self._run.prometheus.ask(f'up{{instance="{min(targets)}"}} == 1'), timeout_s=PATIENCE_S)
+        await self._run.until(lambda: self._run.prometheus.ask(f'up{{instance="{min(targets)}"}} == 1'))
 
     # ---------------------------------------------------------------- what is said
 
     @contextlib.asynccontextmanager
-    async def raised(self, alerts: Collection[str], guards: Collection[str] = ()) -> AsyncIterator[None]:
+    async def raised(
+        self, alerts: Collection[str] = (), guards: Collection[str] = ()
+    ) -> AsyncIterator[Callable[[], Awaitable[None]]]:
         """Hold that the body's fault raises ``alerts`` (names, or ``name/instance``) and trips ``guards``, and that none was there before.
 
-        Of two cores one side may be short without a fault, so who starves may be there before.
+        Gives what waits for all of them: the body calls it while its fault lasts. Of two cores one side may be short without
+        a fault, so that alerts of who starves may be there before.
         """
-        wanted = {*alerts, *(f"{name} in {place}" for name in guards for place in ("status", "alerts"))}
-        await self.over({name for name in wanted if "tarving" not in name})
-        trips = {name: self._trips(name) for name in guards}
-        newest = [entry for entry, _ in await self._bus.newest(EVENTS, Event)]
-        self._seen.append(set())
+        wanted = frozenset((*alerts, *(f"{name} in {place}" for name in guards for place in PLACES)))
+        before = {*(name for name in alerts if "Starving" not in name), *(f"{name} in status" for name in guards)}
+        await self.over(before)
+        ((newest, _),) = await self._bus.newest(EVENTS, Event, 1)
+        self._faults.append(Fault(wanted, newest, await asyncio.to_thread(self._trips)))
         try:
-            yield
+            yield lambda: self.see(wanted)
             await self.see(wanted)
         finally:
-            self._seen.pop()
-        events = await self._bus.newest(EVENTS, Event, 1000)
-        told = {event.name for entry, event in events[: [entry for entry, _ in events].index(newest[0])]}
-        for name in guards:
-            assert f"guard {name}" in told
-            await until(lambda name=name: self._trips(name) > trips[name], timeout_s=PATIENCE_S)
+            self._faults.pop()
 
     async def see(self, wanted: Collection[str]) -> None:
         """Wait until each of ``wanted`` was seen at least once, since the fault (:meth:`raised`) where there is one."""
-        seen = self._seen[-1] if self._seen else set()
-        missing: set[str] = set()
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                while missing := set(wanted) - seen:
-                    seen |= await self._now()
-                    self._run.check()
-                    await asyncio.sleep(_LOOK_S)
-        except TimeoutError as error:
-            raise AssertionError(f"never raised: {sorted(missing)}\n{self._run.report()}") from error
+        seen = self._faults[-1].seen if self._faults else set()
+        await self._look(wanted, lambda now: set(wanted) - seen - now, "never raised")
 
     async def over(self, wanted: Collection[str]) -> None:
         """Wait until none of ``wanted`` is raised any more."""
-        left = set(wanted)
+        await self._look(wanted, lambda now: set(wanted) & now, "never over")
+
+    async def _look(self, wanted: Collection[str], missing: Callable[[set[str]], set[str]], wrong: str) -> None:
+        """Look at ``wanted`` until nothing is missing."""
+        now: set[str] = set()
         try:
             async with asyncio.timeout(PATIENCE_S):
-                while left := set(wanted) & await self._now():
+                while missing(now := await self._now(wanted)):
                     self._run.check()
                     await asyncio.sleep(_LOOK_S)
         except TimeoutError as error:
-            raise AssertionError(f"never over: {sorted(left)}\n{self._run.report()}") from error
+            raise AssertionError(
+                f"{wrong} in {PATIENCE_S:.0f} s: {sorted(missing(now))}; there now: {sorted(now)}\n{self._run.report()}"
+            ) from error
 
-    async def _now(self) -> set[str]:
-        """What is raised now: alerts by name, and with their instance; each guard that status or an alert names."""
+    async def _now(self, wanted: Collection[str]) -> set[str]:
+        """What is raised now: alerts by name, and with their instance; each guard by the places that name it.
+
+        Status, events and trips are asked for only where something there is looked for: coordinator or bus may be what is harmed.
+        """
+        places = {
+            name.rpartition(" in ")[2] for name in {*wanted, *(name for one in self._faults for name in one.missing)}
+        }
         found: set[str] = set()
         for labels in await asyncio.to_thread(self._run.prometheus.firing):
             name = labels["alertname"]
             found |= {name, f"{name}/{labels.get('instance', '')}"}
             guard = "no_signal" if name == "PenstockRewardCollapse" else labels.get("guard")
             found |= {f"{guard} in alerts"}
-        answer = await self._run.ask("GET", "/v1/run")
-        if answer is not None and answer.is_success:
-            found |= {f"{guard['guard']} in status" for guard in answer.json()["guards"]}
-        for seen in self._seen:
-            seen |= found
+        if "status" in places:
+            answer = await self._run.ask("GET", "/v1/run")
+            if answer is not None and answer.is_success:
+                found |= {f"{guard['guard']} in status" for guard in answer.json()["guards"]}
+        for fault in self._faults:
+            fault.seen |= found
+        if places & {"events", "trips"}:
+            trips, events = await asyncio.to_thread(self._trips), await self._bus.newest(EVENTS, Event, 1000)
+            for fault in self._faults:
+                fault.seen |= {f"{name} in trips" for name in trips if trips[name] > fault.trips.get(name, 0.0)}
+                fault.seen |= {f"{_guard(event)} in events" for entry, event in events if _is_after(entry, fault.event)}
         return found
 
-    def _trips(self, guard: str) -> float:
-        rows = self._run.prometheus.ask(f'sum(penstock_coordinator_guard_trips_total{{guard="{guard}"}})')
-        return float(rows[0]["value"][1]) if rows else 0.0
+    def _trips(self) -> dict[str, float]:
+        """Return how often each guard tripped, as Prometheus knows."""
+        rows = self._run.prometheus.ask("sum by (guard) (penstock_coordinator_guard_trips_total)")
+        return {row["metric"]["guard"]: float(row["value"][1]) for row in rows}
 
 
-def _replace(path: Path, text: str) -> None:
-    beside = path.with_suffix(".new")
-    beside.write_text(text)
-    beside.replace(path)
+def _guard(event: Event) -> str:
+    return event.name.removeprefix("guard ")
+
+
+def _is_after(entry: str, other: str) -> bool:
+    """Whether an entry of a stream is newer than another."""
+    left, right = (tuple(map(int, found.split("-"))) for found in (entry, other))
+    return left > right

@@ -18,7 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from shared import embedded
 from shared.bus import Bus
 from shared.ledger import Ledger, RunState
 from tests.conftest import PATIENCE_S as PATIENCE_S
-from tests.conftest import until
+from tests.conftest import until, words
 from tests.fault_proxy import FaultProxy
 from tests.prometheus_server import Prometheus
 
@@ -104,6 +104,7 @@ class Run:
         self._output = folder / "up.txt"
         self.prometheus = Prometheus(self._output)
         self._by_hand: dict[str, subprocess.Popen[bytes]] = {}
+        self._answered = ""
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "services", "up", config, *(["--prometheus"] if prometheus else [])),
@@ -166,9 +167,9 @@ class Run:
             pytest.fail(f"`penstock up` ended early ({self.process.returncode}):\n{self.report()}")
 
     def report(self) -> str:
-        """Return what ``up`` printed and the end of every log."""
+        """Return what ``up`` printed, what the API answered last, and the end of every log."""
         logs = [f"--- {path.name}\n{path.read_text()[-1500:]}" for path in sorted((self.folder / "logs").glob("*.log"))]
-        return "\n".join([self._output.read_text()[-3000:], *logs])
+        return "\n".join([self._output.read_text()[-3000:], self._answered, *logs])
 
     def close(self) -> None:
         """End everything."""
@@ -187,16 +188,32 @@ class Run:
                 self.process.terminate()  # the second time: at once
                 self.process.wait(20)
 
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Wait until ``condition()`` (sync or async) is true; fail with all logs when it never is, or when the run ended early."""
+
+        async def met() -> object:
+            self.check()
+            found = condition()
+            return await found if asyncio.iscoroutine(found) else found
+
+        try:
+            await until(met, timeout_s=PATIENCE_S)
+        except TimeoutError as error:
+            raise TimeoutError(f"{words(condition)} not met: {error}\n{self.report()}") from error
+
     # ---------------------------------------------------------------- its API
 
     async def ask(
         self, method: str, path: str, body: Mapping[str, object] | None = None, headers: Mapping[str, str] | None = None
     ) -> httpx.Response | None:
         """Ask whoever answers; None when nobody does now."""
+        self._answered = f"{method} {path}: no answer"
         with contextlib.suppress(OSError, ValueError, httpx.HTTPError):
             url = json.loads((self.folder / "coordinator.json").read_text())["url"]
             async with httpx.AsyncClient(base_url=url, timeout=10.0, trust_env=False) as client:
-                return await client.request(method, path, json=body, headers=headers)
+                answer = await client.request(method, path, json=body, headers=headers)
+            self._answered = f"{method} {path}: {answer.status_code} {answer.text[:500]}"
+            return answer
         return None
 
     async def command(self, path: str, body: Mapping[str, object] | None = None) -> dict[str, Any]:
@@ -204,14 +221,13 @@ class Run:
         found: dict[str, Any] = {}
 
         async def done() -> bool:
-            self.check()
             answer = await self.ask("POST", path, body)
             if answer is None or not answer.is_success:
                 return False
             found.update(answer.json())
             return True
 
-        await until(done, timeout_s=PATIENCE_S)
+        await self.until(done)
         return found
 
     async def change(self, **changes: object) -> None:
@@ -219,7 +235,6 @@ class Run:
         wanted = {name.replace("__", "."): value for name, value in changes.items()}
 
         async def changed() -> bool:
-            self.check()
             seen = await self.ask("GET", "/v1/run/settings")
             if seen is None or not seen.is_success:
                 return False
@@ -228,18 +243,14 @@ class Run:
             assert answer is None or answer.status_code != 422, answer.text
             return answer is not None and answer.is_success
 
-        await until(changed, timeout_s=PATIENCE_S)
+        await self.until(changed)
 
     # ---------------------------------------------------------------- its progress
 
     async def connect(self, url: str | None = None) -> Bus:
         """Return a bus of our own: past the proxy where ``url`` says so."""
 
-        def started() -> bool:
-            self.check()
-            return "bus" in self.table()
-
-        await until(started, timeout_s=PATIENCE_S)
+        await self.until(lambda: "bus" in self.table())
         bus = await Bus.connect(url or str(self.table()["bus"]), RUN_ID, wait_s=PATIENCE_S)
         bus.wait_for_ever()
         return bus
@@ -250,10 +261,9 @@ class Run:
         goal = (await ledger.status()).step + count
 
         async def reached() -> bool:
-            self.check()
             return (await ledger.status()).step >= goal
 
-        await until(reached, timeout_s=PATIENCE_S)
+        await self.until(reached)
 
     async def stop(self) -> None:
         """End the run for good, and see ``up`` end."""
