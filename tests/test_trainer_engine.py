@@ -8,6 +8,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from services.trainer import adapter, attention, kernels
 from services.trainer.engine import TrainingEngine
@@ -125,6 +126,21 @@ def test_what_is_computed_again_is_still_measured_against_the_models_own_operati
     assert found["mfu"] == pytest.approx(found["model_tflops_per_s"] / 1000.0)
     assert found["model_tflops_per_s"] > 0.0
     assert "mfu" not in step(settings())[0]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's, about what DeepSpeed calls
+def test_a_checkpointed_layer_in_parts_computes_all_but_its_last_product_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.functional, "linear", torch._C._nn.linear)  # as before any engine in this process
+    of = settings(3, gradient_checkpointing=True, logits_chunk_tokens=0)
+    stepper, batch = Stepper(of), micro_batch(rows(0))
+    with FlopCounterMode(display=False) as counter:
+        stepper.engine.backward(stepper.engine.forward(batch).policy_logprobs_N.mean(), last=True)
+    products = {name: count for name, count in counter.get_flop_counts()["Global"].items() if "bmm" not in str(name)}
+    trained, layers, width, inner = len(batch.targets_N), 2, 32, 64
+    once = batch.tokens * stepper.engine.sizes.linear_weights
+    last = batch.tokens * layers * width * inner
+    # forward, again, and two products of the backward pass; the output layer is not checkpointed
+    assert sum(products.values()) == 2 * (4 * once - last + 3 * trained * stepper.engine.sizes.output_weights)
 
 
 # ---------------------------------------------------------------- logits

@@ -57,7 +57,10 @@ def built_in_parts(zero_stage: int, device: str, dtype: torch.dtype) -> contextl
     place = torch.device(device, torch.cuda.current_device() if device == "cuda" else 0)
     if zero_stage < 3:
         return place
-    found: contextlib.AbstractContextManager[object] = _import_deepspeed(device).zero.Init(dtype=dtype)
+    found: contextlib.AbstractContextManager[object] = _import_deepspeed(device).zero.Init(
+        dtype=dtype,
+        mem_efficient_linear=False,  # the engine decides that
+    )
     return found
 
 
@@ -324,6 +327,9 @@ def _import_deepspeed(device: str) -> Any:
 def _config(settings: Settings) -> dict[str, Any]:
     trainer = settings.trainer
     zero: dict[str, Any] = {"stage": trainer.zero_stage}
+    # DeepSpeed's own linear layer keeps no whole weight until the backward pass; but it computes its product before it says what it keeps, so a
+    # checkpointed layer's last product, which nobody needs, would be computed again. Checkpointed layers keep nothing anyway.
+    linear = {"memory_efficient_linear": not trainer.gradient_checkpointing}
     pinned = {"device": "cpu", "pin_memory": pick_device(trainer.device) == "cuda"}
     if trainer.offload != "none":
         zero["offload_optimizer"] = pinned
@@ -335,7 +341,7 @@ def _config(settings: Settings) -> dict[str, Any]:
         "gradient_accumulation_steps": 1,  # boundaries are set by hand
         "gradient_clipping": trainer.max_grad_norm,
         "bf16": {"enabled": settings.policy.dtype == "bfloat16"},
-        "zero_optimization": {**trainer.deepspeed.get("zero_optimization", {}), **zero},
+        "zero_optimization": {**linear, **trainer.deepspeed.get("zero_optimization", {}), **zero},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own for the host is compiled at run time
         "steps_per_print": 2**31 - 1,
