@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+_PRELOADED = os.environ.get("LD_PRELOAD")
 PATIENCE_S = 180.0
 """How long anything may take on a machine that does much else. A wait ends with its condition, so it costs nothing."""
 
@@ -38,6 +39,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if slow is not None or limit is not None:
             allowed_s[item.path] = allowed_s.get(item.path, 0.0) + (600.0 if limit is None else limit.args[0])
     items.sort(key=lambda item: -allowed_s.get(item.path, 0.0))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_preloaded() -> Iterator[None]:
+    """Take back what vLLM's build for CPUs, started in this process, asks all later processes to load."""
+    yield
+    os.environ.pop("LD_PRELOAD", None)
+    if _PRELOADED is not None:
+        os.environ["LD_PRELOAD"] = _PRELOADED
 
 
 class Server:
