@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from services.rollout.engine import GenerationRequest
-from services.rollout.vllm_arguments import check_version
+from services.rollout.vllm_arguments import check_version, gather
 from services.rollout.vllm_engine import VllmEngine
 from services.rollout.vllm_start import open_vllm
 from shared.messages import PolicyRecord, PolicyVersion, Sampling
@@ -133,12 +133,14 @@ async def measure(folder: Path, rounds: int) -> dict[str, Any]:
     model = await asyncio.to_thread(random_policy, folder / "policy", shape, dtype)
     written = write_snapshot(folder / "weights", PolicyVersion(0), 0, model.named_parameters(), dtype)
     engine = await open_vllm(
-        str(folder / "policy"),
-        dtype=str(dtype).removeprefix("torch."),
-        seed=0,
-        max_num_seqs=groups * samples,
-        max_model_len=PROMPT_TOKENS + new_tokens,
-        enforce_eager=not on_gpu,
+        gather(
+            str(folder / "policy"),
+            dtype=str(dtype).removeprefix("torch."),
+            seed=0,
+            max_num_seqs=groups * samples,
+            max_model_len=PROMPT_TOKENS + new_tokens,
+            enforce_eager=not on_gpu,
+        )
     )
     try:
         await engine.stage(

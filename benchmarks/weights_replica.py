@@ -25,16 +25,18 @@ async def replica(connection: Connection, options: Options) -> None:
     if options.device == "cuda":
         arguments["weight_transfer_config"] = {"backend": "nccl"}
     engine = await vllm_start.open_vllm(
-        str(options.folder),
-        dtype=options.dtype,
-        seed=0,
-        max_num_seqs=options.sequences + 1,
-        tensor_parallel_size=options.tensor_parallel_size,
-        gpu_memory_utilization=options.gpu_memory_utilization,
-        max_model_len=options.max_model_len,
+        vllm_arguments.gather(
+            str(options.folder),
+            dtype=options.dtype,
+            seed=0,
+            max_num_seqs=options.sequences + 1,
+            tensor_parallel_size=options.tensor_parallel_size,
+            gpu_memory_utilization=options.gpu_memory_utilization,
+            max_model_len=options.max_model_len,
+            enforce_eager=options.device == "cpu",
+            arguments=arguments,
+        ),
         shadow=options.shadow,  # type: ignore[arg-type, unused-ignore]
-        arguments=arguments,
-        enforce_eager=options.device == "cpu",
         peer_host="127.0.0.1",
         deadline_s=options.deadline_s,
     )

@@ -24,7 +24,7 @@ from services.rollout.__main__ import vllm_settings
 from services.rollout.engine import EngineDied
 from services.rollout.engine_reports import prove
 from services.rollout.vllm_engine import VllmEngine
-from services.rollout.vllm_hosts import Hosts, hosts_of, read_secret
+from services.rollout.vllm_hosts import Hosts, hosts_of, secret_of
 from services.rollout.vllm_node import outlast
 from services.rollout.vllm_start import check, open_vllm
 from shared.errors import SettingsError
@@ -140,7 +140,7 @@ async def engine(node: Node) -> AsyncIterator[VllmEngine]:
         patch.delenv("VLLM_HOST_IP", raising=False)
         hosts = hosts_of(node.settings.rollout, "127.0.0.1")
         async with asyncio.timeout(START_S):
-            opened = await open_vllm(**vllm_settings(node.settings, "rollout-0", hosts), stop=(STOP,))
+            opened = await open_vllm(vllm_settings(node.settings, "rollout-0", hosts), hosts, stop=(STOP,))
     await put(opened, offer(node.folder, 0, MODELS[0]))
     yield opened
     await opened.close()
@@ -217,7 +217,7 @@ async def test_nobody_is_let_in_who_does_not_know_the_secret(engine: VllmEngine,
     host, _, port = engine._reports.address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     challenge = msgpack.unpackb(await reader.readexactly(int.from_bytes(await reader.readexactly(4), "little")))
-    secret = read_secret(node.folder / "secret")
+    secret = secret_of(node.folder / "secret")
     if stranger == "babbling":
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
     elif stranger != "silent":
@@ -268,10 +268,10 @@ async def test_a_host_that_holds_workers_hears_that_the_first_is_gone() -> None:
 
 def test_a_secret_that_is_none_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"change rollout\.secret_file"):
-        read_secret(tmp_path / "secret")
+        secret_of(tmp_path / "secret")
     (tmp_path / "secret").write_text("short\n" + "x" * 40)
     with pytest.raises(SettingsError, match=r"at least 16 characters .* found 5"):
-        read_secret(tmp_path / "secret")
+        secret_of(tmp_path / "secret")
 
 
 def test_a_host_that_was_started_otherwise_is_refused() -> None:

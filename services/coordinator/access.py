@@ -13,12 +13,10 @@ import dataclasses
 import hmac
 import ipaddress
 from enum import StrEnum
-from pathlib import Path
 
 from shared.errors import SettingsError
+from shared.secret_file import read_secret
 from shared.settings import CoordinatorSettings
-
-_SHORTEST = 16
 
 
 class Role(StrEnum):
@@ -65,10 +63,10 @@ def open_access(settings: CoordinatorSettings) -> Access:
                 "expected coordinator.token_file beside coordinator.read_token_file, found none: set both or neither"
             )
         return Access()
-    operate = _token(settings.token_file, "coordinator.token_file")
+    operate = read_secret(settings.token_file, "coordinator.token_file", "token")
     read = b""
     if settings.read_token_file is not None:
-        read = _token(settings.read_token_file, "coordinator.read_token_file")
+        read = read_secret(settings.read_token_file, "coordinator.read_token_file", "token")
     if operate == read:
         raise SettingsError(
             "expected different tokens to operate and to read, found the same twice: change coordinator.read_token_file"
@@ -82,16 +80,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _token(path: Path, setting: str) -> bytes:
-    try:
-        token = path.read_bytes().partition(b"\n")[0].strip()
-    except OSError as error:
-        raise SettingsError(f"expected a token in {path}, found: {error.strerror}: change {setting}") from error
-    if len(token) < _SHORTEST:
-        raise SettingsError(
-            f"expected a token of at least {_SHORTEST} characters in the first line of {path}, found {len(token)}: "
-            f"change {setting}"
-        )
-    return token

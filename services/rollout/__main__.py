@@ -70,8 +70,10 @@ async def _open_vllm(settings: Settings, replica: str, host: str) -> tuple[Engin
 
     weights = settings.weights
     tokenizer = await asyncio.to_thread(open_tokenizer, settings.policy)
+    hosts = hosts_of(settings.rollout, host)
     engine = await open_vllm(
-        **vllm_settings(settings, replica, hosts_of(settings.rollout, host)),
+        vllm_settings(settings, replica, hosts),
+        hosts,
         stop=() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,),
         logprobs=settings.rollout.vllm.logprobs,
         kv=weights.kv,
@@ -84,24 +86,29 @@ async def _open_vllm(settings: Settings, replica: str, host: str) -> tuple[Engin
 
 
 def vllm_settings(settings: Settings, replica: str, hosts: Hosts | None) -> dict[str, Any]:
-    """Return what every host of ``replica`` starts vLLM with: arguments of :func:`services.rollout.vllm_arguments.gather`."""
+    """Return what every host of ``replica`` starts vLLM with.
+
+    Raises:
+        SettingsError: vLLM is missing or of a version that is not known to work, or its arguments hold what they must not.
+    """
     from services.rollout.trial import seed_of
+    from services.rollout.vllm_arguments import gather
 
     vllm = settings.rollout.vllm
-    return {
-        "model": settings.policy.model,
-        "dtype": settings.policy.dtype,
-        "seed": seed_of(settings.run.seed, replica),
-        "max_num_seqs": vllm.max_num_seqs or settings.rollout.max_groups * settings.sampling.group_size,
-        "trust_remote_code": settings.policy.trust_remote_code,
-        "tensor_parallel_size": vllm.tensor_parallel_size,
-        "gpu_memory_utilization": vllm.gpu_memory_utilization,
-        "max_model_len": vllm.max_model_len,
-        "enforce_eager": vllm.enforce_eager,
-        "enable_prefix_caching": vllm.enable_prefix_caching,
-        "arguments": vllm_arguments(settings),
-        "hosts": hosts,
-    }
+    return gather(
+        settings.policy.model,
+        dtype=settings.policy.dtype,
+        seed=seed_of(settings.run.seed, replica),
+        max_num_seqs=vllm.max_num_seqs or settings.rollout.max_groups * settings.sampling.group_size,
+        trust_remote_code=settings.policy.trust_remote_code,
+        tensor_parallel_size=vllm.tensor_parallel_size,
+        gpu_memory_utilization=vllm.gpu_memory_utilization,
+        max_model_len=vllm.max_model_len,
+        enforce_eager=vllm.enforce_eager,
+        enable_prefix_caching=vllm.enable_prefix_caching,
+        arguments=vllm_arguments(settings),
+        hosts=hosts,
+    )
 
 
 def vllm_arguments(settings: Settings) -> dict[str, Any]:
@@ -165,13 +172,12 @@ async def run(settings: Settings, replica: str) -> None:
 
 
 async def _hold_workers(settings: Settings, replica: str) -> None:
-    from services.rollout.vllm_arguments import gather
     from services.rollout.vllm_node import hold_workers
 
     choose_engine(settings)
     hosts = hosts_of(settings.rollout, service.own_host(settings))
     assert hosts is not None  # rollout.node < rollout.nodes
-    await hold_workers(settings, gather(**vllm_settings(settings, replica, hosts)), hosts)
+    await hold_workers(settings, vllm_settings(settings, replica, hosts), hosts)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from shared.errors import SettingsError
+from shared.secret_file import read_secret
 from shared.settings import RolloutSettings
-
-_LEAST_BYTES = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,23 +47,10 @@ def hosts_of(rollout: RolloutSettings, own: str) -> Hosts | None:
     """
     if rollout.nodes == 1 or rollout.secret_file is None:
         return None
-    read_secret(rollout.secret_file)
+    secret_of(rollout.secret_file)
     return Hosts(rollout.nodes, rollout.node, rollout.rendezvous, own, rollout.secret_file.absolute())
 
 
-def read_secret(file: Path) -> bytes:
-    """Return the secret in ``file``: its first line.
-
-    Raises:
-        SettingsError: there is none, or it is too short to be one.
-    """
-    try:
-        found = file.read_bytes().partition(b"\n")[0].strip()
-    except OSError as error:
-        raise SettingsError(f"expected a secret in {file}, found: {error}: change rollout.secret_file") from error
-    if len(found) < _LEAST_BYTES:
-        raise SettingsError(
-            f"expected a secret of at least {_LEAST_BYTES} characters in {file}, found {len(found)}: write a longer one, "
-            "the same on every host of the replica"
-        )
-    return found
+def secret_of(file: Path) -> bytes:
+    """Return what the hosts of a replica share. Raises SettingsError where there is none."""
+    return read_secret(file, "rollout.secret_file, the same on every host of the replica")

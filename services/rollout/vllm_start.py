@@ -6,73 +6,48 @@ land in this process's registry, where ``/metrics`` finds them; its log lines go
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from services.rollout.engine_reports import Reports
-from services.rollout.vllm_arguments import engine_args, gather, serving
+from services.rollout.vllm_arguments import engine_args, serving
 from services.rollout.vllm_engine import VllmEngine
-from services.rollout.vllm_hosts import Hosts, read_secret
+from services.rollout.vllm_hosts import Hosts, secret_of
 from shared.errors import SettingsError
 
 log = logging.getLogger(__name__)
 
 
 async def open_vllm(
-    model: str,
+    arguments: dict[str, Any],
+    hosts: Hosts | None = None,
     *,
-    dtype: str,
-    seed: int,
-    max_num_seqs: int,
     stop: Sequence[int] = (),
-    trust_remote_code: bool = False,
-    tensor_parallel_size: int = 1,
-    gpu_memory_utilization: float = 0.85,
-    max_model_len: int = 0,
-    enforce_eager: bool = False,
-    enable_prefix_caching: bool = True,
     logprobs: Literal["captured", "native"] = "captured",
-    arguments: Mapping[str, Any] | None = None,
     kv: Literal["keep", "recompute"] = "keep",
     update: Literal["inflight", "drain"] = "inflight",
     shadow: Literal["auto", "full", "bucketed"] = "auto",
     peer_host: str = "",
     peer_port: int = 0,
     deadline_s: float = 30.0,
-    hosts: Hosts | None = None,
 ) -> VllmEngine:
-    """Return an engine on the model in the folder or of the name ``model``; the event loop goes on while it loads.
-
-    What is not said here is what :func:`services.rollout.vllm_arguments.gather` says. Of an engine that spans hosts this is
-    the first one's part; the others run ``vllm_node``.
+    """Return an engine; the event loop goes on while it loads. Of one that spans hosts this is the first's part; the others run ``vllm_node``.
 
     Args:
+        arguments: what :func:`services.rollout.vllm_arguments.gather` returned.
+        hosts: those that the engine spans, as gathered, where it spans several.
         stop: token ids that end a completion, besides those that the model itself names: the tokenizer's.
         peer_host: where to serve weights to other replicas; "": nowhere.
         deadline_s: no wait of a peer may take longer.
 
     Raises:
-        SettingsError: vLLM is missing or of a version that is not known to work, or cannot serve this.
+        SettingsError: vLLM cannot serve this.
     """
-    wanted = gather(
-        model,
-        dtype=dtype,
-        seed=seed,
-        max_num_seqs=max_num_seqs,
-        trust_remote_code=trust_remote_code,
-        tensor_parallel_size=tensor_parallel_size,
-        gpu_memory_utilization=gpu_memory_utilization,
-        max_model_len=max_model_len,
-        enforce_eager=enforce_eager,
-        enable_prefix_caching=enable_prefix_caching,
-        arguments=arguments,
-        hosts=hosts,
-    )
-    reports = Reports(hosts.own, read_secret(hosts.secret_file)) if hosts else Reports()
+    reports = Reports(hosts.own, secret_of(hosts.secret_file)) if hosts else Reports()
     await reports.open()
     llm: Any = None
     try:
-        llm = await asyncio.to_thread(_start, wanted, hosts)
+        llm = await asyncio.to_thread(_start, arguments, hosts)
         reporting = [reports.address, str(hosts.secret_file) if hosts else ""]
         peers = [peer_host, peer_port, deadline_s]
         workers = await llm.collective_rpc("penstock_open", args=(reporting, logprobs == "captured", peers))
@@ -85,7 +60,7 @@ async def open_vllm(
             kv=kv,
             update=update,
             bucketed=_is_bucketed(shadow, workers),
-            adapters=bool(wanted.get("enable_lora")),
+            adapters=bool(arguments.get("enable_lora")),
         )
     except BaseException:
         if llm is not None:

@@ -29,7 +29,7 @@ import torch
 from services.rollout.engine_reports import Message, Reporter
 from services.rollout.runner_tap import RunnerTap, can_listen
 from services.rollout.token_record import Finished, TokenRecord
-from services.rollout.vllm_hosts import read_secret
+from services.rollout.vllm_hosts import secret_of
 from services.rollout.weight_swap import WeightSwapper
 from shared.errors import PeerError, SettingsError, WeightsError
 from shared.parent import die_with
@@ -71,7 +71,7 @@ class PolicyWorker:
             address,
             self._rank,
             self._obey,
-            secret=read_secret(Path(secret_file)) if secret_file else b"",
+            secret=secret_of(Path(secret_file)) if secret_file else b"",
             beside=beside,
         )
         self._swapper = WeightSwapper(self._model, worker.vllm_config, self._device)

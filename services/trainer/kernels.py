@@ -15,8 +15,8 @@ from shared.errors import SettingsError
 log = logging.getLogger(__name__)
 
 Kind = Literal["auto", "torch", "liger"]
-_OURS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
-"""Which of Liger's are not wanted."""
+_UNWANTED = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+"""The logits' own kernels: see ``logits``."""
 
 
 def install(model: Any, kind: Kind, device: str) -> bool:
@@ -41,7 +41,7 @@ def install(model: Any, kind: Kind, device: str) -> bool:
 
     fuse = MODEL_TYPE_TO_APPLY_LIGER_FN[model.config.model_type]
     known = inspect.signature(fuse).parameters
-    fuse(model=model, **{name: value for name, value in _OURS.items() if name in known})
+    fuse(model=model, **{name: value for name, value in _UNWANTED.items() if name in known})
     log.info("fused kernels installed", extra={"model_type": model.config.model_type})
     return True
 
