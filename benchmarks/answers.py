@@ -26,7 +26,7 @@ import psutil
 
 from services.reward.answer import AnswerMatcher
 from shared.messages import FinishReason, GroupId, Prompt, RolloutGroup, Sample, Sampling, ScoreStatus
-from shared.scorers import AnswerScorer
+from shared.settings.scorers import AnswerScorer
 
 LEAST_PER_S = 300
 LEAST_SHARE_UNDER_50_MS = 0.99

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from benchmarks.learning import Learned, learn
-from shared.algorithm import Preset
+from shared.settings.algorithm import Preset
 
 TUNED: Mapping[str, Mapping[str, Any]] = {
     "gspo": {"clip_low": 0.2, "clip_high": 0.28},

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from shared.checkpoint_store import StoreSettings
+from shared.settings.trainer import StoreSettings
 
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
 

@@ -15,7 +15,7 @@ from transformers import (
     Qwen2ForSequenceClassification,
 )
 
-from shared.reward_models import ModelScorer
+from shared.settings.reward_models import ModelScorer
 from tests import tiny
 
 SIZES: dict[str, Any] = {

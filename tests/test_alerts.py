@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from shared.guards import GuardsSettings
+from shared.settings.guards import GuardsSettings
 from tests.chaos import hurried
 from tests.conftest import need
 

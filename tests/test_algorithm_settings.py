@@ -5,9 +5,9 @@ from typing import Any, get_args
 
 import pytest
 
-from shared.algorithm import PRESETS, AlgorithmSettings, Preset
 from shared.errors import SettingsError
 from shared.settings import Settings, dump, load
+from shared.settings.algorithm import PRESETS, AlgorithmSettings, Preset
 
 
 def algorithm(**values: Any) -> AlgorithmSettings:

@@ -13,9 +13,9 @@ from services.coordinator.service import load_data, make_evaluator
 from shared import streams
 from shared.bus import Bus
 from shared.errors import PermanentError
-from shared.evaluation import HeldOutSet
 from shared.ledger import Ledger, RunState, RunStatus
 from shared.messages import Experience, PolicyVersion, Prompt, Purpose
+from shared.settings.evaluation import HeldOutSet
 from tests.conftest import until
 from tests.coordinator_players import replicas, settings
 

@@ -9,9 +9,9 @@ from services.coordinator.evaluation import Asked, Description, Evaluation, eval
 from services.coordinator.gate import FELL, PASSED, judge, target
 from services.coordinator.service import Coordinator
 from shared.bus import Bus
-from shared.evaluation import GateSettings
 from shared.ledger import Ledger, PolicyState, RunState
 from shared.messages import PolicyVersion, Prompt
+from shared.settings.evaluation import GateSettings
 from tests.conftest import until
 from tests.coordinator_players import Trainer, make, record, replicas, running, settings
 

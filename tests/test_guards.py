@@ -11,7 +11,9 @@ from prometheus_client import REGISTRY
 from services.coordinator import guards
 from services.coordinator.service import Coordinator
 from shared.bus import Bus
-from shared.guards import (
+from shared.ledger import Ledger, RunState
+from shared.messages import Event, PolicyVersion, StepReport
+from shared.settings.guards import (
     EntropyGuard,
     KlGuard,
     LagGuard,
@@ -21,8 +23,6 @@ from shared.guards import (
     ThroughputGuard,
     TrainerStarvingGuard,
 )
-from shared.ledger import Ledger, RunState
-from shared.messages import Event, PolicyVersion, StepReport
 from shared.streams import EVENTS
 from tests.conftest import until
 from tests.coordinator_players import Trainer, make, replicas, running, settings

@@ -17,10 +17,10 @@ from services.trainer.learner import Learner
 from services.trainer.measures import Phases
 from services.trainer.packing import Row, micro_batch
 from services.trainer.policy import Policy
-from shared.algorithm import Preset
 from shared.errors import SettingsError
 from shared.messages import Experience, FinishReason, RolloutGroup, Sample
 from shared.settings import Settings
+from shared.settings.algorithm import Preset
 from tests import builders, tiny
 
 GROUPS = 4

@@ -16,7 +16,7 @@ from services.reward.answer import COMMAND, AnswerMatcher
 from services.reward.extraction import Place, extract
 from shared.errors import PermanentError, SettingsError
 from shared.messages import FinishReason, RolloutGroup, Score, ScoreStatus
-from shared.scorers import AnswerScorer
+from shared.settings.scorers import AnswerScorer
 from tests import builders
 
 Mode = Literal["exact", "numeric", "math"]

@@ -9,7 +9,7 @@ import pytest_asyncio
 
 from services.reward.answer import AnswerMatcher
 from shared.messages import ScoreStatus
-from shared.scorers import AnswerScorer
+from shared.settings.scorers import AnswerScorer
 from tests import builders
 
 EQUAL: dict[str, list[tuple[str, str]]] = {

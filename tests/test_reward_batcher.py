@@ -12,7 +12,7 @@ from services.reward.batcher import Batcher, NoRoom, cut
 from services.reward.normalisation import Normaliser
 from shared.bus import Bus
 from shared.messages import Prompt, Purpose
-from shared.reward_models import ModelWork
+from shared.settings.reward_models import ModelWork
 from tests import builders
 from tests.conftest import until
 

@@ -19,8 +19,8 @@ from shared import frames, wire
 from shared.bus import Bus
 from shared.errors import PeerError, PermanentError, SettingsError
 from shared.messages import RolloutGroup, ScoreStatus
-from shared.scorers import CodeScorer
 from shared.settings import Settings
+from shared.settings.scorers import CodeScorer
 from shared.streams import EXPERIENCE, ROLLOUTS
 from shared.telemetry import Status
 from shared.worker import Patience, Worker

@@ -7,7 +7,7 @@ import pytest
 
 from services.reward.code.scorer import CodeTester
 from shared.messages import Score, ScoreStatus
-from shared.scorers import CodeScorer
+from shared.settings.scorers import CodeScorer
 from tests.conftest import need
 from tests.executor_process import Running, running
 from tests.test_reward_code import fenced, group

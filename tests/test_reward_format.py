@@ -9,7 +9,7 @@ from services.reward.format import FormatChecker
 from services.reward.lot import Lot
 from shared.errors import SettingsError
 from shared.messages import FinishReason, Score, ScoreStatus
-from shared.scorers import FormatScorer
+from shared.settings.scorers import FormatScorer
 from tests import builders
 
 TAGS = {"tags": [{"tag": "think"}, {"tag": "answer"}]}

@@ -15,7 +15,7 @@ from services.reward.function_call import as_result, load
 from services.reward.scorer import Result
 from shared.errors import SettingsError
 from shared.messages import Score, ScoreStatus
-from shared.scorers import PythonScorer
+from shared.settings.scorers import PythonScorer
 from tests import builders, scorer_functions
 from tests.conftest import until
 

@@ -19,7 +19,7 @@ from services.reward.judge import Judge
 from services.reward.verdict import VerdictReader, fill
 from shared.errors import PermanentError, SettingsError
 from shared.messages import ChatMessage, Score, ScoreStatus
-from shared.scorers import JudgeScorer
+from shared.settings.scorers import JudgeScorer
 from tests import builders
 
 Reply = tuple[int, dict[str, str], str]

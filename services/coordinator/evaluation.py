@@ -25,9 +25,9 @@ from services.coordinator.dataset import Dataset, subset
 from shared import streams, wire
 from shared.bus import Argument, Bus, Delivery
 from shared.errors import MessageError
-from shared.evaluation import ONLY_SET, EvaluationSettings, HeldOutSet
 from shared.holding import Holding, appoint, holding
 from shared.messages import Experience, PolicyVersion, Prompt, Purpose, Sampling
+from shared.settings.evaluation import ONLY_SET, EvaluationSettings, HeldOutSet
 from shared.streams import EVAL_RESULTS, Stream
 from shared.telemetry import Heartbeat, heartbeats, tell
 

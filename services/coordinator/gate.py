@@ -23,9 +23,9 @@ from services.coordinator.lineage import ancestors
 from services.coordinator.operations import Misfit
 from services.coordinator.rollback import Rollbacks
 from shared.bus import Bus
-from shared.evaluation import EvaluationSettings, GateSettings
 from shared.ledger import Ledger, RunState, RunStatus
 from shared.messages import PolicyRecord, PolicyVersion
+from shared.settings.evaluation import EvaluationSettings, GateSettings
 from shared.telemetry import tell
 
 log = logging.getLogger(__name__)

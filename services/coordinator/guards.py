@@ -33,7 +33,9 @@ from pydantic import TypeAdapter
 
 from services.coordinator.models import GuardView, RunView
 from shared.bus import Bus
-from shared.guards import (
+from shared.ledger import Ledger, RunState
+from shared.messages import StepReport
+from shared.settings.guards import (
     Action,
     EntropyGuard,
     GuardsSettings,
@@ -45,8 +47,6 @@ from shared.guards import (
     ThroughputGuard,
     TrainerStarvingGuard,
 )
-from shared.ledger import Ledger, RunState
-from shared.messages import StepReport
 from shared.telemetry import tell
 
 log = logging.getLogger(__name__)

@@ -29,9 +29,9 @@ from services.coordinator.report import write_report
 from shared import streams
 from shared.bus import Bus
 from shared.errors import BusFull
-from shared.evaluation import HeldOutSet
 from shared.ledger import ENDED, Ledger, RunState, RunStatus
 from shared.settings import Settings
+from shared.settings.evaluation import HeldOutSet
 from shared.telemetry import heartbeats, tell
 
 log = logging.getLogger(__name__)

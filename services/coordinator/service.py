@@ -40,12 +40,12 @@ from services.coordinator.shortage import Shortage
 from services.coordinator.steering import Steering
 from shared.bus import Bus
 from shared.errors import SettingsError
-from shared.evaluation import HeldOutSet
 from shared.ledger import Ledger, RunState
 from shared.live import Live
 from shared.messages import PolicyVersion
 from shared.service import Context, serve
 from shared.settings import Settings
+from shared.settings.evaluation import HeldOutSet
 from shared.telemetry import Status, heartbeats
 
 _CLOSE_WITHIN_S = 8.0

@@ -26,9 +26,9 @@ from services.reward.plain_numbers import PlainNumber
 from services.reward.processes import Crashed, Overdue, Processes
 from services.reward.recent import Recent
 from services.reward.scorer import is_cut, unavailable, valued
-from shared import scorers
 from shared.errors import PermanentError, SettingsError, TemporaryError
 from shared.messages import Prompt, RolloutGroup, Sample, Score, ScoreStatus
+from shared.settings import scorers
 
 COMMAND = (sys.executable, "-m", "services.reward.comparison")
 """Starts one matcher process."""

@@ -26,7 +26,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from prometheus_client import Counter, Gauge, Histogram
 
 from shared.errors import PenstockError
-from shared.reward_models import ModelWork
+from shared.settings.reward_models import ModelWork
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ import httpx
 from prometheus_client import Counter, Histogram
 
 from shared.errors import SettingsError, TemporaryError
-from shared.scorers import JudgeScorer
+from shared.settings.scorers import JudgeScorer
 
 REQUESTS = Counter(
     "penstock_reward_judge_requests_total",

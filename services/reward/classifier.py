@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from services.reward.placement import Placed, first_line, pick_device, pick_dtype
 from shared.errors import PermanentError, SettingsError
 from shared.messages import Prompt
-from shared.reward_models import ModelScorer
+from shared.settings.reward_models import ModelScorer
 
 _SCALAR_HEADS = ("score", "v_head.summary", "v_head", "value_head", "reward_head", "rm_head", "regression_head")
 """Names under which a trunk's scalar head lies in a checkpoint (TRL's is ``v_head.summary``)."""

@@ -33,10 +33,10 @@ import regex
 from services.reward.extraction import tagged
 from services.reward.processes import Crashed, NotReady, Overdue, Processes
 from services.reward.scorer import is_cut, unavailable, valued
-from shared import scorers
 from shared.errors import SettingsError, TemporaryError
 from shared.messages import RolloutGroup, Sample, Score, ScoreStatus
-from shared.scorers import FormatRule
+from shared.settings import scorers
+from shared.settings.scorers import FormatRule
 
 _AT_ONCE_S = 0.002
 """How long a pattern may hold the event loop."""

@@ -20,7 +20,7 @@ from services.reward.scorer import unavailable, valued
 from shared import wire
 from shared.errors import SettingsError, TemporaryError
 from shared.messages import RolloutGroup, Sample, Score, ScoreStatus
-from shared.scorers import PythonScorer
+from shared.settings.scorers import PythonScorer
 
 
 class FunctionScorer:

@@ -18,7 +18,7 @@ from services.reward.recent import Recent
 from services.reward.scorer import unavailable, valued
 from services.reward.verdict import VerdictReader, fill
 from shared.messages import RolloutGroup, Score, ScoreStatus
-from shared.scorers import JudgeScorer
+from shared.settings.scorers import JudgeScorer
 
 _REMEMBERED = 16_384
 

@@ -23,7 +23,7 @@ from services.reward.scorer import unavailable, valued
 from shared.errors import SettingsError
 from shared.messages import RolloutGroup, Score, ScoreStatus
 from shared.model_source import check_source
-from shared.reward_models import ModelScorer
+from shared.settings.reward_models import ModelScorer
 
 if TYPE_CHECKING:
     from services.reward.classifier import Classifier, Text

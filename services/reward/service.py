@@ -36,11 +36,11 @@ from shared.bus import Bus
 from shared.errors import PermanentError, TemporaryError
 from shared.expression import Expression
 from shared.messages import Experience, Float32Array, Prompt, Purpose, RolloutGroup, SampleScores, Score, ScoreStatus
-from shared.reward_models import ModelScorer
-from shared.scorers import AnswerScorer, CodeScorer, FormatScorer, JudgeScorer, PythonScorer, RandomScorer
-from shared.scorers import Scorer as ScorerSettings
 from shared.service import Context, serve
 from shared.settings import Settings
+from shared.settings.reward_models import ModelScorer
+from shared.settings.scorers import AnswerScorer, CodeScorer, FormatScorer, JudgeScorer, PythonScorer, RandomScorer
+from shared.settings.scorers import Scorer as ScorerSettings
 from shared.telemetry import Status
 from shared.worker import Worker
 

@@ -12,7 +12,7 @@ import regex
 
 from shared.errors import PermanentError, SettingsError
 from shared.messages import Prompt
-from shared.scorers import JudgeScorer
+from shared.settings.scorers import JudgeScorer
 
 _PLACE = re.compile(r"\{(prompt|completion|answer|extra\.(?P<column>[^{}\s]+))\}")
 _PATTERN_TIMEOUT_S = 0.05

@@ -25,8 +25,8 @@ from services.trainer.aggregation import sequence_sums
 from services.trainer.diagnostics import moments
 from services.trainer.facts import Facts
 from services.trainer.kl import estimate
-from shared.algorithm import AlgorithmSettings
 from shared.messages import Experience, Float32Array
+from shared.settings.algorithm import AlgorithmSettings
 
 
 def shaped_rewards(experience: Experience, algorithm: AlgorithmSettings, max_tokens: int) -> Float32Array:

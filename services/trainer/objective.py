@@ -16,7 +16,7 @@ from services.trainer.facts import Facts
 from services.trainer.kl import estimate
 from services.trainer.logits import TokenLogprobs
 from services.trainer.preference import dpo
-from shared.algorithm import AlgorithmSettings
+from shared.settings.algorithm import AlgorithmSettings
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shared.checkpoint_store import StoreSettings
 from shared.errors import SettingsError, StoreError
+from shared.settings.trainer import StoreSettings
 
 _PART_BYTES = 64 << 20
 _PARTS_AT_A_TIME = 4

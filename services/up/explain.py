@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from shared.algorithm import PRESETS
 from shared.settings import Settings
+from shared.settings.algorithm import PRESETS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -16,10 +16,10 @@ from services.up.plan import executor_address, is_own_executor, metrics_ports
 from shared import connection
 from shared.errors import BusUnavailable, SettingsError
 from shared.model_source import check_source
-from shared.reward_models import ModelScorer
-from shared.scorers import Scorer
-from shared.section import Section
 from shared.settings import Settings, dump, load
+from shared.settings.reward_models import ModelScorer
+from shared.settings.scorers import Scorer
+from shared.settings.section import Section
 
 EMBEDDED = "embedded"
 _BUS_CHECK_S = 6.0

@@ -28,7 +28,7 @@ from services.reward.executor.protocol import MIB, Execution, Job, Limits, Outco
 from services.reward.scorer import unavailable, valued
 from shared.errors import PermanentError, SettingsError, TemporaryError
 from shared.messages import Prompt, RolloutGroup, Sample, Score, ScoreStatus
-from shared.scorers import CodeScorer
+from shared.settings.scorers import CodeScorer
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from shared.section import Section
+from shared.settings.section import Section
 
 ONLY_SET = "heldout"
 """What the set of ``evaluation.path`` is called."""

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from shared.reward_models import ModelScorer
-from shared.section import Section
+from shared.settings.reward_models import ModelScorer
+from shared.settings.section import Section
 
 
 class AnswerScorer(Section):

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from shared.section import Section
+from shared.settings.section import Section
 
 
 class ModelWork(Section):

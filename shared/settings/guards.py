@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from shared.section import Section
+from shared.settings.section import Section
 
 Action = Literal["off", "tell", "pause"]
 Share = Annotated[float, Field(ge=0, le=1)]

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from shared.section import Section
+from shared.settings.section import Section, shown
 
 Preset = Literal[
     "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "dapo", "gspo", "cispo", "ppo",
@@ -218,8 +218,8 @@ class AlgorithmSettings(Section):
         for name, value in expected.items():
             if getattr(self, name) != value:
                 return (
-                    f'expected algorithm.{name} = {_text(value)} with algorithm.loss = "dpo", which has no ratio and no '
-                    f'advantages, found {_text(getattr(self, name))}: change it, or set algorithm.preset = "dpo"'
+                    f'expected algorithm.{name} = {shown(value)} with algorithm.loss = "dpo", which has no ratio and no '
+                    f'advantages, found {shown(getattr(self, name))}: change it, or set algorithm.preset = "dpo"'
                 )
         if self.kl.coefficient:
             return (
@@ -258,7 +258,3 @@ class AlgorithmSettings(Section):
             'algorithm.correction ("ratio", or "token_tis" with a recomputed proximal), or algorithm.max_lag = 0; '
             "algorithm.allow_uncorrected = true runs it all the same"
         )
-
-
-def _text(value: object) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value)

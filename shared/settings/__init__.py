@@ -1,0 +1,49 @@
+"""The settings of a run: one TOML file, then environment (``PENSTOCK__TRAINER__LEARNING_RATE``), then dotted flags.
+
+::
+
+    loading.py        file, environment, flags ──▶ Settings ──▶ TOML
+    root.py           Settings: all tables, what follows from several of them, what they must agree on
+      run.py            [run] [bus] [data] [coordinator] [telemetry]
+      policy.py         [policy] [policy.lora] [weights]
+      rollout.py        [sampling] [rollout] [rollout.vllm]
+      reward.py         [reward] [reward.executor]
+        scorers.py        [[reward.scorers]], a class for each kind
+        reward_models.py  [reward.reference], and reward models among the scorers
+      algorithm.py      [algorithm] [algorithm.kl] [algorithm.critic], presets
+      trainer.py        [trainer] [trainer.store], and what of DeepSpeed's settings is ours to make
+      evaluation.py     [evaluation] [[evaluation.sets]] [evaluation.gate]
+      guards.py         [guards.*]
+    section.py        what every table has in common
+
+What two services must agree on stands once. Unknown keys are errors. Loaded in ``__main__``, passed down as values;
+nothing else reads the environment. What of it may change while the run goes on is ``shared.live``'s.
+"""
+
+from shared.settings.loading import ENVIRONMENT_PREFIX, dump, dumps, load, loads, override
+from shared.settings.policy import LoraSettings, PolicySettings, WeightsSettings
+from shared.settings.reward import ExecutorSettings
+from shared.settings.rollout import RolloutSettings
+from shared.settings.root import Settings, check_plain_engine
+from shared.settings.run import BusSettings, CoordinatorSettings, DataSettings
+from shared.settings.trainer import TrainerSettings
+
+__all__ = [
+    "ENVIRONMENT_PREFIX",
+    "BusSettings",
+    "CoordinatorSettings",
+    "DataSettings",
+    "ExecutorSettings",
+    "LoraSettings",
+    "PolicySettings",
+    "RolloutSettings",
+    "Settings",
+    "TrainerSettings",
+    "WeightsSettings",
+    "check_plain_engine",
+    "dump",
+    "dumps",
+    "load",
+    "loads",
+    "override",
+]

@@ -1,0 +1,168 @@
+"""From a TOML file, the environment and dotted flags to :class:`Settings`, and back to TOML.
+
+The file first, then the environment (``PENSTOCK__TRAINER__LEARNING_RATE``), then flags (``--trainer.learning_rate 1e-5``). A value
+is read as TOML; what is none is a string. Whatever is wrong becomes one sentence a setting. Nothing else reads the environment.
+"""
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import ValidationError
+
+from shared.connection import redact
+from shared.errors import SettingsError
+from shared.settings.root import Settings
+
+ENVIRONMENT_PREFIX = "PENSTOCK__"
+
+
+def load(path: Path | None, flags: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Settings:
+    """Return the settings in ``path``, overridden by the environment and then by ``flags`` (``--trainer.ranks 2``).
+
+    Without a path: the defaults, overridden in the same way.
+
+    Paths in the file are relative to the working directory.
+
+    Raises:
+        SettingsError: no such file, no TOML, an unknown key, a wrong type, or settings that contradict each other.
+    """
+    environment = os.environ if environment is None else environment
+    return loads("" if path is None else _read(path), str(path or "settings"), flags, environment)
+
+
+def loads(toml: str, name: str, flags: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Settings:
+    """Return the settings in the text ``toml``, which messages call ``name``, overridden as by :func:`load`.
+
+    Raises:
+        SettingsError: as :func:`load`.
+    """
+    try:
+        values = tomllib.loads(toml)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise SettingsError(f"expected TOML in {name}, found: {error}") from error
+    for key, text in _environment(environment or {}).items():
+        _set(values, key, text)
+    for key, text in _flags(flags).items():
+        _set(values, key, text)
+    return _validated(values, name)
+
+
+def override(settings: Settings, changes: Mapping[str, object]) -> Settings:
+    """Return ``settings`` with ``changes`` (dotted key → value), checked as a whole.
+
+    Raises:
+        SettingsError: a value is wrong, or contradicts the other settings.
+    """
+    values = settings.model_dump(mode="json", exclude_none=True)
+    for key, value in changes.items():
+        table, name = key.split(".")
+        values[table][name] = value
+    return _validated(values, "settings")
+
+
+def _validated(values: dict[str, Any], name: str) -> Settings:
+    try:
+        return Settings.model_validate(values)
+    except ValidationError as error:
+        raise SettingsError(_explain(error, name)) from error
+
+
+def dump(settings: Settings, path: Path) -> None:
+    """Write the resolved settings as TOML, without the password of bus.url, for services and for people to read."""
+    path.write_text(dumps(settings), encoding="utf-8")
+
+
+def dumps(settings: Settings) -> str:
+    """Return the resolved settings as TOML, without the password of bus.url."""
+    values = settings.model_dump(mode="json", exclude_none=True)
+    values["bus"]["url"] = redact(settings.bus.url)
+    return f"# The resolved settings of run {settings.run.id}.\n{tomli_w.dumps(values)}"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise SettingsError(
+            f"expected a settings file at {path}, found none: check the path after the command"
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"expected a readable settings file at {path}, found: {error}") from error
+
+
+def _environment(environment: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", "."): value
+        for name, value in environment.items()
+        if name.startswith(ENVIRONMENT_PREFIX)
+    }
+
+
+def _flags(flags: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    words = iter(flags)
+    for word in words:
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or "." not in name:
+            raise SettingsError(f"expected a setting such as --trainer.ranks 2, found {word!r}")
+        if not equals:
+            value = next(words, "")
+            if value == "":
+                raise SettingsError(f"expected a value after {word}, found none")
+        found[name.replace("-", "_")] = value
+    return found
+
+
+def _set(values: dict[str, Any], key: str, text: str) -> None:
+    *tables, name = key.split(".")
+    for table in tables:
+        values = values.setdefault(table, {})
+        if not isinstance(values, dict):
+            raise SettingsError(f"expected the name of a setting, found {key!r}")
+    values[name] = _value(text)
+
+
+def _value(text: str) -> Any:
+    """Read ``text`` as a TOML value; anything that is none is a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _explain(error: ValidationError, name: str) -> str:
+    return "\n".join(f"{name}: {_explain_one(dict(problem))}" for problem in error.errors())
+
+
+def _explain_one(problem: dict[str, Any]) -> str:
+    where = [str(part) for part in problem["loc"]]
+    key = ".".join(where)
+    if problem["type"] == "extra_forbidden":
+        known = _known_keys(where[:-1])
+        close = difflib.get_close_matches(where[-1], known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
+        return f"{key}: expected a known setting, found {where[-1]!r}; {hint}"
+    if problem["type"] == "value_error":
+        return str(problem["ctx"]["error"])
+    message = str(problem["msg"])
+    return f"{key}: expected {_expectation(message)}, found {problem['input']!r}: change {key}"
+
+
+def _expectation(message: str) -> str:
+    for start in ("Input should be ", "Value should be "):
+        if message.startswith(start):
+            return message.removeprefix(start)
+    return message[:1].lower() + message[1:]
+
+
+def _known_keys(where: Sequence[str]) -> list[str]:
+    model: Any = Settings
+    for name in where:
+        field = getattr(model, "model_fields", {}).get(name)
+        model = field.annotation if field is not None else None
+    return list(getattr(model, "model_fields", {}))

@@ -1,0 +1,183 @@
+"""The whole file of a run: its tables, what follows from several of them, and what they must agree on.
+
+What one table alone must keep stands with it; every rule over several is here.
+"""
+
+import hashlib
+import os
+from pathlib import Path
+
+from pydantic import Field, model_validator
+
+from shared.errors import SettingsError
+from shared.expression import Expression
+from shared.settings.algorithm import AlgorithmSettings
+from shared.settings.evaluation import EvaluationSettings
+from shared.settings.guards import GuardsSettings
+from shared.settings.policy import PolicySettings, WeightsSettings
+from shared.settings.reward import RewardSettings
+from shared.settings.rollout import RolloutSettings, SamplingSettings
+from shared.settings.run import BusSettings, CoordinatorSettings, DataSettings, RunSettings, TelemetrySettings
+from shared.settings.section import Section, shown
+from shared.settings.trainer import TrainerSettings
+
+
+class Settings(Section):
+    """One run."""
+
+    run: RunSettings = Field(default=RunSettings())
+    """What this run is."""
+    bus: BusSettings = Field(default=BusSettings())
+    """Redis or Valkey."""
+    policy: PolicySettings = Field(default=PolicySettings())
+    """The model that is trained."""
+    data: DataSettings = Field(default=DataSettings())
+    """The prompts that the run trains on."""
+    evaluation: EvaluationSettings = Field(default=EvaluationSettings())
+    """Held-out problems."""
+    sampling: SamplingSettings = Field(default=SamplingSettings())
+    """How completions are drawn."""
+    rollout: RolloutSettings = Field(default=RolloutSettings())
+    """The replicas that generate."""
+    reward: RewardSettings = Field(default=RewardSettings())
+    """What a completion is worth."""
+    algorithm: AlgorithmSettings = Field(default=AlgorithmSettings())
+    """The update rule."""
+    trainer: TrainerSettings = Field(default=TrainerSettings())
+    """The optimizer and its engine."""
+    weights: WeightsSettings = Field(default=WeightsSettings())
+    """How policy versions reach the replicas."""
+    coordinator: CoordinatorSettings = Field(default=CoordinatorSettings())
+    """Admission, ledger and the HTTP API."""
+    guards: GuardsSettings = Field(default=GuardsSettings())
+    """What must not go on unseen, and what is done about it."""
+    telemetry: TelemetrySettings = Field(default=TelemetrySettings())
+    """Logs and heartbeats."""
+
+    @property
+    def slots(self) -> int:
+        """How many groups may be in flight."""
+        return (self.algorithm.max_lag + 1) * self.algorithm.groups_per_step
+
+    @property
+    def publishes_adapters(self) -> bool:
+        """Whether versions are adapters alone, by file, whatever weights.transport says."""
+        chosen = self.weights.lora
+        return self.policy.lora.rank > 0 and (
+            chosen == "adapter" or (chosen == "auto" and self.rollout.engine == "vllm")
+        )
+
+    @property
+    def needs_executor(self) -> bool:
+        """Whether a scorer runs model-written code."""
+        return any(scorer.kind == "code" for scorer in self.reward.scorers)
+
+    @property
+    def run_folder(self) -> Path:
+        """Where everything this run leaves lies."""
+        return self.run.folder / self.run.id
+
+    @property
+    def snapshot_folder(self) -> Path:
+        """Where this run's weight snapshots lie."""
+        place = hashlib.sha256(str(self.run_folder.absolute()).encode())  # runs elsewhere may share the id
+        letters = place.hexdigest()[:8]
+        name = f"{self.run.id}-{letters}"
+        return self.weights.folder or Path("/dev/shm") / f"penstock-{os.getuid()}" / name  # noqa: S108
+
+    @model_validator(mode="after")
+    def _agree(self) -> "Settings":
+        for rule in (_check_scorers, _check_warm_up, _check_gpus, _check_trainer, _check_slots):
+            rule(self)
+        if self.rollout.engine in ("transformers", "scripted"):
+            check_plain_engine(self, self.rollout.engine)
+        return self
+
+
+def _check_scorers(settings: Settings) -> None:
+    names = [scorer.name for scorer in settings.reward.scorers]
+    if len(set(names)) != len(names):
+        raise ValueError(f"expected scorers with different names, found {names}: change name in [[reward.scorers]]")
+    if "reference" in names:
+        raise ValueError(
+            "expected another name for a scorer than 'reference', which metrics and alarms call the frozen policy: "
+            "change name in [[reward.scorers]]"
+        )
+    try:
+        Expression(settings.reward.expression, names)
+    except SettingsError as error:
+        raise ValueError(str(error)) from error
+
+
+def _check_warm_up(settings: Settings) -> None:
+    steps, algorithm = settings.run.steps, settings.algorithm
+    if settings.trainer.warmup_steps > steps:
+        raise ValueError(
+            f"expected trainer.warmup_steps <= run.steps, found {settings.trainer.warmup_steps} > {steps}: change one of them"
+        )
+    if algorithm.needs_critic and algorithm.critic.warmup_steps >= steps:
+        raise ValueError(
+            f"expected algorithm.critic.warmup_steps < run.steps, found {algorithm.critic.warmup_steps} and {steps}: "
+            "the policy would never move; change one of them"
+        )
+
+
+def _check_gpus(settings: Settings) -> None:
+    ranks = settings.trainer.gpus
+    if ranks and (len(ranks) != settings.trainer.ranks or len(set(ranks)) != len(ranks)):
+        raise ValueError(
+            f"expected {settings.trainer.ranks} different numbers in trainer.gpus, one for each of trainer.ranks, found "
+            f"{list(ranks)}: change one of them, or leave trainer.gpus empty"
+        )
+    for name, gpus, replicas in (
+        ("rollout", settings.rollout.gpus, settings.rollout.replicas),
+        ("reward", settings.reward.gpus, settings.reward.replicas),
+    ):
+        if len(gpus) % replicas:
+            raise ValueError(
+                f"expected as many numbers in {name}.gpus for each of {replicas} {name}.replicas, found "
+                f"{list(gpus)}: change one of them, or leave {name}.gpus empty"
+            )
+
+
+def _check_trainer(settings: Settings) -> None:
+    if settings.trainer.zero_stage == 0 and settings.policy.dtype == "bfloat16":
+        raise ValueError(
+            'expected trainer.zero_stage >= 1 with policy.dtype = "bfloat16", found 0: there DeepSpeed steps as for float16, '
+            "with a loss scale; stage 1 costs no more, change trainer.zero_stage"
+        )
+    if settings.algorithm.reference == "reward" and settings.policy.lora.rank:
+        raise ValueError(
+            'expected algorithm.reference = "trainer" with policy.lora, where the reference is the policy without its '
+            'adapter and costs no memory, found "reward": change one of them'
+        )
+
+
+def _check_slots(settings: Settings) -> None:
+    algorithm = settings.algorithm
+    if algorithm.max_lag > 0 and settings.slots > 1_000_000:
+        raise ValueError(
+            f"expected at most 1,000,000 groups in flight, found (max_lag {algorithm.max_lag} + 1) × "
+            f"groups_per_step {algorithm.groups_per_step}: lower algorithm.max_lag"
+        )
+
+
+def check_plain_engine(settings: Settings, engine: str) -> None:
+    """Raise ValueError where ``settings`` ask of ``engine``, which is not vLLM, what only vLLM does."""
+    if settings.publishes_adapters:
+        raise ValueError(
+            f'expected weights.lora = "merged" with the engine "{engine}", which serves no adapters, found '
+            f'"{settings.weights.lora}": change it, or set rollout.engine = "vllm"'
+        )
+    only_vllm = (
+        ("rollout.nodes", settings.rollout.nodes, 1),
+        ("rollout.vllm.tensor_parallel_size", settings.rollout.vllm.tensor_parallel_size, 1),
+        ("weights.kv", settings.weights.kv, "keep"),
+        ("weights.shadow", "full" if settings.weights.shadow == "auto" else settings.weights.shadow, "full"),
+    )
+    for key, found, expected in only_vllm:
+        if found != expected:
+            raise ValueError(
+                f'expected {key} = {shown(expected)} with the engine "{engine}", found {shown(found)}: '
+                f'change it, or set rollout.engine = "vllm"'
+            )
