@@ -115,6 +115,17 @@ class Ledger:
         raw = await self._bus.call(lambda: self._bus.client.hgetall(self._keys.run))
         return read_status(raw)
 
+    async def account(self) -> tuple[RunStatus, dict[str, int]]:
+        """Return the run's status and how its groups ended, both of one moment: what is missing from the cursor is in flight."""
+
+        async def both() -> list[dict[bytes, bytes]]:
+            async with self._bus.client.pipeline(transaction=True) as pipeline:
+                pipeline.hgetall(self._keys.run).hgetall(self._keys.counts)
+                return list(await pipeline.execute())
+
+        run, ended = await self._bus.call(both)
+        return read_status(run), {name.decode(): int(value) for name, value in ended.items()}
+
     async def transition(self, to: RunState, reason: str, allowed: Sequence[RunState]) -> tuple[bool, RunState]:
         """Change the run's state if it is one of ``allowed``; return whether, and the state that was found."""
         arguments: list[Argument] = [to.value, reason, time.time(), *(state.value for state in allowed)]

@@ -335,7 +335,7 @@ class Lead:
 
     def describe(self, step: int) -> CheckpointState:
         """Return what a checkpoint of ``step`` must know."""
-        status, entry = self._call(self._ledger.status()), self._call(self._last_journal_entry())
+        (status, counts), entry = self._call(self._ledger.account()), self._call(self._last_journal_entry())
         mark = None if self._newest is None else self._call(self._ledger.mark(self._newest))
         revision = self._call(self._live.read(self._live.revision))
         assert self._newest is not None
@@ -344,7 +344,7 @@ class Lead:
             version=self._newest,
             cursor=status.cursor,
             position=None if mark is None else mark[1],
-            counts=self._call(self._bus.counts()),
+            counts=counts,
             journal_entry=entry,
             ranks=self._settings.trainer.ranks * self._settings.trainer.nodes,
             zero_stage=self._settings.trainer.zero_stage,

@@ -5,18 +5,21 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from services.trainer import checkpoints
+from services.trainer.checkpoints import Checkpoint
 from shared import connection
 from shared.bus import Bus
 from shared.ledger import Ledger
 from shared.messages import Event
 from shared.streams import EVENTS
 from tests.chaos.audit import audit_groups, audit_versions
-from tests.chaos.run import PATIENCE_S, RUN_ID, Run, TcpServer, answers, free_port, harmed, running
+from tests.chaos.run import PATIENCE_S, RUN_ID, TcpServer, answers, free_port, harmed, running
 from tests.conftest import need, until
 
 FROZEN_S = float(os.environ.get("PENSTOCK_FREEZE_S", "30"))
@@ -31,17 +34,19 @@ async def test_a_server_that_comes_back_empty_costs_what_was_in_flight_and_no_mo
         await run.more_steps(bus, 6)
         await _freeze(server)
         await run.more_steps(bus, 2)
-        await until(lambda: _has_checkpoint(bus), timeout_s=PATIENCE_S)
+        await run.until(lambda: _in_flight(checkpoints.newest(run.folder / "checkpoints", None)))
         before = [record.version for record in await Ledger(bus).policies()]
         server.kill()
         server.empty()
         server.start()
         await until(lambda: answers(server.port), timeout_s=PATIENCE_S)
-        await until(lambda: _is_restored(run, bus), timeout_s=PATIENCE_S)
+        await run.until(lambda: _restored(bus))
+        [restored] = await _restored(bus)
+        found = checkpoints.newest(run.folder / "checkpoints", restored["step"])
         await run.more_steps(bus, 3)
         await run.stop()
-        status, counts = await Ledger(bus).status(), await bus.counts()
-        assert counts["dropped:bus_lost"] >= 1
+        status, counts = await Ledger(bus).account()
+        assert counts["dropped:bus_lost"] == _in_flight(found)
         assert sum(count for name, count in counts.items() if name != "requeued") == status.cursor
         assert counts["trained"] == status.step * 8
         assert min(record.version for record in await Ledger(bus).policies()) > max(before), "no number is used again"
@@ -53,13 +58,16 @@ async def _freeze(server: TcpServer) -> None:
     server.send(signal.SIGCONT)
 
 
-async def _has_checkpoint(bus: Bus) -> bool:
-    return bool(await Ledger(bus).checkpoints())
+def _in_flight(checkpoint: Checkpoint | None) -> int:
+    """Return how many groups were admitted and had not ended when the checkpoint was written."""
+    if checkpoint is None:
+        return 0
+    return checkpoint.state.cursor - sum(n for name, n in checkpoint.state.counts.items() if name != "requeued")
 
 
-async def _is_restored(run: Run, bus: Bus) -> bool:
-    run.check()
-    return "run restored" in [event.name for _, event in await bus.newest(EVENTS, Event, 1000)]
+async def _restored(bus: Bus) -> list[Mapping[str, Any]]:
+    """Return what each restored run said of the checkpoint it goes on from."""
+    return [event.fields for _, event in await bus.newest(EVENTS, Event, 1000) if event.name == "run restored"]
 
 
 @contextlib.asynccontextmanager
