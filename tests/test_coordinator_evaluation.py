@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from services.coordinator.evaluation import Asked, Description, Due, Evaluation, Evaluator, evaluations, summarize
+from services.coordinator.evaluation import Due, Evaluator
+from services.coordinator.findings import Asked, Description, Evaluation, evaluations, summarize
 from services.coordinator.lifecycle import due
 from services.coordinator.service import load_data, make_evaluator
 from shared import streams

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.coordinator.evaluation import Asked, Description, Evaluation, evaluations, summarize
+from services.coordinator.findings import Asked, Description, Evaluation, evaluations, summarize
 from services.coordinator.gate import FELL, PASSED, judge, target
 from services.coordinator.service import Coordinator
 from shared.bus import Bus

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from services.coordinator.evaluation import Evaluation, evaluations
+from services.coordinator.findings import Evaluation, evaluations
 from shared.bus import Bus
 from shared.ledger import Ledger, PolicyState
 from shared.live import Live

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from prometheus_client import Counter
 
 from services.coordinator.accuracy import Estimate, fall
-from services.coordinator.evaluation import Evaluation, evaluations
+from services.coordinator.findings import Evaluation, evaluations
 from services.coordinator.lineage import ancestors
 from services.coordinator.operations import Misfit
 from services.coordinator.rollback import Rollbacks

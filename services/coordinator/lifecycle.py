@@ -21,7 +21,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from services.coordinator import summary
-from services.coordinator.evaluation import EVALUATION_STREAMS, Due, Evaluation, Evaluator, evaluations, take_all
+from services.coordinator.evaluation import EVALUATION_STREAMS, Due, Evaluator, take_all
+from services.coordinator.findings import Evaluation, evaluations
 from services.coordinator.gate import Gate
 from services.coordinator.lines import read
 from services.coordinator.recorder import Recorder

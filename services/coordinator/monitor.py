@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from prometheus_client import Gauge
 
-from services.coordinator.evaluation import Evaluation, read_evaluations
+from services.coordinator.findings import Evaluation, read_evaluations
 from services.coordinator.guards import read_guards
 from services.coordinator.models import EvaluationView, GuardView, History, RunView, StreamView
 from services.coordinator.summary import training_seconds

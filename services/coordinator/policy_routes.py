@@ -7,8 +7,8 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query, Response
 from starlette.exceptions import HTTPException
 
-from services.coordinator.evaluation import evaluations
 from services.coordinator.exporting import KIND as EXPORT
+from services.coordinator.findings import evaluations
 from services.coordinator.lineage import compare
 from services.coordinator.models import Command, Export
 from services.coordinator.monitor import evaluation_view, numbers

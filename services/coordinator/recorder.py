@@ -19,7 +19,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from services.coordinator.evaluation import evaluations
+from services.coordinator.findings import evaluations
 from services.coordinator.lines import Lines
 from shared import streams, wire
 from shared.bus import Bus

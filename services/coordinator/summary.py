@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from services.coordinator.evaluation import Evaluation
+from services.coordinator.findings import Evaluation
 from services.coordinator.lines import finite
 from shared.durable import write_whole
 from shared.ledger import ENDED, RunState, RunStatus
