@@ -15,8 +15,8 @@ import pytest
 from rich.console import Console
 
 from services.__main__ import main
-from services.client import RunView
 from services.up import explain, view
+from services.views import RunView
 
 ROOT = Path(__file__).parents[1]
 

@@ -17,10 +17,10 @@ import httpx
 import pytest
 
 from deploy.dashboards.__main__ import BOARDS
-from services.client import ReplicaView
 from services.up import prometheus
 from services.up.plan import ProcessPlan
 from services.up.targets import Targets, targets_file
+from services.views import ReplicaView
 from shared.bus import Bus
 from shared.errors import SettingsError
 from shared.streams import PROMPTS

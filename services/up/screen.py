@@ -12,8 +12,8 @@ from typing import Protocol
 from rich.console import Console
 from rich.live import Live
 
-from services.client import RunView
 from services.up import view
+from services.views import RunView
 
 _LINE_EVERY_S = 5.0
 _MESSAGES = 4

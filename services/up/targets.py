@@ -11,8 +11,8 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from services.client import ReplicaView
 from services.up.plan import PROMETHEUS, ProcessPlan
+from services.views import ReplicaView
 from shared.durable import write_whole
 
 

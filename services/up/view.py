@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from services.client import READY_STATES, Evaluation, ReplicaView, RunView
+from services.views import READY_STATES, Evaluation, ReplicaView, RunView
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARKS = 24

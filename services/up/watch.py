@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from services.client import AsyncCoordinator, Refused, ReplicaView, RunView, Unreachable, Unreadable, find
+from services.client import AsyncCoordinator, Refused, Unreachable, Unreadable, find
+from services.views import ReplicaView, RunView
 from shared.errors import PenstockError
 
 POLL_S = 1.0
