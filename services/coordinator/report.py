@@ -6,16 +6,15 @@ written at any time and again. It knows no bus and no settings object: only file
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from services.coordinator import frame
 from services.coordinator.charts import Band, Series, curves, figure, stack
+from services.coordinator.columns import Line, by_set, column, known, last, number, one_line_a_step, steps_of, word
+from services.coordinator.lines import read
 from shared.durable import write_whole
 from shared.messages import Json
-
-Line = dict[str, Json]
-"""One line of a JSONL file."""
 
 _PHASES = {
     "phase_wait_s": "wait for experience",
@@ -47,9 +46,9 @@ def write_report(run_folder: Path) -> Path:
 def render(run_folder: Path) -> str:
     """Return the page on the run in ``run_folder``."""
     summary = _object(run_folder / "summary.json")
-    steps = _one_line_a_step(_lines(run_folder / "metrics.jsonl"))
-    evaluations = _lines(run_folder / "evaluations.jsonl")
-    run_id = _word(summary, "run_id") or run_folder.resolve().name
+    steps = one_line_a_step(list(read(run_folder / "metrics.jsonl")))
+    evaluations = list(read(run_folder / "evaluations.jsonl"))
+    run_id = word(summary, "run_id") or run_folder.resolve().name
     return frame.document(
         f"Penstock: {run_id}",
         [
@@ -59,7 +58,7 @@ def render(run_folder: Path) -> str:
             frame.section("How it learned", _training(steps), "grid-of"),
             frame.section("Where the time went", _times(steps), "grid-of"),
             frame.section("How the groups ended", _endings(summary, steps), "grid-of"),
-            frame.section("To read", _rollouts(_lines(run_folder / "rollouts.jsonl"))),
+            frame.section("To read", _rollouts(list(read(run_folder / "rollouts.jsonl")))),
             frame.section("Records", _records(run_folder, summary)),
         ],
     )
@@ -69,9 +68,9 @@ def render(run_folder: Path) -> str:
 
 
 def _header(run_id: str, summary: Line, steps: Sequence[Line]) -> str:
-    state = _word(summary, "state") or ("no step yet" if not steps else "no summary yet")
-    reason = _word(summary, "reason")
-    at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(_figure(summary, "finished_at_s") or time.time()))
+    state = word(summary, "state") or ("no step yet" if not steps else "no summary yet")
+    reason = word(summary, "reason")
+    at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(number(summary, "finished_at_s") or time.time()))
     note = f'<p class="soft">{frame.text(reason)}</p>' if reason else ""
     return (
         f'<div class="head"><h1>{frame.text(run_id)}</h1><span class="state">{frame.text(state)}</span></div>'
@@ -80,27 +79,27 @@ def _header(run_id: str, summary: Line, steps: Sequence[Line]) -> str:
 
 
 def _headline(summary: Line, steps: Sequence[Line], evaluations: Sequence[Line]) -> str:
-    of_first = next(iter(_by_set(evaluations).values()), [])
-    accuracies = [_figure(line, "accuracy") for line in of_first]
-    before = _figure(summary, "accuracy_before") if summary else next(iter(accuracies), None)
-    after = _figure(summary, "accuracy_after") if summary else next(reversed(accuracies), None)
-    rewards = _column(steps, "reward_mean")
+    of_first = next(iter(by_set(evaluations).values()), [])
+    accuracies = [number(line, "accuracy") for line in of_first]
+    before = number(summary, "accuracy_before") if summary else next(iter(accuracies), None)
+    after = number(summary, "accuracy_after") if summary else next(reversed(accuracies), None)
+    rewards = column(steps, "reward_mean")
     tiles = [
         ("held-out accuracy, before → after", _change(before, after)),
         ("mean reward, first → last step", _change(rewards[0], rewards[-1]) if rewards else ""),
-        ("optimizer steps", figure(_figure(summary, "steps") or _last(steps, "step"))),
-        ("training time", _duration(_figure(summary, "training_s"))),
-        ("samples per second", figure(_figure(summary, "samples_per_s"))),
-        ("largest lag, in steps", figure(max(_known(steps, "lag_max"), default=None))),
+        ("optimizer steps", figure(number(summary, "steps") or last(steps, "step"))),
+        ("training time", _duration(number(summary, "training_s"))),
+        ("samples per second", figure(number(summary, "samples_per_s"))),
+        ("largest lag, in steps", figure(max(known(steps, "lag_max"), default=None))),
     ]
     shown = [frame.tile(name, value) for name, value in tiles if value not in ("", "–")]
     return f'<div class="tiles">{"".join(shown)}</div>' if shown else ""
 
 
 def _learning(steps: Sequence[Line], evaluations: Sequence[Line]) -> list[str]:
-    x = _axis(steps)
-    mean, deviation = _column(steps, "reward_mean"), _column(steps, "reward_std")
-    low, high = _column(steps, "reward_min"), _column(steps, "reward_max")
+    x = steps_of(steps)
+    mean, deviation = column(steps, "reward_mean"), column(steps, "reward_std")
+    low, high = column(steps, "reward_min"), column(steps, "reward_max")
     near = [_within(m, d, lo, hi) for m, d, lo, hi in zip(mean, deviation, low, high, strict=True)]
     bands = [Band("min to max", low, high), Band("one deviation", [n[0] for n in near], [n[1] for n in near])]
     reward = curves(x, [Series("mean reward", mean)], bands)
@@ -112,21 +111,14 @@ def _learning(steps: Sequence[Line], evaluations: Sequence[Line]) -> list[str]:
 
 
 def _held_out(evaluations: Sequence[Line]) -> list[str]:
-    cards, sets = [], _by_set(evaluations)
+    cards, sets = [], by_set(evaluations)
     for name, lines in sets.items():
-        interval = Band("95 % interval", _column(lines, "accuracy_low"), _column(lines, "accuracy_high"))
-        series = [Series("accuracy", _column(lines, "accuracy"), points=True)]
+        interval = Band("95 % interval", column(lines, "accuracy_low"), column(lines, "accuracy_high"))
+        series = [Series("accuracy", column(lines, "accuracy"), points=True)]
         title = "Held-out accuracy" if len(sets) == 1 else f"Held-out accuracy: {name}"
-        drawn = curves(_axis(lines), series, [interval], low=0.0, high=1.0)
+        drawn = curves(steps_of(lines), series, [interval], low=0.0, high=1.0)
         cards.append(frame.card(title, drawn or '<p class="soft">nothing was answered</p>', "with its 95 % interval"))
     return cards or [frame.card("Held-out accuracy", '<p class="soft">none was made</p>', "")]
-
-
-def _by_set(evaluations: Sequence[Line]) -> dict[str, list[Line]]:
-    sets: dict[str, list[Line]] = {}
-    for line in evaluations:
-        sets.setdefault(_word(line, "set") or "heldout", []).append(line)
-    return sets
 
 
 def _training(steps: Sequence[Line]) -> list[str]:
@@ -149,12 +141,12 @@ def _of_some_algorithms(steps: Sequence[Line]) -> list[str]:
         "explained_variance": ("Critic", "explained_variance", "share of the returns that it foresaw"),
         "preference_accuracy": ("Preferences", "preference_accuracy", "share of pairs that the policy orders right"),
     }
-    return [_chart(steps, title, [name], note) for sign, (title, name, note) in charts.items() if _known(steps, sign)]
+    return [_chart(steps, title, [name], note) for sign, (title, name, note) in charts.items() if known(steps, sign)]
 
 
 def _times(steps: Sequence[Line]) -> list[str]:
-    shown = {name: label for name, label in _PHASES.items() if _known(steps, name)}
-    phases = stack(_axis(steps), [Series(label, _column(steps, name)) for name, label in shown.items()])
+    shown = {name: label for name, label in _PHASES.items() if known(steps, name)}
+    phases = stack(steps_of(steps), [Series(label, column(steps, name)) for name, label in shown.items()])
     return [
         _chart(steps, "Throughput", ["tokens_per_s"], "trained tokens per second", low=0.0),
         frame.card("A step's phases", phases, "seconds in the trainer"),
@@ -165,17 +157,17 @@ def _times(steps: Sequence[Line]) -> list[str]:
 def _phase_table(steps: Sequence[Line]) -> str:
     """A phase that most steps do not have (a checkpoint) is shared out over all of them."""
     names = {"step_s": "whole step", **_PHASES}
-    rows = [(label, sum(known) / len(steps)) for name, label in names.items() if (known := _known(steps, name))]
+    rows = [(label, sum(found) / len(steps)) for name, label in names.items() if (found := known(steps, name))]
     others = {"generate_s_mean": "generate one group", "score_s_mean": "score one group"}
-    rows += [(label, sum(known) / len(known)) for name, label in others.items() if (known := _known(steps, name))]
+    rows += [(label, sum(found) / len(found)) for name, label in others.items() if (found := known(steps, name))]
     return frame.table([(label, f"{mean:.3f}") for label, mean in rows], numbers=[1])
 
 
 def _endings(summary: Line, steps: Sequence[Line]) -> list[str]:
     counts = summary.get("counts")
     found = counts if isinstance(counts, dict) else {}
-    rows = [(name, figure(_figure(found, name))) for name in sorted(found, key=lambda name: name != "trained")]
-    admitted = _figure(summary, "groups_admitted")
+    rows = [(name, figure(number(found, name))) for name in sorted(found, key=lambda name: name != "trained")]
+    admitted = number(summary, "groups_admitted")
     if admitted is not None:
         rows.insert(0, ("admitted", figure(admitted)))
     lags: dict[str, float] = {}
@@ -203,7 +195,7 @@ def _rollout(line: Line, is_open: bool) -> str:
     rows = []
     for one in completions[:_COMPLETIONS] if isinstance(completions, list) else []:
         if isinstance(one, dict):
-            reward = _figure(one, "reward")
+            reward = number(one, "reward")
             sign = "good" if (reward or 0.0) > 0 else "bad"
             rows.append(
                 f'<tr><td class="number {sign}">{figure(reward)}</td><td class="text">{frame.text(one.get("text", ""))}</td></tr>'
@@ -215,7 +207,7 @@ def _rollout(line: Line, is_open: bool) -> str:
         if line.get("answer") is not None
         else ""
     )
-    title = f"step {figure(_figure(line, 'step'))}: {_asked(line.get('prompt'))[:80]}"
+    title = f"step {figure(number(line, 'step'))}: {_asked(line.get('prompt'))[:80]}"
     return frame.fold(title, asked + answer + body, is_open)
 
 
@@ -230,87 +222,39 @@ def _records(run_folder: Path, summary: Line) -> list[str]:
     versions = summary.get("versions")
     packages = sorted(versions.items()) if isinstance(versions, dict) else []
     events = [
-        (_clock(_figure(line, "at_s")), _word(line, "source"), _word(line, "name"), _word(line, "detail"))
-        for line in _lines(run_folder / "events.jsonl")[-_EVENTS:]
+        (_clock(number(line, "at_s")), word(line, "source"), word(line, "name"), word(line, "detail"))
+        for line in list(read(run_folder / "events.jsonl"))[-_EVENTS:]
     ]
     return [
         frame.fold("summary", frame.table(plain)),
         frame.fold("versions", frame.table(packages)),
         frame.fold("events", frame.table(events, ["time", "from", "event", "what"])),
-        frame.fold("settings", frame.preformatted(_read(run_folder / "settings.toml"))),
+        frame.fold("settings", frame.preformatted(_text(run_folder / "settings.toml"))),
     ]
 
 
 def _chart(steps: Sequence[Line], title: str, names: Sequence[str], note: str, low: float | None = None) -> str:
-    series = [Series(name.replace("_", " "), _column(steps, name)) for name in names]
-    return frame.card(title, curves(_axis(steps), series, low=low), note)
+    series = [Series(name.replace("_", " "), column(steps, name)) for name in names]
+    return frame.card(title, curves(steps_of(steps), series, low=low), note)
 
 
 # ---------------------------------------------------------------- reading
 
 
-def _read(file: Path) -> str:
+def _text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
 
 
-def _lines(file: Path) -> list[Line]:
-    found = [_parsed(line) for line in _read(file).splitlines()]
-    return [line for line in found if line]
-
-
 def _object(file: Path) -> Line:
-    return _parsed(_read(file))
-
-
-def _parsed(text: str) -> Line:
-    """Return an object; nothing where the text is none (a line that is just being written)."""
+    """Return the object in a file; nothing where there is none."""
     try:
-        found = json.loads(text)
+        found = json.loads(_text(file))
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _one_line_a_step(lines: Sequence[Line]) -> list[Line]:
-    """A run that was taken back to a checkpoint wrote some steps twice: the later line holds."""
-    by_step: list[Line] = []
-    for line in lines:
-        step = _figure(line, "step")
-        if step is None:
-            continue
-        while by_step and (_figure(by_step[-1], "step") or 0.0) >= step:
-            by_step.pop()
-        by_step.append(line)
-    return by_step
-
-
-def _figure(line: Mapping[str, Json], name: str) -> float | None:
-    value = line.get(name)
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-
-
-def _word(line: Mapping[str, Json], name: str) -> str:
-    value = line.get(name)
-    return value if isinstance(value, str) else ""
-
-
-def _column(lines: Sequence[Line], name: str) -> list[float | None]:
-    return [_figure(line, name) for line in lines]
-
-
-def _known(lines: Sequence[Line], name: str) -> list[float]:
-    return [value for value in _column(lines, name) if value is not None]
-
-
-def _axis(lines: Sequence[Line]) -> list[float]:
-    return [_figure(line, "step") or 0.0 for line in lines]
-
-
-def _last(lines: Sequence[Line], name: str) -> float | None:
-    return _figure(lines[-1], name) if lines else None
 
 
 # ---------------------------------------------------------------- figures
