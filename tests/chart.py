@@ -20,7 +20,9 @@ OLDEST, NEWEST = 28, 37
 """Minor versions of Kubernetes 1 that the chart is held to."""
 ALL_CRDS = {**KEDA, **OPERATOR, **JOB_SET, **LEADER_WORKER_SET}
 WORKLOADS = ("Deployment", "StatefulSet", "JobSet", "LeaderWorkerSet")
+GPU = "nvidia.com/gpu"
 Json = dict[str, Any]
+Kinds = Mapping[str, Mapping[str, str]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,17 +90,13 @@ def merged(old: Json, new: Json) -> Json:
     return {**old, **new, **both}
 
 
-def play(
-    steps: Sequence[Json], *, version: int = NEWEST, crds: Mapping[str, Mapping[str, str]] | None = None
-) -> list[Release]:
+def play(steps: Sequence[Json], *, version: int = NEWEST, crds: Kinds | None = None) -> list[Release]:
     """Install ``steps[0]`` and upgrade to each that follows, on a cluster of that version with those CRDs."""
     (found,) = play_all([steps], version=version, crds=crds)
     return found
 
 
-def play_all(
-    releases: Sequence[Sequence[Json]], *, version: int, crds: Mapping[str, Mapping[str, str]] | None
-) -> list[list[Release]]:
+def play_all(releases: Sequence[Sequence[Json]], *, version: int, crds: Kinds | None) -> list[list[Release]]:
     """The same for several releases, each called demo in a namespace of its own, the first in `research`."""
     fake = FakeKubernetes(version, crds)
     job = {
@@ -150,3 +148,37 @@ def _release(found: Json) -> Release:
 def environment(container: Json) -> Mapping[str, Any]:
     """Return a container's variables by name: a text, or where it comes from."""
     return {one["name"]: one.get("value", one.get("valueFrom")) for one in container["env"]}
+
+
+EVERYTHING: Json = {
+    "executor": {"enabled": True, "runtimeClassName": "gvisor"},
+    "commonLabels": {"team": "research"},
+    "storage": {"data": {"existingClaim": "models"}},
+    "bus": {"caSecret": "bus-ca"},
+    "defaults": {
+        "tolerations": [{"key": "spot", "operator": "Exists"}],
+        "topologySpreadConstraints": [
+            {
+                "maxSkew": 1,
+                "topologyKey": "kubernetes.io/hostname",
+                "whenUnsatisfiable": "ScheduleAnyway",
+                "labelSelector": {"matchLabels": {"app.kubernetes.io/part-of": "penstock"}},
+            }
+        ],
+        "extraEnv": [{"name": "NCCL_DEBUG", "value": "WARN"}],
+        "extraVolumes": [{"name": "scratch", "emptyDir": {}}],
+        "extraVolumeMounts": [{"name": "scratch", "mountPath": "/scratch"}],
+    },
+    "fabric": {"topologyKey": "fabric"},
+    "image": {"pullSecrets": [{"name": "pull"}]},
+}
+CASES: Mapping[str, Json] = {
+    "defaults": values(),
+    **{path.stem: values(path.stem) for path in sorted(EXAMPLES.glob("*.yaml"))},
+    "everything": values("two-pools", **EVERYTHING),
+    "two-nodes-per-engine": values(
+        "two-nodes-per-engine",
+        run={"config": values()["run"]["config"] + "\n[rollout.vllm]\ntensor_parallel_size = 16\n"},
+    ),
+}
+"""Values by what is special of them."""

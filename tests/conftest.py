@@ -119,6 +119,13 @@ def need_module(name: str, package: str) -> None:
         pytest.skip(reason)
 
 
+@pytest.fixture(scope="session")
+def helm() -> None:
+    """Real Helm, and the schemas of Kubernetes; skips what asks for it without them."""
+    need_module("helm_sdkpy", "helm-sdkpy")
+    need_module("kubernetes_validate", "kubernetes-validate")
+
+
 async def until(condition: object, timeout_s: float = PATIENCE_S) -> None:
     """Wait until ``condition()`` (sync or async) is true; what takes long is looked at less often.
 
