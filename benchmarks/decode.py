@@ -83,7 +83,7 @@ class Work:
 
     async def _run(self, request: GenerationRequest, logprobs: bool) -> int:
         self._requests += 1
-        finished = await self._engine._run(
+        finished = await self._engine._requests.run(
             f"b{self._requests}", request.prompt_token_ids, "benchmark", self._parameters(request, logprobs)
         )
         arrays = [np.array(output.token_ids, dtype=np.int32) for output in finished.outputs]
@@ -94,7 +94,7 @@ class Work:
         return sum(len(array) for array in arrays)
 
     def _parameters(self, request: GenerationRequest, logprobs: bool) -> Any:
-        parameters = self._engine._parameters(request, request.sampling.samples)
+        parameters = self._engine._requests.parameters(request, request.sampling.samples)
         parameters.logprobs, parameters.flat_logprobs = (0, True) if logprobs else (None, False)
         return parameters
 
@@ -102,8 +102,10 @@ class Work:
         self._requests += 1
         name = f"g{10**9 + self._requests}"
         self._engine._reports.expect(name)
-        finished = await self._engine._run(name, request.prompt_token_ids, "d", self._parameters(request, True))
-        rows = await self._engine._rows(name, request.sampling.samples)
+        finished = await self._engine._requests.run(
+            name, request.prompt_token_ids, "d", self._parameters(request, True)
+        )
+        rows = await self._engine._requests.rows(name, request.sampling.samples)
         pairs = zip(sorted(finished.outputs, key=lambda output: int(output.index)), rows, strict=True)
         return max(
             float(np.abs(_native(output) - row.logprobs[: len(output.token_ids)]).max()) for output, row in pairs

@@ -173,7 +173,7 @@ async def test_behavior_logprobs_are_those_of_the_distribution_that_was_drawn_fr
 
 async def test_captured_logprobs_equal_vllms_own(engine: VllmEngine) -> None:
     parameters = [
-        engine._parameters(request(samples=samples, temperature=temperature, new_tokens=40), samples)
+        engine._requests.parameters(request(samples=samples, temperature=temperature, new_tokens=40), samples)
         for samples, temperature in ((3, 1.0), (2, 0.6), (1, 0.0), (4, 1.3))
     ]
     for one in parameters:
@@ -183,8 +183,8 @@ async def test_captured_logprobs_equal_vllms_own(engine: VllmEngine) -> None:
         name = f"g{1000 + number}"
         engine._reports.expect(name)
         prompt = PROMPT[: 3 + 9 * number]
-        finished = await engine._run(name, prompt, "native", parameters)
-        rows = await engine._rows(name, parameters.n)
+        finished = await engine._requests.run(name, prompt, "native", parameters)
+        rows = await engine._requests.rows(name, parameters.n)
         for output, row in zip(sorted(finished.outputs, key=lambda output: int(output.index)), rows, strict=True):
             assert len(output.token_ids) > 0
             native = np.array(output.logprobs.logprobs)
@@ -454,7 +454,7 @@ async def test_adapters_swap_under_running_requests_and_vllms_own_logprobs_do_as
         np.testing.assert_allclose(sample.behavior_logprobs, expected, atol=1e-3)
     for sample in await swapped_midway(variant_native(other), adapter(tmp_path, 2, 12)):
         assert [version for _, version in sample.version_spans.tolist()] == [1, 2]
-    other._version, other._adapter = PolicyVersion(2), adapter_request(str(tmp_path / "adapter-2"))
+    other._version, other._requests.adapter = PolicyVersion(2), adapter_request(str(tmp_path / "adapter-2"))
     (sample,) = (await other.generate(request(samples=1))).samples
     expected = reference(adapted(base, 12), PROMPT, sample.token_ids)
     np.testing.assert_allclose(sample.behavior_logprobs, expected, atol=1e-3)
@@ -464,7 +464,7 @@ async def test_adapters_swap_under_running_requests_and_vllms_own_logprobs_do_as
 
 def variant_native(engine: VllmEngine) -> VllmEngine:
     made = variant(engine, adapters=True, stop=())
-    made._native, made._adapter = True, engine._adapter
+    made._requests._native, made._requests.adapter = True, engine._requests.adapter
     return made
 
 

@@ -16,8 +16,8 @@ What it promises besides :class:`Engine`:
 - In ``bucketed`` mode weights stream into the live parameters behind a pause. If that fails in the middle, requests stay
   held (``torn``) until another swap is whole.
 
-What happens inside the workers is :mod:`services.rollout.vllm_worker`'s business; how the arguments of vLLM come about is
-:mod:`services.rollout.vllm_arguments`'.
+What happens inside the workers is :mod:`services.rollout.vllm_worker`'s business; what one request asks and gets is
+:mod:`services.rollout.vllm_requests`', how the arguments of vLLM come about :mod:`services.rollout.vllm_arguments`'.
 """
 
 import asyncio
@@ -31,21 +31,20 @@ from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import numpy as np
 from prometheus_client import Gauge
 
 from services.rollout.engine import (
     EngineDied,
     GeneratedGroup,
-    GeneratedSample,
     GenerationRequest,
     SwapReport,
     UpdateMode,
 )
-from services.rollout.engine_reports import Reports, Row
+from services.rollout.engine_reports import Reports
 from services.rollout.gate import Gate
-from shared.errors import PermanentError, WeightsError
-from shared.messages import FinishReason, Float32Array, Int32Array, PolicyVersion
+from services.rollout.vllm_requests import Requests
+from shared.errors import WeightsError
+from shared.messages import Float32Array, Int32Array, PolicyVersion
 from shared.weights.offer import Offer
 from shared.weights.place import Place, boot_id
 from shared.weights.snapshot import read_snapshot
@@ -57,13 +56,8 @@ LOGPROBS_CAPTURED = Gauge(
     "1 while vLLM's workers note logprobs on the device, 0 while vLLM returns them at the cost of much of the rate.",
 )
 
-_ROW_S = 60.0
-"""A finished request's row comes within milliseconds; this long means that the worker is lost."""
 _CLOSE_S = 10.0
 """vLLM's processes are given so long to end by themselves."""
-_GREEDY = 1e-5
-"""vLLM's own border of greedy decoding."""
-_FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 Answer = dict[str, Any]
 R = TypeVar("R")
@@ -97,15 +91,17 @@ class VllmEngine:
         self._llm = llm
         self._reports = reports
         self._kv, self._update, self._bucketed, self._adapters = kv, update, bucketed, adapters
-        self._native = bool(workers[0]["refusal"])
+        native = bool(workers[0]["refusal"])
         self._gate = Gate()
-        self._numbers = itertools.count()
+        self._stagings = itertools.count()
         self._version: PolicyVersion | None = None
         self._staged: Offer | None = None
-        self._adapter: Any = None
         self._swapping = asyncio.Lock()
         self.torn = False
         """Whether a swap failed in the middle: requests are held until another one is whole."""
+        self._requests = Requests(
+            llm, reports, stop=stop, native=native, held=lambda: self.torn or self._swapping.locked()
+        )
         self.receive_s = 0.0
         """Seconds that the workers took for the newest staging, from the first wait for the shadow to verified bytes."""
         self.ranks = len(workers)
@@ -116,8 +112,8 @@ class VllmEngine:
         """Every token id that ends a completion."""
         self.context_tokens = int(llm.model_config.max_model_len)
         self.vocabulary = int(llm.model_config.get_vocab_size())
-        LOGPROBS_CAPTURED.set(not self._native)
-        if self._native:
+        LOGPROBS_CAPTURED.set(not native)
+        if native:
             log.warning("vLLM returns logprobs at the cost of much of the rate", extra={"why": workers[0]["refusal"]})
 
     def update_by(self, mode: UpdateMode) -> None:
@@ -145,92 +141,12 @@ class VllmEngine:
             if self._version is None:
                 raise EngineDied("expected weights before the first request: a bug")
             started_at_s = time.time()
-            greedy = (
-                request.sampling.temperature < _GREEDY
-            )  # vLLM draws one sample of a greedy request; all are the same
-            count = 1 if greedy else request.sampling.samples
-            samples = await self._samples(request, count)
-            return GeneratedGroup(samples * (request.sampling.samples // count), started_at_s, time.time())
-
-    async def _samples(self, request: GenerationRequest, count: int) -> tuple[GeneratedSample, ...]:
-        name = f"g{next(self._numbers)}"
-        self._reports.expect(name)
-        try:
-            finished = await self._run(
-                name, request.prompt_token_ids, f"v{self._version}", self._parameters(request, count)
-            )
-            rows = await self._rows(name, count)
-        finally:
-            self._reports.forget(name)
-        outputs = sorted(finished.outputs, key=lambda output: int(output.index))
-        return tuple(_sample(output, row, self._native) for output, row in zip(outputs, rows, strict=True))
-
-    def _parameters(self, request: GenerationRequest, count: int) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        return SamplingParams(
-            n=count,
-            temperature=request.sampling.temperature,
-            max_tokens=request.sampling.max_new_tokens,
-            stop_token_ids=list(self.stop),
-            ignore_eos=True,  # what the model names is among them
-            detokenize=False,
-            logprobs=0 if self._native else None,
-            flat_logprobs=self._native,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-
-    async def _run(self, name: str, token_ids: Int32Array, salt: str, parameters: Any) -> Any:
-        """Return vLLM's one output of a request, all samples in it."""
-        from vllm import exceptions
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-
-        refusals = (ValueError, getattr(exceptions, "VLLMClientError", ValueError))  # the latter from 0.3x on
-        prompt = {"prompt_token_ids": token_ids.tolist(), "cache_salt": salt}
-        last: Any = None
-        try:
-            async for output in self._llm.generate(prompt, parameters, name, lora_request=self._adapter):
-                last = output
-        except refusals as error:
-            raise PermanentError(
-                f"expected a prompt that vLLM can serve, found one that it refuses: {error}"
-            ) from error
-        except (EngineDeadError, EngineGenerateError) as error:
-            raise EngineDied(f"vLLM cannot go on: {error}") from error
-        if last is None or not last.finished:
-            raise EngineDied("expected a finished request from vLLM, found none: a bug")
-        return last
-
-    async def _rows(self, name: str, count: int) -> list[Row]:
-        """Wait for what the worker noted of a finished request. It is let go with the next step, and none is made in a pause."""
-        while True:
-            held = self.torn or self._swapping.locked()
-            try:
-                async with asyncio.timeout(_ROW_S):
-                    return await self._reports.rows(name, count)
-            except TimeoutError as error:
-                if not held and not self.torn:
-                    raise EngineDied(
-                        f"expected the logprobs of a finished request within {_ROW_S:.0f} s, found none"
-                    ) from error
+            samples = await self._requests.samples(request, self._version)
+            return GeneratedGroup(samples, started_at_s, time.time())
 
     async def logprobs(self, token_ids: Int32Array) -> Float32Array:
         """Return the logprobs of ``token_ids[1:]`` under the live weights, teacher-forced at temperature 1."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        final = RequestOutputKind.FINAL_ONLY
-        parameters = SamplingParams(
-            max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False, output_kind=final
-        )
-        name = (
-            f"probe{next(self._numbers)}"  # as a salt, it keeps the prefix cache out: a cached prefix has no logprobs
-        )
-        finished = await self._living(self._run(name, token_ids, name, parameters))
-        ids = token_ids.tolist()
-        found = [finished.prompt_logprobs[place][ids[place]].logprob for place in range(1, len(ids))]
-        return np.array(found, dtype=np.float32)
+        return await self._living(self._requests.logprobs(token_ids))
 
     # ---------------------------------------------------------------- weights
 
@@ -255,7 +171,7 @@ class VllmEngine:
             read_snapshot(Path(offer.source), offer.manifest_digest)  # raises where a file is torn or another's
 
     async def _receive(self, offer: Offer) -> None:
-        staging = next(self._numbers)
+        staging = next(self._stagings)
         self._reports.tell({"kind": "stage", "offer": offer.pack(), "staging": staging})
         try:
             async with asyncio.timeout(2 * offer.deadline_s):  # each wait of the workers has a deadline of its own
@@ -299,7 +215,7 @@ class VllmEngine:
         if _is_adapter(offer):
             from services.rollout.vllm_worker import adapter_request
 
-            self._adapter = adapter_request(offer.source)
+            self._requests.adapter = adapter_request(offer.source)
         return answers[0]
 
     @contextlib.asynccontextmanager
@@ -358,25 +274,6 @@ class VllmEngine:
         await asyncio.to_thread(self._llm.shutdown, 1.0 if dead else _CLOSE_S)
         self._llm = None  # it would shut down again when the interpreter ends, without the modules that it needs
         await self._reports.close()
-
-
-def _sample(output: Any, row: Row, native: bool) -> GeneratedSample:
-    """Join what vLLM returned of a sample with what its worker noted."""
-    token_ids = np.array(output.token_ids, dtype=np.int32)
-    length = len(token_ids)
-    logprobs = np.array(output.logprobs.logprobs, dtype=np.float32) if native else row.logprobs
-    spans = [span for span in row.versions if span[0] < length]
-    if len(logprobs) < length or output.finish_reason not in _FINISH or not spans or spans[0][0] != 0:
-        raise EngineDied(
-            f"expected {length} logprobs, versions from the first token on and an end by itself, found {len(logprobs)}, "
-            f"{spans[:1]} and {output.finish_reason!r}: a bug"
-        )
-    return GeneratedSample(
-        token_ids=token_ids,
-        behavior_logprobs=logprobs[:length].copy(),
-        version_spans=np.array(spans, dtype=np.int32),
-        finish_reason=_FINISH[output.finish_reason],
-    )
 
 
 def _is_adapter(offer: Offer) -> bool:
