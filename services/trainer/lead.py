@@ -1,39 +1,44 @@
-"""Rank 0's side of the training loop: intake, resume, publish, commit, tell. It runs on the training thread and reaches
+"""Rank 0's side of the training loop: what to do next, publish, commit, tell. It runs on the training thread and reaches
 the bus through the event loop of the main thread, where exports go on beside it (``exporter``).
+
+::
+
+    opening ──▶ ranks stand where the ledger does ──▶ intake ──▶ TRAIN ──▶ publication ──▶ branch (commit) ──▶ keeper (checkpoints)
+       ▲                                                                                     └ False: a rollback
+       └─────────────────────────────────────────────────────────────────────────────────────┘
 
 Order of a commit (see docs/architecture.md): the weights are put where replicas can get them, then one transaction moves
 the batch to the journal and publishes the version. A trainer that dies before it leaves its batch pending on the bus; one that dies after
 it is replayed from the journal. A rollback ends the epoch under which this trainer commits: what it was about to commit is
-refused, and the ranks load the checkpoint that the ledger went back to, as after a start.
+refused, and the ranks load the checkpoint that the ledger went back to, as after a start (``opening``).
 """
 
 import asyncio
-import concurrent.futures
 import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from services.trainer import measures
+from services.trainer.branch import Branch
 from services.trainer.checkpoints import Checkpoint, CheckpointState
 from services.trainer.engine import TrainingEngine
 from services.trainer.exporter import Exporter
 from services.trainer.intake import Intake, Taken
 from services.trainer.keeper import Keeper
 from services.trainer.measures import Phases, batch_figures, export_metrics
-from services.trainer.orders import Kind, Order, decode_all
+from services.trainer.opening import Opening
+from services.trainer.orders import TURN_S, Kind, Order
 from services.trainer.policy import export, export_adapter
 from services.trainer.publication import Publication, note_version
-from services.trainer.resume import find_resume, may_load
-from services.trainer.staleness import lag_steps
-from shared.errors import Fenced, WeightsError
-from shared.ledger import ENDED, JournalEntry, Ledger, RunState
-from shared.messages import Experience, PolicyRecord, PolicyVersion, Probe, StepReport
+from shared.errors import WeightsError
+from shared.ledger import ENDED, Ledger, RunState
+from shared.messages import PolicyRecord, PolicyVersion, Probe, StepReport
 from shared.service import Context, seconds_left
 from shared.streams import JOURNAL
 from shared.telemetry import tell
@@ -42,8 +47,6 @@ from shared.weights.snapshot import read_snapshot
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_TURN_S = 2.0
-"""How long rank 0 waits for a batch before it sends an IDLE order, or for a checkpoint that is fetched before WAIT."""
 _CLOSE_S = 10.0
 """What is left for the rest of an orderly end when storing ends."""
 
@@ -58,25 +61,15 @@ class Lead:
         self._ledger = Ledger(context.bus)
         self._live = context.live
         self._loop = loop
-        self._steps_of_versions: dict[PolicyVersion, int] = {}
-        self._intake = Intake(context.bus, context.live, self._steps_of_versions)
+        self._branch = Branch(context.bus)
+        self._intake = Intake(context.bus, context.live, self._branch.steps)
         self._filling: asyncio.Task[None] | None = None
         self._exporter = Exporter(context.bus, context.settings)
         self._exporting = loop.create_task(self._exporter.run())
-        self._epoch = 0
-        self._newest: PolicyVersion | None = None
-        self._tip: PolicyVersion | None = None
-        self._loaded: Checkpoint | None = None
         self._publication = Publication(context.settings, context.host)
         self._batch: list[Taken] = []
-        self._revision = 0
-        """Under which revision of the live settings the newest step was made."""
         self._keeper = Keeper(context.settings, context.bus, self._call, lambda: self._exporter.reading)
-        self._finding: concurrent.futures.Future[list[Order]] | None = None
-        """Finds out from where to go on: seconds, or however long a checkpoint takes to be fetched."""
-        self._opening: Iterator[Order] | None = None
-        self._stranded = False
-        """Whether there is nothing to go on from: the checkpoint of a rollback cannot be loaded."""
+        self._opening = Opening(context, self._branch, self._keeper, loop)
         self._committed_s = time.perf_counter()
         measures.GRAD_NORM_LIMIT.set(self._settings.trainer.max_grad_norm)
 
@@ -90,23 +83,13 @@ class Lead:
         if self._exporting.done():
             self._exporting.result()  # raises what stopped it
         self._keeper.check()
-        if self._opening is None and self._finding is None:
-            self._call(self._warn())
-            self._finding = asyncio.run_coroutine_threadsafe(self._open(), self._loop)
-        elif self._finding is None and self._call(self._rolled_back()):
-            self._batch = []  # its groups stay in the intake's hands, which looks at them again
-            self._finding = asyncio.run_coroutine_threadsafe(self._open(), self._loop)
-        if self._finding is not None:
-            if not concurrent.futures.wait([self._finding], _TURN_S).done:
-                return Order(Kind.STOP if self._context.stop.is_set() else Kind.WAIT)
-            self._opening, self._finding = iter(self._finding.result()), None
-        assert self._opening is not None
-        if (order := next(self._opening, None)) is not None:
+        if (order := self._opening.next_order()) is not None:
+            self._batch = []  # after a rollback: its groups stay in the intake's hands, which looks at them again
             return order
         if self._context.stop.is_set():
             self._context.status.state = "stopping"
             return Order(Kind.STOP)
-        if self._stranded:
+        if self._opening.stranded:
             self._call(self._wait_for_stop())
             return Order(Kind.WAIT)
         if step >= self._settings.run.steps:
@@ -122,12 +105,12 @@ class Lead:
             self._keeper.make_room()
             return Order(Kind.CHECKPOINT)
         self._context.status.state = "working"
-        self._batch, self._revision = batch, self._live.revision
+        self._batch, self._branch.revision = batch, self._live.revision
         return Order(
             Kind.TRAIN,
             payloads=tuple(taken.delivery.data for taken in batch),
             groups=tuple(taken.experience for taken in batch),
-            lags=self._lags([taken.experience for taken in batch], step),
+            lags=self._branch.lags([taken.experience for taken in batch], step),
             learning_rate=settings.trainer.learning_rate,
         )
 
@@ -137,7 +120,7 @@ class Lead:
 
     async def _wait_for_stop(self) -> None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_TURN_S):
+            async with asyncio.timeout(TURN_S):
                 await self._context.stop.wait()
 
     async def _next_batch(self, step: int) -> list[Taken] | None:
@@ -145,7 +128,7 @@ class Lead:
             self._filling = asyncio.create_task(self._intake.fill())
         if self._filling.done():
             self._filling.result()  # raises what stopped it
-        waiting = asyncio.create_task(self._intake.next_batch(step, _TURN_S))
+        waiting = asyncio.create_task(self._intake.next_batch(step, TURN_S))
         stopping = asyncio.create_task(self._context.stop.wait())
         await asyncio.wait([waiting, stopping], return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
@@ -153,53 +136,6 @@ class Lead:
             waiting.cancel()
             return None
         return waiting.result()
-
-    # ---------------------------------------------------------------- resume
-
-    async def _open(self) -> list[Order]:
-        """Take the epoch, and return the orders that bring every rank to the ledger's step."""
-        self._epoch = await self._ledger.take_epoch()
-        resume = await find_resume(self._bus, self._ledger, self._live, self._settings, self._keeper.store)
-        records = await self._ledger.policies()
-        self._steps_of_versions.update((record.version, record.step) for record in records)
-        self._newest, self._tip = resume.status.newest_version, resume.status.tip
-        self._revision = max((record.settings_revision for record in records), default=0)
-        replay = [await self._replayed(entries) for entries in resume.journal]
-        self._loaded = resume.checkpoint
-        self._stranded = resume.checkpoint is not None and not await may_load(self._bus, resume.checkpoint)
-        if self._stranded:
-            return []
-        await asyncio.to_thread(self._keeper.note_start, resume)
-        load = [Order(Kind.LOAD, folder=str(resume.checkpoint.folder))] if resume.checkpoint is not None else []
-        return [*load, *replay]
-
-    async def _replayed(self, entries: Sequence[JournalEntry]) -> Order:
-        payloads = tuple(entry.data for entry in entries)
-        groups = decode_all(payloads)
-        settings = await self._live.at(entries[0].settings_revision)
-        lags = self._lags(groups, entries[0].step - 1)
-        return Order(Kind.REPLAY, "", payloads, groups, lags, settings.trainer.learning_rate)
-
-    def _lags(self, groups: Sequence[Experience], step: int) -> tuple[int, ...]:
-        """Return each group's lag when ``step`` steps are committed: the same in a replay, as versions keep their steps."""
-        return tuple(lag_steps(found.group, step, self._steps_of_versions) for found in groups)
-
-    async def _rolled_back(self) -> bool:
-        """Whether a rollback, not another trainer, ended our epoch."""
-        found = await self._bus.call(
-            lambda: self._bus.client.hmget(self._bus.keys.run, ["trainer_epoch", "rollback_epoch"])
-        )
-        epoch, rollback_epoch = (int(value or 0) for value in found)
-        return epoch != self._epoch and epoch == rollback_epoch
-
-    async def _warn(self) -> None:
-        algorithm = self._settings.algorithm
-        if algorithm.max_lag and algorithm.correction == "none" and algorithm.loss != "dpo":
-            detail = (
-                f"samples may be {algorithm.max_lag} steps old and nothing corrects for it: allow_uncorrected is on"
-            )
-            log.warning("uncorrected run", extra={"detail": detail})
-            await tell(self._bus, "trainer", "uncorrected run", detail, max_lag=algorithm.max_lag)
 
     # ---------------------------------------------------------------- publish and commit
 
@@ -210,15 +146,12 @@ class Lead:
     def publish(self, engine: TrainingEngine, step: int, probe: Probe | None) -> None:
         """Publish the weights of ``step``, which is committed already, as a new version."""
         record = self._record(engine, step, {}, probe)
-        try:
-            self._call(self._ledger.commit(self._epoch, record, [], None))
-        except Fenced:
-            if not self._call(self._rolled_back()):
-                raise
+        if not self._call(self._branch.commit(record, [], None)):
             return
         self._published(record)
-        if self._loaded is not None and self._loaded.state.step == step:
-            self._keeper.note_version(record.version, self._loaded)
+        loaded = self._opening.loaded
+        if loaded is not None and loaded.state.step == step:
+            self._keeper.note_version(record.version, loaded)
 
     def ready(self) -> None:
         """Say that training can begin."""
@@ -226,11 +159,9 @@ class Lead:
         self._committed_s = time.perf_counter()
 
     async def _is_published(self, step: int) -> bool:
-        record = None if self._newest is None else await self._ledger.policy(self._newest)
-        if record is None or record.step != step or not self._publication.outlives_the_process:
+        record = await self._branch.newest_of(step)
+        if record is None or not self._publication.outlives_the_process:
             return False
-        if self._tip != self._newest:
-            return False  # a rollback: the weights are an older version's, and become a new one
         try:
             await asyncio.to_thread(read_snapshot, Path(record.location), record.manifest_digest)
         except WeightsError as error:
@@ -242,12 +173,12 @@ class Lead:
     def _record(
         self, engine: TrainingEngine, step: int, metrics: dict[str, float], probe: Probe | None
     ) -> PolicyRecord:
-        version = PolicyVersion(0 if self._newest is None else self._newest + 1)
+        version = self._branch.next_version()
         note_version(self._settings.run_folder, version)
         found = self._publication.publish(engine, version, step)
         return PolicyRecord(
             version=version,
-            parent=self._tip,
+            parent=self._branch.tip,
             step=step,
             created_at_s=time.time(),
             manifest_digest=found.digest,
@@ -255,12 +186,10 @@ class Lead:
             metrics=metrics,
             source=found.source,
             probe=probe,
-            settings_revision=self._revision,
+            settings_revision=self._branch.revision,
         )
 
     def _published(self, record: PolicyRecord) -> None:
-        self._newest = self._tip = record.version
-        self._steps_of_versions[record.version] = record.step
         self._context.status.version = record.version
         self._publication.clear()
 
@@ -270,7 +199,7 @@ class Lead:
         """Publish the weights of ``step`` and move its batch to the journal, in one transaction; False when the run was
         rolled back meanwhile: nothing of it is committed."""
         batch, self._batch = self._batch, []
-        figures = batch_figures([taken.experience for taken in batch], step - 1, self._steps_of_versions)
+        figures = batch_figures([taken.experience for taken in batch], step - 1, self._branch.steps)
         metrics = {**measured, **figures.metrics}
         with phases.measure("snapshot"):
             shown = {name: metrics[name] for name in ("reward_mean", "kl_mean", "entropy")}
@@ -287,13 +216,9 @@ class Lead:
             lag_counts={str(lag): count for lag, count in sorted(figures.lag_counts.items())},
         )
         self._committed_s = time.perf_counter()
-        try:
-            with phases.measure("commit"):
-                self._call(self._ledger.commit(self._epoch, record, [taken.delivery for taken in batch], report))
-        except Fenced:
-            if not self._call(self._rolled_back()):
-                raise
-            return False
+        with phases.measure("commit"):
+            if not self._call(self._branch.commit(record, [taken.delivery for taken in batch], report)):
+                return False
         self._intake.release(batch)
         self._published(record)
         self._tell_step(step, record.version, figures, metrics)
@@ -336,12 +261,13 @@ class Lead:
     def describe(self, step: int) -> CheckpointState:
         """Return what a checkpoint of ``step`` must know."""
         (status, counts), entry = self._call(self._ledger.account()), self._call(self._last_journal_entry())
-        mark = None if self._newest is None else self._call(self._ledger.mark(self._newest))
+        newest = self._branch.newest
+        assert newest is not None
+        mark = self._call(self._ledger.mark(newest))
         revision = self._call(self._live.read(self._live.revision))
-        assert self._newest is not None
         return CheckpointState(
             step=step,
-            version=self._newest,
+            version=newest,
             cursor=status.cursor,
             position=None if mark is None else mark[1],
             counts=counts,

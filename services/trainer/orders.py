@@ -15,6 +15,9 @@ import torch.distributed as dist
 from shared import wire
 from shared.messages import Experience
 
+TURN_S = 2.0
+"""Rank 0 waits no longer for what it waits for (a batch, a checkpoint that is fetched) before it gives an order: IDLE, or WAIT."""
+
 
 class Kind(IntEnum):
     """What to do."""
