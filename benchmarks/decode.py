@@ -12,15 +12,18 @@ Prints one JSON object: ``ratio`` (captured รท none), ``native_ratio`` (vLLM's ร
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks.shapes import SHAPES
 from services.rollout.engine import GenerationRequest
 from services.rollout.vllm_arguments import check_version, gather
 from services.rollout.vllm_engine import VllmEngine
@@ -29,14 +32,6 @@ from shared.messages import PolicyRecord, PolicyVersion, Sampling
 from shared.weights.puller import file_offer
 from shared.weights.snapshot import write_snapshot
 
-GPU_SHAPE: dict[str, Any] = {
-    "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-    "num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 32768,
-}  # fmt: skip
-CPU_SHAPE: dict[str, Any] = {
-    "vocab_size": 8192, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
-}  # fmt: skip
 PROMPT_TOKENS = 64
 
 
@@ -116,12 +111,12 @@ def _native(output: Any) -> Any:
     return np.array(output.logprobs.logprobs, dtype=np.float32)
 
 
-def random_policy(folder: Path, shape: dict[str, Any], dtype: torch.dtype) -> Any:
+def random_policy(folder: Path, shape: Mapping[str, Any], dtype: torch.dtype) -> Any:
     """Write a Qwen2 with random weights and no stop token, and return it."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen2Config(**shape, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None)
+    config = Qwen2Config(**shape, bos_token_id=None, eos_token_id=None)
     model = Qwen2ForCausalLM(config).to(dtype)
     model.save_pretrained(folder)
     return model
@@ -130,7 +125,8 @@ def random_policy(folder: Path, shape: dict[str, Any], dtype: torch.dtype) -> An
 async def measure(folder: Path, rounds: int) -> dict[str, Any]:
     """Return the figures."""
     on_gpu = torch.cuda.device_count() > 0
-    shape, dtype = (GPU_SHAPE, torch.bfloat16) if on_gpu else (CPU_SHAPE, torch.float32)
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; a share of the machine's memory otherwise
+    shape, dtype = (SHAPES["0.5b"], torch.bfloat16) if on_gpu else (SHAPES["tiny"], torch.float32)
     groups, samples, new_tokens = (64, 8, 512) if on_gpu else (8, 4, 64)
     model = await asyncio.to_thread(random_policy, folder / "policy", shape, dtype)
     written = write_snapshot(folder / "weights", PolicyVersion(0), 0, model.named_parameters(), dtype)

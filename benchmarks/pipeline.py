@@ -1,44 +1,54 @@
-"""The demo's work asynchronous, synchronous (``max_lag = 0``) and by TRL's GRPOTrainer, in turn on the same machine.
+"""The same work asynchronous, synchronous (``max_lag = 0``) and by TRL's GRPOTrainer, in turn on the same machine.
 
-Work: 32 prompts × 16 samples a step, 4 new tokens, the example's policy and problems, learning rate and optimizer alike. The
-first third of each run's steps is warm-up; rates are samples ÷ seconds between commits after it. Evaluation is off.
+Work is the demo's, or long answers (see ``pipeline_work``); learning rate and optimizer are alike. The first third of each run's
+steps is warm-up; rates are samples ÷ seconds between commits after it. Evaluation is off.
 
     python -m benchmarks.pipeline --steps 60 --rounds 3
+    python -m benchmarks.pipeline --work long --shape 0.5b --device cuda --steps 15 --rounds 1    # two GPUs
+
+On GPUs each system trains on one and generates by vLLM on the other: TRL by its server mode, weights by NCCL.
 
 Prints where the time of a step goes (seconds by phase), then one JSON object: ``async_over_trl``, ``async_over_sync``
 (medians of the rounds' ratios) and ``samples_per_s`` of each.
 """
 
 import argparse
+import contextlib
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import tomllib
-from collections.abc import Sequence
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
-ROOT = Path(__file__).parent.parent
-CONFIG = ROOT / "config" / "arithmetic.toml"
+from benchmarks.pipeline_work import ROOT, Work, arithmetic, long
+from benchmarks.shapes import SHAPES
+
 PHASES = ("wait", "forward_backward", "optimizer", "snapshot", "commit", "checkpoint")
+_SERVER_S = 240
+"""In so long vLLM's server is up."""
 
 
-def run_penstock(folder: Path, steps: int, max_lag: int) -> tuple[float, dict[str, float]]:
+def run_penstock(folder: Path, work: Work, steps: int, max_lag: int) -> tuple[float, dict[str, float]]:
     """Run ``penstock up`` and return (samples per second, mean seconds by phase) after the warm-up."""
-    settings = tomllib.loads(CONFIG.read_text())
-    del settings["evaluation"]
-    settings["run"].update(id=f"lag-{max_lag}", folder=str(folder), steps=steps)
-    settings["algorithm"]["max_lag"] = max_lag
-    settings["trainer"]["checkpoint_every_steps"] = steps
-    config = folder / f"lag-{max_lag}.toml"
-    config.write_text(tomli_w.dumps(settings))
+    name, settings = f"lag-{max_lag}", work.settings
+    told = {
+        "run": {**settings.get("run", {}), "id": name, "folder": str(folder), "steps": steps},
+        "algorithm": {**settings["algorithm"], "max_lag": max_lag},
+        "trainer": {**settings["trainer"], "checkpoint_every_steps": steps},
+    }
+    config = folder / f"{name}.toml"
+    config.write_text(tomli_w.dumps({**settings, **told}))
     _run([sys.executable, "-m", "services", "up", str(config)], folder)
-    lines = [json.loads(line) for line in (folder / f"lag-{max_lag}" / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     measured = lines[max(2, steps // 3) - 1 :]
     seconds = measured[-1]["finished_at_s"] - measured[0]["finished_at_s"]
     phases = {phase: _mean(measured[1:], f"phase_{phase}_s") for phase in PHASES}
@@ -52,22 +62,69 @@ def _mean(lines: Sequence[dict[str, Any]], name: str) -> float:
     return statistics.fmean(line.get(name, 0.0) for line in lines)
 
 
-def run_trl(folder: Path, steps: int) -> float:
+def run_trl(folder: Path, work: Work, steps: int) -> float:
     """Run the baseline on the same work and return its samples per second."""
-    settings = tomllib.loads(CONFIG.read_text())
-    command = [sys.executable, "-m", "benchmarks.trl_grpo", "--model", str(ROOT / settings["policy"]["model"])]
-    command += ["--prompts", str(ROOT / settings["data"]["path"]), "--steps", str(steps)]
-    command += ["--learning-rate", str(settings["trainer"]["learning_rate"])]
-    output = _run(command, folder)
+    command = [sys.executable, "-m", "benchmarks.trl_grpo", *work.arguments(steps)]
+    with contextlib.ExitStack() as around:
+        environment = {}
+        if work.served:
+            command += ["--vllm-url", around.enter_context(_served(folder, work.model))]
+            environment["CUDA_VISIBLE_DEVICES"] = "0"
+        output = _run(command, folder, environment)
     return float(json.loads(output.strip().splitlines()[-1])["samples_per_s"])
 
 
-def _run(command: list[str], folder: Path) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=_work(folder), env=environment, capture_output=True, text=True, timeout=900)
+@contextlib.contextmanager
+def _served(folder: Path, model: str) -> Iterator[str]:
+    """A vLLM server on the second GPU, as TRL wants it; gives its URL."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = {"--model": model, "--dtype": "bfloat16", "--max-model-len": "2048", "--max-num-seqs": "512"}
+    options |= {"--weight-transfer-config": '{"backend":"nccl"}', "--host": "127.0.0.1", "--port": str(port)}
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        *(w for pair in options.items() for w in pair),
+    ]
+    environment = _environment({"CUDA_VISIBLE_DEVICES": "1", "VLLM_SERVER_DEV_MODE": "1"})
+    log = folder / "vllm-server.log"
+    server = subprocess.Popen(command, cwd=folder, env=environment, stdout=log.open("wb"), stderr=subprocess.STDOUT)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait_for(server, f"{url}/health", log)
+        yield url
+    finally:
+        server.terminate()
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+def _wait_for(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    until_s = time.monotonic() + _SERVER_S
+    while time.monotonic() < until_s and server.poll() is None:
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5):
+            return
+        time.sleep(0.5)
+    raise SystemExit(f"expected vLLM's server at {url} in {_SERVER_S} s, found none:\n{log.read_text()[-3000:]}")
+
+
+def _run(command: list[str], folder: Path, environment: Mapping[str, str] | None = None) -> str:
+    done = subprocess.run(
+        command, cwd=_work(folder), env=_environment(environment or {}), capture_output=True, text=True, timeout=900
+    )
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr[-3000:]}")
     return done.stdout
+
+
+def _environment(more: Mapping[str, str]) -> dict[str, str]:
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+    return {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **more}
 
 
 def _work(folder: Path) -> Path:
@@ -81,33 +138,41 @@ def _work(folder: Path) -> Path:
 def main() -> None:
     """Run the three in turn, several rounds, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", choices=("arithmetic", "long"), default="arithmetic")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny", help="of the model, with --work long")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="with --work long")
+    parser.add_argument("--kernels", choices=("torch", "auto"), default="auto", help="trainer.kernels, on GPUs")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     rates: dict[str, list[float]] = {"async": [], "sync": [], "trl": []}
     phases: dict[str, dict[str, float]] = {}
-    for number in range(arguments.rounds):
-        with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
-            folder = Path(name)
-            for mode, max_lag in (("async", 1), ("sync", 0)):
-                rate, phases[mode] = run_penstock(folder, arguments.steps, max_lag)
-                rates[mode].append(rate)
-            rates["trl"].append(run_trl(folder, arguments.steps))
-        print(f"round {number + 1}: " + "  ".join(f"{mode} {found[-1]:,.0f}/s" for mode, found in rates.items()))
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-work-") as made:
+        work = arithmetic()
+        if arguments.work == "long":
+            work = long(Path(made), arguments.shape, arguments.device, arguments.kernels)
+        for number in range(arguments.rounds):
+            with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
+                for mode, max_lag in (("async", 1), ("sync", 0)):
+                    rate, phases[mode] = run_penstock(Path(name), work, arguments.steps, max_lag)
+                    rates[mode].append(rate)
+                rates["trl"].append(run_trl(Path(name), work, arguments.steps))
+            print(f"round {number + 1}: " + "  ".join(f"{mode} {found[-1]:,.1f}/s" for mode, found in rates.items()))
     print(f"\n{'seconds a step':40s}{'async':>10s}{'sync':>10s}")
     for phase in phases["async"]:
         print(f"{phase:40s}{phases['async'][phase]:10.4f}{phases['sync'][phase]:10.4f}")
-    print(json.dumps(_figures(rates)))
+    print(json.dumps({"work": work.name, **_figures(rates)}))
 
 
 def _figures(rates: dict[str, list[float]]) -> dict[str, object]:
     def ratio(over: str) -> float:
         return round(statistics.median(a / b for a, b in zip(rates["async"], rates[over], strict=True)), 3)
 
+    samples_per_s = {mode: round(statistics.median(found), 1) for mode, found in rates.items()}
     return {
         "async_over_trl": ratio("trl"),
         "async_over_sync": ratio("sync"),
-        "samples_per_s": {mode: round(statistics.median(found), 1) for mode, found in rates.items()},
+        "samples_per_s": samples_per_s,
         "rounds": len(rates["trl"]),
         "cores": os.cpu_count(),
     }

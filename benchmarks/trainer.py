@@ -32,7 +32,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.packing import mix
-from benchmarks.trainer_shapes import SHAPES, EitherPolicy, Padded, by_arrival, by_length, random_model
+from benchmarks.shapes import SHAPES
+from benchmarks.trainer_shapes import EitherPolicy, Padded, by_arrival, by_length, random_model
 from services.trainer.engine import TrainingEngine, start_ranks
 from services.trainer.flops import BACKWARD, ModelSizes
 from services.trainer.measures import Phases, utilisation

@@ -14,22 +14,6 @@ from services.trainer.packing import Int64Array, MicroBatch, Row
 from services.trainer.policy import Policy
 from shared.settings import Settings
 
-SHAPES: Mapping[str, Mapping[str, Any]] = {
-    "tiny": {
-        "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": 4096, "tie_word_embeddings": True,
-    },
-    "0.5b": {
-        "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
-        "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True,
-    },
-    "7b": {
-        "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28,
-        "num_key_value_heads": 4, "vocab_size": 152_064, "tie_word_embeddings": False,
-    },
-}  # fmt: skip
-"""Of Qwen2.5's models, and a toy of the same family."""
-
 
 def random_model(shape: Mapping[str, Any], settings: Settings, device: str) -> Any:
     """Return a Qwen2 with random weights on ``device``; at ZeRO stage 3 in parts over the ranks from the start."""

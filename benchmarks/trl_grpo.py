@@ -17,6 +17,7 @@ Seen: 1,191 samples/s on 2 CPU cores (1.05M parameters, 512 samples a step, 4 ne
 
 import argparse
 import json
+import random
 import time
 from pathlib import Path
 
@@ -24,6 +25,11 @@ from pathlib import Path
 def starts_with_answer(completions: list[str], answer: list[str], **_: object) -> list[float]:
     """Return 1 where a completion starts with its answer."""
     return [float(c.strip().startswith(a)) for c, a in zip(completions, answer, strict=True)]
+
+
+def lot(completions: list[str], **_: object) -> list[float]:
+    """Return 0 or 1 by lot."""
+    return [float(random.random() < 0.5) for _ in completions]
 
 
 def main() -> None:
@@ -37,6 +43,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--micro-batch", type=int, default=0, help="sequences a forward; 0 = all of a step")
     parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument(
+        "--reward", choices=("answer", "lot"), default="answer", help="starts with its answer, or by lot"
+    )
     parser.add_argument("--vllm-url")
     args = parser.parse_args()
 
@@ -84,7 +93,11 @@ def main() -> None:
     with Path(args.prompts).open() as lines:
         dataset = Dataset.from_list([json.loads(line) for line in lines])
     GRPOTrainer(
-        model=args.model, reward_funcs=starts_with_answer, args=config, train_dataset=dataset, callbacks=[Clock()]
+        model=args.model,
+        reward_funcs=lot if args.reward == "lot" else starts_with_answer,
+        args=config,
+        train_dataset=dataset,
+        callbacks=[Clock()],
     ).train()
     warm = max(2, args.steps // 3)
     step_s = (finished[-1] - finished[warm - 1]) / (len(finished) - warm)

@@ -31,40 +31,14 @@ import argparse
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.shapes import SHAPES
 from benchmarks.weights_measures import Player, Run
 from benchmarks.weights_players import Options, environment, gpus, play
-
-SHAPES: dict[str, dict[str, int]] = {
-    "qwen2-7b": {
-        "hidden_size": 3584,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "intermediate_size": 18944,
-        "vocab_size": 152064,
-    },
-    "qwen2-0.5b": {
-        "hidden_size": 896,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "intermediate_size": 4864,
-        "vocab_size": 151936,
-    },
-    "small": {
-        "hidden_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 512,
-        "vocab_size": 4001,
-    },
-}
 
 
 def main() -> None:
@@ -89,7 +63,7 @@ def main() -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of a run."""
     on_gpu = args.device == "cuda"
-    shape = args.shape or ("qwen2-7b" if on_gpu else "small")
+    shape = args.shape or ("7b" if on_gpu else "tiny")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         _configure(folder, SHAPES[shape])
@@ -117,15 +91,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 # ---------------------------------------------------------------- processes
 
 
-def _configure(folder: Path, shape: dict[str, int]) -> None:
+def _configure(folder: Path, shape: Mapping[str, Any]) -> None:
     config: dict[str, Any] = {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
         "max_position_embeddings": 32768,
         "rope_theta": 1e6,
-        "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
         **shape,
+        "tie_word_embeddings": False,
     }
     (folder / "config.json").write_text(json.dumps(config))
 

@@ -1,0 +1,109 @@
+"""What ``benchmarks.pipeline`` lets each system do: the demo's work, or long answers of a model of random weights.
+
+::
+
+    arithmetic   the example's policy and problems: 32 prompts × 16 samples a step, 4 new tokens each
+    long         Qwen2 with random weights, prompts of 64 tokens: 32 prompts × 8 samples a step, 512 new tokens each (on a CPU a toy:
+                 8 × 4, 32 new tokens), rewards by lot: speed depends on neither weights nor rewards
+"""
+
+import dataclasses
+import json
+import random
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from benchmarks.shapes import SHAPES
+
+ROOT = Path(__file__).parent.parent
+PROMPT_TOKENS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """The same for all: a run's settings, and what they are in TRL's arguments."""
+
+    name: str
+    settings: dict[str, Any]
+    """But for the run's name, folder and steps, and for its lag."""
+    trl: list[str]
+    served: bool = False
+    """TRL's trainer has a GPU of its own, and a vLLM server another."""
+
+    @property
+    def model(self) -> str:
+        """The policy's folder."""
+        return str(ROOT / self.settings["policy"]["model"])
+
+    def arguments(self, steps: int) -> list[str]:
+        """Return what the baseline is started with."""
+        settings = self.settings
+        told = {
+            "model": self.model,
+            "prompts": str(ROOT / settings["data"]["path"]),
+            "prompts-per-step": settings["algorithm"]["groups_per_step"],
+            "group-size": settings["sampling"]["group_size"],
+            "max-new-tokens": settings["sampling"]["max_new_tokens"],
+            "learning-rate": settings["trainer"]["learning_rate"],
+            "steps": steps,
+        }
+        return [*(word for name, value in told.items() for word in (f"--{name}", str(value))), *self.trl]
+
+
+def arithmetic() -> Work:
+    """Return the demo's work, without its evaluations."""
+    settings = tomllib.loads((ROOT / "config" / "arithmetic.toml").read_text())
+    del settings["evaluation"]
+    return Work("arithmetic", settings, [])
+
+
+def long(folder: Path, shape: str, device: str, kernels: str) -> Work:
+    """Make a model and prompts in ``folder``; return the work on two GPUs (the trainer on the first), or on the CPU."""
+    gpu = device == "cuda"
+    vocabulary = SHAPES[shape]["vocab_size"]
+    _write_model(folder / "model", shape, "bfloat16" if gpu else "float32")
+    _write_prompts(folder / "prompts.jsonl", vocabulary)
+    groups, samples, tokens = (32, 8, 512) if gpu else (8, 4, 32)
+    settings: dict[str, Any] = {
+        "bus": {"url": "embedded"},
+        "policy": {"model": str(folder / "model"), "dtype": "bfloat16" if gpu else "float32"},
+        "data": {"path": str(folder / "prompts.jsonl")},
+        "sampling": {"group_size": samples, "max_new_tokens": tokens, "temperature": 1.0},
+        "rollout": {"replicas": 1, "max_groups": 2 * groups, "device": device},
+        "reward": {"expression": "random", "scorers": [{"kind": "random"}]},
+        "algorithm": {"groups_per_step": groups},
+        "guards": {"entropy": {"action": "off"}},
+        "trainer": {"zero_stage": 1, "device": device, "learning_rate": 1e-6, "micro_batch_tokens": 32_768},
+    }
+    if gpu:
+        settings["rollout"] |= {"engine": "vllm", "gpus": [1], "vllm": {"max_model_len": 2048}}
+        settings["trainer"] |= {"gpus": [0], "kernels": kernels}
+    else:
+        settings["rollout"] |= {"engine": "transformers", "threads": 1}
+        settings["trainer"] |= {"threads": 1}
+    name = f"long: {shape} on {device}, {groups} x {samples} samples, {tokens} new tokens"
+    return Work(name, settings, ["--reward", "lot", *(["--micro-batch", "16"] if gpu else [])], served=gpu)
+
+
+def _write_model(folder: Path, shape: str, dtype: str) -> None:
+    """Write a model in Hugging Face form, with a tokenizer of one word a token."""
+    import torch
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    vocabulary = SHAPES[shape]["vocab_size"]
+    config = Qwen2Config(**SHAPES[shape], max_position_embeddings=2048, rope_theta=1e6, eos_token_id=0, pad_token_id=1)
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(folder)
+    words = Tokenizer(WordLevel({f"w{place}": place for place in range(vocabulary)}, unk_token="w2"))
+    words.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0", pad_token="w1").save_pretrained(folder)
+
+
+def _write_prompts(path: Path, vocabulary: int) -> None:
+    lot = random.Random(0)
+    prompts = (" ".join(f"w{lot.randrange(3, vocabulary)}" for _ in range(PROMPT_TOKENS)) for _ in range(4096))
+    path.write_text("".join(json.dumps({"prompt": prompt, "answer": "w3"}) + "\n" for prompt in prompts))

@@ -1,0 +1,19 @@
+"""The shapes of the models that benchmarks make with random weights: those of Qwen2.5's models, and a toy of the same family for CPUs."""
+
+from collections.abc import Mapping
+from typing import Any
+
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "tiny": {
+        "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 4096, "tie_word_embeddings": True,
+    },
+    "0.5b": {
+        "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+        "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True,
+    },
+    "7b": {
+        "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "vocab_size": 152_064, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
