@@ -1,8 +1,15 @@
-"""Large libraries come in without a look for garbage: of the objects that an import makes, nearly all stay."""
+"""Large libraries come in without a look for garbage, and without torch's compiler where nobody compiles.
+
+Of the objects that an import makes, nearly all stay. It knows no library.
+"""
 
 import contextlib
 import gc
+import os
 from collections.abc import Iterator
+
+_UNCOMPILED = "TORCHDYNAMO_DISABLE"
+"""torch reads it at each call of ``torch.compile``."""
 
 
 @contextlib.contextmanager
@@ -19,3 +26,20 @@ def importing() -> Iterator[None]:
         gc.freeze()
         if was_on:
             gc.enable()
+
+
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """Leave as it is what asks torch to compile it in the body.
+
+    A decorator ``@torch.compile`` imports all of torch's compiler, about two seconds of a processor, although nothing is compiled before
+    the function is called.
+    """
+    before = os.environ.get(_UNCOMPILED)
+    os.environ[_UNCOMPILED] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(_UNCOMPILED)
+        if before is not None:
+            os.environ[_UNCOMPILED] = before

@@ -18,6 +18,7 @@ import pytest
 
 from shared import embedded
 from shared.bus import Bus
+from shared.importing import importing
 
 if TYPE_CHECKING:
     from tests.object_storage import Storage
@@ -29,6 +30,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 _PRELOADED = os.environ.get("LD_PRELOAD")
 PATIENCE_S = 180.0
 """How long anything may take on a machine that does much else. A wait ends with its condition, so it costs nothing."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collecting imports torch, transformers and vLLM, in each of the processes that share the tests."""
+    with importing():
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -173,9 +173,9 @@ def test_an_image_too_large_to_install_here_starts_from_its_files_alone(name: st
 @pytest.mark.parametrize("name", INSTALLED)
 def test_an_image_installed_from_its_files_alone_starts(name: str, context: Path) -> None:
     venv = context.parent / "venv"
-    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
     done = subprocess.run(
-        [venv / "bin/python", "-m", "pip", "install", "-q", "--no-compile", *install_line(name)],
+        [sys.executable, "-m", "pip", "--python", venv, "install", "-q", "--no-compile", *install_line(name)],
         cwd=context,
         capture_output=True,
         text=True,

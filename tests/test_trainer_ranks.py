@@ -111,3 +111,7 @@ def test_a_folder_that_is_full_for_one_rank_leaves_the_checkpoint_before_and_the
     ]  # fmt: skip
     assert two["full"]["whole"] == [1, 3]
     assert two["full"]["left"] == ["step-000001", "step-000003"]
+
+
+def test_a_trainer_that_compiles_nothing_does_not_import_torchs_compiler(two: dict[str, Any]) -> None:
+    assert two["compiler"] == []

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import numpy as np
@@ -154,12 +154,17 @@ async def bus_of(run: Run) -> AsyncIterator[tuple[Bus, Ledger]]:
     await bus.close()
 
 
-async def _after(run: Run, steps: int) -> dict[str, torch.Tensor]:
-    """Return the weights that a trainer makes of the first groups in ``steps`` steps."""
+async def _after(
+    run: Run, steps: int, then: Callable[[subprocess.Popen[bytes]], Awaitable[None]] | None = None
+) -> dict[str, torch.Tensor]:
+    """Return the weights that a trainer makes of the first groups in ``steps`` steps; ``then`` gets its process."""
     async with bus_of(run) as (bus, ledger), run.trainer() as process:
         await feed(bus, 0, steps * GROUPS)
         await run.reaches(ledger, steps, process)
-        return await run.weights(ledger)
+        found = await run.weights(ledger)
+        if then is not None:
+            await then(process)
+        return found
 
 
 async def versions(ledger: Ledger) -> list[tuple[int, int | None, int]]:
@@ -291,14 +296,25 @@ def _assert_scored_by(probe: Probe, tensors: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.slow
-async def test_ranks_do_not_outlive_their_launcher(tmp_path: Path, server: Server) -> None:
-    run = Run(tmp_path, server, "orphans", ranks=2)
-    async with bus_of(run) as (_, ledger), run.trainer() as process:
-        await run.reaches(ledger, 0, process)
-        ranks = [child for child in psutil.Process(process.pid).children() if "services.trainer" in child.cmdline()]
-        assert len(ranks) == 2
-        os.kill(process.pid, signal.SIGKILL)
-        await until(lambda: not any(_runs(rank) for rank in ranks))
+async def test_two_ranks_learn_what_one_rank_learns_and_do_not_outlive_their_launcher(
+    tmp_path: Path, server: Server
+) -> None:
+    """With a critic, as processes; ``tests/test_trainer_ranks.py`` holds the law for every kind of algorithm and ZeRO stage."""
+
+    def run(ranks: int, zero_stage: int, cap: int) -> Run:
+        name = f"ranks-{ranks}-{zero_stage}"
+        return Run(tmp_path, server, name, ACTOR_CRITIC, ranks=ranks, zero_stage=zero_stage, micro_batch_tokens=cap)
+
+    # the cap makes several micro-batches a rank
+    one, two = await asyncio.gather(_after(run(1, 0, 16_384), 2), _after(run(2, 3, 24), 2, _outlived_by_no_rank))
+    assert all(torch.allclose(one[name], two[name], atol=5e-5) for name in one)  # a step moves a weight by 1e-3
+
+
+async def _outlived_by_no_rank(launcher: subprocess.Popen[bytes]) -> None:
+    ranks = [child for child in psutil.Process(launcher.pid).children() if "services.trainer" in child.cmdline()]
+    assert len(ranks) == 2
+    os.kill(launcher.pid, signal.SIGKILL)
+    await until(lambda: not any(_runs(rank) for rank in ranks))
 
 
 def _runs(process: psutil.Process) -> bool:
@@ -306,20 +322,6 @@ def _runs(process: psutil.Process) -> bool:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
-
-
-@pytest.mark.slow
-async def test_two_ranks_learn_what_one_rank_learns(tmp_path: Path, server: Server) -> None:
-    """With a critic, as processes; ``tests/test_trainer_ranks.py`` holds the law for every kind of algorithm."""
-
-    def run(ranks: int, zero_stage: int, cap: int) -> Run:
-        name = f"ranks-{ranks}-{zero_stage}"
-        return Run(tmp_path, server, name, ACTOR_CRITIC, ranks=ranks, zero_stage=zero_stage, micro_batch_tokens=cap)
-
-    # the cap makes several micro-batches a rank
-    one, *others = await asyncio.gather(*(_after(run(*kind), 2) for kind in ((1, 0, 16_384), (2, 1, 24), (2, 3, 24))))
-    for other in others:
-        assert all(torch.allclose(one[name], other[name], atol=5e-5) for name in one)  # a step moves a weight by 1e-3
 
 
 @pytest.mark.slow
@@ -351,7 +353,7 @@ async def test_what_cannot_be_trained_on_leaves_with_its_reason_and_the_rest_is_
 
 
 @pytest.mark.slow
-async def test_a_batch_whose_gradient_is_not_finite_leaves_the_bus_and_the_next_one_is_trained(
+async def test_a_gradient_that_is_not_finite_leaves_with_its_batch_and_a_commit_under_an_older_epoch_is_refused(
     tmp_path: Path, server: Server
 ) -> None:
     run = Run(tmp_path, server, "nonfinite")
@@ -365,6 +367,12 @@ async def test_a_batch_whose_gradient_is_not_finite_leaves_the_bus_and_the_next_
         assert all(bool(torch.isfinite(tensor).all()) for tensor in (await run.weights(ledger)).values())
         (report,) = await bus.client.xrange(bus.keys.of(streams.STEPS))
         assert b"dropped_nonfinite" in b"".join(report[1].values())
+        await ledger.take_epoch()  # another trainer starts
+        await feed(bus, 2 * GROUPS, GROUPS)
+        assert await asyncio.to_thread(process.wait, PATIENCE_S) == 1
+        assert "fenced" in run.log.read_text()
+        assert (await ledger.status()).step == 1
+        assert await bus.length(EXPERIENCE) == GROUPS, "nothing moved"
 
 
 def _overflowing(group_id: int) -> Experience:
@@ -379,19 +387,6 @@ def _overflowing(group_id: int) -> Experience:
 
 async def _ended(bus: Bus, count: int) -> bool:
     return sum((await bus.counts()).values()) >= count
-
-
-@pytest.mark.slow
-async def test_a_commit_under_an_older_epoch_is_refused_and_nothing_moves(tmp_path: Path, server: Server) -> None:
-    run = Run(tmp_path, server, "epochs")
-    async with bus_of(run) as (bus, ledger), run.trainer() as process:
-        await run.reaches(ledger, 0, process)
-        await ledger.take_epoch()  # another trainer starts
-        await feed(bus, 0, GROUPS)
-        assert await asyncio.to_thread(process.wait, PATIENCE_S) == 1
-        assert "fenced" in run.log.read_text()
-        assert (await ledger.status()).step == 0
-        assert await bus.length(EXPERIENCE) == GROUPS
 
 
 @pytest.mark.slow

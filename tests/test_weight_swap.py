@@ -24,12 +24,12 @@ needs_vllm = pytest.mark.skipif(
 
 
 @cache
-def seen(*arguments: str) -> dict[str, Any]:
-    """Return what ``tests.vllm_models`` saw in a process of its own."""
-    command = [sys.executable, "-m", "tests.vllm_models", *arguments]
+def seen() -> dict[str, dict[str, Any]]:
+    """Return what ``tests.vllm_models`` saw in processes of its own, by scene."""
+    command = [sys.executable, "-m", "tests.vllm_models"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
@@ -39,7 +39,7 @@ def seen(*arguments: str) -> dict[str, Any]:
 @pytest.mark.parametrize("tied", ["tied", "untied"])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 def test_a_plan_of_a_real_loader_is_that_loader(family: str, tied: str, ranks: str) -> None:
-    found = seen("loaders")[f"{family}-{tied}-{ranks}"]
+    found = seen()["loaders"][f"{family}-{tied}-{ranks}"]
     assert (found["path"], found["reason"]) == ("plan", "")
     assert found["untouched"], "tracing changed a live parameter"
     assert found["swapped"]
@@ -50,7 +50,7 @@ def test_a_plan_of_a_real_loader_is_that_loader(family: str, tied: str, ranks: s
 @pytest.mark.slow
 @needs_vllm
 def test_fused_experts_are_refused() -> None:
-    found = seen("loaders")["mixture"]
+    found = seen()["loaders"]["mixture"]
     assert found["path"] == "layerwise"
     assert "uses its weights through UnquantizedFusedMoEMethod" in found["reason"]
 
@@ -60,25 +60,25 @@ def test_fused_experts_are_refused() -> None:
 @pytest.mark.parametrize("tied", ["tied", "untied"])
 class TestAnEngineWhoseLayersArePacked:
     def test_is_reloaded_layer_by_layer_and_answers_with_the_new_weights(self, tied: str) -> None:
-        found = seen("engine", tied)
+        found = seen()[tied]
         assert found["path"] == "layerwise"
         assert "is empty: its weight was repacked" in found["reason"]
         assert max(found["before"], found["unswapped"], found["swapped"], found["swapped_again"]) < WHOLE_GAP_NATS
         assert found["taken"] == found["again"] == ["layerwise", found["stream_bytes"]]
 
     def test_keeps_its_weights_where_others_do_not_fit(self, tied: str) -> None:
-        found = seen("engine", tied)
+        found = seen()[tied]
         assert len(found["refusals"]) == 2
         assert all(error.startswith("expected weights of this model, found others") for error in found["refusals"])
         assert found["unchanged"] < WHOLE_GAP_NATS
 
     def test_streams_buckets_through_one_buffer(self, tied: str) -> None:
-        found = seen("engine", tied)
+        found = seen()[tied]
         assert found["streamed"] < WHOLE_GAP_NATS
         assert not found["torn_before"]
 
     def test_is_torn_by_a_source_that_dies_and_mended_by_the_next(self, tied: str) -> None:
-        found = seen("engine", tied)
+        found = seen()[tied]
         assert found["broke"] == "the source died"
         assert found["torn"]
         assert max(found["mended"], found["swapped_last"]) < WHOLE_GAP_NATS

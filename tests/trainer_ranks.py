@@ -151,6 +151,7 @@ def main(folder: Path) -> None:
     found["split"] = without_memory(settings(2, 2), 11)
     found["left out"] = without_memory(settings(2, 2), 7)
     found["full"] = full_folder(settings(3, 2, folder))
+    found["compiler"] = [name for name in sys.modules if name == "torch._inductor.compile_fx"]
     if dist.get_rank() == 0:
         torch.save(found, folder / "found.pt")
         print(json.dumps(sorted(found)))

@@ -1,15 +1,15 @@
-"""Play with real vLLM models on the CPU in a process of their own, and print what was seen as one JSON line.
+"""Play with real vLLM models on the CPU, and print what was seen as one JSON line, by scene.
 
-    python -m tests.vllm_models loaders           the loaders of three families, whole and as one rank of two
-    python -m tests.vllm_models engine tied       an engine whose weights are swapped while it lives
+    loaders          the loaders of three families, whole and as one rank of two
+    tied, untied     an engine whose weights are swapped while it lives
 
-vLLM keeps its parallel state in globals and its CPU layers repack their weights, hence the processes. It must be told
-about before it is imported, hence the late imports.
+vLLM keeps its parallel state in globals and its CPU layers repack their weights, hence a process for each scene: a fork of one
+that has imported vLLM, which takes longer than any scene. It must be told about before it is imported, hence the late imports.
 """
 
 import json
+import multiprocessing
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -265,13 +265,20 @@ def gap(llm: Any, policy: Any) -> float:
     return float((found - wanted).abs().max())
 
 
+def play(scene: str) -> dict[str, Any]:
+    """Return what was seen in a scene."""
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        return loaders(Path(folder)) if scene == "loaders" else engine(Path(folder), scene == "tied")
+
+
 def main() -> None:
-    """Play what the command line names."""
+    """Play all scenes, one after the other."""
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # needs a compiler, and a path without spaces
-    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        seen = engine(Path(folder), sys.argv[2] == "tied") if sys.argv[1] == "engine" else loaders(Path(folder))
-    print(json.dumps(seen))
+    import vllm.v1.engine.llm_engine  # noqa: F401
+
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as each:
+        print(json.dumps({scene: each.apply(play, (scene,)) for scene in ("loaders", "tied", "untied")}))
 
 
 if __name__ == "__main__":

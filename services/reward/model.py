@@ -21,6 +21,7 @@ from services.reward.batcher import Batcher, NoRoom
 from services.reward.normalisation import Normaliser
 from services.reward.scorer import unavailable, valued
 from shared.errors import SettingsError
+from shared.importing import importing
 from shared.messages import RolloutGroup, Score, ScoreStatus
 from shared.model_source import check_source
 from shared.settings.reward_models import ModelScorer
@@ -114,9 +115,10 @@ def require_libraries(whose: str) -> None:
 
 
 def _open(scorer: ModelScorer) -> "Classifier":
-    from services.reward.classifier import Classifier
+    with importing():
+        from services.reward.classifier import Classifier
 
-    return Classifier(scorer)
+        return Classifier(scorer)
 
 
 def _how(text: "Text", raw: float, value: float) -> str:

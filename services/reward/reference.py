@@ -12,6 +12,7 @@ import numpy as np
 from services.reward.batcher import Batcher, NoRoom
 from services.reward.model import require_libraries
 from shared.errors import TemporaryError
+from shared.importing import importing
 from shared.messages import Float32Array, RolloutGroup
 from shared.model_source import check_source
 from shared.settings import Settings
@@ -69,6 +70,7 @@ class Reference:
 
 
 def _open(settings: Settings) -> "FrozenPolicy":
-    from services.reward.frozen_policy import FrozenPolicy
+    with importing():
+        from services.reward.frozen_policy import FrozenPolicy
 
-    return FrozenPolicy(settings)
+        return FrozenPolicy(settings)

@@ -14,6 +14,7 @@ from services.rollout.vllm_arguments import engine_args, serving
 from services.rollout.vllm_engine import VllmEngine
 from services.rollout.vllm_hosts import Hosts, secret_of
 from shared.errors import SettingsError
+from shared.importing import importing
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +71,9 @@ async def open_vllm(
 
 
 def _start(arguments: dict[str, Any], hosts: Hosts | None) -> Any:
-    found = engine_args(arguments, hosts.own if hosts else "")
-    from vllm.v1.engine.async_llm import AsyncLLM
+    with importing():
+        found = engine_args(arguments, hosts.own if hosts else "")
+        from vllm.v1.engine.async_llm import AsyncLLM
 
     with serving(arguments["model"]):
         return AsyncLLM.from_engine_args(found)

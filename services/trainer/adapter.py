@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shared.errors import SettingsError
+from shared.importing import uncompiled
 from shared.settings import LoraSettings, PolicySettings
 
 _NAME = "default"
@@ -36,7 +37,8 @@ def add(model: Any, settings: PolicySettings, zero_stage: int = 0) -> Any:
     if not lora.rank:
         return model
     try:
-        from peft import get_peft_model
+        with uncompiled():  # it imports bitsandbytes where that is installed
+            from peft import get_peft_model
     except ImportError as error:
         raise SettingsError(
             "expected peft for policy.lora.rank > 0, found none: install penstock[trainer] or set it to 0"

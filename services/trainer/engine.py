@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from services.trainer import adapter
 from services.trainer.flops import ModelSizes
 from services.trainer.optimizer import adamw
-from shared.importing import importing
+from shared.importing import importing, uncompiled
 from shared.settings import Settings
 
 _TAG = "engine"
@@ -91,12 +91,13 @@ class TrainingEngine:
             model: Any = self.policy.model
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=_CHECKPOINTING)
         parameters = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
-        engine, _, _, _ = deepspeed.initialize(
-            model=self.policy,
-            model_parameters=parameters,
-            optimizer=adamw(parameters, settings.trainer, device),
-            config=_config(settings),
-        )
+        with uncompiled():  # it imports an optimizer that asks for torch's compiler, and is not used
+            engine, _, _, _ = deepspeed.initialize(
+                model=self.policy,
+                model_parameters=parameters,
+                optimizer=adamw(parameters, settings.trainer, device),
+                config=_config(settings),
+            )
         self._engine: Any = engine
         self._sharded = settings.trainer.zero_stage == 3
         self._plain_optimizer = settings.trainer.zero_stage == 0 and settings.policy.dtype == "float32"

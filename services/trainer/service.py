@@ -56,7 +56,8 @@ async def run(settings: Settings, replica: str) -> int:
         train(settings, None)
         return 0
     async with serve(settings, "trainer", replica, settings.trainer.metrics_port) as context:
-        from services.trainer.lead import Lead
+        with importing():
+            from services.trainer.lead import Lead
 
         lead = Lead(context, asyncio.get_running_loop())
         try:
