@@ -241,6 +241,12 @@ async def test_vllms_metrics_are_served_with_ours(engine: VllmEngine) -> None:
     assert "penstock_rollout_logprobs_captured 1.0" in text
 
 
+async def test_nothing_is_reported_to_vllms_makers_unless_somebody_wants_it(engine: VllmEngine) -> None:
+    from vllm.usage.usage_lib import is_usage_stats_enabled
+
+    assert not is_usage_stats_enabled()
+
+
 async def test_what_the_codec_and_the_pullers_must_know_is_there(engine: VllmEngine) -> None:
     assert (engine.stop, engine.context_tokens, engine.vocabulary) == ((STOP,), 256, VOCABULARY)
     assert (engine.ranks, engine.place.device, engine.peer_address, engine.torn) == (1, "cpu", "", False)
