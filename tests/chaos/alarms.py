@@ -12,7 +12,8 @@ import contextlib
 import dataclasses
 import json
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 
 import yaml
 
@@ -59,8 +60,8 @@ class Alarms:
 
     # ---------------------------------------------------------------- shorter minutes
 
-    async def hurry(self, minute_s: Callable[[str], float], scrape_s: float, targets: dict[str, str]) -> None:
-        """Let Prometheus scrape every ``scrape_s`` and evaluate the shipped rules with minutes of ``minute_s(name)`` seconds.
+    async def hurry(self, minute_s: float, times: Mapping[str, float], targets: Mapping[str, str]) -> None:
+        """Let Prometheus scrape, and evaluate the shipped rules, with minutes of ``minute_s`` seconds (``times``: see :func:`hurried`).
 
         ``targets``: instance → address of what ``up`` did not start, nor hears of: executors.
         """
@@ -68,8 +69,8 @@ class Alarms:
         await self._run.until((folder / "prometheus.yml").exists)
         config = json.loads((folder / "prometheus.yml").read_text())
         rules = folder / "hurried.yaml"
-        rules.write_text(yaml.safe_dump(hurried(yaml.safe_load(RULES.read_text()), minute_s)))
-        config["global"] = dict.fromkeys(("scrape_interval", "evaluation_interval"), f"{round(1000 * scrape_s)}ms")
+        rules.write_text(yaml.safe_dump(hurried(yaml.safe_load(RULES.read_text()), minute_s, times)))
+        config["global"] = dict.fromkeys(("scrape_interval", "evaluation_interval"), f"{round(1000 * minute_s)}ms")
         config["rule_files"] = [str(rules)]
         (scrape,) = config["scrape_configs"]
         scrape["static_configs"] = [
@@ -97,11 +98,13 @@ class Alarms:
         await self.over(before)
         ((newest, _),) = await self._bus.newest(EVENTS, Event, 1)
         self._faults.append(Fault(wanted, newest, await asyncio.to_thread(self._trips)))
+        started_s = time.monotonic()
         try:
             yield lambda: self.see(wanted)
             await self.see(wanted)
         finally:
             self._faults.pop()
+            print(f"{time.monotonic() - started_s:5.1f} s: {', '.join(sorted({*alerts, *guards}))}")
 
     async def see(self, wanted: Collection[str]) -> None:
         """Wait until each of ``wanted`` was seen at least once, since the fault (:meth:`raised`) where there is one."""
