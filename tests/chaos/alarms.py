@@ -26,6 +26,8 @@ from tests.chaos.run import PATIENCE_S, Run
 from tests.test_alerts import RULES
 
 _LOOK_S = 0.1
+_PATIENCE_MINUTES = 120
+"""An alert is waited for at least so many of the rules' minutes: twice the longest range."""
 PLACES = ("status", "alerts", "events", "trips")
 """Where a guard that tripped is seen: as ``<guard> in <place>``."""
 
@@ -55,6 +57,7 @@ class Alarms:
     def __init__(self, run: Run, bus: Bus) -> None:
         self._run = run
         self._bus = bus
+        self._patience_s = PATIENCE_S
         self._faults: list[Fault] = []
         """Those that are not over, the newest last."""
 
@@ -65,6 +68,7 @@ class Alarms:
 
         ``targets``: instance → address of what ``up`` did not start, nor hears of: executors.
         """
+        self._patience_s = max(PATIENCE_S, _PATIENCE_MINUTES * minute_s)
         folder = self._run.folder / "prometheus"
         await self._run.until((folder / "prometheus.yml").exists)
         config = json.loads((folder / "prometheus.yml").read_text())
@@ -119,13 +123,13 @@ class Alarms:
         """Look at ``wanted`` until nothing is missing."""
         now: set[str] = set()
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(self._patience_s):
                 while missing(now := await self._now(wanted)):
                     self._run.check()
                     await asyncio.sleep(_LOOK_S)
         except TimeoutError as error:
             raise AssertionError(
-                f"{wrong} in {PATIENCE_S:.0f} s: {sorted(missing(now))}; there now: {sorted(now)}\n{self._run.report()}"
+                f"{wrong} in {self._patience_s:.0f} s: {sorted(missing(now))}; there now: {sorted(now)}\n{self._run.report()}"
             ) from error
 
     async def _now(self, wanted: Collection[str]) -> set[str]:

@@ -4,13 +4,14 @@
 
     Valkey ◀── penstock up: coordinator-0, rollout-0, reward-0, trainer-0, Prometheus with the shipped rules, hurried
                  │   └── checkpoints ──▶ object storage (moto's server, in this process)
-                 ├── rollout-odd     by hand: a policy that computes something else from the same weights
-                 ├── reward-tight    by hand: a second scorer, a reward model that reads much memory; it takes nothing at first
+                 ├── rollout-odd     by hand: a policy that computes something else from the same weights; takes no prompt
+                 ├── reward-tight    by hand: a second scorer, a reward model that needs much memory; takes no group at first
                  └── executor-isolated, executor-unsafe: no part of the run, scraped as if they were
 
 It says nothing of what a fault must raise: that is the tests'.
 """
 
+import asyncio
 import contextlib
 import json
 import resource
@@ -38,7 +39,7 @@ from tests.conftest import until
 from tests.object_storage import Storage
 
 SCORER = f'{{kind = "python", function = "tests.chaos.spoiled_scorer:score", environment = ["{VARIABLE}"]}}'
-MAX_LAG, LONGER_LAG = 1, 6
+MAX_LAG, LONGER_LAG, KL_STEPS = 1, 6, 5
 STILL, SLOW, RUINOUS = 1e-12, 1e-6, 0.02
 """Learning rates: weights stay as they are; groups whose answers differ are there to the end; one step and the policy is gone."""
 GROUPS, SAMPLES = 8, 64
@@ -50,12 +51,13 @@ FLAGS = {
     "algorithm.max_lag": MAX_LAG,
     "rollout.replicas": 1,
     "bus.max_attempts": 2,
-    "bus.drain_s": 20,  # how long the end of the run waits for a frozen trainer: until what failed is told
+    "bus.drain_s": 60,  # how long the end of the run waits for a frozen trainer: until what failed is told
     "evaluation.problems": 4,
     "weights.deadline_s": 1,
     "weights.probe_every_versions": 2,
     "trainer.learning_rate": SLOW,
     "guards.no_signal.steps": 5,
+    "guards.kl.steps": KL_STEPS,
     "guards.entropy.steps": 2,
     "guards.entropy.floor_nats": 1e-3,
     "guards.lag.action": "pause",  # over at the next step otherwise, and hardly seen
@@ -85,8 +87,8 @@ MODEL_WIDTH, MODEL_ROOM_BYTES = 1 << 18, 80 * 1024**2
 """The reward model holds three numbers for each of so many places of a token. A group's 8 samples of at least 6 tokens take 150 MB at a
 time, and do not find them; one of at most 10 takes 32 MB, and does."""
 ISOLATED, UNSAFE, ODD, TIGHT = "executor-isolated", "executor-unsafe", "rollout-odd", "reward-tight"
-STEADY_STEPS = 25
-"""What the guard of the throughput looks at: five steps, and four times as many before them."""
+MEASURED_STEPS, STEADY_STEPS = 10, 25
+"""From which it is told how long one takes; what the guard of the throughput looks at: five steps, and four times as many before them."""
 
 
 class Faults:
@@ -274,15 +276,15 @@ async def prepared(folder: Path, storage: Storage) -> AsyncIterator[Faults]:
         await until(lambda: answers(server.port), timeout_s=PATIENCE_S)
         async with running(folder, server.url, flags, prometheus=True) as run:
             await run.until((run.folder / "settings.toml").exists)
+            bus = await run.connect()
             quick = ("--reward.executor.profiles", '["stdlib"]', "--reward.executor.check_every_s", "0.5")
             isolated = around.enter_context(executor_process.running(*quick))
             unsafe = around.enter_context(executor_process.running(*quick, "--reward.executor.isolation", "unsafe"))
-            bus = await run.connect()
             found = Faults(run, bus, server, storage, scorer, isolated, around)
-            await found.train(1)
-            step_s = await found.train(STEADY_STEPS)
-            found.slow = f"wait {max(SLOW_STEP_S, SLOWER * step_s) / SAMPLES:.4f}"
             await _join(found, folder)
+            await found.train(1)
+            step_s = await found.train(MEASURED_STEPS)
+            found.slow = f"wait {max(SLOW_STEP_S, SLOWER * step_s) / SAMPLES:.4f}"
             minute_s = max(LEAST_MINUTE_S, STEPS_A_MINUTE * step_s)
             print(f"a minute of the rules: {minute_s:.2f} s")
             await found.alarms.hurry(minute_s, TIMES, {ISOLATED: isolated.metrics, UNSAFE: unsafe.metrics})
@@ -291,17 +293,22 @@ async def prepared(folder: Path, storage: Storage) -> AsyncIterator[Faults]:
 
 
 async def _join(faults: Faults, folder: Path) -> None:
-    """Start the replica of another model, and the one whose memory will be limited, which waits to be told to begin."""
-    odd = {"--policy.model": _other_model(folder / "odd"), "--rollout.metrics_port": faults.ports[ODD]}
-    faults.run.join("rollout", ODD, *(str(word) for pair in odd.items() for word in pair))
-    model = f'{{kind = "model", model = "{_large_model(folder / "large")}", device = "cpu", threads = 1}}'
-    await tell_replica(faults.bus, TIGHT, Word.CORDONED)
-    tight = {
-        "--reward.scorers": f"[{SCORER}, {model}]",
-        "--reward.metrics_port": faults.ports[TIGHT],
-        "--reward.max_groups": 1,
-    }
-    faults.run.join("reward", TIGHT, *(str(word) for pair in tight.items() for word in pair))
+    """Start the replica of another model and the one whose memory will be limited, which take nothing; wait until they could."""
+    large, odd = await asyncio.to_thread(_large_model, folder / "large"), _other_model(folder / "odd")
+    model = f'{{kind = "model", model = "{large}", device = "cpu", threads = 1}}'
+    for service, name, flags in (
+        ("rollout", ODD, {"policy.model": odd}),
+        ("reward", TIGHT, {"reward.scorers": f"[{SCORER}, {model}]", "reward.max_groups": 1}),
+    ):
+        await tell_replica(faults.bus, name, Word.CORDONED)
+        flags = {**flags, f"{service}.metrics_port": faults.ports[name]}
+        faults.run.join(service, name, *(f"--{key}={value}" for key, value in flags.items()))
+
+    async def ready() -> bool:
+        states = {beat.replica: beat.state for beat in await heartbeats(faults.bus)}
+        return all(states.get(name) in ("waiting", "working") for name in (ODD, TIGHT))
+
+    await faults.run.until(ready)
 
 
 def _other_model(folder: Path) -> Path:
