@@ -77,8 +77,8 @@ TIMES = {
     "run:penstock_trainer_lag_steps:mean5m": 3,
     "PenstockCheckpointNotStored": 0.1,
 }
-"""So many times as long are minutes in which processes must start, or pulls reach their deadline (1 s; 10 s for a file), or slow steps
-be made, several times; and those after which a checkpoint that was never refused is stored."""
+"""So many times as long as others are minutes in which, several times, processes must start, or pulls reach their deadline (1 s; 10 s for
+a file), or slow steps be made. The half hour after which a checkpoint ought to be stored needs to hold one upload only."""
 SLOW_STEP_S, SLOWER = 1.2, 5
 """The slow scorer takes at least so long for a step, and so many times as long as a step takes without it."""
 FILE_BYTES = 1024**2
