@@ -56,6 +56,7 @@ FLAGS = {
     "weights.deadline_s": 1,
     "weights.probe_every_versions": 2,
     "trainer.learning_rate": SLOW,
+    "trainer.checkpoint_every_steps": 10,
     "guards.no_signal.steps": 5,
     "guards.kl.steps": KL_STEPS,
     "guards.entropy.steps": 2,

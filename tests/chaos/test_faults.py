@@ -42,6 +42,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.debian,
     pytest.mark.timeout(900),
+    pytest.mark.flaky(reruns=0),  # on what a wait in vain left of the run: `make faults` begins another
     pytest.mark.asyncio(loop_scope="module"),
 ]
 
