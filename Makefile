@@ -21,7 +21,7 @@ help:
 	@echo "make demo    train the arithmetic example on this machine, from nothing"
 	@echo "make up      the same for CONFIG=your.toml"
 	@echo "make test    all tests, from nothing        make quick   those that take no whole run"
-	@echo "make faults  a real run with Prometheus, and every guard and alert raised by its fault; about 5 minutes"
+	@echo "make faults  a real run with Prometheus, and every guard and alert raised by its fault; 3 to 8 minutes"
 	@echo "make storm   30 minutes of faults over a real run, then the audit; ARGS='--seed 7'"
 	@echo "make check   what CI runs: ruff, mypy, the import rule, all tests, the faults"
 	@echo "make openapi write docs/openapi.json, the description of the HTTP API"
