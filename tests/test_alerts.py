@@ -299,13 +299,14 @@ def test_shorter_minutes_shorten_durations_and_nothing_else() -> None:
 
 def test_shorter_minutes_leave_the_shipped_rules_as_they_are_but_for_durations() -> None:
     shipped = yaml.safe_load(RULES.read_text())
-    assert _in_milliseconds(hurried.hurried(shipped, lambda name: 60.0)) == _in_milliseconds(shipped)
-    by_name = hurried.hurried(shipped, lambda name: 2.0 if name == "PenstockServiceDown" else 1.0)
-    waits = {
-        rule["alert"]: rule.get("for") for group in by_name["groups"] for rule in group["rules"] if "alert" in rule
-    }
-    assert (waits["PenstockServiceDown"], waits["PenstockRunPaused"]) == ("4000ms", "30000ms")
-    assert waits["PenstockDeadLetters"] is None
+    assert _in_milliseconds(hurried.hurried(shipped, 60.0, {})) == _in_milliseconds(shipped)
+    times = {"PenstockTrainerStarving": 2.0, "PenstockCheckpointNotStored": 0.5}
+    found = hurried.hurried(shipped, 1.0, times)["groups"]
+    by_name = {rule["alert"]: rule for group in found for rule in group["rules"] if "alert" in rule}
+    assert by_name["PenstockTrainerStarving"]["for"] == "15000ms"
+    assert by_name["PenstockTrainerStarving"]["expr"].count("[20000ms]") == 2
+    assert by_name["PenstockCheckpointNotStored"]["expr"] == "penstock_trainer_checkpoint_unstored_seconds > 15"
+    assert "for" not in by_name["PenstockDeadLetters"]
 
 
 def _in_milliseconds(rules: dict[str, Any]) -> str:

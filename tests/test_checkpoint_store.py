@@ -9,6 +9,8 @@ import os
 import shutil
 import signal
 import sys
+import threading
+import time
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -191,6 +193,24 @@ async def test_the_newest_is_copied_once_the_store_is_back_and_what_it_took_the_
     await until(lambda: copier.unstored_s() == 0.0)
     assert slow.copied == ["three"]
     assert told == [("one", "away")], "once, not for each attempt"
+
+
+async def test_a_store_that_is_slower_than_checkpoints_come_lacks_only_what_came_since_the_last_copy() -> None:
+    may_end = threading.Semaphore(0)
+
+    def job(name: str) -> Job:
+        return Job("checkpoint", Path(name), lambda: int(may_end.acquire()), lambda: True)
+
+    copier = Copier(lambda job, error: None)
+    copier.add(job("one"))
+    await until(lambda: copier.uses(Path("one")))
+    before_s = time.monotonic()
+    copier.add(job("two"))
+    may_end.release()
+    await until(lambda: copier.uses(Path("two")))
+    assert 0.0 < copier.unstored_s() <= time.monotonic() - before_s, "not since the first one"
+    may_end.release()
+    await until(lambda: copier.unstored_s() == 0.0)
 
 
 async def test_a_process_that_ends_waits_for_a_copy_but_for_no_store_that_is_away() -> None:

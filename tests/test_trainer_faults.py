@@ -28,15 +28,23 @@ from tests.test_learner import One, batch, settings, timeless
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
+def refused_by_a_device() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def refused_by_the_host() -> None:
+    torch.empty(1 << 48, dtype=torch.uint8)  # more than there are addresses
+
+
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Let a forward pass with gradients of more than so many tokens find no memory."""
     forward = Policy.forward
 
-    def limit(most_tokens: int) -> None:
+    def limit(most_tokens: int, refused: Callable[[], None] = refused_by_a_device) -> None:
         def tight(self: Policy, found: Any) -> Any:
             if torch.is_grad_enabled() and found.tokens > most_tokens:
-                raise torch.OutOfMemoryError(f"{found.tokens} tokens")
+                refused()
             return forward(self, found)
 
         monkeypatch.setattr(Policy, "forward", tight)
@@ -57,10 +65,11 @@ def test_a_micro_batch_that_does_not_fit_is_cut_and_the_step_is_the_same(memory:
     assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 
 
-def test_a_sample_that_does_not_fit_alone_is_left_out_and_counted(memory: Any) -> None:
+@pytest.mark.parametrize("refused", [refused_by_a_device, refused_by_the_host])
+def test_a_sample_that_does_not_fit_alone_is_left_out_and_counted(memory: Any, refused: Callable[[], None]) -> None:
     one = One(settings())
     # prompts of 3, 4, 5, 6 tokens with samples of 2, 5, 3, 4: only 6 + 5 − 1 positions are more than 9
-    memory(9)
+    memory(9, refused)
     found = one.learn(batch())
     assert found["dropped_out_of_memory"] == 1.0
     assert np.isfinite(found["loss"])
@@ -71,6 +80,16 @@ def test_without_memory_for_anything_it_says_so(memory: Any) -> None:
     one = One(settings())
     memory(0)
     with pytest.raises(torch.OutOfMemoryError, match=r"lower trainer\.micro_batch_tokens"):
+        one.learn(batch())
+
+
+def test_an_error_that_is_no_lack_of_memory_is_a_bug(memory: Any) -> None:
+    def broken() -> None:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    one = One(settings())
+    memory(15, broken)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         one.learn(batch())
 
 

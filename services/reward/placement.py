@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import torch
 
 from services.reward.batcher import NoRoom
+from shared.allocation import is_out_of_memory
 from shared.errors import SettingsError
 
 Done = TypeVar("Done")
@@ -45,7 +46,7 @@ class Placed:
             with torch.no_grad():
                 return work()
         except RuntimeError as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             reason = str(error).splitlines()[0]
         # Only here, where the error with its frames is gone, are the tensors that they held gone too.
@@ -55,11 +56,6 @@ class Placed:
     def _empty_cache(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether a device or the host refused memory; for the host's, torch has no class of its own."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def pick_device(device: str, setting: str) -> torch.device:

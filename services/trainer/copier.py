@@ -45,6 +45,7 @@ class Copier:
         self._waiting: dict[str, Job] = {}
         self._current: Job | None = None
         self._behind_since_s: float | None = None
+        self._added_at_s = 0.0  # the newest
         self._failures = 0  # in a row
         self._closing = False
         self._bug: BaseException | None = None
@@ -56,8 +57,9 @@ class Copier:
         self.check()
         with self._changed:
             self._waiting[job.kind] = job
+            self._added_at_s = time.monotonic()
             if self._behind_since_s is None:
-                self._behind_since_s = time.monotonic()
+                self._behind_since_s = self._added_at_s
             self._changed.notify_all()
 
     def check(self) -> None:
@@ -71,7 +73,7 @@ class Copier:
             return self._current is not None and self._current.folder == folder
 
     def unstored_s(self) -> float:
-        """Return for how long something has waited since everything was copied last, in seconds; 0 where nothing waits."""
+        """Return for how long what is newer than the last copy has waited, in seconds; 0 where nothing waits."""
         with self._changed:
             return 0.0 if self._behind_since_s is None else time.monotonic() - self._behind_since_s
 
@@ -92,11 +94,13 @@ class Copier:
                 with self._changed:
                     self._changed.wait_for(lambda: self._waiting)
                     job = self._current = self._waiting.pop(min(self._waiting))  # a checkpoint before a policy
-                self._copy(job)
+                copied = self._copy(job)
                 with self._changed:
                     self._current = None
                     if not self._waiting:
                         self._behind_since_s = None
+                    elif copied:
+                        self._behind_since_s = self._added_at_s
                     self._changed.notify_all()
         except BaseException as error:  # the outermost edge of this thread; told by check
             with self._changed:
@@ -105,7 +109,8 @@ class Copier:
             if not self._closing:
                 log.exception("copying to object storage ended by a bug")
 
-    def _copy(self, job: Job) -> None:
+    def _copy(self, job: Job) -> bool:
+        """Return whether nothing of the job is left to do; else it was given up for a newer one, or as the process ends."""
         pause_s = _FIRST_PAUSE_S
         while job.is_there():
             started_s = time.perf_counter()
@@ -119,13 +124,14 @@ class Copier:
                 if self._failures == 1:
                     self._failed(job, error)
                 if self._gives_up(job, pause_s):
-                    return
+                    return False
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 continue
             self._failures = 0
             measures.STORE_BYTES.inc(sent_bytes)
             measures.STORE_SECONDS.observe(time.perf_counter() - started_s)
-            return
+            break
+        return True
 
     def _gives_up(self, job: Job, pause_s: float) -> bool:
         """Wait before the next attempt; return whether there shall be none, as a newer one waits or the process ends."""

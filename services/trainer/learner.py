@@ -44,6 +44,7 @@ from services.trainer.objective import Objective, objective
 from services.trainer.packing import MicroBatch, Row, plan
 from services.trainer.preference import best_and_worst
 from services.trainer.schedule import critic_learning_rate, learning_rate
+from shared.allocation import is_out_of_memory
 from shared.messages import Experience, Float32Array
 from shared.settings import Settings
 
@@ -228,8 +229,8 @@ class Learner:
         """Return the objective of a forward pass, or None where it did not fit into memory."""
         try:
             return objective(found, self._policy.forward(found.batch), self._algorithm, self.kl_coefficient)
-        except torch.OutOfMemoryError:
-            if not self._policy.recovers:
+        except RuntimeError as error:
+            if not self._policy.recovers or not is_out_of_memory(error):
                 raise
             return None
 

@@ -43,7 +43,7 @@ STORED_AT = Gauge(
 )
 UNSTORED = Gauge(
     "penstock_trainer_checkpoint_unstored_seconds",
-    "Since when a checkpoint waits to be whole in object storage; 0: none does.",
+    "For how long a checkpoint newer than those in object storage has waited to be whole there; 0: none does.",
 )
 LAG = Histogram("penstock_trainer_lag_steps", "Lag of each sample when used.", buckets=(0, 1, 2, 3, 4, 6, 8, 16, 32))
 PHASE = Histogram(

@@ -12,7 +12,8 @@ import contextlib
 import dataclasses
 import json
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 
 import yaml
 
@@ -25,6 +26,8 @@ from tests.chaos.run import PATIENCE_S, Run
 from tests.test_alerts import RULES
 
 _LOOK_S = 0.1
+_PATIENCE_MINUTES = 120
+"""An alert is waited for at least so many of the rules' minutes: twice the longest range."""
 PLACES = ("status", "alerts", "events", "trips")
 """Where a guard that tripped is seen: as ``<guard> in <place>``."""
 
@@ -54,22 +57,24 @@ class Alarms:
     def __init__(self, run: Run, bus: Bus) -> None:
         self._run = run
         self._bus = bus
+        self._patience_s = PATIENCE_S
         self._faults: list[Fault] = []
         """Those that are not over, the newest last."""
 
     # ---------------------------------------------------------------- shorter minutes
 
-    async def hurry(self, minute_s: Callable[[str], float], scrape_s: float, targets: dict[str, str]) -> None:
-        """Let Prometheus scrape every ``scrape_s`` and evaluate the shipped rules with minutes of ``minute_s(name)`` seconds.
+    async def hurry(self, minute_s: float, times: Mapping[str, float], targets: Mapping[str, str]) -> None:
+        """Let Prometheus scrape, and evaluate the shipped rules, with minutes of ``minute_s`` seconds (``times``: see :func:`hurried`).
 
         ``targets``: instance → address of what ``up`` did not start, nor hears of: executors.
         """
+        self._patience_s = max(PATIENCE_S, _PATIENCE_MINUTES * minute_s)
         folder = self._run.folder / "prometheus"
         await self._run.until((folder / "prometheus.yml").exists)
         config = json.loads((folder / "prometheus.yml").read_text())
         rules = folder / "hurried.yaml"
-        rules.write_text(yaml.safe_dump(hurried(yaml.safe_load(RULES.read_text()), minute_s)))
-        config["global"] = dict.fromkeys(("scrape_interval", "evaluation_interval"), f"{round(1000 * scrape_s)}ms")
+        rules.write_text(yaml.safe_dump(hurried(yaml.safe_load(RULES.read_text()), minute_s, times)))
+        config["global"] = dict.fromkeys(("scrape_interval", "evaluation_interval"), f"{round(1000 * minute_s)}ms")
         config["rule_files"] = [str(rules)]
         (scrape,) = config["scrape_configs"]
         scrape["static_configs"] = [
@@ -97,11 +102,13 @@ class Alarms:
         await self.over(before)
         ((newest, _),) = await self._bus.newest(EVENTS, Event, 1)
         self._faults.append(Fault(wanted, newest, await asyncio.to_thread(self._trips)))
+        started_s = time.monotonic()
         try:
             yield lambda: self.see(wanted)
             await self.see(wanted)
         finally:
             self._faults.pop()
+            print(f"{time.monotonic() - started_s:5.1f} s: {', '.join(sorted({*alerts, *guards}))}")
 
     async def see(self, wanted: Collection[str]) -> None:
         """Wait until each of ``wanted`` was seen at least once, since the fault (:meth:`raised`) where there is one."""
@@ -116,13 +123,13 @@ class Alarms:
         """Look at ``wanted`` until nothing is missing."""
         now: set[str] = set()
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(self._patience_s):
                 while missing(now := await self._now(wanted)):
                     self._run.check()
                     await asyncio.sleep(_LOOK_S)
         except TimeoutError as error:
             raise AssertionError(
-                f"{wrong} in {PATIENCE_S:.0f} s: {sorted(missing(now))}; there now: {sorted(now)}\n{self._run.report()}"
+                f"{wrong} in {self._patience_s:.0f} s: {sorted(missing(now))}; there now: {sorted(now)}\n{self._run.report()}"
             ) from error
 
     async def _now(self, wanted: Collection[str]) -> set[str]:

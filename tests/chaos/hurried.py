@@ -1,30 +1,41 @@
 """The shipped alert rules with shorter minutes: the same expressions over less time, so that a test sees them fire by a real fault.
 
-Only durations change: ``for``, ranges, steps of subqueries and offsets. Thresholds stay, those in seconds too.
+Only durations change: ``for``, ranges, steps of subqueries, offsets, and the one threshold that is a time (``THRESHOLDS_S``). All others
+stay.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
+THRESHOLDS_S = {"PenstockCheckpointNotStored": 1800}
+"""Alerts whose value is compared with so many seconds."""
 _MINUTES = {"s": 1 / 60, "m": 1.0, "h": 60.0, "d": 1440.0}
 _PARTS = re.compile(
     r'(?P<text>"(?:[^"\\]|\\.)*")|\[(?P<range>\w+)(?::(?P<step>\w+))?\]|\boffset\s+(?P<offset>\w+)'
 )  # a label's value may look like anything
 
 
-def hurried(rules: dict[str, Any], minute_s: Callable[[str], float]) -> dict[str, Any]:
-    """Return the rules of a file; the minutes of each last ``minute_s(name)`` seconds, by the name of its alert or record."""
+def hurried(rules: dict[str, Any], minute_s: float, times: Mapping[str, float]) -> dict[str, Any]:
+    """Return the rules of a file with minutes of ``minute_s`` seconds.
+
+    ``times``: name of an alert or record → so many times as long are the minutes of its expression; its ``for`` begins when that is
+    true, and needs no more than others.
+    """
 
     def shorter(rule: dict[str, Any]) -> dict[str, Any]:
-        return _rule(rule, minute_s(rule.get("alert") or rule["record"]))
+        name = rule.get("alert") or rule["record"]
+        waits = {"for": duration(rule["for"], minute_s)} if "for" in rule else {}
+        return {**rule, "expr": _expression(name, rule["expr"], minute_s * times.get(name, 1)), **waits}
 
     return {"groups": [{**group, "rules": [shorter(rule) for rule in group["rules"]]} for group in rules["groups"]]}
 
 
-def _rule(rule: dict[str, Any], minute_s: float) -> dict[str, Any]:
-    waits = {"for": duration(rule["for"], minute_s)} if "for" in rule else {}
-    return {**rule, "expr": expression(rule["expr"], minute_s), **waits}
+def _expression(name: str, text: str, minute_s: float) -> str:
+    if name in THRESHOLDS_S:
+        text, found = re.subn(rf"> {THRESHOLDS_S[name]}$", f"> {THRESHOLDS_S[name] / 60 * minute_s:g}", text)
+        assert found == 1, f"expected {name} to end with > {THRESHOLDS_S[name]}: see THRESHOLDS_S"
+    return expression(text, minute_s)
 
 
 def expression(text: str, minute_s: float) -> str:

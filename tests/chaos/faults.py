@@ -1,0 +1,326 @@
+"""A run, by default healthy, that ``test_faults`` harms, and how to harm it: each way mends what it did when its body ends.
+
+::
+
+    Valkey ◀── penstock up: coordinator-0, rollout-0, reward-0, trainer-0, Prometheus with the shipped rules, hurried
+                 │   └── checkpoints ──▶ object storage (moto's server, in this process)
+                 ├── rollout-odd     by hand: a policy that computes something else from the same weights; takes no prompt
+                 ├── reward-tight    by hand: a second scorer, a reward model that needs much memory; takes no group at first
+                 └── executor-isolated, executor-unsafe: no part of the run, scraped as if they were
+
+It says nothing of what a fault must raise: that is the tests'.
+"""
+
+import asyncio
+import contextlib
+import json
+import resource
+import shutil
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shared.bus import Bus
+from shared.cordon import Word, tell_replica
+from shared.durable import write_whole
+from shared.ledger import Ledger, RunState
+from shared.messages import PolicyVersion
+from shared.streams import EXPERIENCE
+from shared.telemetry import Heartbeat, heartbeats
+from tests import executor_process, reward_models
+from tests.chaos.alarms import Alarms
+from tests.chaos.run import PATIENCE_S, ROOT, Run, TcpServer, answers, free_port, is_in, running
+from tests.chaos.spoiled_scorer import VARIABLE
+from tests.conftest import until
+from tests.object_storage import Storage
+
+SCORER = f'{{kind = "python", function = "tests.chaos.spoiled_scorer:score", environment = ["{VARIABLE}"]}}'
+MAX_LAG, LONGER_LAG, KL_STEPS = 1, 6, 5
+STILL, SLOW, RUINOUS = 1e-12, 1e-6, 0.02
+"""Learning rates: weights stay as they are; groups whose answers differ are there to the end; one step and the policy is gone."""
+GROUPS, SAMPLES = 8, 64
+"""Of a step."""
+FLAGS = {
+    "reward.scorers": f"[{SCORER}]",
+    "reward.expression": "python",
+    "algorithm.advantage": "dr_grpo",  # not divided by the deviation: rewards out of proportion are gradients out of proportion
+    "algorithm.max_lag": MAX_LAG,
+    "rollout.replicas": 1,
+    "bus.max_attempts": 2,
+    "bus.drain_s": 60,  # how long the end of the run waits for a frozen trainer: until what failed is told
+    "evaluation.problems": 4,
+    "weights.deadline_s": 1,
+    "weights.probe_every_versions": 2,
+    "trainer.learning_rate": SLOW,
+    "trainer.checkpoint_every_steps": 10,
+    "guards.no_signal.steps": 5,
+    "guards.kl.steps": KL_STEPS,
+    "guards.entropy.steps": 2,
+    "guards.entropy.floor_nats": 1e-3,
+    "guards.lag.action": "pause",  # over at the next step otherwise, and hardly seen
+    "guards.lag.steps": 2,
+    "guards.lag.stale_share": 0.5,  # a replica that is killed makes fewer old
+    "guards.trainer_starving.steps": 4,
+    "guards.trainer_starving.share": 0.6,
+    "guards.rollouts_starving.window_s": 3,
+    "guards.stalled.after_s": 3,
+}
+LEAST_MINUTE_S, STEPS_A_MINUTE = 0.6, 2
+TIMES = {
+    "PenstockServiceRestarting": 6,
+    "PenstockWeightPullFailures": 6,
+    "PenstockTrainerStarving": 2,
+    "PenstockLagGrowing": 3,
+    "run:penstock_trainer_lag_steps:mean5m": 3,
+    "PenstockCheckpointNotStored": 0.1,
+}
+"""So many times as long as others are minutes in which, several times, processes must start, or pulls reach their deadline (1 s; 10 s for
+a file), or slow steps be made. The half hour after which a checkpoint ought to be stored needs to hold one upload only."""
+SLOW_STEP_S, SLOWER = 1.2, 5
+"""The slow scorer takes at least so long for a step, and so many times as long as a step takes without it."""
+FILE_BYTES = 1024**2
+"""Less than a checkpoint's files have; more than the trainer's log."""
+MODEL_WIDTH, MODEL_ROOM_BYTES = 1 << 18, 80 * 1024**2
+"""The reward model holds three numbers for each of so many places of a token. A group's 8 samples of at least 6 tokens take 150 MB at a
+time, and do not find them; one of at most 10 takes 32 MB, and does."""
+ISOLATED, UNSAFE, ODD, TIGHT = "executor-isolated", "executor-unsafe", "rollout-odd", "reward-tight"
+MEASURED_STEPS, STEADY_STEPS = 10, 25
+"""From which it is told how long one takes; what the guard of the throughput looks at: five steps, and four times as many before them."""
+
+
+class Faults:
+    """The run, and how to harm it."""
+
+    def __init__(
+        self,
+        run: Run,
+        bus: Bus,
+        server: TcpServer,
+        storage: Storage,
+        scorer: Path,
+        isolated: executor_process.Running,
+        around: contextlib.ExitStack,
+    ) -> None:
+        self.run, self.bus, self.server, self.storage = run, bus, server, storage
+        self.isolated, self.around = isolated, around
+        self.slow = ""
+        """What makes the scorer so slow that the trainer mostly waits."""
+        self.alarms = Alarms(run, bus)
+        self.raised = self.alarms.raised
+        self._scorer = scorer
+        self._pinned = PolicyVersion(0)
+        self.ports = {ODD: free_port(), TIGHT: free_port()}
+        """Where the replicas that leave serve their metrics."""
+
+    @contextlib.contextmanager
+    def scorer(self, does: str) -> Iterator[None]:
+        """Let the scorer do this (see ``spoiled_scorer``) while the body runs."""
+        write_whole(self._scorer, does)
+        try:
+            yield
+        finally:
+            write_whole(self._scorer, "")
+
+    @contextlib.contextmanager
+    def frozen(self, name: str) -> Iterator[None]:
+        """Freeze a process, and what is below it, while the body runs."""
+        found = self.tree(name)
+        for process in found:
+            process.suspend()
+        try:
+            yield
+        finally:
+            for process in found:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.resume()
+
+    @contextlib.asynccontextmanager
+    async def frozen_trainer(self) -> AsyncIterator[None]:
+        """Freeze the trainer while the body runs, at a moment when its replica has the newest weights: later it gets none, and generates nothing."""
+        while True:
+            with self.frozen("trainer-0"):
+                if await self._is_served():
+                    yield
+                    return
+            await self.train(1)
+
+    async def _is_served(self) -> bool:
+        """Whether the replica has the newest weights a second from now."""
+        settled_s, newest = time.time() + 1, (await Ledger(self.bus).status()).newest_version
+        found: list[Heartbeat] = []
+
+        async def told() -> bool:
+            beats = await heartbeats(self.bus)
+            found[:] = [beat for beat in beats if beat.replica == "rollout-0" and beat.seen_at_s > settled_s]
+            return bool(found)
+
+        await self.run.until(told)
+        return found[0].version == newest
+
+    @contextlib.contextmanager
+    def files_limited(self, name: str) -> Iterator[None]:
+        """Let a process write no file that is longer than ``FILE_BYTES`` while the body runs."""
+        before = {process.pid: process.rlimit(psutil.RLIMIT_FSIZE) for process in self.tree(name)}
+        for pid, (_, most) in before.items():
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (FILE_BYTES, most))
+        try:
+            yield
+        finally:
+            for pid, limits in before.items():
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+
+    @contextlib.contextmanager
+    def memory_limited(self, name: str, more_bytes: int) -> Iterator[None]:
+        """Give a process at most ``more_bytes`` of memory besides what it has, while the body runs."""
+        pid = self.tree(name)[0].pid
+        before = resource.prlimit(pid, resource.RLIMIT_DATA)
+        resource.prlimit(pid, resource.RLIMIT_DATA, (_data_bytes(pid) + more_bytes, before[1]))
+        try:
+            yield
+        finally:
+            resource.prlimit(pid, resource.RLIMIT_DATA, before)
+
+    @contextlib.contextmanager
+    def storage_away(self) -> Iterator[None]:
+        """Let object storage answer nobody while the body runs."""
+        self.storage.stop()
+        try:
+            yield
+        finally:
+            self.storage.start()
+
+    async def left(self, name: str) -> int:
+        """Wait until a replica that was started by hand is gone; let nobody have the port of its metrics then, and return its exit code."""
+        code = await self.run.left(name)
+        keeping = self.around.enter_context(socket.socket())
+        keeping.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        keeping.bind(("127.0.0.1", self.ports[name]))
+        return code
+
+    def tree(self, name: str) -> list[psutil.Process]:
+        """Return a process and everything below it."""
+        pid = self.run.pid(name)
+        assert pid is not None
+        top = psutil.Process(pid)
+        return [top, *top.children(recursive=True)]
+
+    async def paused_by(self, guard: str) -> None:
+        """Hold that a guard paused the run and that the reason says so."""
+        await self.run.until(lambda: is_in(self.bus, RunState.PAUSED))
+        reason = (await Ledger(self.bus).status()).reason
+        assert reason.startswith(f"guard {guard}: "), reason
+
+    async def fill(self, steps: int, **changes: object) -> None:
+        """Let groups for so many steps wait for the trainer, then make ``changes`` (see :meth:`Run.change`)."""
+
+        async def full() -> bool:
+            return await self.bus.length(EXPERIENCE) >= steps * GROUPS
+
+        await self.run.change(algorithm__max_lag=steps)
+        async with self.frozen_trainer():
+            await self.run.until(full)
+            if changes:
+                await self.run.change(**changes)
+
+    async def resume(self) -> None:
+        """Let the run go on."""
+        await self.run.command("/v1/run/resume")
+        await self.train(1)
+
+    async def pin_newest(self) -> None:
+        """Keep the newest checkpoint for :meth:`roll_back`."""
+        self._pinned = max(await Ledger(self.bus).checkpoints())
+        await self.run.command(f"/v1/policies/{self._pinned}/pin")
+
+    async def roll_back(self) -> None:
+        """Go back to the version of :meth:`pin_newest`."""
+        await self.run.command(f"/v1/policies/{self._pinned}/rollback", {"reason": "the test"})
+
+    async def train(self, steps: int) -> float:
+        """Wait until so many more steps are committed, none of which may pause the run; return the seconds of one."""
+        ledger = Ledger(self.bus)
+        started_s, goal = time.monotonic(), (await ledger.status()).step + steps
+
+        async def reached() -> bool:
+            status = await ledger.status()
+            assert status.state is not RunState.PAUSED, status.reason
+            return status.step >= goal
+
+        await self.run.until(reached)
+        return (time.monotonic() - started_s) / steps
+
+
+def _data_bytes(pid: int) -> int:
+    """Return what RLIMIT_DATA counts of a process."""
+    lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(lines["VmData"].split()[0]) * 1024
+
+
+# -------------------------------------------------------------------- the run
+
+
+@contextlib.asynccontextmanager
+async def prepared(folder: Path, storage: Storage) -> AsyncIterator[Faults]:
+    """A run that trains, whose alarms are hurried."""
+    scorer = folder / "scorer"
+    write_whole(scorer, "")
+    server = TcpServer(folder / "valkey")
+    server.start()
+    flags = {**FLAGS, "trainer.store.uri": storage.settings().uri, "trainer.store.endpoint": storage.endpoint}
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as around:
+        around.callback(server.kill)
+        patch.setenv(VARIABLE, str(scorer))
+        await until(lambda: answers(server.port), timeout_s=PATIENCE_S)
+        async with running(folder, server.url, flags, prometheus=True) as run:
+            await run.until((run.folder / "settings.toml").exists)
+            bus = await run.connect()
+            quick = ("--reward.executor.profiles", '["stdlib"]', "--reward.executor.check_every_s", "0.5")
+            isolated = around.enter_context(executor_process.running(*quick))
+            unsafe = around.enter_context(executor_process.running(*quick, "--reward.executor.isolation", "unsafe"))
+            found = Faults(run, bus, server, storage, scorer, isolated, around)
+            await _join(found, folder)
+            await found.train(1)
+            step_s = await found.train(MEASURED_STEPS)
+            found.slow = f"wait {max(SLOW_STEP_S, SLOWER * step_s) / SAMPLES:.4f}"
+            minute_s = max(LEAST_MINUTE_S, STEPS_A_MINUTE * step_s)
+            print(f"a minute of the rules: {minute_s:.2f} s")
+            await found.alarms.hurry(minute_s, TIMES, {ISOLATED: isolated.metrics, UNSAFE: unsafe.metrics})
+            yield found
+            await bus.close()
+
+
+async def _join(faults: Faults, folder: Path) -> None:
+    """Start the replica of another model and the one whose memory will be limited, which take nothing; wait until they could."""
+    large, odd = await asyncio.to_thread(_large_model, folder / "large"), _other_model(folder / "odd")
+    model = f'{{kind = "model", model = "{large}", device = "cpu", threads = 1}}'
+    for service, name, flags in (
+        ("rollout", ODD, {"policy.model": odd}),
+        ("reward", TIGHT, {"reward.scorers": f"[{SCORER}, {model}]", "reward.max_groups": 1}),
+    ):
+        await tell_replica(faults.bus, name, Word.CORDONED)
+        flags = {**flags, f"{service}.metrics_port": faults.ports[name]}
+        faults.run.join(service, name, *(f"--{key}={value}" for key, value in flags.items()))
+
+    async def ready() -> bool:
+        states = {beat.replica: beat.state for beat in await heartbeats(faults.bus)}
+        return all(states.get(name) in ("waiting", "working") for name in (ODD, TIGHT))
+
+    await faults.run.until(ready)
+
+
+def _other_model(folder: Path) -> Path:
+    """Return a copy of the example's policy that takes the same weights and computes something else."""
+    shutil.copytree(ROOT / "examples" / "arithmetic" / "policy", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 3e-3}))
+    return folder
+
+
+def _large_model(folder: Path) -> Path:
+    """Return a reward model that needs much memory for each token and little else."""
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": MODEL_WIDTH}
+    return reward_models.save(reward_models.qwen(**sizes), folder)
