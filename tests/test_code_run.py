@@ -14,8 +14,8 @@ import pytest
 from shared.ledger import Ledger, RunState
 from shared.streams import ROLLOUTS
 from tests.chaos.audit import audit_groups
-from tests.chaos.run import PATIENCE_S, ROOT, Run, left_behind, running
-from tests.conftest import need, until
+from tests.chaos.run import ROOT, Run, left_behind, running
+from tests.conftest import PATIENCE_S, need, until
 
 STEPS, GROUPS = 6, 4
 FLAGS = {

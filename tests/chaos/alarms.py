@@ -22,7 +22,8 @@ from shared.durable import write_whole
 from shared.messages import Event
 from shared.streams import EVENTS
 from tests.chaos.hurried import hurried
-from tests.chaos.run import PATIENCE_S, Run
+from tests.chaos.run import Run
+from tests.conftest import PATIENCE_S
 from tests.test_alerts import RULES
 
 _LOOK_S = 0.1

@@ -28,8 +28,7 @@ import pytest
 from shared import embedded
 from shared.bus import Bus
 from shared.ledger import Ledger, RunState
-from tests.conftest import PATIENCE_S as PATIENCE_S
-from tests.conftest import until, words
+from tests.conftest import PATIENCE_S, until, words
 from tests.fault_proxy import FaultProxy
 from tests.prometheus_server import Prometheus
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from shared.bus import Bus
 from shared.ledger import ENDED, Ledger, PolicyState
 from tests.chaos.audit import Watcher, audit_groups, audit_versions, reward_means
-from tests.chaos.run import PATIENCE_S, Run, TcpServer, answers, harmed
-from tests.conftest import until
+from tests.chaos.run import Run, TcpServer, answers, harmed
+from tests.conftest import PATIENCE_S, until
 from tests.fault_proxy import FaultProxy
 
 log = logging.getLogger(__name__)

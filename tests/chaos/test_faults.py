@@ -33,8 +33,8 @@ from tests.chaos.faults import (
     Faults,
     prepared,
 )
-from tests.chaos.run import PATIENCE_S, Run, is_in
-from tests.conftest import need
+from tests.chaos.run import Run, is_in
+from tests.conftest import PATIENCE_S, need
 from tests.object_storage import Storage
 
 pytestmark = [

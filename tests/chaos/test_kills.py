@@ -20,7 +20,8 @@ from shared.ledger import Ledger, RunState
 from shared.messages import Event
 from shared.streams import EVENTS
 from tests.chaos.audit import audit_groups, audit_versions
-from tests.chaos.run import PATIENCE_S, Run, left_behind, running
+from tests.chaos.run import Run, left_behind, running
+from tests.conftest import PATIENCE_S
 
 STEPS, GROUPS, CHECKPOINT_EVERY = 60, 8, 7
 FLAGS = {"run.steps": STEPS, "trainer.ranks": 2, "trainer.checkpoint_every_steps": CHECKPOINT_EVERY}

@@ -11,8 +11,8 @@ from shared import streams
 from shared.bus import Bus
 from shared.telemetry import heartbeats
 from tests.chaos.audit import audit_groups, audit_versions
-from tests.chaos.run import PATIENCE_S, Run, harmed
-from tests.conftest import until
+from tests.chaos.run import Run, harmed
+from tests.conftest import PATIENCE_S, until
 
 JOINED = tuple((service, f"{service}-{number}") for service in ("rollout", "reward") for number in (7, 8, 9))
 FOLLOWED_WITHIN_S = 5.0
