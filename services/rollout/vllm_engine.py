@@ -58,6 +58,8 @@ LOGPROBS_CAPTURED = Gauge(
 
 _CLOSE_S = 10.0
 """vLLM's processes are given so long to end by themselves."""
+_WORD_S = 2.0
+"""Where vLLM is first to know that it cannot go on, it is heard within milliseconds which worker is gone."""
 
 Answer = dict[str, Any]
 R = TypeVar("R")
@@ -255,11 +257,22 @@ class VllmEngine:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise EngineDied(self._reports.died.result())
-            return task.result()
+            try:
+                return task.result()
+            except EngineDied as error:
+                if word := await self._last_word():
+                    raise EngineDied(word) from error
+                raise
         finally:
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task}, timeout=_CLOSE_S)
+
+    async def _last_word(self) -> str:
+        """Return which worker is gone, if one is; else ""."""
+        died = self._reports.died
+        await asyncio.wait({died}, timeout=_WORD_S)
+        return died.result() if died.done() and not died.cancelled() else ""
 
     async def close(self) -> None:
         """End the engine's processes; what still waits is cancelled."""
