@@ -126,6 +126,7 @@ ATTACKS = (
         "import _thread\nthreading.stack_size(1 << 16)\nevent, most = threading.Event(), 0\n"
         "try:\n  for _ in range(1000):\n    _thread.start_new_thread(event.wait, ()); most = max(most, _thread._count())\n"
         "except RuntimeError: pass\nif most > 300: print(most)\nos._exit(0)",
+        FINISHED + MEMORY,  # each thread may take address space of its own to allocate from
     ),
     _refused("becomes a daemon", "os.setsid()", "os.fork()"),
     # ------------------------------------------------------------------ memory
