@@ -252,9 +252,7 @@ async def test_services_stop_upstream_first_and_the_bus_last(up: Up) -> None:
         up.script(name)
     up.start()
     await until(lambda: all(up.ready(name) for name in ("trainer-0", "reward-0", "rollout-0", "coordinator-0")))
-    await until(
-        lambda: len(list(up.run_folder.glob("*.heeds"))) == 3
-    )  # the coordinator says ready of who only begins to
+    await until(lambda: len(list(up.run_folder.glob("*.heeds"))) == 3)  # ready is said of who only begins to be
     pids = [up.pid(name) for name in up.table()]
     socket, snapshots = place_of_socket(up), place_of_snapshots(up)
     assert snapshots.exists()
