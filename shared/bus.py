@@ -407,8 +407,12 @@ class Bus:
 
     async def counts(self) -> dict[str, int]:
         """Return how groups ended: ``trained``, ``dropped:<reason>``, ``dead:<stream>``, ``requeued``."""
-        fields: dict[Any, Any] = await self.call(lambda: self.client.hgetall(self.keys.counts))
-        return {_text(name): int(value) for name, value in fields.items()}
+        return read_counts(await self.call(lambda: self.client.hgetall(self.keys.counts)))
+
+
+def read_counts(raw: Mapping[Any, Any]) -> dict[str, int]:
+    """Return how groups ended, from the answer to HGETALL."""
+    return {_text(name): int(value) for name, value in raw.items()}
 
 
 def _cancels() -> int:

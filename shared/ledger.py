@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from shared import streams, wire
-from shared.bus import Argument, Bus, Delivery, EntryId
+from shared.bus import Argument, Bus, Delivery, EntryId, read_counts
 from shared.errors import Fenced
 from shared.messages import Experience, PolicyRecord, PolicyUpdate, PolicyVersion, Prompt, StepReport
 
@@ -124,7 +124,7 @@ class Ledger:
                 return list(await pipeline.execute())
 
         run, ended = await self._bus.call(both)
-        return read_status(run), {name.decode(): int(value) for name, value in ended.items()}
+        return read_status(run), read_counts(ended)
 
     async def transition(self, to: RunState, reason: str, allowed: Sequence[RunState]) -> tuple[bool, RunState]:
         """Change the run's state if it is one of ``allowed``; return whether, and the state that was found."""

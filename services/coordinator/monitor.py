@@ -18,7 +18,7 @@ from services.coordinator.guards import read_guards
 from services.coordinator.models import EvaluationView, GuardView, History, RunView, StreamView
 from services.coordinator.summary import training_seconds
 from shared import streams, wire
-from shared.bus import Argument, Bus
+from shared.bus import Argument, Bus, read_counts
 from shared.errors import MessageError
 from shared.ledger import RunState, RunStatus, read_status
 from shared.live import Live
@@ -135,7 +135,7 @@ class Monitor:
             status=read_status(run),
             depths={stream.name: _depth(row) for stream, row in zip(SHOWN, rows, strict=False)},
             dead=sum(int(row[0]) for row in rows[len(SHOWN) :]),
-            counts={name.decode(): int(value) for name, value in counts.items()},
+            counts=read_counts(counts),
             guards=read_guards(run.get(b"guards", b"")),
             evaluations=[one for one in read_evaluations(found) if str(one.version).encode() not in revoked],
         )

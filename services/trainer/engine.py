@@ -91,7 +91,7 @@ class TrainingEngine:
             model: Any = self.policy.model
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=_CHECKPOINTING)
         parameters = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
-        with uncompiled():  # it imports an optimizer that asks for torch's compiler, and is not used
+        with uncompiled():  # DeepSpeed imports an optimizer that asks for torch's compiler, and so does bitsandbytes
             engine, _, _, _ = deepspeed.initialize(
                 model=self.policy,
                 model_parameters=parameters,

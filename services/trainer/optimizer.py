@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from shared.errors import SettingsError
-from shared.importing import uncompiled
 from shared.settings import TrainerSettings
 
 
@@ -34,8 +33,7 @@ def adamw(parameters: list[nn.Parameter], trainer: TrainerSettings, device: str)
 
 def _import_bitsandbytes() -> Any:
     try:
-        with uncompiled():
-            import bitsandbytes
+        import bitsandbytes
     except (ImportError, OSError, RuntimeError) as error:  # its library may miss one of CUDA's
         raise SettingsError(
             f'expected bitsandbytes for trainer.optimizer = "adamw_8bit", found none that loads ({error}): install '
