@@ -7,6 +7,7 @@ import inspect
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import uuid
 import warnings
@@ -132,6 +133,13 @@ def helm() -> None:
     """Real Helm, and the schemas of Kubernetes; skips what asks for it without them."""
     need_module("helm_sdkpy", "helm-sdkpy")
     need_module("kubernetes_validate", "kubernetes-validate")
+
+
+def free_port() -> int:
+    """Return a port that nobody has now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 async def until(condition: object, timeout_s: float = PATIENCE_S) -> None:

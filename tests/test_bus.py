@@ -16,7 +16,7 @@ from shared.ledger import Ledger, RunState
 from shared.messages import Experience, PolicyVersion, Prompt, RolloutGroup
 from shared.streams import EXPERIENCE, PROMPTS, ROLLOUTS
 from tests import builders
-from tests.conftest import Server, need, until
+from tests.conftest import Server, free_port, need, until
 
 
 async def put(bus: Bus, count: int = 1) -> None:
@@ -291,21 +291,13 @@ async def _journey(url: str) -> None:
         await bus.close()
 
 
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _server(arguments: list[str], folder: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(arguments, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 async def test_a_password_in_the_url_is_used(tmp_path: Path) -> None:
     binary = _valkey()
-    port = _free_port()
+    port = free_port()
     process = _server([binary, "--port", str(port), "--requirepass", "s3cret", "--save", ""], tmp_path)
     try:
         await _journey(f"redis://:s3cret@127.0.0.1:{port}/0")
@@ -317,7 +309,7 @@ async def test_a_password_in_the_url_is_used(tmp_path: Path) -> None:
 
 
 async def test_a_run_lives_in_one_slot_of_a_cluster(tmp_path: Path) -> None:
-    port, cluster_port = _free_port(), _free_port()
+    port, cluster_port = free_port(), free_port()
     cluster = ["--cluster-enabled", "yes", "--cluster-port", str(cluster_port)]
     process = _server([_valkey(), "--port", str(port), *cluster, "--save", ""], tmp_path)
     try:
@@ -333,7 +325,7 @@ async def test_a_run_lives_in_one_slot_of_a_cluster(tmp_path: Path) -> None:
 
 
 async def test_sentinel_names_the_primary(tmp_path: Path) -> None:
-    port, sentinel_port = _free_port(), _free_port()
+    port, sentinel_port = free_port(), free_port()
     (tmp_path / "sentinel.conf").write_text(f"port {sentinel_port}\nsentinel monitor penstock 127.0.0.1 {port} 1\n")
     primary = _server([_valkey(), "--port", str(port), "--save", ""], tmp_path)
     sentinel = _server([_valkey(), "sentinel.conf", "--sentinel"], tmp_path)
@@ -353,7 +345,7 @@ async def test_tls_is_spoken_and_the_certificate_is_checked(tmp_path: Path) -> N
         + ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"],
         cwd=tmp_path, check=True, capture_output=True,
     )  # fmt: skip
-    port = _free_port()
+    port = free_port()
     tls = ["--tls-cert-file", "cert.pem", "--tls-key-file", "key.pem", "--tls-auth-clients", "no"]
     process = _server([redis_server, "--port", "0", "--tls-port", str(port), *tls, "--save", ""], tmp_path)
     try:

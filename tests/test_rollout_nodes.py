@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -32,7 +31,7 @@ from shared.messages import PolicyVersion
 from shared.settings import Settings, load
 from shared.weights.puller import Puller
 from tests import weights
-from tests.conftest import need_module, until
+from tests.conftest import free_port, need_module, until
 from tests.test_vllm_engine import MODELS, PROMPT, STOP, kept_cache, offer, put, reference, request, save, variant
 
 pytestmark = [
@@ -111,12 +110,6 @@ arguments = {{ block_size = 32, num_gpu_blocks_override = 24, disable_custom_all
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -18,14 +17,8 @@ import torch
 from services.up.prepare import prepare
 from shared.errors import SettingsError
 from shared.settings import load
-from tests.conftest import Server
+from tests.conftest import Server, free_port
 from tests.test_trainer_service import GROUPS, ROOT, Run, bus_of, feed
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager

@@ -33,9 +33,9 @@ from shared.streams import EXPERIENCE
 from shared.telemetry import Heartbeat, heartbeats
 from tests import executor_process, reward_models
 from tests.chaos.alarms import Alarms
-from tests.chaos.run import ROOT, Run, TcpServer, answers, free_port, is_in, running
+from tests.chaos.run import ROOT, Run, TcpServer, answers, is_in, running
 from tests.chaos.spoiled_scorer import VARIABLE
-from tests.conftest import PATIENCE_S, until
+from tests.conftest import PATIENCE_S, free_port, until
 from tests.object_storage import Storage
 
 SCORER = f'{{kind = "python", function = "tests.chaos.spoiled_scorer:score", environment = ["{VARIABLE}"]}}'

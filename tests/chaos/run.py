@@ -28,7 +28,7 @@ import pytest
 from shared import embedded
 from shared.bus import Bus
 from shared.ledger import Ledger, RunState
-from tests.conftest import PATIENCE_S, until, words
+from tests.conftest import PATIENCE_S, free_port, until, words
 from tests.fault_proxy import FaultProxy
 from tests.prometheus_server import Prometheus
 
@@ -322,13 +322,6 @@ async def left_behind(run: Run) -> AsyncIterator[Bus]:
         bus = await Bus.connect(url, RUN_ID, wait_s=20.0)
         yield bus
         await bus.close()
-
-
-def free_port() -> int:
-    """Return a port that nobody has now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def answers(port: int) -> bool:

@@ -19,8 +19,8 @@ from shared.ledger import Ledger
 from shared.messages import Event
 from shared.streams import EVENTS
 from tests.chaos.audit import audit_groups, audit_versions
-from tests.chaos.run import RUN_ID, TcpServer, answers, free_port, harmed, running
-from tests.conftest import PATIENCE_S, need, until
+from tests.chaos.run import RUN_ID, TcpServer, answers, harmed, running
+from tests.conftest import PATIENCE_S, free_port, need, until
 
 FROZEN_S = float(os.environ.get("PENSTOCK_FREEZE_S", "30"))
 """Longer than the lease (3 s), heartbeats' TTL (2.5 s), bus.claim_after_s (2 s) and bus.drain_s (5 s) of these runs, and as long as a
