@@ -153,11 +153,13 @@ def main() -> None:
             work = long(Path(made), arguments.shape, arguments.device, arguments.kernels)
         for number in range(arguments.rounds):
             with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
+                print(f"round {number + 1}: ", end="", flush=True)
                 for mode, max_lag in (("async", 1), ("sync", 0)):
                     rate, phases[mode] = run_penstock(Path(name), work, arguments.steps, max_lag)
                     rates[mode].append(rate)
+                    print(f"{mode} {rate:,.1f}/s  ", end="", flush=True)
                 rates["trl"].append(run_trl(Path(name), work, arguments.steps))
-            print(f"round {number + 1}: " + "  ".join(f"{mode} {found[-1]:,.1f}/s" for mode, found in rates.items()))
+                print(f"trl {rates['trl'][-1]:,.1f}/s", flush=True)
     print(f"\n{'seconds a step':40s}{'async':>10s}{'sync':>10s}")
     for phase in phases["async"]:
         print(f"{phase:40s}{phases['async'][phase]:10.4f}{phases['sync'][phase]:10.4f}")
