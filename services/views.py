@@ -97,6 +97,8 @@ class ReplicaView(View):
     memory_bytes: int = 0
     last_error: str = ""
     values: dict[str, float | None] = Field(default={})
+    cordon: str | None = None
+    """What it was told: to take nothing new ("cordoned"), or to leave ("draining")."""
 
     @property
     def ready(self) -> bool:

@@ -184,19 +184,42 @@ def test_without_prometheus_up_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         prometheus.find_program()
 
 
-def test_the_executor_is_a_target_without_a_heartbeat_and_a_silent_replica_stays_one(tmp_path: Path) -> None:
+@pytest.fixture
+def targets(tmp_path: Path) -> Targets:
     def process(name: str, address: tuple[str, int] | None) -> ProcessPlan:
         return ProcessPlan(name=name, service=name.split("-")[0], command=(), environment={}, address=address)
 
-    plans = [
-        process("executor", ("127.0.0.1", 9501)),
-        process("prometheus", ("127.0.0.1", 9090)),
-        process("reward-0", None),
-    ]
-    targets = Targets(tmp_path / "r", "r", plans)
-    targets.update([ReplicaView(service="reward", replica="reward-0", address="127.0.0.1:9502")])
+    executor, prometheus = process("executor", ("127.0.0.1", 9501)), process("prometheus", ("127.0.0.1", 9090))
+    return Targets(tmp_path / "r", "r", [executor, prometheus, process("reward-0", None)])
+
+
+def reward(cordon: str | None = None) -> ReplicaView:
+    return ReplicaView(service="reward", replica="reward-0", address="127.0.0.1:9502", cordon=cordon)
+
+
+def written(tmp_path: Path) -> object:
+    return json.loads((tmp_path / ".metrics" / "r.json").read_text())
+
+
+EXECUTOR = {"targets": ["127.0.0.1:9501"], "labels": {"run": "r", "service": "executor", "instance": "executor"}}
+REWARD = {"targets": ["127.0.0.1:9502"], "labels": {"run": "r", "service": "reward", "instance": "reward-0"}}
+
+
+@pytest.mark.parametrize("cordon", [None, "cordoned"])
+def test_the_executor_is_a_target_without_a_heartbeat_and_a_silent_replica_stays_one(
+    tmp_path: Path, targets: Targets, cordon: str | None
+) -> None:
+    targets.update([reward(cordon)])
     targets.update([])
-    assert json.loads((tmp_path / ".metrics" / "r.json").read_text()) == [
-        {"targets": ["127.0.0.1:9501"], "labels": {"run": "r", "service": "executor", "instance": "executor"}},
-        {"targets": ["127.0.0.1:9502"], "labels": {"run": "r", "service": "reward", "instance": "reward-0"}},
-    ]
+    assert written(tmp_path) == [EXECUTOR, REWARD]
+
+
+def test_a_replica_that_was_drained_is_a_target_until_it_has_left_and_again_when_it_comes_back(
+    tmp_path: Path, targets: Targets
+) -> None:
+    targets.update([reward("draining")])
+    assert written(tmp_path) == [EXECUTOR, REWARD]
+    targets.update([])
+    assert written(tmp_path) == [EXECUTOR]
+    targets.update([reward()])
+    assert written(tmp_path) == [EXECUTOR, REWARD]

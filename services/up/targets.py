@@ -4,7 +4,7 @@ Beside the runs' folders, not in them: file_sd takes a pattern in the last part 
 
 Every target has three labels: ``run``, ``service`` and ``instance``, the replica's name, which stays over restarts, as its port does
 not. The chart's PodMonitor sets the same three, so that dashboards and alerts hold in both places. No process labels its own metrics
-with them. A replica that is gone stays a target, for its silence is what an alert is about.
+with them. A replica that is gone stays a target, for its silence is what an alert is about; one that was told to leave, and did, does not.
 """
 
 import json
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from services.up.plan import PROMETHEUS, ProcessPlan
 from services.views import ReplicaView
+from shared.cordon import Word
 from shared.durable import write_whole
 
 
@@ -33,13 +34,18 @@ class Targets:
             for plan in plans
             if plan.address is not None and plan.service != PROMETHEUS
         }
+        self._leaving: set[str] = set()
         self._write()
 
     def update(self, replicas: Iterable[ReplicaView]) -> None:
-        """Take the addresses that heartbeats tell."""
-        told = {replica.replica: (replica.service, replica.address) for replica in replicas if replica.address}
-        if self._known | told != self._known:
-            self._known |= told
+        """Take the addresses that heartbeats tell, and give up those of replicas that were drained."""
+        there = {replica.replica: replica for replica in replicas}
+        told = {name: (replica.service, replica.address) for name, replica in there.items() if replica.address}
+        left = self._leaving - set(there)
+        known = {name: address for name, address in (self._known | told).items() if name not in left}
+        self._leaving = {name for name, replica in there.items() if replica.cordon == Word.DRAINING}
+        if known != self._known:
+            self._known = known
             self._write()
 
     def _write(self) -> None:
