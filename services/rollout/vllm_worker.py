@@ -31,6 +31,7 @@ from services.rollout.runner_tap import RunnerTap, can_listen
 from services.rollout.token_record import Finished, TokenRecord
 from services.rollout.vllm_hosts import secret_of
 from services.rollout.weight_swap import WeightSwapper
+from shared.allocation import is_out_of_memory
 from shared.errors import PeerError, SettingsError, WeightsError
 from shared.parent import die_with
 from shared.weights.flat import FlatSnapshot
@@ -138,11 +139,14 @@ class PolicyWorker:
                 torch.cuda.set_device(self._device)
             self._receiver.receive(offer, self._room(offer))
             self._staged, error = int(offer.header.version), ""
-        except (WeightsError, torch.cuda.OutOfMemoryError) as refused:
+        except WeightsError as refused:
             error = str(refused)
-        except Exception as bug:
-            log.exception("staging failed")
-            error = f"{error}: {bug!r}"
+        except Exception as failed:
+            if isinstance(failed, RuntimeError) and is_out_of_memory(failed):
+                error = str(failed)
+            else:
+                log.exception("staging failed")
+                error = f"{error}: {failed!r}"
         finally:
             self._report(staging, error, time.monotonic() - began_s)
 
