@@ -5,8 +5,11 @@ steps is warm-up; rates are samples ÷ seconds between commits after it. Evaluat
 
     python -m benchmarks.pipeline --steps 60 --rounds 3
     python -m benchmarks.pipeline --work long --shape 0.5b --device cuda --steps 15 --rounds 1    # two GPUs
+    python -m benchmarks.pipeline --work long --shape 7b --device cuda --steps 6 --rounds 1 --modes async \\
+        --trainer.gradient_checkpointing=true --trainer.optimizer=adamw_8bit
 
-On GPUs each system trains on one and generates by vLLM on the other: TRL by its server mode, weights by NCCL.
+On GPUs each system trains on one and generates by vLLM on the other: TRL by its server mode, weights by NCCL. Flags that
+are not the benchmark's own are ``penstock up``'s.
 
 Prints where the time of a step goes (seconds by phase), then one JSON object: ``async_over_trl``, ``async_over_sync``
 (medians of the rounds' ratios) and ``samples_per_s`` of each.
@@ -35,9 +38,12 @@ from benchmarks.shapes import SHAPES
 PHASES = ("wait", "forward_backward", "optimizer", "snapshot", "commit", "checkpoint")
 _SERVER_S = 240
 """In so long vLLM's server is up."""
+_LAGS = {"async": 1, "sync": 0}
 
 
-def run_penstock(folder: Path, work: Work, steps: int, max_lag: int) -> tuple[float, dict[str, float]]:
+def run_penstock(
+    folder: Path, work: Work, steps: int, max_lag: int, flags: Sequence[str]
+) -> tuple[float, dict[str, float]]:
     """Run ``penstock up`` and return (samples per second, mean seconds by phase) after the warm-up."""
     name, settings = f"lag-{max_lag}", work.settings
     told = {
@@ -47,7 +53,7 @@ def run_penstock(folder: Path, work: Work, steps: int, max_lag: int) -> tuple[fl
     }
     config = folder / f"{name}.toml"
     config.write_text(tomli_w.dumps({**settings, **told}))
-    _run([sys.executable, "-m", "services", "up", str(config)], folder)
+    _run([sys.executable, "-m", "services", "up", str(config), *flags], folder)
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     measured = lines[max(2, steps // 3) - 1 :]
     seconds = measured[-1]["finished_at_s"] - measured[0]["finished_at_s"]
@@ -144,38 +150,42 @@ def main() -> None:
     parser.add_argument("--kernels", choices=("torch", "auto"), default="auto", help="trainer.kernels, on GPUs")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=3)
-    arguments = parser.parse_args()
-    rates: dict[str, list[float]] = {"async": [], "sync": [], "trl": []}
+    parser.add_argument("--modes", nargs="+", choices=("async", "sync", "trl"), default=["async", "sync", "trl"])
+    arguments, flags = parser.parse_known_args()
+    rates: dict[str, list[float]] = {mode: [] for mode in arguments.modes}
     phases: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory(prefix="penstock-bench-work-") as made:
         work = arithmetic()
         if arguments.work == "long":
             work = long(Path(made), arguments.shape, arguments.device, arguments.kernels)
         for number in range(arguments.rounds):
+            print(f"round {number + 1}: ", end="", flush=True)
             with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
-                print(f"round {number + 1}: ", end="", flush=True)
-                for mode, max_lag in (("async", 1), ("sync", 0)):
-                    rate, phases[mode] = run_penstock(Path(name), work, arguments.steps, max_lag)
-                    rates[mode].append(rate)
+                for mode, found in rates.items():
+                    if mode == "trl":
+                        rate = run_trl(Path(name), work, arguments.steps)
+                    else:
+                        lag = _LAGS[mode]
+                        rate, phases[mode] = run_penstock(Path(name), work, arguments.steps, lag, flags)
+                    found.append(rate)
                     print(f"{mode} {rate:,.1f}/s  ", end="", flush=True)
-                rates["trl"].append(run_trl(Path(name), work, arguments.steps))
-                print(f"trl {rates['trl'][-1]:,.1f}/s", flush=True)
-    print(f"\n{'seconds a step':40s}{'async':>10s}{'sync':>10s}")
-    for phase in phases["async"]:
-        print(f"{phase:40s}{phases['async'][phase]:10.4f}{phases['sync'][phase]:10.4f}")
-    print(json.dumps({"work": work.name, **_figures(rates)}))
+            print()
+    print(f"\n{'seconds a step':40s}" + "".join(f"{mode:>10s}" for mode in phases))
+    for phase in next(iter(phases.values()), {}):
+        print(f"{phase:40s}" + "".join(f"{found[phase]:10.4f}" for found in phases.values()))
+    print(json.dumps({"work": work.name, **_figures(rates), "flags": flags}))
 
 
 def _figures(rates: dict[str, list[float]]) -> dict[str, object]:
-    def ratio(over: str) -> float:
-        return round(statistics.median(a / b for a, b in zip(rates["async"], rates[over], strict=True)), 3)
-
-    samples_per_s = {mode: round(statistics.median(found), 1) for mode, found in rates.items()}
+    ratios = {
+        f"async_over_{over}": round(statistics.median(a / b for a, b in zip(rates["async"], found, strict=True)), 3)
+        for over, found in rates.items()
+        if over != "async" and "async" in rates
+    }
     return {
-        "async_over_trl": ratio("trl"),
-        "async_over_sync": ratio("sync"),
-        "samples_per_s": samples_per_s,
-        "rounds": len(rates["trl"]),
+        **ratios,
+        "samples_per_s": {mode: round(statistics.median(found), 1) for mode, found in rates.items()},
+        "rounds": len(next(iter(rates.values()))),
         "cores": os.cpu_count(),
     }
 

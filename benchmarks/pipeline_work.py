@@ -62,7 +62,7 @@ def long(folder: Path, shape: str, device: str, kernels: str) -> Work:
     """Make a model and prompts in ``folder``; return the work on two GPUs (the trainer on the first), or on the CPU."""
     gpu = device == "cuda"
     vocabulary = SHAPES[shape]["vocab_size"]
-    _write_model(folder / "model", shape, "bfloat16" if gpu else "float32")
+    _write_model(folder / "model", shape, device)
     _write_prompts(folder / "prompts.jsonl", vocabulary)
     groups, samples, tokens = (32, 8, 512) if gpu else (8, 4, 32)
     settings: dict[str, Any] = {
@@ -86,8 +86,8 @@ def long(folder: Path, shape: str, device: str, kernels: str) -> Work:
     return Work(name, settings, ["--reward", "lot", *(["--micro-batch", "16"] if gpu else [])], served=gpu)
 
 
-def _write_model(folder: Path, shape: str, dtype: str) -> None:
-    """Write a model in Hugging Face form, with a tokenizer of one word a token."""
+def _write_model(folder: Path, shape: str, device: str) -> None:
+    """Write a model in Hugging Face form, with a tokenizer of one word a token; a GPU draws the weights of large ones soon."""
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -97,7 +97,12 @@ def _write_model(folder: Path, shape: str, dtype: str) -> None:
     vocabulary = SHAPES[shape]["vocab_size"]
     config = Qwen2Config(**SHAPES[shape], max_position_embeddings=2048, rope_theta=1e6, eos_token_id=0, pad_token_id=1)
     torch.manual_seed(0)
-    Qwen2ForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(folder)
+    with torch.device(device):
+        Qwen2ForCausalLM._from_config(
+            config, dtype=torch.bfloat16 if device == "cuda" else torch.float32
+        ).save_pretrained(folder)
+    if device == "cuda":
+        torch.cuda.empty_cache()
     words = Tokenizer(WordLevel({f"w{place}": place for place in range(vocabulary)}, unk_token="w2"))
     words.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0", pad_token="w1").save_pretrained(folder)
