@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from benchmarks.shapes import SHAPES
 PHASES = ("wait", "forward_backward", "optimizer", "snapshot", "commit", "checkpoint")
 _SERVER_S = 240
 """In so long vLLM's server is up."""
+_RUN_S = 900
 _LAGS = {"async": 1, "sync": 0}
 
 
@@ -53,7 +54,7 @@ def run_penstock(
     }
     config = folder / f"{name}.toml"
     config.write_text(tomli_w.dumps({**settings, **told}))
-    _run([sys.executable, "-m", "services", "up", str(config), *flags], folder)
+    _run([sys.executable, "-m", "services", "up", str(config), *flags], folder, wrong=lambda: _guard(folder / name))
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     measured = lines[max(2, steps // 3) - 1 :]
     seconds = measured[-1]["finished_at_s"] - measured[0]["finished_at_s"]
@@ -119,13 +120,37 @@ def _wait_for(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
     raise SystemExit(f"expected vLLM's server at {url} in {_SERVER_S} s, found none:\n{log.read_text()[-3000:]}")
 
 
-def _run(command: list[str], folder: Path, environment: Mapping[str, str] | None = None) -> str:
-    done = subprocess.run(
-        command, cwd=_work(folder), env=_environment(environment or {}), capture_output=True, text=True, timeout=900
-    )
-    if done.returncode != 0:
-        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr[-3000:]}")
-    return done.stdout
+def _guard(run: Path) -> str:
+    """Return what a guard said that has paused the run, which nobody here would let go on."""
+    events = run / "events.jsonl"
+    whole = events.read_text().rpartition("\n")[0] if events.exists() else ""
+    paused = (event for event in map(json.loads, whole.splitlines()) if event["fields"].get("action") == "pause")
+    return next((event["detail"] for event in paused), "")
+
+
+def _run(
+    command: list[str],
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
+    wrong: Callable[[], str] = str,
+) -> str:
+    """Return what ``command`` printed; end it as soon as something is ``wrong``."""
+    with tempfile.TemporaryFile("w+") as printed:
+        until_s, found = time.monotonic() + _RUN_S, ""
+        process = subprocess.Popen(
+            command, cwd=_work(folder), env=_environment(environment or {}), stdout=printed, stderr=subprocess.STDOUT
+        )
+        while process.poll() is None and not found:
+            time.sleep(0.5)
+            found = wrong() or (f"not done in {_RUN_S} s" if time.monotonic() > until_s else "")
+        if found:
+            process.terminate()
+        code = process.wait(60)
+        printed.seek(0)
+        output = printed.read()
+    if code != 0 or found:
+        raise SystemExit(f"{' '.join(command)} ended with {code}: {found}\n{output[-4000:]}")
+    return output
 
 
 def _environment(more: Mapping[str, str]) -> dict[str, str]:

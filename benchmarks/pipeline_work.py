@@ -10,6 +10,7 @@
 import dataclasses
 import json
 import random
+import string
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from benchmarks.shapes import SHAPES
 
 ROOT = Path(__file__).parent.parent
 PROMPT_TOKENS = 64
+_CHARACTERS = string.digits + string.ascii_letters + string.punctuation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +63,8 @@ def arithmetic() -> Work:
 def long(folder: Path, shape: str, device: str, kernels: str) -> Work:
     """Make a model and prompts in ``folder``; return the work on two GPUs (the trainer on the first), or on the CPU."""
     gpu = device == "cuda"
-    vocabulary = SHAPES[shape]["vocab_size"]
     _write_model(folder / "model", shape, device)
-    _write_prompts(folder / "prompts.jsonl", vocabulary)
+    _write_prompts(folder / "prompts.jsonl")
     groups, samples, tokens = (32, 8, 512) if gpu else (8, 4, 32)
     settings: dict[str, Any] = {
         "bus": {"url": "embedded"},
@@ -87,11 +88,9 @@ def long(folder: Path, shape: str, device: str, kernels: str) -> Work:
 
 
 def _write_model(folder: Path, shape: str, device: str) -> None:
-    """Write a model in Hugging Face form, with a tokenizer of one word a token; a GPU draws the weights of large ones soon."""
+    """Write a model in Hugging Face form, and a tokenizer of one printable character a token: Qwen2's own kind, without a merge."""
     import torch
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
     vocabulary = SHAPES[shape]["vocab_size"]
@@ -103,12 +102,14 @@ def _write_model(folder: Path, shape: str, device: str) -> None:
         ).save_pretrained(folder)
     if device == "cuda":
         torch.cuda.empty_cache()
-    words = Tokenizer(WordLevel({f"w{place}": place for place in range(vocabulary)}, unk_token="w2"))
-    words.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0", pad_token="w1").save_pretrained(folder)
+    words = ["<eos>", "<pad>", *_CHARACTERS, *(f"unused {place}" for place in range(vocabulary - len(_CHARACTERS) - 2))]
+    tokenizer = Tokenizer(models.BPE({word: place for place, word in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)
 
 
-def _write_prompts(path: Path, vocabulary: int) -> None:
+def _write_prompts(path: Path) -> None:
     lot = random.Random(0)
-    prompts = (" ".join(f"w{lot.randrange(3, vocabulary)}" for _ in range(PROMPT_TOKENS)) for _ in range(4096))
-    path.write_text("".join(json.dumps({"prompt": prompt, "answer": "w3"}) + "\n" for prompt in prompts))
+    prompts = ("".join(lot.choices(_CHARACTERS, k=PROMPT_TOKENS)) for _ in range(4096))
+    path.write_text("".join(json.dumps({"prompt": prompt, "answer": "a"}) + "\n" for prompt in prompts))

@@ -235,7 +235,7 @@ class Lead:
         paused, _ = self._call(self._ledger.transition(RunState.PAUSED, reason, [RunState.RUNNING]))
         if paused:
             log.error("run paused", extra={"reason": reason})
-            self._call(tell(self._bus, "trainer", "guard nonfinite", reason))
+            self._call(tell(self._bus, "trainer", "guard nonfinite", reason, guard="nonfinite", action="pause"))
 
     def _rates(self, figures: measures.BatchFigures, step_s: float) -> dict[str, float]:
         return {
