@@ -45,6 +45,7 @@ def test_messages_go_through_the_chat_template() -> None:
         ({"text": None}, None, "expected text or messages in train.jsonl:8, found neither"),
         ({"text": ""}, None, "at least one token in train.jsonl:8, found an empty one"),
         ({"text": "1" * 509}, None, "at most 508 tokens .* context of 512 less 4 new ones.* found 509: shorten it"),
+        ({"text": "ÄÖÜ"}, None, "tokens that hold the text of train.jsonl:8, found unknown ones and padding only"),
         ({"text": None, "messages": (ChatMessage("user", "1"),)}, None, "no chat template, found messages"),
         ({"text": None, "messages": (ChatMessage("user", "1"),) * 3}, CHAT, "fit the chat template .*too long"),
     ],

@@ -30,6 +30,8 @@ class Tokenizer(Protocol):
 
     chat_template: object
     eos_token_id: int | None
+    pad_token_id: int | None
+    unk_token_id: int | None
 
     def __call__(self, text: str) -> Any:
         """Return the tokens of a text, as ``input_ids``."""

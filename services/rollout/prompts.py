@@ -47,6 +47,7 @@ class TokenizerCodec:
         self._tokenizer = tokenizer
         self._context_tokens = reader.context_tokens
         self._vocabulary = reader.vocabulary
+        self._say_nothing = {tokenizer.pad_token_id, tokenizer.unk_token_id}
 
     def encode(self, prompt: Prompt) -> Int32Array:
         """Return the token ids of a prompt (see :class:`Codec`)."""
@@ -65,6 +66,11 @@ class TokenizerCodec:
             raise PermanentError(
                 f"expected token ids under the model's {self._vocabulary} in {prompt.problem}, found "
                 f"{int(token_ids.max())}: the tokenizer is another model's; change policy.tokenizer"
+            )
+        if self._say_nothing.issuperset(token_ids.tolist()):
+            raise PermanentError(
+                f"expected tokens that hold the text of {prompt.problem}, found unknown ones and padding only: the "
+                "tokenizer cannot read it; change policy.tokenizer"
             )
         return token_ids
 
