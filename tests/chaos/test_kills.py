@@ -31,7 +31,7 @@ async def _kill_rank(run: Run, bus: Bus) -> None:
     """Kill the last rank where the newest checkpoint is behind the ledger, so that there is something to replay."""
     pid = run.pid("trainer-0")
     assert pid is not None
-    ranks = [child for child in psutil.Process(pid).children() if "services.trainer" in child.cmdline()]
+    ranks = psutil.Process(pid).children()
     killed = False
     while not killed:
         for rank in ranks:
