@@ -90,13 +90,20 @@ class Forked:
 Started = Forked | subprocess.Popen[Any]
 
 
-def start(module: str, arguments: Sequence[object], output: IO[Any], *, forked: bool = True) -> Started:
-    """Begin ``python -m module …`` as the leader of a session of its own; with ``forked`` false, as anybody would."""
-    words = [str(word) for word in arguments]
+def start(
+    module: str, arguments: Sequence[object], output: IO[Any], *, forked: bool = True, **environment: str
+) -> Started:
+    """Begin ``python -m module …`` as the leader of a session of its own; with ``forked`` false, as anybody would.
+
+    Its environment is that of this process with ``environment``, and it writes to ``output``.
+    """
+    words, environment = [str(word) for word in arguments], {**os.environ, **environment}
     if not forked:
         command = [sys.executable, "-m", module, *words]
-        return subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
-    job = {"module": module, "arguments": words, "environment": dict(os.environ)}
+        return subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
+    job = {"module": module, "arguments": words, "environment": environment}
     ended, tells = os.pipe()
     link = _forge()
     socket.send_fds(link, [json.dumps(job).encode()], [output.fileno(), tells])
@@ -104,10 +111,10 @@ def start(module: str, arguments: Sequence[object], output: IO[Any], *, forked: 
     return Forked(int(link.recv(_MESSAGE_BYTES)), ended)
 
 
-async def up(words: Sequence[object], output: Path) -> None:
+async def up(words: Sequence[object], output: Path, *, forked: bool = True) -> None:
     """Let `penstock up` do a whole run, which must succeed; what it says is written to ``output``."""
     with output.open("w") as file:
-        process = start("services", ["up", *words], file)
+        process = start("services", ["up", *words], file, forked=forked)
     try:
         code = await asyncio.to_thread(process.wait, _RUN_S)
     finally:

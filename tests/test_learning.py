@@ -23,8 +23,8 @@ LOT = '--reward.scorers=[{kind = "random", name = "answer"}]'
 
 
 async def run(folder: Path, run_id: str, *flags: str) -> Path:
-    """Run 25 steps, or as ``flags`` say; return the run's folder."""
-    words = ["config/arithmetic.toml", "--run.steps=25", f"--run.id={run_id}", f"--run.folder={folder}"]
+    """Run 15 steps, or as ``flags`` say; return the run's folder."""
+    words = ["config/arithmetic.toml", "--run.steps=15", f"--run.id={run_id}", f"--run.folder={folder}"]
     await forge.up([*words, "--evaluation.every_steps=1000", *flags], folder / "up.txt")
     return folder / run_id
 

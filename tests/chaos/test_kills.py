@@ -23,7 +23,7 @@ from tests.chaos.audit import audit_groups, audit_versions
 from tests.chaos.run import Run, left_behind, running
 from tests.conftest import PATIENCE_S
 
-STEPS, GROUPS, CHECKPOINT_EVERY = 60, 8, 7
+STEPS, GROUPS, CHECKPOINT_EVERY = 45, 8, 7
 FLAGS = {"run.steps": STEPS, "trainer.ranks": 2, "trainer.checkpoint_every_steps": CHECKPOINT_EVERY}
 
 
