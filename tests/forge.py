@@ -6,21 +6,17 @@
       ◀────────── its pid; through the pipe: how it ended, or that the forge is gone ──┘
 
 torch, transformers, DeepSpeed and the web framework are 5 to 8 of the 7 to 10 seconds of processor that a service's start costs; a fork costs
-a tenth of one. What began so is a process like any other: its pid, what it runs, signals and exit codes are real. It differs
-from ``python -m services.…`` in what it has imported already and in what ``ps`` shows. `penstock up` and torchrun that began so fork their
-services and ranks likewise, as their parents; other programs are started as ever.
+a tenth of one. What began so is a process like any other (``tests/forked.py``): its pid, what it runs, signals and exit codes are real.
 
 The forge imports libraries and no service: what those declare when they are imported (metrics) stays their own. It has one thread.
 """
 
 import asyncio
-import atexit
 import contextlib
 import functools
 import importlib
 import json
 import os
-import runpy
 import select
 import selectors
 import signal
@@ -28,24 +24,21 @@ import socket
 import subprocess
 import sys
 import threading
-import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 from shared.importing import importing
-from shared.parent import die_with
+from tests import forked as forks
 
 ROOT = Path(__file__).parent.parent
 _IMPORTED = (
-    "deepspeed", "fastapi", "httpx", "peft", "safetensors.torch", "shared.service", "transformers.models.auto.modeling_auto",
-    "torch.distributed.run", "transformers.models.auto.tokenization_auto", "transformers.models.qwen2.modeling_qwen2", "typer", "uvicorn",
+    "deepspeed", "fastapi", "httpx", "peft", "safetensors.torch", "shared.service", "torch.distributed.run",
+    "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen2.modeling_qwen2", "typer", "uvicorn",
 )  # fmt: skip
-_FORKED = tuple(f"services.{name}" for name in ("coordinator", "rollout", "reward", "trainer"))
 _MESSAGE_BYTES = 1 << 18
 _RUN_S = 800.0
-_open_files: frozenset[int] = frozenset()
-"""The descriptors that libraries opened when they were imported: a fork keeps these, and its three."""
 
 
 class Forked:
@@ -105,7 +98,7 @@ def start(
         )
     job = {"module": module, "arguments": words, "environment": environment}
     ended, tells = os.pipe()
-    link = _forge()
+    link, _ = _forge()
     socket.send_fds(link, [json.dumps(job).encode()], [output.fileno(), tells])
     os.close(tells)
     return Forked(int(link.recv(_MESSAGE_BYTES)), ended)
@@ -123,12 +116,12 @@ async def up(words: Sequence[object], output: Path, *, forked: bool = True) -> N
 
 
 @functools.cache
-def _forge() -> socket.socket:
-    """Return the way to the forge of this process; it ends when the other end does."""
+def _forge() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Return the way to the forge of this process, and the forge, which ends when this process does."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    subprocess.Popen([sys.executable, "-m", "tests.forge", str(its.fileno())], cwd=ROOT, pass_fds=[its.fileno()])
-    its.close()
-    return ours
+    with its:
+        command = [sys.executable, "-m", "tests.forge", str(its.fileno())]
+        return ours, subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, pass_fds=[its.fileno()])
 
 
 # ---------------------------------------------------------------- the forge
@@ -152,7 +145,7 @@ def serve(link: socket.socket) -> None:
                 if not message:
                     return
                 job, (output, tells) = json.loads(message), descriptors
-                pid = fork([job["module"], *job["arguments"]], job["environment"], output)
+                pid = forks.fork([job["module"], *job["arguments"]], job["environment"], output)
                 watched = os.pidfd_open(pid)
                 running[watched] = (pid, tells)
                 ready.register(watched, selectors.EVENT_READ)
@@ -160,129 +153,12 @@ def serve(link: socket.socket) -> None:
                 link.send(str(pid).encode())
 
 
-def fork(command: Sequence[str], environment: Mapping[str, str], output: int) -> int:
-    """Fork the process of a module and its arguments, which ends with this one; return its pid."""
-    parent = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        _become(parent, command, environment, output)
-    return pid
-
-
-def _become(parent: int, command: Sequence[str], environment: Mapping[str, str], output: int) -> NoReturn:
-    """Be what ``python -m`` would be, from the start to the end."""
-    code = 1
-    try:
-        os.setsid()
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        if not die_with(parent, signal.SIGTERM):
-            os._exit(1)
-        signal.set_wakeup_fd(-1)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        for descriptor in _descriptors() - _open_files - {0, 1, 2}:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
-        os.environ.clear()
-        os.environ.update(environment)
-        sys.argv[1:] = command[1:]
-        _forking()
-        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _forking() -> None:
-    """Let what starts ``python -m`` of a service in this process fork it: `penstock up`, torchrun, and the trainer that becomes torchrun."""
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-
-    from services.up.process import Child
-
-    ordinary = Child._start
-
-    async def start_service(self: Child, log: IO[bytes]) -> Any:
-        if (command := _module(self.plan.command)) is None:
-            return await ordinary(self, log)  # type: ignore[arg-type]
-        return _OfUp(fork(command, self.plan.environment, log.fileno()))
-
-    def start_rank(_: SubprocessHandler, words: Sequence[str], environment: Mapping[str, str]) -> _OfTorchrun:
-        command = _module(words)
-        assert command is not None, words
-        return _OfTorchrun(fork(command, environment, sys.stderr.fileno()))
-
-    def become(python: str, words: Sequence[str]) -> NoReturn:
-        sys.argv[1:] = words[3:]
-        runpy.run_module(words[2], run_name="__main__", alter_sys=True)
-        sys.exit()
-
-    Child._start = start_service  # type: ignore[method-assign]
-    SubprocessHandler._popen = start_rank  # type: ignore[assignment,method-assign]
-    os.execv = become  # type: ignore[assignment]
-
-
-def _module(words: Sequence[str]) -> list[str] | None:
-    """Return a service's module and arguments where ``words`` start one that may be forked, else None."""
-    *options, module = words[1 : words.index("-m") + 2] if "-m" in words else [""]
-    forked = words[0] == sys.executable and module in _FORKED and set(options) <= {"-u", "-m"}
-    return list(words[len(options) + 1 :]) if forked else None
-
-
-def _descriptors() -> frozenset[int]:
-    return frozenset(int(path.name) for path in Path("/proc/self/fd").iterdir())
-
-
-class _OfUp:
-    """A fork whose parent is `penstock up`; what that uses of ``asyncio.subprocess.Process``."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._watched = os.pidfd_open(pid)
-        asyncio.get_running_loop().add_reader(self._watched, self._reap)
-
-    def _reap(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._watched)
-        os.close(self._watched)
-        self._ended.set_result(os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]))
-
-    async def wait(self) -> int:
-        return await asyncio.shield(self._ended)
-
-    def send_signal(self, number: int) -> None:
-        if self._ended.done():
-            raise ProcessLookupError
-        os.kill(self.pid, number)
-
-
-class _OfTorchrun(subprocess.Popen[bytes]):
-    """A fork whose parent is torchrun: what ``subprocess.Popen`` is after its start."""
-
-    def __init__(self, pid: int) -> None:
-        self._execute_child = lambda *_: self.__dict__.update(pid=pid, _child_created=True)
-        super().__init__(["fork"])
-
-
 if __name__ == "__main__":
-    from tests import forge  # what a fork runs is `__main__`
-
     os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed reads it when it is imported
     with importing():
         for name in _IMPORTED:
             importlib.import_module(name)
-    forge._open_files = forge._descriptors() - {int(sys.argv[1])}
-    forge.serve(socket.socket(fileno=int(sys.argv[1])))
+    link = socket.socket(fileno=int(sys.argv[1]))
+    forks.keep_open({link.fileno()})
+    serve(link)
     os._exit(0)  # no library needs to be taken down
