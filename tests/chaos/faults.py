@@ -275,7 +275,8 @@ async def prepared(folder: Path, storage: Storage) -> AsyncIterator[Faults]:
         around.callback(server.kill)
         patch.setenv(VARIABLE, str(scorer))
         await until(lambda: answers(server.port), timeout_s=PATIENCE_S)
-        async with running(folder, server.url, flags, prometheus=True) as run:
+        # Not as forks: a limit of memory counts what a process has mapped, and theirs is mapped from the start.
+        async with running(folder, server.url, flags, prometheus=True, forked=False) as run:
             await run.until((run.folder / "settings.toml").exists)
             bus = await run.connect()
             quick = ("--reward.executor.profiles", '["stdlib"]', "--reward.executor.check_every_s", "0.5")
