@@ -5,8 +5,8 @@
     test ── module, arguments, environment; output and a pipe, by descriptor ──▶ forge ──fork──▶ the service
       ◀────────── its pid; through the pipe: how it ended, or that the forge is gone ──┘
 
-torch, transformers, DeepSpeed and the web framework are 5 to 8 of the 7 to 10 seconds of processor that a service's start costs; a fork costs
-a tenth of one. What began so is a process like any other (``tests/forked.py``): its pid, what it runs, signals and exit codes are real.
+To import torch, transformers, DeepSpeed and the web framework is most of what a service's start costs, and a fork has them at once. What began
+so is a process like any other (``tests/forked.py``): its pid, what it runs, signals and exit codes are real.
 
 The forge imports libraries and no service: what those declare when they are imported (metrics) stays their own. It has one thread.
 """
