@@ -86,16 +86,14 @@ Started = Forked | subprocess.Popen[Any]
 def start(
     module: str, arguments: Sequence[object], output: IO[Any], *, forked: bool = True, **environment: str
 ) -> Started:
-    """Begin ``python -m module …`` as the leader of a session of its own; with ``forked`` false, as anybody would.
+    """Begin ``python -m module …`` as a fork that leads a session of its own; with ``forked`` false, as anybody would.
 
     Its environment is that of this process with ``environment``, and it writes to ``output``.
     """
     words, environment = [str(word) for word in arguments], {**os.environ, **environment}
     if not forked:
         command = [sys.executable, "-m", module, *words]
-        return subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
-        )
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
     job = {"module": module, "arguments": words, "environment": environment}
     ended, tells = os.pipe()
     link, _ = _forge()
