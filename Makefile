@@ -2,12 +2,12 @@
 #
 # Settings: PYTHON=python3.12   which Python makes .venv
 #           CONFIG=my-run.toml  what `make up` runs;  ARGS='--run.steps 20' is added to up, demo and pytest
-#           WORKERS=4           how many processes share the tests (2; 0: this one alone, for a debugger)
+#           WORKERS=4           how many processes share the tests (3; 0: this one alone, for a debugger)
 
 PYTHON ?= python3
 CONFIG ?= config/arithmetic.toml
 ARGS ?=
-WORKERS ?= 2
+WORKERS ?= 3
 export PYTHON
 
 # Called by module, not by script: a script's first line cannot hold a path with a space.
@@ -54,10 +54,10 @@ storm: install-dev
 quick: install-dev
 	$(PYTEST) -m "not slow" $(ARGS)
 
-# What looks at the code alone goes side by side; the faults have the machine to themselves.
+# The quickest first; the faults have the machine to themselves.
 check: install-dev
-	@$(MAKE) --no-print-directory -j 2 lint types imports
-	@$(MAKE) --no-print-directory test
+	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory -j 3 types imports test
 	@$(MAKE) --no-print-directory faults
 
 lint: install-dev

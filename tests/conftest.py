@@ -41,13 +41,14 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let the files that may take longest begin first, so that two processes that share the files end together."""
-    allowed_s: dict[Path, float] = {}
+    """Let the files that may take longest begin first, so that processes that share the files end together: by their longest test, then by all."""
+    allowed_s: dict[Path, list[float]] = {}
     for item in items:
         slow, limit = item.get_closest_marker("slow"), item.get_closest_marker("timeout")
         if slow is not None or limit is not None:
-            allowed_s[item.path] = allowed_s.get(item.path, 0.0) + (600.0 if limit is None else limit.args[0])
-    items.sort(key=lambda item: -allowed_s.get(item.path, 0.0))
+            allowed_s.setdefault(item.path, []).append(600.0 if limit is None else limit.args[0])
+    most_s = {path: (max(found), sum(found)) for path, found in allowed_s.items()}
+    items.sort(key=lambda item: most_s.get(item.path, (0.0, 0.0)), reverse=True)
 
 
 @pytest.fixture(autouse=True)

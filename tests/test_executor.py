@@ -35,7 +35,7 @@ from services.up import plan
 from shared import frames
 from shared.errors import PeerError, SettingsError, TemporaryError
 from shared.settings import ExecutorSettings, Settings
-from tests.conftest import need, until
+from tests.conftest import PATIENCE_S, need, until
 from tests.executor_process import ROOT, Running, arguments, desk, interpreter_for_landlock, running
 
 LANDLOCK = ("--reward.executor.isolation", "landlock", "--reward.executor.profiles", '["stdlib"]')
@@ -267,6 +267,16 @@ async def test_a_client_that_leaves_takes_its_programs_with_it(process: Running)
     with pytest.raises(TemporaryError):
         await running_job
     await until(lambda: "penstock_executor_programs_in_progress 0.0" in process.get("/metrics"))
+
+
+async def test_a_client_that_is_closed_before_it_has_read_leaves_nobody_waiting(process: Running) -> None:
+    client = ExecutorClient(process.address)
+    asker = asyncio.create_task(client.run(Job("while True: pass", limits=Limits(60.0, 60.0))))
+    while client._writer is None:
+        await asyncio.sleep(0)
+    await client.close()
+    with pytest.raises(TemporaryError):
+        await asyncio.wait_for(asker, PATIENCE_S)
 
 
 async def test_an_asker_that_is_cancelled_has_its_program_killed(process: Running, client: ExecutorClient) -> None:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -15,9 +14,9 @@ from shared.bus import Bus
 from shared.ledger import Ledger, PolicyState
 from shared.live import Live
 from shared.settings import load
+from tests import forge
 from tests.conftest import PATIENCE_S, until
 
-ROOT = Path(__file__).parent.parent
 FLAGS = {
     "run.steps": 400,
     "sampling.group_size": 4,
@@ -33,11 +32,10 @@ FLAGS = {
 
 
 @contextlib.asynccontextmanager
-async def run(folder: Path) -> AsyncIterator["subprocess.Popen[bytes]"]:
+async def run(folder: Path) -> AsyncIterator[forge.Started]:
     flags = [f"--{name}={value}" for name, value in {**FLAGS, "run.id": "gate", "run.folder": folder}.items()]
-    output = (folder / "up.txt").open("wb")
-    command = [sys.executable, "-m", "services", "up", "config/arithmetic.toml", *flags]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+    with (folder / "up.txt").open("wb") as output:
+        process = forge.start("services", ["up", "config/arithmetic.toml", *flags], output)
     try:
         yield process
     finally:
@@ -45,7 +43,6 @@ async def run(folder: Path) -> AsyncIterator["subprocess.Popen[bytes]"]:
         with contextlib.suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(process.wait, PATIENCE_S)
         process.kill()
-        output.close()
 
 
 async def _of(bus: Bus, gate: str) -> list[Evaluation]:

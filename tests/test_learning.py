@@ -5,14 +5,13 @@ by the probability that a policy gives to the right answers of the held-out prob
 transformers. (Greedy accuracy would not do for the lot: the example starts out undecided, so a breath tips it.)
 """
 
-import asyncio
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests import forge
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -24,13 +23,9 @@ LOT = '--reward.scorers=[{kind = "random", name = "answer"}]'
 
 
 async def run(folder: Path, run_id: str, *flags: str) -> Path:
-    """Run 25 steps, or as ``flags`` say; return the run's folder."""
-    command = [sys.executable, "-m", "services", "up", "config/arithmetic.toml", "--run.steps=25"]
-    command += [f"--run.id={run_id}", f"--run.folder={folder}", "--evaluation.every_steps=1000", *flags]
-    done = await asyncio.to_thread(
-        subprocess.run, command, cwd=ROOT, capture_output=True, text=True, timeout=800, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    """Run 15 steps, or as ``flags`` say; return the run's folder."""
+    words = ["config/arithmetic.toml", "--run.steps=15", f"--run.id={run_id}", f"--run.folder={folder}"]
+    await forge.up([*words, "--evaluation.every_steps=1000", *flags], folder / "up.txt")
     return folder / run_id
 
 

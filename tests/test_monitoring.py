@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from services.views import ReplicaView
 from shared.bus import Bus
 from shared.errors import SettingsError
 from shared.streams import PROMPTS
+from tests import forge
 from tests.conftest import need, until
 from tests.prometheus_server import Prometheus
 from tests.promql import filled, metrics, series
@@ -49,10 +49,9 @@ class Run:
         flags = [f"--run.folder={folder}", "--run.id=watched", "--run.steps=100000", "--telemetry.prometheus_port=0"]
         flags += ["--evaluation.every_steps=5", "--evaluation.problems=10", "--trainer.checkpoint_every_steps=5"]
         flags += ["--weights.probe_every_versions=2", "--algorithm.groups_per_step=8"]
-        command = [sys.executable, "-m", "services", "up", "config/arithmetic.toml", "--prometheus", *flags]
         self.log = folder / "up.log"
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+            self.process = forge.start("services", ["up", "config/arithmetic.toml", "--prometheus", *flags], log)
         self.prometheus = Prometheus(self.log)
 
     def ask(self, expression: str) -> list[dict[str, Any]]:

@@ -4,11 +4,8 @@ The arithmetic example, a few steps, with the answer matcher, a format rule and 
 KL to a reference that lives in the reward service.
 """
 
-import asyncio
 import json
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -20,6 +17,7 @@ from shared import embedded
 from shared.bus import Bus
 from shared.ledger import Ledger, RunState
 from shared.streams import AUDIT, TRAINING_STREAMS
+from tests import forge
 
 ROOT = Path(__file__).parent.parent
 POLICY = ROOT / "examples" / "arithmetic" / "policy"
@@ -66,11 +64,7 @@ def flags(model: Path, folder: Path) -> list[str]:
 @pytest.mark.timeout(600)
 async def test_rules_a_reward_model_and_a_reference_work_in_one_run(tmp_path: Path) -> None:
     model = save_reward_model(tmp_path / "model")
-    command = [sys.executable, "-m", "services", "up", "config/arithmetic.toml", *flags(model, tmp_path)]
-    done = await asyncio.to_thread(
-        subprocess.run, command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    await forge.up(["config/arithmetic.toml", *flags(model, tmp_path)], tmp_path / "up.txt")
     folder = tmp_path / "scorers"
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))

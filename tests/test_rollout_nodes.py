@@ -37,6 +37,7 @@ from tests.test_vllm_engine import MODELS, PROMPT, STOP, kept_cache, offer, put,
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.filterwarnings("ignore"),  # vLLM's own imports warn
+    pytest.mark.timeout(600),  # so that it begins among the first: its engines take most of a minute to start
 ]
 
 ROOT = Path(__file__).parent.parent

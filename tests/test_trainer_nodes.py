@@ -5,8 +5,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,24 +15,22 @@ import torch
 from services.up.prepare import prepare
 from shared.errors import SettingsError
 from shared.settings import load
+from tests import forge
 from tests.conftest import Server, free_port
-from tests.test_trainer_service import GROUPS, ROOT, Run, bus_of, feed
+from tests.test_trainer_service import GROUPS, Run, bus_of, feed
 
 
 @contextlib.contextmanager
-def hosts(run: Run, rendezvous: int, metrics: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+def hosts(run: Run, rendezvous: int, metrics: int, *, forked: bool = False) -> Iterator[list[forge.Started]]:
     """Start the trainer on two hosts, 127.0.0.1 and 127.0.0.2, each as a pod does."""
     flags = ["--trainer.nodes", "2", "--trainer.rendezvous", f"127.0.0.1:{rendezvous}"]
     found = []
     try:
         for node in (0, 1):
-            command = [sys.executable, "-m", "services.trainer", "--config", str(run.config)]
-            command += ["--replica", f"trainer-{node}", "--trainer.node", str(node), *flags]
-            command += ["--trainer.metrics_port", str(metrics)]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "POD_IP": f"127.0.0.{node + 1}"}
-            found.append(
-                subprocess.Popen(command, cwd=ROOT, env=environment, stderr=run.log.open("a"), start_new_session=True)
-            )
+            words = ["--config", run.config, "--replica", f"trainer-{node}", "--trainer.node", node, *flags]
+            words += ["--trainer.metrics_port", metrics]
+            with run.log.open("a") as log:
+                found.append(forge.start("services.trainer", words, log, forked=forked, POD_IP=f"127.0.0.{node + 1}"))
         yield found
     finally:
         for process in found:
@@ -69,7 +65,7 @@ async def test_two_hosts_train_as_one_and_come_back_when_one_of_them_dies(tmp_pa
             os.killpg(second.pid, signal.SIGKILL)
             assert await asyncio.to_thread(first.wait, 60) != 0  # its supervisor starts it again
         await feed(bus, 2 * GROUPS, GROUPS)
-        with hosts(two, free_port(), metrics) as (first, _):
+        with hosts(two, free_port(), metrics, forked=True) as (first, _):
             await two.reaches(ledger, 3, first)
             found = await two.weights(ledger)
             assert await bus.counts() == {"trained": 3 * GROUPS}

@@ -29,7 +29,7 @@ from shared.weights.place import Place, boot_id
 from shared.weights.puller import Puller
 from shared.weights.receiver import Receiver
 from shared.weights.snapshot import read_snapshot
-from tests import builders, weights
+from tests import builders, forge, weights
 from tests.conftest import PATIENCE_S, Server, until
 
 ROOT = Path(__file__).parent.parent
@@ -76,11 +76,9 @@ class Run:
         )
 
     @contextlib.asynccontextmanager
-    async def trainer(self) -> AsyncIterator[subprocess.Popen[bytes]]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "services.trainer", "--config", str(self.config), "--replica", "trainer-0"],
-            cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=self.log.open("a"), start_new_session=True,
-        )  # fmt: skip
+    async def trainer(self) -> AsyncIterator[forge.Started]:
+        with self.log.open("a") as log:
+            process = forge.start("services.trainer", ["--config", self.config, "--replica", "trainer-0"], log)
         try:
             yield process
         finally:
@@ -88,7 +86,7 @@ class Run:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait(10)
 
-    async def reaches(self, ledger: Ledger, step: int, process: subprocess.Popen[bytes]) -> None:
+    async def reaches(self, ledger: Ledger, step: int, process: forge.Started) -> None:
         async def reached() -> bool:
             if process.poll() is not None:
                 pytest.fail(f"trainer ended with {process.returncode}: {self.log.read_text()[-3000:]}")
@@ -97,7 +95,7 @@ class Run:
 
         await until(reached)
 
-    async def stops(self, process: subprocess.Popen[bytes]) -> None:
+    async def stops(self, process: forge.Started) -> None:
         process.send_signal(signal.SIGTERM)
         await asyncio.to_thread(process.wait, PATIENCE_S)
 
@@ -134,10 +132,9 @@ def experience(group_id: int, version: int = 0) -> Experience:
     return Experience(group, made.rewards, made.scores, 4.0, 0.1)
 
 
-def _last_rank(pid: int) -> int:
+def _last_rank(pid: int, ranks: int) -> int:
     """The process of the last rank: a child of torchrun, or the trainer itself."""
-    children = [child for child in psutil.Process(pid).children() if "services.trainer" in child.cmdline()]
-    return children[-1].pid if children else pid
+    return pid if ranks == 1 else psutil.Process(pid).children()[-1].pid
 
 
 async def feed(bus: Bus, start: int, count: int, stream: Stream = EXPERIENCE) -> None:
@@ -155,7 +152,7 @@ async def bus_of(run: Run) -> AsyncIterator[tuple[Bus, Ledger]]:
 
 
 async def _after(
-    run: Run, steps: int, then: Callable[[subprocess.Popen[bytes]], Awaitable[None]] | None = None
+    run: Run, steps: int, then: Callable[[forge.Started], Awaitable[None]] | None = None
 ) -> dict[str, torch.Tensor]:
     """Return the weights that a trainer makes of the first groups in ``steps`` steps; ``then`` gets its process."""
     async with bus_of(run) as (bus, ledger), run.trainer() as process:
@@ -188,7 +185,7 @@ async def test_a_trainer_killed_after_a_commit_comes_back_at_its_step_with_the_s
         await feed(bus, 0, 3 * GROUPS)
         async with killed.trainer() as process:
             await killed.reaches(ledger, 3, process)  # the checkpoint is of step 2, the journal holds step 3
-            os.kill(_last_rank(process.pid), signal.SIGKILL)
+            os.kill(_last_rank(process.pid, ranks), signal.SIGKILL)
             await asyncio.to_thread(process.wait, PATIENCE_S)
         published = await bus.length(PUBLISHED)
         await feed(bus, 3 * GROUPS, 2 * GROUPS)
@@ -262,7 +259,7 @@ async def test_a_trainer_that_comes_back_serves_its_step_as_a_new_version_with_a
         async with run.trainer() as process:
             await run.reaches(ledger, 3, process)
             before, expected = await pulled(ledger)
-            os.kill(_last_rank(process.pid), signal.SIGKILL)
+            os.kill(_last_rank(process.pid, ranks), signal.SIGKILL)
             await asyncio.to_thread(process.wait, PATIENCE_S)
         async with run.trainer() as process:
             await until(lambda: _newest_is(ledger, 4))
@@ -310,8 +307,8 @@ async def test_two_ranks_learn_what_one_rank_learns_and_do_not_outlive_their_lau
     assert all(torch.allclose(one[name], two[name], atol=5e-5) for name in one)  # a step moves a weight by 1e-3
 
 
-async def _outlived_by_no_rank(launcher: subprocess.Popen[bytes]) -> None:
-    ranks = [child for child in psutil.Process(launcher.pid).children() if "services.trainer" in child.cmdline()]
+async def _outlived_by_no_rank(launcher: forge.Started) -> None:
+    ranks = psutil.Process(launcher.pid).children()
     assert len(ranks) == 2
     os.kill(launcher.pid, signal.SIGKILL)
     await until(lambda: not any(_runs(rank) for rank in ranks))

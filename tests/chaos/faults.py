@@ -84,9 +84,9 @@ SLOW_STEP_S, SLOWER = 1.2, 5
 """The slow scorer takes at least so long for a step, and so many times as long as a step takes without it."""
 FILE_BYTES = 1024**2
 """Less than a checkpoint's files have; more than the trainer's log."""
-MODEL_WIDTH, MODEL_ROOM_BYTES = 1 << 18, 80 * 1024**2
-"""The reward model holds three numbers for each of so many places of a token. A group's 8 samples of at least 6 tokens take 150 MB at a
-time, and do not find them; one of at most 10 takes 32 MB, and does."""
+MODEL_WIDTH, MODEL_ROOM_BYTES = 1 << 20, 320 * 1024**2
+"""The reward model holds three numbers for each of so many places of a token. A group's 8 samples of at least 6 tokens take 600 MB at a
+time, and do not find them; one of at most 10 takes 126 MB, and does, beside all that a process takes when it does something for the first time."""
 ISOLATED, UNSAFE, ODD, TIGHT = "executor-isolated", "executor-unsafe", "rollout-odd", "reward-tight"
 MEASURED_STEPS, STEADY_STEPS = 10, 25
 """From which it is told how long one takes; what the guard of the throughput looks at: five steps, and four times as many before them."""
@@ -275,7 +275,8 @@ async def prepared(folder: Path, storage: Storage) -> AsyncIterator[Faults]:
         around.callback(server.kill)
         patch.setenv(VARIABLE, str(scorer))
         await until(lambda: answers(server.port), timeout_s=PATIENCE_S)
-        async with running(folder, server.url, flags, prometheus=True) as run:
+        # Not as forks: a limit of memory counts what a process has mapped, and theirs is mapped from the start.
+        async with running(folder, server.url, flags, prometheus=True, forked=False) as run:
             await run.until((run.folder / "settings.toml").exists)
             bus = await run.connect()
             quick = ("--reward.executor.profiles", '["stdlib"]', "--reward.executor.check_every_s", "0.5")

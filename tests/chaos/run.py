@@ -17,7 +17,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,10 @@ import pytest
 from shared import embedded
 from shared.bus import Bus
 from shared.ledger import Ledger, RunState
+from tests import forge
 from tests.conftest import PATIENCE_S, free_port, until, words
 from tests.fault_proxy import FaultProxy
+from tests.forge import Started
 from tests.prometheus_server import Prometheus
 
 ROOT = Path(__file__).parent.parent.parent
@@ -92,6 +93,7 @@ class Run:
         flags: Mapping[str, object] | None = None,
         config: str = "config/arithmetic.toml",
         prometheus: bool = False,
+        forked: bool = True,
     ) -> None:
         self.folder = folder / RUN_ID
         self._bus_url = bus_url
@@ -102,15 +104,12 @@ class Run:
             values["telemetry.prometheus_port"] = 0
         self._output = folder / "up.txt"
         self.prometheus = Prometheus(self._output)
-        self._by_hand: dict[str, subprocess.Popen[bytes]] = {}
+        self._by_hand: dict[str, Started] = {}
         self._answered = ""
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "services", "up", config, *(["--prometheus"] if prometheus else [])),
-                *(f"--{n}={v}" for n, v in values.items()),
-            ],
-            cwd=ROOT, stdout=self._output.open("w"), stderr=subprocess.STDOUT,
-        )  # fmt: skip
+        self._forked = forked
+        words = ["up", config, *(["--prometheus"] if prometheus else []), *(f"--{n}={v}" for n, v in values.items())]
+        with self._output.open("w") as output:
+            self.process = forge.start("services", words, output, forked=forked)
 
     # ---------------------------------------------------------------- its processes
 
@@ -145,20 +144,16 @@ class Run:
 
     def join(self, service: str, name: str, *flags: str) -> None:
         """Start one more replica by hand, from the run's own settings and ``flags``."""
-        log = (self.folder / "logs" / f"{name}.log").open("ab")
-        command = [sys.executable, "-m", f"services.{service}", "--config", str(self.folder / "settings.toml")]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-        self._by_hand[name] = subprocess.Popen(
-            [*command, "--replica", name, *flags], cwd=ROOT, env=environment, stdout=log, stderr=log
-        )
-        log.close()
+        words = ["--config", self.folder / "settings.toml", "--replica", name, *flags]
+        with (self.folder / "logs" / f"{name}.log").open("ab") as log:
+            self._by_hand[name] = forge.start(f"services.{service}", words, log, forked=self._forked)
 
     async def left(self, name: str) -> int:
         """Wait until a process that was started by hand is gone; return its exit code."""
         process = self._by_hand[name]
         await until(lambda: process.poll() is not None, timeout_s=PATIENCE_S)
         del self._by_hand[name]
-        return int(process.returncode)
+        return process.wait()
 
     def check(self) -> None:
         """Fail with all logs when the run ended early."""
@@ -284,9 +279,10 @@ async def running(
     flags: Mapping[str, object] | None = None,
     config: str = "config/arithmetic.toml",
     prometheus: bool = False,
+    forked: bool = True,
 ) -> AsyncIterator[Run]:
-    """A run that is ended with the body."""
-    run = Run(folder, bus_url, flags, config, prometheus)
+    """A run that is ended with the body; its processes are forks (``tests/forge.py``), or ``forked`` is false."""
+    run = Run(folder, bus_url, flags, config, prometheus, forked)
     try:
         yield run
     finally:
@@ -295,7 +291,7 @@ async def running(
 
 @contextlib.asynccontextmanager
 async def harmed(
-    folder: Path, seed: int = 0, flags: Mapping[str, object] | None = None
+    folder: Path, seed: int = 0, flags: Mapping[str, object] | None = None, *, forked: bool = True
 ) -> AsyncIterator[tuple[Run, TcpServer, FaultProxy, Bus]]:
     """A run behind a proxy, its Valkey, and our own way to it."""
     server = TcpServer(folder / "valkey")
@@ -305,7 +301,7 @@ async def harmed(
     try:
         await until(lambda: answers(server.port), timeout_s=PATIENCE_S)
         url = f"redis://127.0.0.1:{await proxy.start()}"
-        async with running(folder, url, flags) as run:
+        async with running(folder, url, flags, forked=forked) as run:
             bus = await run.connect(server.url)
             yield run, server, proxy, bus
     finally:

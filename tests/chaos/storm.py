@@ -253,7 +253,8 @@ class Storm:
 
 async def storm(folder: Path, seed: int, length_s: float) -> Figures:
     """Storm for ``length_s`` over a new run in ``folder``; hold what must hold, and return the figures."""
-    async with harmed(folder, seed) as (run, server, proxy, bus):
+    # Recoveries are timed, and what is killed here starts as it does for users.
+    async with harmed(folder, seed, forked=False) as (run, server, proxy, bus):
         watcher = Watcher(bus)
         async with watcher.watching():
             await run.more_steps(bus, 5)

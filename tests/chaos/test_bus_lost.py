@@ -71,8 +71,8 @@ async def _restored(bus: Bus) -> list[Mapping[str, Any]]:
 
 
 @contextlib.asynccontextmanager
-async def watched(folder: Path) -> AsyncIterator[tuple[TcpServer, str]]:
-    """A primary, its replica and a sentinel that watches over them, all Debian's Redis; yields the primary and the bus URL."""
+async def watched(folder: Path) -> AsyncIterator[tuple[TcpServer, int, str]]:
+    """A primary, its replica and a sentinel that watches over them, all Debian's Redis; yields the primary, the sentinel's port and the bus URL."""
     binary, port = need("redis-server", "redis-server"), free_port()
     primary = TcpServer(folder / "primary", binary)
     replica = TcpServer(folder / "replica", binary)
@@ -91,10 +91,8 @@ async def watched(folder: Path) -> AsyncIterator[tuple[TcpServer, str]]:
     try:
         for number in (primary.port, replica.port, port):
             await until(lambda number=number: answers(number), timeout_s=PATIENCE_S)
-        client = connection.open_client(replica.url)
-        await client.execute_command("REPLICAOF", "127.0.0.1", str(primary.port))
-        await connection.close_client(client)
-        yield primary, f"redis+sentinel://127.0.0.1:{port}/penstock"
+        await _told(replica.port, "REPLICAOF", "127.0.0.1", str(primary.port))
+        yield primary, port, f"redis+sentinel://127.0.0.1:{port}/penstock"
     finally:
         sentinel.kill()
         sentinel.wait(30)
@@ -102,14 +100,24 @@ async def watched(folder: Path) -> AsyncIterator[tuple[TcpServer, str]]:
         replica.kill()
 
 
+async def _told(port: int, *words: str) -> Any:
+    client = connection.open_client(f"redis://127.0.0.1:{port}")
+    try:
+        return await client.execute_command(*words)
+    finally:
+        await connection.close_client(client)
+
+
 @pytest.mark.debian
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_a_run_goes_on_with_the_replica_that_sentinel_makes_the_primary(tmp_path: Path) -> None:
-    async with watched(tmp_path) as (primary, url), running(tmp_path, url, {"rollout.replicas": 1}) as run:
+    async with watched(tmp_path) as (primary, sentinel, url), running(tmp_path, url, {"rollout.replicas": 1}) as run:
         bus = await run.connect(url)
         await run.more_steps(bus, 2)
         await until(lambda: _has_replica(primary), timeout_s=PATIENCE_S)
+        # A sentinel looks for replicas every ten seconds.
+        await until(lambda: _told(sentinel, "SENTINEL", "REPLICAS", "penstock"), timeout_s=PATIENCE_S)
         primary.kill()
         await run.more_steps(bus, 3)
         await run.stop()

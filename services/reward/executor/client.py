@@ -21,6 +21,7 @@ from shared.errors import PeerError, TemporaryError
 
 CONNECT_WITHIN_S = 5.0
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
+_CLOSED = PeerError("the connection was closed")
 
 
 class ExecutorClient:
@@ -70,8 +71,8 @@ class ExecutorClient:
         """Close the connection; what still runs is killed."""
         if self._reading is not None:
             self._reading.cancel()
-            await asyncio.gather(self._reading, return_exceptions=True)
-        await self._drop()
+            await asyncio.gather(self._reading, return_exceptions=True)  # it may not even have begun
+        await self._drop(_CLOSED)
 
     async def _connected(self) -> asyncio.StreamWriter:
         async with self._connecting:
@@ -94,7 +95,7 @@ class ExecutorClient:
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         """Give each answer to who waits for it, until the connection ends."""
-        reason: Exception = PeerError("the connection was closed")
+        reason: Exception = _CLOSED
         try:
             while True:
                 frame = await frames.receive_async(reader)
@@ -104,12 +105,12 @@ class ExecutorClient:
         except (OSError, PeerError) as error:
             reason = error
         finally:
-            for answer in self._waiting.values():
-                if not answer.done():
-                    answer.set_exception(self._gone(reason))
-            await self._drop()
+            await self._drop(reason)
 
-    async def _drop(self) -> None:
+    async def _drop(self, reason: Exception) -> None:
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(self._gone(reason))
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
