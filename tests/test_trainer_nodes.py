@@ -3,12 +3,11 @@
 import asyncio
 import contextlib
 import json
-import os
-import signal
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -34,9 +33,17 @@ def hosts(run: Run, rendezvous: int, metrics: int, *, forked: bool = False) -> I
         yield found
     finally:
         for process in found:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill(process)
             process.wait(10)
+
+
+def kill(host: forge.Started) -> None:
+    """Kill a host's processes, if any is there."""
+    if host.poll() is None:
+        launcher = psutil.Process(host.pid)
+        for process in (*launcher.children(recursive=True), launcher):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def answers(url: str) -> bool:
@@ -62,7 +69,7 @@ async def test_two_hosts_train_as_one_and_come_back_when_one_of_them_dies(tmp_pa
             await two.reaches(ledger, 2, first)
             assert await asyncio.to_thread(answers, f"http://127.0.0.1:{metrics}/readyz")
             assert await asyncio.to_thread(answers, f"http://127.0.0.2:{metrics}/readyz")
-            os.killpg(second.pid, signal.SIGKILL)
+            kill(second)
             assert await asyncio.to_thread(first.wait, 60) != 0  # its supervisor starts it again
         await feed(bus, 2 * GROUPS, GROUPS)
         with hosts(two, free_port(), metrics, forked=True) as (first, _):
