@@ -1,6 +1,10 @@
-"""What logprobs and entropies of many tokens cost in memory: all logits at once, and in chunks.
+"""What logprobs and entropies of many tokens cost in memory and time: all logits at once, and in chunks.
 
     python -m benchmarks.logits --vocabulary 152064 --tokens 16384 --hidden 256
+
+    plain            all logits at once, in torch's operations
+    chunked          as the trainer does: in chunks, on a GPU by one kernel
+    chunked_unfused  on a GPU: in chunks, in torch's operations
 
 Each way runs forward and backward in a process of its own: float32 on a CPU, where the peak of resident memory less what
 was resident before is measured, or bfloat16 on a GPU (``--device cuda``), by torch's allocator. Hidden states and the output
@@ -24,15 +28,18 @@ from services.trainer.logits import token_logprobs
 LEAST_RATIO = 4.0
 
 
-def measure(arguments: argparse.Namespace, chunk_tokens: int) -> dict[str, float]:
+def measure(arguments: argparse.Namespace) -> dict[str, float]:
     """Run one way in this process; return its peak (bytes) and seconds."""
+    fused, chunk_tokens = arguments.one == "chunked", 0 if arguments.one == "plain" else arguments.chunk
     torch.manual_seed(0)
     device = torch.device(arguments.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     output = torch.nn.Linear(arguments.hidden, arguments.vocabulary, bias=False, device=device, dtype=dtype)
     hidden_ND = torch.randn(arguments.tokens, arguments.hidden, device=device, dtype=dtype, requires_grad=True)
     targets_N = torch.randint(0, arguments.vocabulary, (arguments.tokens,), device=device)
-    _compute(hidden_ND[:2], output, targets_N[:2], min(chunk_tokens, 1), arguments)  # what is imported or set up once
+    _compute(
+        hidden_ND[:2], output, targets_N[:2], min(chunk_tokens, 1), fused, arguments.entropy_gradient
+    )  # what is imported or set up once
     output.zero_grad()
     hidden_ND.grad = None
     if device.type == "cuda":
@@ -42,7 +49,7 @@ def measure(arguments: argparse.Namespace, chunk_tokens: int) -> dict[str, float
     else:
         before = psutil.Process().memory_info().rss
     started_s = time.perf_counter()
-    _compute(hidden_ND, output, targets_N, chunk_tokens, arguments)
+    _compute(hidden_ND, output, targets_N, chunk_tokens, fused, arguments.entropy_gradient)
     if device.type == "cuda":
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated()
@@ -52,12 +59,12 @@ def measure(arguments: argparse.Namespace, chunk_tokens: int) -> dict[str, float
 
 
 def _compute(
-    hidden: Tensor, output: nn.Module, targets: Tensor, chunk_tokens: int, arguments: argparse.Namespace
+    hidden: Tensor, output: nn.Module, targets: Tensor, chunk_tokens: int, fused: bool, entropy_gradient: bool
 ) -> None:
     """Run forward and backward."""
     ones = torch.ones(len(targets), device=targets.device)
-    out = token_logprobs(hidden, output, targets, ones, chunk_tokens, entropy_gradient=arguments.entropy_gradient)
-    wanted = out.policy_logprobs_N.sum() + (out.entropy_N.sum() if arguments.entropy_gradient else 0.0)
+    out = token_logprobs(hidden, output, targets, ones, chunk_tokens, entropy_gradient=entropy_gradient, fused=fused)
+    wanted = out.policy_logprobs_N.sum() + (out.entropy_N.sum() if entropy_gradient else 0.0)
     torch.autograd.backward(wanted)
 
 
@@ -70,25 +77,23 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=2048)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--entropy-gradient", action="store_true")
-    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--one", choices=("plain", "chunked", "chunked_unfused"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one is not None:
-        print(json.dumps(measure(arguments, arguments.one)))
+        print(json.dumps(measure(arguments)))
         return
-    plain, chunked = (_apart(chunk) for chunk in (0, arguments.chunk))
+    on_gpu = arguments.device != "cpu"
+    ways = {way: _apart(way) for way in ("plain", "chunked", *(("chunked_unfused",) if on_gpu else ()))}
+    plain, chunked = ways["plain"], ways["chunked"]
     ratio = plain["bytes"] / chunked["bytes"]
-    found = {"memory_ratio": ratio, "plain_bytes": plain["bytes"], "chunked_bytes": chunked["bytes"]}
-    found |= {"plain_s": plain["seconds"], "chunked_s": chunked["seconds"]}
-    print(
-        json.dumps(
-            found | {name: vars(arguments)[name] for name in ("vocabulary", "tokens", "hidden", "chunk", "device")}
-        )
-    )
+    found = {"memory_ratio": ratio, "time_ratio": plain["seconds"] / chunked["seconds"], "ways": ways}
+    settings = ("vocabulary", "tokens", "hidden", "chunk", "device", "entropy_gradient")
+    print(json.dumps(found | {name: vars(arguments)[name] for name in settings}))
     sys.exit(ratio < LEAST_RATIO)
 
 
-def _apart(chunk_tokens: int) -> dict[str, float]:
-    command = [sys.executable, "-m", "benchmarks.logits", *sys.argv[1:], "--one", str(chunk_tokens)]
+def _apart(way: str) -> dict[str, float]:
+    command = [sys.executable, "-m", "benchmarks.logits", *sys.argv[1:], "--one", way]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found

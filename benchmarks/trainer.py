@@ -106,7 +106,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     start_ranks(arguments.device)
     tell(f"{arguments.ranks} ranks on {arguments.device}, building {arguments.shape}")
     model = random_model(SHAPES[arguments.shape], of, arguments.device)
-    policy = EitherPolicy(model, chunk_tokens=of.trainer.logits_chunk_tokens).train()
+    fused = of.trainer.kernels != "torch"
+    policy = EitherPolicy(model, chunk_tokens=of.trainer.logits_chunk_tokens, fused=fused).train()
     sizes = policy.sizes
     engine = TrainingEngine(policy, of, arguments.device)
     longest = arguments.cap // 4
@@ -115,14 +116,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     tokens = sum(len(sample.token_ids) for row in rows for sample in row.samples)
     tell(f"{tokens} trained tokens; forward passes a rank: { ({way: len(found) for way, found in passes.items()}) }")
     phases = Phases(engine.device)
-    for way, found in passes.items():
-        measure(engine, phases, lambda found=found: step(engine, found[:2], tokens))  # type: ignore[misc]
-        tell(f"warmed up: {way}")
     seen: dict[str, list[dict[str, float]]] = {way: [] for way in passes}
-    for number in range(arguments.rounds):
+    for number in range(arguments.rounds + 1):  # the first meets every shape for the first time, and does not count
         for way, found in passes.items():
-            seen[way].append(measure(engine, phases, lambda found=found: step(engine, found, tokens)))  # type: ignore[misc]
-            tell(f"round {number + 1} of {arguments.rounds}, {way}: {seen[way][-1]['seconds']:.2f} s")
+            one = measure(engine, phases, lambda found=found: step(engine, found, tokens))  # type: ignore[misc]
+            seen[way] += [one] * (number > 0)
+            tell(f"round {number} of {arguments.rounds}, {way}: {one['seconds']:.2f} s")
     _check(seen, of)
     return _figures(seen, passes, tokens, sum(row.flops(sizes) for row in rows), engine, arguments)
 

@@ -67,9 +67,8 @@ class EitherPolicy(Policy):
         hidden_BTD = self.model.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
         places = rows * hidden_BTD.shape[1] + columns
         hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, places)
-        return token_logprobs(
-            hidden_ND, output, targets, torch.ones_like(targets, dtype=torch.float32), self._chunk_tokens
-        )
+        ones = torch.ones_like(targets, dtype=torch.float32)
+        return token_logprobs(hidden_ND, output, targets, ones, self._chunk_tokens, fused=self._fused)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

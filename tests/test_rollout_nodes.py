@@ -49,6 +49,8 @@ ENVIRONMENT = {
 }
 START_S = 300.0
 GPUS = torch.cuda.device_count()
+EXACT = 2e-2 if GPUS else 1e-4
+"""Nats. vLLM's attention on a GPU multiplies float32 in TF32."""
 
 
 def environment(node: int) -> dict[str, str]:
@@ -147,11 +149,11 @@ async def test_an_engine_on_two_hosts_draws_what_one_process_would(engine: VllmE
     for sample in group.samples:
         assert sample.token_ids.tolist() == greedy[: len(sample.token_ids)]
         expected = reference(MODELS[0], PROMPT, sample.token_ids, 0.0)
-        np.testing.assert_allclose(sample.behavior_logprobs, expected, atol=1e-4)
+        np.testing.assert_allclose(sample.behavior_logprobs, expected, atol=EXACT)
     drawn = await engine.generate(request(samples=4, new_tokens=12))
     for sample in drawn.samples:
         expected = reference(MODELS[0], PROMPT, sample.token_ids)
-        np.testing.assert_allclose(sample.behavior_logprobs, expected, atol=1e-4)
+        np.testing.assert_allclose(sample.behavior_logprobs, expected, atol=EXACT)
         assert sample.version_spans.tolist() == [[0, 0]]
     assert len({tuple(sample.token_ids.tolist()) for sample in drawn.samples}) == 4
 
@@ -183,7 +185,7 @@ async def test_weights_that_are_pulled_change_on_both_hosts_between_the_same_two
         (_, old), (border, new) = sample.version_spans.tolist()
         assert (old, new) == (0, 1)
         expected = kept_cache(MODELS[0], MODELS[1], sample.token_ids, border)
-        np.testing.assert_allclose(sample.behavior_logprobs, expected, atol=1e-4)
+        np.testing.assert_allclose(sample.behavior_logprobs, expected, atol=EXACT)
     assert engine.version == PolicyVersion(1)
 
 

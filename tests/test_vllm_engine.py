@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 from services.rollout.engine import EngineDied, GeneratedSample, GenerationRequest
-from services.rollout.vllm_arguments import check_arguments, gather
+from services.rollout.vllm_arguments import check_arguments, gather, serving
 from services.rollout.vllm_engine import VllmEngine
 from services.rollout.vllm_start import open_vllm
 from services.rollout.vllm_worker import adapter_request
@@ -520,3 +520,18 @@ async def test_what_vllm_cannot_start_with_is_one_sentence(tmp_path: Path, harm:
     settings = {"model": str(save(tmp_path, MODELS[0])), "dtype": "float32", "seed": 0, "max_num_seqs": 4, **harm}
     with pytest.raises(SettingsError):
         await open_vllm(gather(**settings))
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("no such architecture\nmore", r"\(no such architecture\)"),
+        (
+            "Engine core initialization failed. See root cause above.",
+            "the last error above this line in the replica's log",
+        ),
+    ],
+)
+def test_what_vllm_cannot_start_with_is_one_sentence_that_says_where_the_reason_is(said: str, told: str) -> None:
+    with pytest.raises(SettingsError, match=told + ".*change policy.model or rollout.vllm"), serving("a model"):
+        raise RuntimeError(said)

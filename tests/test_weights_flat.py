@@ -1,8 +1,5 @@
 """Laws of flat snapshots and of their checksums."""
 
-import os
-import subprocess
-import sys
 import threading
 import time
 
@@ -16,7 +13,7 @@ from shared.weights.flat import FlatSnapshot
 from shared.weights.layout import Header, plan_layout
 from shared.weights.place import Place, plain_uuid
 from shared.weights.session import choose_transport
-from tests.conftest import need_module
+from tests.interpreted import interpreted
 
 CPU = torch.device("cpu")
 LAYOUT = plan_layout([("a", "bfloat16", (3, 2)), ("b", "float32", (2,)), ("c", "int64", (2,))], bucket_bytes=512)
@@ -153,22 +150,10 @@ def test_whatever_touches_a_cpu_goes_through_the_hosts() -> None:
 
 
 def test_the_kernel_of_gpus_finds_the_same_checksum() -> None:
-    """Run by Triton's interpreter, which needs no GPU."""
-    need_module("triton", "triton")
-    found = subprocess.run(
-        [sys.executable, "-c", _INTERPRETED],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert found.stdout.split() == ["same"] * 4, found.stderr[-2000:]
+    assert interpreted(_KERNEL) == ["same"] * 4
 
 
-_INTERPRETED = """
-import contextlib, torch
-torch.cuda.device = lambda device: contextlib.nullcontext()
+_KERNEL = """
 from shared.weights.checksum import checksum
 from shared.weights.checksum_kernel import enqueue
 for words in (32, 1024, 1024 * 5 + 7 * 32, 1024 * 37):

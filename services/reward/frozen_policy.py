@@ -1,6 +1,6 @@
 """The initial policy, frozen: logprobs of given tokens after given prompts. Imports torch.
 
-    logprob of token t = log_softmax(logits at t − 1 / its temperature)_t       as ``services/trainer/logits.py`` has the policy's
+    logprob of token t = log_softmax(logits at t − 1 / its temperature)_t       (shared/logits.py)
 
 Each sequence is a row of its own, padded on the right, which a causal model's tokens do not see. Logits are computed only where a
 completion's token is predicted, and for so many tokens at a time.
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from services.reward.placement import Placed, first_line, pick_device, pick_dtype
 from shared.errors import SettingsError
+from shared.logits import logprobs
 from shared.messages import Float32Array, Int32Array
 from shared.settings import Settings
 
@@ -92,8 +93,7 @@ class FrozenPolicy:
         parts = []
         for start in range(0, len(targets_N), self._chunk_tokens):
             chunk = slice(start, start + self._chunk_tokens)
-            logits = output(hidden_ND[chunk]).float() / temperatures_N[chunk, None]
-            parts.append(torch.log_softmax(logits, dim=-1).gather(-1, targets_N[chunk, None]).squeeze(-1))
+            parts.append(logprobs(output(hidden_ND[chunk]), targets_N[chunk], temperatures_N[chunk]))
         found: Float32Array = torch.cat(parts).cpu().numpy()
         return np.split(found, np.cumsum([len(one.token_ids) for one in batch])[:-1])
 

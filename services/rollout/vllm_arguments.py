@@ -147,7 +147,9 @@ def serving(model: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
+        said = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        if "root cause above" in said:  # it was said by a process of vLLM's own
+            said = "the last error above this line in the replica's log is why"
         raise SettingsError(
-            f"expected a model that vLLM can serve in {model!r}, found one that it cannot "
-            f"({str(error).strip().splitlines()[0] if str(error).strip() else repr(error)}): change policy.model or rollout.vllm"
+            f"expected vLLM to start with {model!r}, found that it cannot ({said}): change policy.model or rollout.vllm"
         ) from error

@@ -1,8 +1,8 @@
 """Fused kernels for what lies between a model's matrix products: RMS norm, rotary embedding and gated MLP, one Triton kernel each.
 
 They are Liger's (Hsu et al. 2024, arXiv:2410.10989; extra ``fused-kernels``), put into a model that was loaded, on a GPU. The rotary one
-is put into transformers' module of that model type, so all its models in this process use it. Attention (``attention``) and logits
-(``logits``) stay ours.
+is put into transformers' module of that model type, so all its models in this process use it. Attention (``attention``) and the way from
+logits to logprobs (``shared.logits``) are ours.
 """
 
 import importlib.util

@@ -1,6 +1,6 @@
 """Logprobs and entropies of tokens from hidden states, without the logits of all tokens at once.
 
-    logits_V = output(hidden_D) / the token's temperature,  logprob = log_softmax(logits)_target,  entropy = −Σ p_V log p_V
+    logits_V = output(hidden_D),  logprob and entropy of them at the token's temperature     (shared/logits.py)
 
 Tokens are taken in chunks. Where gradients are wanted, a chunk's logits are computed again in the backward pass instead of
 kept, so that memory holds ``chunk × vocabulary`` numbers and not ``tokens × vocabulary``; the output layer is computed once
@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from shared.logits import logprobs_and_entropies
+
 
 @dataclasses.dataclass(frozen=True)  # without slots: ZeRO stage 3 looks through the output's __dict__
 class TokenLogprobs:
@@ -36,6 +38,7 @@ def token_logprobs(
     chunk_tokens: int = 0,
     *,
     entropy_gradient: bool = False,
+    fused: bool = True,
 ) -> TokenLogprobs:
     """Return logprob and entropy of each target.
 
@@ -46,11 +49,14 @@ def token_logprobs(
         temperatures_N: what the logits of each are divided by, float32.
         chunk_tokens: how many tokens a chunk has; 0: all.
         entropy_gradient: whether entropies carry a gradient.
+        fused: whether one kernel may make them of the logits, on a GPU.
     """
     logits = output.forward
 
     def of(hidden_ND: Tensor, targets_N: Tensor, temperatures_N: Tensor) -> tuple[Tensor, Tensor]:
-        return _plain(hidden_ND, logits, targets_N, temperatures_N, entropy_gradient)
+        return logprobs_and_entropies(
+            logits(hidden_ND), targets_N, temperatures_N, entropy_gradient=entropy_gradient, fused=fused
+        )
 
     def in_chunks(*whole: Tensor) -> tuple[Tensor, Tensor]:
         if not chunk_tokens or len(targets_N) <= chunk_tokens:
@@ -80,18 +86,3 @@ def _recomputed(of: Callable[..., tuple[Tensor, Tensor]], *chunk: Tensor) -> tup
     # The shapes of ZeRO stage 3's weights change while they are away, which the check would take for a mistake.
     found: tuple[Tensor, Tensor] = checkpoint(of, *chunk, use_reentrant=False, determinism_check="none")
     return found
-
-
-def _plain(
-    hidden_ND: Tensor,
-    logits: Callable[[Tensor], Tensor],
-    targets_N: Tensor,
-    temperatures_N: Tensor,
-    entropy_gradient: bool,
-) -> tuple[Tensor, Tensor]:
-    logits_NV = logits(hidden_ND).float() / temperatures_N[:, None]
-    logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
-    chosen_N = logprobs_NV.gather(-1, targets_N[:, None]).squeeze(-1)
-    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
-    return chosen_N, entropy_N

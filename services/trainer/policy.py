@@ -33,6 +33,7 @@ class Policy(nn.Module):
         entropy_gradient: whether entropies carry a gradient, for an entropy bonus.
         kind: which attention.
         chunk_tokens: logits of so many tokens are there at a time; 0: of all.
+        fused: whether one kernel may make logprobs of logits, on a GPU.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Policy(nn.Module):
         entropy_gradient: bool = False,
         kind: attention.Kind = "auto",
         chunk_tokens: int = 0,
+        fused: bool = True,
     ) -> None:
         super().__init__()
         self.model = model
@@ -51,6 +53,7 @@ class Policy(nn.Module):
         self._entropy_gradient = entropy_gradient
         self._kind: attention.Kind = kind
         self._chunk_tokens = chunk_tokens
+        self._fused = fused
 
     def forward(self, batch: MicroBatch) -> TokenLogprobs:
         """Return the logprobs of ``batch``'s trained tokens under the current weights."""
@@ -62,6 +65,7 @@ class Policy(nn.Module):
             torch.from_numpy(batch.temperatures_N).to(hidden_ND.device),
             self._chunk_tokens,
             entropy_gradient=self._entropy_gradient,
+            fused=self._fused,
         )
 
 
@@ -125,7 +129,7 @@ def load_reference(
     """Return the initial policy, frozen, on this rank's device: whole on every rank, whatever the ZeRO stage."""
     model = load_model(settings, dtype)
     kernels.install(model, fused, device)
-    reference = Policy(model, kind=kind, chunk_tokens=chunk_tokens)
+    reference = Policy(model, kind=kind, chunk_tokens=chunk_tokens, fused=fused != "torch")
     return reference.to(torch.device(device)).eval().requires_grad_(False)
 
 

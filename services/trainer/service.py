@@ -93,7 +93,7 @@ def train(settings: Settings, lead: "Leading | None") -> None:
     model = load_model(settings.policy, dtype)
     kernels.install(model, fused, device)
     model = adapter.add(model, settings.policy, settings.trainer.zero_stage)
-    policy = Policy(model, entropy_gradient=bonus, kind=kind, chunk_tokens=chunk).train()
+    policy = Policy(model, entropy_gradient=bonus, kind=kind, chunk_tokens=chunk, fused=fused != "torch").train()
     try:
         engine = TrainingEngine(policy, settings, device)
         reference: Reference | None = None

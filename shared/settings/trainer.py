@@ -98,7 +98,7 @@ class TrainerSettings(Section):
     sequences with a mask (`mask`, anywhere); `auto`: varlen where it runs. Both give the logprobs of separate sequences."""
     kernels: Literal["auto", "torch", "liger"] = Field(default="auto")
     """What computes norms, rotary embeddings and gated MLPs on a GPU: torch, or Liger's fused kernels (extra fused-kernels); `auto`: Liger's
-    where they are installed and know the model."""
+    where they are installed and know the model. With `torch` the logprobs of logits are left to torch as well."""
     logits_chunk_tokens: NonNegativeInt = Field(default=2048)
     """Logits of so many tokens are in memory at a time, and computed again in the backward pass; 0: of a whole micro-batch."""
     gradient_checkpointing: bool = Field(default=False)

@@ -1,0 +1,23 @@
+"""Triton kernels run by Triton's interpreter, which needs no GPU."""
+
+import os
+import subprocess
+import sys
+
+from tests.conftest import need_module
+
+
+def interpreted(script: str) -> list[str]:
+    """Return what ``script``, run in a process of its own, prints; torch.cuda.device does nothing in it."""
+    need_module("triton", "triton")
+    begin = "import contextlib, torch\ntorch.cuda.device = lambda _: contextlib.nullcontext()\n"
+    found = subprocess.run(
+        [sys.executable, "-c", begin + script],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    return found.stdout.splitlines()
