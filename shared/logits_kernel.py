@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK, _WARPS = 4096, 4
+_BLOCK, _WARPS = 4096, 8
 """Logits of a row that a program has in hand, and the warps that share them."""
 
 
