@@ -37,9 +37,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
     output = torch.nn.Linear(arguments.hidden, arguments.vocabulary, bias=False, device=device, dtype=dtype)
     hidden_ND = torch.randn(arguments.tokens, arguments.hidden, device=device, dtype=dtype, requires_grad=True)
     targets_N = torch.randint(0, arguments.vocabulary, (arguments.tokens,), device=device)
-    _compute(
-        hidden_ND[:2], output, targets_N[:2], min(chunk_tokens, 1), fused, arguments.entropy_gradient
-    )  # what is imported or set up once
+    # What is imported, compiled or set up once.
+    _compute(hidden_ND[:2], output, targets_N[:2], min(chunk_tokens, 1), fused, arguments.entropy_gradient)
     output.zero_grad()
     hidden_ND.grad = None
     if device.type == "cuda":

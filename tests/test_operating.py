@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from services.coordinator.api import make_app
+from services.coordinator.resources import LiveChanges, LiveValues
 from services.coordinator.service import Coordinator
 from services.reward.service import make_scoring
 from services.rollout.scripted_engine import ScriptedEngine
@@ -20,7 +21,7 @@ from shared import streams, wire
 from shared.bus import Bus
 from shared.cordon import Cordon, Word, tell_replica
 from shared.ledger import Ledger
-from shared.live import Live
+from shared.live import CHANGEABLE, Live
 from shared.messages import Event, Experience, PolicyVersion, Prompt
 from shared.settings import Settings
 from shared.telemetry import Presence, Status, heartbeats
@@ -65,6 +66,11 @@ async def ended(http: httpx.AsyncClient, location: str) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- settings that change
+
+
+def test_what_may_change_is_what_the_api_takes() -> None:
+    for model in (LiveValues, LiveChanges):
+        assert tuple(field.alias for field in model.model_fields.values()) == CHANGEABLE
 
 
 async def test_settings_change_only_from_the_revision_that_was_read(http: httpx.AsyncClient, bus: Bus) -> None:

@@ -5,7 +5,7 @@ Lists are pages: ``items``, and ``next``, the cursor of the page after it (null:
 
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import ConfigDict, Field
 
 from services.coordinator.dead_letters import Source
 from services.coordinator.models import Answer, Command, EvaluationView
@@ -270,6 +270,14 @@ class RunSummary(Answer):
     """This coordinator leads it; every other one has its own."""
 
 
+_MaxLag = Annotated[int, Field(ge=0, le=1_000_000, alias="algorithm.max_lag")]
+_LearningRate = Annotated[float, Field(ge=0, le=10.0, alias="trainer.learning_rate")]
+_Temperature = Annotated[float, Field(ge=1e-3, le=1e3, alias="sampling.temperature")]
+_GroupSize = Annotated[int, Field(ge=2, le=65_536, alias="sampling.group_size")]
+_Expression = Annotated[str, Field(max_length=1000, alias="reward.expression")]
+_Update = Annotated[Literal["inflight", "drain"], Field(alias="weights.update")]
+
+
 class LiveValues(Answer):
     """The settings that may change while the run goes on; see docs/api.md for when each takes effect."""
 
@@ -277,17 +285,17 @@ class LiveValues(Answer):
         extra="forbid", use_attribute_docstrings=True, validate_by_name=False, allow_inf_nan=False, strict=True
     )
 
-    max_lag: NonNegativeInt = Field(alias="algorithm.max_lag", le=1_000_000)
+    max_lag: _MaxLag
     """Steps that generation may be ahead."""
-    learning_rate: NonNegativeFloat = Field(alias="trainer.learning_rate", le=10.0)
+    learning_rate: _LearningRate
     """Peak learning rate."""
-    temperature: PositiveFloat = Field(alias="sampling.temperature", ge=1e-3, le=1e3)
+    temperature: _Temperature
     """Softmax temperature."""
-    group_size: Annotated[int, Field(ge=2, le=65_536)] = Field(alias="sampling.group_size")
+    group_size: _GroupSize
     """Completions per prompt."""
-    expression: str = Field(alias="reward.expression", max_length=1000)
+    expression: _Expression
     """The reward from the scorers' values; empty: their mean."""
-    update: Literal["inflight", "drain"] = Field(alias="weights.update")
+    update: _Update
     """When new weights go live."""
 
 
@@ -326,12 +334,12 @@ class LiveChanges(LiveValues):
 
     model_config = ConfigDict(json_schema_extra={"minProperties": 1})
 
-    max_lag: NonNegativeInt = Field(default=0, alias="algorithm.max_lag", le=1_000_000)
-    learning_rate: NonNegativeFloat = Field(default=0.0, alias="trainer.learning_rate", le=10.0)
-    temperature: PositiveFloat = Field(default=1.0, alias="sampling.temperature", ge=1e-3, le=1e3)
-    group_size: Annotated[int, Field(ge=2, le=65_536)] = Field(default=2, alias="sampling.group_size")
-    expression: str = Field(default="", alias="reward.expression", max_length=1000)
-    update: Literal["inflight", "drain"] = Field(default="inflight", alias="weights.update")
+    max_lag: _MaxLag = 0
+    learning_rate: _LearningRate = 0.0
+    temperature: _Temperature = 1.0
+    group_size: _GroupSize = 2
+    expression: _Expression = ""
+    update: _Update = "inflight"
 
 
 class SettingsChange(Command):
