@@ -140,9 +140,12 @@ def _run(
         process = subprocess.Popen(
             command, cwd=_work(folder), env=_environment(environment or {}), stdout=printed, stderr=subprocess.STDOUT
         )
-        while process.poll() is None and not found:
-            time.sleep(0.5)
-            found = wrong() or (f"not done in {_RUN_S} s" if time.monotonic() > until_s else "")
+        try:
+            while process.poll() is None and not found:
+                time.sleep(0.5)
+                found = wrong() or (f"not done in {_RUN_S} s" if time.monotonic() > until_s else "")
+        except KeyboardInterrupt:
+            found = "interrupted"
         if found:
             process.terminate()
         code = process.wait(60)
