@@ -9,23 +9,26 @@ CONFIG ?= config/arithmetic.toml
 ARGS ?=
 WORKERS ?= 3
 export PYTHON
+SHELL := bash
 
 # Called by module, not by script: a script's first line cannot hold a path with a space.
 VENV_PYTHON := .venv/bin/python
 # A file's tests stay in one process, in their order; files are taken in that of tests/conftest.py, the longest first.
 PYTEST := $(VENV_PYTHON) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo up test faults storm quick check lint format types imports openapi dashboards clean install install-dev
+.PHONY: help demo up test faults portability storm quick check lint format types imports openapi dashboards models clean install install-dev
 
 help:
 	@echo "make demo    train the arithmetic example on this machine, from nothing"
 	@echo "make up      the same for CONFIG=your.toml"
 	@echo "make test    all tests, from nothing        make quick   those that take no whole run"
 	@echo "make faults  a real run with Prometheus, and every guard and alert raised by its fault; 3 to 8 minutes"
+	@echo "make portability  what compares floats, under the instruction sets of older CPUs and other numbers of threads"
 	@echo "make storm   30 minutes of faults over a real run, then the audit; ARGS='--seed 7'"
 	@echo "make check   what CI runs: ruff, mypy, the import rule, all tests, the faults"
 	@echo "make openapi write docs/openapi.json, the description of the HTTP API"
 	@echo "make dashboards write deploy/k8s/penstock/dashboards from deploy/dashboards"
+	@echo "make models  write docs/models.md from tests/model_verdicts.toml"
 	@echo "make format  let ruff format the code       make clean   remove .venv and caches (runs/ stays)"
 
 install:
@@ -43,10 +46,17 @@ up: install
 test: install-dev
 	$(PYTEST) $(ARGS)
 
-# Minutes of the alert rules last about a second there: what a busy machine held up is tried once more, on a run of its own.
-FAULTS := $(VENV_PYTHON) -m pytest -m faults -x tests/chaos/test_faults.py
 faults: install-dev
-	$(FAULTS) || $(FAULTS)
+	$(VENV_PYTHON) -m pytest -m faults -x tests/chaos/test_faults.py
+
+# What compares floats, with the kernels of older CPUs and other numbers of threads: <ATEN_CPU_CAPABILITY>:<ONEDNN_MAX_CPU_ISA>:<OMP_NUM_THREADS>.
+MACHINES := default:SSE41:1 avx2:AVX2:2 avx512:AVX512_CORE:4
+portability: install-dev
+	@for machine in $(MACHINES); do \
+		IFS=: read -r aten onednn threads <<< "$$machine"; echo "== $$machine"; \
+		ATEN_CPU_CAPABILITY=$$aten ONEDNN_MAX_CPU_ISA=$$onednn OMP_NUM_THREADS=$$threads \
+			$(PYTEST) -m "not slow and not faults" $$(grep -l tests.tolerance tests/test_*.py) $(ARGS) || exit; \
+	done
 
 storm: install-dev
 	$(VENV_PYTHON) -m benchmarks.storm --seconds 1800 $(ARGS)
@@ -75,6 +85,9 @@ openapi: install-dev
 
 dashboards: install-dev
 	$(VENV_PYTHON) -m deploy.dashboards
+
+models: install-dev
+	$(VENV_PYTHON) -m tests.model_page
 
 format: install-dev
 	$(VENV_PYTHON) -m ruff check --fix .

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 from services.reward.executor.client import ExecutorClient
 from services.reward.executor.protocol import Job, Outcome
@@ -34,26 +35,48 @@ Way = Callable[[], Awaitable[None]]
 
 @contextlib.asynccontextmanager
 async def executor(isolation: str, slots: int) -> AsyncIterator[ExecutorClient]:
-    """Start an executor, give the block a client of it, and stop it."""
+    """Start an executor, give the block a client of it, and stop it.
+
+    Raises:
+        SystemExit: it ended before it answered; with what it wrote to standard error.
+    """
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         address = f"unix:{folder}/executor.sock"
         command = [sys.executable, "-m", "services.reward.executor", "--reward.executor.address", address]
         command += ["--reward.executor.isolation", isolation, "--reward.executor.slots", str(slots)]
         command += ["--reward.executor.profiles", '["stdlib"]', "--telemetry.log_level", "ERROR"]
-        process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.DEVNULL)
+        messages = Path(folder) / "stderr"
+        with messages.open("wb") as stderr:
+            process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.DEVNULL, stderr=stderr)
         client = ExecutorClient(address)
         try:
             async with asyncio.timeout(START_WITHIN_S):
-                await _until_it_answers(client)
+                if not await _answers(client, process):
+                    raise SystemExit(messages.read_text(errors="replace").strip())
             yield client
         finally:
             await client.close()
-            process.terminate()
+            with contextlib.suppress(ProcessLookupError):  # it ended by itself
+                process.terminate()
             await process.wait()
 
 
+async def _answers(client: ExecutorClient, process: asyncio.subprocess.Process) -> bool:
+    """Wait until the executor answers, or has ended; return whether it answers."""
+    ended = asyncio.ensure_future(process.wait())
+    asked = asyncio.ensure_future(_until_it_answers(client))
+    try:
+        await asyncio.wait([ended, asked], return_when=asyncio.FIRST_COMPLETED)
+        if asked.done():
+            await asked
+        return asked.done()
+    finally:
+        ended.cancel()
+        asked.cancel()
+
+
 async def _until_it_answers(client: ExecutorClient) -> None:
-    """The client itself waits before it tries again."""
+    """Ask until there is an answer; the client itself waits before it tries again."""
     while True:
         with contextlib.suppress(TemporaryError):
             assert (await client.run(Job("print(1)"))).outcome is Outcome.FINISHED

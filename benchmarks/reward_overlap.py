@@ -33,7 +33,8 @@ import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForSequenceClassification
 
-from services.reward.service import Scoring, make_scoring
+from services.reward.scoring import Scoring
+from services.reward.service import make_scoring
 from shared.messages import FinishReason, GroupId, Prompt, RolloutGroup, Sample, Sampling
 from shared.settings import Settings
 from shared.telemetry import Status

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from benchmarks.packing import mix
 from benchmarks.shapes import SHAPES
 from benchmarks.trainer_shapes import EitherPolicy, Padded, by_arrival, by_length, random_model
+from services.trainer import kernels
 from services.trainer.engine import TrainingEngine, start_ranks
 from services.trainer.flops import BACKWARD, ModelSizes
 from services.trainer.measures import Phases, utilisation
@@ -106,8 +107,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     start_ranks(arguments.device)
     tell(f"{arguments.ranks} ranks on {arguments.device}, building {arguments.shape}")
     model = random_model(SHAPES[arguments.shape], of, arguments.device)
-    fused = of.trainer.kernels != "torch"
-    policy = EitherPolicy(model, chunk_tokens=of.trainer.logits_chunk_tokens, fused=fused).train()
+    fused = kernels.fuses_logits(of.trainer.kernels)
+    policy = EitherPolicy(model, chunk_tokens=of.trainer.logits_chunk_tokens, fused_logits=fused).train()
     sizes = policy.sizes
     engine = TrainingEngine(policy, of, arguments.device)
     longest = arguments.cap // 4
@@ -120,7 +121,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     for number in range(arguments.rounds + 1):  # the first meets every shape for the first time, and does not count
         for way, found in passes.items():
             one = measure(engine, phases, lambda found=found: step(engine, found, tokens))  # type: ignore[misc]
-            seen[way] += [one] * (number > 0)
+            if number:
+                seen[way].append(one)
             tell(f"round {number} of {arguments.rounds}, {way}: {one['seconds']:.2f} s")
     _check(seen, of)
     return _figures(seen, passes, tokens, sum(row.flops(sizes) for row in rows), engine, arguments)

@@ -68,7 +68,9 @@ class EitherPolicy(Policy):
         places = rows * hidden_BTD.shape[1] + columns
         hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, places)
         ones = torch.ones_like(targets, dtype=torch.float32)
-        return token_logprobs(hidden_ND, output, targets, ones, self._chunk_tokens, fused=self._fused)
+        return token_logprobs(
+            hidden_ND, output, targets, ones, self._chunk_tokens, fused=self._fused_logits, kind=self._logits
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

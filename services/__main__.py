@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -19,6 +19,9 @@ from shared.errors import PenstockError, SettingsError
 
 if TYPE_CHECKING:
     from services.client import Coordinator
+
+_EVENTS = 5
+"""How many of the newest events `penstock status` shows."""
 
 app = typer.Typer(
     name="penstock",
@@ -114,7 +117,9 @@ def status(run: Run = LATEST, url: Url = "", token_file: TokenFile = None, as_js
         print(asked.run_json())  # noqa: T201
         return
     seen, replicas = asked.run(), asked.replicas()
-    Console().print(view.screen(f"penstock · {seen.run_id}", seen, [view.row_of(replica) for replica in replicas]))
+    happened = [view.event_line(event) for event in asked.newest_events(_EVENTS)]
+    rows = [view.row_of(replica) for replica in replicas]
+    Console().print(view.screen(f"penstock · {seen.run_id}", seen, rows, happened))
 
 
 @app.command()
@@ -206,8 +211,13 @@ def report(run: Run = LATEST) -> None:
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(metavar="[RUN]", help="The run's folder, or its settings file.")] = LATEST,
-    version: Annotated[int, typer.Option(metavar="N", help="Which version of the policy.")] = ...,  # type: ignore[assignment]
+    run: Annotated[
+        Path, typer.Argument(metavar="[RUN]", help="The run's folder, its settings file, or `latest`.")
+    ] = LATEST,
+    version: Annotated[
+        str,
+        typer.Option(metavar="N|latest", help="Which version of the policy; `latest`: the newest that is there."),
+    ] = "latest",
     to: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Where to write; new or empty. Default: exports/ of the run.")
     ] = None,
@@ -222,14 +232,15 @@ def export(
     While the run goes on its trainer writes it, beside its steps; a run that is over is read from its files, here. For the versions that
     still have a snapshot or a checkpoint, and for 0.
 
-    **Examples:** `penstock export --version 40 --to my-model` · `penstock export runs/… --version 40 --to my-adapter --adapter`
+    **Examples:** `penstock export latest` · `penstock export --version 40 --to my-model` · `penstock export runs/… --version 40 --to my-adapter --adapter`
     """
     from services import exports
 
+    wanted, run = exports.number(version), LATEST if str(run) == LATEST.name and not run.exists() else run
     if (asked := None if here else exports.find_alive(run, url, token_file)) is not None:
-        found = exports.ask(asked, version, to, adapter=adapter)
+        found = exports.ask(asked, wanted, to, adapter=adapter)
     else:
-        found = exports.make(run, version, to, adapter=adapter)
+        found = exports.make(run, wanted, to, adapter=adapter)
     if as_json:
         print(json.dumps(found, indent=2))  # noqa: T201
     else:
@@ -316,5 +327,15 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def command_line() -> NoReturn:
+    """Run the command line and end the process; a library that was loaded for an export adds no last words of its own."""
+    code = main()
+    if "torch" in sys.modules:
+        from shared.service import leave
+
+        leave(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    command_line()

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 import httpx
 from pydantic import ValidationError
 
-from services.views import ReplicaView, RunView, ServicesPage, View
+from services.views import EventsPage, EventView, ReplicaView, RunView, ServicesPage, View
 from shared.errors import PenstockError
 
 _TIMEOUT_S = 10.0
@@ -95,6 +95,10 @@ class Coordinator:
         """Return ``GET /v1/run`` as it came, with the replicas beside it, as JSON text."""
         replicas = [replica.model_dump() for replica in self.replicas()]
         return json.dumps({**self._answer("GET", "/v1/run").json(), "services": replicas}, indent=2)
+
+    def newest_events(self, most: int) -> list[EventView]:
+        """Return the newest events, oldest first."""
+        return _read(self._answer("GET", "/v1/events", query={"limit": most}), EventsPage).items[::-1]
 
     def replicas(self) -> list[ReplicaView]:
         """Return every replica that is there."""
@@ -201,6 +205,10 @@ class AsyncCoordinator:
     async def replicas(self) -> list[ReplicaView]:
         """Return every replica that is there."""
         return _read(await self._get("/v1/services?limit=500"), ServicesPage).services
+
+    async def events(self) -> list[EventView]:
+        """Return the newest events, oldest first."""
+        return _read(await self._get("/v1/events?limit=50"), EventsPage).items[::-1]
 
     async def close(self) -> None:
         """Close the connections."""

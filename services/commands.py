@@ -53,14 +53,29 @@ def add_to(app: typer.Typer) -> None:
     app.command()(tail)
 
 
-def _list(
-    context: typer.Context, path: str, run: Path, url: str, token_file: Path | None, as_json: bool, most: int
-) -> None:
-    if context.invoked_subcommand is None:
+def _listing(group: typer.Typer, name: str, path: str, sentence: str) -> None:
+    """Add a list to ``group``: as ``penstock NAME list``, and as what ``penstock NAME`` alone does."""
+
+    def show(
+        run: Run = LATEST, url: Url = "", token_file: TokenFile = None, as_json: AsJson = False, most: Most = 1000
+    ) -> None:
         from services import tables
 
-        items = coordinator(run, url, token_file).items(path, most)
-        tables.show(str(context.info_name), items, as_json=as_json)
+        tables.show(name, coordinator(run, url, token_file).items(path, most), as_json=as_json)
+
+    def show_alone(
+        context: typer.Context,
+        run: Run = LATEST,
+        url: Url = "",
+        token_file: TokenFile = None,
+        as_json: AsJson = False,
+        most: Most = 1000,
+    ) -> None:
+        if context.invoked_subcommand is None:
+            show(run, url, token_file, as_json, most)
+
+    group.callback(help=f"{sentence} With a command: do something with one.")(show_alone)
+    group.command("list", help=sentence)(show)
 
 
 def _post(
@@ -80,17 +95,7 @@ def _get(path: str, run: Path, url: str, token_file: Path | None, as_json: bool)
 # ---------------------------------------------------------------- policies
 
 
-@policies.callback()
-def list_policies(
-    context: typer.Context,
-    run: Run = LATEST,
-    url: Url = "",
-    token_file: TokenFile = None,
-    as_json: AsJson = False,
-    most: Most = 1000,
-) -> None:
-    """List every policy version with its parent, or do something with one."""
-    _list(context, "/v1/policies", run, url, token_file, as_json, most)
+_listing(policies, "policies", "/v1/policies", "List every policy version with its parent.")
 
 
 @policies.command("show")
@@ -132,17 +137,7 @@ _marking("withdraw", "Say that people may not use a version any more.")
 # ---------------------------------------------------------------- services
 
 
-@services.callback()
-def list_services(
-    context: typer.Context,
-    run: Run = LATEST,
-    url: Url = "",
-    token_file: TokenFile = None,
-    as_json: AsJson = False,
-    most: Most = 1000,
-) -> None:
-    """List every replica that is there, or tell one something."""
-    _list(context, "/v1/services", run, url, token_file, as_json, most)
+_listing(services, "services", "/v1/services", "List every replica that is there.")
 
 
 def _telling(word: str, sentence: str) -> None:
@@ -183,17 +178,7 @@ def drain_service(
 # ---------------------------------------------------------------- dead letters
 
 
-@dead.callback()
-def list_dead(
-    context: typer.Context,
-    run: Run = LATEST,
-    url: Url = "",
-    token_file: TokenFile = None,
-    as_json: AsJson = False,
-    most: Most = 1000,
-) -> None:
-    """List what could not be handled, or do something with it."""
-    _list(context, "/v1/dead-letters", run, url, token_file, as_json, most)
+_listing(dead, "dead", "/v1/dead-letters", "List what could not be handled.")
 
 
 @dead.command("show")

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shared.errors import PenstockError
+from shared.errors import PenstockError, SettingsError
 from shared.exports import check_free, export_folder
 from shared.messages import PolicyVersion
 
@@ -44,16 +44,28 @@ def _announced(run: Path) -> str:
         return ""
 
 
-def ask(asked: "Coordinator", version: int, to: Path | None, *, adapter: bool) -> "JsonObject":
-    """Have the run's trainer write a version, and wait for it; copy it to ``to`` where one is named.
+def number(text: str) -> int | None:
+    """Return the version that a person names; None for ``latest``.
+
+    Raises:
+        SettingsError: it is neither that nor a number.
+    """
+    if text == "latest":
+        return None
+    if not text.isdecimal():
+        raise SettingsError(f"expected a version's number or latest, found {text!r}: change --version")
+    return int(text)
+
+
+def ask(asked: "Coordinator", version: int | None, to: Path | None, *, adapter: bool) -> "JsonObject":
+    """Have the run's trainer write a version (None: the newest that it can), and wait for it; copy it to ``to`` where one is named.
 
     Raises:
         PenstockError: it cannot be made, or what was made is not to be seen from here.
     """
     if to is not None:
         check_free(to)
-    begun = asked.post(f"/v1/policies/{version}/export", {"adapter": adapter})
-    found: JsonObject = asked.finished(begun, lambda detail: None)["result"]
+    found = _latest(asked, adapter=adapter) if version is None else _export(asked, version, adapter=adapter)
     if to is None:
         return found
     made = Path(found["folder"])
@@ -66,19 +78,43 @@ def ask(asked: "Coordinator", version: int, to: Path | None, *, adapter: bool) -
     return {**found, "folder": str(to)}
 
 
-def make(run: Path, version: int, to: Path | None, *, adapter: bool) -> "JsonObject":
-    """Write a version from the run's files, in this process.
+def _export(asked: "Coordinator", version: int, *, adapter: bool) -> "JsonObject":
+    begun = asked.post(f"/v1/policies/{version}/export", {"adapter": adapter})
+    found: JsonObject = asked.finished(begun, lambda detail: None)["result"]
+    return found
+
+
+def _latest(asked: "Coordinator", *, adapter: bool) -> "JsonObject":
+    """Export the head, or, where its weights are in no file, the newest version with a checkpoint."""
+    from services.client import Refused
+
+    head = asked.run().head
+    if head is None:
+        raise PenstockError("expected a version of the policy, found that the run has none yet: wait for its first")
+    try:
+        return _export(asked, head, adapter=adapter)
+    except Refused as error:
+        known = asked.items("/v1/policies", 1_000_000)
+        kept = [int(one["version"]) for one in known if one.get("checkpoint") and one.get("state") != "revoked"]
+        if not kept or max(kept) == head:
+            raise PenstockError(f"{error}; trainer.checkpoint_every_steps says when a checkpoint is written") from error
+    return _export(asked, max(kept), adapter=adapter)
+
+
+def make(run: Path, version: int | None, to: Path | None, *, adapter: bool) -> "JsonObject":
+    """Write a version (None: the newest there is) from the run's files, in this process.
 
     Raises:
         PenstockError: it cannot be made, or what it needs is not installed.
     """
     try:
-        from services.trainer.export import export_version, settings_of
+        from services.trainer.export import export_version, newest_version, settings_of
     except ImportError as error:
         raise PenstockError(f"expected penstock[trainer] for export, found {error}: install it") from error
-    settings, number = settings_of(run), PolicyVersion(version)
-    folder = to or export_folder(settings, number, adapter=adapter)
-    found = export_version(settings, number, folder, adapter=adapter)
+    settings = settings_of(run)
+    wanted = newest_version(settings, adapter=adapter) if version is None else PolicyVersion(version)
+    folder = to or export_folder(settings, wanted, adapter=adapter)
+    found = export_version(settings, wanted, folder, adapter=adapter)
     return {"version": found.version, "step": found.step, "folder": found.folder, "adapter": found.adapter}
 
 

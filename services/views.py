@@ -48,6 +48,16 @@ class History(View):
     tokens_per_s: list[float | None] = Field(default=[])
 
 
+class Notice(View):
+    """Something that whoever watches the run should know."""
+
+    about: str = ""
+    """What it is about; it stays while the text changes."""
+    level: str = "warning"
+    """error or warning."""
+    text: str = ""
+
+
 class RunView(View):
     """``GET /v1/run``."""
 
@@ -58,6 +68,8 @@ class RunView(View):
     """Once ended: its records, summary and report are whole."""
     activity: str = ""
     """What it does now, in a few words."""
+    notices: list[Notice] = Field(default=[])
+    """The most important first."""
     step: int = 0
     steps: int = 0
     head: int | None = None
@@ -79,8 +91,9 @@ class RunView(View):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will happen in this run."""
-        return self.state in ENDED_STATES and self.closed
+        """Whether nothing more will happen in this run; a finished one that has steps left is about to be extended."""
+        extends = self.state == "finished" and self.step < self.steps
+        return self.state in ENDED_STATES and self.closed and not extends
 
 
 class ReplicaView(View):
@@ -93,6 +106,8 @@ class ReplicaView(View):
     pid: int = 0
     address: str = ""
     started_at_s: float = 0.0
+    starts: int = 1
+    """Number of processes that this run has had under this name."""
     seen_at_s: float = 0.0
     memory_bytes: int = 0
     last_error: str = ""
@@ -115,3 +130,20 @@ class ServicesPage(View):
     @classmethod
     def _named(cls, found: object) -> object:
         return {"services": found["items"]} if isinstance(found, dict) and "items" in found else found
+
+
+class EventView(View):
+    """One entry of ``GET /v1/events``."""
+
+    id: str = ""
+    at_s: float = 0.0
+    """Unix seconds."""
+    source: str = ""
+    name: str = ""
+    detail: str = ""
+
+
+class EventsPage(View):
+    """A page of events, newest first."""
+
+    items: list[EventView] = Field(default=[])

@@ -17,7 +17,7 @@ import hashlib
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from importlib import resources
 from typing import Any, Generic, NewType, TypeAlias, TypeVar
 
@@ -54,6 +54,7 @@ _UNAVAILABLE = (
     OSError,
 )
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
+_BEGINNING, _PAGE_ENTRIES = "0-0", 256
 _SCRIPTS = {
     path.name.removesuffix(".lua"): path.read_text()
     for path in resources.files("shared").joinpath("lua").iterdir()
@@ -149,6 +150,8 @@ class Bus:
     async def call(self, command: Callable[[], Awaitable[R]]) -> R:
         """Run ``command``, again after each failure to reach the server, with capped exponential backoff.
 
+        A server that cannot write its data to disk takes no writes: it is waited for in the same way.
+
         Raises:
             BusUnavailable: the server did not answer for ``wait_s``.
         """
@@ -156,7 +159,7 @@ class Bus:
         cancels = _cancels()
         while True:
             try:
-                result = await command()
+                result = await _answered(command)
                 _raise_swallowed(cancels)
             except (*_UNAVAILABLE, BusUnavailable) as error:
                 waited_s = time.monotonic() - started_s
@@ -221,22 +224,39 @@ class Bus:
         self, stream: Stream, kind: type[M], consumer: str, count: int, block_s: float | None
     ) -> list[Delivery[M]]:
         """Take up to ``count`` entries that nobody has; wait up to ``block_s`` for the first (None: not at all)."""
-        return await self._read(stream, kind, consumer, ">", count, block_s)
+        return self._deliveries(stream, kind, await self._read_rows(stream, consumer, ">", count, block_s))
 
-    async def read_own(self, stream: Stream, kind: type[M], consumer: str, count: int) -> list[Delivery[M]]:
-        """Take again what an earlier process of the same name left unfinished.
+    async def own(
+        self, stream: Stream, kind: type[M], consumer: str, page_entries: int = _PAGE_ENTRIES
+    ) -> AsyncIterator[Delivery[M]]:
+        """Take again everything that an earlier process of the same name left unfinished, oldest first, a page at a time."""
+        after = _BEGINNING
+        while page := await self.read_own(stream, kind, consumer, page_entries, after):
+            for delivery in page:
+                yield delivery
+            after = page[-1].entry_id
 
-        Each such delivery counts as an attempt; the attempts are read in the same round trip as nobody else holds them.
-        """
-        entries = await self._read(stream, kind, consumer, "0", count, None)
-        if not entries:
-            return []
-        attempts = await self._attempts(stream, consumer, entries[0].entry_id, entries[-1].entry_id, len(entries))
-        return [dataclasses.replace(entry, attempts=attempts.get(entry.entry_id, 1)) for entry in entries]
-
-    async def _read(
-        self, stream: Stream, kind: type[M], consumer: str, start: str, count: int, block_s: float | None
+    async def read_own(
+        self, stream: Stream, kind: type[M], consumer: str, count: int, after: str = _BEGINNING
     ) -> list[Delivery[M]]:
+        """Take again up to ``count`` entries that an earlier process of the same name left unfinished; empty: there are no more.
+
+        Each such delivery counts as an attempt. An entry that is no longer in the stream is passed over.
+
+        Args:
+            after: the last entry of the page before.
+        """
+        while rows := await self._read_rows(stream, consumer, after, count, None):
+            entries = self._deliveries(stream, kind, rows)
+            if entries:
+                found = await self._attempts(stream, consumer, entries[0].entry_id, entries[-1].entry_id, len(rows))
+                return [dataclasses.replace(entry, attempts=found.get(entry.entry_id, 1)) for entry in entries]
+            after = _text(rows[-1][0])
+        return []
+
+    async def _read_rows(
+        self, stream: Stream, consumer: str, start: str, count: int, block_s: float | None
+    ) -> list[tuple[bytes, Mapping[Any, Any]]]:
         key = self.keys.of(stream)
         block_ms = None if block_s is None else max(1, int(block_s * 1000))
         try:
@@ -248,8 +268,12 @@ class Bus:
                 raise
             await self.make_groups()  # the server came back empty
             return []
-        entries = answer[0][1] if answer else []
-        return [self._delivery(stream, kind, entry_id, 1, fields) for entry_id, fields in entries if fields]
+        return list(answer[0][1]) if answer else []
+
+    def _deliveries(
+        self, stream: Stream, kind: type[M], rows: Sequence[tuple[bytes, Mapping[Any, Any]]]
+    ) -> list[Delivery[M]]:
+        return [self._delivery(stream, kind, entry_id, 1, fields) for entry_id, fields in rows if fields]
 
     async def _attempts(self, stream: Stream, consumer: str, first: str, last: str, count: int) -> dict[EntryId, int]:
         rows = await self.call(
@@ -413,6 +437,20 @@ class Bus:
 def read_counts(raw: Mapping[Any, Any]) -> dict[str, int]:
     """Return how groups ended, from the answer to HGETALL."""
     return {_text(name): int(value) for name, value in raw.items()}
+
+
+async def _answered(command: Callable[[], Awaitable[R]]) -> R:
+    """Return the answer to ``command``.
+
+    Raises:
+        BusUnavailable: the server refuses writes because its own to disk fail.
+    """
+    try:
+        return await command()
+    except ResponseError as error:
+        if "MISCONF" not in str(error):
+            raise
+        raise BusUnavailable(f"the server cannot write its data to disk, so it takes no writes: {error}") from error
 
 
 def _cancels() -> int:

@@ -41,6 +41,15 @@ def redact(url: str) -> str:
     return re.sub(r"://([^/@:]*):[^/@]*@", r"://\1:***@", url)
 
 
+def first_server(url: str) -> tuple[str, int] | None:
+    """Return host and port of the first server that ``url`` names; None where it is a socket, or embedded."""
+    parts = urlsplit(url)
+    scheme, _, form = parts.scheme.partition("+")
+    if scheme not in ("redis", "rediss"):
+        return None
+    return _nodes(parts, 6379)[0] if form else (parts.hostname or "127.0.0.1", parts.port or 6379)
+
+
 def open_client(url: str) -> Client:
     """Return a client for ``url``; it connects on its first command.
 

@@ -1,14 +1,83 @@
-"""Files that are whole: never seen half written, or, where that is asked for, surviving the machine."""
+"""Files that are whole: never seen half written, or, where that is asked for, surviving the machine; and full disks."""
 
+import asyncio
+import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
+
+LEAST_BYTES = 4 * 2**20
+"""Less free space than this is no room: a checkpoint or the bus's data needs more."""
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What the system says where a disk, a quota or the limit of a process's files is full."""
+_AGAIN_S = 1.0
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that nobody ever sees half written; it survives the process, not the machine (:func:`flush`)."""
+    """Write a file that nobody ever sees half written; it survives the process, not the machine (:func:`flush`).
+
+    Raises:
+        OSError: it cannot be written; the file that was there stays, and nothing is left beside it.
+    """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+class Kept:
+    """A small file that is kept up to date, also when there is no room for it now: then it is tried again each second.
+
+    Args:
+        path: the file.
+        tell: says when it cannot be written, and when it can again.
+    """
+
+    def __init__(self, path: Path, tell: Callable[[str], None]) -> None:
+        self._path = path
+        self._tell = tell
+        self._waiting: str | None = None
+
+    def write(self, text: str) -> None:
+        """Write the file whole, now or later."""
+        try:
+            write_whole(self._path, text)
+        except OSError as error:
+            if self._waiting is None:
+                self._tell(no_room(self._path, error))
+            self._waiting = text
+        else:
+            if self._waiting is not None:
+                self._tell(f"{self._path.name} is written again")
+            self._waiting = None
+
+    async def run(self) -> None:
+        """Try again for as long as there is something to write, until cancelled."""
+        while True:
+            await asyncio.sleep(_AGAIN_S)
+            if self._waiting is not None:
+                self.write(self._waiting)
+
+
+def no_room(path: Path, error: OSError) -> str:
+    """Return the sentence on a file that cannot be written now."""
+    way_out = "free space there" if error.errno in NO_ROOM else "make it writable"
+    return (
+        f"cannot write {path.name} in {path.parent} ({error.strerror or error}): {way_out}, or move run.folder; "
+        "it is tried again each second, and the run continues"
+    )
+
+
+def free_bytes(folder: Path) -> int:
+    """Return what an ordinary user may still write in ``folder``; a folder that is gone counts as full."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return 0
+    return found.f_bavail * found.f_frsize
 
 
 def flush(path: Path) -> None:

@@ -4,7 +4,7 @@
 
     created ──▶ running ◀──▶ paused          published ──▶ live ──▶ retired
         └──────────┴──────────┴──▶ stopped                    └──────────┴──▶ revoked
-                   └──▶ finished
+                   └──▶ finished (and running again, where run.steps is raised)
 
 The trainer publishes versions under its *epoch*: starting a trainer takes the next epoch, and a commit under an older one is
 refused, so a trainer that was presumed dead cannot write history.
@@ -21,7 +21,7 @@ from typing import Literal
 from shared import streams, wire
 from shared.bus import Argument, Bus, Delivery, EntryId, read_counts
 from shared.errors import Fenced
-from shared.messages import Experience, PolicyRecord, PolicyUpdate, PolicyVersion, Prompt, StepReport
+from shared.messages import Experience, PolicyRecord, PolicyUpdate, PolicyVersion, Prompt, StepPlan, StepReport
 
 
 class RunState(StrEnum):
@@ -89,6 +89,8 @@ class JournalEntry:
     """Under which revision of the live settings the step was trained."""
     data: bytes
     """The experience, encoded."""
+    plan: StepPlan | None = None
+    """How the step was laid out; None where an older version of Penstock committed it."""
 
 
 class Ledger:
@@ -198,9 +200,14 @@ class Ledger:
         return trained, position
 
     async def commit(
-        self, epoch: int, record: PolicyRecord, deliveries: Sequence[Delivery[Experience]], report: StepReport | None
+        self,
+        epoch: int,
+        record: PolicyRecord,
+        deliveries: Sequence[Delivery[Experience]],
+        report: StepReport | None,
+        plan: StepPlan | None = None,
     ) -> None:
-        """Move ``deliveries`` to the journal and publish ``record``, in one transaction.
+        """Move ``deliveries`` to the journal, with the ``plan`` of their step, and publish ``record``, in one transaction.
 
         Without deliveries ``record`` is a version of the step that is committed already.
 
@@ -227,6 +234,7 @@ class Ledger:
             streams.STEPS.max_entries or 0,
             time.time(),
             record.settings_revision,
+            b"" if plan is None else wire.encode(plan),
         ]
         answer = await self._bus.script("commit", keys, [*arguments, *(entry.entry_id for entry in deliveries)])
         if answer != b"ok":
@@ -237,12 +245,7 @@ class Ledger:
         rows = await self._bus.call(
             lambda: self._bus.client.xrange(self._keys.of(streams.JOURNAL), min=f"({after}" if after else "-")
         )
-        return [
-            JournalEntry(
-                EntryId(entry.decode()), int(fields[b"step"]), int(fields.get(b"revision", 0)), fields[b"data"]
-            )
-            for entry, fields in rows
-        ]
+        return [_journal_entry(entry, fields) for entry, fields in rows]
 
     async def trim_journal(self, through: str) -> None:
         """Forget the journal through an entry, which a checkpoint covers."""
@@ -254,6 +257,12 @@ class Ledger:
     async def set_checkpoint(self, version: PolicyVersion, folder: str) -> None:
         """Note that a version has a checkpoint, in a folder or under a URI."""
         await self._bus.write(self._keys.checkpoints, "HSET", str(version), folder)
+
+    async def drop_checkpoint(self, place: str) -> None:
+        """Note that the checkpoint in a folder or under a URI is damaged: no version has it any more, pinned or not."""
+        for version, where in (await self.checkpoints()).items():
+            if where == place:
+                await self._bus.write(self._keys.checkpoints, "HDEL", str(version))
 
     async def forget_checkpoint(self, folder: str) -> bool:
         """Note that a checkpoint is about to be deleted; False where it has to stay (it is pinned, or a rollback goes back to it)."""
@@ -347,6 +356,17 @@ def read_status(raw: Mapping[bytes, bytes]) -> RunStatus:
         bus_full=fields.get("bus_full", ""),
         doing=fields.get("doing", ""),
         closed="closed_at_s" in fields,
+    )
+
+
+def _journal_entry(entry: bytes, fields: Mapping[bytes, bytes]) -> JournalEntry:
+    plan = fields.get(b"plan")
+    return JournalEntry(
+        entry=EntryId(entry.decode()),
+        step=int(fields[b"step"]),
+        settings_revision=int(fields.get(b"revision", 0)),
+        data=fields[b"data"],
+        plan=wire.decode(plan, StepPlan) if plan else None,
     )
 
 

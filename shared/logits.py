@@ -44,7 +44,8 @@ def logprobs_and_entropies(
         return found
     logprobs_NV = _all_logprobs(logits_NV, temperatures_N)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
+        finite_NV = logprobs_NV.clamp(min=torch.finfo(torch.float32).min)  # 0 · log 0 is 0, and so is its gradient
+        entropy_N = -(finite_NV.exp() * finite_NV).sum(-1)
     return _chosen(logprobs_NV, targets_N), entropy_N
 
 

@@ -202,6 +202,32 @@ class Experience:
 
 
 @record
+@dataclasses.dataclass(frozen=True, slots=True)
+class Misfit:
+    """A forward pass of a step's updates that did not fit into memory: all ranks cut it in two.
+
+    A single sample that does not fit is left out on the ranks in ``ranks``.
+    """
+
+    attempt: int
+    """Which pass, counted from 0 over the step's updates; failed ones count."""
+    ranks: tuple[int, ...]
+    """The ranks without memory for it, ascending."""
+
+
+@message("step_plan", schema=1)
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepPlan:
+    """How a step's samples were spread over forward passes; a replay that follows it repeats the step to the bit."""
+
+    micro_batch_tokens: int
+    """The value of ``trainer.micro_batch_tokens``."""
+    layout: str
+    """Digest of which samples lay in which micro-batch of which rank, before any was cut."""
+    misfits: tuple[Misfit, ...] = ()
+
+
+@record
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Probe:
     """A few sequences and what the trainer makes of them, so that a replica can check the weights that it serves.

@@ -20,11 +20,12 @@ import os
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from shared import log
+from shared import connection, log
 from shared.bus import Bus
 from shared.cordon import Cordon
 from shared.errors import BusUnavailable, SettingsError
@@ -213,8 +214,28 @@ def readiness(status: Status, bus_available: bool) -> dict[str, Json]:
 
 
 def own_host(settings: Settings) -> str:
-    """Return the address of this process: its pod's where Kubernetes names one, else ``coordinator.host``."""
-    return os.environ.get("POD_IP") or settings.coordinator.host
+    """Return the address at which others reach this process: ``run.host``, else its pod's, else that of the route to the bus.
+
+    Raises:
+        SettingsError: nothing names it, and there is no route to the bus.
+    """
+    if named := settings.run.host or os.environ.get("POD_IP"):
+        return named
+    server = connection.first_server(settings.bus.url)
+    return "127.0.0.1" if server is None else _address_towards(*server)
+
+
+def _address_towards(host: str, port: int) -> str:
+    """Return this machine's address on its route to a server; sends nothing."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise SettingsError(
+            f"expected a route to the bus, by which this machine finds its own address, found none to {host}:{port} ({error}): change "
+            "bus.url, or set run.host to the address at which others reach this machine"
+        ) from error
 
 
 def main(
@@ -235,6 +256,9 @@ def main(
             return runner.run(_awaited(run(settings, replica))) or 0
     except (SettingsError, BusUnavailable) as error:
         return refuse(service, error)
+    except Exception:  # noqa: BLE001 (the outermost edge: the caller leaves, and no library adds its last words to the traceback)
+        traceback.print_exc()
+        return 1
 
 
 def leave(code: int) -> NoReturn:
@@ -251,8 +275,12 @@ def leave(code: int) -> NoReturn:
 
 
 def refuse(service: str, error: Exception) -> int:
-    """Say in one sentence why a service cannot start; return its exit code."""
-    print(f"penstock {service}: {error}", file=sys.stderr)  # noqa: T201
+    """Say why a service cannot start, one sentence a line; return its exit code.
+
+    Each line begins with the service's name, by which `penstock up` finds it among what a launcher says.
+    """
+    for line in str(error).splitlines():
+        print(f"penstock {service}: {line}", file=sys.stderr)  # noqa: T201
     return 2
 
 

@@ -213,6 +213,11 @@ class Keys:
         """The TOML of a run that was registered over HTTP."""
         return self.named("settings")
 
+    @property
+    def rehearsal(self) -> str:
+        """The hash of prompts on which scorers are tried before training."""
+        return self.named("rehearsal")
+
     def idempotency(self, digest: str) -> str:
         """Return the key of what one POST was answered."""
         return self.named(f"idempotency:{digest}")
@@ -233,3 +238,11 @@ class Keys:
     def service(self, replica: str) -> str:
         """Return the key of one replica's heartbeat."""
         return self.named(f"service:{replica}")
+
+    def starts(self, replica: str) -> str:
+        """Return the key of the set of one replica's processes, each under a name of its own; no process leaves it."""
+        return self.named(f"starts:{replica}")
+
+    def left(self, replica: str) -> str:
+        """Return the key that exists while a replica's last process has left in order."""
+        return self.named(f"left:{replica}")

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, Gauge, generate_latest
@@ -29,6 +29,8 @@ from shared.streams import EVENTS
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 BUS_AVAILABLE = Gauge(
     "penstock_bus_available", "1 while the bus answers this process, else 0; NaN where it needs none."
 )
@@ -36,6 +38,24 @@ BUS_AVAILABLE.set(math.nan)  # the executor's: 0 would be an outage
 BUILD = Gauge("penstock_build_info", "1 for the version of Penstock that this process runs.", ["version", "python"])
 MISSED_HEARTBEATS = 5
 """A replica that has been silent for so many heartbeats is gone."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failure:
+    """What one part of a replica could not do, why, and how often."""
+
+    part: str
+    """For people: ``scorer 'answer'``."""
+    reason: str
+    """The newest cause."""
+    problem: str
+    """The dataset row of the newest failure, ``file:line``."""
+    failed: int
+    """Groups that it failed on since the replica started, each attempt counted."""
+    in_a_row: int
+    """Of these, since it last succeeded; 0: it works again."""
+    at_s: float
+    """When it last failed, Unix seconds."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,6 +84,10 @@ class Heartbeat:
     """Under which revision of the live settings it works."""
     taking: bool = True
     """Whether it takes new work; not while it is cordoned."""
+    starts: int = 1
+    """Number of processes that this run has had under this name, including this one."""
+    failures: tuple[Failure, ...] = ()
+    """What its parts could not do."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -80,6 +104,8 @@ class Status:
     """``host:port`` where weights are served to other replicas."""
     settings_revision: int = 0
     taking: bool = True
+    failures: dict[str, Failure] = dataclasses.field(default_factory=dict)
+    """By part."""
 
     @property
     def ready(self) -> bool:
@@ -170,10 +196,14 @@ class Presence:
     async def run(self, stop: asyncio.Event) -> None:
         """Beat until ``stop``, then take the heartbeat away."""
         process = psutil.Process()
+        starts = await self._count_start()
+        if await self._died_before() and starts > 1:
+            detail = f"{self._replica} was started again after it had died: start {starts}, process {os.getpid()}"
+            await tell(self._bus, self._replica, "service restarted", detail, starts=starts)
         while not stop.is_set():
             if self._hear is not None:
                 await self._hear()
-            await self._beat(process)
+            await self._beat(process, starts)
             try:
                 async with asyncio.timeout(self._heartbeat_s):
                     await stop.wait()
@@ -182,9 +212,23 @@ class Presence:
 
     async def leave(self) -> None:
         """Take the heartbeat away: the replica left by itself."""
+        await self._bus.write(self._bus.keys.left(self._replica), "SET", "1")
         await self._bus.call(lambda: self._bus.client.delete(self._bus.keys.service(self._replica)))
 
-    async def _beat(self, process: psutil.Process) -> None:
+    async def _died_before(self) -> bool:
+        """Whether the process of this name before this one did not leave in order."""
+        key = self._bus.keys.left(self._replica)
+        left = await self._bus.call(lambda: self._bus.client.get(key))
+        await self._bus.write(key, "DEL")
+        return left is None
+
+    async def _count_start(self) -> int:
+        """Return the number of starts of this replica. Each start is a member of a set, so a repeated write counts it once."""
+        key = self._bus.keys.starts(self._replica)
+        await self._bus.write(key, "SADD", f"{socket.gethostname()}:{os.getpid()}:{self._started_at_s!r}")
+        return int(await self._bus.call(lambda: self._bus.client.scard(key)))
+
+    async def _beat(self, process: psutil.Process, starts: int) -> None:
         beat = Heartbeat(
             service=self._service,
             replica=self._replica,
@@ -201,6 +245,8 @@ class Presence:
             source=self._status.source,
             settings_revision=self._status.settings_revision,
             taking=self._status.taking,
+            starts=starts,
+            failures=tuple(self._status.failures.values()),
         )
         text = json.dumps(dataclasses.asdict(beat))
         ttl_ms = int(self._heartbeat_s * MISSED_HEARTBEATS * 1000)
@@ -220,9 +266,13 @@ async def heartbeats(bus: Bus) -> list[Heartbeat]:
 
 def _heartbeat(fields: dict[str, Any]) -> Heartbeat:
     """Read a heartbeat; what a newer version says besides is ignored."""
-    return Heartbeat(
-        **{field.name: fields[field.name] for field in dataclasses.fields(Heartbeat) if field.name in fields}
-    )
+    failures = tuple(_known(Failure, failure) for failure in fields.get("failures", ()))
+    return _known(Heartbeat, {**fields, "failures": failures})
+
+
+def _known(kind: type[T], fields: Mapping[str, Any]) -> T:
+    """Return a ``kind`` of those ``fields`` that it has."""
+    return kind(**{field.name: fields[field.name] for field in dataclasses.fields(kind) if field.name in fields})  # type: ignore[arg-type]
 
 
 async def tell(bus: Bus, source: str, name: str, detail: str, **fields: Json) -> None:

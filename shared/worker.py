@@ -138,9 +138,18 @@ class Worker(Generic[In, Out]):
             if finished.done() and not finished.cancelled() and (error := finished.exception()) is not None:
                 raise error
 
+    async def _take_own(self) -> None:
+        """Take again what an earlier process of this name left, never more at a time than there is room for."""
+        own = await self._bus.read_own(self._source, self._kind, self._consumer, await self._room())
+        while own:
+            for delivery in own:
+                await self._start(delivery)
+            own = await self._bus.read_own(
+                self._source, self._kind, self._consumer, await self._room(), own[-1].entry_id
+            )
+
     async def _take(self) -> None:
-        for delivery in await self._bus.read_own(self._source, self._kind, self._consumer, 1000):
-            await self._start(delivery)
+        await self._take_own()
         patience_s, reclaim_at_s = min(1.0, self._patience.claim_after_s / 2), 0.0
         while True:
             room = await self._room()

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from tests.conftest import PATIENCE_S
 from tests.fake_kubernetes import JOB_SET, KEDA, LEADER_WORKER_SET, OPERATOR, FakeKubernetes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -113,7 +114,7 @@ def play_all(releases: Sequence[Sequence[Json]], *, version: int, crds: Kinds | 
             input=json.dumps(job),
             text=True,
             capture_output=True,
-            timeout=120,
+            timeout=PATIENCE_S,
             cwd=ROOT,
             env={**os.environ, "HELM_DRIVER": "memory"},
         )

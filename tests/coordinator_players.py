@@ -32,6 +32,7 @@ from shared.settings import Settings
 from shared.streams import Stream
 from shared.telemetry import Status
 from shared.worker import Patience, Worker
+from tests.conftest import PATIENCE_S
 
 Reward = Callable[[Prompt], float]
 
@@ -99,7 +100,7 @@ class Trainer:
     async def step(self, **metrics: float) -> int:
         """Take a batch, commit it with a report that also says ``metrics``, and return the step."""
         batch: list[Any] = []
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while len(batch) < self.groups:
                 batch += await self.bus.read(
                     streams.EXPERIENCE, Experience, "trainer", self.groups - len(batch), block_s=0.05

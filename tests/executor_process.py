@@ -18,10 +18,9 @@ from typing import Any
 import psutil
 
 from services.reward.executor.inside import syscalls
-from tests.conftest import need
+from tests.conftest import PATIENCE_S, need
 
 ROOT = Path(__file__).parent.parent
-NOBODY = 65_534
 POD_USER = 64_123
 _DENIED = (
     "unshare",
@@ -104,7 +103,7 @@ def running(*flags: str, wrapper: Sequence[str] = (), pass_fds: Sequence[int] = 
             yield found
         finally:
             process.terminate()
-            process.wait(30)
+            process.wait(PATIENCE_S)
 
 
 def _wait(found: Running, log: Path) -> None:
@@ -117,21 +116,6 @@ def _wait(found: Running, log: Path) -> None:
                 return
         time.sleep(0.05)
     raise AssertionError(f"the executor is not ready: {log.read_text()}")
-
-
-def interpreter_for_landlock() -> str:
-    """Return a Python that whoever runs programs can read: this one, unless it lies in root's own folder."""
-    if os.geteuid() != 0:
-        return sys.executable
-    for candidate in (sys.executable, "/usr/bin/python3"):
-        with contextlib.suppress(OSError):
-            done = subprocess.run(
-                [os.path.realpath(candidate), "-I", "-c", ""], user=NOBODY, group=NOBODY, extra_groups=[]
-            )
-            if done.returncode == 0:
-                return candidate
-    need("python3 outside of root's folder", "python3")
-    raise AssertionError
 
 
 def pod(folder: Path) -> tuple[list[str], int]:

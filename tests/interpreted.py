@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from tests.conftest import need_module
+from tests.conftest import PATIENCE_S, need_module
 
 
 def interpreted(script: str) -> list[str]:
@@ -16,7 +16,7 @@ def interpreted(script: str) -> list[str]:
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert found.returncode == 0, found.stderr[-2000:]

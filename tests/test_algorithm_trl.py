@@ -18,6 +18,7 @@ from services.trainer import corrections, kl, losses
 from services.trainer.advantages import GroupAdvantage, group_advantages
 from services.trainer.aggregation import Aggregation, divisor, sequence_sums, total
 from services.trainer.preference import dpo
+from tests.tolerance import ULPS
 
 B, T, LONGEST = 6, 7, 16
 
@@ -86,8 +87,8 @@ def assert_agree(found: Tensors, ours: torch.Tensor, theirs: torch.Tensor) -> No
     """Loss and gradient."""
     (mine,) = torch.autograd.grad(ours, found.policy, retain_graph=True)
     (other,) = torch.autograd.grad(theirs, found.policy)
-    assert float(ours.detach()) == pytest.approx(float(theirs.detach()), abs=1e-6)
-    assert torch.allclose(mine, other, atol=1e-6)
+    assert float(ours.detach()) == pytest.approx(float(theirs.detach()), abs=ULPS)
+    assert torch.allclose(mine, other, atol=ULPS)
 
 
 def flat(found: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -168,7 +169,7 @@ def test_advantages_within_a_group_are_trls(kind: GroupAdvantage) -> None:
     if kind == "grpo":  # TRL divides by the deviation over n − 1; the paper, and we, by that over n
         deviation = rewards.numpy().std(axis=1, ddof=1, keepdims=True), rewards.numpy().std(axis=1, keepdims=True)
         theirs = theirs * (deviation[0] + 1e-4) / (deviation[1] + 1e-4)
-    assert np.allclose(ours, theirs, atol=1e-6)
+    assert np.allclose(ours, theirs, atol=ULPS)
 
 
 def their_dpo(found: Tensors, beta: float) -> torch.Tensor:

@@ -32,7 +32,7 @@ def client(parts: Coordinator, access: Access | None = None, token: str = "") ->
     app = make_app(dataclasses.replace(parts.api, access=access or Access()))
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     transport = httpx.ASGITransport(app)
-    return httpx.AsyncClient(transport=transport, base_url="http://coordinator", headers=headers)
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers)
 
 
 def problem(answer: httpx.Response, status: int, words: str) -> None:
@@ -101,8 +101,30 @@ def test_an_address_that_others_reach_needs_a_token(tmp_path: Path) -> None:
 async def test_a_page_of_another_origin_may_not_operate(parts: Coordinator) -> None:
     async with client(parts) as http:
         problem(await http.post("/v1/run/start", headers={"Origin": "https://evil.example"}), 403, "of this origin")
-        own = await http.post("/v1/run/start", headers={"Origin": "http://coordinator"})
+        problem(await http.post("/v1/run/start", headers={"Origin": "https://localhost"}), 403, "of this origin")
+        own = await http.post("/v1/run/start", headers={"Origin": "http://localhost"})
         assert own.status_code == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example:8000", "localhost.evil.example", "10.0.0.1", ""])
+@pytest.mark.parametrize("path", ["/v1/run", "/healthz", "/", "/metrics"])
+async def test_without_a_token_only_names_of_this_machine_are_answered(
+    parts: Coordinator, host: str, path: str
+) -> None:
+    async with client(parts) as http:
+        problem(await http.get(path, headers={"Host": host}), 421, "set coordinator.token_file")
+        for own in ("localhost:9", "127.0.0.1:8000", "[::1]"):
+            assert (await http.get("/v1/run", headers={"Host": own})).status_code == 200
+    async with client(parts, Access(OPERATE.encode()), OPERATE) as http:
+        assert (await http.get("/v1/run", headers={"Host": "penstock.example"})).status_code == 200
+
+
+async def test_nothing_is_kept_for_requests_that_need_no_token(parts: Coordinator, bus: Bus) -> None:
+    before = set(await bus.client.keys("*"))
+    async with client(parts, Access(OPERATE.encode())) as stranger:
+        for path in ("/healthz", "/page/x", "/v1/run/pause"):
+            await stranger.post(path, headers={"Idempotency-Key": f"key-{path}"})
+    assert set(await bus.client.keys("*")) == before
 
 
 # ---------------------------------------------------------------- in which form

@@ -18,7 +18,7 @@ from shared.messages import PolicyVersion, Prompt
 from shared.settings import dump
 from shared.telemetry import Presence, Status
 from tests import builders
-from tests.conftest import Server, need_module, until
+from tests.conftest import PATIENCE_S, Server, need_module, until
 from tests.coordinator_players import Trainer, settings
 
 ROOT = Path(__file__).parent.parent
@@ -37,9 +37,10 @@ async def url(server: Server, tmp_path: Path) -> AsyncIterator[str]:
     token.write_text(TOKEN)
     run = settings(tmp_path, run={"id": run_id}, coordinator={"autostart": False, "token_file": token})
     dump(run.model_copy(update={"bus": run.bus.model_copy(update={"url": server.url})}), tmp_path / "run.toml")
-    bus = await Bus.connect(server.url, run_id, wait_s=10.0)
+    bus = await Bus.connect(server.url, run_id, wait_s=PATIENCE_S)
     command = [sys.executable, "-m", "services.coordinator", "--config", str(tmp_path / "run.toml")]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=(tmp_path / "log").open("w"))
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, cwd=ROOT, stderr=log)
     announced, leave = tmp_path / "runs" / run_id / "coordinator.json", asyncio.Event()
     try:
         await until(lambda: announced.exists() or process.poll() is not None)
@@ -53,7 +54,7 @@ async def url(server: Server, tmp_path: Path) -> AsyncIterator[str]:
         assert process.poll() is None, (tmp_path / "log").read_text()[-3000:]
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(PATIENCE_S)
         await bus.close()
     assert "Traceback" not in (tmp_path / "log").read_text()
 

@@ -16,7 +16,7 @@ from shared.ledger import Ledger, RunState
 from shared.messages import Experience, PolicyVersion, Prompt, RolloutGroup
 from shared.streams import EXPERIENCE, PROMPTS, ROLLOUTS
 from tests import builders
-from tests.conftest import Server, free_port, need, until
+from tests.conftest import PATIENCE_S, Server, free_port, need, until
 
 
 async def put(bus: Bus, count: int = 1) -> None:
@@ -87,6 +87,23 @@ async def test_a_process_of_the_same_name_takes_again_what_it_left(bus: Bus) -> 
     assert [(delivery.group_id, delivery.attempts) for delivery in again] == [("0", 2), ("1", 2)]
 
 
+async def test_what_a_process_left_is_taken_again_however_much_it_is(bus: Bus) -> None:
+    await put(bus, 7)
+    entries = [delivery.entry_id for delivery in await take(bus, "a", 7)]
+    await bus.client.xdel(bus.keys.of(PROMPTS), *entries[2:4])  # a whole page of them is gone
+    again = [delivery async for delivery in bus.own(PROMPTS, Prompt, "a", page_entries=2)]
+    assert [(delivery.group_id, delivery.attempts) for delivery in again] == [(name, 2) for name in "01456"]
+
+
+async def test_a_consumer_gives_back_all_that_it_has_however_much_it_is(bus: Bus) -> None:
+    async with bus.client.pipeline(transaction=False) as pipe:
+        for number in range(2003):
+            pipe.xadd(bus.keys.of(PROMPTS), {"id": str(number), "data": b""})
+        await pipe.execute()
+    assert len(await take(bus, "a", 3000)) == 2003
+    assert await bus.give_all_back(PROMPTS, "a") == 2003
+
+
 async def test_a_buried_entry_keeps_its_bytes_and_its_reason(bus: Bus) -> None:
     await put(bus)
     (delivery,) = await take(bus)
@@ -147,7 +164,7 @@ async def test_admission_never_exceeds_what_the_steps_that_are_left_can_use(bus:
 
 
 async def test_the_bus_waits_for_a_server_that_was_killed_and_goes_on_with_its_data(own_server: Server) -> None:
-    bus = await Bus.connect(own_server.url, "killed", wait_s=10.0)
+    bus = await Bus.connect(own_server.url, "killed", wait_s=PATIENCE_S)
     await put(bus, 3)
     own_server.stop(signal.SIGKILL)
     waiting = asyncio.create_task(bus.length(PROMPTS))
@@ -162,7 +179,7 @@ async def test_the_bus_waits_for_a_server_that_was_killed_and_goes_on_with_its_d
 
 
 async def test_a_server_that_came_back_empty_gets_its_groups_again(own_server: Server) -> None:
-    bus = await Bus.connect(own_server.url, "emptied", wait_s=10.0)
+    bus = await Bus.connect(own_server.url, "emptied", wait_s=PATIENCE_S)
     await bus.client.flushall()
     assert await take(bus) == []
     await put(bus)
@@ -224,7 +241,7 @@ from shared.streams import PROMPTS, ROLLOUTS
 from tests import builders
 
 async def main():
-    bus = await Bus.connect(sys.argv[1], sys.argv[2], wait_s=10)
+    bus = await Bus.connect(sys.argv[1], sys.argv[2], wait_s=60)
     (delivery,) = await bus.read(PROMPTS, Prompt, "slow", 1, block_s=5)
     print("taken", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
@@ -259,7 +276,7 @@ async def test_a_consumer_frozen_by_sigstop_publishes_nothing_when_it_wakes(bus:
         process.stdin.close()
         process.stdout.close()
         process.kill()
-        process.wait(10)
+        process.wait(PATIENCE_S)
 
 
 async def test_a_server_that_came_back_empty_is_no_bug_of_who_held_something(bus: Bus) -> None:
@@ -277,7 +294,7 @@ async def test_a_server_that_came_back_empty_is_no_bug_of_who_held_something(bus
 
 async def _journey(url: str) -> None:
     """One group from prompt to experience and back out, over ``url``."""
-    bus = await Bus.connect(url, "journey", wait_s=15.0)
+    bus = await Bus.connect(url, "journey", wait_s=PATIENCE_S)
     try:
         await put(bus)
         (prompt, *_) = await take(bus)
@@ -305,7 +322,7 @@ async def test_a_password_in_the_url_is_used(tmp_path: Path) -> None:
             await Bus.connect(f"redis://:wrong@127.0.0.1:{port}/0", "x", wait_s=0.1)
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(PATIENCE_S)
 
 
 async def test_a_run_lives_in_one_slot_of_a_cluster(tmp_path: Path) -> None:
@@ -321,7 +338,7 @@ async def test_a_run_lives_in_one_slot_of_a_cluster(tmp_path: Path) -> None:
         await _journey(f"redis+cluster://127.0.0.1:{port}")
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(PATIENCE_S)
 
 
 async def test_sentinel_names_the_primary(tmp_path: Path) -> None:
@@ -334,7 +351,7 @@ async def test_sentinel_names_the_primary(tmp_path: Path) -> None:
     finally:
         for process in (sentinel, primary):
             process.kill()
-            process.wait(10)
+            process.wait(PATIENCE_S)
 
 
 @pytest.mark.debian
@@ -354,7 +371,7 @@ async def test_tls_is_spoken_and_the_certificate_is_checked(tmp_path: Path) -> N
             await Bus.connect(f"rediss://127.0.0.1:{port}/0", "x", wait_s=0.1)
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(PATIENCE_S)
 
 
 def _valkey() -> str:

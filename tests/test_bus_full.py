@@ -17,7 +17,7 @@ from shared.messages import Event, Experience, PolicyRecord, PolicyVersion, Prom
 from shared.telemetry import Presence, Status, heartbeats, tell
 from tests import builders
 from tests.chaos.run import TcpServer, answers
-from tests.conftest import need, until
+from tests.conftest import PATIENCE_S, need, until
 from tests.coordinator_players import Trainer, make, replicas, running, settings
 from tests.test_coordinator_admission import admission
 
@@ -33,7 +33,7 @@ async def small(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
     bus = None
     try:
         await until(lambda: answers(server.port))
-        bus = await Bus.connect(server.url, "small", wait_s=30.0)
+        bus = await Bus.connect(server.url, "small", wait_s=PATIENCE_S)
         yield bus
     finally:
         if bus is not None:

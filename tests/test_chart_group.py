@@ -93,7 +93,7 @@ async def test_the_pods_of_a_replica_come_up_generate_and_drain_together(cluster
     server.start()
     await server.starts()
     password = cluster.content("Secret", "demo-penstock-bus")["password"]
-    bus = await Bus.connect(f"redis://:{password}@{server.address}:6379/0", "demo", wait_s=10.0)
+    bus = await Bus.connect(f"redis://:{password}@{server.address}:6379/0", "demo", wait_s=PATIENCE_S)
     try:
         weights = load_file(POLICY / "model.safetensors").items()
         written = write_snapshot(cluster.folder / "weights", PolicyVersion(0), 0, weights, None)

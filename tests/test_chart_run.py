@@ -100,7 +100,7 @@ async def test_what_the_chart_renders_comes_up_learns_is_upgraded_while_it_train
     made, (second, third) = cluster
     await _comes_up(made)
     password = made.content("Secret", "demo-penstock-bus")["password"]
-    bus = await Bus.connect(f"redis://:{password}@{made.pods['bus'].address}:6379/0", "demo", wait_s=10.0)
+    bus = await Bus.connect(f"redis://:{password}@{made.pods['bus'].address}:6379/0", "demo", wait_s=PATIENCE_S)
     try:
         async with Api(made).answering() as api, Watcher(bus).watching() as watcher:
             await _trains(made, api, 3)

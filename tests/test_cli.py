@@ -16,6 +16,7 @@ from rich.console import Console
 
 from services.__main__ import main
 from services.up import explain, view
+from services.up.prepare import prepare
 from services.views import RunView
 
 ROOT = Path(__file__).parents[1]
@@ -54,9 +55,19 @@ SERVICES = {
             "state": "working",
             "version": 100,
             "pid": 4711,
+            "starts": 3,
             "memory_bytes": 2**28,
         }
     ]
+}
+
+
+EVENTS = {
+    "items": [
+        {"id": "2-0", "at_s": 2.0, "source": "trainer", "name": "checkpoint damaged", "detail": "of step 8"},
+        {"id": "1-0", "at_s": 1.0, "source": "trainer", "name": "service restarted", "detail": "trainer-0"},
+    ],
+    "next": None,
 }
 
 
@@ -65,18 +76,26 @@ class Coordinator:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.read: list[str] = []
+        self.answers: dict[str, object] = {"/v1/run": RUN, "/v1/events": EVENTS}
         self.bodies: list[object] = []
         outer = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                self.answer(200, RUN if self.path == "/v1/run" else {"items": SERVICES["services"], "next": None})
+                outer.read.append(self.path)
+                items = {"items": SERVICES["services"], "next": None}
+                self.answer(200, outer.answers.get(self.path.partition("?")[0], items))
 
             def do_POST(self) -> None:
                 outer.asked.append(self.path)
                 outer.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"null"))
                 if self.path.endswith("/stop"):
                     self.answer(409, {"title": "Conflict", "status": 409, "detail": "the run is finished already"})
+                elif self.path.endswith("/export"):
+                    result = {"version": int(self.path.split("/")[3]), "step": 80, "folder": "there", "adapter": False}
+                    state = "succeeded" if result["version"] == 80 else "failed"
+                    self.answer(202, {"kind": "export", "state": state, "detail": "no file has it", "result": result})
                 else:
                     self.answer(200, {"state": "paused", "changed": True, "reason": ""})
 
@@ -138,6 +157,8 @@ def test_status_shows_the_run_and_its_replicas(coordinator: Coordinator, tmp_pat
         "4711",
     ):
         assert piece in shown.stdout
+    (replica,) = [line for line in shown.stdout.splitlines() if "rollout-0" in line]
+    assert replica.split()[-3:-1] == ["3", "4711"], "its starts and its pid"
     assert max(len(line) for line in shown.stdout.splitlines()) <= 100
 
 
@@ -196,7 +217,7 @@ def test_help_names_the_commands_and_shows_examples() -> None:
 @pytest.mark.parametrize("width", [40, 60, 100, 200])
 def test_the_view_fits_its_terminal(width: int) -> None:
     console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None, legacy_windows=False)
-    rows = [view.Row(f"rollout-{index}", "working", 100, 2**30, 1, 4711, "SIGKILL") for index in range(3)]
+    rows = [view.Row(f"rollout-{index}", "working", 100, 2**30, 1, 4711, "no source " * 20) for index in range(3)]
     console.print(
         view.screen("penstock · a-run", RunView.model_validate(RUN), rows, ["12:00:00  rollout-0 stopped " * 5])
     )
@@ -204,6 +225,7 @@ def test_the_view_fits_its_terminal(width: int) -> None:
     assert isinstance(file, io.StringIO)
     lines = file.getvalue().splitlines()
     assert {len(line) for line in lines} == {width}
+    assert sum("rollout-" in line for line in lines) >= 3, "names are not cut for a long note"
     assert all(line.endswith(("│", "╮", "╯")) for line in lines)
 
 
@@ -301,6 +323,105 @@ def test_no_or_two_settings_files_are_a_sentence(
     monkeypatch.chdir(run)
     assert main(["up", *words]) == 2
     assert piece in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "sentence"),
+    [
+        (["--run.steps", "many"], {}, "flag --run.steps: run.steps: expected a valid integer"),
+        (
+            [],
+            {"PENSTOCK__RUN__STEPS": "many"},
+            "environment variable PENSTOCK__RUN__STEPS: run.steps: expected a valid",
+        ),
+        (["--run.stepz=3"], {}, "flag --run.stepz: run.stepz: expected a known setting"),
+        ([], {}, "bad.toml: run.seed: expected greater than or equal to 0, found -1: change run.seed"),
+        (
+            ["--run.seed=0", "--trainer.offload", "all"],
+            {"PENSTOCK__TRAINER__ZERO_STAGE": "2"},
+            "found 2: change one of them (trainer.zero_stage is set by environment variable PENSTOCK__TRAINER__ZERO_STAGE, "
+            "trainer.offload is set by flag --trainer.offload)",
+        ),
+    ],
+)
+def test_a_wrong_value_is_told_with_where_it_comes_from(
+    run: Path,
+    words: list[str],
+    environment: dict[str, str],
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(run)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    (run / "bad.toml").write_text("run.seed = -1\n" + (run / "run.toml").read_text())
+    assert main(["up", "bad.toml", *words]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "sentence"),
+    [
+        (
+            "--trainer.ranks=2",
+            "expected trainer.ranks = 1, with which the run was started, found 2 (flag --trainer.ranks)",
+        ),
+        ("--policy.lora.rank=8", "expected policy.lora = {}, with which the run was started, found {'rank': 8}"),
+        (
+            "--policy.dtype=float32",
+            "expected policy.dtype = 'bfloat16', with which the run was started, found 'float32'",
+        ),
+        ("--run.id=other", "expected run.id = 'mine', with which the run was started, found 'other'"),
+        ("--run.steps=none", "flag --run.steps: run.steps: expected a valid integer"),
+    ],
+)
+def test_a_resume_that_would_be_another_run_is_refused_in_a_sentence_and_changes_nothing(
+    run: Path, flag: str, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(run)
+    prepare(Path("run.toml"), None, ["--run.id", "mine"]).lock.close()
+    before = sorted((path.name, path.read_bytes()) for path in (run / "runs" / "mine").iterdir() if path.is_file())
+    assert main(["up", "--resume", "runs/mine", flag]) == 2
+    assert sentence in capsys.readouterr().err
+    found = sorted((path.name, path.read_bytes()) for path in (run / "runs" / "mine").iterdir() if path.is_file())
+    assert found == before
+
+
+@pytest.mark.parametrize(
+    ("command", "path"), [("policies", "/v1/policies"), ("services", "/v1/services"), ("dead", "/v1/dead-letters")]
+)
+def test_a_list_is_a_command_of_its_own_and_what_its_group_does_alone(
+    coordinator: Coordinator, command: str, path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = []
+    for words in ([command, "list"], [command]):
+        assert main([*words, "--url", coordinator.url, "--json"]) == 0
+        shown.append(capsys.readouterr().out)
+    assert json.loads(shown[0]) == SERVICES["services"]
+    assert shown[0] == shown[1]
+    assert [asked.partition("?")[0] for asked in coordinator.read] == [path, path]
+
+
+def test_status_shows_the_newest_events_oldest_first(
+    coordinator: Coordinator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", "--url", coordinator.url]) == 0
+    shown = capsys.readouterr().out
+    assert 0 < shown.index("service restarted: trainer-0") < shown.index("checkpoint damaged: of step 8")
+
+
+def test_latest_of_a_run_that_goes_on_is_its_head_or_where_no_file_has_that_the_newest_with_a_checkpoint(
+    coordinator: Coordinator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [(60, "/c/60", "retired"), (80, "/c/80", "retired"), (90, "/c/90", "revoked"), (100, None, "live")]
+    items = [{"version": version, "checkpoint": folder, "state": state} for version, folder, state in rows]
+    coordinator.answers["/v1/policies"] = {"items": items, "next": None}
+    assert main(["export", "--url", coordinator.url, "--version", "latest"]) == 0
+    assert coordinator.asked == ["/v1/policies/100/export", "/v1/policies/80/export"]
+    assert capsys.readouterr().out == "version 80 (step 80): there\n"
+    assert main(["export", "--url", coordinator.url, "--version", "newest"]) == 2
+    assert "expected a version's number or latest, found 'newest': change --version" in capsys.readouterr().err
 
 
 def test_a_run_folder_that_cannot_be_written_is_a_sentence(run: Path) -> None:

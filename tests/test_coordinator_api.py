@@ -20,7 +20,7 @@ from shared.bus import Bus
 from shared.errors import SettingsError
 from shared.ledger import Ledger
 from shared.settings import dump
-from shared.telemetry import Presence, Status
+from shared.telemetry import Presence, Status, heartbeats
 from tests.conftest import PATIENCE_S, Server, until
 from tests.coordinator_players import Trainer, make, replicas, running, settings
 
@@ -36,7 +36,7 @@ async def parts(bus: Bus, tmp_path: Path) -> AsyncIterator[Coordinator]:
 @pytest.fixture
 async def http(parts: Coordinator) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(make_app(parts.api))
-    async with httpx.AsyncClient(transport=transport, base_url="http://coordinator") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield client
 
 
@@ -57,7 +57,7 @@ async def command(http: httpx.AsyncClient, name: str, status: int = 200) -> dict
 RUN_FIELDS = {
     *("run_id", "state", "reason", "closed", "activity", "bus_full", "step", "steps", "head", "newest_version"),
     *("groups_in_flight", "slots", "cursor", "streams", "counts", "dead", "last", "lag_counts", "history"),
-    *("evaluations", "tokens_per_s", "started_at_s", "training_s", "eta_s", "bus", "guards"),
+    *("evaluations", "tokens_per_s", "started_at_s", "training_s", "eta_s", "bus", "guards", "notices"),
     "settings_revision",
 }
 
@@ -184,6 +184,54 @@ async def test_replicas_that_beat_are_there(http: httpx.AsyncClient, bus: Bus) -
     assert (found["address"], found["values"]) == ("h:1", {"held": 2.0})
     stop.set()
     await beating
+
+
+async def test_the_starts_of_a_replica_are_counted_over_its_processes(http: httpx.AsyncClient, bus: Bus) -> None:
+    starts = []
+    for _ in range(
+        2
+    ):  # a process that is killed takes nothing away: its heartbeat stays until the next one's replaces it
+        killed = Presence(bus, "trainer", "trainer-0", 60.0, Status(state="working"))
+        beating = asyncio.create_task(killed.run(asyncio.Event()))
+
+        async def beats(since_s: float = killed._started_at_s) -> bool:
+            return any(one["started_at_s"] == since_s for one in (await http.get("/v1/services")).json()["items"])
+
+        await until(beats)
+        beating.cancel()
+        starts.append((await http.get("/v1/services/trainer-0")).json()["starts"])
+    assert starts == [1, 2]
+
+
+async def test_a_replica_that_starts_again_after_it_died_is_an_event_and_one_that_left_in_order_is_none(
+    http: httpx.AsyncClient, bus: Bus
+) -> None:
+    async def live(*, leaves: bool) -> None:
+        presence, stop = Presence(bus, "trainer", "trainer-0", 0.01, Status(state="working")), asyncio.Event()
+        starts = len(await bus.client.smembers(bus.keys.starts("trainer-0")))  # before it counts its own
+        beating = asyncio.create_task(presence.run(stop))
+        await until(lambda: _started(bus, starts + 1))
+        stop.set()
+        await beating
+        if leaves:
+            await presence.leave()
+
+    async def told() -> list[str]:
+        return [one["detail"] for one in (await http.get("/v1/events")).json()["items"] if "restarted" in one["name"]]
+
+    await live(leaves=True)
+    await live(leaves=False)
+    assert await told() == []
+    await live(leaves=True)
+    detail = f"trainer-0 was started again after it had died: start 3, process {os.getpid()}"
+    assert await told() == [detail]
+    await live(leaves=True)
+    assert await told() == [detail]
+
+
+async def _started(bus: Bus, starts: int) -> bool:
+    beats = await heartbeats(bus)
+    return any(beat.starts == starts for beat in beats)
 
 
 async def test_health_and_readiness_say_what_was_looked_at(http: httpx.AsyncClient, parts: Coordinator) -> None:

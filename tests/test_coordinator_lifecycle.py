@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from services.coordinator.lifecycle import drain
 from services.coordinator.service import Coordinator
 from shared import streams
@@ -64,6 +66,39 @@ async def test_a_run_trains_its_steps_and_finishes_with_figures_that_add_up(bus:
         (False, True),
     ]
     assert (evaluated[-1]["version"], evaluated[-1]["problems"]) == (4, 5)
+
+
+async def test_a_finished_run_with_more_steps_than_it_had_makes_them_and_finishes_again(
+    bus: Bus, tmp_path: Path
+) -> None:
+    run = settings(tmp_path, steps=2, heldout=5)
+    async with running(make(bus, run)) as parts, replicas(bus):
+        trainer = await Trainer(bus).start()
+        for _ in range(2):
+            await trainer.step()
+        await closes(parts)
+    before = await Ledger(bus).status()
+    extended = run.model_copy(update={"run": run.run.model_copy(update={"steps": 4})})
+    async with running(make(bus, extended)) as parts, replicas(bus):
+        await reaches(bus, RunState.RUNNING)
+        status = await Ledger(bus).status()
+        assert (status.reason, status.step, status.closed) == ("extended from 2 to 4 steps", 2, False)
+        assert before.last_commit_s is not None
+        assert status.paused_s == pytest.approx(
+            status.changed_at_s - before.last_commit_s, abs=1e-3
+        )  # it is kept to 1e-6 s
+        for _ in range(2):
+            await trainer.step()
+        await closes(parts)
+    status = await Ledger(bus).status()
+    assert (status.state, status.step, status.closed) == (RunState.FINISHED, 4, True)
+    found = summary(run.run_folder)
+    assert (found["steps"], found["samples"], found["counts"]["trained"]) == (4, 16, 8)
+    evaluated = [json.loads(line) for line in (run.run_folder / "evaluations.jsonl").read_text().splitlines()]
+    assert [(line["version"], line["final"]) for line in evaluated] == [(0, False), (2, True), (4, True)]
+    events = [json.loads(line)["name"] for line in (run.run_folder / "events.jsonl").read_text().splitlines()]
+    ending = ["evaluated", "run ended"]
+    assert events == ["evaluated", "run started", *ending, "run extended", *ending], "a step is no event"
 
 
 async def test_nothing_is_admitted_before_the_initial_evaluation_is_in(bus: Bus, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from services.rollout.byte_coverage import TouchedTwice, first_missing, intervals, union
 from services.rollout.copies import CopyPlan
-from services.rollout.copy_plan import CopyPlanRefused, LoaderRefused, trace
+from services.rollout.copy_plan import CopyPlanRefused, LoaderRefused, Writes, trace
 
 Pairs = Iterable[tuple[str, Tensor]]
 
@@ -329,3 +329,15 @@ def test_a_union_holds_each_byte_once() -> None:
 def test_an_expanded_view_touches_its_bytes_twice() -> None:
     with pytest.raises(TouchedTwice):
         union([intervals(0, (3, 2), (0, 1), 4)])
+
+
+def test_writes_are_remembered_and_what_is_live_keeps_its_values() -> None:
+    live, fresh, other = torch.ones(4), torch.empty(4, device="meta"), torch.empty(4, device="meta")
+    with Writes([live]) as writes:
+        live[1:3].copy_(torch.empty(2, device="meta"))
+        live.zero_()
+        fresh.copy_(torch.empty(4, device="meta"))
+        with pytest.raises(RuntimeError, match="must match the existing size"):
+            live.copy_(torch.empty(5, device="meta"))
+    assert live.tolist() == [1.0] * 4
+    assert [writes.reached(tensor) for tensor in (live, fresh, other)] == [True, True, False]

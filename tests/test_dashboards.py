@@ -18,7 +18,7 @@ from prometheus_client import REGISTRY
 from deploy.dashboards import grafana
 from deploy.dashboards.__main__ import BOARDS, FOLDER
 from deploy.dashboards.board import CHOICE, Board, Panel, Query
-from tests.conftest import need, need_module
+from tests.conftest import PATIENCE_S, need, need_module
 from tests.promql import filled, metrics, metrics_now
 from tests.test_alerts import RULES
 
@@ -175,6 +175,6 @@ def test_what_compose_mounts_is_there_and_prometheus_reads_it() -> None:
         [need("promtool", "prometheus"), "check", "config", "--syntax-only", folder / "compose" / "prometheus.yml"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr

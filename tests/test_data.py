@@ -11,9 +11,14 @@ import pytest
 
 from services.coordinator import dataset
 from services.coordinator.dataset import Order, subset
+from services.coordinator.overlap import Overlap, Training
+from services.coordinator.service import load_data
 from shared.errors import SettingsError
 from shared.messages import ChatMessage
 from shared.settings import DataSettings
+from tests.coordinator_players import settings
+
+ROOT = Path(__file__).parent.parent
 
 
 def lines(path: Path, *rows: object) -> Path:
@@ -235,3 +240,81 @@ def test_a_row_names_the_scorers_that_apply(tmp_path: Path) -> None:
 def test_a_row_that_names_no_scorer_of_the_run_is_bad(tmp_path: Path, value: object) -> None:
     with pytest.raises(SettingsError, match=r"expected names of scorers \(answer, format\) in 'by', found"):
         _routed(tmp_path, value)
+
+
+# ---------------------------------------------------------------- answers where they should not be, and none where one should
+
+
+@pytest.mark.parametrize("role", ["assistant", "Assistant", "model"])
+def test_messages_that_end_with_the_policys_own_turn_are_bad_as_they_show_the_answer(tmp_path: Path, role: str) -> None:
+    asked = [{"role": "user", "content": "1+1="}]
+    few_shot = [*asked, {"role": "assistant", "content": "2"}, {"role": "user", "content": "2+2="}]
+    path = tmp_path / "chat.jsonl"
+    turns = [few_shot, [*asked, {"role": role, "content": "2"}]]
+    path.write_text("".join(json.dumps({"messages": one, "answer": "2"}) + "\n" for one in turns))
+    with pytest.raises(SettingsError) as caught:
+        dataset.load(path, DataSettings.model_validate({"path": path, "max_bad_rows": 0}), "data.path")
+    assert (
+        f"chat.jsonl:2: expected messages that end with what the policy is asked, found {role!r} as the last role"
+        in str(caught.value)
+    )
+    assert "data.answer_field" in str(caught.value)
+    assert "data.prompt_field" in str(caught.value)
+
+
+def test_a_row_without_a_reference_answer_is_bad_where_a_scorer_that_applies_compares_with_one(tmp_path: Path) -> None:
+    path = tmp_path / "routed.jsonl"
+    rows = [{"prompt": "a", "by": "format"}, {"prompt": "b", "answer": "2"}, {"prompt": "c", "answer": " "}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = DataSettings.model_validate({"path": path, "scorers_field": "by"})
+    found = dataset.load(path, settings, "data.path", ["answer", "format"], ["answer"])
+    assert ([problem.text for problem in found.problems], found.bad_rows) == (["a", "b"], 1)
+    assert len(dataset.load(path, settings, "data.path", ["answer", "format"])) == 3
+
+
+def test_a_dataset_of_few_rows_that_are_all_bad_names_them(tmp_path: Path) -> None:
+    path = tmp_path / "few.jsonl"
+    path.write_text('{"prompt": "1+1="}\n')
+    with pytest.raises(
+        SettingsError, match=r"found 1 bad ones(.|\n)*few\.jsonl:1: expected a reference answer in 'answer'"
+    ):
+        dataset.load(path, DataSettings(path=path), "data.path", ["answer"], ["answer"])
+
+
+def test_overlap_counts_prompts_word_for_word_and_but_for_case_and_spacing(tmp_path: Path) -> None:
+    def problems(name: str, *rows: dict[str, object]) -> dataset.Dataset:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return dataset.load(path, DataSettings(path=path), "data.path")
+
+    chat: list[dict[str, object]] = [
+        {"messages": [{"role": "user", "content": text}]} for text in ("Name a color.", "x")
+    ]
+    train = problems("train.jsonl", {"prompt": "1+1="}, {"prompt": "What is  2?"}, chat[0])
+    held_out = problems("held.jsonl", {"prompt": "3+3="}, {"prompt": "1+1="}, {"prompt": "what is 2? "}, *chat)
+    found = Training(train.problems).overlap("heldout", held_out.problems)
+    assert found == Overlap("heldout", problems=5, exact=2, similar=1, example="held.jsonl:2")
+    assert found.sentence("evaluation.path") == (
+        "3 of the 5 held-out problems of 'heldout' are in the training data too (2 word for word, 1 but for case and spacing; the "
+        "first is held.jsonl:2): their accuracy measures memory. Remove them from one of the two: change evaluation.path or data.path"
+    )
+
+
+def test_rows_to_try_are_spread_over_the_data_for_each_scorer(tmp_path: Path) -> None:
+    path = tmp_path / "routed.jsonl"
+    rows = [{"prompt": str(index), "by": "format" if index == 7 else "answer"} for index in range(9)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = DataSettings.model_validate({"path": path, "scorers_field": "by"})
+    found = dataset.load(path, settings, "data.path", ["answer", "format"])
+    assert [prompt.text for prompt in dataset.rows_to_try(found.problems, ["answer", "format"])] == ["0", "4", "7", "8"]
+    assert [prompt.text for prompt in dataset.rows_to_try(found.problems[:1], ["answer"])] == ["0"]
+
+
+def test_overlap_is_a_notice_of_the_run_and_the_arithmetic_example_has_none(tmp_path: Path) -> None:
+    shared = settings(tmp_path, heldout=3)
+    (found,) = load_data(shared).notices
+    assert (found.about, found.level) == ("held-out data heldout", "warning")
+    assert found.text.startswith("3 of the 3 held-out problems")
+    example = ROOT / "examples" / "arithmetic"
+    apart = settings(tmp_path, data={"path": example / "train.jsonl"}, evaluation={"path": example / "heldout.jsonl"})
+    assert load_data(apart).notices == ()

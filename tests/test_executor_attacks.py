@@ -10,7 +10,7 @@ from services.reward.executor.protocol import Job, Outcome
 from tests import executor_attacks as attacks
 from tests.conftest import need
 from tests.executor_attacks import ATTACKS, Attack
-from tests.executor_process import Running, interpreter_for_landlock, pod, running
+from tests.executor_process import Running, pod, running
 
 PLACES = ("namespace", "landlock", "pod")
 STDLIB = ("--reward.executor.profiles", '["stdlib"]', "--reward.executor.check_every_s", "1000")
@@ -19,7 +19,7 @@ STDLIB = ("--reward.executor.profiles", '["stdlib"]', "--reward.executor.check_e
 @pytest.fixture(scope="module", params=PLACES)
 def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     if request.param == "landlock":
-        flags = ("--reward.executor.isolation", "landlock", "--reward.executor.interpreter", interpreter_for_landlock())
+        flags: tuple[str, ...] = ("--reward.executor.isolation", "landlock")
         with running(*flags, *STDLIB) as found:
             yield found
     elif request.param == "pod":

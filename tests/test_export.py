@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from shared.settings import Settings, dump
 from shared.weights.snapshot import write_adapter, write_snapshot
 from tests import test_learner, tiny
 from tests.object_storage import Storage
+from tests.tolerance import ULPS
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -36,11 +38,17 @@ ROOT = Path(__file__).parent.parent
 class Run:
     """A run that made one step, version 1, and left a checkpoint and a snapshot of it."""
 
-    def __init__(self, folder: Path, zero_stage: int, rank: int, dtype: str = "float32") -> None:
+    def __init__(
+        self, folder: Path, zero_stage: int, rank: int, dtype: str = "float32", model: Callable[[], Any] = tiny.model
+    ) -> None:
         self.settings = Settings.model_validate(
             {
                 "run": {"id": "exported", "folder": folder / "runs"},
-                "policy": {"model": str(tiny.save(folder / "model")), "dtype": dtype, "lora": {"rank": rank}},
+                "policy": {
+                    "model": str(tiny.save(folder / "model", of=model())),
+                    "dtype": dtype,
+                    "lora": {"rank": rank},
+                },
                 "weights": {"folder": folder / "weights", "transport": "file"},
                 "sampling": {"max_new_tokens": 8},
                 "algorithm": {"groups_per_step": 4},
@@ -52,8 +60,8 @@ class Run:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             torch.manual_seed(0)
-            model = adapter.add(load_model(self.settings.policy, torch.float32), self.settings.policy)
-            self.engine = TrainingEngine(Policy(model).train(), self.settings, "cpu")
+            adapted = adapter.add(load_model(self.settings.policy, torch.float32), self.settings.policy)
+            self.engine = TrainingEngine(Policy(adapted).train(), self.settings, "cpu")
             Learner(self.engine, self.settings, Phases()).learn(test_learner.batch(), [0] * 4, 1)
 
     def checkpoint(self) -> Path:
@@ -86,20 +94,23 @@ def assert_is(model: Any, expected: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("zero_stage", "rank", "dtype"),
+    ("zero_stage", "rank", "dtype", "model"),
     [
-        (0, 0, "float32"),
-        (1, 0, "bfloat16"),
-        (2, 4, "float32"),
-        (3, 0, "bfloat16"),
-        (3, 4, "float32"),
-        (1, 4, "bfloat16"),
+        (0, 0, "float32", tiny.model),
+        (1, 0, "bfloat16", tiny.model),
+        (2, 4, "float32", tiny.model),
+        (3, 0, "bfloat16", tiny.model),
+        (3, 4, "float32", tiny.model),
+        (1, 4, "bfloat16", tiny.model),
+        (1, 0, "bfloat16", tiny.mixture),
+        (2, 2, "float32", tiny.mixture),
+        (3, 2, "bfloat16", tiny.mixture),
     ],
 )
 def test_an_export_is_bit_equal_to_what_was_published_from_a_checkpoint_and_from_a_snapshot(
-    tmp_path: Path, zero_stage: int, rank: int, dtype: str
+    tmp_path: Path, zero_stage: int, rank: int, dtype: str, model: Callable[[], Any]
 ) -> None:
-    run = Run(tmp_path, zero_stage, rank, dtype)
+    run = Run(tmp_path, zero_stage, rank, dtype, model)
     expected, checkpoint = run.published(), run.checkpoint()
     found = export_version(run.settings, PolicyVersion(1), tmp_path / "of-checkpoint")
     assert (found.source, found.step, found.version) == (str(checkpoint), 1, 1)
@@ -151,17 +162,21 @@ def test_an_export_generates_what_the_policy_generates(tmp_path: Path) -> None:
     assert found != initial
 
 
-def test_an_adapter_is_exported_alone_and_peft_makes_of_it_the_merged_policy(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:The following")  # peft's, of ranks of experts
+@pytest.mark.parametrize("model", [tiny.model, tiny.mixture])
+def test_an_adapter_is_exported_alone_and_peft_makes_of_it_the_merged_policy(
+    tmp_path: Path, model: Callable[[], Any]
+) -> None:
     from peft import PeftModel
 
-    run = Run(tmp_path, 2, 4)
+    run = Run(tmp_path, 2, 4, model=model)
     run.checkpoint()
     export_version(run.settings, PolicyVersion(1), tmp_path / "adapter", adapter=True)
     files = sorted(path.name for path in (tmp_path / "adapter").iterdir())
     assert files == ["adapter_config.json", "adapter_model.safetensors"]
     merged = PeftModel.from_pretrained(loaded(tmp_path / "model"), tmp_path / "adapter").merge_and_unload()
     expected = run.published()
-    assert all(torch.allclose(tensor, expected[name], atol=1e-6) for name, tensor in merged.named_parameters())
+    assert all(torch.allclose(tensor, expected[name], atol=ULPS) for name, tensor in merged.named_parameters())
 
 
 def test_a_snapshot_of_an_adapter_gives_both_forms(tmp_path: Path) -> None:
@@ -169,7 +184,7 @@ def test_a_snapshot_of_an_adapter_gives_both_forms(tmp_path: Path) -> None:
     expected = run.published()
     write_adapter(
         run.settings.snapshot_folder, PolicyVersion(1), 1, run.engine.factors(),
-        lambda names: adapter.file_configuration(run.settings.policy, names), torch.float32,
+        adapter.file_configuration(run.engine.model), torch.float32,
     )  # fmt: skip
     export_version(run.settings, PolicyVersion(1), tmp_path / "merged")
     assert_is(loaded(tmp_path / "merged"), expected)
@@ -188,6 +203,29 @@ def test_a_damaged_snapshot_is_not_used_and_the_checkpoint_stands_in(tmp_path: P
     with pytest.raises(PenstockError, match=r"found none \(.*it is corrupt\)\. Versions that can be exported: 0, 1"):
         export_version(run.settings, PolicyVersion(1), tmp_path / "again")
     assert not (tmp_path / "again").exists()
+
+
+def test_latest_is_the_newest_version_that_is_there_and_a_damaged_checkpoint_is_refused_by_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path, 1, 0)
+    words = ["export", str(run.settings.run_folder), "--to", str(tmp_path / "out")]
+    assert main(words) == 1
+    assert "expected a trained version of run exported, found no snapshot and no checkpoint" in capsys.readouterr().err
+    folder = run.checkpoint()
+    optimizer, weights = sorted((folder / "engine" / "engine").iterdir(), reverse=True)
+    assert {folder / file.name for file in checkpoints.find(folder.parent)[0].files} > {optimizer, weights}
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 1
+    weights.write_bytes(data)
+    assert main(words) == 1
+    damage = f"it is damaged (the content of engine/engine/{weights.name} is not what was written)"
+    assert damage in capsys.readouterr().err
+    data[len(data) // 2] ^= 1
+    weights.write_bytes(data)
+    optimizer.unlink()  # an export does not need it
+    assert main(words) == 0
+    assert_is(loaded(tmp_path / "out"), run.published())
 
 
 def test_version_0_is_the_initial_policy_and_other_versions_are_refused_by_name(

@@ -32,7 +32,7 @@ from shared.messages import Event, PolicyVersion
 from shared.service import Context
 from shared.streams import EVENTS
 from shared.telemetry import Presence, Status, heartbeats
-from tests.conftest import Server, until
+from tests.conftest import PATIENCE_S, Server, until
 from tests.coordinator_players import make, record, running, settings
 from tests.test_export import ROOT, Run, assert_is, loaded
 from tests.test_page import served
@@ -59,7 +59,7 @@ async def parts(bus: Bus, tmp_path: Path) -> AsyncIterator[Coordinator]:
 @pytest.fixture
 async def http(parts: Coordinator) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(make_app(parts.api))
-    async with httpx.AsyncClient(transport=transport, base_url="http://coordinator") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield client
 
 
@@ -139,7 +139,7 @@ async def test_an_export_whose_trainer_is_killed_is_done_again_by_the_next_and_a
     await until(lambda: processes(first.pid))
     (child,) = processes(first.pid)
     first.kill()
-    first.wait(10)
+    first.wait(PATIENCE_S)
     await until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
     async with trainer(bus, run):
         done = await ended(http)

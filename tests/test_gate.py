@@ -83,8 +83,8 @@ async def _in(bus: Bus, state: RunState) -> bool:
 
 async def _until_evaluated(bus: Bus, trainer: Trainer, version: int) -> None:
     await trainer.step()
-    await until(lambda: _head(bus, version), 30)
-    await until(lambda: _evaluated(bus, version), 30)
+    await until(lambda: _head(bus, version))
+    await until(lambda: _evaluated(bus, version))
 
 
 def gated(bus: Bus, folder: Path, **changed: object) -> Coordinator:
@@ -98,12 +98,12 @@ async def test_a_version_that_fell_is_revoked_and_the_run_goes_on_from_the_one_b
     await ledger.create()
     async with running(gated(bus, tmp_path)), replicas(bus, policy.reward):
         trainer = await Trainer(bus).start()
-        await until(lambda: _in(bus, RunState.RUNNING), 30)
+        await until(lambda: _in(bus, RunState.RUNNING))
         await _until_evaluated(bus, trainer, 1)
         await ledger.set_checkpoint(V(1), "/checkpoints/step-000001")
         policy.broken = True
         await trainer.step()
-        await until(lambda: _in(bus, RunState.PAUSED), 30)
+        await until(lambda: _in(bus, RunState.PAUSED))
         status = await ledger.status()
         assert (status.tip, status.step) == (1, 1)
         assert status.reason.startswith(
@@ -118,18 +118,18 @@ async def test_after_as_many_rollbacks_in_a_row_as_may_be_the_run_pauses(bus: Bu
     await ledger.create()
     async with running(gated(bus, tmp_path, max_rollbacks=0)), replicas(bus, policy.reward):
         trainer = await Trainer(bus).start()
-        await until(lambda: _in(bus, RunState.RUNNING), 30)
+        await until(lambda: _in(bus, RunState.RUNNING))
         await _until_evaluated(bus, trainer, 1)
         await ledger.set_checkpoint(V(1), "/checkpoints/step-000001")
         policy.broken = True
         await _until_evaluated(bus, trainer, 2)
-        await until(lambda: _in(bus, RunState.PAUSED), 30)
+        await until(lambda: _in(bus, RunState.PAUSED))
         status = await ledger.status()
         assert "0 rollbacks in a row (evaluation.gate.max_rollbacks) did not help" in status.reason
         assert (status.tip, (await ledger.policy_states())[V(2)]) == (2, PolicyState.LIVE)
         await ledger.transition(RunState.RUNNING, "people know better", [RunState.PAUSED])
         await trainer.step()  # what people resumed is not paused for the same version again
-        await until(lambda: _fell(bus, 3), 30)
+        await until(lambda: _fell(bus, 3))
 
 
 async def test_without_a_checkpoint_that_is_known_to_be_good_the_run_pauses(bus: Bus, tmp_path: Path) -> None:
@@ -137,9 +137,9 @@ async def test_without_a_checkpoint_that_is_known_to_be_good_the_run_pauses(bus:
     await ledger.create()
     async with running(gated(bus, tmp_path)), replicas(bus, policy.reward):
         trainer = await Trainer(bus).start()
-        await until(lambda: _in(bus, RunState.RUNNING), 30)
+        await until(lambda: _in(bus, RunState.RUNNING))
         policy.broken = True
         await _until_evaluated(bus, trainer, 1)
         await ledger.set_checkpoint(V(1), "/checkpoints/step-000001")
-        await until(lambda: _in(bus, RunState.PAUSED), 30)
+        await until(lambda: _in(bus, RunState.PAUSED))
         assert "has a checkpoint" in (await ledger.status()).reason

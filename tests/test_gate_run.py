@@ -54,7 +54,7 @@ async def test_a_policy_that_was_ruined_is_revoked_and_the_run_goes_on_from_a_go
     table = tmp_path / "gate" / "up.json"
     async with run(tmp_path) as process:
         await until(lambda: process.poll() is not None or (table.exists() and "bus" in json.loads(table.read_text())))
-        bus = await Bus.connect(str(json.loads(table.read_text())["bus"]), "gate", wait_s=30.0)
+        bus = await Bus.connect(str(json.loads(table.read_text())["bus"]), "gate", wait_s=PATIENCE_S)
         live = Live(bus, load(tmp_path / "gate" / "settings.toml"))
 
         async def passed_after(step: int) -> bool:

@@ -10,9 +10,10 @@ from prometheus_client import REGISTRY
 
 from services.coordinator import guards
 from services.coordinator.service import Coordinator
+from shared import wire
 from shared.bus import Bus
 from shared.ledger import Ledger, RunState
-from shared.messages import Event, PolicyVersion, StepReport
+from shared.messages import Event, PolicyVersion, RolloutGroup, StepReport
 from shared.settings.guards import (
     EntropyGuard,
     KlGuard,
@@ -22,8 +23,10 @@ from shared.settings.guards import (
     StalledGuard,
     ThroughputGuard,
     TrainerStarvingGuard,
+    UnscoredGuard,
 )
-from shared.streams import EVENTS
+from shared.streams import EVENTS, EXPERIENCE, ROLLOUTS
+from tests import builders
 from tests.conftest import until
 from tests.coordinator_players import Trainer, make, replicas, running, settings
 
@@ -71,6 +74,49 @@ def test_the_entropy_floor_is_of_the_mean_over_its_steps() -> None:
     guard = EntropyGuard(steps=2, floor_nats=0.1)
     assert guards.entropy(steps(entropy=[0.0, 0.1, 0.1]), guard) == ""
     assert guards.entropy(steps(entropy=[1.0, 0.1, 0.02]), guard) == "mean entropy over 2 steps is 0.06 nats, floor 0.1"
+
+
+def test_unscored_counts_groups_that_were_given_up_in_a_row_and_says_the_newest_cause() -> None:
+    guard = UnscoredGuard(groups=16)
+    assert guards.unscored(15, "KeyError", guard) == ""
+    assert guards.unscored(16, "KeyError", guard) == "none of the last 16 groups could be scored; the newest: KeyError"
+
+
+async def test_a_run_of_which_no_group_can_be_scored_pauses_with_the_cause(bus: Bus, tmp_path: Path) -> None:
+    ledger = Ledger(bus)
+    parts = make(bus, settings(tmp_path, guards={"unscored": {"groups": 2}}))
+    await ledger.create()
+    await ledger.transition(RunState.RUNNING, "test", [RunState.CREATED])
+    await parts.guards.look(await parts.monitor.view())
+    for group_id in range(3):
+        await bus.append(ROLLOUTS, {"id": str(group_id), "data": wire.encode(builders.group(group_id))})
+    first, second, third = await bus.read(ROLLOUTS, RolloutGroup, "reward", 3, 0.1)
+    await bus.bury(first, "no answer in train.jsonl:1")
+    await bus.hand_over(second, EXPERIENCE, builders.experience(1))
+    parts.monitor.forget()
+    await parts.guards.look(await parts.monitor.view())
+    await bus.bury(third, "no answer in train.jsonl:3")
+    parts.monitor.forget()
+    await parts.guards.look(await parts.monitor.view())
+    assert parts.guards.active == {}, "one was scored between the two"
+    await bus.append(ROLLOUTS, {"id": "4", "data": wire.encode(builders.group(4))})
+    (fourth,) = await bus.read(ROLLOUTS, RolloutGroup, "reward", 1, 0.1)
+    await bus.bury(fourth, "no answer in train.jsonl:5")
+    parts.monitor.forget()
+    await parts.guards.look(await parts.monitor.view())
+    status = await ledger.status()
+    assert (status.state, status.reason) == (
+        RunState.PAUSED,
+        "guard unscored: none of the last 2 groups could be scored; the newest: no answer in train.jsonl:5; resume, roll back, "
+        "or change [guards.unscored]",
+    )
+    parts.monitor.forget()
+    (notice,) = (await parts.monitor.view()).notices
+    assert (notice.level, notice.text) == ("error", f"paused: {status.reason}")
+    await ledger.transition(RunState.RUNNING, "test", [RunState.PAUSED])
+    parts.monitor.forget()
+    await parts.guards.look(await parts.monitor.view())
+    assert parts.guards.active == {}, "a run that is resumed has its chance"
 
 
 def test_lag_counts_the_groups_that_left_as_stale() -> None:
@@ -182,6 +228,34 @@ async def test_a_step_that_goes_wrong_between_two_looks_is_found_and_over_at_the
         assert list(found.active) == active
     names = [event.name for _, event in reversed(await bus.newest(EVENTS, Event, 9))]
     assert names == ["guard kl", "guard kl over"]
+
+
+async def test_of_guards_that_trip_in_one_look_the_first_to_go_wrong_comes_first(bus: Bus, tmp_path: Path) -> None:
+    ledger, told = Ledger(bus), {"action": "tell", "steps": 1}
+    of = settings(
+        tmp_path,
+        guards={
+            "kl": {**told, "ceiling_nats": 0.5},
+            "entropy": {**told, "floor_nats": 0.1},
+            "no_signal": told,
+            "lag": {**told, "stale_share": 0.5},
+        },
+    )
+    parts = make(bus, of)
+    await ledger.create()
+    await ledger.transition(RunState.RUNNING, "test", [RunState.CREATED])
+    made = steps(
+        dropped_stale=[0.0, 9.0, 9.0, 9.0, 9.0],
+        kl_mean=[0.0, 0.0, 1.0, 1.0, 1.0],
+        zero_std_groups=[0.0, 0.0, 0.0, 2.0, 2.0],
+        reward_mean=[0.0] * 5,
+        entropy=[1.0, 1.0, 1.0, 1.0, 0.0],
+    )
+    reports = [dataclasses.replace(report, finished_at_s=time.time() + report.step) for report in made]
+    found = guards.Guards(bus, ledger, of.guards, 2, parts.monitor.view, lambda: reports, lambda: None)
+    await found.look(await parts.monitor.view())
+    names = [event.name for _, event in reversed(await bus.newest(EVENTS, Event, 9))]
+    assert names == ["guard lag", "guard kl", "guard no_signal", "guard entropy"]
 
 
 async def _is(ledger: Ledger, state: RunState) -> bool:

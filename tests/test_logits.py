@@ -1,12 +1,20 @@
 """Laws of the way from logits to logprobs and entropies, in torch's operations and by the kernel of GPUs."""
 
+import copy
 import math
 
 import pytest
 import torch
+from torch import nn
 
+from services.trainer.logits import token_logprobs
+from shared.errors import SettingsError
 from shared.logits import logprobs, logprobs_and_entropies
+from shared.logits_projection import projection
 from tests.interpreted import interpreted
+from tests.tolerance import ULPS
+
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def test_a_logprob_and_an_entropy_are_those_of_the_distribution_at_the_tokens_temperature() -> None:
@@ -15,7 +23,7 @@ def test_a_logprob_and_an_entropy_are_those_of_the_distribution_at_the_tokens_te
     chosen, entropies = logprobs_and_entropies(logits, targets, temperatures)
     assert chosen.tolist() == pytest.approx([math.log(3 / 4), math.log(1 / 10)])
     assert entropies.tolist() == pytest.approx(
-        [math.log(4) - 3 / 4 * math.log(3), math.log(10) - 9 / 10 * math.log(9)], rel=1e-5
+        [math.log(4) - 3 / 4 * math.log(3), math.log(10) - 9 / 10 * math.log(9)], rel=ULPS
     )
     assert torch.equal(logprobs(logits, targets, temperatures), chosen)
 
@@ -28,7 +36,19 @@ def test_the_kernel_of_gpus_gives_the_same_numbers_and_gradients_and_carries_on_
         assert max(map(float, line.split())) < 2e-6, line
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+def test_a_word_that_cannot_come_adds_nothing_to_the_entropy_and_has_no_gradient(device: str) -> None:
+    logits = torch.tensor([[0.0, math.log(3.0), -math.inf]], device=device, requires_grad=True)
+    targets, temperatures = torch.tensor([1], device=device), torch.ones(1, device=device)
+    logprob, entropy = logprobs_and_entropies(logits, targets, temperatures, entropy_gradient=True)
+    assert entropy.tolist() == pytest.approx([math.log(4) - 3 / 4 * math.log(3)], rel=1e-5)
+    (gradient,) = torch.autograd.grad(logprob.sum() + entropy.sum(), logits)
+    # ∂ log p_1 = [−1/4, 1/4];  ∂ entropy / ∂ x_v = −p_v (log p_v + entropy) = ± 3/16 · log 3
+    bend = 3 / 16 * math.log(3)
+    assert gradient.tolist() == [pytest.approx([-1 / 4 + bend, 1 / 4 - bend, 0.0], abs=1e-6)]
+
+
+@NEEDS_GPU
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("width", [97, 4096, 151_936])
 def test_a_gpu_gives_what_torch_does(dtype: torch.dtype, tolerance: float, width: int) -> None:
@@ -38,10 +58,61 @@ def test_a_gpu_gives_what_torch_does(dtype: torch.dtype, tolerance: float, width
     found = []
     for fused in (False, True):
         one, other = logprobs_and_entropies(logits, targets, temperatures, entropy_gradient=True, fused=fused)
+        assert one.grad_fn is not None
+        assert (one.grad_fn.name() == "_FusedBackward") == fused
         (gradient,) = torch.autograd.grad(one.sum() + 0.3 * other.square().sum(), logits)
         found.append((one.detach(), other.detach(), gradient.float()))
     for number, (plain, fused_one) in enumerate(zip(*found, strict=True)):
         assert torch.allclose(plain, fused_one, rtol=tolerance if number == 2 else 1e-5, atol=1e-5)
+
+
+# -------------------------------------------------------------------- logits in float32
+
+
+def _layer(device: str, *, bias: bool = False) -> tuple[nn.Linear, torch.Tensor]:
+    torch.manual_seed(0)
+    output = nn.Linear(64, 3000, bias=bias).to(device, torch.bfloat16)
+    nn.init.normal_(output.weight, std=0.5)
+    return output, torch.randn(40, 64, device=device).bfloat16()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+def test_logits_in_float32_are_those_of_exact_products_and_bfloat16_rounds_them(device: str, bias: bool) -> None:
+    output, hidden = _layer(device, bias=bias)
+    exact = hidden.double() @ output.weight.double().t() + (output.bias.double() if bias else 0.0)
+    found = projection(output, "float32")(hidden)
+    assert found.dtype == torch.float32
+    # logits up to 20: float32 adds up 64 products with 2^-24 of that each; bfloat16 has 8 bits
+    assert (found - exact).abs().max() < 1e-4
+    assert (projection(output, "model")(hidden) - exact).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("chunk_tokens", [0, 16])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+def test_the_gradients_of_logits_in_float32_are_those_of_float32_copies(device: str, chunk_tokens: int) -> None:
+    output, hidden = _layer(device)
+    targets, ones = torch.arange(40, device=device), torch.ones(40, device=device)
+    gradients = []
+    for layer, leaf in ((output, hidden), (copy.deepcopy(output).float(), hidden.float())):
+        leaf.requires_grad_()
+        out = token_logprobs(leaf, layer, targets, ones, chunk_tokens, kind="float32")
+        gradients.append(torch.autograd.grad(out.policy_logprobs_N.square().sum(), (leaf, layer.weight)))
+    for found, expected in zip(*gradients, strict=True):
+        assert found.dtype == torch.bfloat16
+        # the logits' gradient and the sum of products are rounded to 8 bits: 2^-9 each, relative to the norm
+        assert (found.float() - expected).norm() < 2**-7 * expected.norm()
+
+
+def test_an_output_layer_that_does_more_keeps_its_own_type_or_is_refused() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return 2.0 * super().forward(hidden)
+
+    output, hidden = Scaled(4, 5), torch.ones(1, 4)
+    assert torch.equal(projection(output, "model")(hidden), output(hidden))
+    with pytest.raises(SettingsError, match=r'plain linear output layer for trainer\.logits = "float32", found Scaled'):
+        projection(output, "float32")
 
 
 _COMPARE = """

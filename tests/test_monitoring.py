@@ -24,7 +24,7 @@ from shared.bus import Bus
 from shared.errors import SettingsError
 from shared.streams import PROMPTS
 from tests import forge
-from tests.conftest import need, until
+from tests.conftest import PATIENCE_S, need, until
 from tests.prometheus_server import Prometheus
 from tests.promql import filled, metrics, series
 from tests.test_dashboards import alerts_and_records
@@ -67,7 +67,7 @@ class Run:
 
     async def bus(self) -> Bus:
         url = json.loads((self.folder / "up.json").read_text())["bus"]
-        return await Bus.connect(url, "watched", wait_s=30.0)
+        return await Bus.connect(url, "watched", wait_s=PATIENCE_S)
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -78,7 +78,7 @@ class Run:
                 self.process.wait(180)
             except subprocess.TimeoutExpired:
                 self.process.kill()
-                self.process.wait(10)
+                self.process.wait(PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ async def test_every_alert_looks_at_series_that_a_live_run_has(run: Run) -> None
 @pytest.mark.debian
 async def test_every_service_is_a_target_by_run_service_and_replica(run: Run) -> None:
     replicas = {"coordinator-0", "rollout-0", "rollout-1", "reward-0", "trainer-0"}
-    await until(lambda: {str(found["metric"]["instance"]) for found in run.ask("up == 1")} == replicas, 100.0)
+    await until(lambda: {str(found["metric"]["instance"]) for found in run.ask("up == 1")} == replicas)
     (found,) = run.ask('up{instance="rollout-1"}')
     assert found["metric"] == {
         "__name__": "up", "job": "penstock", "run": "watched", "service": "rollout", "instance": "rollout-1",
@@ -144,21 +144,23 @@ async def test_every_service_is_a_target_by_run_service_and_replica(run: Run) ->
 @pytest.mark.debian
 async def test_promtool_finds_nothing_in_the_metrics_of_any_service(run: Run) -> None:
     promtool = need("promtool", "prometheus")
-    await until(lambda: len(run.targets()) == 5, 100.0)
+    await until(lambda: len(run.targets()) == 5)
     for name, address in run.targets().items():
         text = httpx.get(f"http://{address}/metrics", timeout=10).text
-        done = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(
+            [promtool, "check", "metrics"], input=text, capture_output=True, text=True, timeout=PATIENCE_S
+        )
         assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), name
 
 
 @pytest.mark.slow
 @pytest.mark.debian
 async def test_a_killed_replica_stays_in_sight_and_comes_back_under_its_name(run: Run) -> None:
-    await until(lambda: len(run.ask("up == 1")) == 5, 100.0)
+    await until(lambda: len(run.ask("up == 1")) == 5)
     before = run.targets()["rollout-1"]
     rows = json.loads((run.folder / "up.json").read_text())["processes"]
     os.kill(next(row["pid"] for row in rows if row["name"] == "rollout-1"), signal.SIGKILL)
-    await until(lambda: bool(run.ask('changes(process_start_time_seconds{instance="rollout-1"}[10m]) >= 1')), 100.0)
+    await until(lambda: bool(run.ask('changes(process_start_time_seconds{instance="rollout-1"}[10m]) >= 1')))
     assert run.targets()["rollout-1"] != before
     assert run.ask('up{instance="rollout-1"}')
 
@@ -166,7 +168,7 @@ async def test_a_killed_replica_stays_in_sight_and_comes_back_under_its_name(run
 @pytest.mark.slow
 @pytest.mark.debian
 async def test_a_message_that_nobody_can_read_raises_the_alert_of_dead_letters(run: Run) -> None:
-    await until(lambda: len(run.ask("up == 1")) == 5, 100.0)
+    await until(lambda: len(run.ask("up == 1")) == 5)
     firing = 'ALERTS{alertname="PenstockDeadLetters",alertstate="firing"}'
     assert not run.ask(firing)
     bus = await run.bus()
@@ -174,7 +176,7 @@ async def test_a_message_that_nobody_can_read_raises_the_alert_of_dead_letters(r
         await bus.client.xadd(bus.keys.of(PROMPTS), {b"group": b"poison", b"data": b"\xc1 not msgpack"})
     finally:
         await bus.close()
-    await until(lambda: bool(run.ask(firing)), 100.0)
+    await until(lambda: bool(run.ask(firing)))
 
 
 def test_without_prometheus_up_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +191,7 @@ def targets(tmp_path: Path) -> Targets:
         return ProcessPlan(name=name, service=name.split("-")[0], command=(), environment={}, address=address)
 
     executor, prometheus = process("executor", ("127.0.0.1", 9501)), process("prometheus", ("127.0.0.1", 9090))
-    return Targets(tmp_path / "r", "r", [executor, prometheus, process("reward-0", None)])
+    return Targets(tmp_path / "r", "r", [executor, prometheus, process("reward-0", None)], print)
 
 
 def reward(cordon: str | None = None) -> ReplicaView:

@@ -44,7 +44,7 @@ async def parts(bus: Bus, tmp_path: Path) -> AsyncIterator[Coordinator]:
 @pytest.fixture
 async def http(parts: Coordinator) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(make_app(parts.api))
-    async with httpx.AsyncClient(transport=transport, base_url="http://coordinator") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield client
 
 

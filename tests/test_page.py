@@ -17,6 +17,7 @@ from services.coordinator.api import make_app
 from services.coordinator.page_routes import FOLDER
 from services.coordinator.server import Server
 from services.coordinator.service import Coordinator
+from services.reward.failures import Failures
 from shared import streams
 from shared.bus import Bus
 from shared.cordon import Word, cordons
@@ -130,7 +131,11 @@ async def test_it_shows_the_run_as_it_goes_on_and_text_of_the_run_stays_text(
     parts: Coordinator, bus: Bus, tmp_path: Path
 ) -> None:
     leave = asyncio.Event()
-    beating = asyncio.create_task(Presence(bus, "rollout", "rollout-0", 60.0, Status(state="working")).run(leave))
+    failing = Status(state="working")
+    beating = asyncio.gather(
+        Presence(bus, "rollout", "rollout-0", 60.0, Status(state="working")).run(leave),
+        Presence(bus, "reward", "reward-0", 0.2, failing).run(leave),
+    )
     async with served(parts, tmp_path, Access()) as url, replicas(bus):
         trainer = await Trainer(bus).start()
         async with opened(url) as page:
@@ -138,8 +143,23 @@ async def test_it_shows_the_run_as_it_goes_on_and_text_of_the_run_stays_text(
             await page.get_by_role("button", name="Start…").click()
             await page.get_by_role("button", name="Start", exact=True).click()
             await shows(page, "#state", "running")
-            await trainer.step(reward_mean=0.25)
+            figures = {"learning_rate": 0.125, "clip_fraction": 0.375, "ess": 0.75, "zero_std_groups": 1.0}
+            await trainer.step(reward_mean=0.25, scorer_mean_answer=0.25, scorer_mean_format=0.5, **figures)
             await shows(page, "#tiles", "0.25")
+            for title, label in (
+                ("Reward by scorer", "answer 0.25, format 0.5"),
+                ("Learning rate", "learning rate 0.125"),
+                ("Clipped tokens", "clip fraction 0.375, masked fraction –"),
+                ("Effective sample size", "ess 0.75"),
+                ("Zero-variance groups", "zero std groups 1"),
+            ):
+                await page.locator(f'[data-curve="{title}"] svg[aria-label="{label} at step 1"]').wait_for()
+            await Failures(failing).failed("scorer 'mine'", "train.jsonl:7", f"KeyError: {HOSTILE}")
+            await shows(
+                page,
+                "#notices .error",
+                f"scorer 'mine' failed 1 times, the last 1 in a row; newest at train.jsonl:7: KeyError: {HOSTILE}",
+            )
             await trainer.step(reward_mean=0.625)
             await shows(page, "#tiles", "0.625")  # by itself, without a reload
             await shows(page, "#lineage", "v2")

@@ -32,6 +32,8 @@ def line(step: int) -> dict[str, object]:
         "clip_fraction": 0.01,
         "grad_norm": 0.6,
         "learning_rate": 1e-3,
+        "scorer_mean_answer": 0.5,
+        "scorer_mean_format": 0.75,
         "tokens_per_s": 3200.0 + 200 * math.cos(step / 5),
         "samples_per_s": 1000.0,
         "zero_std_groups": 4.0 + step / 20,
@@ -59,7 +61,8 @@ def whole_run(folder: Path) -> Path:
         {"step": step, "prompt": "12+34=", "answer": "46", "completions": completions} for step in range(5, STEPS, 5)
     ]
     events: list[dict[str, object]] = [
-        {"at_s": 1_800_000_000.0, "source": "coordinator", "name": "run started", "detail": "by itself"}
+        {"at_s": 1_800_000_000.0, "source": "coordinator", "name": "run started", "detail": "by itself"},
+        {"at_s": 1.8e9, "source": "data", "name": "held-out data heldout", "detail": "23 of the 30 <problems>"},
     ]
     records: dict[str, list[dict[str, object]]] = {
         "metrics.jsonl": [line(step) for step in range(1, STEPS + 1)],
@@ -126,7 +129,10 @@ def test_a_whole_run_becomes_one_page_with_its_curves(tmp_path: Path) -> None:
         assert title in html
     assert "<td>dropped:run_ended</td>" in html.replace(' class=""', "")
     assert "75.0%" in html
-    assert html.count("<svg") == 11
+    assert html.count("<svg") == 13
+    assert "Reward by scorer" in html
+    assert "Learning rate" in html
+    assert '<p class="bad">23 of the 30 &lt;problems&gt;</p>' in html
 
 
 def test_no_record_at_all_is_still_a_page(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from services.reward.answer import AnswerMatcher
 from shared.messages import ScoreStatus
 from shared.settings.scorers import AnswerScorer
 from tests import builders
+from tests.conftest import PATIENCE_S
 
 EQUAL: dict[str, list[tuple[str, str]]] = {
     "integers": [
@@ -155,7 +156,7 @@ async def test_what_is_written_to_break_the_matcher_ends_in_time_with_a_word_tha
     group = builders.group(0, tuple(HOSTILE))
     try:
         await hasty.start()
-        async with asyncio.timeout(60.0):
+        async with asyncio.timeout(PATIENCE_S):
             scores = await hasty.score(group)
         honest = await hasty.score(builders.group(1, ("46", "It is 46.")))
     finally:

@@ -14,7 +14,7 @@ from shared.bus import Bus
 from shared.messages import Prompt, Purpose
 from shared.settings.reward_models import ModelWork
 from tests import builders
-from tests.conftest import until
+from tests.conftest import PATIENCE_S, until
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Notes:
         self.fits_restore = True
 
     def compute(self, batch: Sequence[Item]) -> list[float]:
-        self.gate.wait(10)
+        self.gate.wait(PATIENCE_S)
         self.passes.append([item.tokens for item in batch])
         if len(batch) > self.fits_samples:
             raise NoRoom("tried to allocate 2.00 GiB")
@@ -79,7 +79,7 @@ async def test_samples_of_different_groups_share_a_forward_pass_by_length() -> N
 async def test_a_sample_waits_for_others_no_longer_than_it_may() -> None:
     notes = Notes()
     async with batching(notes, batch_tokens=1000, wait_s=0.01) as batcher:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             assert await batcher.run([Item(3, 0.5)]) == [0.5]
 
 

@@ -25,7 +25,7 @@ from shared.streams import EXPERIENCE, ROLLOUTS
 from shared.telemetry import Status
 from shared.worker import Patience, Worker
 from tests import builders
-from tests.conftest import until
+from tests.conftest import PATIENCE_S, until
 
 SUMS = [{"input": "1 2\n", "output": "3\n"}, {"input": "4 5\n", "output": "9\n"}, {"input": "0 0\n", "output": "0\n"}]
 Answer = Callable[[Job], Execution]
@@ -242,7 +242,7 @@ async def test_an_executor_that_is_away_leaves_the_score_open_and_the_next_attem
     assert f"expected the code executor at {executor.address}, found" in score.detail
     waiting = asyncio.create_task(tester.score(group(fenced("…"))))
     async with executor.running():
-        (score,) = await asyncio.wait_for(waiting, 20.0)
+        (score,) = await asyncio.wait_for(waiting, PATIENCE_S)
     assert score.value == 1.0
     await tester.close()
 
@@ -266,7 +266,7 @@ async def test_while_the_executor_is_away_the_service_is_degraded_and_the_group_
         assert status.last_error.startswith("scorer 'code': expected the code executor at unix:")
         assert (await bus.length(ROLLOUTS), await bus.length(EXPERIENCE)) == (1, 0)
         async with executor.running():
-            await until(lambda: worker.counts.handed_over == 1, 20.0)
+            await until(lambda: worker.counts.handed_over == 1)
             assert status.state == "working"
             stop.set()
     assert (await bus.length(ROLLOUTS), await bus.length(ROLLOUTS.dead), await bus.length(EXPERIENCE)) == (0, 0, 1)
@@ -283,5 +283,5 @@ async def test_an_executor_that_goes_away_in_mid_job_leaves_the_group_to_be_trie
     async with scoring(executor) as tester:
         waiting = asyncio.create_task(tester.score(group(fenced("a"), fenced("b"))))
         await until(lambda: len(executor.jobs) >= 1)
-    scores = await asyncio.wait_for(waiting, 20.0)
+    scores = await asyncio.wait_for(waiting, PATIENCE_S)
     assert [score.status for score in scores] == [ScoreStatus.UNAVAILABLE] * 2

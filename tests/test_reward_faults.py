@@ -12,7 +12,8 @@ import psutil
 import pytest
 import torch
 
-from services.reward.service import Scoring, make_scoring
+from services.reward.scoring import Scoring
+from services.reward.service import make_scoring
 from shared import wire
 from shared.bus import Bus
 from shared.messages import Experience, RolloutGroup
@@ -21,7 +22,7 @@ from shared.streams import AUDIT, EXPERIENCE, ROLLOUTS
 from shared.telemetry import Status
 from shared.worker import Patience, Worker
 from tests import builders, reward_models
-from tests.conftest import until
+from tests.conftest import PATIENCE_S, until
 
 TEXTS = ("46", "4", "47", "2")
 Forward = Callable[..., Any]
@@ -151,7 +152,8 @@ async def test_a_sample_that_fits_in_no_batch_buries_its_group_with_the_reason_a
         rewards, buried = await audit(bus, 4)
     assert sorted(rewards) == [0, 1, 2]
     assert buried == {
-        3: "scorer 'model' unavailable: no memory for a sample of 14 tokens: CUDA out of memory. Tried to allocate 2.00 GiB"
+        3: "scorer 'model' unavailable: no memory for a sample of 14 tokens: CUDA out of memory. Tried to allocate 2.00 GiB "
+        "(train.jsonl:4)"
     }
 
 
@@ -163,7 +165,7 @@ async def test_a_model_that_gives_no_number_is_unavailable(bus: Bus, folder: Pat
     async with working(replica):
         _, buried = await audit(bus, 1)
         assert replica.status.state == "degraded"
-    assert buried == {0: "scorer 'model' unavailable: the model gave nan"}
+    assert buried == {0: "scorer 'model' unavailable: the model gave nan (train.jsonl:1)"}
 
 
 async def test_a_device_that_dies_stops_the_replica_and_another_scores_what_it_held(bus: Bus, folder: Path) -> None:
@@ -195,8 +197,8 @@ async def test_a_matcher_that_stands_still_is_no_verdict_on_the_answer(bus: Bus,
     group = builders.group(0, sentences)
     await bus.append(ROLLOUTS, {"id": "0", "data": wire.encode(group)})
     async with working(replica):
-        await until(lambda: replica.status.state == "degraded")
-        assert "stood still" in replica.status.last_error
+        await until(lambda: replica.worker.counts.retried == 1)  # the state that it caused may be over already
+        assert "stood still" in replica.worker.counts.last_error
         rewards, buried = await audit(bus, 1)
         assert replica.status.state == "working"
     assert (rewards, buried) == ({0: [1.0, 0.0]}, {})
@@ -236,7 +238,7 @@ async def test_rules_and_the_model_work_on_a_group_at_the_same_time(bus: Bus, fo
 
     def meet(forward: Forward, input_ids: torch.Tensor) -> Any:
         model_began.set()
-        seen.append(rule_began.wait(10))
+        seen.append(rule_began.wait(PATIENCE_S))
         return forward()
 
     rule: Any = replica.scoring._scorers[0]

@@ -64,21 +64,46 @@ async def test_an_async_function_keeps_one_event_loop() -> None:
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_bug_in_the_function_makes_the_reward_unknown_not_0(lenient: FunctionScorer) -> None:
-    found = await lenient.score(builders.group(0, ("raise", "exit", "die", "text", "nan", "46")))
-    assert [one.status for one in found] == [ScoreStatus.UNAVAILABLE] * 5 + [ScoreStatus.OK]
-    assert [one.detail for one in found[:5]] == [
-        "ZeroDivisionError: no",
-        "SystemExit: 0",
-        "two processes died of it",
-        "TypeError: expected a number or a Result from the function, found str",
-        "ValueError: expected a finite value from the function, found nan",
+    texts = ("raise", "exit", "die", "text", "nan", "list", "none")
+    found = [(await lenient.score(builders.group(0, (text,))))[0] for text in texts]
+    assert [one.status for one in found] == [ScoreStatus.UNAVAILABLE] * 7
+    here = _line("def score(")
+    assert [one.detail for one in found] == [
+        f"ZeroDivisionError: no (scorer_functions.py:{_line('raise ZeroDivisionError')})",
+        f"SystemExit: 0 (scorer_functions.py:{_line('sys.exit(0)')})",
+        f"two processes died of it: {FUNCTIONS}:score",
+        f"TypeError: expected a number or a Result from the function, found str (scorer_functions.py:{here})",
+        f"ValueError: expected a finite value from the function, found nan (scorer_functions.py:{here})",
+        f"TypeError: expected a number or a Result from the function, found list (scorer_functions.py:{here})",
+        f"TypeError: expected a number or a Result from the function, found NoneType (scorer_functions.py:{here})",
     ]
+
+
+def _line(code: str) -> int:
+    """Return the first line of the user's module that holds ``code``, counted from 1."""
+    lines = Path(scorer_functions.__file__).read_text(encoding="utf-8").splitlines()
+    return next(number for number, line in enumerate(lines, 1) if code in line)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_no_sample_is_asked_about_once_one_of_its_group_has_no_score(
+    lenient: FunctionScorer, tmp_path: Path
+) -> None:
+    group = builders.group(0, ("raise", *(f"mark {tmp_path / str(index)}" for index in range(6))))
+    found = await lenient.score(group)
+    assert found[0] == found[-1]
+    assert len(list(tmp_path.iterdir())) < 6, "those that another process had begun, and no more"
 
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_bug_is_worth_0_where_the_user_says_so(strict: FunctionScorer) -> None:
     assert await strict.score(builders.group(0, ("raise",))) == [
-        Score("python", ScoreStatus.CRASHED, 0.0, "ZeroDivisionError: no")
+        Score(
+            "python",
+            ScoreStatus.CRASHED,
+            0.0,
+            f"ZeroDivisionError: no (scorer_functions.py:{_line('raise ZeroDivisionError')})",
+        )
     ]
 
 
@@ -87,7 +112,7 @@ async def test_a_late_function_is_killed_with_what_it_started_and_the_next_sampl
     strict: FunctionScorer, tmp_path: Path
 ) -> None:
     late, well = await strict.score(builders.group(0, (f"hang {tmp_path}", "46")))
-    assert late == Score("python", ScoreStatus.TIMEOUT, 0.0, "no answer within 2 s")
+    assert late == Score("python", ScoreStatus.TIMEOUT, 0.0, f"no answer within 2 s (timeout_s) from {FUNCTIONS}:score")
     assert well.value == 1.0
     child = int((tmp_path / "child").read_text())
     await until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)

@@ -21,6 +21,7 @@ from shared.errors import PermanentError, SettingsError
 from shared.messages import ChatMessage, Score, ScoreStatus
 from shared.settings.scorers import JudgeScorer
 from tests import builders
+from tests.conftest import PATIENCE_S
 
 Reply = tuple[int, dict[str, str], str]
 Behaviour = Callable[[int, dict[str, object]], Awaitable[Reply | None]]
@@ -43,14 +44,16 @@ class Endpoint:
         self.url = ""
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-            while (reply := await self._one(reader)) is not None:
-                status, headers, text = reply
-                head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-                body = text.encode()
-                writer.write(f"HTTP/1.1 {status} x\r\nContent-Length: {len(body)}\r\n{head}\r\n".encode() + body)
-                await writer.drain()
-        writer.close()
+        try:
+            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+                while (reply := await self._one(reader)) is not None:
+                    status, headers, text = reply
+                    head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+                    body = text.encode()
+                    writer.write(f"HTTP/1.1 {status} x\r\nContent-Length: {len(body)}\r\n{head}\r\n".encode() + body)
+                    await writer.drain()
+        finally:
+            writer.close()
 
     async def _one(self, reader: asyncio.StreamReader) -> Reply | None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
@@ -217,7 +220,7 @@ async def test_no_more_requests_run_at_once_than_declared() -> None:
         await release.wait()
         return says("Score: 5")
 
-    async with serving(wait) as endpoint, asyncio.timeout(20.0), asyncio.TaskGroup() as running:
+    async with serving(wait) as endpoint, asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as running:
         scoring = running.create_task(judged(endpoint, *map(str, range(8)), concurrency=2))
         await full.wait()
         release.set()
@@ -340,6 +343,8 @@ def test_settings_of_a_judge_that_contradict_themselves_are_refused(more: dict[s
         settings(**more)
 
 
-def test_a_key_is_read_from_a_file(tmp_path: Path) -> None:
+async def test_a_key_is_read_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("sk-1\n")
-    Judge(settings(api_key_file=str(tmp_path / "key")))
+    async with serving(sequence(says("Rating: [[10]]"))) as endpoint:
+        await judged(endpoint, "46", api_key_file=str(tmp_path / "key"))
+    assert "authorization: bearer sk-1\r\n" in endpoint.heads[0].lower()

@@ -12,6 +12,7 @@ from services.reward.model import RewardModel
 from shared.errors import PermanentError, SettingsError
 from shared.messages import ChatMessage, ScoreStatus
 from tests import builders, reward_models, tiny
+from tests.tolerance import FORWARD
 
 COMPLETIONS = ("46", "4", "thesumis46", "a", "12+34is46andnoothernumber")
 
@@ -36,8 +37,8 @@ def test_a_batch_of_mixed_lengths_has_the_values_of_its_texts_alone(
     texts = classifier.read(builders.prompt(), COMPLETIONS)
     expected = [float(plain(model, "12+34=" + completion)[0]) for completion in COMPLETIONS]
     assert max(expected) - min(expected) > 0.1
-    assert classifier.compute(texts) == pytest.approx(expected, abs=1e-5)
-    assert classifier.compute(texts[2:3]) == pytest.approx(expected[2:3], abs=1e-5)
+    assert classifier.compute(texts) == pytest.approx(expected, abs=FORWARD)
+    assert classifier.compute(texts[2:3]) == pytest.approx(expected[2:3], abs=FORWARD)
 
 
 def test_a_text_that_ends_in_the_padding_token_keeps_its_end_where_the_model_names_no_padding(tmp_path: Path) -> None:
@@ -46,7 +47,7 @@ def test_a_text_that_ends_in_the_padding_token_keeps_its_end_where_the_model_nam
     with torch.no_grad():
         expected = [float(model(input_ids=torch.tensor([ids])).logits[0, 0]) for ids in ([5, 6, 0], [5, 6])]
     texts = [Text((5, 6, 0)), Text((5, 6))]
-    assert classifier.compute(texts) == pytest.approx(expected, abs=1e-5)
+    assert classifier.compute(texts) == pytest.approx(expected, abs=FORWARD)
     assert abs(expected[0] - expected[1]) > 1e-3
 
 
@@ -56,7 +57,7 @@ def test_texts_that_hold_every_token_of_the_vocabulary_are_read_one_by_one(tmp_p
     everything = tuple(range(tiny.VOCABULARY))
     with torch.no_grad():
         expected = [float(model(input_ids=torch.tensor([ids])).logits[0, 0]) for ids in (everything, (7, 8))]
-    assert classifier.compute([Text(everything), Text((7, 8))]) == pytest.approx(expected, abs=1e-5)
+    assert classifier.compute([Text(everything), Text((7, 8))]) == pytest.approx(expected, abs=FORWARD)
 
 
 def test_the_models_own_chat_template_joins_prompt_and_completion(tmp_path: Path) -> None:
@@ -112,18 +113,18 @@ def test_of_several_outputs_the_named_one_is_the_value(tmp_path: Path) -> None:
     for label in ("label 2", "2"):
         classifier = Classifier(reward_models.settings(folder, label=label))
         assert classifier.compute(classifier.read(builders.prompt(), ["46"])) == pytest.approx(
-            [float(logits[2])], abs=1e-5
+            [float(logits[2])], abs=FORWARD
         )
     share = Classifier(reward_models.settings(folder, label="label 1", value="probability"))
     expected = float(logits.softmax(-1)[1])
-    assert share.compute(share.read(builders.prompt(), ["46"])) == pytest.approx([expected], abs=1e-5)
+    assert share.compute(share.read(builders.prompt(), ["46"])) == pytest.approx([expected], abs=FORWARD)
 
 
 def test_a_probability_of_one_output_is_its_sigmoid(tmp_path: Path) -> None:
     model = reward_models.qwen()
     classifier = Classifier(reward_models.settings(reward_models.save(model, tmp_path), value="probability"))
     expected = float(plain(model, "12+34=46")[0].sigmoid())
-    assert classifier.compute(classifier.read(builders.prompt(), ["46"])) == pytest.approx([expected], abs=1e-5)
+    assert classifier.compute(classifier.read(builders.prompt(), ["46"])) == pytest.approx([expected], abs=FORWARD)
 
 
 def test_a_scalar_head_is_read_at_the_last_token(tmp_path: Path) -> None:
@@ -139,7 +140,7 @@ def test_a_scalar_head_is_read_at_the_last_token(tmp_path: Path) -> None:
         with torch.no_grad():
             hidden = trunk(input_ids=ids).last_hidden_state[0, -1]
         expected.append(float(hidden @ weights["v_head.summary.weight"][0]) + 0.25)
-    assert classifier.compute(classifier.read(builders.prompt(), COMPLETIONS)) == pytest.approx(expected, abs=1e-5)
+    assert classifier.compute(classifier.read(builders.prompt(), COMPLETIONS)) == pytest.approx(expected, abs=FORWARD)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +165,6 @@ def test_a_model_that_is_not_what_the_settings_say_is_one_sentence(
     assert sentence in str(caught.value)
 
 
-def test_a_model_that_is_nowhere_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_a_model_that_is_nowhere_is_refused_when_its_scorer_is_made(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"change model of scorer 'model' in \[\[reward.scorers\]\]"):
         RewardModel(reward_models.settings(tmp_path / "nowhere"), None)

@@ -155,6 +155,11 @@ def test_what_would_grow_is_not_computed(text: str) -> None:
     assert read(text) is None
 
 
+@pytest.mark.parametrize("reference", ["5", "46", r"2\sqrt3", "x+1"])
+def test_a_difference_of_too_many_terms_is_left_to_math_verify(reference: str) -> None:
+    assert compare(reference, "(x+y+z)^9+(x+y)^8") is None  # 55 + 9 terms: each sum can be read, their difference not
+
+
 def test_numbers_too_close_to_tell_are_left_to_math_verify() -> None:
     near = r"\frac{100000000000}{100000000001}"
     assert compare("1+0", near) is None

@@ -15,7 +15,7 @@ from services.reward import processes
 from services.reward.answer import COMMAND
 from services.reward.processes import Crashed, NotReady, Overdue, Processes
 from shared.errors import TemporaryError
-from tests.conftest import until
+from tests.conftest import PATIENCE_S, until
 
 PROGRAM = """
 import json, os, pathlib, sys, time
@@ -158,6 +158,6 @@ async def test_a_matcher_that_computes_for_ever_dies_with_its_service() -> None:
     assert parent.stdout is not None
     child = int(await asyncio.to_thread(parent.stdout.readline))
     parent.kill()
-    parent.wait(10)
+    parent.wait(PATIENCE_S)
     parent.stdout.close()
     await until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)

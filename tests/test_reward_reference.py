@@ -19,6 +19,7 @@ from shared.messages import Experience, Prompt, Purpose, RolloutGroup
 from shared.settings import Settings, load
 from shared.telemetry import Status
 from tests import builders, tiny
+from tests.tolerance import FORWARD
 
 TEMPERATURE = 0.7
 LENGTHS = (5, 1, 9, 3)
@@ -75,7 +76,7 @@ async def test_what_travels_with_a_group_is_what_the_trainer_would_have_computed
             assert sent is not None
             assert sent.dtype == np.float32
             assert sent.shape == (18,)
-            np.testing.assert_allclose(sent, trainers_own(reference, made), atol=1e-5)
+            np.testing.assert_allclose(sent, trainers_own(reference, made), atol=FORWARD)
     finally:
         await scoring.close()
 
@@ -119,7 +120,7 @@ def test_a_prompt_of_one_token_and_completions_of_one_token_are_sequences_too(tm
     (found,) = policy.compute([one])
     with torch.no_grad():
         logits = tiny.model()(input_ids=torch.tensor([[5]])).logits[0, -1] / TEMPERATURE
-    assert found.tolist() == pytest.approx([float(torch.log_softmax(logits, -1)[7])], abs=1e-5)
+    assert found.tolist() == pytest.approx([float(torch.log_softmax(logits, -1)[7])], abs=FORWARD)
 
 
 def test_experience_written_before_references_travelled_stays_readable() -> None:

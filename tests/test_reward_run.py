@@ -18,6 +18,7 @@ from shared.bus import Bus
 from shared.ledger import Ledger, RunState
 from shared.streams import AUDIT, TRAINING_STREAMS
 from tests import forge
+from tests.conftest import PATIENCE_S
 
 ROOT = Path(__file__).parent.parent
 POLICY = ROOT / "examples" / "arithmetic" / "policy"
@@ -68,7 +69,9 @@ async def test_rules_a_reward_model_and_a_reference_work_in_one_run(tmp_path: Pa
     folder = tmp_path / "scorers"
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
-    assert abs(steps[0]["reference_kl"]) < 1e-6, "the first step's policy is the reference"
+    assert abs(steps[0]["reference_kl"]) < 1e-6, (
+        "the first step's policy is the reference: half the square of what other kernels make of a logprob"
+    )
     assert all(line["reference_kl"] > 0 and line["kl_coefficient"] == 0.01 for line in steps[1:])
     assert not any("phase_reference_s" in line for line in steps), "the trainer computes no reference"
     groups = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
@@ -81,7 +84,7 @@ async def test_rules_a_reward_model_and_a_reference_work_in_one_run(tmp_path: Pa
 
 async def _audit(folder: Path) -> None:
     with embedded.serving(folder / "valkey") as url:
-        bus = await Bus.connect(url, "scorers", wait_s=20.0)
+        bus = await Bus.connect(url, "scorers", wait_s=PATIENCE_S)
         status, counts = await Ledger(bus).status(), await bus.counts()
         endings = [
             (int(fields[b"id"]), fields[b"outcome"].decode())

@@ -15,7 +15,8 @@ import pytest
 from prometheus_client import REGISTRY
 
 from services.reward.scorer import Scorer, unavailable, valued
-from services.reward.service import Scoring, make_scoring, work
+from services.reward.scoring import Scoring
+from services.reward.service import make_scoring, work
 from shared import wire
 from shared.bus import Bus, Delivery
 from shared.cordon import Cordon
@@ -72,7 +73,7 @@ async def put(bus: Bus, group: RolloutGroup, stream: Stream = ROLLOUTS) -> None:
 
 async def take(bus: Bus, stream: Stream, count: int) -> list[Delivery[Experience]]:
     found: list[Delivery[Experience]] = []
-    async with asyncio.timeout(20.0):
+    async with asyncio.timeout(PATIENCE_S):
         while len(found) < count:
             found += await bus.read(stream, Experience, "test", count, block_s=0.2)
     return found
@@ -121,7 +122,7 @@ async def test_all_scorers_of_a_group_run_at_once() -> None:
             return await super().score(group)
 
     first, second = (Waiting(name, lambda group: [valued("x", ScoreStatus.OK, 1.0)] * 2) for name in ("a", "b"))
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(PATIENCE_S):
         await scoring(first, second, expression="1")(builders.group(0))
 
 
@@ -129,7 +130,7 @@ async def test_a_group_that_a_scorer_cannot_judge_is_tried_again_and_then_buried
     judge, status = down("judge"), Status(state="working")
     await put(bus, builders.group(3))
     async with working(bus, scoring(always("answer", 1.0), judge, status=status), max_attempts=3):
-        await until(lambda: _length_is(bus, ROLLOUTS.dead, 1), 20.0)
+        await until(lambda: _length_is(bus, ROLLOUTS.dead, 1))
     assert judge.asked == 3
     assert await bus.length(EXPERIENCE) == 0
     assert await bus.length(ROLLOUTS) == 0
@@ -260,7 +261,7 @@ async def test_a_wrong_expression_stops_the_start_with_one_sentence_and_exit_cod
     output = await asyncio.to_thread(_wait, process)
     assert process.returncode == 2
     assert output.startswith(f"penstock reward: {config}: expected names of scorers, numbers, + - * /")
-    assert output.endswith("change reward.expression\n")
+    assert output.endswith("change reward.expression (reward.expression is set by flag --reward.expression)\n")
     assert output.count("\n") == 1
 
 
@@ -302,7 +303,8 @@ async def test_what_each_scorer_says_is_a_metric() -> None:
     def measured(name: str, **labels: str) -> float:
         return REGISTRY.get_sample_value(name, labels) or 0.0
 
-    await scoring(always("mine", 0.5), always("yours", 1.0))(builders.group(0))
-    assert measured("penstock_reward_samples_scored_total", scorer="mine", status="ok") == 2.0
-    assert measured("penstock_reward_value_sum", scorer="mine") == 1.0
-    assert measured("penstock_reward_value_sum", scorer="yours") == 2.0
+    # The registry is the process's: the names are this test's own, so that no other test has counted under them.
+    await scoring(always("metric_half", 0.5), always("metric_whole", 1.0))(builders.group(0))
+    assert measured("penstock_reward_samples_scored_total", scorer="metric_half", status="ok") == 2.0
+    assert measured("penstock_reward_value_sum", scorer="metric_half") == 1.0
+    assert measured("penstock_reward_value_sum", scorer="metric_whole") == 2.0

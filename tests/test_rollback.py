@@ -13,19 +13,20 @@ from safetensors.torch import load_file
 
 from services.coordinator.api import make_app
 from services.coordinator.operations import OperationState
-from services.coordinator.rollback import Rollback, Stage, descendants
+from services.coordinator.rollback import Rollback, Stage
 from services.coordinator.service import Coordinator
 from services.trainer.checkpoints import Checkpoint, CheckpointState
-from services.trainer.resume import MOST_LOADS, may_load
+from services.trainer.resume import may_load
 from shared import streams, wire
 from shared.bus import Bus
 from shared.exports import Exports
 from shared.ledger import Ledger, PolicyState, RunState
 from shared.messages import Event, Experience, PolicyRecord, PolicyVersion, Prompt
+from shared.rollback import descendants
 from shared.telemetry import Presence, Status
 from shared.weights.snapshot import read_snapshot
 from tests.chaos.run import TcpServer
-from tests.conftest import Server, until
+from tests.conftest import PATIENCE_S, Server, until
 from tests.coordinator_players import Trainer, make, record, replicas, report, running, settings
 from tests.fault_proxy import FaultProxy
 from tests.test_trainer_service import GROUPS, Run, bus_of, feed, versions
@@ -117,7 +118,10 @@ async def test_a_rollback_fences_its_branch_at_once_and_the_run_goes_on_as_a_new
         serving.version = V(6)
         await until(lambda: _is(parts, Stage.LIVE))
         status = await ledger.status()
-        assert (status.state, status.reason) == (RunState.RUNNING, "rolled back to version 2, as version 6")
+        assert (status.state, status.reason) == (
+            RunState.RUNNING,
+            "rolled back to version 2, as version 6: it forgot how to stop",
+        )
         states = await ledger.policy_states()
         assert [states[V(version)] for version in range(7)] == [
             PolicyState.RETIRED, PolicyState.RETIRED, PolicyState.RETIRED,
@@ -195,7 +199,7 @@ async def test_a_version_published_before_the_rollback_is_never_promoted_after_i
 async def ready(bus: Bus, tmp_path: Path) -> AsyncIterator[tuple[httpx.AsyncClient, Coordinator]]:
     async with at_step(bus, tmp_path, 4, checkpoint=2) as (parts, _):
         transport = httpx.ASGITransport(make_app(parts.api))
-        async with httpx.AsyncClient(transport=transport, base_url="http://coordinator") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             yield client, parts
 
 
@@ -273,7 +277,7 @@ async def test_a_rollback_whose_answer_is_lost_on_the_wire_is_done_once_and_told
     server.start()
     proxy = FaultProxy("127.0.0.1", server.port)
     try:
-        bus = await Bus.connect(f"redis://127.0.0.1:{await proxy.start()}", "lost", wait_s=10.0)
+        bus = await Bus.connect(f"redis://127.0.0.1:{await proxy.start()}", "lost", wait_s=PATIENCE_S)
         async with at_step(bus, tmp_path, 3, checkpoint=1) as (parts, _):
             await bus.client.script_load(Path("shared/lua/roll_back.lua").read_text())
             proxy.cut_reply_to(b"rolling back to version 1: worse")
@@ -326,7 +330,7 @@ async def test_a_checkpoint_that_cannot_be_loaded_ends_the_rollback_and_may_be_g
     operation = (await http.get("/v1/operations/1")).json()
     assert operation["state"] == "failed"
     assert operation["detail"].startswith(
-        "expected the checkpoint /checkpoints/step-000002 to load, found that the trainer ended 3 times in it: it is damaged"
+        "expected the checkpoint /checkpoints/step-000002 to load, found that the trainer ended 3 times in it: it is larger than"
     )
     status = await Ledger(bus).status()
     assert status.state is RunState.PAUSED
@@ -419,23 +423,20 @@ async def test_a_trainer_that_cannot_load_the_checkpoint_of_a_rollback_waits_unt
         await feed(bus, 0, 2 * GROUPS)
         async with run.trainer() as process:
             await run.reaches(ledger, 2, process)
-            await until(lambda: _has_checkpoint(ledger, 2), timeout_s=30)
+            await until(lambda: _has_checkpoint(ledger, 2))
             (file,) = (_folder(run, 2) / "engine").rglob("mp_rank_00_model_states.pt")
             whole = file.read_bytes()
             file.write_bytes(whole[: len(whole) // 2])
             await feed(bus, 2 * GROUPS, GROUPS)
             await run.reaches(ledger, 3, process)
             await _begin(bus, ledger, tmp_path, 2)
-            assert await asyncio.to_thread(process.wait, 60) != 0
-        await bus.write(bus.keys.rollback, "HSET", "loads", MOST_LOADS)  # as often as it may
-        async with run.trainer() as process:
-            await until(lambda: _is_given_up(bus), timeout_s=60)
+            await until(lambda: _is_given_up(bus))
             await make(bus, settings(tmp_path)).rollbacks.advance()
             file.write_bytes(whole)
             await make(bus, settings(tmp_path)).rollbacks.begin(V(2), "mended")
-            await until(lambda: _newest_is(ledger, 4), timeout_s=60)
+            await until(lambda: _newest_is(ledger, 4))
             assert (await versions(ledger))[3:] == [(3, 2, 3), (4, 2, 2)]
-            assert process.poll() is None
+            assert process.poll() is None, "it never died"
             await run.stops(process)
 
 

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import sys
+import time
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,12 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-from services.rollout.engine import EngineDied, GenerationRequest
+from services.rollout.engine import EngineDied, GeneratedGroup, GenerationRequest
 from services.rollout.follower import Follower
 from services.rollout.precedence import Precedence
 from services.rollout.prompts import CharacterCodec
 from services.rollout.scripted_engine import ScriptedEngine
-from services.rollout.service import Rate, Rollout
+from services.rollout.service import Rate, Rollout, seed_of
 from shared import streams, wire
 from shared.bus import Bus, Delivery
 from shared.errors import NotHere
@@ -43,7 +44,8 @@ from shared.weights.puller import Puller
 from shared.weights.snapshot import write_snapshot
 from shared.worker import Patience
 from tests import builders, tiny, weights
-from tests.conftest import Server, until
+from tests.conftest import PATIENCE_S, Server, until
+from tests.tolerance import ULPS
 
 
 async def announce(bus: Bus, folder: Path, version: int) -> Path:
@@ -100,7 +102,7 @@ class Serving:
 
     async def end(self) -> None:
         self.stop.set()
-        await asyncio.wait_for(self.task, 10)
+        await asyncio.wait_for(self.task, PATIENCE_S)
 
 
 @pytest.fixture
@@ -112,6 +114,24 @@ async def served(bus: Bus) -> AsyncIterator[tuple[ScriptedEngine, Status]]:
 
 
 # -------------------------------------------------------------------- a prompt's way
+
+
+async def test_the_engine_gets_each_group_with_the_seed_of_its_own(
+    bus: Bus, tmp_path: Path, served: tuple[ScriptedEngine, Status], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, seeds = served[0], list[int]()
+    generate = engine.generate
+
+    async def seeing(request: GenerationRequest) -> GeneratedGroup:
+        seeds.append(request.seed)
+        return await generate(request)
+
+    monkeypatch.setattr(engine, "generate", seeing)
+    await announce(bus, tmp_path, 3)
+    for group_id in (5, 6):
+        await put(bus, builders.prompt(group_id))
+    await until(lambda: len(seeds) == 2)
+    assert sorted(seeds) == sorted(seed_of(0, builders.prompt(group_id)) for group_id in (5, 6))
 
 
 async def test_a_prompt_becomes_a_group_with_its_samples_versions_and_texts(
@@ -129,7 +149,7 @@ async def test_a_prompt_becomes_a_group_with_its_samples_versions_and_texts(
         assert sample.token_ids.tolist() == [*map(ord, sample.text), 0]
         assert sample.version_spans.tolist() == [[0, 3]]
         assert sample.finish_reason is FinishReason.STOP
-        np.testing.assert_allclose(sample.behavior_logprobs, [np.log(0.5), 0, 0], atol=1e-6)
+        np.testing.assert_allclose(sample.behavior_logprobs, [np.log(0.5), 0, 0], atol=ULPS)
     assert await bus.length(streams.PROMPTS) == 0
     await until(lambda: served[1].values.get("samples_per_s", 0) > 0 and served[1].values["held"] == 0)
 
@@ -287,7 +307,7 @@ async def test_a_waiter_is_sent_away_only_while_pulls_keep_failing(bus: Bus, tmp
     following = asyncio.ensure_future(follower.run())
     await announce_at(bus, tmp_path / "absent", 1, "0" * 64)
     with pytest.raises(NotHere, match="expected to pull policy version 1, found failures"):
-        await asyncio.wait_for(waiting, 10)
+        await asyncio.wait_for(waiting, PATIENCE_S)
     assert follower.gave_up
     await announce(bus, tmp_path, 2)
     await until(lambda: not follower.failing)
@@ -351,7 +371,7 @@ async def test_a_process_serves_a_real_policy_until_sigterm_and_ends_with_code_0
     model = tiny.save(tmp_path / "policy")
     settings = f'[policy]\nmodel = "{model}"\ndtype = "float32"\n[rollout]\ndevice = "cpu"\nthreads = 1'
     process = await start(tmp_path, server, run_id, settings)
-    bus = await Bus.connect(server.url, run_id, wait_s=10.0)
+    bus = await Bus.connect(server.url, run_id, wait_s=PATIENCE_S)
     written = write_snapshot(tmp_path, PolicyVersion(0), 0, tiny.model(2).named_parameters(), torch.float32)
     await announce_at(bus, written.location, 0, written.digest)
     await put(bus, builders.prompt(1, "1+2=", samples=3))
@@ -404,10 +424,17 @@ async def _trained(bus: Bus) -> bool:
 async def test_a_replica_that_is_not_named_goes_on_to_the_head(
     bus: Bus, tmp_path: Path, served: tuple[ScriptedEngine, Status]
 ) -> None:
+    named = Status()
+    serving = Serving(rollout(bus, ScriptedEngine(receive=weights.receiving()), named, "rollout-7"))
     await announce(bus, tmp_path, 1)
+    await until(lambda: (served[1].version, named.version) == (1, 1))
     await evaluate(bus, 1, "rollout-7")
     await announce(bus, tmp_path, 2)
     await until(lambda: served[1].version == 2)
+    assert named.version == 1
+    await bus.client.delete(bus.keys.evaluation)
+    await until(lambda: named.version == 2)
+    await serving.end()
 
 
 async def test_a_version_is_kept_no_longer_than_it_may_be(
@@ -415,9 +442,11 @@ async def test_a_version_is_kept_no_longer_than_it_may_be(
 ) -> None:
     await announce(bus, tmp_path, 1)
     await until(lambda: served[1].version == 1)
-    await evaluate(bus, 1, timeout_s=0.2)
+    before_s = time.monotonic()
+    await evaluate(bus, 1, timeout_s=0.5)
     await announce(bus, tmp_path, 2)
     await until(lambda: served[1].version == 2)
+    assert time.monotonic() - before_s >= 0.5, "and no shorter"
 
 
 async def test_a_replica_that_starts_during_an_evaluation_pulls_its_version_where_a_source_has_it(
@@ -437,7 +466,10 @@ async def test_a_replica_that_starts_during_an_evaluation_pulls_its_version_wher
     await serving.end()
 
 
-async def test_a_replica_that_cannot_get_the_evaluated_version_goes_to_the_head(bus: Bus, tmp_path: Path) -> None:
+async def test_a_replica_that_cannot_get_the_evaluated_version_goes_to_the_head(
+    bus: Bus, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     gone = PolicyRecord(PolicyVersion(1), None, 1, 0.0, "ab" * 32, str(tmp_path / "gone"))
     await bus.client.hset(bus.keys.policies, "1", wire.encode(gone))
     await announce(bus, tmp_path, 2)
@@ -446,6 +478,7 @@ async def test_a_replica_that_cannot_get_the_evaluated_version_goes_to_the_head(
     serving = Serving(rollout(bus, ScriptedEngine(receive=weights.receiving()), status))
     await until(lambda: status.version == 2)
     await serving.end()
+    assert {vars(record)["version"] for record in caplog.records if record.message == "source failed"} == {1}
 
 
 async def test_evaluation_takes_the_room_that_training_leaves_and_never_starves() -> None:
@@ -469,3 +502,11 @@ async def test_evaluation_takes_the_room_that_training_leaves_and_never_starves(
         await until(lambda: len(order) == 4)
         done.set()
     assert order == ["training", "first of two", "more training", "no room"]
+
+
+def test_a_groups_seed_is_its_own_and_the_same_at_every_delivery() -> None:
+    prompt = builders.prompt(7)
+    evaluated = dataclasses.replace(prompt, purpose=Purpose.EVALUATE)
+    again = dataclasses.replace(prompt, requeues=1, min_version=PolicyVersion(3), admitted_at_s=9.0)
+    assert seed_of(0, prompt) == seed_of(0, again)
+    assert len({seed_of(0, prompt), seed_of(1, prompt), seed_of(0, builders.prompt(8)), seed_of(0, evaluated)}) == 4

@@ -33,6 +33,7 @@ from shared.weights.puller import Puller
 from tests import weights
 from tests.conftest import free_port, need_module, until
 from tests.test_vllm_engine import MODELS, PROMPT, STOP, kept_cache, offer, put, reference, request, save, variant
+from tests.tolerance import FORWARD
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -49,7 +50,7 @@ ENVIRONMENT = {
 }
 START_S = 300.0
 GPUS = torch.cuda.device_count()
-EXACT = 2e-2 if GPUS else 1e-4
+EXACT = 2e-2 if GPUS else FORWARD
 """Nats. vLLM's attention on a GPU multiplies float32 in TF32."""
 
 

@@ -49,6 +49,8 @@ def test_flags_come_before_the_environment_and_that_before_the_file(tmp_path: Pa
         ('[rollout]\nengine = "transformers"\nvllm.tensor_parallel_size = 2', 'expected rollout.vllm.tensor_parallel_size = 1 with the engine "transformers", found 2: change it, or set rollout.engine = "vllm"'),
         ('[rollout]\nengine = "transformers"\n[weights]\nkv = "recompute"', 'expected weights.kv = "keep" with the engine "transformers", found "recompute"'),
         ('[rollout]\nengine = "scripted"\n[weights]\nshadow = "bucketed"', 'expected weights.shadow = "full" with the engine "scripted", found "bucketed"'),
+        ("[rollout]\nreproducible = true\n[algorithm]\nmax_lag = 2", "expected algorithm.max_lag = 0 with rollout.reproducible, found 2"),
+        ('[rollout]\nreproducible = true\nengine = "vllm"\n[algorithm]\nmax_lag = 0', 'expected the engine "transformers" with rollout.reproducible, found "vllm"'),
         ('[weights]\ntransport = "carrier pigeon"', "weights.transport: expected 'pull' or 'file', found 'carrier pigeon': change weights.transport"),
         ("[weights]\nfan_out = 0", "weights.fan_out: expected greater than 0, found 0: change weights.fan_out"),
     ],

@@ -44,7 +44,7 @@ def let_go(record: TokenRecord, *names: str) -> dict[str, tuple[list[float], lis
 def test_a_logprob_is_that_of_the_softmax_of_the_logits() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0], [5.0, -1.0, 0.0]], dtype=torch.bfloat16)
     found = token_logprobs(logits, torch.tensor([2, 1]))
-    torch.testing.assert_close(found, torch.tensor([-0.4076, -6.0092]), atol=1e-4, rtol=0)
+    torch.testing.assert_close(found, torch.tensor([-0.4076, -6.0092]), atol=1e-4, rtol=0)  # the literals' digits
     assert found.dtype == torch.float32
 
 

@@ -1,5 +1,8 @@
 """Laws of the engine room: what saves memory changes no result, and what packs loses nothing. One rank, in this process."""
 
+import ast
+import os
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -10,21 +13,35 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from services.trainer import adapter, attention, kernels
+from services.trainer import kernels
 from services.trainer.engine import TrainingEngine
 from services.trainer.flops import ModelSizes, forward_flops, peak_tflops
 from services.trainer.learner import Learner
 from services.trainer.logits import token_logprobs
 from services.trainer.measures import Phases
-from services.trainer.packing import Row, Segments, assign_pieces, micro_batch, plan
+from services.trainer.packing import Row, assign_pieces, micro_batch, plan
 from services.trainer.policy import Policy
 from shared.errors import SettingsError
-from shared.messages import FinishReason, Sample
-from shared.settings import PolicySettings, Settings
+from shared.settings import Settings
 from tests import builders, test_learner, tiny
 from tests.conftest import need_module
+from tests.packed import rows
+from tests.tolerance import FORWARD, GRADIENT, MOVEMENT, ULPS, gap, moved_apart, smooth_adam
 
 pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def test_a_trainer_of_one_rank_listens_on_no_wildcard_address() -> None:
+    code = (
+        "import psutil\nfrom services.trainer.engine import start_ranks\nassert start_ranks('cpu') == (0, 1)\n"
+        "print([c.laddr.ip for c in psutil.Process().net_connections('inet') if c.status == 'LISTEN'])"
+    )
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert not {"0.0.0.0", "::"} & set(ast.literal_eval(done.stdout.splitlines()[-1]))
 
 
 def settings(zero_stage: int = 0, **trainer: Any) -> Settings:
@@ -65,7 +82,8 @@ class Stepper:
 
 def step(of: Settings) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Two steps; what the second measured, and the weights after it."""
-    found = Stepper(of)
+    with smooth_adam():
+        found = Stepper(of)
     return [found.step(number) for number in (1, 2)][-1], found.weights()
 
 
@@ -86,10 +104,10 @@ def step(of: Settings) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
 def test_what_saves_memory_makes_the_same_step(trainer: dict[str, Any]) -> None:
     plain, weights = step(settings(logits_chunk_tokens=0))
     found, others = step(settings(**{"logits_chunk_tokens": 0, **trainer}))
-    assert found["loss"] == pytest.approx(plain["loss"], abs=1e-5)
-    assert found["entropy"] == pytest.approx(plain["entropy"], abs=1e-5)
-    assert found["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-4)
-    assert all(torch.allclose(weights[name], others[name], atol=5e-5) for name in weights)  # a step moves one by 1e-3
+    assert found["loss"] == pytest.approx(plain["loss"], abs=FORWARD)
+    assert found["entropy"] == pytest.approx(plain["entropy"], abs=FORWARD)
+    assert found["grad_norm"] == pytest.approx(plain["grad_norm"], rel=GRADIENT)
+    assert moved_apart(others, weights, dict(tiny.model(0).named_parameters())) < MOVEMENT
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
@@ -98,15 +116,14 @@ def test_moments_of_eight_bits_make_almost_the_same_steps_and_a_checkpoint_holds
 ) -> None:
     need_module("bitsandbytes", "bitsandbytes")
     of = settings(zero_stage=zero_stage, optimizer="adamw_8bit")
-    first, second, plain = Stepper(of), Stepper(of), Stepper(settings(zero_stage=zero_stage))
+    with smooth_adam():
+        first, second, plain = Stepper(of), Stepper(of), Stepper(settings(zero_stage=zero_stage))
     for one in (first, plain):
         one.step(1)
         one.step(2)
     assert {torch.uint8, torch.float32} <= first.state_types()
-    others = plain.weights()
-    for name, tensor in first.weights().items():
-        assert not torch.equal(tensor, others[name])
-        assert torch.allclose(tensor, others[name], atol=1e-3)  # two steps move a weight by up to 2e-3
+    # a moment of 8 bits is off by up to 1/128 of it; 0.008 of the movement are common, another optimizer makes more than 0.5
+    assert 1e-4 < moved_apart(first.weights(), plain.weights(), dict(tiny.model(0).named_parameters())) < 0.05
     first.engine.save(tmp_path)
     second.engine.load(tmp_path)
     first.step(3)
@@ -165,7 +182,7 @@ def test_chunked_logprobs_entropies_and_gradients_are_those_of_all_logits_at_onc
         assert out.entropy_N.requires_grad == (bonus > 0)
         found.append([out.policy_logprobs_N.detach(), out.entropy_N.detach(), *gradients])
     for plain, chunked in zip(*found, strict=True):
-        assert torch.allclose(plain, chunked, atol=1e-5)
+        assert gap([chunked], [plain]) < GRADIENT
 
 
 def test_without_gradients_chunks_are_the_same_too() -> None:
@@ -173,105 +190,11 @@ def test_without_gradients_chunks_are_the_same_too() -> None:
     output, hidden, targets = torch.nn.Linear(4, 9), torch.randn(5, 4), torch.randint(0, 9, (5,))
     with torch.no_grad():
         plain, chunked = (token_logprobs(hidden, output, targets, torch.ones(len(targets)), chunk) for chunk in (0, 2))
-    assert torch.allclose(plain.policy_logprobs_N, chunked.policy_logprobs_N, atol=1e-6)
-    assert torch.allclose(plain.entropy_N, chunked.entropy_N, atol=1e-6)
+    assert torch.allclose(plain.policy_logprobs_N, chunked.policy_logprobs_N, atol=ULPS)
+    assert torch.allclose(plain.entropy_N, chunked.entropy_N, atol=ULPS)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # peft's, about a model whose output layer is its embedding
-def test_an_adapter_beside_the_output_layer_is_refused_where_weights_lie_in_parts() -> None:
-    need_module("peft", "peft")
-    policy = PolicySettings(model="tiny", lora={"rank": 2, "target_modules": ("q_proj", "lm_head")})  # type: ignore[arg-type]
-    assert adapter.add(tiny.model(0), policy, zero_stage=2)
-    with pytest.raises(SettingsError, match="beside other layers than the output layer"):
-        adapter.add(tiny.model(0), policy, zero_stage=3)
-
-
-# ---------------------------------------------------------------- attention
-
-
-def rows(seed: int) -> list[Row]:
-    generator = np.random.default_rng(seed)
-    found = []
-    for prompt, lengths in ((5, (4, 1, 6)), (9, (2, 2)), (1, (3,)), (40, (30, 3, 70)), (60, (80,))):
-        samples = tuple(
-            Sample(
-                generator.integers(0, tiny.VOCABULARY, n).astype(np.int32), np.zeros(n, np.float32),
-                np.zeros((1, 2), np.int32), FinishReason.STOP, "",
-            )
-            for n in lengths
-        )  # fmt: skip
-        ids = generator.integers(0, tiny.VOCABULARY, prompt).astype(np.int32)
-        found.append(Row(ids, samples, tuple(range(len(lengths)))))
-    return found
-
-
-def separate(model: Any, of: list[Row]) -> torch.Tensor:
-    """One plain forward pass a sequence."""
-    found = []
-    for row in of:
-        for sample in row.samples:
-            ids = torch.from_numpy(np.concatenate([row.prompt_token_ids, sample.token_ids]).astype(np.int64))
-            logprobs = torch.log_softmax(model(input_ids=ids[None]).logits[0, :-1], -1).gather(-1, ids[1:, None])[:, 0]
-            found.append(logprobs[len(row.prompt_token_ids) - 1 :])
-    return torch.cat(found)
-
-
-def loop_varlen(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, query_ends: torch.Tensor, key_ends: torch.Tensor,
-    longest_query: int, longest_key: int, *, scale: float | None, window_size: tuple[int, int], enable_gqa: bool,
-) -> torch.Tensor:  # fmt: skip
-    """What torch's varlen_attn computes, a sequence after the other: causal from the lower right corner."""
-    assert (window_size, enable_gqa) == ((-1, 0), True)
-    found = []
-    for i in range(len(query_ends) - 1):
-        q = query[query_ends[i] : query_ends[i + 1]].transpose(0, 1)
-        k, v = (t[key_ends[i] : key_ends[i + 1]].transpose(0, 1) for t in (key, value))
-        assert (q.shape[1] <= longest_query, k.shape[1] <= longest_key) == (True, True)
-        mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
-        found.append(out.transpose(0, 1))
-    return torch.cat(found)
-
-
-def loop_varlen_of_equal_heads(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *ends: Any, scale: float | None, window_size: Any
-) -> torch.Tensor:
-    """The same as torch before it knew shared heads."""
-    assert query.shape[1] == key.shape[1]
-    return loop_varlen(query, key, value, *ends, scale=scale, window_size=window_size, enable_gqa=True)
-
-
-@pytest.mark.parametrize("way", ["varlen", "varlen of equal heads", "segments", "short rows whole", "all rows whole"])
-def test_packed_logprobs_and_gradients_are_those_of_separate_sequences(
-    way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    equal = way == "varlen of equal heads"
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", loop_varlen_of_equal_heads if equal else loop_varlen)
-    short = {"segments": 0, "all rows whole": 10_000}.get(way, 128)
-    monkeypatch.setattr(attention, "_SHORT_ROW_TOKENS", short)
-    monkeypatch.setattr(attention, "_SLACK_PAIRS", 0)
-    model = tiny.model(0).requires_grad_(True)
-    policy = Policy(model, kind="varlen" if way.startswith("varlen") else "mask")
-    plain, packed = separate(model, rows(0)), policy(micro_batch(rows(0))).policy_logprobs_N
-    assert torch.allclose(plain, packed, atol=1e-5)
-    weights = list(model.parameters())
-    one, other = (torch.autograd.grad(found.mean(), weights) for found in (plain, packed))
-    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(one, other, strict=True))
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_variable_length_attention_of_a_gpu_is_that_with_a_mask() -> None:
-    found = []
-    for kind, dtype in (("mask", torch.float32), ("mask", torch.bfloat16), ("varlen", torch.bfloat16)):
-        model = tiny.model(0).requires_grad_(True).to("cuda", dtype)
-        chosen: Any = kind
-        logprobs = Policy(model, kind=chosen)(micro_batch(rows(0))).policy_logprobs_N
-        gradients = torch.autograd.grad(logprobs.mean(), list(model.parameters()))
-        found.append([logprobs.detach().cpu(), *(gradient.float().cpu() for gradient in gradients)])
-    assert attention.runs_varlen(torch.zeros(1, 4, 1, 8, device="cuda", dtype=torch.bfloat16))
-    for exact, masked, varlen in zip(*found, strict=True):
-        rounding = (masked - exact).abs().max()  # what bfloat16 costs by itself
-        assert (varlen - exact).abs().max() <= 2 * rounding + 1e-4
+# ---------------------------------------------------------------- fused kernels
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -281,7 +204,9 @@ def test_fused_kernels_of_a_gpu_compute_what_torch_does() -> None:
     for kind in kinds:
         model = tiny.model(0).requires_grad_(True).to("cuda")
         assert kernels.install(model, kind, "cuda") == (kind == "liger")
-        logprobs = Policy(model, kind="mask", fused=kind != "torch")(micro_batch(rows(0))).policy_logprobs_N
+        logprobs = Policy(model, kind="mask", fused_logits=kernels.fuses_logits(kind))(
+            micro_batch(rows(0))
+        ).policy_logprobs_N
         gradients = torch.autograd.grad(logprobs.mean(), list(model.parameters()))
         found.append([logprobs.detach(), *gradients])
     for plain, fused in zip(*found, strict=True):
@@ -296,22 +221,6 @@ def test_fused_kernels_are_not_pretended_where_there_is_no_gpu() -> None:
     assert type(model.model.norm).forward is before
     with pytest.raises(SettingsError, match="expected a GPU, found cpu"):
         kernels.install(model, "liger", "cpu")
-
-
-def test_keys_are_the_prompts_and_then_the_segments_own() -> None:
-    # a prompt of 2, completions of 1 and 2 (computed) tokens, then a prompt of 1
-    segments = Segments(*(np.array(found) for found in ([0, 2, 3, 5], [2, 1, 2, 1], [0, 0, 0, 5], [0, 2, 2, 0])))
-    keys, query_ends, key_ends, longest_query, longest_key = attention.ragged(segments, torch.device("cpu"))
-    assert keys.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 4, 5]
-    assert (query_ends.tolist(), key_ends.tolist()) == ([0, 2, 3, 5, 6], [0, 2, 5, 9, 10])
-    assert (longest_query, longest_key) == (2, 4)
-
-
-def test_a_sequence_beyond_a_sliding_window_is_refused() -> None:
-    layout = attention.Layout(micro_batch(rows(0)).segments, "mask", torch.device("cpu"))
-    nothing = torch.zeros(1, 1, 1, 8)
-    with pytest.raises(SettingsError, match="sliding window of 100 tokens, found 139"):
-        attention.attend(torch.nn.Identity(), nothing, nothing, nothing, None, layout=layout, sliding_window=100)
 
 
 # ---------------------------------------------------------------- costs and packing

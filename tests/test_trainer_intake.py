@@ -10,13 +10,13 @@ import pytest
 
 from services.trainer.intake import CONSUMER, Intake
 from shared import wire
-from shared.bus import Bus, Delivery
+from shared.bus import _PAGE_ENTRIES, Bus, Delivery
 from shared.live import Live
 from shared.messages import Experience, PolicyVersion, Prompt
 from shared.settings import Settings
 from shared.streams import EXPERIENCE, PROMPTS
 from tests import builders
-from tests.conftest import until
+from tests.conftest import PATIENCE_S, until
 
 V = PolicyVersion
 
@@ -48,10 +48,20 @@ async def test_a_batch_is_the_groups_admitted_first_and_they_stay_pending(bus: B
     intake = Intake(bus, Live(bus, settings()), {V(0): 0})
     async with filling(intake):
         await until(lambda: _held(bus, 3))
-        batch = await intake.next_batch(0, wait_s=5.0)
+        batch = await intake.next_batch(0, wait_s=PATIENCE_S)
     assert batch is not None
     assert [taken.experience.group.prompt.group_id for taken in batch] == [3, 5]
     assert (await bus.depth(EXPERIENCE)).pending == 3
+
+
+async def test_what_a_trainer_that_died_had_taken_is_taken_again_however_much_it_is(bus: Bus) -> None:
+    groups = 2 * _PAGE_ENTRIES + 1
+    for group_id in range(groups):
+        await put(bus, group_id)
+    assert len(await bus.read(EXPERIENCE, Experience, CONSUMER, groups, None)) == groups
+    intake = Intake(bus, Live(bus, settings()), {V(0): 0})
+    async with filling(intake):
+        await until(lambda: len(intake._held) == groups)
 
 
 async def test_without_enough_groups_there_is_no_batch(bus: Bus) -> None:
@@ -67,7 +77,7 @@ async def test_a_stale_group_is_dropped_and_counted(bus: Bus) -> None:
         await put(bus, group_id, version)
     intake = Intake(bus, Live(bus, settings()), steps)
     async with filling(intake):
-        batch = await intake.next_batch(2, wait_s=5.0)
+        batch = await intake.next_batch(2, wait_s=PATIENCE_S)
     assert batch is not None
     assert [taken.experience.group.prompt.group_id for taken in batch] == [1, 2]
     assert await bus.counts() == {"dropped:stale": 1}
@@ -90,8 +100,7 @@ async def test_what_arrives_while_others_are_let_go_is_looked_at_before_it_is_tr
 
     monkeypatch.setattr(intake, "_drop", drop_while_another_arrives)
     async with filling(intake):
-        assert await intake.next_batch(0, wait_s=1.0) is None
-    assert await bus.counts() == {"dropped:fenced": 2}
+        await until(lambda: _ended_without_a_batch(bus, intake, 0, {"dropped:fenced": 2}))
 
 
 async def test_a_requeued_group_goes_back_to_the_prompts_for_the_newest_weights_and_has_not_ended(bus: Bus) -> None:
@@ -99,7 +108,7 @@ async def test_a_requeued_group_goes_back_to_the_prompts_for_the_newest_weights_
     await put(bus, 1, version=5)
     intake = Intake(bus, Live(bus, settings("requeue")), {V(0): 0, V(5): 5})
     async with filling(intake):
-        assert await intake.next_batch(5, wait_s=1.0) is None
+        await until(lambda: _ended_without_a_batch(bus, intake, 5, {"requeued": 1}))
     (delivery,) = await bus.read(PROMPTS, Prompt, "a", 10, block_s=0.5)
     assert (delivery.group_id, delivery.message().requeues, delivery.message().min_version) == ("0", 1, 5)
     assert await bus.counts() == {"requeued": 1}
@@ -125,7 +134,7 @@ async def test_with_dynamic_sampling_groups_without_signal_leave_counted_and_fre
         await bus.append(EXPERIENCE, {"id": str(group_id), "data": wire.encode(experience)})
     intake = Intake(bus, Live(bus, dynamic()), {V(0): 0})
     async with filling(intake):
-        batch = await intake.next_batch(0, wait_s=5.0)
+        batch = await intake.next_batch(0, wait_s=PATIENCE_S)
     assert batch is not None
     assert [taken.experience.group.prompt.group_id for taken in batch] == [1, 3]
     assert await bus.counts() == {"dropped:no_signal": 2}
@@ -139,10 +148,15 @@ async def test_where_nothing_has_signal_any_more_groups_are_taken_all_the_same(b
         await bus.append(EXPERIENCE, {"id": str(group_id), "data": wire.encode(experience)})
     intake = Intake(bus, Live(bus, dynamic(rounds=1)), {V(0): 0})
     async with filling(intake):
-        batch = await intake.next_batch(0, wait_s=5.0)
+        batch = await intake.next_batch(0, wait_s=PATIENCE_S)
     assert batch is not None
     assert [taken.experience.group.prompt.group_id for taken in batch] == [2, 3]
     assert await bus.counts() == {"dropped:no_signal": 2}
+
+
+async def _ended_without_a_batch(bus: Bus, intake: Intake, step: int, counts: dict[str, int]) -> bool:
+    assert await intake.next_batch(step, wait_s=0.05) is None
+    return await bus.counts() == counts
 
 
 async def _buried(bus: Bus) -> bool:
@@ -158,7 +172,7 @@ async def test_the_lag_bound_is_that_of_the_settings(bus: Bus, max_lag: int) -> 
     intake = Intake(bus, Live(bus, settings(max_lag=max_lag)), steps)
     async with filling(intake):
         await until(lambda: _held(bus, 6))
-        batch = await intake.next_batch(4, wait_s=2.0)
+        batch = await intake.next_batch(4, wait_s=PATIENCE_S)
     assert batch is not None
     kept = [taken.experience.group.oldest_version for taken in batch]
     assert kept == ([4, 4] if max_lag == 0 else [1, 2])
@@ -174,7 +188,7 @@ async def test_a_group_without_the_reference_that_was_promised_is_buried_with_th
         await bus.append(EXPERIENCE, {"id": str(group_id), "data": wire.encode(experience)})
     intake = Intake(bus, Live(bus, promised), {V(0): 0})
     async with filling(intake):
-        batch = await intake.next_batch(0, wait_s=5.0)
+        batch = await intake.next_batch(0, wait_s=PATIENCE_S)
         await until(lambda: intake.left["buried"] == 3)
     assert batch is not None
     assert [taken.experience.group.prompt.group_id for taken in batch] == [3]

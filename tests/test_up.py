@@ -19,7 +19,7 @@ from services.up.process import Backoff, how
 from services.up.view import duration, spark
 from shared.settings import Settings, load
 from tests.conftest import PATIENCE_S, until
-from tests.executor_process import interpreter_for_landlock
+from tests.disks import small_disk
 
 BACKOFF = Backoff(first_s=0.1, longest_s=1.0, well_after_s=0.0, give_up=3)
 
@@ -78,7 +78,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         if self.path == "/v1/run":
             state = (folder / "state.txt").read_text() if (folder / "state.txt").exists() else "running"
-            body = {"run_id": "x", "state": state, "step": 3, "steps": 10}
+            body = {"run_id": "x", "state": state, "step": 3, "steps": 3 if state == "finished" else 10}
+        elif self.path.startswith("/v1/events"):
+            told = folder / "events.json"
+            body = {"items": json.loads(told.read_text()) if told.exists() else []}
+            with open(folder / "asked.txt", "a") as asked:
+                asked.write("x" if told.exists() else "")
         else:
             rows = json.loads((folder / "up.json").read_text())["processes"]
             body = {"services": [
@@ -155,7 +160,7 @@ class Up:
     def close(self) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
-            self.process.wait(10)
+            self.process.wait(PATIENCE_S)
         place.end_leftovers(self.run_folder)
 
 
@@ -212,6 +217,36 @@ async def test_what_a_dead_process_left_behind_is_ended(up: Up) -> None:
     assert gone(int(ranks.read_text().split()[1]))
 
 
+async def test_a_full_disk_ends_nothing_and_the_table_is_written_when_there_is_room(up: Up) -> None:
+    up.script("coordinator-0", COORDINATOR)
+    up.script("rollout-0")
+    with small_disk(up.folder / "runs", 8192) as disk:
+        if not disk.mounted:
+            pytest.skip("this process may not mount a small disk")
+        up.start()
+        await until(lambda: up.ready("rollout-0") and up.ready("valkey"))
+        assert up.process is not None
+        first, parent = up.pid("rollout-0"), psutil.Process(up.process.pid)
+        with disk.full():
+            os.kill(first, signal.SIGKILL)
+            await until(lambda: any(one.pid != first and _runs(one, "rollout-0.py") for one in parent.children()))
+            assert up.pid("rollout-0") == first, "the table is as it was"
+        await until(lambda: up.pid("rollout-0") not in (0, first))
+        up.signal(signal.SIGTERM)
+        code, output = up.wait()
+    assert code == 143
+    for said in ("cannot write up.json in ", "up.json is written again"):
+        assert said in output
+    assert "Traceback" not in output
+
+
+def _runs(process: psutil.Process, script: str) -> bool:
+    try:
+        return any(word.endswith(script) for word in process.cmdline())
+    except psutil.Error:
+        return False  # it has just ended
+
+
 async def test_waits_double_up_to_a_cap() -> None:
     backoff = Backoff(first_s=0.25, longest_s=1.5)
     assert [backoff.wait_s(failures) for failures in (1, 2, 3, 4, 5, 1000)] == [0.25, 0.5, 1.0, 1.5, 1.5, 1.5]
@@ -231,6 +266,32 @@ async def test_wrong_settings_of_a_service_end_the_run_with_its_sentence(up: Up)
     assert code == 2
     assert "ENDING 2 expected a scorer, found none: change reward.scorers" in output
     assert "Traceback" not in output
+
+
+async def test_wrong_settings_of_a_rank_are_the_sentence_alone_whatever_its_launcher_says_besides(up: Up) -> None:
+    up.script("coordinator-0", COORDINATOR)
+    up.script(
+        "trainer-0",
+        """
+        import sys
+        for _rank in range(2):
+            print("penstock trainer: expected a GPU, found none: change trainer.device", file=sys.stderr)
+        print("E1122 torch/distributed/elastic/multiprocessing/api.py: failed (exitcode: 2) local_rank: 0", file=sys.stderr)
+        print("nanobind: leaked 4 instances!", file=sys.stderr)
+        sys.exit(1)
+        """.replace("\n        ", "\n"),
+    )
+    up.start()
+    code, output = up.wait()
+    assert code == 2
+    assert "ENDING 2 expected a GPU, found none: change trainer.device\n" in output
+    assert "nanobind" not in output
+
+
+async def test_a_death_by_an_exception_is_told_with_it(up: Up) -> None:
+    up.script("trainer-0", "raise RuntimeError('the disk is gone')")
+    up.start()
+    assert "trainer-0 stopped (RuntimeError: the disk is gone); starts again in 0.1 s" in up.wait()[1]
 
 
 async def test_a_process_that_never_gets_ready_ends_the_run_with_the_end_of_its_log(up: Up) -> None:
@@ -270,17 +331,16 @@ async def test_an_executor_is_ready_once_it_listens_comes_back_and_leaves_no_soc
     up: Up, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NEEDS_EXECUTOR", "1")
-    isolation = ("--reward.executor.isolation", "landlock", "--reward.executor.profiles", '["stdlib"]')
-    flags = (*isolation, "--reward.executor.interpreter", interpreter_for_landlock())
+    flags = ("--reward.executor.isolation", "landlock", "--reward.executor.profiles", '["stdlib"]')
     up.start(str(up.folder / "run.toml"), *flags)
-    await until(lambda: up.ready("executor"), 60.0)
+    await until(lambda: up.ready("executor"))
     socket = Path(load(up.run_folder / "settings.toml").reward.executor.address.removeprefix("unix:"))
     pid = up.pid("executor")
     assert socket.is_socket()
     harmless = {"PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "VIRTUAL_ENV", "TMPDIR"}
     assert set(psutil.Process(pid).environ()) <= harmless
     os.kill(pid, signal.SIGKILL)
-    await until(lambda: up.pid("executor") not in (0, pid) and up.ready("executor"), 60.0)
+    await until(lambda: up.pid("executor") not in (0, pid) and up.ready("executor"))
     up.signal(signal.SIGINT)
     assert up.wait()[0] == 130
     assert not socket.exists()
@@ -303,7 +363,7 @@ async def test_a_finished_run_ends_by_itself_with_code_0(up: Up) -> None:
     (up.run_folder / "state.txt").write_text("finished")
     code, output = up.wait()
     assert code == 0
-    assert "finished step 3/10" in output
+    assert "finished step 3/3" in output
 
 
 async def test_a_second_interrupt_ends_what_does_not_stop(up: Up) -> None:
@@ -351,6 +411,56 @@ def python(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *words], capture_output=True, text=True, timeout=PATIENCE_S, cwd=Path(__file__).parents[1]
     )
+
+
+async def test_a_resume_that_fails_leaves_the_settings_as_they_were_and_one_that_works_keeps_its_own(up: Up) -> None:
+    up.script("coordinator-0", COORDINATOR)
+    up.script("rollout-0")
+    up.start()
+    await until(lambda: up.ready("rollout-0"))
+    up.signal(signal.SIGTERM)
+    up.wait()
+    settings = up.run_folder / "settings.toml"
+    before = settings.read_bytes()
+
+    up.script("rollout-0", "import sys; print('penstock rollout: it does not fit', file=sys.stderr); sys.exit(2)")
+    up.start("resume", "--resume", str(up.run_folder), "--run.steps", "77")
+    code, output = up.wait()
+    assert code == 2
+    assert "settings.toml keeps what it said: the changes of this resume did not come into effect" in output
+    assert settings.read_bytes() == before
+
+    up.script("rollout-0")
+    up.start("resume", "--resume", str(up.run_folder), "--run.steps", "77")
+    await until(lambda: b"steps = 77\n" in settings.read_bytes())
+    up.signal(signal.SIGTERM)
+    assert "keeps what it said" not in up.wait()[1]
+    assert not (up.run_folder / "settings.next.toml").exists()
+
+
+async def test_what_happens_is_told_where_the_run_is_watched_each_event_once(up: Up) -> None:
+    up.script("coordinator-0", COORDINATOR)
+    up.script("rollout-0")
+    up.start()
+    await until(lambda: up.ready("rollout-0"))
+    now_s = time.time()
+    events = [
+        {"id": f"{number}-0", "at_s": at_s, "source": "trainer", "name": name, "detail": "of step 8"}
+        for number, at_s, name in (
+            (3, now_s + 60, "checkpoint damaged"),
+            (2, now_s + 60, "rollback begun"),
+            (1, now_s - 3600, "of the last time"),
+        )
+    ]
+    new = up.run_folder / "events.json.new"
+    new.write_text(json.dumps(events))
+    new.replace(up.run_folder / "events.json")
+    await until(lambda: (up.run_folder / "asked.txt").stat().st_size >= 3)
+    up.signal(signal.SIGTERM)
+    output = up.wait()[1]
+    assert output.count("checkpoint damaged: of step 8") == output.count("rollback begun: of step 8") == 1
+    assert output.index("rollback begun") < output.index("checkpoint damaged")
+    assert "of the last time" not in output
 
 
 async def test_one_up_holds_a_run_at_a_time(up: Up) -> None:

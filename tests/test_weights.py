@@ -199,3 +199,4 @@ def test_the_newest_are_kept_and_what_dead_trainers_left_goes(tmp_path: Path) ->
 
 def test_keeping_the_newest_of_nothing_is_nothing(tmp_path: Path) -> None:
     keep_newest(tmp_path / "absent", 2)
+    assert names(tmp_path) == []

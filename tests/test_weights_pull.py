@@ -15,6 +15,7 @@ from shared.weights.place import Place
 from shared.weights.puller import Puller, file_offer
 from shared.weights.receiver import Receiver
 from shared.weights.snapshot import write_snapshot
+from tests.conftest import PATIENCE_S
 from tests.weights_players import CPU, Replica, Start, Trainer, fingerprint, players, policy
 
 DEADLINE_S = 3.0
@@ -141,4 +142,4 @@ def test_groups_of_weights_leave_the_trainers_own_group_alone(start: Start) -> N
 
 def test_the_control_side_of_a_pull_needs_no_torch() -> None:
     code = "import shared.weights.puller, sys; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE_S).returncode == 0

@@ -1,6 +1,7 @@
 """Laws of the worker, on a real Valkey."""
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -13,7 +14,7 @@ from shared.messages import Prompt, RolloutGroup
 from shared.streams import PROMPTS, ROLLOUTS
 from shared.worker import Patience, Worker
 from tests import builders
-from tests.conftest import until
+from tests.conftest import PATIENCE_S, until
 
 QUICK = Patience(claim_after_s=0.6, max_attempts=3, retry_s=0.01, drain_s=5.0)
 Handler = Callable[[Prompt], Awaitable[RolloutGroup]]
@@ -76,6 +77,25 @@ async def test_no_more_than_concurrency_are_handled_at_once(bus: Bus) -> None:
     async with running(make(bus, count, concurrency=3)):
         await until(lambda: _is_length(bus, 30))
     assert most <= 3
+
+
+async def test_what_an_earlier_process_left_is_done_with_no_more_than_concurrency_at_once(bus: Bus) -> None:
+    most, now = 0, 0
+
+    async def count(prompt: Prompt) -> RolloutGroup:
+        nonlocal most, now
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0)
+        now -= 1
+        return await answer(prompt)
+
+    await put(bus, 11)
+    assert len(await bus.read(PROMPTS, Prompt, "a", 11, None)) == 11
+    patient = dataclasses.replace(QUICK, claim_after_s=PATIENCE_S)  # so that nothing comes back by being reclaimed
+    async with running(make(bus, count, patience=patient, concurrency=3)):
+        await until(lambda: _is_length(bus, 11))
+    assert most == 3
 
 
 async def test_a_temporary_failure_is_tried_again_and_then_buried_with_its_reason(bus: Bus) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from services.rollout.models import OpenedModel
 
@@ -35,6 +35,31 @@ def model(seed: int = 0) -> Any:
     return Qwen2ForCausalLM(config).eval().requires_grad_(False)
 
 
+def mixture(seed: int = 0) -> Any:
+    """Return a Qwen3 mixture of four experts, two of them for each token, in float32."""
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        decoder_sparse_step=1,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=CONTEXT_TOKENS,
+        tie_word_embeddings=False,
+        initializer_range=0.3,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=STOP,
+    )
+    torch.manual_seed(seed)
+    return Qwen3MoeForCausalLM(config).eval().requires_grad_(False)
+
+
 def opened(of: Any, stop: tuple[int, ...] = (STOP,)) -> OpenedModel:
     """Return ``of`` as the engine takes it."""
     return OpenedModel(
@@ -59,8 +84,8 @@ def tokenizer(chat_template: str | None = None) -> Any:
     return made
 
 
-def save(folder: Path, seed: int = 0) -> Path:
-    """Write a policy in Hugging Face form."""
-    model(seed).save_pretrained(folder)
+def save(folder: Path, seed: int = 0, of: Any = None) -> Path:
+    """Write a policy, ``of`` or the dense one, in Hugging Face form."""
+    (of or model(seed)).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder

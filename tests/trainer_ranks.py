@@ -3,6 +3,7 @@
 One start for all scenes, as torch and DeepSpeed take seconds to come up. Rank 0 writes.
 """
 
+import dataclasses
 import errno
 import json
 import sys
@@ -14,15 +15,16 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from services.trainer import adapter, checkpoints
+from services.trainer import adapter, checkpoints, spans
 from services.trainer.critic import Critic
 from services.trainer.engine import TrainingEngine, start_ranks
 from services.trainer.learner import AdapterOff, Learner, Reference
 from services.trainer.loop import Trainer
 from services.trainer.measures import Phases
 from services.trainer.policy import Policy
+from shared.messages import StepPlan
 from shared.settings import Settings
-from tests import test_learner, test_trainer_faults, tiny
+from tests import test_learner, test_trainer_faults, tiny, tiny_hybrids, tolerance
 
 LORA = {"rank": 4}
 KL = {"coefficient": 0.1}
@@ -42,6 +44,10 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     },
     "dpo": {"preset": "dpo"},
 }
+HYBRID: dict[str, Any] = {
+    "model": "short convolution",
+    "trainer": {"deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}},
+}
 CAP = 24
 """Tokens of a forward pass, so that a rank makes several."""
 
@@ -50,7 +56,7 @@ def settings(zero_stage: int, ranks: int, folder: Path = Path("runs"), **tables:
     return Settings.model_validate(
         {
             "run": {"id": "ranks", "folder": folder},
-            "policy": {"dtype": "float32", "lora": tables.get("lora", {})},
+            "policy": {"dtype": "float32", "lora": tables.get("lora", {}), "model": tables.get("model", "tiny")},
             "sampling": {"max_new_tokens": 8},
             "weights": {"probe_every_versions": 0},
             "algorithm": {"groups_per_step": 4, **tables.get("algorithm", {})},
@@ -67,8 +73,9 @@ class Rank:
 
     def __init__(self, of: Settings) -> None:
         torch.manual_seed(0)
-        model = adapter.add(tiny.model(0).requires_grad_(True), of.policy)
-        policy = Policy(model, chunk_tokens=of.trainer.logits_chunk_tokens)
+        make = tiny_hybrids.HYBRIDS.get(of.policy.model, tiny.model)
+        model = adapter.add(make().requires_grad_(True), of.policy)
+        policy = Policy(model, chunk_tokens=of.trainer.logits_chunk_tokens, packing=of.trainer.packing)
         self.engine = TrainingEngine(policy.train(), of, "cpu")
         critic = None
         if of.algorithm.needs_critic:
@@ -81,9 +88,14 @@ class Rank:
             return None
         return AdapterOff(self.engine) if of.policy.lora.rank else Policy(tiny.model(0)).eval()
 
-    def learn(self, step: int, longer: int = 0) -> dict[str, float]:
+    def learn(self, step: int, longer: int = 0, plan: StepPlan | None = None) -> dict[str, float]:
         data = test_learner.batch(longer=longer)
-        return self._learner.learn(data, [1] * len(data), step)
+        return self._learner.learn(data, [1] * len(data), step, repeated=plan)
+
+    @property
+    def plan(self) -> StepPlan | None:
+        """How the newest step was laid out, and what did not fit."""
+        return self._learner.plan
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in self.engine.tensors()}
@@ -106,8 +118,8 @@ def resumed(of: Settings, folder: Path) -> dict[str, Any]:
 
 
 def without_memory(of: Settings, most_tokens: int) -> dict[str, Any]:
-    """A step in which rank 1 finds no memory for more than so many tokens, and rank 0 always does."""
-    rank, forward = Rank(of), Policy.forward
+    """A step in which rank 1 finds no memory for more than so many tokens, and rank 0 always does; and its replay with memory."""
+    rank, replayed, forward = Rank(of), Rank(of), Policy.forward
 
     def tight(self: Policy, found: Any) -> Any:
         if dist.get_rank() == 1 and torch.is_grad_enabled() and found.tokens > most_tokens:
@@ -115,7 +127,14 @@ def without_memory(of: Settings, most_tokens: int) -> dict[str, Any]:
         return forward(self, found)
 
     with mock.patch.object(Policy, "forward", tight):
-        return {"measured": rank.learn(1)}
+        found = {"measured": rank.learn(1), "weights": rank.weights()}
+    replayed.learn(1, plan=rank.plan)
+    return {**found, "plans": [_plain(one.plan) for one in (rank, replayed)], "replayed": replayed.weights()}
+
+
+def _plain(plan: StepPlan | None) -> dict[str, Any]:
+    assert plan is not None
+    return dataclasses.asdict(plan)
 
 
 def full_folder(of: Settings) -> dict[str, Any]:
@@ -139,6 +158,16 @@ def _refuse(*_: Any, **__: Any) -> None:
 def main(folder: Path) -> None:
     start_ranks("cpu")
     torch.set_num_threads(1)
+    with tolerance.smooth_adam():
+        found = _found(folder)
+    if dist.get_rank() == 0:
+        torch.save(found, folder / "found.pt")
+        print(json.dumps(sorted(found)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _found(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {f"zero-{stage}": two_steps(settings(stage, 2)) for stage in (1, 3)}
     found["chunks"] = two_steps(settings(3, 2, trainer=CHUNKED), LONGER)
     for name, tables in ALGORITHMS.items():
@@ -148,15 +177,18 @@ def main(folder: Path) -> None:
         with_kl = settings(stage, 2, lora=LORA, algorithm={"kl": KL})
         found[f"lora-{stage}"] = two_steps(with_kl)
         found[f"lora-{stage}-resumed"] = resumed(with_kl, folder / f"lora-{stage}")
+    with mock.patch.multiple(
+        spans, FORK_TOKENS=1, CHUNK_TOKENS=1, _SLACK_TOKENS=0
+    ):  # ranks call mixers unequally often
+        found["hybrid"] = two_steps(settings(3, 2, **HYBRID), LONGER)
+    for name, algorithm in {"sequences": {}, "sequences-dpo": ALGORITHMS["dpo"]}.items():
+        one_by_one = {**CHUNKED, "packing": "sequences"}
+        found[name] = two_steps(settings(3, 2, trainer=one_by_one, algorithm=algorithm), LONGER)
     found["split"] = without_memory(settings(2, 2), 11)
     found["left out"] = without_memory(settings(2, 2), 7)
     found["full"] = full_folder(settings(3, 2, folder))
     found["compiler"] = [name for name in sys.modules if name == "torch._inductor.compile_fx"]
-    if dist.get_rank() == 0:
-        torch.save(found, folder / "found.pt")
-        print(json.dumps(sorted(found)))
-    dist.barrier()
-    dist.destroy_process_group()
+    return found
 
 
 if __name__ == "__main__":

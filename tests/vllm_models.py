@@ -2,6 +2,7 @@
 
     loaders          the loaders of three families, whole and as one rank of two
     tied, untied     an engine whose weights are swapped while it lives
+    mixtral          another, of a mixture whose checkpoint holds each expert's matrices under names of their own
 
 vLLM keeps its parallel state in globals and its CPU layers repack their weights, hence a process for each scene: a fork of one
 that has imported vLLM, which takes longer than any scene. It must be told about before it is imported, hence the late imports.
@@ -10,6 +11,7 @@ that has imported vLLM, which takes longer than any scene. It must be told about
 import json
 import multiprocessing
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +19,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -40,11 +43,18 @@ FAMILIES = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
+}
+SIZES = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""Of engines. On a GPU: ``python -m tests.vllm_models untied qwen3_moe mixtral``."""
 
 
-def reference(seed: int, tied: bool, family: str = "qwen2", **sizes: Any) -> Any:
+def reference(seed: int, tied: bool, family: str = "qwen2") -> Any:
     """Return a random model of transformers."""
     config, model = FAMILIES[family]
     torch.manual_seed(seed)
@@ -60,7 +70,7 @@ def reference(seed: int, tied: bool, family: str = "qwen2", **sizes: Any) -> Any
             tie_word_embeddings=tied,
             initializer_range=0.3,
             **({"head_dim": 32} if family.startswith("qwen3") else {}),
-            **sizes,
+            **SIZES.get(family, {}),
         )
     ).eval()
 
@@ -70,10 +80,16 @@ def tensors_of(model: Any) -> dict[str, torch.Tensor]:
     return {name: parameter.data.clone() for name, parameter in model.named_parameters()}
 
 
+def on_device(model: Any) -> dict[str, torch.Tensor]:
+    """Return :func:`tensors_of` where engines have theirs."""
+    return {name: tensor.to(DEVICE) for name, tensor in tensors_of(model).items()}
+
+
 def bucketed(tensors: dict[str, torch.Tensor]) -> tuple[Layout, list[torch.Tensor]]:
     """Return ``tensors`` in buckets of which a layer needs several."""
     layout = plan_layout(((name, "float32", tuple(tensor.shape)) for name, tensor in tensors.items()), 20_000)
-    buckets = [torch.zeros(size, dtype=torch.uint8) for size in layout.bucket_bytes]
+    device = next(iter(tensors.values())).device
+    buckets = [torch.zeros(size, dtype=torch.uint8, device=device) for size in layout.bucket_bytes]
     for entry in layout.tensors:
         flat = tensors[entry.name].flatten().view(torch.uint8)
         buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes] = flat
@@ -82,7 +98,7 @@ def bucketed(tensors: dict[str, torch.Tensor]) -> tuple[Layout, list[torch.Tenso
 
 def through_one_buffer(buckets: list[torch.Tensor], stop_at: int = -1) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield each bucket in the same memory; raise instead of bucket ``stop_at``."""
-    buffer = torch.empty(max(len(bucket) for bucket in buckets), dtype=torch.uint8)
+    buffer = torch.empty(max(len(bucket) for bucket in buckets), dtype=torch.uint8, device=buckets[0].device)
     for number, bucket in enumerate(buckets):
         if number == stop_at:
             raise WeightsError("the source died")
@@ -113,21 +129,15 @@ def mixture(folder: Path) -> dict[str, Any]:
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
 
-    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
-    policy = reference(0, False, "qwen3_moe", **sizes)
+    policy = reference(0, False, "qwen3_moe")
     policy.save_pretrained(folder / "mixture")
     path = str(folder / "mixture")
     config = EngineArgs(model=path, skip_tokenizer_init=True, dtype="float32", max_model_len=64).create_engine_config()
     with set_current_vllm_config(config):
         join_alone()
         swapper = WeightSwapper(built(config, 9.0), config, CPU)
-        swapper.prepare(checkpoint_of(path))
+        swapper.prepare(tensors_of(policy))
     return {"path": swapper.path, "reason": swapper.reason}
-
-
-def checkpoint_of(path: str) -> dict[str, torch.Tensor]:
-    """Return the tensors of a saved model as the files have them."""
-    return {name: tensor for file in Path(path).glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def swapped_by_plan(path: str, policy: Any, rank: int, ranks: int) -> dict[str, Any]:
@@ -194,11 +204,11 @@ def same(one: Any, other: Any) -> bool:
 # ---------------------------------------------------------------- engine
 
 
-def engine(folder: Path, tied: bool) -> dict[str, Any]:
+def engine(folder: Path, tied: bool, family: str = "qwen2") -> dict[str, Any]:
     """Swap the weights of a living engine; return gaps (nats) between its logprobs and those of transformers."""
     from vllm import LLM
 
-    reference(0, tied).save_pretrained(folder)
+    reference(0, tied, family).save_pretrained(folder)
     llm = LLM(
         str(folder),
         skip_tokenizer_init=True,
@@ -209,19 +219,19 @@ def engine(folder: Path, tied: bool) -> dict[str, Any]:
         enable_prefix_caching=False,
     )
     worker = llm.llm_engine.model_executor.driver_worker.worker  # type: ignore[attr-defined, unused-ignore]
-    swapper = WeightSwapper(worker.model_runner.get_model(), worker.vllm_config, CPU)
-    policies = [reference(seed, tied) for seed in (0, 1, 2, 3)]
-    shadow = tensors_of(policies[1])
+    swapper = WeightSwapper(worker.model_runner.get_model(), worker.vllm_config, DEVICE)
+    policies = [reference(seed, tied, family) for seed in (0, 1, 2, 3)]
+    shadow = on_device(policies[1])
     seen: dict[str, Any] = {"before": gap(llm, policies[0])}
     swapper.prepare(shadow)
     seen |= {"path": swapper.path, "reason": swapper.reason, "unswapped": gap(llm, policies[0])}
     seen |= {"taken": swapper.swap(), "swapped": gap(llm, policies[1])}
-    for name, tensor in tensors_of(policies[2]).items():
+    for name, tensor in on_device(policies[2]).items():
         shadow[name].copy_(tensor)
     seen |= {"again": swapper.swap(), "swapped_again": gap(llm, policies[2])}
     seen |= refused(swapper, llm, policies[2])
-    seen |= streamed(swapper, llm, policies[3])
-    swapper.prepare(tensors_of(policies[0]))
+    seen |= streamed(swapper, llm, policies[3], reference(4, tied, family))
+    swapper.prepare(on_device(policies[0]))
     seen |= {"last": swapper.swap(), "swapped_last": gap(llm, policies[0]), "torn_last": swapper.torn}
     return seen
 
@@ -231,18 +241,18 @@ def refused(swapper: WeightSwapper, llm: Any, serving: Any) -> dict[str, Any]:
     errors = []
     for name, tensor in (("model.norm.weight", torch.ones(63)), ("model.nothing.weight", torch.ones(4))):
         try:
-            swapper.prepare({**tensors_of(serving), name: tensor})
+            swapper.prepare({**on_device(serving), name: tensor.to(DEVICE)})
         except WeightsError as error:
             errors.append(str(error))
     return {"refusals": errors, "unchanged": gap(llm, serving)}
 
 
-def streamed(swapper: WeightSwapper, llm: Any, policy: Any) -> dict[str, Any]:
+def streamed(swapper: WeightSwapper, llm: Any, policy: Any, other: Any) -> dict[str, Any]:
     """Stream a version, and then one whose source dies in the middle, and then the first again."""
-    layout, buckets = bucketed(tensors_of(policy))
+    layout, buckets = bucketed(on_device(policy))
     copied = swapper.stream(through_one_buffer(buckets), layout)
     seen: dict[str, Any] = {"stream_bytes": copied, "streamed": gap(llm, policy), "torn_before": swapper.torn}
-    _, others = bucketed(tensors_of(reference(4, policy.config.tie_word_embeddings)))
+    _, others = bucketed(on_device(other))
     try:
         swapper.stream(through_one_buffer(others, stop_at=len(others) // 2), layout)
     except WeightsError as error:
@@ -268,17 +278,20 @@ def gap(llm: Any, policy: Any) -> float:
 def play(scene: str) -> dict[str, Any]:
     """Return what was seen in a scene."""
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        return loaders(Path(folder)) if scene == "loaders" else engine(Path(folder), scene == "tied")
+        if scene == "loaders":
+            return loaders(Path(folder))
+        return engine(Path(folder), scene == "tied", scene if scene in FAMILIES else "qwen2")
 
 
 def main() -> None:
-    """Play all scenes, one after the other."""
+    """Play the scenes that are named, or all, one after the other."""
+    scenes = sys.argv[1:] or ("loaders", "tied", "untied", "mixtral")
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # needs a compiler, and a path without spaces
     import vllm.v1.engine.llm_engine  # noqa: F401
 
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as each:
-        print(json.dumps({scene: each.apply(play, (scene,)) for scene in ("loaders", "tied", "untied")}))
+        print(json.dumps({scene: each.apply(play, (scene,)) for scene in scenes}))
 
 
 if __name__ == "__main__":

@@ -253,6 +253,13 @@ class Replica:
     def close(self) -> None:
         self.source.close()
         self.receiver.close()
+        if not self._loop.is_running():  # a pull that a test broke off
+            self._loop.run_until_complete(self._leave())
+            self._loop.close()
+
+    async def _leave(self) -> None:
+        await self.puller.close()
+        await asyncio.sleep(0)  # a transport closes in the loop's next round
 
 
 # ------------------------------------------------------------------ processes

@@ -11,6 +11,8 @@ _SCORING = Row(
               (Query("sum by (scorer) (rate(penstock_reward_value_sum<>[$__rate_interval])) / sum by (scorer) (rate(penstock_reward_value_count<>[$__rate_interval]))", "{{scorer}}"),)),
         Panel("Scorers available", "1 while a scorer does its work. A group whose scorer is not available waits and is tried again; it is never scored 0.", "short",
               (Query("min by (scorer) (penstock_reward_scorer_available<>)", "{{scorer}}"),)),
+        Panel("Failures", "Groups a minute that a scorer, the reference or the expression failed on, each attempt counted. The cause is in `penstock status`.", "short",
+              (Query("sum by (part) (rate(penstock_reward_failures_total<>[$__rate_interval])) * 60", "{{part}}"),)),
         Panel("Groups in progress", "Groups that are being scored, by replica.", "short", (Query("penstock_reward_groups_in_progress<>"),)),
         Panel("Rollouts taken", "Groups by what became of them: handed over, tried again, taken over from a silent replica, buried.", "ops",
               (rate("penstock_bus_entries_total", "outcome", 'service="reward"'),)),

@@ -6,12 +6,14 @@
     token_file           its token may read and operate
     read_token_file      its token may read: GET
 
-A token is the first line of its file, read once at the start. This module answers no request.
+A token is the first line of its file, read once at the start. Without one, requests must name this machine in ``Host``: a web page
+whose own name resolves to 127.0.0.1 (DNS rebinding) would otherwise operate the run from a browser. This module answers no request.
 """
 
 import dataclasses
 import hmac
 import ipaddress
+import re
 from enum import StrEnum
 
 from shared.errors import SettingsError
@@ -32,6 +34,16 @@ class Access:
 
     operate: bytes = b""
     read: bytes = b""
+
+    def admits(self, hosts: list[str]) -> bool:
+        """Whether a request with these ``Host`` headers may be answered; a token protects whatever the name.
+
+        >>> [Access().admits([host]) for host in ("127.0.0.1:8000", "[::1]:8000", "localhost", "evil.example:8000")]
+        [True, True, True, False]
+        """
+        if self.operate:
+            return True
+        return len(hosts) == 1 and is_loopback(re.sub(r":[0-9]*$", "", hosts[0]).strip("[]").lower())
 
     def role(self, authorization: bytes | None) -> Role | None:
         """Return what the bearer of an Authorization header may do; None: nothing."""

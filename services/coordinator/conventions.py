@@ -2,7 +2,7 @@
 
 ::
 
-    X-Request-Id ─▶ token (401, 403; the page needs none) ─▶ Origin (403) ─▶ Accept (406) ─▶ body (413, 415) ─▶ Idempotency-Key (409, 422) ─▶ route
+    X-Request-Id ─▶ Host (421) ─▶ token (401, 403; the page needs none) ─▶ Origin (403) ─▶ Accept (406) ─▶ body (413, 415) ─▶ Idempotency-Key (409, 422) ─▶ route
 
 A request that carries an id keeps it, another is given one; it stands in the answer and in the log. A POST with an ``Idempotency-Key``
 (draft-ietf-httpapi-idempotency-key-header) is done once: its answer is kept on the bus for a day and given again; the same key with another
@@ -84,15 +84,21 @@ class Conventions:
             await wrong(scope, receive, answering)
             return
         key = headers.get("idempotency-key")
-        if scope["method"] == "POST" and key is not None:
+        if scope["method"] == "POST" and key is not None and not _is_open(scope["path"]):
             await self._once(key, body, scope, receive, answering)
         else:
             await self._app(scope, _replayed(body, receive), answering)
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
         path, reads = scope["path"], scope["method"] in _READING
+        hosts = headers.getlist("host")
+        if not self._access.admits(hosts):
+            detail = (
+                f"expected a loopback address or localhost as Host without a token, found {', '.join(hosts) or 'none'}"
+            )
+            return problem(421, f"{detail}: set coordinator.token_file to serve other names")
         page = page_type(path)
-        if path not in OPEN_PATHS and page is None:
+        if not _is_open(path):
             authorization = headers.get("authorization")
             role = self._access.role(None if authorization is None else authorization.encode("latin-1"))
             if role is None:
@@ -102,12 +108,17 @@ class Conventions:
             if role is Role.READ and not reads:
                 return problem(403, f"expected a token that may operate for {scope['method']}, found one that may read")
         origin = headers.get("origin")
-        if not reads and origin is not None and origin.partition("//")[2] != headers.get("host"):
+        if not reads and origin is not None and not self._is_own(origin, scope["scheme"], headers.get("host", "")):
             return problem(403, f"expected a request of this origin, found {origin}")
         offered = page or ("text/event-stream" if path == STREAM_PATH else "application/json")
         if not accepts(headers.get("accept", "*/*"), offered):
             return problem(406, f"expected to answer {offered}, found Accept: {headers['accept']}")
         return None
+
+    def _is_own(self, origin: str, scheme: str, host: str) -> bool:
+        """Whether ``origin`` is the page of this API; with a token a proxy may have taken TLS off."""
+        schemes = ("http", "https") if self._access.operate else (scheme,)
+        return origin in [f"{each}://{host}" for each in schemes]
 
     # ---------------------------------------------------------------- once
 
@@ -155,6 +166,11 @@ class Conventions:
             return
         kept = {"mark": mark, "status": copy.status, "headers": copy.headers, "body": copy.body.decode()}
         await self._bus.write(name, "SET", json.dumps(kept), "EX", _KEPT_S)
+
+
+def _is_open(path: str) -> bool:
+    """Whether ``path`` needs no token; nothing is written for a request to it."""
+    return path in OPEN_PATHS or page_type(path) is not None
 
 
 class _Answering:

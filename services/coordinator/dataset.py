@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 _SHOWN = 5
 """How many bad rows a refusal lists."""
+_ANSWERING = ("assistant", "model")
+"""Roles of the policy in chat templates."""
 _PROBE = Sampling(samples=1, max_new_tokens=1, temperature=0.0)
 
 
@@ -105,8 +107,30 @@ def subset(problems: int, count: int, seed: int) -> list[int]:
     return sorted(int(index) for index in chosen)
 
 
-def load(path: Path, data: DataSettings, setting: str, scorers: Sequence[str] = ()) -> Dataset:
-    """Load the dataset at ``path``; ``setting`` names the setting that said so, ``scorers`` are those that a row may name.
+def rows_to_try(problems: Sequence[Problem], scorers: Sequence[str], each: int = 3) -> list[Prompt]:
+    """Return prompts on which scorers are tried before training: ``each`` for every scorer, spread over the data."""
+    chosen: set[int] = set()
+    some_name_scorers = any(problem.scorers for problem in problems)
+    for name in scorers:
+        applying: Sequence[int] = range(len(problems))
+        if some_name_scorers:
+            applying = [i for i, problem in enumerate(problems) if not problem.scorers or name in problem.scorers]
+        last = len(applying) - 1
+        chosen.update(applying[round(last * place / max(1, each - 1))] for place in range(each) if applying)
+    return [problems[index].prompt(0, _PROBE) for index in sorted(chosen)]
+
+
+def load(
+    path: Path, data: DataSettings, setting: str, scorers: Sequence[str] = (), comparing: Collection[str] = ()
+) -> Dataset:
+    """Load the dataset at ``path``.
+
+    Args:
+        path: a file or a folder.
+        data: how its rows are read.
+        setting: the setting that named ``path``.
+        scorers: those that a row may name.
+        comparing: those that need a row's reference answer.
 
     Raises:
         SettingsError: nothing is there, it is of no known form, it is empty, or too many rows are bad.
@@ -115,7 +139,9 @@ def load(path: Path, data: DataSettings, setting: str, scorers: Sequence[str] = 
     bad: list[str] = []
     for source, row in rows.read(path, setting):
         try:
-            problems.append(_problem(source, row, data, scorers))
+            problem = _problem(source, row, data, scorers)
+            _check_answer(problem, data.answer_field, comparing)
+            problems.append(problem)
         except BadRow as error:
             bad.append(f"{source}: {error}")
             log.warning("bad row passed over", extra={"row": source, "reason": str(error)})
@@ -123,6 +149,11 @@ def load(path: Path, data: DataSettings, setting: str, scorers: Sequence[str] = 
                 break
     if len(bad) > data.max_bad_rows:
         raise SettingsError(_too_many(path, bad, data.max_bad_rows, setting))
+    if not problems and bad:
+        raise SettingsError(
+            f"expected at least one row of {path} that can be used, found {len(bad)} bad ones: correct them, or change "
+            f"{setting} or the columns in [data]. The first:\n  " + "\n  ".join(bad[:_SHOWN])
+        )
     if not problems:
         raise SettingsError(f"expected at least one row in {path}, found none: change {setting}")
     return Dataset(tuple(problems), len(bad))
@@ -166,11 +197,19 @@ def _question(row: Mapping[str, object], data: DataSettings) -> tuple[str | None
 def _turns(value: object, field: str) -> Iterator[ChatMessage]:
     if not isinstance(value, list) or not value:
         raise BadRow(f"expected text or chat messages in {field!r}, found {_shown(value)}")
+    last = ""
     for turn in value:
         role, content = (turn.get("role"), turn.get("content")) if isinstance(turn, dict) else (None, None)
         if not isinstance(role, str) or not isinstance(content, str):
             raise BadRow(f"expected {{role, content}} as texts in {field!r}, found {_shown(turn)}")
+        last = role
         yield ChatMessage(role, content)
+    if last.lower() in _ANSWERING:
+        raise BadRow(
+            f"expected messages that end with what the policy is asked, found {last!r} as the last role in {field!r}: its text "
+            "would be shown to the policy; move the reference answer to the answer's column (data.answer_field), and give a "
+            "prefilled answer as finished text in the prompt's column (data.prompt_field)"
+        )
 
 
 def _answer(value: object, field: str) -> str | None:
@@ -179,6 +218,15 @@ def _answer(value: object, field: str) -> str | None:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
     raise BadRow(f"expected text or a number in {field!r}, found {_shown(value)}")
+
+
+def _check_answer(problem: Problem, field: str, comparing: Collection[str]) -> None:
+    """Raises BadRow where a scorer that applies has nothing to compare with: the row could never be trained on."""
+    applying = [name for name in comparing if not problem.scorers or name in problem.scorers]
+    if applying and not (problem.answer or "").strip():
+        raise BadRow(
+            f"expected a reference answer in {field!r} for scorer {applying[0]!r}, found none: add it, or change data.answer_field"
+        )
 
 
 def _scorers(row: Mapping[str, object], field: str, known: Sequence[str]) -> tuple[str, ...]:

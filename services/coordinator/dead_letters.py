@@ -91,6 +91,13 @@ async def read_one(bus: Bus, source: Source, entry: str) -> DeadLetter | None:
     return found[0] if found else None
 
 
+async def newest_reason(bus: Bus, source: Source) -> str:
+    """Return why the newest letter of a stream was given up; "" where there is none."""
+    key = bus.keys.of(_STREAMS[source].dead)
+    rows = await bus.call(lambda: bus.client.xrevrange(key, count=1))
+    return _letter(source, rows[0][0].decode(), rows[0][1]).reason if rows else ""
+
+
 async def _read(bus: Bus, source: Source, start: str, end: str, count: int) -> list[DeadLetter]:
     key = bus.keys.of(_STREAMS[source].dead)
     rows = await bus.call(lambda: bus.client.xrange(key, min=start, max=end, count=count))

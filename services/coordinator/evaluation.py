@@ -140,7 +140,8 @@ class Evaluator:
 
     async def _collect(self, description: Description) -> str | None:
         """Take answers until the evaluation is over; return why answers are missing, or None when it was interrupted."""
-        await self._take(description, await self._bus.read_own(EVAL_RESULTS, Experience, CONSUMER, 100_000))
+        async for delivery in self._bus.own(EVAL_RESULTS, Experience, CONSUMER):
+            await self._take(description, [delivery])
         reclaim_at_s = time.monotonic() + _LOST_AFTER_S
         while True:
             if await self._interrupted(description.version):

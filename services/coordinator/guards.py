@@ -13,6 +13,7 @@
     throughput         median tokens/s of the last steps is under a share of the median before them
     trainer_starving   the trainer spent more than a share of its time waiting for groups
     rollouts_starving  no prompt lay in the stream in more than a share of the looks, while groups waited for the trainer
+    unscored           groups were given up by the reward service, one after the other, and none was scored
     stalled            nothing was committed for long
 
 Each step is looked at as it was when it was the last, however many were committed between two looks: one that goes wrong for an instant is found.
@@ -31,6 +32,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from prometheus_client import Counter, Gauge
 from pydantic import TypeAdapter
 
+from services.coordinator.dead_letters import Source, newest_reason
 from services.coordinator.models import GuardView, RunView
 from shared.bus import Bus
 from shared.ledger import Ledger, RunState
@@ -46,6 +48,7 @@ from shared.settings.guards import (
     StalledGuard,
     ThroughputGuard,
     TrainerStarvingGuard,
+    UnscoredGuard,
 )
 from shared.telemetry import tell
 
@@ -137,6 +140,11 @@ def rollouts_starving(looks: Sequence[bool], guard: RolloutsStarvingGuard) -> st
     )
 
 
+def unscored(given_up: int, cause: str, guard: UnscoredGuard) -> str:
+    """Say whether groups were given up in a row, none of them scored; ``cause`` is the newest one's."""
+    return "" if given_up < guard.groups else f"none of the last {given_up} groups could be scored; the newest: {cause}"
+
+
 def stalled(since_s: float, guard: StalledGuard) -> str:
     """Say whether nothing was committed for long."""
     return "" if since_s <= guard.after_s else f"no step was committed for {since_s:.0f} s"
@@ -195,6 +203,8 @@ class Guards:
         self._reports = reports
         self._changed = changed
         self._looks: deque[bool] = deque(maxlen=settings.rollouts_starving.window_s)
+        self._progress = (0.0, 0, 0)
+        """Since when the run has been running, groups scored so far, and how many had been given up when the newest was."""
         self._judged_s = 0.0
         """When the newest step that was looked at was finished."""
         self.active: dict[str, GuardView] = {}
@@ -225,6 +235,7 @@ class Guards:
             return  # what paused it stays in sight
         status = await self._ledger.status()
         found = self._find(view, status.changed_at_s, status.last_commit_s)
+        found |= await self._find_unscored(view, status.changed_at_s)
         before = self.active
         active = {
             name: GuardView(
@@ -235,10 +246,10 @@ class Guards:
             )
             for name, (action, sentence) in found.items()
         }
-        for name in before.keys() - found.keys():
+        for name in [name for name in before if name not in found]:
             ACTIVE.labels(name).set(0)
             await tell(self._bus, "guard", f"guard {name} over", "it is as it should be again", guard=name)
-        for name in found.keys() - before.keys():
+        for name in [name for name in found if name not in before]:  # what went wrong first is the reason of a pause
             await self._trip(name, *found[name])
         if active != before:  # at last: who leads next takes what is noted here for done
             await self._ledger.note("guards", dump_guards(active.values()))
@@ -258,6 +269,24 @@ class Guards:
         }
         actions: dict[str, Action] = {name: getattr(guards, name).action for name in found}
         return {name: (actions[name], text) for name, text in found.items() if text and actions[name] != "off"}
+
+    async def _find_unscored(self, view: RunView, since_s: float) -> dict[str, tuple[Action, str]]:
+        guard = self._settings.unscored
+        given_up = self._given_up_in_a_row(view, since_s)
+        if guard.action == "off" or given_up < guard.groups:
+            return {}
+        newest = await newest_reason(self._bus, Source.ROLLOUTS)
+        return {"unscored": (guard.action, unscored(given_up, newest or "its dead letter is gone", guard))}
+
+    def _given_up_in_a_row(self, view: RunView, since_s: float) -> int:
+        """Return how many groups the reward service has given up since it scored one."""
+        given_up = view.counts.get("dead:rollouts", 0)
+        # A scored group waits for the trainer, or has left it in one way or another; those that died sooner were not scored.
+        left = sum(view.counts.values()) - given_up - view.counts.get("dead:prompts", 0)
+        scored = left + view.streams["experience"].entries
+        if self._progress[0] != since_s or scored > self._progress[1]:
+            self._progress = (since_s, scored, given_up)
+        return given_up - self._progress[2]
 
     def _find_in_steps(self, reports: Reports) -> dict[str, str]:
         """Return what is wrong, or was at a step that is new; without a new one, what is wrong at the last."""

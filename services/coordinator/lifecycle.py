@@ -4,6 +4,7 @@
 
     created ──(version 0 is live, initial evaluation is in, autostart)──▶ running ◀──▶ paused
     running ──(committed step = run.steps)──▶ final evaluation ──▶ close ──▶ finished
+    finished ──(run.steps is larger than when it finished)──▶ running
     any ──(POST /v1/run/stop)──▶ stopped ──▶ close
 
     close = drop what is left, reason `run_ended` ──▶ records up to date ──▶ summary.json ──▶ report.html
@@ -129,6 +130,8 @@ class Lifecycle:
             await self._ledger.create()
             await self._bus.make_groups()
         status = await self._ledger.status()
+        if status.state is RunState.FINISHED and status.step < self._settings.run.steps:
+            return await self._extend(status.step)
         if status.state in ENDED:
             return await self._end(status.state)
         if status.head is None:
@@ -154,6 +157,18 @@ class Lifecycle:
             self._opened()
             await tell(self._bus, SOURCE, "run started", "version 0 is live and the initial evaluation is in")
         return started
+
+    async def _extend(self, step: int) -> bool:
+        """Let a finished run that has steps left by now make them."""
+        await self._bus.write(self._bus.keys.run, "HDEL", "closed_at_s")
+        reason = f"extended from {step} to {self._settings.run.steps} steps"
+        extended, _ = await self._ledger.transition(RunState.RUNNING, reason, [RunState.FINISHED])
+        self.closed = False
+        self._open()
+        if extended:
+            self._opened()
+            await tell(self._bus, SOURCE, "run extended", reason, step=step, steps=self._settings.run.steps)
+        return extended
 
     # ---------------------------------------------------------------- evaluate
 
@@ -210,7 +225,8 @@ class Lifecycle:
         reason = _COMPLETE if state is RunState.FINISHED else status.reason
         await tell(self._bus, SOURCE, "run ended", reason, state=state.value, dropped=dropped)
         await self._recorder.catch_up()
-        await self._write(dataclasses.replace(status, state=state, reason=reason))
+        ended_as = dataclasses.replace(status, state=state, reason=reason)
+        await self._recorder.with_room(lambda: self._write(ended_as))
         await self._ledger.note("doing", "")
         if state is RunState.FINISHED:
             ended, now = await self._ledger.transition(state, reason, [RunState.RUNNING, RunState.PAUSED])

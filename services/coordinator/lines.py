@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from shared.messages import Json
 
@@ -25,12 +26,21 @@ class Lines:
         """The newest line; None where there is none."""
 
     def append(self, lines: Sequence[dict[str, Json]]) -> None:
-        """Write lines, whole, behind the others. Numbers that JSON cannot hold become null."""
+        """Write lines, whole, behind the others. Numbers that JSON cannot hold become null.
+
+        Raises:
+            OSError: they cannot be written, all of them; the file is as it was.
+        """
         if not lines:
             return
         text = "".join(f"{json.dumps(finite(line), ensure_ascii=False)}\n" for line in lines)
-        with self._path.open("ab") as file:
-            file.write(text.encode("utf-8", "replace"))
+        with self._path.open("ab", buffering=0) as file:
+            end = file.tell()
+            try:
+                _write_all(file, text.encode("utf-8", "replace"))
+            except OSError:
+                file.truncate(end)
+                raise
         self.last = lines[-1]
 
     def read(self) -> Iterator[dict[str, Json]]:
@@ -63,6 +73,12 @@ def newest_first(path: Path) -> Iterator[dict[str, Json]]:
             rest = first
         if (found := _parse(rest)) is not None:
             yield found
+
+
+def _write_all(file: BinaryIO, data: bytes) -> None:
+    """Write ``data``, of which a disk that fills up may take a part at a time."""
+    while data:
+        data = data[file.write(data) :]
 
 
 def _mend(path: Path) -> dict[str, Json] | None:

@@ -95,6 +95,17 @@ class GuardView(Answer):
     """Since when, Unix time."""
 
 
+class NoticeView(Answer):
+    """Something that whoever watches the run should know."""
+
+    about: str
+    """What it is about; it stays while the text changes: paused, guard kl, scorer 'answer', held-out data, …"""
+    level: Literal["error", "warning"]
+    """error: work is not done, or not done as configured; warning: worth a look."""
+    text: str
+    """The whole of it, for people."""
+
+
 class RunView(Answer):
     """The run, now."""
 
@@ -112,6 +123,8 @@ class RunView(Answer):
     """Why admission waits for memory on the bus; empty when it does not."""
     guards: list[GuardView]
     """What is wrong with it now."""
+    notices: list[NoticeView]
+    """What whoever watches should know, the most important first: why the run is paused, what fails and why."""
     step: int
     """Committed optimizer steps."""
     steps: int

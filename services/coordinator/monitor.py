@@ -9,13 +9,14 @@ import dataclasses
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client import Gauge
 
 from services.coordinator.findings import Evaluation, read_evaluations
 from services.coordinator.guards import read_guards
-from services.coordinator.models import EvaluationView, GuardView, History, RunView, StreamView
+from services.coordinator.models import EvaluationView, GuardView, History, NoticeView, RunView, StreamView
+from services.coordinator.notices import compose
 from services.coordinator.summary import training_seconds
 from shared import streams, wire
 from shared.bus import Argument, Bus, read_counts
@@ -23,7 +24,7 @@ from shared.errors import MessageError
 from shared.ledger import RunState, RunStatus, read_status
 from shared.live import Live
 from shared.messages import StepReport
-from shared.telemetry import Status, heartbeats
+from shared.telemetry import Heartbeat, Status, heartbeats
 
 STREAM_ENTRIES = Gauge("penstock_coordinator_stream_entries", "Entries in a stream of the run.", ["stream"])
 STREAM_PENDING = Gauge("penstock_coordinator_stream_pending", "Entries in a replica's hands.", ["stream"])
@@ -78,12 +79,17 @@ class Monitor:
 
     Args:
         telling: this process's own heartbeat.
+        standing: returns the notices that this process knows itself.
     """
 
-    def __init__(self, bus: Bus, live: Live, telling: Status) -> None:
+    def __init__(
+        self, bus: Bus, live: Live, telling: Status, standing: Callable[[], Sequence[NoticeView]] = tuple
+    ) -> None:
         self._bus = bus
         self._live = live
         self._telling = telling
+        self._standing = standing
+        self._beats: Sequence[Heartbeat] = ()
         self._history: deque[StepReport] = deque(maxlen=_HISTORY_STEPS)
         self._newest_report = ""
         self._view: RunView | None = None
@@ -176,6 +182,7 @@ class Monitor:
             activity=activity(status),
             bus_full=status.bus_full,
             guards=look.guards,
+            notices=compose(status, look.guards, look.evaluations, self._beats, self._standing()),
             step=status.step,
             steps=steps,
             head=status.head,
@@ -214,7 +221,7 @@ class Monitor:
         self._telling.values = {"step": float(view.step), "groups_in_flight": float(view.groups_in_flight)}
 
     async def _set_replicas(self) -> None:
-        beats = await heartbeats(self._bus)
+        beats = self._beats = await heartbeats(self._bus)
         REPLICAS_VERSION.clear()  # a replica that is gone leaves no line
         for beat in beats:
             if beat.version is not None:

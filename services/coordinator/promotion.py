@@ -18,7 +18,7 @@ from shared.holding import holding
 from shared.ledger import Ledger
 from shared.messages import PolicyRecord, PolicyVersion
 from shared.streams import PUBLISHED
-from shared.telemetry import heartbeats, tell
+from shared.telemetry import heartbeats
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,8 @@ class Promotion:
 
     async def run(self) -> None:
         """Promote for ever."""
-        await self._promote_all(await self._bus.read_own(PUBLISHED, PolicyRecord, CONSUMER, 1000))
+        async for delivery in self._bus.own(PUBLISHED, PolicyRecord, CONSUMER):
+            await self._promote(delivery)
         while True:
             deliveries = await self._bus.read(PUBLISHED, PolicyRecord, CONSUMER, 16, _LOST_AFTER_S / 2)
             if not deliveries:  # an answer that a broken connection lost, or another process's
@@ -72,14 +73,7 @@ class Promotion:
         self._promoted(record.version)
         published_at_s = int(delivery.entry_id.partition("-")[0]) / 1000
         PROMOTE_SECONDS.observe(max(0.0, time.time() - published_at_s))
-        await tell(
-            self._bus,
-            CONSUMER,
-            "policy live",
-            f"version {record.version} of step {record.step} is the head",
-            version=int(record.version),
-            step=record.step,
-        )
+        log.info("policy live", extra={"version": int(record.version), "step": record.step})
 
     async def _sources(self, record: PolicyRecord) -> dict[str, tuple[str, ...]]:
         if not record.source:

@@ -9,20 +9,21 @@
     journal (newest group)    rollouts.jsonl       one trained group, each ``sample_every_steps`` steps, readable
 
 Each line of a stream carries its entry's id, and the recorder goes on behind the last one that it finds: a restart writes
-no line twice. A run that was taken back to a checkpoint has two lines for a step; the later one holds. The recorder only
+no line twice. While the disk has no room it says so and tries again; the bus keeps what is to be written. A run that was taken back to a checkpoint has two lines for a step; the later one holds. The recorder only
 reads the bus, and nothing reads the recorder but people, the summary and the report.
 """
 
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 
 from services.coordinator.findings import evaluations
 from services.coordinator.lines import Lines
 from shared import streams, wire
 from shared.bus import Bus
+from shared.durable import no_room
 from shared.errors import MessageError
 from shared.messages import Event, Experience, Json, Prompt, StepReport
 from shared.streams import Stream
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 
 _BATCH = 500
 _WAIT_MS = 500
+_AGAIN_S = 1.0
 
 
 class Recorder:
@@ -41,6 +43,8 @@ class Recorder:
         self._every = sample_every_steps
         self._folder = folder
         self._busy = asyncio.Lock()
+        self.trouble = ""
+        """Why records cannot be written now; "" when they can."""
         self.reopen()
 
     def reopen(self) -> None:
@@ -63,17 +67,36 @@ class Recorder:
             await self._bus.call(lambda after=after: self._bus.client.xread(after, count=1, block=_WAIT_MS))  # type: ignore[misc]
 
     async def catch_up(self) -> None:
-        """Write everything that the bus has and the files have not."""
+        """Write everything that the bus has and the files have not; waits while the disk has no room."""
         async with self._busy:
-            while await self._record_steps() + await self._record_events():
-                pass
-            await self._record_evaluations()
-            await self._sample()
+            await self.with_room(self._catch_up)
+
+    async def with_room(self, write: Callable[[], Awaitable[None]]) -> None:
+        """Return once ``write`` did what it does; while that fails for want of room, say so in ``trouble`` and try again."""
+        while True:
+            try:
+                await write()
+            except OSError as error:
+                file = Path(error.filename) if isinstance(error.filename, str) else self._folder / "records"
+                if not self.trouble:
+                    log.warning("records cannot be written", extra={"error": str(error)})
+                self.trouble = no_room(file, error)
+                await asyncio.sleep(_AGAIN_S)
+            else:
+                self.trouble = ""
+                return
+
+    async def _catch_up(self) -> None:
+        while await self._record_steps() + await self._record_events():
+            pass
+        await self._record_evaluations()
+        await self._sample()
 
     async def _record_steps(self) -> int:
         entries = await self._entries(streams.STEPS)
         reports = list(_decoded(entries, StepReport))
         self._metrics.append([step_line(entry, report) for entry, report in reports])
+        self._pass(streams.STEPS, entries)
         if reports:
             self._step = reports[-1][1].step
             self._sampled_step = min(self._sampled_step, self._step)
@@ -83,15 +106,19 @@ class Recorder:
         entries = await self._entries(streams.EVENTS)
         events = _decoded(entries, Event)
         self._events.append([{"entry": entry, **dataclasses.asdict(event)} for entry, event in events])
+        self._pass(streams.EVENTS, entries)
         return len(entries)
 
     async def _entries(self, stream: Stream) -> list[tuple[bytes, Mapping[bytes, bytes]]]:
         after = {self._bus.keys.of(stream): self._after[stream]}
         answer = await self._bus.call(lambda: self._bus.client.xread(after, count=_BATCH))
         entries: list[tuple[bytes, Mapping[bytes, bytes]]] = answer[0][1] if answer else []
+        return entries
+
+    def _pass(self, stream: Stream, entries: list[tuple[bytes, Mapping[bytes, bytes]]]) -> None:
+        """Note that these entries are written."""
         if entries:
             self._after[stream] = entries[-1][0].decode()
-        return entries
 
     async def _record_evaluations(self) -> None:
         count = int(await self._bus.call(lambda: self._bus.client.hlen(self._bus.keys.evaluations)))

@@ -27,6 +27,10 @@ _PHASES = {
     "phase_commit_s": "commit",
     "phase_checkpoint_s": "checkpoint",
 }
+DATA = "data"
+"""The source of events that say what is doubtful about the data."""
+_SCORER = "scorer_mean_"
+"""How the mean value of a scorer is named in a step's report."""
 _ROLLOUTS = 8
 _COMPLETIONS = 16
 _EVENTS = 40
@@ -53,6 +57,7 @@ def render(run_folder: Path) -> str:
         f"Penstock: {run_id}",
         [
             _header(run_id, summary, steps),
+            _doubts(list(read(run_folder / "events.jsonl"))),
             _headline(summary, steps, evaluations),
             frame.section("What it learned", _learning(steps, evaluations), "grid-of"),
             frame.section("How it learned", _training(steps), "grid-of"),
@@ -76,6 +81,12 @@ def _header(run_id: str, summary: Line, steps: Sequence[Line]) -> str:
         f'<div class="head"><h1>{frame.text(run_id)}</h1><span class="state">{frame.text(state)}</span></div>'
         f'<p class="soft">a Penstock run, {at}</p>{note}'
     )
+
+
+def _doubts(events: Sequence[Line]) -> str:
+    """What the coordinator found doubtful about the data when it started last."""
+    found = {word(line, "name"): word(line, "detail") for line in events if word(line, "source") == DATA}
+    return "".join(f'<p class="bad">{frame.text(detail)}</p>' for detail in found.values())
 
 
 def _headline(summary: Line, steps: Sequence[Line], evaluations: Sequence[Line]) -> str:
@@ -105,9 +116,16 @@ def _learning(steps: Sequence[Line], evaluations: Sequence[Line]) -> list[str]:
     reward = curves(x, [Series("mean reward", mean)], bands)
     return [
         frame.card("Reward", reward, "of training samples: mean, one deviation, min to max"),
+        frame.card("Reward by scorer", curves(x, _scorers(steps)), "mean value of each scorer"),
         *_held_out(evaluations),
         _chart(steps, "Zero-variance groups", ["zero_std_groups"], "a step's groups that teach nothing", low=0.0),
     ]
+
+
+def _scorers(steps: Sequence[Line]) -> list[Series]:
+    """One series for each scorer that any step names."""
+    names = sorted({name for line in steps for name in line if name.startswith(_SCORER)})
+    return [Series(name.removeprefix(_SCORER), column(steps, name)) for name in names]
 
 
 def _held_out(evaluations: Sequence[Line]) -> list[str]:
@@ -129,6 +147,7 @@ def _training(steps: Sequence[Line]) -> list[str]:
         _chart(steps, "Clipped tokens", ["clip_fraction", "masked_fraction"], "share of trained tokens", low=0.0),
         _chart(steps, "Effective sample size", ["ess"], "share of trained tokens; 1 is on policy", low=0.0),
         *_of_some_algorithms(steps),
+        _chart(steps, "Learning rate", ["learning_rate"], "mean over the step's updates", low=0.0),
         _chart(steps, "Gradient norm", ["grad_norm"], "before clipping", low=0.0),
         _chart(steps, "Response length", ["response_tokens_mean"], "tokens, mean", low=0.0),
     ]

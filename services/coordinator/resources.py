@@ -87,6 +87,8 @@ class ServiceView(Answer):
     """host:port of its /metrics, /healthz and /readyz."""
     started_at_s: float
     """When it started, Unix time."""
+    starts: int
+    """Number of processes that this run has had under this name, including this one."""
     seen_at_s: float
     """Its last heartbeat, Unix time."""
     memory_bytes: int

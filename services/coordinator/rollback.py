@@ -21,17 +21,16 @@ import asyncio
 import dataclasses
 import logging
 import time
-import uuid
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from enum import StrEnum
 
 from prometheus_client import Counter
 
 from services.coordinator.operations import Misfit, Operation, OperationState, Outcome, Report
-from shared import streams, wire
 from shared.bus import Argument, Bus
 from shared.ledger import ENDED, Ledger, PolicyState, RunState, RunStatus
-from shared.messages import Event, Json, PolicyRecord, PolicyVersion
+from shared.messages import Json, PolicyVersion
+from shared.rollback import SOURCE, begin_rollback
 from shared.telemetry import heartbeats, tell
 
 log = logging.getLogger(__name__)
@@ -39,7 +38,6 @@ log = logging.getLogger(__name__)
 ROLLBACKS = Counter("penstock_coordinator_rollbacks_total", "Rollbacks by how they ended: live, failed.", ["state"])
 for _state in ("live", "failed"):
     ROLLBACKS.labels(_state)  # a line that is there at 0 shows the first increase
-SOURCE = "rollback"
 KIND = "rollback"
 """The kind of its operation."""
 _LOOK_S, _POLL_S = 2.0, 0.1
@@ -86,18 +84,6 @@ class Rollback:
     def strands(self) -> bool:
         """Whether it left the run with nothing to go on from."""
         return self.stage is Stage.FAILED and bool(self.unloadable)
-
-
-def descendants(records: Iterable[PolicyRecord], ancestor: PolicyVersion) -> list[PolicyVersion]:
-    """Return every version that comes from ``ancestor``, oldest first, without itself.
-
-    A parent is always older than its child, so one pass in the order of versions finds them all.
-    """
-    found = {ancestor}
-    for record in sorted(records, key=lambda record: record.version):
-        if record.parent in found:
-            found.add(record.version)
-    return sorted(found - {ancestor})
 
 
 def request(found: Rollback) -> dict[str, Json]:
@@ -157,12 +143,8 @@ class Rollbacks:
 
     async def _begin(self, target: PolicyVersion, reason: str, *, again: bool = False) -> str:
         status = await self._ledger.status()  # before the rest: where that moves on, so does its newest version
-        records, states, checkpoints, counts, mark = await asyncio.gather(
-            self._ledger.policies(),
-            self._ledger.policy_states(),
-            self._ledger.checkpoints(),
-            self._bus.counts(),
-            self._ledger.mark(target),
+        records, states, checkpoints = await asyncio.gather(
+            self._ledger.policies(), self._ledger.policy_states(), self._ledger.checkpoints()
         )
         record = next((record for record in records if record.version == target), None)
         if record is None or status.newest_version is None:
@@ -179,18 +161,7 @@ class Rollbacks:
                 f"expected a version before the newest, found that version {target} is the newest: there is nothing to "
                 f"go back from; {_choices(checkpoints, states)}"
             )
-        keys = [self._bus.keys.run, self._bus.keys.policy_states, self._bus.keys.revoked]
-        keys += [self._bus.keys.of(streams.JOURNAL), self._bus.keys.counts, self._bus.keys.marks]
-        keys += [self._bus.keys.checkpoints, self._bus.keys.rollback, self._bus.keys.pins]
-        keys += [self._bus.keys.of(streams.HISTORY), self._bus.keys.of(streams.EVENTS)]
-        now_s, left = time.time(), descendants(records, target)
-        sentence = f"rolling back to version {target}" + (f": {reason}" if reason else "")
-        undone = 0 if mark is None else counts.get("trained", 0) - mark[0]
-        detail = f"{sentence}; from step {status.step}: {len(left)} versions revoked, {undone} groups undone"
-        begun = wire.encode(Event(now_s, SOURCE, "rollback begun", detail, {"target": int(target)}))
-        arguments: list[Argument] = [status.newest_version, target, record.step, now_s, sentence, uuid.uuid4().hex[:12]]
-        arguments += [begun, streams.EVENTS.max_entries or 0]
-        return str((await self._bus.script("roll_back", keys, [*arguments, *left])).decode())
+        return await begin_rollback(self._bus, self._ledger, status, records, record, reason)
 
     async def _refusal(self, answer: str, target: PolicyVersion) -> str:
         states, checkpoints = await asyncio.gather(self._ledger.policy_states(), self._ledger.checkpoints())
@@ -261,7 +232,8 @@ class Rollbacks:
         if len(behind) == len(beats) or (behind and patient):
             return
         if found.resumes:
-            reason = f"rolled back to version {found.target}, as version {version}"
+            why = found.reason.partition(": ")[2]
+            reason = f"rolled back to version {found.target}, as version {version}" + (f": {why}" if why else "")
             await self._ledger.transition(RunState.RUNNING, reason, [RunState.PAUSED])
         await self._end(found, Stage.LIVE, f"behind still: {', '.join(behind)}" if behind else "")
 

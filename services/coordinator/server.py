@@ -6,6 +6,7 @@ Signals stay with the service; the address is written to <run folder>/coordinato
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from fastapi import FastAPI
 
 from shared.durable import write_whole
 from shared.errors import SettingsError
+
+log = logging.getLogger(__name__)
 
 
 class _Quiet(uvicorn.Server):
@@ -76,10 +79,13 @@ class Server:
             await serving
 
     def announce(self, path: Path, run_id: str) -> None:
-        """Let ``path`` lead to this server, unless it does."""
+        """Let ``path`` lead to this server, unless it does; where there is no room for that now, the next call may."""
         text = json.dumps({"url": self.url, "pid": os.getpid(), "run_id": run_id}) + "\n"
-        if not path.exists() or path.read_text(encoding="utf-8") != text:
-            write_whole(path, text)
+        try:
+            if not path.exists() or path.read_text(encoding="utf-8") != text:
+                write_whole(path, text)
+        except OSError as error:
+            log.warning("address not announced", extra={"file": str(path), "error": str(error)})
 
     def close(self) -> None:
         """Give the port back."""

@@ -14,7 +14,7 @@ coordinator holds nothing: killed at any moment, another, or itself again, goes 
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 
 from services.coordinator import dataset
@@ -28,25 +28,32 @@ from services.coordinator.gate import Gate
 from services.coordinator.guards import Guards
 from services.coordinator.lease import Lease
 from services.coordinator.lifecycle import Lifecycle
+from services.coordinator.models import NoticeView
 from services.coordinator.monitor import Monitor
+from services.coordinator.notices import notice
 from services.coordinator.operations import Operations
+from services.coordinator.overlap import Training
 from services.coordinator.parts import Parts
 from services.coordinator.promotion import Promotion
 from services.coordinator.recorder import Recorder
+from services.coordinator.report import DATA
 from services.coordinator.rollback import KIND as ROLLBACK
 from services.coordinator.rollback import Rollbacks, request
 from services.coordinator.server import Server
 from services.coordinator.shortage import Shortage
 from services.coordinator.steering import Steering
 from shared.bus import Bus
+from shared.durable import LEAST_BYTES, free_bytes
 from shared.errors import SettingsError
 from shared.ledger import Ledger, RunState
 from shared.live import Live
 from shared.messages import PolicyVersion
+from shared.rehearsal import offer
 from shared.service import Context, serve
 from shared.settings import Settings
 from shared.settings.evaluation import HeldOutSet
-from shared.telemetry import Status, heartbeats
+from shared.settings.scorers import AnswerScorer
+from shared.telemetry import Status, heartbeats, tell
 
 _CLOSE_WITHIN_S = 8.0
 _ANNOUNCE_S = 1.0
@@ -58,6 +65,8 @@ class Data:
 
     train: dataset.Dataset
     held_out: tuple[tuple[HeldOutSet, dataset.Dataset], ...]
+    notices: tuple[NoticeView, ...] = ()
+    """What is doubtful about them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,6 +134,10 @@ async def start(settings: Settings, replica: str) -> None:
     try:
         async with serve(settings, "coordinator", replica, settings.coordinator.metrics_port) as context:
             await context.live.refresh()
+            scorers = [scorer.name for scorer in settings.reward.scorers]
+            for doubt in data.notices:
+                await tell(context.bus, DATA, doubt.about, doubt.text)
+            await offer(context.bus, dataset.rows_to_try(data.train.problems, scorers))
             parts = assemble(context.bus, context.live, data, folder, context.status, access, replica)
             await _coordinate(context, parts, server, folder)
     finally:
@@ -184,7 +197,7 @@ def assemble(
         lambda: lifecycle.gate_open,
         Shortage(bus, ledger),
     )
-    monitor = Monitor(bus, live, status)
+    monitor = Monitor(bus, live, status, lambda: [*data.notices, *_room(folder, recorder)])
     groups_per_step = settings.algorithm.groups_per_step
     guards = Guards(bus, ledger, settings.guards, groups_per_step, monitor.view, monitor.reports, look)
     rollbacks = Rollbacks(
@@ -228,6 +241,19 @@ def assemble(
     return Coordinator(promotion, admission, lifecycle, recorder, monitor, rollbacks, guards, operations, lease, api)
 
 
+def _room(folder: Path, recorder: Recorder) -> list[NoticeView]:
+    """Say that the disk of the run's folder is full, or that records cannot be written for another reason."""
+    found = []
+    if (free := free_bytes(folder)) < LEAST_BYTES:
+        text = (
+            f"no room: {free / 2**20:.1f} MiB are free on the disk of {folder}: free space there, and the run continues"
+        )
+        found.append(notice("room", "error", text))
+    if recorder.trouble:
+        found.append(notice("records", "error", recorder.trouble))
+    return found
+
+
 def make_evaluator(
     bus: Bus,
     ledger: Ledger,
@@ -250,14 +276,31 @@ def load_data(settings: Settings) -> Data:
     Raises:
         SettingsError: a dataset cannot be used.
     """
-    evaluation, scorers = settings.evaluation, [scorer.name for scorer in settings.reward.scorers]
-    return Data(
-        train=dataset.load(settings.data.path, settings.data, "data.path", scorers),
-        held_out=tuple(
-            (one, dataset.load(one.path, settings.data, evaluation.setting_of(one), scorers))
-            for one in evaluation.held_out
-        ),
+    evaluation, scorers = settings.evaluation, settings.reward.scorers
+    names = [scorer.name for scorer in scorers]
+    comparing = [scorer.name for scorer in scorers if isinstance(scorer, AnswerScorer)]
+    train = dataset.load(settings.data.path, settings.data, "data.path", names, comparing)
+    held_out = tuple(
+        (one, dataset.load(one.path, settings.data, evaluation.setting_of(one), names, comparing))
+        for one in evaluation.held_out
     )
+    return Data(train, held_out, tuple(_doubts(settings, train, held_out)))
+
+
+def _doubts(
+    settings: Settings, train: dataset.Dataset, held_out: Sequence[tuple[HeldOutSet, dataset.Dataset]]
+) -> Iterator[NoticeView]:
+    """Yield what whoever watches the run should know of its data."""
+    if train.bad_rows:
+        text = f"{train.bad_rows} rows of {settings.data.path} cannot be used; the coordinator's log names them and why"
+        yield notice("bad rows", "warning", text)
+    prompts = Training(train.problems) if held_out else None
+    for one, problems in held_out:
+        assert prompts is not None
+        found = prompts.overlap(one.name, problems.problems)
+        if found.exact or found.similar:
+            sentence = found.sentence(settings.evaluation.setting_of(one))
+            yield notice(f"held-out data {one.name}", "warning", sentence)
 
 
 def prepare_folder(settings: Settings) -> Path:

@@ -29,7 +29,7 @@ class Order:
 
 _OVER = {
     RunState.STOPPED: "the run was stopped; start a new one",
-    RunState.FINISHED: "the run has finished; start a new one",
+    RunState.FINISHED: "the run has finished; start a new one, or extend it: start its services again with a larger run.steps",
 }
 ORDERS = {
     "start": Order(

@@ -12,12 +12,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from services.reward.placement import Placed, first_line, pick_device, pick_dtype
+from services.reward.self_test import LENGTHS, choose_alone
 from shared.errors import PermanentError, SettingsError
-from shared.messages import Prompt
+from shared.messages import Float32Array, Prompt
+from shared.plain_model import eager_attention, ordinary_ids
 from shared.settings.reward_models import ModelScorer
 
 _SCALAR_HEADS = ("score", "v_head.summary", "v_head", "value_head", "reward_head", "rm_head", "regression_head")
@@ -63,6 +66,23 @@ class Classifier:
         self._label = self._find_label()
         self._longest = self._find_longest()
         self._placed = Placed(model, device, scorer.threads)
+        self._alone = False
+        self._alone = self._placed.guarded(self._test)
+
+    def _test(self) -> bool:
+        """Return whether texts must go one by one."""
+        lot, ids = np.random.default_rng(0), ordinary_ids(self._config)
+        texts = [Text(tuple(lot.choice(ids, max(1, min(length, self._longest))).tolist())) for length in LENGTHS]
+
+        def reference(text: Text) -> Float32Array:
+            with eager_attention(self._placed.module):
+                return np.array(self._values([text]), dtype=np.float32)
+
+        def compute(batch: Sequence[Text]) -> list[Float32Array]:
+            return [np.array([value], dtype=np.float32) for value in self._values(batch)]
+
+        half = next(self._placed.module.parameters()).dtype != torch.float32
+        return choose_alone(texts, compute, reference, half=half, what=f"model {self._where}")
 
     # ---------------------------------------------------------------- text to token ids
 
@@ -137,7 +157,7 @@ class Classifier:
 
     def _values(self, batch: Sequence[Text]) -> list[float]:
         pad = self._padding(batch)
-        if pad is None and len(batch) > 1:
+        if (pad is None or self._alone) and len(batch) > 1:
             return [value for text in batch for value in self._values([text])]
         self._text_config.pad_token_id = pad
         longest, device = max(text.tokens for text in batch), self._placed.device

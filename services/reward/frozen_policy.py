@@ -3,7 +3,8 @@
     logprob of token t = log_softmax(logits at t − 1 / its temperature)_t       (shared/logits.py)
 
 Each sequence is a row of its own, padded on the right, which a causal model's tokens do not see. Logits are computed only where a
-completion's token is predicted, and for so many tokens at a time.
+completion's token is predicted, and for so many tokens at a time. Whether that gives what the unmodified model gives for each sequence by
+itself is tested at the start (``self_test``); where it does not, sequences go through the whole model one by one.
 """
 
 import dataclasses
@@ -14,9 +15,14 @@ import torch
 from torch import Tensor
 
 from services.reward.placement import Placed, first_line, pick_device, pick_dtype
+from services.reward.self_test import LENGTHS, choose_alone
 from shared.errors import SettingsError
 from shared.logits import logprobs
+from shared.logits_projection import projection
+from shared.logits_transform import logits_transform
 from shared.messages import Float32Array, Int32Array
+from shared.plain_model import eager_attention, ordinary_ids
+from shared.rope import settle_rope
 from shared.settings import Settings
 
 
@@ -44,7 +50,7 @@ class FrozenPolicy:
     """The model in ``policy.model``.
 
     Raises:
-        SettingsError: there is none that loads.
+        SettingsError: there is none that loads, or it scales its logits or turns its positions in a way that is not known.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -58,15 +64,51 @@ class FrozenPolicy:
             model = AutoModelForCausalLM.from_pretrained(
                 policy.model,
                 dtype=pick_dtype(work.dtype, device, on_gpu=policy.dtype),
-                attn_implementation="sdpa",
                 trust_remote_code=policy.trust_remote_code,
             )
         except (OSError, ValueError) as error:
             raise SettingsError(
                 f"expected a Hugging Face causal model in {policy.model!r}, found: {first_line(error)}: change policy.model"
             ) from error
+        settle_rope(model, settings.rollout.vllm.max_model_len)
+        self._transform = logits_transform(model)
         self._chunk_tokens = work.logits_chunk_tokens
+        self._logits = settings.trainer.logits  # differences to the policy's logprobs shall be of weights alone
+        projection(model.get_output_embeddings(), self._logits)  # refuses now what it would refuse at the first group
         self._placed = Placed(model, device, work.threads)
+        self._alone = False
+        self._alone = self._placed.guarded(self._test)
+
+    def _test(self) -> bool:
+        """Return whether sequences must go one by one."""
+        module, lot = self._placed.module, np.random.default_rng(0)
+        ids, context = (
+            ordinary_ids(module.config),
+            getattr(module.config.get_text_config(), "max_position_embeddings", 0),
+        )
+        lengths = [max(2, min(length, int(context or length))) for length in LENGTHS]
+        drawn = [(lot.choice(ids, length // 2), lot.choice(ids, length - length // 2)) for length in lengths]
+
+        def reference(one: TokenSequence) -> Float32Array:
+            with eager_attention(module):
+                return self._plainly(one)
+
+        return choose_alone(
+            [TokenSequence(prompt, completion, 1.0) for prompt, completion in drawn],
+            self._logprobs,
+            reference,
+            half=module.dtype != torch.float32,
+            what="policy.model",
+        )
+
+    def _plainly(self, one: TokenSequence) -> Float32Array:
+        """Return the logprobs of a completion from the whole model's own logits."""
+        inputs_BT = torch.from_numpy(one.input_ids[None]).long().to(self._placed.device)
+        logits_TV = self._placed.module(input_ids=inputs_BT, use_cache=False).logits[0, len(one.prompt_token_ids) - 1 :]
+        targets_T = torch.from_numpy(one.token_ids).long().to(logits_TV.device)
+        temperatures_T = torch.full(targets_T.shape, one.temperature, device=logits_TV.device)
+        found: Float32Array = logprobs(logits_TV.float(), targets_T, temperatures_T).cpu().numpy()
+        return found
 
     def compute(self, batch: Sequence[TokenSequence]) -> list[Float32Array]:
         """Return the logprobs of each completion's tokens (float32, nats).
@@ -85,15 +127,18 @@ class FrozenPolicy:
         self._placed.restore()
 
     def _logprobs(self, batch: Sequence[TokenSequence]) -> list[Float32Array]:
+        if self._alone:
+            return [self._plainly(one) for one in batch]
         hidden_ND = self._hidden_states(batch)
         targets_N = torch.from_numpy(np.concatenate([one.token_ids for one in batch])).to(hidden_ND.device).long()
         temperatures = np.repeat([one.temperature for one in batch], [len(one.token_ids) for one in batch])
         temperatures_N = torch.from_numpy(temperatures.astype(np.float32)).to(hidden_ND.device)
-        output = self._placed.module.get_output_embeddings()
+        output = projection(self._placed.module.get_output_embeddings(), self._logits)
         parts = []
         for start in range(0, len(targets_N), self._chunk_tokens):
             chunk = slice(start, start + self._chunk_tokens)
-            parts.append(logprobs(output(hidden_ND[chunk]), targets_N[chunk], temperatures_N[chunk]))
+            logits_NV = self._transform.after(output(self._transform.before(hidden_ND[chunk])))
+            parts.append(logprobs(logits_NV, targets_N[chunk], temperatures_N[chunk]))
         found: Float32Array = torch.cat(parts).cpu().numpy()
         return np.split(found, np.cumsum([len(one.token_ids) for one in batch])[:-1])
 

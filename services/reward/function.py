@@ -31,6 +31,7 @@ class FunctionScorer:
         self._scorer = scorer
         command = (sys.executable, "-m", "services.reward.function_call", scorer.function, str(scorer.memory_mib))
         self._processes = Processes(command, scorer.processes, scorer.name, scorer.environment)
+        self._turns = asyncio.Semaphore(scorer.processes)
 
     async def start(self) -> None:
         """Start the processes, each with the function imported.
@@ -51,9 +52,23 @@ class FunctionScorer:
         await self._processes.close()
 
     async def score(self, group: RolloutGroup) -> list[Score]:
-        """Call the function for each sample, as many at a time as there are processes."""
+        """Call the function for each sample, as many at a time as there are processes.
+
+        A sample without a score leaves its group without a reward, so no call is begun after the first of these.
+        """
+        lost: list[Score] = []
+
+        async def call(sample: Sample) -> Score:
+            async with self._turns:
+                if lost:
+                    return lost[0]
+                score = await self._call(group, sample)
+            if score.value is None:
+                lost.append(score)
+            return score
+
         async with asyncio.TaskGroup() as calling:
-            tasks = [calling.create_task(self._call(group, sample)) for sample in group.samples]
+            tasks = [calling.create_task(call(sample)) for sample in group.samples]
         return [task.result() for task in tasks]
 
     async def _call(self, group: RolloutGroup, sample: Sample) -> Score:
@@ -61,9 +76,9 @@ class FunctionScorer:
         try:
             answer = await self._processes.ask({"group": base64.b64encode(alone).decode()}, self._scorer.timeout_s)
         except Overdue as error:
-            return self._failed(ScoreStatus.TIMEOUT, str(error))
+            return self._failed(ScoreStatus.TIMEOUT, f"{error} (timeout_s) from {self._scorer.function}")
         except Crashed as error:
-            return self._failed(ScoreStatus.CRASHED, str(error))
+            return self._failed(ScoreStatus.CRASHED, f"{error}: {self._scorer.function}")
         except TemporaryError as error:
             return unavailable(self.name, str(error))
         if "error" in answer:

@@ -4,7 +4,7 @@
 
     question   {"group": a RolloutGroup of one sample, MessagePack in base64}
     answer     {"status": "ok", "value": 0.5, "detail": ""}       value null where the function says that it does not know
-               {"error": "ZeroDivisionError: …"}                  what it raised, or returned that is no score
+               {"error": "ZeroDivisionError: … (mine.py:7)"}      what it raised, or returned that is no score, and where
 
 An async function keeps one event loop for the life of the process, so that a client that it opened once goes on working.
 """
@@ -16,8 +16,11 @@ import inspect
 import math
 import numbers
 import sys
+import sysconfig
+import traceback
 from collections.abc import Awaitable, Callable
 from importlib import metadata
+from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from services.reward import answering
@@ -27,6 +30,10 @@ from shared.messages import Prompt, RolloutGroup, Sample, ScoreStatus
 
 ENTRY_POINTS = "penstock.scorers"
 _MIB = 1024**2
+_LONGEST_LINE = 140
+"""Characters of an error's first line that are kept, so that its place has room behind it in a score's detail."""
+_HERE = Path(__file__).resolve().parent
+_LIBRARIES = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 Function: TypeAlias = Callable[[Sample, Prompt], "float | Result | Awaitable[float | Result]"]
 
 
@@ -68,6 +75,36 @@ def as_result(returned: object) -> Result:
     return returned
 
 
+def describe(error: BaseException, function: Function) -> str:
+    """Return an error's type and first line, and the file and line of the user's code that it came from.
+
+    >>> describe(ZeroDivisionError("division by zero"), mine)    # doctest: +SKIP
+    'ZeroDivisionError: division by zero (mine.py:7)'
+    """
+    line = (str(error).strip().splitlines() or [""])[0][:_LONGEST_LINE]
+    said = f"{type(error).__name__}: {line}" if line else type(error).__name__
+    place = _place(error) or _definition(function)
+    return f"{said} ({place})" if place else said
+
+
+def _place(error: BaseException) -> str:
+    """Return ``file:line`` of the deepest frame that is neither a library's nor this program's; "" if there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not Path(frame.filename).resolve().is_relative_to(_HERE)]
+    own = [frame for frame in theirs if not _is_library(frame.filename)]
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith("<") or any(Path(file).resolve().is_relative_to(folder) for folder in _LIBRARIES)
+
+
+def _definition(function: Function) -> str:
+    """Return ``file:line`` of where the function is defined; "" where Python does not know."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code is not None else ""
+
+
 def _prepare() -> answering.Answerer:
     function = load(sys.argv[1])
     runner = asyncio.Runner()
@@ -81,7 +118,7 @@ def _prepare() -> answering.Answerer:
             returned = function(group.samples[0], group.prompt)
             result = as_result(runner.run(awaited(returned)) if inspect.isawaitable(returned) else returned)
         except (Exception, SystemExit) as error:  # noqa: BLE001 (the edge: whatever the user's function raises)
-            return {"error": f"{type(error).__name__}: {error}"}
+            return {"error": describe(error, function)}
         status = ScoreStatus.UNAVAILABLE if result.value is None else ScoreStatus(result.status)
         value = None if result.value is None else float(result.value)
         return {"status": status.value, "value": value, "detail": str(result.detail)}

@@ -13,7 +13,7 @@ from services.rollout.vllm_hosts import Hosts, hosts_of
 from shared import service
 from shared.errors import SettingsError
 from shared.importing import importing
-from shared.settings import Settings, check_plain_engine
+from shared.settings import Settings, check_plain_engine, check_reproducible
 
 _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks for which vLLM has kernels."""
@@ -47,11 +47,12 @@ def choose_engine(settings: Settings) -> str:
     name: str = settings.rollout.engine
     if name == "auto":
         name = pick_engine(settings.rollout.device)
-    if name != "vllm":
-        try:
+    try:
+        check_reproducible(settings, name)
+        if name != "vllm":
             check_plain_engine(settings, name)
-        except ValueError as error:
-            raise SettingsError(str(error)) from error
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
     return name
 
 
@@ -65,11 +66,12 @@ def pick_engine(device: str) -> str:
 
 
 async def _open_vllm(settings: Settings, replica: str, host: str) -> tuple[Engine, Codec]:
-    from services.rollout.models import open_tokenizer
+    from services.rollout.models import check_for_vllm, open_tokenizer
     from services.rollout.vllm_start import open_vllm
 
     weights = settings.weights
     tokenizer = await asyncio.to_thread(open_tokenizer, settings.policy)
+    await asyncio.to_thread(check_for_vllm, settings.policy)
     hosts = hosts_of(settings.rollout, host)
     engine = await open_vllm(
         vllm_settings(settings, replica, hosts),
@@ -125,15 +127,16 @@ async def _open_transformers(settings: Settings, replica: str, host: str) -> tup
     with importing():
         from services.rollout.models import open_model, open_tokenizer
         from services.rollout.transformers_engine import TransformersEngine
-        from services.rollout.trial import seed_of, try_out
+        from services.rollout.trial import try_out
 
     tokenizer = await asyncio.to_thread(open_tokenizer, settings.policy)
-    opened = await asyncio.to_thread(open_model, settings.policy, tokenizer, settings.rollout.device)
+    context = settings.rollout.vllm.max_model_len
+    opened = await asyncio.to_thread(open_model, settings.policy, tokenizer, settings.rollout.device, context)
     await asyncio.to_thread(try_out, opened)
     engine = TransformersEngine(
         opened,
-        seed=seed_of(settings.run.seed, replica),
         max_rows=settings.rollout.max_groups * settings.sampling.group_size,
+        alone=settings.rollout.reproducible,
         threads=settings.rollout.threads,
         host=host if settings.weights.transport == "pull" else "",
         deadline_s=settings.weights.deadline_s,
@@ -166,6 +169,7 @@ async def run(settings: Settings, replica: str) -> None:
             patience=context.patience,
             max_groups=settings.rollout.max_groups,
             group_size=settings.sampling.group_size,
+            seed=settings.run.seed,
             taking=context.cordon.taking,
         )
         await rollout.run(context.stop, settings.telemetry.heartbeat_s)

@@ -148,7 +148,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         taken = _tensors((args, kwargs))
-        written = _written(operation, args, kwargs)
+        written = written_by(operation, args, kwargs)
         if any(tensor in self.sources for tensor in written):
             self._refuse(f"the loader writes into the shadow by {operation}")
         if any(tensor in self.destinations for tensor in written):
@@ -202,11 +202,38 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         raise self.refusal
 
 
+class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Remembers which tensors are written into in its block; works on the meta device.
+
+    Args:
+        live: tensors that keep their values: what would be written into them is checked for its shape alone.
+    """
+
+    def __init__(self, live: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._live = _numbered(live)
+        self._written = _Storages()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        written = written_by(operation, args, kwargs or {})
+        for tensor in written:
+            self._written.add(tensor.untyped_storage())
+        if not any(tensor in self._live for tensor in written):
+            return operation(*args, **(kwargs or {}))
+        if operation is _aten.copy_.default:
+            args[1].expand(args[0].shape)
+        return args[0]
+
+    def reached(self, tensor: torch.Tensor) -> bool:
+        """Whether any part of ``tensor`` was written into."""
+        return tensor in self._written
+
+
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def _written(operation: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+def written_by(operation: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """Return the tensors that ``operation`` writes into, by its schema."""
     found: list[torch.Tensor] = []
     for number, argument in enumerate(operation._schema.arguments):

@@ -72,10 +72,10 @@ class Batch:
         model: LanguageModel,
         requests: Sequence[GenerationRequest],
         tokens: Tokens,
-        generator: torch.Generator,
         device: torch.device,
     ) -> None:
-        self._model, self._generator, self._device = model, generator, device
+        self._model, self._device = model, device
+        self._lots = [_Lot(request) for request in requests]
         samplings = [request.sampling for request in requests]
         samples = np.array([sampling.samples for sampling in samplings])
         self._first_row = np.concatenate([[0], samples.cumsum()])
@@ -123,7 +123,7 @@ class Batch:
         logits_nV = self._prefill() if self._cache is None else self._decode()
         if not self._version_spans or self._version_spans[-1][1] != version:
             self._version_spans.append((self._written, version))
-        token_n, logprob_n = self._choice_n.draw(logits_nV.float(), self._generator)
+        token_n, logprob_n = self._choice_n.draw(logits_nV.float(), self._uniform())
         self._record(token_n, logprob_n)
         self._input_ids = token_n.unsqueeze(1)
         done_n = self._done_n.cpu().numpy()
@@ -131,6 +131,11 @@ class Batch:
         if not self.finished and 2 * int(done_n.sum()) >= len(done_n):
             self._compact(done_n)
         return whole
+
+    def _uniform(self) -> torch.Tensor:
+        """Return a random number for every row (n × 1, float64), each group's from its own generator."""
+        uniform_N = torch.cat([lot.draw() for lot in self._lots])
+        return uniform_N.to(self._device)[self._alive_n].unsqueeze(1)
 
     def _prefill(self) -> torch.Tensor:
         """Run the prompts (P × L) once each; return the logits of their last tokens, repeated for every row."""
@@ -211,6 +216,20 @@ class Batch:
         self._input_ids = self._input_ids[kept]
 
 
+class _Lot:
+    """The random numbers of one group: one for each of its samples at each decoding step, whether or not it is still read."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self._samples = request.sampling.samples
+        self._generator = torch.Generator().manual_seed(request.seed) if request.sampling.temperature else None
+
+    def draw(self) -> torch.Tensor:
+        """Return a number of each sample (float64, on the CPU); zeros where decoding is greedy."""
+        if self._generator is None:
+            return torch.zeros(self._samples, dtype=torch.float64)
+        return torch.rand(self._samples, generator=self._generator, dtype=torch.float64)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Choice:
     """How each row's next token is chosen: at its temperature, or greedily where that is 0."""
@@ -230,10 +249,10 @@ class _Choice:
         greedy_n = self.greedy_n[kept]
         return _Choice(self.temperature_n1[kept], greedy_n, bool(greedy_n.any()), bool(greedy_n.all()))
 
-    def draw(self, logits_nV: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    def draw(self, logits_nV: torch.Tensor, uniform_n1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a token of every row and its logprob under softmax(logits / temperature).
 
-        Drawn by inverting the cumulative distribution in float64 with one uniform number a row: the first token whose
+        Drawn by inverting the cumulative distribution in float64 with a uniform number (in [0, 1)) a row: the first token whose
         cumulative probability exceeds it. No token of probability 0 is ever drawn.
         """
         logprobs_nV = torch.log_softmax(logits_nV / self.temperature_n1, dim=-1)
@@ -241,11 +260,8 @@ class _Choice:
             token_n = logits_nV.argmax(-1)
         else:
             cumulative_nV = logprobs_nV.double().exp().cumsum(-1)
-            uniform_n1 = torch.rand(
-                (len(logits_nV), 1), generator=generator, dtype=torch.float64, device=logits_nV.device
-            )
-            uniform_n1 *= cumulative_nV[:, -1:]
-            token_n = torch.searchsorted(cumulative_nV, uniform_n1, right=True).squeeze(1)
+            scaled_n1 = uniform_n1 * cumulative_nV[:, -1:]
+            token_n = torch.searchsorted(cumulative_nV, scaled_n1, right=True).squeeze(1)
             token_n.clamp_(max=logits_nV.shape[1] - 1)
             if self.any_greedy:
                 token_n = torch.where(self.greedy_n, logits_nV.argmax(-1), token_n)

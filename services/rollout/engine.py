@@ -43,6 +43,8 @@ class GenerationRequest:
 
     prompt_token_ids: Int32Array
     sampling: Sampling
+    seed: int = 0
+    """Of the group's random numbers, 64 bits, so that what it draws does not depend on what else is generated. vLLM has its own."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -82,10 +82,12 @@ class Reporter:
         self._obey = obey
         self._beside = beside
         try:
-            self._socket = _connect(address)
-            self._stream = self._socket.makefile("rb")
-            self._replica = self._greet(rank, secret)
-            self._socket.settimeout(None)
+            with contextlib.ExitStack() as refused:
+                self._socket = refused.enter_context(_connect(address))
+                self._stream = refused.enter_context(self._socket.makefile("rb"))
+                self._replica = self._greet(rank, secret)
+                self._socket.settimeout(None)
+                refused.pop_all()
         except OSError as error:
             raise PeerError(f"expected the replica at {address} to let rank {rank} in, found: {error}") from error
         self._waiting: queue.SimpleQueue[Callable[[], Iterable[Message]]] = queue.SimpleQueue()

@@ -82,16 +82,42 @@ def open_tokenizer(policy: "PolicySettings") -> Tokenizer:
     return tokenizer
 
 
-def open_model(policy: "PolicySettings", tokenizer: Tokenizer, device: str) -> OpenedModel:
-    """Return the causal language model of ``policy`` on ``device`` (``auto``: a GPU where there is one).
+def check_for_vllm(policy: "PolicySettings") -> None:
+    """Refuse a model that vLLM computes otherwise than the trainer does.
 
     Raises:
-        SettingsError: there is no such model or device.
+        SettingsError: it is one.
+    """
+    with importing():
+        from transformers import AutoConfig
+
+        from shared.rope import check_rope_for_vllm
+
+    try:
+        config = AutoConfig.from_pretrained(policy.model, trust_remote_code=policy.trust_remote_code)
+    except _UNUSABLE:
+        return  # vLLM says what is wrong with it
+    check_rope_for_vllm(config)
+
+
+def open_model(policy: "PolicySettings", tokenizer: Tokenizer, device: str, context_tokens: int = 0) -> OpenedModel:
+    """Return the causal language model of ``policy`` on ``device`` (``auto``: a GPU where there is one).
+
+    Args:
+        policy: which model.
+        tokenizer: its tokenizer.
+        device: where it goes.
+        context_tokens: the run's longest sequence (``shared.rope``); 0: the model's own.
+
+    Raises:
+        SettingsError: there is no such model or device, or its rotary embeddings are of a kind that is not known.
     """
     check_source("policy.model", policy.model, ("config.json",))
     with importing():
         import torch
         from transformers import AutoModelForCausalLM
+
+        from shared.rope import settle_rope
 
     place = _device(device)
     try:
@@ -103,6 +129,7 @@ def open_model(policy: "PolicySettings", tokenizer: Tokenizer, device: str) -> O
             f"expected a causal language model in {policy.model!r}, found none that loads ({_first_line(error)}): "
             "change policy.model"
         ) from error
+    settle_rope(model, context_tokens)
     model = model.eval().requires_grad_(False).to(place)
     config = model.config.get_text_config()
     stop = {*_ids(model.generation_config.eos_token_id), *_ids(config.eos_token_id), *_ids(tokenizer.eos_token_id)}
@@ -112,7 +139,7 @@ def open_model(policy: "PolicySettings", tokenizer: Tokenizer, device: str) -> O
         required=frozenset(name for name, _ in model.named_parameters()),
         device=place,
         stop=tuple(sorted(stop)),
-        context_tokens=int(getattr(config, "max_position_embeddings", 0) or 1 << 30),
+        context_tokens=context_tokens or int(getattr(config, "max_position_embeddings", 0) or 1 << 30),
         vocabulary=int(model.get_input_embeddings().weight.shape[0]),
     )
 

@@ -5,16 +5,20 @@ rollout and trainer are not the same policy, and every importance ratio is off b
 """
 
 import logging
+from collections.abc import Sequence
 
 import numpy as np
 from prometheus_client import Counter, Gauge
 
 from services.rollout.engine import Engine
 from shared.bus import Bus
-from shared.messages import PolicyRecord, Probe
+from shared.messages import Float32Array, PolicyRecord, Probe
 from shared.telemetry import tell
 
 log = logging.getLogger(__name__)
+
+_LAST = 24
+"""Tokens at the end of a long sequence, all beyond the window that it passes by 32."""
 
 PROBE_GAP = Gauge(
     "penstock_rollout_probe_gap_nats", "Mean absolute difference of trainer's and replica's logprobs of the last probe."
@@ -67,5 +71,17 @@ class ProbeCheck:
             np.abs(await self._engine.logprobs(token_ids) - trainer_logprobs)
             for token_ids, trainer_logprobs in probe.sequences()
         ]
-        joined = np.nan_to_num(np.concatenate(gaps), nan=np.inf)
-        return float(joined.mean()), float(joined.max())
+        return gap_of(gaps)
+
+
+def gap_of(gaps: Sequence[Float32Array]) -> tuple[float, float]:
+    """Return the mean gap and the largest (nats); ``gaps`` are of each token, by sequence.
+
+    A sequence longer than the others goes beyond a window, where only its last tokens are: the mean is the larger one of theirs and of the short
+    sequences'.
+    """
+    known = [np.nan_to_num(gap, nan=np.inf) for gap in gaps]
+    short = min(len(gap) for gap in known)
+    parts = [[gap for gap in known if len(gap) == short], [gap[-_LAST:] for gap in known if len(gap) > short]]
+    means = [float(np.concatenate(part).mean()) for part in parts if part]
+    return max(means), float(np.concatenate(known).max())

@@ -18,6 +18,7 @@ import dataclasses
 import time
 from collections import deque
 
+import numpy as np
 from prometheus_client import Counter, Gauge, Histogram
 
 from services.rollout.engine import Engine, GeneratedGroup, GenerationRequest
@@ -75,12 +76,15 @@ class Rate:
 class Generation:
     """The handler: from a prompt to its rollout group."""
 
-    def __init__(self, engine: Engine, codec: Codec, follower: Follower, precedence: Precedence, replica: str) -> None:
+    def __init__(
+        self, engine: Engine, codec: Codec, follower: Follower, precedence: Precedence, replica: str, seed: int = 0
+    ) -> None:
         self._engine = engine
         self._precedence = precedence
         self._codec = codec
         self._follower = follower
         self._replica = replica
+        self._seed = seed
         self.rate = Rate(time.monotonic())
 
     async def handle(self, prompt: Prompt) -> RolloutGroup:
@@ -97,7 +101,8 @@ class Generation:
             async with self._precedence.turn(prompt.sampling.samples, training=training):
                 if not training:
                     await self._follower.check_kept(prompt.min_version)
-                generated = await self._engine.generate(GenerationRequest(token_ids, prompt.sampling))
+                request = GenerationRequest(token_ids, prompt.sampling, seed_of(self._seed, prompt))
+                generated = await self._engine.generate(request)
         self._count(prompt, generated)
         texts = self._codec.decode([sample.token_ids for sample in generated.samples])
         samples = tuple(
@@ -137,6 +142,7 @@ class Rollout:
         weights: how versions reach the replicas.
         max_groups: training groups that are held at a time; evaluation groups, mostly of one sample, may be
             ``group_size`` times as many.
+        seed: the run's.
         taking: set while new prompts may be taken.
     """
 
@@ -153,6 +159,7 @@ class Rollout:
         patience: Patience,
         max_groups: int,
         group_size: int,
+        seed: int = 0,
         taking: asyncio.Event | None = None,
     ) -> None:
         self._engine = engine
@@ -170,7 +177,8 @@ class Rollout:
             probe_gap_nats=weights.probe_gap_nats,
             hold=self._hold,
         )
-        self._generation = Generation(engine, codec, self._follower, Precedence(max_groups * group_size), replica)
+        precedence = Precedence(max_groups * group_size)
+        self._generation = Generation(engine, codec, self._follower, precedence, replica, seed)
         self._training, self._evaluating = asyncio.Event(), asyncio.Event()
         self._regulate()
         evaluation_groups = max(max_groups, min(max_groups * group_size, _MAX_EVALUATION_GROUPS))
@@ -239,6 +247,12 @@ class Rollout:
         if self._follower.failing:
             return "degraded"
         return "working" if held and self._engine.version is not None else "waiting"
+
+
+def seed_of(run_seed: int, prompt: Prompt) -> int:
+    """Return the seed of a group's random numbers: the same on every replica and at every delivery."""
+    words = [run_seed, list(Purpose).index(prompt.purpose), prompt.group_id]
+    return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0])
 
 
 def _set(event: asyncio.Event, wanted: bool) -> None:

@@ -12,8 +12,8 @@ All requests that wait are decoded as one batch, up to ``max_rows`` samples; whi
 next one. (Requests that join a running batch are what vLLM is for.) An idle engine lets requests gather until none has
 come for a moment, as one batch of sixteen costs far less than sixteen of one.
 
-Random numbers come from one generator, seeded by the run's seed and the replica's name: the same requests in the same
-batches draw the same tokens, but which requests share a batch depends on timing.
+Each request's random numbers come from its own seed, but products of other shapes round otherwise, and which requests share a batch
+depends on timing. With ``alone`` each request is a batch of its own: what it gives depends on its prompt, its seed and the weights only.
 """
 
 import asyncio
@@ -58,8 +58,8 @@ class TransformersEngine:
 
     Args:
         opened: the model; its parameters belong to the engine from now on.
-        seed: of the random numbers; see :func:`seed_of`.
         max_rows: samples that are decoded at a time; a request with more is a batch of its own.
+        alone: whether each request is a batch of its own (``rollout.reproducible``).
         threads: CPU threads of torch; 0: as torch decides.
         host: where other replicas may pull weights from this one; empty: nowhere.
         deadline_s: no wait of such a pull takes longer.
@@ -70,16 +70,16 @@ class TransformersEngine:
         self,
         opened: OpenedModel,
         *,
-        seed: int,
         max_rows: int,
+        alone: bool = False,
         threads: int = 0,
         host: str = "",
         deadline_s: float = 30.0,
         drain: bool = False,
     ) -> None:
         self._opened = opened
-        self._seed = seed
         self._max_rows = max_rows
+        self._alone = alone
         self._threads = threads
         self._drain = drain
         self._shadow = Shadow(opened, host, deadline_s)
@@ -173,10 +173,9 @@ class TransformersEngine:
     def _live(self) -> None:
         try:
             self._set_threads()
-            generator = torch.Generator(device=self._opened.device).manual_seed(self._seed)
             with torch.inference_mode():
                 while self._gather():
-                    self._run(self._next_batch(), generator)
+                    self._run(self._next_batch())
         except BaseException as error:  # noqa: BLE001 (the edge of this thread: whoever waits is told, and the process stops)
             self._death = error
         finally:
@@ -219,20 +218,20 @@ class TransformersEngine:
         batch: list[Asked] = []
         while self._waiting:
             asked = self._waiting[0]
-            if batch and _rows(batch) + asked.request.sampling.samples > self._max_rows:
+            if batch and (self._alone or _rows(batch) + asked.request.sampling.samples > self._max_rows):
                 break
             self._waiting.popleft()
             if not asked.answer.done():
                 batch.append(asked)
         return batch
 
-    def _run(self, batch: list[Asked], generator: torch.Generator) -> None:
+    def _run(self, batch: list[Asked]) -> None:
         if not batch:
             return
         self._running, started_at_s = batch, time.time()
         tokens = Tokens(self._opened.stop)
         requests = [asked.request for asked in batch]
-        decoding = Batch(self._opened.model, requests, tokens, generator, self._opened.device)
+        decoding = Batch(self._opened.model, requests, tokens, self._opened.device)
         while not decoding.finished and not self._closing:
             if self._version is None:
                 raise EngineDied("expected weights before the first request: a bug")

@@ -19,10 +19,9 @@ def try_out(opened: OpenedModel) -> None:
         SettingsError: it has no key-value cache of the usual kind, or does not fit its device.
     """
     request = GenerationRequest(np.zeros(1, dtype=np.int32), Sampling(samples=2, max_new_tokens=2, temperature=1.0))
-    generator = torch.Generator(device=opened.device)
     try:
         with torch.inference_mode():
-            decoding = Batch(opened.model, [request], Tokens(stop=()), generator, opened.device)
+            decoding = Batch(opened.model, [request], Tokens(stop=()), opened.device)
             while not decoding.finished:
                 decoding.step(PolicyVersion(0))
     except (TypeError, AttributeError, RuntimeError, ValueError, LookupError) as error:

@@ -30,6 +30,7 @@ from services.rollout.engine_reports import Message, Reporter
 from services.rollout.runner_tap import RunnerTap, can_listen
 from services.rollout.token_record import Finished, TokenRecord
 from services.rollout.vllm_hosts import secret_of
+from services.rollout.vllm_windows import check_windows
 from services.rollout.weight_swap import WeightSwapper
 from shared.allocation import is_out_of_memory
 from shared.errors import PeerError, SettingsError, WeightsError
@@ -63,6 +64,9 @@ class PolicyWorker:
         self._ranks: int = worker.parallel_config.world_size
         self._model = worker.model_runner.get_model()
         self._config = worker.vllm_config
+        served = worker.vllm_config.model_config
+        trusted = served.trust_remote_code
+        check_windows(self._model, served.model, served.max_model_len, trust_remote_code=trusted)
         beside = worker.parallel_config.node_rank == 0
         # vLLM's own way to notice that a worker's parent died waits for the next step of the model, and none comes.
         if not beside and not die_with(os.getppid(), signal.SIGKILL):

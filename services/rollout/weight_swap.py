@@ -27,8 +27,15 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
+from services.rollout.checkpoint_form import CheckpointForm
 from services.rollout.copies import CopyPlan
-from services.rollout.copy_plan import CopyPlanRefused, LoaderRefused, trace
+from services.rollout.copy_plan import CopyPlanRefused, Writes, trace
+from services.rollout.reload_repairs import (
+    counting_direct_writes,
+    fuse_gates_again,
+    packing_experts_again,
+    process_tied,
+)
 from shared.errors import WeightsError
 from shared.weights.layout import Layout
 
@@ -50,6 +57,8 @@ class WeightSwapper:
         self._model: Any = model
         self._config = vllm_config
         self._device = device
+        source = vllm_config.model_config
+        self._form = CheckpointForm(source.model, trust_remote_code=source.trust_remote_code)
         self._tensors: dict[str, torch.Tensor] = {}
         self._plan: CopyPlan | None = None
         self._layout = ""
@@ -67,6 +76,7 @@ class WeightSwapper:
         if self._is_prepared_for(tensors):
             return
         plan, reason = None, ""
+        self._form.open()
         with _loading(self._config):
             try:
                 plan = self._traced(tensors)
@@ -118,11 +128,15 @@ class WeightSwapper:
         """
         return None if self._plan is None or self._layout else self._plan.differences()
 
+    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
+        """Run the model's loader on published tensors."""
+        return self._model.load_weights(self._form.convert(tensors))
+
     # ---------------------------------------------------------------- by the plan
 
     def _traced(self, tensors: Mapping[str, torch.Tensor]) -> CopyPlan:
         before = _parameters(self._model)
-        plan = trace(self._model.load_weights, tensors, before, dict(self._model.named_buffers()))
+        plan = trace(self._load, tensors, before, dict(self._model.named_buffers()))
         if any(before.get(name) is not parameter for name, parameter in _parameters(self._model).items()):
             raise CopyPlanRefused("the loader registers new parameters instead of writing into those that it has")
         derived = _derived(self._model)
@@ -175,27 +189,37 @@ class WeightSwapper:
         self._wait()
         with _loading(self._config), torch.device(self._device):
             initialize_layerwise_reload(self._model)
-            try:
-                self._model.load_weights(counted())
-            finally:  # also where it broke: parameters must not stay on the meta device
-                finalize_layerwise_reload(self._model, self._config.model_config)
-            _process_tied(self._model)
+            with packing_experts_again(self._model, self._device):
+                try:
+                    with counting_direct_writes(self._model):
+                        self._load(counted())
+                finally:  # also where it broke: parameters must not stay on the meta device
+                    finalize_layerwise_reload(self._model, self._config.model_config)
+            process_tied(self._model)
+            fuse_gates_again(self._model)
         self._wait()
         return given
 
     def _check_fit(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Let the loader run over parameters in the checkpoint's form, none of them live.
+        """Let the loader run over parameters in the checkpoint's form, none of them live, with tensors without values.
 
         Raises:
-            WeightsError: it raised.
+            WeightsError: it raised, or left a parameter as it was.
         """
-        with _checkpoint_form(self._model):
+        stand_ins = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+        live = (*self._model.parameters(), *self._model.buffers())
+        with _checkpoint_form(self._model), Writes(live) as writes:
             try:
-                trace(self._model.load_weights, tensors, _parameters(self._model), dict(self._model.named_buffers()))
-            except LoaderRefused as error:
-                raise WeightsError(f"expected weights of this model, found others: {error}") from error
-            except CopyPlanRefused as error:
-                log.debug("the weights are no plain copies", extra={"reason": str(error)})
+                self._load(stand_ins.items())
+            except Exception as error:  # whatever a loader raises on tensors of other names and shapes
+                reason = str(error) if isinstance(error, WeightsError) else repr(error)
+                raise WeightsError(f"expected weights of this model, found others: {reason}") from error
+            missing = [name for name, parameter in self._model.named_parameters() if not writes.reached(parameter)]
+        if missing and self._config.quant_config is None:
+            raise WeightsError(
+                f"expected weights of this model, found none for {missing[0]} and {len(missing) - 1} more: vLLM would go on with the "
+                "old ones; change policy.model, or rollout.engine"
+            )
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
@@ -227,21 +251,6 @@ def _derived(model: nn.Module) -> str:
         if processes and (kind != "Attention" or getattr(module.impl, "sinks", None) is not None):
             return f"{name} ({kind}) processes weights after loading"
     return ""
-
-
-def _process_tied(model: nn.Module) -> None:
-    """Let modules that share the weight of an earlier one process it too; vLLM's layerwise reload forgets them.
-
-    On the CPU a tied output head holds its weight packed, so it would go on answering with the old one.
-    """
-    seen: set[int] = set()
-    for module in model.modules():
-        weight, method = module._parameters.get("weight"), getattr(module, "quant_method", None)
-        if weight is None or method is None:
-            continue
-        if id(weight) in seen:
-            method.process_weights_after_loading(module)
-        seen.add(id(weight))
 
 
 @contextlib.contextmanager

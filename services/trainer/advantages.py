@@ -32,25 +32,37 @@ GroupAdvantage = Literal["grpo", "dr_grpo", "rloo", "maxrl"]
 GROUP_ADVANTAGES: frozenset[str] = frozenset(get_args(GroupAdvantage))
 """Those that are one number a sample, from the rewards of its group alone."""
 
-_EPSILON = 1e-4  # as in the reference implementations; keeps a group without spread at exactly 0
+_EPSILON = 1e-4  # as in the reference implementations; keeps the division defined where rewards do not vary
 
 
 def group_advantages(rewards_S: Float32Array, kind: GroupAdvantage) -> Float32Array:
     """Return one advantage per sample of one group (float32, S); the formulas are the module's.
 
+    Equal rewards give advantages of exactly 0, whatever their value.
+
     >>> group_advantages(np.array([1, 0, 0, 1], dtype=np.float32), "dr_grpo").tolist()
     [0.5, -0.5, -0.5, 0.5]
     """
-    mean = np.float32(rewards_S.mean())
-    centred_S: Float32Array = rewards_S - mean
-    if kind == "dr_grpo":
-        return centred_S
+    centred_S = centred(rewards_S)
+    scale = 1.0
     if kind == "rloo":
-        others = max(1, len(rewards_S) - 1)
-        return centred_S * np.float32(len(rewards_S) / others)
-    scale = rewards_S.std() if kind == "grpo" else mean
-    scaled_S: Float32Array = centred_S / np.float32(scale + _EPSILON)
-    return scaled_S
+        scale = max(1, len(rewards_S) - 1) / len(rewards_S)
+    elif kind == "grpo":
+        scale = float(centred_S.std()) + _EPSILON
+    elif kind == "maxrl":
+        scale = float(rewards_S[0]) - float(centred_S[0]) + _EPSILON
+    return (centred_S / scale).astype(np.float32)
+
+
+def centred(rewards_S: Float32Array) -> Float64Array:
+    """Return the rewards minus their mean (float64, S); exactly 0 where all of them are equal.
+
+    ``r − mean(r) = (r − r_0) − mean(r − r_0)``: differences of equal numbers are 0, and so is the mean of zeros, while a
+    rounded mean of equal rewards is not always that reward.
+    """
+    shifted_S = rewards_S.astype(np.float64) - np.float64(rewards_S[0])
+    result_S: Float64Array = shifted_S - shifted_S.mean()
+    return result_S
 
 
 def has_signal(rewards_S: Float32Array) -> bool:

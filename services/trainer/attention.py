@@ -1,49 +1,65 @@
 """Attention over rows that lie end to end, without padding and without a mask of all tokens by all tokens.
 
-Installed as a model's attention through transformers' interface. A segment attends to its prompt and, causally, to itself::
+Installed as a model's attention and as its masks, through transformers' two interfaces. While a packed row goes through the model,
+the mask that its layers are given is a :class:`Seen`: the row's layout and the layer's pattern (``layout``), which is read off the
+mask function that transformers would have evaluated. So a window or chunk is where the unmodified model has one. A segment then attends
+to its prompt and to itself::
 
     varlen   torch's ``varlen_attn`` (flash attention) over segments of different lengths; keys and values of a prompt are
-             copied for each of its completions. CUDA, half precision.
+             copied for each of its completions. CUDA, half precision; causal layers, windows, sinks without a window.
     mask     segments of about the same size are gathered into one rectangle and go through scaled_dot_product_attention
-             with a mask; a short row goes as a whole. Anywhere; what is padded is inside attention only.
+             with a mask; a short row goes as a whole. Anywhere, and everything that ``attention_math`` knows.
 
-``auto`` takes ``varlen`` where it runs. Both give the outputs of separate sequences. It applies no sliding window, and says so
-where one would matter; it knows no loss and no settings object.
+``auto`` takes ``varlen`` where it runs, layer by layer. Both give the outputs of separate sequences. What a model passes to its attention
+and this module does not know is refused (:class:`CannotPack`), never ignored.
 
-Shapes: ``B`` 1, ``H`` heads, ``G`` segments of a rectangle, ``T`` tokens, ``Q``, ``K`` its queries and keys, ``D`` a head's size.
+Shapes: ``B`` 1, ``H`` heads, ``T`` tokens, ``N`` trained tokens, ``D`` a head's size.
 """
 
-import dataclasses
-import functools
+import contextvars
 import inspect
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NoReturn
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from services.trainer.packing import Int64Array, MicroBatch, Segments
+from services.trainer.attention_math import (
+    PLAIN,
+    Extras,
+    attend_masked,
+    attend_ragged,
+    padded_size,
+    parameters_of,
+    with_ragged_sink_key,
+)
+from services.trainer.gather import gather_rows
+from services.trainer.layout import CAUSAL, Pattern, Ragged, Rectangle, positions, ragged, rectangles
+from services.trainer.packing import MicroBatch, Segments
 from shared.errors import SettingsError
 
 Kind = Literal["auto", "mask", "varlen"]
 NAME = "penstock_segments"
-_SLACK_PAIRS = 1 << 16
-_SHORT_ROW_TOKENS = 128
-"""Rows up to here attend as a whole: many tiny segments cost more than what they need not see."""
-_PADDED = 1.3
-"""A rectangle may have so many times its segments' pairs, and ``_SLACK_PAIRS`` more."""
+_HARMLESS = frozenset(
+    [
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "return_dict",
+        "output_hidden_states",
+        "output_attentions",
+        "output_router_logits",
+        "num_items_in_batch",
+        "logits_to_keep",
+    ]
+)
+"""Arguments that say nothing about what attention computes."""
+_DEFAULTS: Mapping[str, tuple[Any, ...]] = {"is_causal": (True,), "deterministic": (True, False)}
+"""Values of other arguments, besides None, that ask for what is done anyway."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Rectangle:
-    """Segments that attend together; places are those of the row."""
-
-    queries_GQ: Tensor
-    keys_GK: Tensor
-    mask_GQK: Tensor | None
-    """What a query sees; None: causal, as prompts are."""
+class CannotPack(SettingsError):
+    """The model cannot go through packed rows exactly; its sequences, one by one, still may."""
 
 
 class Layout:
@@ -59,193 +75,148 @@ class Layout:
         self._segments = segments
         self._kind = kind
         self._device = device
-        self._rectangles: tuple[list[Rectangle], Tensor] | None = None
-        self._ragged: tuple[Tensor, Tensor, Tensor, int, int] | None = None
-        self.used = False
+        self._rectangles: dict[tuple[Pattern, bool], tuple[list[Rectangle], Tensor]] = {}
+        self._ragged: dict[bool, Ragged] = {}
+        self.used = 0
+        """How many layers have attended through it."""
         self.longest = int((segments.prompt_lengths_K + segments.lengths_K).max())
         """Tokens of the longest sequence."""
+        self.positions_T = positions(segments, device)
 
-    def attend(self, query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor, scale: float | None) -> Tensor:
-        """Return what attention gives, B × T × H × D."""
-        self.used = True
+    def attend(
+        self,
+        query_BHTD: Tensor,
+        key_BHTD: Tensor,
+        value_BHTD: Tensor,
+        pattern: Pattern = CAUSAL,
+        extras: Extras = PLAIN,
+    ) -> Tensor:
+        """Return what attention gives, B × T × H × the value's size."""
+        self.used += 1
         query, key, value = (tensor.transpose(1, 2).squeeze(0) for tensor in (query_BHTD, key_BHTD, value_BHTD))
-        if self._kind == "varlen" or (self._kind == "auto" and runs_varlen(query_BHTD)):
-            return self._by_length(query, key, value, scale)[None]
-        return self._by_rectangle(query, key, value, scale)[None]
+        if self._by_varlen(query, value, pattern, extras):
+            return self._by_length(query, key, value, pattern, extras)[None]
+        return self._by_rectangle(query, key, value, pattern, extras)[None]
 
-    def _by_length(self, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, scale: float | None) -> Tensor:
-        from torch.nn.attention.varlen import varlen_attn
+    def _by_varlen(self, query: Tensor, value: Tensor, pattern: Pattern, extras: Extras) -> bool:
+        sinks = extras.sinks_H is not None
+        exact = extras.softcap is None and (pattern.kind == "causal" or (pattern.kind == "window" and not sinks))
+        if self._kind == "mask" or not exact:
+            return False
+        return self._kind == "varlen" or runs_varlen(query, padded_size(query, value, sinks=sinks))
 
-        if self._ragged is None:
-            self._ragged = ragged(self._segments, self._device)
-        keys, query_ends, key_ends, longest_query, longest_key = self._ragged
-        key, value = key_THD.index_select(0, keys), value_THD.index_select(0, keys)
-        shared, options = query_THD.shape[1] // key_THD.shape[1], dict[str, Any]()
-        if shared > 1 and "enable_gqa" in _parameters(varlen_attn):
-            options["enable_gqa"] = True
-        elif shared > 1:  # torch 2.11
-            key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
-        found: Tensor = varlen_attn(
-            query_THD.contiguous(),
-            key,
-            value,
-            query_ends,
-            key_ends,
-            longest_query,
-            longest_key,
-            scale=scale,
-            window_size=(-1, 0),  # causal, from the lower right corner: a completion's queries are its last keys
-            **options,
-        )  # type: ignore[assignment]  # a tuple only where more is asked for
-        return found
+    def _by_length(self, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, extras: Extras) -> Tensor:
+        sinks = extras.sinks_H is not None
+        if sinks:
+            key, value = with_ragged_sink_key(key, value)
+        if sinks not in self._ragged:
+            self._ragged[sinks] = ragged(self._segments, self._device, first_keys=int(sinks))
+        return attend_ragged(query, key, value, self._ragged[sinks], extras, pattern.size)
 
-    def _by_rectangle(self, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, scale: float | None) -> Tensor:
-        if self._rectangles is None:
-            self._rectangles = rectangles(self._segments, self._device)
-        found, places_T = self._rectangles
-        parts = [_attend(one, query_THD, key_THD, value_THD, scale) for one in found]
+    def _by_rectangle(self, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, extras: Extras) -> Tensor:
+        masked = extras.softcap is not None or extras.sinks_H is not None
+        if (pattern, masked) not in self._rectangles:
+            self._rectangles[pattern, masked] = rectangles(self._segments, self._device, pattern, masked=masked)
+        found, places_T = self._rectangles[pattern, masked]
+        parts = [_attend(rectangle, query, key, value, extras) for rectangle in found]
         whole = torch.cat(parts) if len(parts) > 1 else parts[0]
         return whole.index_select(0, places_T)
 
 
-def _attend(one: Rectangle, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, scale: float | None) -> Tensor:
-    shared = query_THD.shape[1] // key_THD.shape[1]
-    query_GHQD = _gather(query_THD, one.queries_GQ)
-    key_GHKD, value_GHKD = _gather(key_THD, one.keys_GK), _gather(value_THD, one.keys_GK)
-    if shared > 1:
-        key_GHKD, value_GHKD = key_GHKD.repeat_interleave(shared, 1), value_GHKD.repeat_interleave(shared, 1)
-    mask = None if one.mask_GQK is None else one.mask_GQK[:, None]
-    out_GHQD = F.scaled_dot_product_attention(
-        query_GHQD, key_GHKD, value_GHKD, attn_mask=mask, is_causal=mask is None, scale=scale
-    )
-    return out_GHQD.transpose(1, 2).reshape(-1, *query_THD.shape[1:])
+def _attend(rectangle: Rectangle, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, extras: Extras) -> Tensor:
+    mask = None if rectangle.mask_GQK is None else rectangle.mask_GQK[:, None]
+    key, value = (_gather(tensor, rectangle.keys_GK) for tensor in (key_THD, value_THD))
+    out_GHQD = attend_masked(_gather(query_THD, rectangle.queries_GQ), key, value, mask, extras)
+    return out_GHQD.transpose(1, 2).flatten(0, 1)
 
 
 def _gather(tensor_THD: Tensor, places_GQ: Tensor) -> Tensor:
-    gathered = tensor_THD.index_select(0, places_GQ.flatten())
+    gathered = gather_rows(tensor_THD, places_GQ.flatten())
     return gathered.view(*places_GQ.shape, *tensor_THD.shape[1:]).transpose(1, 2)
 
 
-def runs_varlen(query: Tensor) -> bool:
-    """Whether torch (2.11 and later) has variable-length causal attention for such a query."""
-    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
-        return False
-    if query.shape[-1] > 256 or query.shape[-1] % 8:
+def runs_varlen(query: Tensor, size: int) -> bool:
+    """Whether torch (2.11 and later) has variable-length causal attention for such a query, of heads of ``size``."""
+    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16) or size > 256:
         return False
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return False
-    return "window_size" in _parameters(varlen_attn)
+    return "window_size" in parameters_of(varlen_attn)
 
 
-@functools.cache
-def _parameters(of: Callable[..., Any]) -> frozenset[str]:
-    return frozenset(inspect.signature(of).parameters)
+# ---------------------------------------------------------------- transformers' interfaces
 
 
-def ragged(segments: Segments, device: torch.device) -> tuple[Tensor, Tensor, Tensor, int, int]:
-    """Return the places of all keys, segment after segment; where queries and keys of each end; and the longest of both."""
-    keys = [_keys(segments, k) for k in range(len(segments.starts_K))]
-    lengths_K = segments.prompt_lengths_K + segments.lengths_K
-    ends = [np.concatenate(([0], np.cumsum(found))).astype(np.int32) for found in (segments.lengths_K, lengths_K)]
-    query_ends, key_ends = (torch.from_numpy(end).to(device) for end in ends)
-    places = torch.from_numpy(np.concatenate(keys)).to(device)
-    return places, query_ends, key_ends, int(segments.lengths_K.max()), int(lengths_K.max())
+class Seen:
+    """What a layer is given for a mask while a packed row goes through the model; a model that computes with it cannot be packed."""
+
+    __slots__ = ("layout", "pattern")
+    layout: Layout
+    pattern: Pattern | None
+    """None: another than is known here, which matters to a layer that uses it (Qwen2-MoE makes a window of 0 tokens that none does)."""
+
+    def __init__(self, layout: Layout, pattern: Pattern | None) -> None:
+        self.layout, self.pattern = layout, pattern
+
+    def __getitem__(self, key: object) -> NoReturn:
+        _refuse("a model that leaves attention's mask alone, found one that slices it")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        _refuse(f"a model that leaves attention's mask alone, found one that reads the mask's {name}")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        _refuse(f"a model that leaves attention's mask alone, found one that computes {function.__name__} of it")
 
 
-def _keys(segments: Segments, k: int) -> Int64Array:
-    """Return the places that segment ``k`` sees, its prompt first."""
-    prompt, start = segments.prompt_starts_K[k], segments.starts_K[k]
-    return np.concatenate(
-        (np.arange(prompt, prompt + segments.prompt_lengths_K[k]), np.arange(start, start + segments.lengths_K[k]))
-    )
+_PACKED: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("packed", default=None)
+"""The layout of the row that is going through the model."""
 
 
-def rectangles(segments: Segments, device: torch.device) -> tuple[list[Rectangle], Tensor]:
-    """Return blocks of similar sizes together, and where each token of the row lies in their outputs laid end to end."""
-    blocks = coarse(segments)
-    sees = _Sees(segments, device)
-    found: list[Rectangle] = []
-    places_T = np.empty(int(segments.lengths_K.sum()), dtype=np.int64)
-    before = 0
-    for members in similar(blocks):
-        one = _rectangle(blocks, members, sees)
-        height = one.queries_GQ.shape[1]
-        for g, k in enumerate(members):
-            start, length = blocks.starts_K[k], blocks.lengths_K[k]
-            places_T[start : start + length] = np.arange(length) + before + g * height
-        found.append(one)
-        before += one.queries_GQ.numel()
-    return found, torch.from_numpy(places_T).to(device)
+def see(
+    *,
+    mask_function: Callable[..., Any],
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **others: Any,
+) -> Any:
+    """Be transformers' mask: a :class:`Seen` while a packed row goes through the model, otherwise the mask of sdpa.
+
+    Raises:
+        CannotPack: the mask is one of the model's own.
+    """
+    layout = _PACKED.get()
+    if layout is None:
+        from transformers.masking_utils import sdpa_mask
+
+        options = {"local_size": local_size, "use_vmap": use_vmap, "device": device}
+        return sdpa_mask(mask_function=mask_function, **options, **others)
+    if use_vmap:
+        _refuse("a model with a causal mask, a window or chunks, found one with a mask of its own")
+    pattern = _read(mask_function, local_size, layout.longest, torch.device(device))
+    return Seen(layout, CAUSAL if pattern is not None and pattern.size >= layout.longest else pattern)
 
 
-def coarse(segments: Segments) -> Segments:
-    """Return ``segments`` with those of a short row as one, which sees nothing beside itself."""
-    ids_K = segments.prompt_starts_K
-    tokens_K = np.bincount(ids_K, weights=segments.lengths_K)[ids_K].astype(np.int64)
-    short_K = tokens_K <= _SHORT_ROW_TOKENS
-    keep_K = ~short_K | (segments.starts_K == ids_K)
-    return Segments(
-        segments.starts_K[keep_K],
-        np.where(short_K, tokens_K, segments.lengths_K)[keep_K],
-        ids_K[keep_K],
-        np.where(short_K, 0, segments.prompt_lengths_K)[keep_K],
-    )
-
-
-def similar(blocks: Segments) -> list[list[int]]:
-    """Return the numbers of the blocks, largest first, in runs that waste little when padded to their largest."""
-    widths_K = blocks.prompt_lengths_K + blocks.lengths_K
-    order = sorted(range(len(widths_K)), key=lambda k: (-int(widths_K[k]), -int(blocks.lengths_K[k])))
-    runs: list[list[int]] = []
-    height = width = pairs = 0
-    for k in order:
-        own = int(blocks.lengths_K[k]) * int(widths_K[k])
-        taller = max(height, int(blocks.lengths_K[k]))
-        if runs and (len(runs[-1]) + 1) * taller * width <= _PADDED * (pairs + own) + _SLACK_PAIRS:
-            runs[-1].append(k)
-            height, pairs = taller, pairs + own
-        else:
-            runs.append([k])
-            height, width, pairs = int(blocks.lengths_K[k]), int(widths_K[k]), own
-    return runs
-
-
-class _Sees:
-    """What each place of the row sees: its segment from ``start`` to itself, and its prompt."""
-
-    def __init__(self, segments: Segments, device: torch.device) -> None:
-        ends_K = segments.prompt_starts_K + segments.prompt_lengths_K
-        per_token = [
-            np.repeat(found, segments.lengths_K) for found in (segments.starts_K, segments.prompt_starts_K, ends_K)
-        ]
-        self.device = device
-        self._start_T, self._prompt_T, self._prompt_end_T = (torch.from_numpy(found).to(device) for found in per_token)
-
-    def mask(self, queries_GQ: Tensor, keys_GK: Tensor) -> Tensor | None:
-        """Return what is seen; −1 is padding, which as a query sees all. None where everything is plainly causal."""
-        query, key = queries_GQ[:, :, None], keys_GK[:, None, :]
-        start, prompt, end = (
-            t[queries_GQ.clamp(min=0)][..., None] for t in (self._start_T, self._prompt_T, self._prompt_end_T)
-        )
-        if queries_GQ.shape == keys_GK.shape and bool(((start == keys_GK[:, :1, None]) | (query < 0)).all()):
-            return None
-        own = (key >= start) & (key <= query)
-        return own | ((key >= prompt) & (key < end)) | (query < 0)
-
-
-def _rectangle(blocks: Segments, members: list[int], sees: _Sees) -> Rectangle:
-    height = int(blocks.lengths_K[members].max())
-    width = int((blocks.prompt_lengths_K + blocks.lengths_K)[members].max())
-    queries_GQ = np.full((len(members), height), -1, dtype=np.int64)
-    keys_GK = np.full((len(members), width), -1, dtype=np.int64)
-    for g, k in enumerate(members):
-        keys = _keys(blocks, k)
-        keys_GK[g, : len(keys)] = keys
-        queries_GQ[g, : blocks.lengths_K[k]] = keys[blocks.prompt_lengths_K[k] :]
-    queries, keys_found = torch.from_numpy(queries_GQ).to(sees.device), torch.from_numpy(keys_GK).to(sees.device)
-    return Rectangle(queries.clamp(min=0), keys_found.clamp(min=0), sees.mask(queries, keys_found))
+def _read(
+    mask_function: Callable[..., Any], local_size: int | None, longest: int, device: torch.device
+) -> Pattern | None:
+    """Return the pattern that agrees with ``mask_function`` around its edges, or at positions of all magnitudes; None: none does."""
+    size = local_size or 0
+    edges = {multiple * size for multiple in range(4)} if size else {longest - 1, *(1 << i for i in range(20))}
+    around = {edge + shift for edge in (0, *edges) for shift in (-1, 0, 1)}
+    places = torch.tensor(sorted(place for place in around if 0 <= place < max(longest, 3 * size + 2)))
+    query, key, zero = places[:, None], places[None, :], torch.zeros(1, 1, dtype=torch.long, device=device)
+    seen = torch.as_tensor(mask_function(zero, zero, query.to(device), key.to(device))).cpu()
+    candidates = (CAUSAL,) if local_size is None else (Pattern("window", size), Pattern("chunk", size))
+    for pattern in candidates:
+        if torch.equal(seen.expand(len(places), len(places)), pattern.sees(query, key)):
+            return pattern
+    return None
 
 
 def attend(
@@ -253,56 +224,143 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Any,
     scaling: float | None = None,
     dropout: float = 0.0,
-    layout: Layout | None = None,
-    sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Be transformers' attention: with a ``layout`` over segments, otherwise plain scaled_dot_product_attention."""
-    if layout is None:
+    """Be transformers' attention, for a packed row where the mask is a :class:`Seen`, otherwise for sequences as they are.
+
+    Raises:
+        CannotPack: the model asks for something that is not known here.
+    """
+    if isinstance(attention_mask, Seen):
+        extras = _extras(others, scaling, dropout)
+        layout, pattern = attention_mask.layout, attention_mask.pattern
+        if pattern is None:
+            _refuse("a model with a causal mask, a window or chunks, found one with another mask")
+        _check_window(others.get("sliding_window"), pattern, layout.longest)
+        tokens = (1, len(layout.positions_T))
+        if (query.shape[0], query.shape[2]) != tokens or (key.shape[0], key.shape[2]) != tokens:
+            _refuse(
+                f"attention whose queries and keys are the tokens of the row, found {key.shape[2]} keys of {tokens[1]} tokens"
+            )
+        query = _at_positions(module, query, layout.positions_T)
+        return layout.attend(query, key, value, pattern, extras), None
+    if _PACKED.get() is not None:
+        _refuse("a model whose mask is made by transformers' mask interface, found one that makes its own")
+    return _attend_unpacked(module, query, key, value, attention_mask, scaling, dropout, others), None
+
+
+def _attend_unpacked(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    others: Mapping[str, Any],
+) -> Tensor:
+    if others.get("softcap") is None and others.get("s_aux") is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        out, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
-        )
-        return out, None
-    if sliding_window is not None and layout.longest > sliding_window:
-        raise SettingsError(
-            f"expected sequences within the model's sliding window of {sliding_window} tokens, found {layout.longest}: "
-            "lower sampling.max_new_tokens, or change policy.model"
-        )
+        out: Tensor = sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **others)[0]
+        return out
+    if mask is None:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+        mask = mask.tril(key.shape[2] - query.shape[2])
+    if mask.dtype != torch.bool:
+        _refuse(f"a mask of booleans, found one of {mask.dtype}")
+    return attend_masked(query, key, value, mask, _extras(others, scaling, dropout)).transpose(1, 2)
+
+
+def _extras(others: Mapping[str, Any], scaling: float | None, dropout: float) -> Extras:
+    """Return what is asked for beside plain attention.
+
+    Raises:
+        CannotPack: it is nothing that is known here.
+    """
     if dropout:
-        raise SettingsError(f"expected a model without dropout in attention, found {dropout}: change policy.model")
-    return layout.attend(query, key, value, scaling), None
+        _refuse(f"attention without dropout, found {dropout}")
+    for name, value in others.items():
+        known = name in ("softcap", "s_aux", "sliding_window") or name in _HARMLESS
+        if not known and value is not None and not any(value is default for default in _DEFAULTS.get(name, ())):
+            _refuse(f"attention that is causal, windowed or chunked, with sinks or a cap at most, found {name}")
+    return Extras(scale=scaling, softcap=others.get("softcap"), sinks_H=others.get("s_aux"))
+
+
+def _at_positions(module: nn.Module, query_BHTD: Tensor, positions_T: Tensor) -> Tensor:
+    """Return queries with Llama 4's temperature of their positions: its layers without rope scale them by their place in the row."""
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+        return query_BHTD
+    floor, strength = float(module.floor_scale), float(module.attn_scale)  # type: ignore[arg-type]  # numbers of its config
+
+    def factor(places_T: Tensor) -> Tensor:
+        return torch.log1p(torch.floor((places_T.float() + 1.0) / floor)) * strength + 1.0
+
+    ratio_T = factor(positions_T) / factor(torch.arange(len(positions_T), device=positions_T.device))
+    return (query_BHTD * ratio_T[:, None]).to(query_BHTD.dtype)
+
+
+def _check_window(window: int | None, pattern: Pattern, longest: int) -> None:
+    """Refuse a layer whose window is not its mask's: transformers' own functions would disagree about it."""
+    own = pattern.size if pattern.kind == "window" else longest
+    if window is not None and min(window, longest) != own:
+        _refuse(f"a layer whose mask has its sliding window of {window}, found one of {own}")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise CannotPack(f"expected {what}: packed rows cannot train it; change policy.model")
 
 
 def install(model: Any) -> None:
-    """Make ``model`` attend through this file; without a layout it attends causally, to rows without padding."""
-    from transformers import AttentionInterface
+    """Make ``model`` attend through this file; without a packed row it attends as transformers' sdpa does."""
+    from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(NAME, attend)  # without a mask of the same name, transformers makes none of T × T
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, see)
     model.set_attn_implementation(NAME)
+
+
+# ---------------------------------------------------------------- rows through a model
+
+
+def decoder_of(model: Any) -> Any:
+    """Return the part of a causal language model that gives hidden states: its embedding and layers, without the output layer.
+
+    Raises:
+        CannotPack: there is no such part.
+    """
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    for part in (model.get_decoder(), getattr(model, "base_model", None), getattr(model, "model", None)):
+        parts = set(part.modules()) if isinstance(part, nn.Module) else set()
+        if embedding in parts and part is not embedding and (output is None or output not in parts):
+            return part
+    _refuse(f"a model of an embedding, layers and an output layer, found {type(model).__name__}")
 
 
 def hidden_states(trunk: Any, batch: MicroBatch, kind: Kind) -> Tensor:
     """Return the hidden state that predicts each trained token of ``batch`` (N × hidden size).
 
     Raises:
-        SettingsError: the model does not attend through transformers' interface, or has what a layout cannot do.
+        CannotPack: the model does not attend through transformers' interfaces, or has what packed rows cannot do.
     """
+    if "position_ids" not in inspect.signature(trunk.forward).parameters:
+        _refuse(f"a model that takes positions, found {type(trunk).__name__}")
     device = next(trunk.parameters()).device
     layout = Layout(batch.segments, kind, device)
-    hidden_BTD: Tensor = trunk(
-        input_ids=torch.from_numpy(batch.input_ids_BT).to(device),
-        position_ids=torch.from_numpy(batch.position_ids_BT).to(device),
-        use_cache=False,
-        layout=layout,
-    ).last_hidden_state
+    input_ids_BT = torch.from_numpy(batch.input_ids_BT).to(device)
+    token = _PACKED.set(layout)
+    try:
+        hidden_BTD: Tensor = trunk(
+            input_ids=input_ids_BT,
+            attention_mask=torch.ones_like(input_ids_BT),  # else transformers guesses sequences from positions
+            position_ids=torch.from_numpy(batch.position_ids_BT).to(device),
+            use_cache=False,
+        ).last_hidden_state
+    finally:
+        _PACKED.reset(token)
     if not layout.used:
-        raise SettingsError(
-            f"expected a model that attends through transformers' attention interface, found {type(trunk).__name__}: "
-            "change policy.model"
-        )
-    return hidden_BTD[0].index_select(0, torch.from_numpy(batch.columns_N).to(device))
+        _refuse(f"a model that attends through transformers' attention interface, found {type(trunk).__name__}")
+    return gather_rows(hidden_BTD[0], torch.from_numpy(batch.columns_N).to(device))

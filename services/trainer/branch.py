@@ -12,7 +12,7 @@ from services.trainer.staleness import lag_steps
 from shared.bus import Bus, Delivery
 from shared.errors import Fenced
 from shared.ledger import Ledger, RunStatus
-from shared.messages import Experience, PolicyRecord, PolicyVersion, StepReport
+from shared.messages import Experience, PolicyRecord, PolicyVersion, StepPlan, StepReport
 
 
 class Branch:
@@ -60,15 +60,19 @@ class Branch:
         return record if record is not None and record.step == step and self.tip == self.newest else None
 
     async def commit(
-        self, record: PolicyRecord, deliveries: Sequence[Delivery[Experience]], report: StepReport | None
+        self,
+        record: PolicyRecord,
+        deliveries: Sequence[Delivery[Experience]],
+        report: StepReport | None,
+        plan: StepPlan | None = None,
     ) -> bool:
-        """Add ``record``, and what its step was made of, in one transaction; False, and nothing, when the branch was left.
+        """Add ``record``, and what its step was made of and how, in one transaction; False, and nothing, when the branch was left.
 
         Raises:
             Fenced: another trainer took over.
         """
         try:
-            await self._ledger.commit(self._epoch, record, deliveries, report)
+            await self._ledger.commit(self._epoch, record, deliveries, report, plan)
         except Fenced:
             if not await self.was_left():
                 raise

@@ -5,24 +5,46 @@
     <run folder>/checkpoints/step-000020/
         engine/         DeepSpeed: model and optimizer, one file a rank; with adapters, theirs only
         critic/         the same of the critic, where there is one
-        state.json      step, version, cursor, last journal entry, ranks, ZeRO stage (written last)
+        state.json      step, version, cursor, last journal entry, ranks, ZeRO stage; size and SHA-256 of every file
+                        (written last)
 
-A folder without ``state.json`` is no checkpoint. Ranks and ZeRO stage may not change between save and load;
+A folder without ``state.json`` is no checkpoint. Each rank computes the digests of the files that it wrote; :func:`damage`
+compares them before a checkpoint is loaded. Ranks and ZeRO stage may not change between save and load;
 the message says what to do instead. (Weights alone are read whatever the ranks, see ``export``.)
 """
 
+import concurrent.futures
 import dataclasses
+import functools
+import hashlib
 import json
+import os
 import shutil
-from collections.abc import Set
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from shared import durable
 from shared.errors import SettingsError
 from shared.messages import Json, PolicyVersion
 from shared.settings import PolicySettings
 
-_MARKER = "state.json"
+MARKER = "state.json"
+"""The file that makes a folder a checkpoint."""
+_DIGEST = "sha256"
+"""In the marker: the SHA-256 of everything else in it."""
+_MOST_READERS = 8
+_SET_ASIDE = "damaged-"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CheckpointFile:
+    """One file of a checkpoint as it was written."""
+
+    name: str
+    """Relative to the checkpoint's folder."""
+    nbytes: int
+    sha256: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,8 +59,8 @@ class CheckpointState:
     """The last journal entry that the weights contain; empty before the first."""
     ranks: int
     zero_stage: int
-    random_state: str
-    """Torch's CPU generator, hex."""
+    random_state: str = ""
+    """Not used; checkpoints of older versions have it."""
     position: int | None = None
     """Place in the dataset of the first prompt that was not trained; None (older checkpoints): ``cursor``."""
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -58,6 +80,8 @@ class Checkpoint:
 
     folder: Path
     state: CheckpointState
+    files: tuple[CheckpointFile, ...] = ()
+    """Every file but ``state.json``; empty for a checkpoint of a Penstock that wrote no digests, which cannot be verified."""
 
 
 def beside(root: Path, step: int) -> Path:
@@ -65,14 +89,30 @@ def beside(root: Path, step: int) -> Path:
     return root / f".step-{step:06d}.tmp"
 
 
-def make_whole(root: Path, state: CheckpointState) -> Checkpoint:
-    """Write the marker into :func:`beside`, and rename the folder into place."""
-    written = beside(root, state.step)
-    (written / _MARKER).write_text(json.dumps(dataclasses.asdict(state), indent=1), encoding="utf-8")
-    return rename(written, root, state)
+def make_whole(root: Path, state: CheckpointState, written: Mapping[Path, CheckpointFile] | None = None) -> Checkpoint:
+    """Write the marker into :func:`beside`, and rename the folder into place.
+
+    Args:
+        root: the folder of the run's checkpoints.
+        state: what the checkpoint knows beside weights and optimizer.
+        written: the files whose digests are known, by path; those of the others are computed here.
+
+    Raises:
+        OSError: storage refused it.
+    """
+    folder, known = beside(root, state.step), written or {}
+    files = tuple(
+        dataclasses.replace(known.get(path) or digest(path), name=path.relative_to(folder).as_posix())
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path != folder / MARKER
+    )
+    content = {**dataclasses.asdict(state), "files": [dataclasses.asdict(one) for one in files]}
+    text = json.dumps({**content, _DIGEST: _digest_of(content)}, indent=1)
+    (folder / MARKER).write_text(text, encoding="utf-8")
+    return rename(folder, root, state, files)
 
 
-def rename(written: Path, root: Path, state: CheckpointState) -> Checkpoint:
+def rename(written: Path, root: Path, state: CheckpointState, files: tuple[CheckpointFile, ...]) -> Checkpoint:
     """Make the folder ``written``, which holds all of a checkpoint, the one of its step under ``root``."""
     folder = root / f"step-{state.step:06d}"
     for path in [*written.rglob("*"), written]:
@@ -80,31 +120,99 @@ def rename(written: Path, root: Path, state: CheckpointState) -> Checkpoint:
     shutil.rmtree(folder, ignore_errors=True)
     written.rename(folder)
     durable.flush(root)
-    return Checkpoint(folder, state)
+    return Checkpoint(folder, state, files)
+
+
+def clear_unfinished(root: Path) -> None:
+    """Delete what a trainer that was killed while it wrote a checkpoint left."""
+    for folder in root.glob(".step-*.tmp"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def digest(path: Path) -> CheckpointFile:
+    """Return the size and the SHA-256 of a file, under its own name.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        return CheckpointFile(path.name, os.fstat(file.fileno()).st_size, sha256)
+
+
+def _digest_of(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+# ---------------------------------------------------------------- find and verify
 
 
 def find(root: Path) -> list[Checkpoint]:
-    """Return the whole checkpoints under ``root``, oldest first."""
+    """Return the whole checkpoints under ``root``, oldest first. Their files are not read, see :func:`damage`."""
     found = []
     for folder in sorted(root.glob("step-*")) if root.is_dir() else ():
-        if (checkpoint := _read(folder)) is not None:
+        if (checkpoint := read(folder)) is not None:
             found.append(checkpoint)
     return found
 
 
-def _read(folder: Path) -> Checkpoint | None:
+def read(folder: Path) -> Checkpoint | None:
+    """Return the checkpoint in ``folder``; None where its marker is missing or not what was written."""
     try:
-        raw = json.loads((folder / _MARKER).read_text(encoding="utf-8"))
-        return Checkpoint(folder, CheckpointState(**raw))
-    except (OSError, ValueError, TypeError):
+        raw = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+        written = raw.pop(_DIGEST, None)
+        if "files" in raw and written != _digest_of(raw):
+            return None
+        files = tuple(CheckpointFile(**one) for one in raw.pop("files", ()))
+        return Checkpoint(folder, CheckpointState(**raw), files)
+    except (OSError, ValueError, TypeError, AttributeError):
         return None
 
 
-def newest(root: Path, at_most_step: int | None, revoked: Set[PolicyVersion] = frozenset()) -> Checkpoint | None:
-    """Return the newest whole checkpoint of no ``revoked`` version, of a step that the ledger knows where one is given."""
-    usable = [found for found in find(root) if found.state.version not in revoked]
-    usable = [found for found in usable if at_most_step is None or found.state.step <= at_most_step]
-    return usable[-1] if usable else None
+def damage(folder: Path, ending: str = "") -> str:
+    """Return what is wrong with the checkpoint in ``folder``, in words; "" where every byte is what was written.
+
+    Reads all of it, or only the files whose names end with ``ending``, with several threads.
+    """
+    if not folder.is_dir():
+        return "the folder is missing"
+    if not (folder / MARKER).is_file():
+        return f"{MARKER} is missing"
+    if (checkpoint := read(folder)) is None:
+        return f"{MARKER} is not what was written"
+    files = [one for one in checkpoint.files if one.name.endswith(ending)]
+    largest_first = sorted(files, key=lambda one: -one.nbytes)
+    with concurrent.futures.ThreadPoolExecutor(min(_MOST_READERS, os.cpu_count() or 1)) as readers:
+        return next(filter(None, readers.map(functools.partial(_damage_of, folder), largest_first)), "")
+
+
+def _damage_of(folder: Path, file: CheckpointFile) -> str:
+    path = folder / file.name
+    try:
+        if (nbytes := path.stat().st_size) != file.nbytes:
+            return f"{file.name} has {nbytes:,} bytes instead of {file.nbytes:,}"
+        return "" if digest(path).sha256 == file.sha256 else f"the content of {file.name} is not what was written"
+    except FileNotFoundError:
+        return f"{file.name} is missing"
+    except OSError as error:
+        return f"{file.name} cannot be read: {error.strerror}"
+
+
+def step_of(folder: Path) -> int | None:
+    """Return the step that the name of a checkpoint's folder says; None where it is no such name."""
+    prefix, _, number = folder.name.partition("-")
+    return int(number) if prefix == "step" and number.isdecimal() else None
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename the folder of a damaged checkpoint, so that it is none any more; return where it is now.
+
+    Raises:
+        OSError: it cannot be renamed, or is missing.
+    """
+    aside = folder.with_name(f"{_SET_ASIDE}{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    return folder.rename(aside)
 
 
 def check_ranks(checkpoint: Checkpoint, ranks: int, zero_stage: int) -> None:
@@ -141,10 +249,10 @@ def superfluous(root: Path, keep_last: int) -> list[Checkpoint]:
 
 def is_there(checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint is still whole on disk, and its folder not another's by now."""
-    return _read(checkpoint.folder) == checkpoint
+    return read(checkpoint.folder) == checkpoint
 
 
 def delete(checkpoint: Checkpoint) -> None:
     """Delete a checkpoint: first its marker, so that half of one is none."""
-    (checkpoint.folder / _MARKER).unlink(missing_ok=True)
+    (checkpoint.folder / MARKER).unlink(missing_ok=True)
     shutil.rmtree(checkpoint.folder, ignore_errors=True)

@@ -12,7 +12,7 @@ weights differently. With ``w_t = exp(anchor_t − behavior_t)`` and ``W = Π_t 
     sequence_mask    W where low ≤ W ≤ high, else 0      masked importance sampling: Liu et al. 2025, "When speed kills stability"
     geometric_mask   1 where low ≤ W^(1/|y|) ≤ high, else 0      whole samples are rejected, the rest is left as it is
 
-No gradient flows through a weight. A weight of 0 *masks* the token.
+No gradient flows through a weight, and none is above e^20 (``kl.bounded``). A weight of 0 *masks* the token.
 """
 
 from typing import Literal
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.aggregation import sequence_means, sequence_sums, spread
+from services.trainer.kl import bounded
 
 Correction = Literal["token_tis", "sequence_tis", "token_mask", "sequence_mask", "geometric_mask"]
 
@@ -31,14 +32,14 @@ def weights(
     """Return the weight of each token (N, no gradient); ``low`` is used by the masks only."""
     difference_N = anchor_logprobs_N.detach() - behavior_logprobs_N
     if kind == "token_tis":
-        return torch.exp(difference_N).clamp(max=high)
+        return torch.exp(bounded(difference_N)).clamp(max=high)
     if kind == "token_mask":
-        return _inside(torch.exp(difference_N), low, high)
+        return _inside(torch.exp(bounded(difference_N)), low, high)
     if kind == "sequence_tis":
-        return spread(torch.exp(sequence_sums(difference_N, lengths_S)).clamp(max=high), lengths_S)
+        return spread(torch.exp(bounded(sequence_sums(difference_N, lengths_S))).clamp(max=high), lengths_S)
     if kind == "sequence_mask":
-        return spread(_inside(torch.exp(sequence_sums(difference_N, lengths_S)), low, high), lengths_S)
-    kept_S = _inside(torch.exp(sequence_means(difference_N, lengths_S)), low, high) > 0
+        return spread(_inside(torch.exp(bounded(sequence_sums(difference_N, lengths_S))), low, high), lengths_S)
+    kept_S = _inside(torch.exp(bounded(sequence_means(difference_N, lengths_S))), low, high) > 0
     return spread(kept_S.to(difference_N.dtype), lengths_S)
 
 

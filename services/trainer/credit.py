@@ -15,6 +15,7 @@ from services.trainer.advantages import (
     GROUP_ADVANTAGES,
     Float64Array,
     GroupAdvantage,
+    centred,
     gae,
     group_advantages,
     normalise,
@@ -87,8 +88,9 @@ def _by_token(
     facts: Sequence[Facts], rewards: Sequence[Float32Array], algorithm: AlgorithmSettings, cost: float
 ) -> None:
     if algorithm.advantage == "reinforce_pp_baseline":
-        rewards = [group - group.mean() for group in rewards]
-    rewards_M = np.concatenate(rewards).astype(np.float64)
+        rewards_M = np.concatenate([centred(group) for group in rewards])
+    else:
+        rewards_M = np.concatenate(rewards).astype(np.float64)
     advantages = [_returns_to_go(found, rewards_M, algorithm, cost) for found in facts]
     mean, deviation = moments(torch.from_numpy(np.concatenate(advantages)).to(facts[0].behavior_logprobs_N.device))
     for found, advantages_N in zip(facts, advantages, strict=True):

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from services.trainer import attention
+from services.trainer.noise import train_without_noise
 from services.trainer.packing import MicroBatch
+from services.trainer.trunk import Packing, Trunk
 
 
 class Critic(nn.Module):
@@ -20,20 +22,26 @@ class Critic(nn.Module):
         trunk: a Hugging Face model without its output layer.
         width: size of its hidden states.
         kind: which attention.
+        packing: how sequences go through the model (``trunk``).
     """
 
-    def __init__(self, trunk: Any, width: int, *, kind: attention.Kind = "auto") -> None:
+    def __init__(self, trunk: Any, width: int, *, kind: attention.Kind = "auto", packing: Packing = "auto") -> None:
         super().__init__()
         self.model = trunk
-        attention.install(trunk)
-        self._kind: attention.Kind = kind
+        self.trunk = Trunk(trunk, kind, packing)
         self.value_head = nn.Linear(width, 1, dtype=next(trunk.parameters()).dtype)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
+    def train(self, mode: bool = True) -> "Critic":
+        """Prepare to train, without dropout and the like (``noise``), or not to."""
+        super().train(mode)
+        train_without_noise(self.model, mode)
+        return self
+
     def forward(self, batch: MicroBatch) -> Tensor:
         """Return the value before each trained token (N, float32)."""
-        hidden_ND = attention.hidden_states(self.model, batch, self._kind)
+        hidden_ND = self.trunk.hidden_states(batch)
         values_N: Tensor = self.value_head(hidden_ND).float().squeeze(-1)
         return values_N
 

@@ -1,11 +1,12 @@
 """What the tokens of a step tell about the update, summed over micro-batches, optimizer steps and ranks.
 
 Every figure is a mean over the tokens that were looked at (a token counts once per epoch), the ratio that of the policy to
-behavior, ``w = exp(policy − behavior)``::
+behavior, ``w = exp(min(policy − behavior, 20))``::
 
     ess                       (Σ w)² / (tokens · Σ w²)      Kish 1965: 1 on policy, → 0 where few tokens carry the batch
     kl_mean, kl_max           k3 of KL(behavior ‖ policy)
     ratio_max                 the largest w
+    logprob_gap               mean |policy − behavior|, nats; at lag 0 what two engines differ by
     clip_*_fraction           tokens whose gradient the clip took away (see ``losses``)
     masked_fraction           tokens that a correction or a rejection took out (see ``corrections``)
     entropy, reference_kl     of the policy; to the reference, by the run's estimator
@@ -20,9 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.trainer.kl import estimate
+from services.trainer.kl import bounded, estimate
 
-_SUMS = ("tokens", "kl", "entropy", "clipped_low", "clipped_high", "masked", "ratio", "ratio_squared", "reference_kl")
+_SUMS = (
+    "tokens", "kl", "entropy", "clipped_low", "clipped_high", "masked", "ratio", "ratio_squared", "reference_kl", "gap",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,10 +53,11 @@ class StepSums:
         if not figures.policy_logprobs_N.numel():
             return
         kl_N = estimate(figures.behavior_logprobs_N, figures.policy_logprobs_N, "k3")
-        ratio_N = torch.exp(figures.policy_logprobs_N - figures.behavior_logprobs_N).double()
+        ratio_N = torch.exp(bounded(figures.policy_logprobs_N - figures.behavior_logprobs_N)).double()
+        gap_N = (figures.policy_logprobs_N - figures.behavior_logprobs_N).abs()
         parts = (
             torch.ones_like(kl_N), kl_N, figures.entropy_N, figures.clipped_low_N, figures.clipped_high_N,
-            figures.masked_N, ratio_N, ratio_N.square(), figures.reference_kl_N,
+            figures.masked_N, ratio_N, ratio_N.square(), figures.reference_kl_N, gap_N,
         )  # fmt: skip
         self._sums += torch.stack([part.double().sum() for part in parts])
         self._largest = torch.maximum(self._largest, torch.stack([kl_N.double().max(), ratio_N.max()]))
@@ -75,6 +79,7 @@ class StepSums:
             "masked_fraction": sums["masked"] / tokens,
             "ess": effective_share(sums["ratio"], sums["ratio_squared"], sums["tokens"]),
             "ratio_max": ratio_max,
+            "logprob_gap": sums["gap"] / tokens,
             "reference_kl": sums["reference_kl"] / tokens,
         }
 

@@ -26,13 +26,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from services.trainer import adapter
+from services.trainer.checkpoints import CheckpointFile, digest
 from services.trainer.flops import ModelSizes
+from services.trainer.named_tensors import Published, published, unique
 from services.trainer.optimizer import adamw
+from shared.errors import SettingsError
 from shared.importing import importing, uncompiled
 from shared.settings import Settings
 
 _TAG = "engine"
 _CHECKPOINTING = {"use_reentrant": False}
+_READ_FROM_OUTSIDE = frozenset({"dt_proj"})
 _GATHER_BYTES = 256 << 20
 """About so much of the weights is whole on every rank at a time, at ZeRO stage 3."""
 
@@ -41,9 +45,8 @@ def start_ranks(device: str) -> tuple[int, int]:
     """Join the process group that torchrun's environment describes (one rank without it); return (rank, ranks)."""
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            "127.0.0.1", 0, 1, is_master=True
-        )
+        # A store within this process: a TCPStore would listen on every address, and believe whoever connects.
+        store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(_backend(device), store=store, rank=0, world_size=1)
     else:
         dist.init_process_group(_backend(device))
@@ -65,8 +68,36 @@ def built_in_parts(zero_stage: int, device: str, dtype: torch.dtype) -> contextl
 
 
 def pick_device(setting: str) -> str:
-    """Return ``cuda`` or ``cpu``."""
+    """Return ``cuda`` or ``cpu``.
+
+    Raises:
+        SettingsError: torch sees no GPU, and the setting asks for one.
+    """
+    if setting == "cuda" and not torch.cuda.is_available():
+        raise SettingsError(
+            "expected a GPU for trainer.device = 'cuda', found none that torch can use: change trainer.device"
+        )
     return "cuda" if setting == "cuda" or (setting == "auto" and torch.cuda.is_available()) else "cpu"
+
+
+def make_deterministic(device: str) -> None:
+    """Have torch use operations on GPUs that repeat to the bit; it raises RuntimeError where it has none. To be called before the first of them.
+
+    On a CPU they do anyway.
+    """
+    if device == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # for debugging, and slow
+
+
+def place(policy: nn.Module, settings: Settings, device: str) -> nn.Module:
+    """Return ``policy`` on ``device``, computing layers again in the backward pass where the settings say so; once more changes nothing."""
+    placed = policy.to(torch.device(device))
+    if settings.trainer.gradient_checkpointing:
+        model: Any = placed.model
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=_CHECKPOINTING)
+    return placed
 
 
 def _backend(device: str) -> str:
@@ -86,10 +117,8 @@ class TrainingEngine:
         deepspeed = _import_deepspeed(device)
         self.ranks = dist.get_world_size()
         self.device = torch.device(device)
-        self.policy = policy.to(self.device)
-        if settings.trainer.gradient_checkpointing:
-            model: Any = self.policy.model
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=_CHECKPOINTING)
+        self.policy = place(policy, settings, device)
+        self.policy.train()  # which modules that concerns depends on checkpointing (``noise``)
         parameters = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
         with uncompiled():  # DeepSpeed imports an optimizer that asks for torch's compiler, and so does bitsandbytes
             engine, _, _, _ = deepspeed.initialize(
@@ -100,9 +129,9 @@ class TrainingEngine:
             )
         self._engine: Any = engine
         self._sharded = settings.trainer.zero_stage == 3
+        if self._sharded:
+            _gather_with_parents(self.policy)
         self._plain_optimizer = settings.trainer.zero_stage == 0 and settings.policy.dtype == "float32"
-        lora = settings.policy.lora
-        self._scale = adapter.scale(lora) if lora.rank else 0.0
         self._frozen = not all(parameter.requires_grad for parameter in self.policy.parameters())
         self._writer = _Writer(engine.checkpoint_engine)
 
@@ -155,11 +184,24 @@ class TrainingEngine:
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag.item())
 
+    def ranks_where(self, found: bool) -> tuple[int, ...]:
+        """Return the ranks on which ``found``, ascending; every rank calls it."""
+        if self.ranks == 1:
+            return (0,) if found else ()
+        flags = torch.zeros(self.ranks, dtype=torch.int64, device=self.device)
+        flags[dist.get_rank()] = int(found)
+        dist.all_reduce(flags)
+        return tuple(rank for rank, flag in enumerate(flags.tolist()) if flag)
+
+    @property
+    def model(self) -> Any:
+        """The Hugging Face model inside the policy, perhaps with adapters."""
+        return self.policy.model
+
     @property
     def vocabulary(self) -> int:
         """How many token ids there are."""
-        model: Any = self.policy.model
-        return int(model.config.get_text_config().vocab_size)
+        return int(self.model.config.get_text_config().vocab_size)
 
     @property
     def sizes(self) -> ModelSizes:
@@ -167,6 +209,12 @@ class TrainingEngine:
         policy: Any = self.policy
         sizes: ModelSizes = policy.sizes
         return sizes
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether the policy computes a group's prompt once for all its completions."""
+        policy: Any = self.policy
+        return bool(policy.trunk.packing == "rows")
 
     def evaluate(self, batch: object) -> Any:
         """Run the module on a micro-batch without gradients or dropout; every rank calls it."""
@@ -183,30 +231,24 @@ class TrainingEngine:
         A list; at ZeRO stage 3 an iterator that every rank must go through to its end, where a tensor is whole only until
         the next is asked for; with adapters an iterator as well.
         """
-        whole = self._whole(_parts(self.policy))
+        whole = self._whole(published(self.model))
         return whole if self._sharded or self._frozen else list(whole)
 
     def factors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the adapters' tensors whole, under their names in a PEFT file; as :meth:`tensors`."""
-        named = [(name, tensor) for name, tensor in unique(self.policy) if adapter.is_factor(name)]
-        return self._whole([(adapter.file_name(name.removeprefix("model.")), (tensor,)) for name, tensor in named])
+        named = [(name, tensor) for name, tensor in unique(self.model) if adapter.is_factor(name)]
+        return self._whole([Published(adapter.file_name(name), tensor) for name, tensor in named])
 
-    def _whole(self, parts: Iterable[tuple[str, tuple[Tensor, ...]]]) -> Iterator[tuple[str, Tensor]]:
+    def _whole(self, parts: Iterable[Published]) -> Iterator[tuple[str, Tensor]]:
         for group in _groups(parts):
-            with self._gathered([tensor for _, tensors in group for tensor in tensors]):
-                for name, tensors in group:
-                    yield name, self._joined(tensors)
-
-    def _joined(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        if len(tensors) == 1:
-            return tensors[0].detach()
-        weight, factor_a, factor_b = tensors
-        return adapter.merged(weight, factor_a, factor_b, self._scale)
+            with self._gathered([tensor for part in group for tensor in part.needed]):
+                for part in group:
+                    yield part.name, part.merged()
 
     def shapes(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
         """Yield name, number type and whole shape of each of :meth:`tensors`, in their order; gathers nothing."""
-        for name, (tensor, *_) in _parts(self.policy):
-            yield name, tensor.dtype, tuple(getattr(tensor, "ds_shape", tensor.shape))
+        for part in published(self.model):
+            yield part.name, part.tensor.dtype, tuple(getattr(part.tensor, "ds_shape", part.tensor.shape))
 
     def take_part(self, *, factors: bool = False) -> None:
         """Do a rank's share while rank 0 goes through :meth:`tensors`, or through :meth:`factors`."""
@@ -229,9 +271,17 @@ class TrainingEngine:
 
         Every rank calls it, and all of them come back even where one could not write.
         """
-        self._writer.error = ""
+        self._writer.begin()
         self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False, exclude_frozen_parameters=self._frozen)
         return self._writer.error
+
+    def written(self) -> dict[Path, CheckpointFile]:
+        """Return the digests of the files that :meth:`save` wrote on every rank, by path; every rank calls it."""
+        if self.ranks == 1:
+            return self._writer.files
+        found: list[dict[Path, CheckpointFile] | None] = [None] * self.ranks
+        dist.all_gather_object(found, self._writer.files)
+        return {path: file for files in found for path, file in (files or {}).items()}
 
     def load(self, folder: Path) -> None:
         """Read what :meth:`save` wrote; every rank calls it."""
@@ -259,12 +309,20 @@ def saved_tensors(folder: Path, zero_stage: int) -> dict[str, Tensor]:
 
 
 class _Writer:
-    """Keeps what storage refused from interrupting DeepSpeed between two barriers, where other ranks would wait for ever."""
+    """Keeps what storage refused from interrupting DeepSpeed between two barriers, where other ranks would wait for ever.
+
+    It also computes the digest of each file as soon as that is written, while it is still in the page cache.
+    """
 
     def __init__(self, checkpoint_engine: Any) -> None:
         self._write = checkpoint_engine.save
-        self.error = ""
         checkpoint_engine.save = self.save
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the checkpoint before."""
+        self.error = ""
+        self.files: dict[Path, CheckpointFile] = {}
 
     def save(self, state_dict: Any, path: str) -> None:
         """Write, unless a file before was refused."""
@@ -272,43 +330,35 @@ class _Writer:
             return
         try:
             self._write(state_dict, path)
+            self.files[Path(path)] = digest(Path(path))
         except (OSError, RuntimeError) as error:  # torch's own writer raises RuntimeError
             self.error = f"{path}: {error}".splitlines()[0]
 
 
-def _groups(
-    parts: Iterable[tuple[str, tuple[Tensor, ...]]],
-) -> Iterator[list[tuple[str, tuple[Tensor, ...]]]]:
+def _groups(parts: Iterable[Published]) -> Iterator[list[Published]]:
     """Cut into runs of about ``_GATHER_BYTES``."""
-    group: list[tuple[str, tuple[Tensor, ...]]] = []
+    group: list[Published] = []
     held_bytes = 0
-    for name, tensors in parts:
-        nbytes = sum(getattr(tensor, "ds_numel", tensor.numel()) * tensor.element_size() for tensor in tensors)
+    for part in parts:
+        nbytes = sum(getattr(tensor, "ds_numel", tensor.numel()) * tensor.element_size() for tensor in part.needed)
         if group and held_bytes + nbytes > _GATHER_BYTES:
             yield group
             group, held_bytes = [], 0
-        group.append((name, tensors))
+        group.append(part)
         held_bytes += nbytes
     if group:
         yield group
 
 
-def _parts(module: nn.Module) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
-    """Yield what is published, by Hugging Face name: a tensor, or a weight with the two factors of its adapter."""
-    named = dict(unique(module))
-    for name, tensor in named.items():
-        if adapter.is_factor(name):
-            continue
-        a, b = adapter.factors_of(name)
-        found = (tensor, named[a], named[b]) if a in named else (tensor,)
-        yield adapter.plain_name(name.removeprefix("model.")), found
+def _gather_with_parents(policy: nn.Module) -> None:
+    """Have DeepSpeed gather weights that a recurrent layer reads from a module inside it, which it never calls, with the layer's own."""
+    import deepspeed
 
-
-def unique(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Named parameters and persistent buffers of ``module``; ``named_parameters`` gives a tied one once."""
-    yield from module.named_parameters()
-    persistent = module.state_dict().keys()
-    yield from ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)
+    for layer in policy.modules():
+        for name, inner in layer.named_children():
+            if isinstance(inner, nn.Conv1d) or name in _READ_FROM_OUTSIDE:
+                for parameter in inner.parameters():
+                    deepspeed.zero.register_external_parameter(layer, parameter)
 
 
 def _import_deepspeed(device: str) -> Any:

@@ -28,8 +28,9 @@ from torch import Tensor
 
 from services.trainer import adapter as adapters
 from services.trainer import checkpoints
-from services.trainer.engine import saved_tensors, unique
-from services.trainer.policy import export, export_adapter, load_model
+from services.trainer.engine import saved_tensors
+from services.trainer.named_tensors import published
+from services.trainer.policy import export, export_adapter, load_model, outline
 from services.trainer.stored import CheckpointStore, StoredCheckpoint, open_store
 from shared.errors import PenstockError, WeightsError
 from shared.exports import check_free
@@ -101,6 +102,23 @@ def export_version(
     raise PenstockError(_refusal(settings, version, sources.keys(), reasons))
 
 
+def newest_version(settings: Settings, *, adapter: bool = False) -> PolicyVersion:
+    """Return the newest version that :func:`export_version` can write from files or objects; never the initial policy.
+
+    Raises:
+        PenstockError: there is none.
+    """
+    known = [version for version in _sources(settings, PolicyVersion(-1), "", adapter=adapter) if version > 0]
+    store = None if known else open_store(settings)
+    known += [one.state.version for one in store.whole()] if store is not None else []
+    if not known:
+        raise PenstockError(
+            f"expected a trained version of run {settings.run.id}, found no snapshot and no checkpoint in {settings.run_folder}: "
+            "trainer.checkpoint_every_steps says when one is written; --version 0 is the initial policy"
+        )
+    return max(known)
+
+
 def _refusal(settings: Settings, version: PolicyVersion, known: Collection[PolicyVersion], reasons: list[str]) -> str:
     there = ", ".join(str(one) for one in sorted(known)) or "none"
     why = "; ".join(reasons) or "no snapshot and no checkpoint holds it"
@@ -158,6 +176,9 @@ def _of_snapshot(folder: Path) -> Found:
 
 def _of_checkpoint(found: checkpoints.Checkpoint, settings: Settings) -> Found:
     checkpoints.check_base(found, settings.policy)
+    weights = "" if found.state.zero_stage == 3 else "model_states.pt"
+    if reason := checkpoints.damage(found.folder, weights):
+        raise WeightsError(f"it is damaged ({reason})")
     tensors = saved_tensors(found.folder / "engine", found.state.zero_stage)
     if not settings.policy.lora.rank:
         return Found(found.state.step, tensors)
@@ -173,19 +194,22 @@ def _write(found: Found, settings: Settings, folder: Path, *, adapter: bool) -> 
     tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in found.tensors.items()}
     folder.parent.mkdir(parents=True, exist_ok=True)
     if adapter:
-        export_adapter(tensors, policy, folder)
+        configuration = adapters.file_configuration(adapters.add(outline(policy), policy))
+        export_adapter(tensors, configuration, folder)
         return
     model = load_model(policy, dtype)
-    initial = dict(unique(model))
     if found.adapter:
-        tensors = dict(adapters.with_factors(initial, tensors, policy.lora))
-    missing = sorted(initial.keys() - tensors.keys()) if tensors else []
+        model = adapters.add(model, policy)
+        adapters.take(model, tensors)
+    initial = {part.name: part for part in published(model)}
+    whole = {} if found.adapter else tensors
+    missing = sorted(initial.keys() - whole.keys()) if whole else []
     if missing:
         raise PenstockError(
             f"expected {missing[0]} and {len(missing) - 1} more tensors of {policy.model} in {settings.run_folder}, found "
             "none: policy.model is no longer what the run was started with"
         )
-    export(model, ((name, (tensors or initial)[name]) for name in initial), policy, folder)
+    export(model, ((name, whole[name] if whole else part.merged()) for name, part in initial.items()), policy, folder)
 
 
 def settings_of(run: Path) -> Settings:

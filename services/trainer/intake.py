@@ -51,6 +51,7 @@ class Taken:
 class Intake:
     """Fills the batch of the next step.
 
+    It belongs to the event loop: all of its methods are coroutines, which the training thread runs there.
     ``steps_of_versions`` is shared with the publisher: it grows with every version.
     """
 
@@ -62,7 +63,7 @@ class Intake:
         self._held: dict[GroupId, Taken] = {}
         self._arrived = asyncio.Event()
         self.left: Counter[str] = Counter()
-        """Groups that left untrained since the last batch, by reason."""
+        """Numbers of groups that left untrained since :meth:`take_left`, by reason."""
         self._useless = 0  # groups without signal that were dropped since the last batch
 
     @property
@@ -72,7 +73,7 @@ class Intake:
 
     async def fill(self) -> None:
         """Hold whatever arrives, for ever; run it in the background."""
-        for delivery in await self._bus.read_own(EXPERIENCE, Experience, CONSUMER, 10_000):
+        async for delivery in self._bus.own(EXPERIENCE, Experience, CONSUMER):
             await self._hold(delivery)
         while True:
             wanted = self._settings.slots - len(self._held)
@@ -135,7 +136,7 @@ class Intake:
             except TimeoutError:
                 return None
 
-    def release(self, batch: list[Taken]) -> None:
+    async def release(self, batch: list[Taken]) -> None:
         """Forget a batch that was committed."""
         for taken in batch:
             del self._held[taken.experience.group.prompt.group_id]
@@ -145,7 +146,12 @@ class Intake:
         """Let a batch leave untrained: each of its groups by itself, so a crash in the middle loses none of the others."""
         for taken in batch:
             await self._drop(taken.delivery, reason, detail)
-        self.release(batch)
+        await self.release(batch)
+
+    async def take_left(self) -> Counter[str]:
+        """Return the numbers of groups that left untrained since the last call, by reason."""
+        left, self.left = self.left, Counter()
+        return left
 
     async def _sort_out(self, step: int) -> list[GroupId]:
         """Let go what is stale or fenced; return what is fresh. What arrives meanwhile is not looked at, so it is neither."""

@@ -13,6 +13,7 @@ Rank 0 only. It waits for the bus, and for the store in the copier's thread alon
 """
 
 import logging
+import threading
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,8 @@ class Keeper:
         self.store = open_store(settings)
         self._copier = Copier(self._tell_failure) if self.store is not None else None
         self._relies_on_folder = self.store is None or self._options.counts == "written"
+        self._naming = threading.Lock()
+        """Held from reading to writing what the ledger knows of a checkpoint, which both threads do; see ``_same``."""
         self._same: dict[PolicyVersion, list[PolicyVersion]] = {}
         """By the version of a checkpoint that the ledger does not know yet: later versions of the same weights."""
 
@@ -98,11 +101,12 @@ class Keeper:
 
     def note_version(self, version: PolicyVersion, checkpoint: Checkpoint) -> None:
         """Tell the ledger that ``version`` has the weights of ``checkpoint``, from which the trainer went on."""
-        known = self._call(self._ledger.checkpoints()).get(checkpoint.state.version)
-        if self._relies_on_folder or known is not None:
-            self._call(self._ledger.set_checkpoint(version, known or str(checkpoint.folder)))
-        else:
-            self._same.setdefault(checkpoint.state.version, []).append(version)
+        with self._naming:
+            known = self._call(self._ledger.checkpoints()).get(checkpoint.state.version)
+            if self._relies_on_folder or known is not None:
+                self._call(self._ledger.set_checkpoint(version, known or str(checkpoint.folder)))
+            else:
+                self._same.setdefault(checkpoint.state.version, []).append(version)
 
     def note_policy(self, folder: Path) -> None:
         """Have the final policy copied."""
@@ -141,10 +145,11 @@ class Keeper:
         self._copier.add(Job("checkpoint", checkpoint.folder, copy, lambda: checkpoints.is_there(checkpoint)))
 
     def _note_stored(self, store: CheckpointStore, checkpoint: Checkpoint, stored: StoredCheckpoint) -> None:
-        known = self._call(self._ledger.checkpoints())
-        versions = {version for version, where in known.items() if where == str(checkpoint.folder)}
-        for version in sorted({stored.state.version, *versions, *self._same.pop(stored.state.version, ())}):
-            self._call(self._ledger.set_checkpoint(version, stored.uri))
+        with self._naming:
+            known = self._call(self._ledger.checkpoints())
+            versions = {version for version, where in known.items() if where == str(checkpoint.folder)}
+            for version in sorted({stored.state.version, *versions, *self._same.pop(stored.state.version, ())}):
+                self._call(self._ledger.set_checkpoint(version, stored.uri))
         measures.STORED_STEP.set(stored.state.step)
         measures.STORED_AT.set(stored.stored_at_s)
         detail = f"the checkpoint of step {stored.state.step} is whole in {stored.uri}"

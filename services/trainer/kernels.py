@@ -5,9 +5,12 @@ is put into transformers' module of that model type, so all its models in this p
 logits to logprobs (``shared.logits``) are ours.
 """
 
+import contextlib
 import importlib.util
 import inspect
 import logging
+import sys
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from shared.errors import SettingsError
@@ -17,6 +20,8 @@ log = logging.getLogger(__name__)
 Kind = Literal["auto", "torch", "liger"]
 _UNWANTED = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 """The logits' own kernels: see ``logits``."""
+_REPLACED: dict[str, dict[str, Any]] = {}
+"""What fusing replaced in transformers' modules, by module and name."""
 
 
 def install(model: Any, kind: Kind, device: str) -> bool:
@@ -41,9 +46,40 @@ def install(model: Any, kind: Kind, device: str) -> bool:
 
     fuse = MODEL_TYPE_TO_APPLY_LIGER_FN[model.config.model_type]
     known = inspect.signature(fuse).parameters
+    source = vars(sys.modules[type(model).__module__])
+    before = dict(source)
     fuse(model=model, **{name: value for name, value in _UNWANTED.items() if name in known})
+    _REPLACED.setdefault(
+        type(model).__module__, {name: value for name, value in before.items() if source[name] is not value}
+    )
     log.info("fused kernels installed", extra={"model_type": model.config.model_type})
     return True
+
+
+@contextlib.contextmanager
+def unfused(model: Any) -> Iterator[None]:
+    """Give ``model`` its own functions back within the block: those of its modules, and those of the file that its class is from."""
+    own = [module for module in model.modules() if _is_fused(module.__dict__.get("forward"))]
+    forwards = [module.__dict__.pop("forward") for module in own]
+    source = vars(sys.modules[type(model).__module__])
+    replaced = _REPLACED.get(type(model).__module__, {})
+    fused = {name: source[name] for name in replaced}
+    source.update(replaced)
+    try:
+        yield
+    finally:
+        source.update(fused)
+        for module, forward in zip(own, forwards, strict=True):
+            module.__dict__["forward"] = forward
+
+
+def _is_fused(forward: Any) -> bool:
+    return str(getattr(forward, "__module__", "")).startswith("liger_kernel")
+
+
+def fuses_logits(kind: Kind) -> bool:
+    """Return whether one kernel may make logprobs of logits, on a GPU."""
+    return kind != "torch"
 
 
 def _missing(model: Any, device: str) -> str:

@@ -17,14 +17,28 @@ from torch import Tensor
 
 Estimator = Literal["k1", "k2", "k3"]
 
+MAX_LOG_RATIO = 20.0
+"""The largest log ratio that is exponentiated: verl's bound (``verl/trainer/ppo/core_algos.py``, on ``negative_approx_kl``).
+float32 overflows at 88.7, and infinity times an advantage of 0 is not a number. verl bounds −20 too, which needs no bound:
+there the ratio is 2e-9, and 0 is as good."""
+
+
+def bounded(log_ratio: Tensor) -> Tensor:
+    """Return ``min(log_ratio, 20)``, nats: what may be exponentiated. Beyond the bound no gradient flows through it."""
+    return log_ratio.clamp(max=MAX_LOG_RATIO)
+
 
 def estimate(sampled_logprobs_N: Tensor, other_logprobs_N: Tensor, estimator: Estimator) -> Tensor:
-    """Return the estimate of KL(sampled ‖ other) at each token (N, nats), for tokens that ``sampled`` drew."""
+    """Return the estimate of KL(sampled ‖ other) at each token (N, nats), for tokens that ``sampled`` drew.
+
+    k3 is that of ``min(x, 20)``: constant from there on.
+    """
     difference_N = other_logprobs_N - sampled_logprobs_N
     if estimator == "k1":
         return -difference_N
     if estimator == "k2":
         return 0.5 * difference_N.square()
+    difference_N = bounded(difference_N)
     return torch.expm1(difference_N) - difference_N
 
 

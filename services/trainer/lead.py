@@ -17,14 +17,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from services.trainer import measures
+from services.trainer.adapter import file_configuration
 from services.trainer.branch import Branch
 from services.trainer.checkpoints import Checkpoint, CheckpointState
 from services.trainer.engine import TrainingEngine
@@ -38,7 +36,7 @@ from services.trainer.policy import export, export_adapter
 from services.trainer.publication import Publication, note_version
 from shared.errors import WeightsError
 from shared.ledger import ENDED, Ledger, RunState
-from shared.messages import PolicyRecord, PolicyVersion, Probe, StepReport
+from shared.messages import PolicyRecord, PolicyVersion, Probe, StepPlan, StepReport
 from shared.service import Context, seconds_left
 from shared.streams import JOURNAL
 from shared.telemetry import tell
@@ -75,6 +73,10 @@ class Lead:
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def begin(self) -> None:
+        """Begin what takes no model: find out from where the run continues, so that damage is reported at once."""
+        self._opening.begin()
 
     # ---------------------------------------------------------------- orders
 
@@ -194,7 +196,13 @@ class Lead:
         self._publication.clear()
 
     def commit(
-        self, engine: TrainingEngine, step: int, measured: dict[str, float], probe: Probe | None, phases: Phases
+        self,
+        engine: TrainingEngine,
+        step: int,
+        measured: dict[str, float],
+        plan: StepPlan,
+        probe: Probe | None,
+        phases: Phases,
     ) -> bool:
         """Publish the weights of ``step`` and move its batch to the journal, in one transaction; False when the run was
         rolled back meanwhile: nothing of it is committed."""
@@ -217,9 +225,9 @@ class Lead:
         )
         self._committed_s = time.perf_counter()
         with phases.measure("commit"):
-            if not self._call(self._branch.commit(record, [taken.delivery for taken in batch], report)):
+            if not self._call(self._branch.commit(record, [taken.delivery for taken in batch], report, plan)):
                 return False
-        self._intake.release(batch)
+        self._call(self._intake.release(batch))
         self._published(record)
         self._tell_step(step, record.version, figures, metrics)
         return True
@@ -229,6 +237,10 @@ class Lead:
         batch, self._batch = self._batch, []
         self._call(self._intake.discard(batch, reason, detail))
         self._call(tell(self._bus, "trainer", "batch skipped", detail, groups=len(batch)))
+
+    def notify(self, name: str, detail: str, **fields: float) -> None:
+        """Write an event for people."""
+        self._call(tell(self._bus, "trainer", name, detail, **fields))
 
     def pause(self, reason: str) -> None:
         """Pause the run, and say why in its status and events."""
@@ -245,7 +257,7 @@ class Lead:
         }
 
     def _left(self) -> dict[str, float]:
-        left, self._intake.left = self._intake.left, Counter()
+        left = self._call(self._intake.take_left())
         return {f"dropped_{reason}": float(left[reason]) for reason in ("stale", "fenced", "no_signal", "nonfinite")}
 
     def _tell_step(
@@ -274,7 +286,6 @@ class Lead:
             journal_entry=entry,
             ranks=self._settings.trainer.ranks * self._settings.trainer.nodes,
             zero_stage=self._settings.trainer.zero_stage,
-            random_state=bytes(torch.get_rng_state().numpy()).hex(),
             settings_revision=self._live.revision,
             live_values={} if revision is None else revision.values,
         )
@@ -297,9 +308,10 @@ class Lead:
     def finish(self, engine: TrainingEngine) -> None:
         """Write the final policy in Hugging Face form, adapters merged in, and these beside it."""
         folder = self._settings.run_folder / "policy"
-        export(engine.policy.model, engine.tensors(), self._settings.policy, folder)
+        export(engine.model, engine.tensors(), self._settings.policy, folder)
         if self._settings.policy.lora.rank:
-            export_adapter(dict(engine.factors()), self._settings.policy, self._settings.run_folder / "adapter")
+            factors, configuration = dict(engine.factors()), file_configuration(engine.model)
+            export_adapter(factors, configuration, self._settings.run_folder / "adapter")
             self._keeper.note_policy(self._settings.run_folder / "adapter")
         self._keeper.note_policy(folder)
         self._context.status.state = "waiting"

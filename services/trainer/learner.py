@@ -10,7 +10,8 @@
         backward(value loss / tokens); step                                          the critic, where there is one
 
 A *step* is what is made of one batch and committed as one version: ``epochs × minibatches`` updates of the optimizer, one by
-default. All of it follows from the batch, the lags, the step's number and the weights, so a replay repeats it to the bit.
+default. All of it follows from the batch, the lags, the step's number, the weights and the step's *plan*: how its samples were spread
+over forward passes, and which of these did not fit. A replay that is given the plan repeats the step to the bit.
 
 A micro-batch that does not fit into memory on one rank is cut in two on all of them and tried again; a single sample that
 does not fit is left out (it counts in the divisor, and adds no gradient). A gradient that is not finite reaches no weight.
@@ -18,15 +19,14 @@ It knows no bus and publishes nothing.
 """
 
 import dataclasses
+import functools
 import logging
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from services.trainer import adapter, splitting
 from services.trainer import facts as known
@@ -37,6 +37,7 @@ from services.trainer.diagnostics import StepSums, explained_variance
 from services.trainer.engine import TrainingEngine
 from services.trainer.facts import Facts
 from services.trainer.flops import BACKWARD
+from services.trainer.forward_passes import ForwardPasses, digest
 from services.trainer.kl import next_coefficient
 from services.trainer.logits import TokenLogprobs
 from services.trainer.measures import Phases, utilisation
@@ -44,22 +45,14 @@ from services.trainer.objective import Objective, objective
 from services.trainer.packing import MicroBatch, Row, plan
 from services.trainer.preference import best_and_worst
 from services.trainer.schedule import critic_learning_rate, learning_rate
-from shared.allocation import is_out_of_memory
-from shared.messages import Experience, Float32Array
+from services.trainer.tally import Tally, check_finite
+from shared.messages import Experience, Float32Array, StepPlan
 from shared.settings import Settings
 
 log = logging.getLogger(__name__)
 
 Reference = Callable[[MicroBatch], TokenLogprobs]
 """The frozen initial policy: a copy of it, or the policy without its adapter. Every rank calls it alike."""
-
-
-class NotFinite(Exception):
-    """A loss or a gradient is not finite. ``touched``: some weights of this step were updated before it showed."""
-
-    def __init__(self, message: str, *, touched: bool) -> None:
-        super().__init__(message)
-        self.touched = touched
 
 
 class AdapterOff:
@@ -106,9 +99,16 @@ class Learner:
         self._phases = phases
         self.kl_coefficient = settings.algorithm.kl.coefficient
         """What a nat away from the reference costs in the next step; part of a checkpoint."""
+        self.plan: StepPlan | None = None
+        """How the newest step was laid out, and what of it did not fit into memory."""
 
     def learn(
-        self, batch: Sequence[Experience], lags: Sequence[int], step: int, peak: float | None = None
+        self,
+        batch: Sequence[Experience],
+        lags: Sequence[int],
+        step: int,
+        peak: float | None = None,
+        repeated: StepPlan | None = None,
     ) -> dict[str, float]:
         """Make step ``step`` (1 is the first) from ``batch``; return what it measured, over all ranks.
 
@@ -117,18 +117,26 @@ class Learner:
             lags: the lag of each group, in steps.
             step: the number of this step.
             peak: the peak learning rate of this step; none: the settings'.
+            repeated: the plan of a step that is replayed. It is followed unless ``trainer.micro_batch_tokens`` was lowered since
+                or memory is shorter now; then :attr:`plan` differs from it.
 
         Raises:
             NotFinite: a loss or gradient is not, on every rank alike.
         """
         rewards = [shaped_rewards(e, self._algorithm, self._settings.sampling.max_new_tokens) for e in batch]
         lags_M = [lag for lag, e in zip(lags, batch, strict=True) for _ in e.group.samples]
-        minibatches = self._lay_out(_rows(batch, rewards, pairs=self._algorithm.loss == "dpo"), lags_M, step)
+        pairs, shared = self._algorithm.loss == "dpo", self._policy.shares_prompts
+        rows = _rows(batch, rewards, pairs=pairs, shares_prompt=shared)
+        minibatches, made = self._lay_out(rows, lags_M, step, repeated)
         everything = [found for minibatch in minibatches for found in minibatch.facts]
         self._look(everything, batch)
         assign(everything, rewards, self._algorithm, self.kl_coefficient)
         rate = self._rate(step, self._settings.trainer.learning_rate if peak is None else peak)
-        return self._improve(minibatches, everything, step, rate, len(lags_M))
+        misfits = repeated.misfits if repeated is not None and repeated.layout == made.layout else ()
+        passes = ForwardPasses(self._policy, (self._settings.run.seed, step), misfits)
+        measured = self._improve(minibatches, everything, step, rate, passes)
+        self.plan = dataclasses.replace(made, misfits=tuple(passes.misfits))
+        return measured | self._look_back(everything, measured["reference_kl"], len(lags_M))
 
     def _rate(self, step: int, peak: float) -> float:
         if self._critic is not None and step <= self._algorithm.critic.warmup_steps:
@@ -138,16 +146,25 @@ class Learner:
 
     # ---------------------------------------------------------------- before the update
 
-    def _lay_out(self, rows: Sequence[Row], lags_M: Sequence[int], step: int) -> list[Minibatch]:
+    def _lay_out(
+        self, rows: Sequence[Row], lags_M: Sequence[int], step: int, repeated: StepPlan | None
+    ) -> tuple[list[Minibatch], StepPlan]:
         order = np.arange(len(rows))
         if self._algorithm.minibatches > 1:
             order = np.random.default_rng([self._settings.run.seed, step]).permutation(len(rows))
-        shares = np.array_split(order, self._algorithm.minibatches)
-        return [self._minibatch([rows[place] for place in share], lags_M) for share in shares]
+        shares = [[rows[place] for place in share] for share in np.array_split(order, self._algorithm.minibatches)]
+        cap, ranks = self._settings.trainer.micro_batch_tokens, self._policy.ranks
+        if repeated is not None:
+            cap = min(cap, repeated.micro_batch_tokens)
+        whole, sizes = self._algorithm.loss == "dpo", self._policy.sizes
+        layouts = [plan(share, cap, ranks, split=not whole, sizes=sizes) for share in shares]
+        rank = dist.get_rank()
+        minibatches = [
+            self._minibatch(*found, lags_M) for found in zip(shares, (one[rank] for one in layouts), strict=True)
+        ]
+        return minibatches, StepPlan(cap, digest(layouts))
 
-    def _minibatch(self, rows: Sequence[Row], lags_M: Sequence[int]) -> Minibatch:
-        cap, whole = self._settings.trainer.micro_batch_tokens, self._algorithm.loss == "dpo"
-        mine = plan(rows, cap, self._policy.ranks, split=not whole, sizes=self._policy.sizes)[dist.get_rank()]
+    def _minibatch(self, rows: Sequence[Row], mine: Sequence[MicroBatch], lags_M: Sequence[int]) -> Minibatch:
         lengths = [len(sample.token_ids) for row in rows for sample in row.samples]
         facts = [known.of(one, lags_M, self._policy.device) for one in mine]
         return Minibatch(facts, splitting.rows_by_place(rows), sum(lengths), len(lengths))
@@ -171,19 +188,23 @@ class Learner:
     # ---------------------------------------------------------------- the update
 
     def _improve(
-        self, minibatches: Sequence[Minibatch], everything: Sequence[Facts], step: int, rate: float, samples: int
+        self,
+        minibatches: Sequence[Minibatch],
+        everything: Sequence[Facts],
+        step: int,
+        rate: float,
+        passes: ForwardPasses,
     ) -> dict[str, float]:
         device = self._policy.device
         sums, tally, spent_s = StepSums(device), Tally(device), self._spent_s()
         for _ in range(self._algorithm.epochs):
             for minibatch in minibatches:
-                self._update_policy(minibatch, rate, sums, tally, step)
+                self._update_policy(minibatch, rate, sums, tally, step, passes)
                 if self._critic is not None:
                     self._update_critic(minibatch, step, tally)
         measured = {**sums.over_ranks(), **tally.over_ranks(), "learning_rate": rate}
-        _check_finite(measured, step)
-        measured |= self._utilisation(everything, self._spent_s() - spent_s)
-        return measured | self._look_back(everything, measured["reference_kl"], samples)
+        check_finite(measured, step)
+        return measured | self._utilisation(everything, self._spent_s() - spent_s)
 
     def _spent_s(self) -> float:
         return self._phases.seconds["forward_backward"] + self._phases.seconds["optimizer"]
@@ -194,7 +215,9 @@ class Learner:
         flops = once * (1 + BACKWARD) * self._algorithm.epochs
         return utilisation(flops, seconds, self._settings.trainer.peak_flops, self._policy.device)
 
-    def _update_policy(self, minibatch: Minibatch, rate: float, sums: StepSums, tally: "Tally", step: int) -> None:
+    def _update_policy(
+        self, minibatch: Minibatch, rate: float, sums: StepSums, tally: Tally, step: int, passes: ForwardPasses
+    ) -> None:
         algorithm = self._algorithm
         parts = divisor(
             algorithm.aggregation, minibatch.tokens, minibatch.samples, self._settings.sampling.max_new_tokens
@@ -202,7 +225,7 @@ class Learner:
         if algorithm.loss == "dpo":
             parts = max(1.0, minibatch.samples / 2)
         with self._phases.measure("forward_backward"):
-            for wanted, last in self._objectives(minibatch, tally):
+            for wanted, last in self._objectives(minibatch, tally, passes):
                 loss = wanted.sum / parts
                 self._policy.backward(loss * self._policy.ranks, last=last)
                 with torch.no_grad():
@@ -211,30 +234,25 @@ class Learner:
         with self._phases.measure("optimizer"):
             tally.updated(self._policy.step(rate), step)
 
-    def _objectives(self, minibatch: Minibatch, tally: "Tally") -> Iterator[tuple[Objective, bool]]:
+    def _objectives(
+        self, minibatch: Minibatch, tally: Tally, passes: ForwardPasses
+    ) -> Iterator[tuple[Objective, bool]]:
         """Yield what each forward pass is to minimise, and whether it is the last; the minibatch keeps them as cut."""
         waiting, done = deque(minibatch.facts), []
         while waiting:
             found = waiting.popleft()
-            wanted = self._try(found)
-            if self._policy.recovers and self._policy.on_any_rank(wanted is None):
-                waiting.extendleft(reversed(self._smaller(found, minibatch.rows, wanted is not None, tally)))
+            wanted, fits = passes.attempt(functools.partial(self._objective, found))
+            if wanted is None:
+                waiting.extendleft(reversed(self._smaller(found, minibatch.rows, fits, tally)))
                 continue
-            assert wanted is not None
             done.append(found)
             yield wanted, not waiting
         minibatch.facts[:] = done
 
-    def _try(self, found: Facts) -> Objective | None:
-        """Return the objective of a forward pass, or None where it did not fit into memory."""
-        try:
-            return objective(found, self._policy.forward(found.batch), self._algorithm, self.kl_coefficient)
-        except RuntimeError as error:
-            if not self._policy.recovers or not is_out_of_memory(error):
-                raise
-            return None
+    def _objective(self, found: Facts) -> Objective:
+        return objective(found, self._policy.forward(found.batch), self._algorithm, self.kl_coefficient)
 
-    def _smaller(self, found: Facts, rows: Mapping[int, Row], fits: bool, tally: "Tally") -> list[Facts]:
+    def _smaller(self, found: Facts, rows: Mapping[int, Row], fits: bool, tally: Tally) -> list[Facts]:
         """Return two micro-batches for one, as every rank must; a sample that does not fit alone is left out."""
         together = 2 if self._algorithm.loss == "dpo" else 1
         samples = len(found.batch.places_S)
@@ -253,7 +271,7 @@ class Learner:
             return [splitting.part(found, rows, 0, samples), splitting.part(found, rows, 0, 0)]
         return splitting.halves(found, rows, together=together)
 
-    def _update_critic(self, minibatch: Minibatch, step: int, tally: "Tally") -> None:
+    def _update_critic(self, minibatch: Minibatch, step: int, tally: Tally) -> None:
         assert self._critic is not None
         with self._phases.measure("critic"):
             for number, found in enumerate(minibatch.facts, start=1):
@@ -281,73 +299,9 @@ class Learner:
         return found
 
 
-class Tally:
-    """Losses and gradient norms of a step's updates: means over the updates, sums over ranks."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._losses = torch.zeros(5, dtype=torch.float64, device=device)  # policy, value, pairs, agreed, margin
-        self._left_out = torch.zeros(1, dtype=torch.float64, device=device)
-        self._splits = 0
-        self._norms: list[float] = []
-        self._critic_norms: list[float] = []
-
-    def add(self, loss: Tensor, margins_P: Tensor | None) -> None:
-        """Add a micro-batch's part of the policy's loss."""
-        self._losses[0] += loss.detach().double()
-        if margins_P is not None:
-            self._losses[2] += margins_P.numel()
-            self._losses[3] += (margins_P > 0).sum()
-            self._losses[4] += margins_P.double().sum()
-
-    def add_value_loss(self, loss: Tensor) -> None:
-        """Add a micro-batch's part of the critic's loss."""
-        self._losses[1] += loss.detach().double()
-
-    def split(self) -> None:
-        """Note a micro-batch that was cut in two."""
-        self._splits += 1
-
-    def left_out(self, samples: int) -> None:
-        """Note samples of this rank that do not fit into memory."""
-        self._left_out += samples
-
-    def updated(self, grad_norm: float, step: int) -> None:
-        """Note an update of the policy. Raises NotFinite."""
-        _check_norm("policy", grad_norm, step, touched=bool(self._norms))
-        self._norms.append(grad_norm)
-
-    def critic_updated(self, grad_norm: float, step: int) -> None:
-        """Note an update of the critic. Raises NotFinite."""
-        _check_norm("critic", grad_norm, step, touched=True)
-        self._critic_norms.append(grad_norm)
-
-    def over_ranks(self) -> dict[str, float]:
-        """Return the step's figures; every rank calls it."""
-        dist.all_reduce(self._losses)
-        dist.all_reduce(self._left_out)
-        loss, value, pairs, agreed, margin = self._losses.tolist()
-        updates = len(self._norms)
-        found = {"loss": loss / updates, "grad_norm": sum(self._norms) / updates, "updates": float(updates)}
-        found |= {"micro_batch_splits": float(self._splits), "dropped_out_of_memory": float(self._left_out)}
-        if self._critic_norms:
-            found |= {"value_loss": value / updates, "critic_grad_norm": sum(self._critic_norms) / updates}
-        if pairs:
-            found |= {"preference_accuracy": agreed / pairs, "preference_margin": margin / pairs}
-        return found
-
-
-def _check_norm(whose: str, grad_norm: float, step: int, *, touched: bool) -> None:
-    if not math.isfinite(grad_norm):
-        raise NotFinite(f"expected a finite gradient of the {whose} at step {step}, found {grad_norm}", touched=touched)
-
-
-def _check_finite(measured: Mapping[str, float], step: int) -> None:
-    watched = {name: measured[name] for name in ("loss", "value_loss") if name in measured}
-    if not all(math.isfinite(value) for value in watched.values()):
-        raise NotFinite(f"expected a finite loss at step {step}, found {watched}", touched=True)
-
-
-def _rows(batch: Sequence[Experience], rewards: Sequence[Float32Array], *, pairs: bool) -> list[Row]:
+def _rows(
+    batch: Sequence[Experience], rewards: Sequence[Float32Array], *, pairs: bool, shares_prompt: bool
+) -> list[Row]:
     """Return a row a group; with ``pairs``, its best and its worst sample only (none: a row that trains nothing)."""
     rows, first = [], 0
     for experience, rewards_S in zip(batch, rewards, strict=True):
@@ -361,6 +315,7 @@ def _rows(batch: Sequence[Experience], rewards: Sequence[Float32Array], *, pairs
                 tuple(samples[place] for place in chosen),
                 tuple(first + place for place in chosen),
                 experience.group.prompt.sampling.temperature,
+                shares_prompt,
             )
         )
         first += len(samples)

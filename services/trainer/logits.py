@@ -1,6 +1,7 @@
 """Logprobs and entropies of tokens from hidden states, without the logits of all tokens at once.
 
-    logits_V = output(hidden_D),  logprob and entropy of them at the token's temperature     (shared/logits.py)
+    logits_V = output(hidden_D), scaled or capped as the model has it     (shared/logits_transform.py)
+    logprob and entropy of them at the token's temperature                (shared/logits.py)
 
 Tokens are taken in chunks. Where gradients are wanted, a chunk's logits are computed again in the backward pass instead of
 kept, so that memory holds ``chunk × vocabulary`` numbers and not ``tokens × vocabulary``; the output layer is computed once
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shared.logits import logprobs_and_entropies
+from shared.logits_projection import LogitsType, projection
+from shared.logits_transform import PLAIN, LogitsTransform
 
 
 @dataclasses.dataclass(frozen=True)  # without slots: ZeRO stage 3 looks through the output's __dict__
@@ -37,8 +40,10 @@ def token_logprobs(
     temperatures_N: Tensor,
     chunk_tokens: int = 0,
     *,
+    transform: LogitsTransform = PLAIN,
     entropy_gradient: bool = False,
     fused: bool = True,
+    kind: LogitsType = "model",
 ) -> TokenLogprobs:
     """Return logprob and entropy of each target.
 
@@ -48,14 +53,20 @@ def token_logprobs(
         targets_N: token ids (int64).
         temperatures_N: what the logits of each are divided by, float32.
         chunk_tokens: how many tokens a chunk has; 0: all.
+        transform: what the model does to hidden states before, and to logits after, the output layer.
         entropy_gradient: whether entropies carry a gradient.
         fused: whether one kernel may make them of the logits, on a GPU.
+        kind: in which type the logits are.
     """
-    logits = output.forward
+    logits = projection(output, kind)
 
     def of(hidden_ND: Tensor, targets_N: Tensor, temperatures_N: Tensor) -> tuple[Tensor, Tensor]:
         return logprobs_and_entropies(
-            logits(hidden_ND), targets_N, temperatures_N, entropy_gradient=entropy_gradient, fused=fused
+            transform.after(logits(transform.before(hidden_ND))),
+            targets_N,
+            temperatures_N,
+            entropy_gradient=entropy_gradient,
+            fused=fused,
         )
 
     def in_chunks(*whole: Tensor) -> tuple[Tensor, Tensor]:

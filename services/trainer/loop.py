@@ -27,17 +27,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-import torch
 import torch.distributed as dist
 
 from services.trainer import checkpoints
 from services.trainer.engine import TrainingEngine
-from services.trainer.learner import Learner, NotFinite, Reference
+from services.trainer.learner import Learner, Reference
 from services.trainer.measures import Phases
 from services.trainer.orders import Kind, Order, agree, share
 from services.trainer.probe import Prober
+from services.trainer.tally import NotFinite
 from shared.errors import SettingsError
-from shared.messages import Experience, Probe
+from shared.messages import Experience, Probe, StepPlan
 from shared.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -63,9 +63,15 @@ class Leading(Protocol):
         ...
 
     def commit(
-        self, engine: TrainingEngine, step: int, measured: dict[str, float], probe: Probe | None, phases: Phases
+        self,
+        engine: TrainingEngine,
+        step: int,
+        measured: dict[str, float],
+        plan: StepPlan,
+        probe: Probe | None,
+        phases: Phases,
     ) -> bool:
-        """Publish the weights of ``step`` and move its batch to the journal; False when a rollback forbids it."""
+        """Publish the weights of ``step`` and move its batch to the journal, with its plan; False when a rollback forbids it."""
         ...
 
     def describe(self, step: int) -> checkpoints.CheckpointState:
@@ -80,6 +86,10 @@ class Leading(Protocol):
 
     def skip(self, reason: str, detail: str) -> None:
         """Let the batch of the last order leave the bus untrained, counted under ``dropped:<reason>``."""
+        ...
+
+    def notify(self, name: str, detail: str, **fields: float) -> None:
+        """Write an event for people."""
         ...
 
     def pause(self, reason: str) -> None:
@@ -112,10 +122,13 @@ class Trainer:
         self._lead = lead
         self._phases = Phases(engine.device)
         self._learner = Learner(engine, settings, self._phases, critic, reference)
-        self._prober = Prober(engine, settings.run.seed, settings.weights.probe_every_versions)
+        every, context = settings.weights.probe_every_versions, settings.rollout.vllm.max_model_len
+        self._prober = Prober(engine, settings.run.seed, every, context)
         self._root = settings.run_folder / "checkpoints"
         self._checkpointed_step = 0
         self._skipped = 0
+        self._differs = False
+        """Whether a replay could not repeat a step to the bit, so that no version has these weights."""
         self.step = 0
 
     def run(self) -> None:
@@ -131,7 +144,7 @@ class Trainer:
                 self._load(Path(order.folder))
                 ready = False
             elif order.kind is Kind.REPLAY:
-                self.update(order.groups, order.lags, order.learning_rate)
+                self._replay(order)
             elif order.kind is Kind.TRAIN:
                 self._train(order.groups, order.lags, order.learning_rate)
             elif order.kind is Kind.CHECKPOINT:
@@ -143,12 +156,13 @@ class Trainer:
 
     def _get_ready(self) -> bool:
         published = self._lead.is_published(self.step) if self._lead is not None else None
-        if not agree(published, self._engine.device):
+        if not agree(published, self._engine.device) or self._differs:
             probe = self._prober.next()
             if self._lead is not None:
                 self._lead.publish(self._engine, self.step, probe)
             else:
                 self._take_part()
+            self._differs = False
         if self._lead is not None:
             self._lead.ready()
         if self.step >= self._settings.run.steps:
@@ -157,19 +171,18 @@ class Trainer:
         return True
 
     def _train(self, batch: Sequence[Experience], lags: Sequence[int], peak: float | None = None) -> None:
-        random_state = torch.get_rng_state()
         try:
             measured = self.update(batch, lags, peak)
         except NotFinite as error:
-            torch.set_rng_state(random_state)  # as a replay will find it, which knows nothing of this batch
             self._skip(error)
             return
         self._skipped = 0
         with self._phases.measure("probe"):
             probe = self._prober.next()
-        committed = None
+        committed, plan = None, self._learner.plan
         if self._lead is not None:
-            committed = self._lead.commit(self._engine, self.step, measured, probe, self._phases)
+            assert plan is not None
+            committed = self._lead.commit(self._engine, self.step, measured, plan, probe, self._phases)
         else:
             self._take_part()
         if not agree(committed, self._engine.device):
@@ -180,14 +193,35 @@ class Trainer:
         if self.step == self._settings.run.steps:
             self._finish()
 
-    def update(self, batch: Sequence[Experience], lags: Sequence[int], peak: float | None = None) -> dict[str, float]:
+    def update(
+        self,
+        batch: Sequence[Experience],
+        lags: Sequence[int],
+        peak: float | None = None,
+        repeated: StepPlan | None = None,
+    ) -> dict[str, float]:
         """Make one step from ``batch``, whose groups have ``lags``; return what it measured, over all ranks.
 
-        ``peak`` is the peak learning rate where it was changed while the run goes on.
+        ``peak`` is the peak learning rate where it was changed while the run goes on, ``repeated`` the plan of a replayed step.
         """
-        measured = self._learner.learn(batch, lags, self.step + 1, peak)
+        measured = self._learner.learn(batch, lags, self.step + 1, peak, repeated)
         self.step += 1
         return measured
+
+    def _replay(self, order: Order) -> None:
+        """Repeat a step of the journal, to the bit where its plan is known and can be followed."""
+        self.update(order.groups, order.lags, order.learning_rate, order.plan)
+        made, known = self._learner.plan, order.plan
+        if made is None or made == known or (known is None and not made.misfits):
+            return
+        self._differs = True
+        detail = (
+            f"step {self.step} was replayed in other forward passes than it was made in ({_words(made)}; in the journal: "
+            f"{'not known' if known is None else _words(known)}), so its weights are published again as a new version"
+        )
+        log.warning("replay differs", extra={"detail": detail})
+        if self._lead is not None:
+            self._lead.notify("replay differs", detail, step=self.step)
 
     def _skip(self, error: NotFinite) -> None:
         """Leave a batch out of the run; pause it, or stop, where that is no way on."""
@@ -226,7 +260,7 @@ class Trainer:
             self._critic.load(folder / "critic")
         if found.state.kl_coefficient is not None:
             self._learner.kl_coefficient = found.state.kl_coefficient
-        torch.set_rng_state(torch.frombuffer(bytearray.fromhex(found.state.random_state), dtype=torch.uint8))
+        self._differs = False
         self.step = self._checkpointed_step = found.state.step
         log.info("checkpoint loaded", extra={"folder": str(folder), "step": self.step})
 
@@ -242,8 +276,9 @@ class Trainer:
             if self._critic is not None:
                 error = error or self._critic.save(written / "critic")
             refused = self._engine.on_any_rank(bool(error))
+            files = {} if refused else self._written()
             if self._lead is not None and not refused:
-                error = self._make_whole(self._lead)
+                error = self._make_whole(self._lead, files)
             refused = agree(refused or bool(error) if self._lead is not None else None, self._engine.device)
             if refused and self._lead is not None:
                 shutil.rmtree(written, ignore_errors=True)
@@ -252,7 +287,12 @@ class Trainer:
         if not refused:
             self._checkpointed_step = self.step
 
-    def _make_whole(self, lead: Leading) -> str:
+    def _written(self) -> dict[Path, checkpoints.CheckpointFile]:
+        """Return the digests of what all ranks wrote; every rank calls it."""
+        critic = self._critic.written() if self._critic is not None else {}
+        return {**self._engine.written(), **critic}
+
+    def _make_whole(self, lead: Leading, files: dict[Path, checkpoints.CheckpointFile]) -> str:
         """Make what all ranks wrote a checkpoint; return what storage refused, or ""."""
         state = dataclasses.replace(
             lead.describe(self.step),
@@ -260,7 +300,7 @@ class Trainer:
             adapter_of=checkpoints.base_of(self._settings.policy),
         )
         try:
-            checkpoint = checkpoints.make_whole(self._root, state)
+            checkpoint = checkpoints.make_whole(self._root, state, files)
         except OSError as error:
             return str(error)
         lead.note_checkpoint(checkpoint, checkpoints.superfluous(self._root, self._settings.trainer.keep_last))
@@ -273,3 +313,7 @@ class Trainer:
         self._engine.take_part()
         if self._settings.policy.lora.rank:
             self._engine.take_part(factors=True)
+
+
+def _words(plan: StepPlan) -> str:
+    return f"trainer.micro_batch_tokens {plan.micro_batch_tokens}, {len(plan.misfits)} did not fit into memory"

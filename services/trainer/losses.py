@@ -12,6 +12,7 @@ logprobs, or proximal ones (see ``proximal``)::
     policy_gradient  −A π                                           Williams 1992, REINFORCE
 
 ``sg`` stops the gradient. A token's gradient was *clipped* where the bound took it away (for CISPO: bounded its weight).
+Every ratio is at most e^20 (``kl.bounded``), so a loss is finite for any finite logprobs, and 0 with a zero gradient where A is 0.
 """
 
 import dataclasses
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.aggregation import sequence_means, spread
+from services.trainer.kl import bounded
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ def clipped_ratio(
     dual_clip: float = 0.0,
 ) -> PolicyLoss:
     """Return PPO's clipped surrogate per token; ``dual_clip`` c > 1 bounds ρ where A < 0, 0 does not."""
-    ratio_N = torch.exp(policy_logprobs_N - anchor_logprobs_N)
+    ratio_N = torch.exp(bounded(policy_logprobs_N - anchor_logprobs_N))
     return _clip(ratio_N, advantages_N, clip_low, clip_high, dual_clip)
 
 
@@ -58,7 +60,7 @@ def sequence_clipped_ratio(
     """
     with torch.no_grad():
         mean_N = spread(sequence_means(policy_logprobs_N - anchor_logprobs_N, lengths_S), lengths_S)
-        sequence_ratio_N = torch.exp(mean_N)
+        sequence_ratio_N = torch.exp(bounded(mean_N))
     ratio_N = sequence_ratio_N * torch.exp(policy_logprobs_N - policy_logprobs_N.detach())
     return _clip(ratio_N, advantages_N, clip_low, clip_high, 0.0)
 
@@ -67,7 +69,7 @@ def clipped_weight(
     policy_logprobs_N: Tensor, anchor_logprobs_N: Tensor, advantages_N: Tensor, clip_high: float
 ) -> PolicyLoss:
     """Return CISPO's loss per token: every token keeps a gradient, with a weight of at most ``1 + clip_high``."""
-    ratio_N = torch.exp(policy_logprobs_N.detach() - anchor_logprobs_N)
+    ratio_N = torch.exp(bounded(policy_logprobs_N.detach() - anchor_logprobs_N))
     weights_N = ratio_N.clamp(max=1.0 + clip_high)
     return PolicyLoss(
         loss_N=-weights_N * advantages_N * policy_logprobs_N,

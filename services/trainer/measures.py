@@ -170,8 +170,19 @@ def batch_figures(
         "zero_std_groups": float(sum(float(experience.rewards.std()) == 0.0 for experience in batch)),
         "generate_s_mean": float(np.mean([e.group.finished_at_s - e.group.started_at_s for e in batch])),
         "score_s_mean": float(np.mean([experience.score_s for experience in batch])),
+        **_scorer_means(batch),
     }
     return BatchFigures(metrics, lags, len(samples), tokens)
+
+
+def _scorer_means(batch: Sequence[Experience]) -> dict[str, float]:
+    """Return ``scorer_mean_<name>`` for each scorer: its mean value over the samples that it applied to."""
+    values: dict[str, list[float]] = {}
+    for sample in (sample for experience in batch for sample in experience.scores):
+        for score in sample.scores:
+            if score.value is not None:
+                values.setdefault(score.scorer, []).append(score.value)
+    return {f"scorer_mean_{name}": float(np.mean(found)) for name, found in sorted(values.items())}
 
 
 def memory_bytes(device: torch.device) -> float:

@@ -41,7 +41,11 @@ class Opening:
         self.loaded: Checkpoint | None = None
         """The checkpoint that the ranks went on from; None: the initial policy."""
         self.stranded = False
-        """Whether there is nothing to go on from: the checkpoint of a rollback cannot be loaded."""
+        """Whether there is nothing to continue from: the checkpoint of a rollback cannot be loaded, or the run has ended."""
+
+    def begin(self) -> None:
+        """Begin to find out from where to continue, while the model is loaded."""
+        self._finding = asyncio.run_coroutine_threadsafe(self._find(), self._loop)
 
     def next_order(self) -> Order | None:
         """Return the next order on the way to the ledger's step; None once every rank is there."""
@@ -64,10 +68,14 @@ class Opening:
             await self._warn()
         await self._branch.take_epoch()
         resume = await find_resume(context.bus, Ledger(context.bus), context.live, context.settings, self._keeper.store)
+        if resume.went_back:
+            await self._branch.take_epoch()  # the rollback ended the one that was taken above
         await self._branch.follow(resume.status)
         replay = [await self._replayed(entries) for entries in resume.journal]
         self.loaded = resume.checkpoint
-        self.stranded = resume.checkpoint is not None and not await may_load(context.bus, resume.checkpoint)
+        self.stranded = resume.stranded or not (
+            resume.checkpoint is None or await may_load(context.bus, resume.checkpoint)
+        )
         if self.stranded:
             return []
         await asyncio.to_thread(self._keeper.note_start, resume)
@@ -79,7 +87,7 @@ class Opening:
         groups = decode_all(payloads)
         settings = await self._context.live.at(entries[0].settings_revision)
         lags = self._branch.lags(groups, entries[0].step - 1)
-        return Order(Kind.REPLAY, "", payloads, groups, lags, settings.trainer.learning_rate)
+        return Order(Kind.REPLAY, "", payloads, groups, lags, settings.trainer.learning_rate, entries[0].plan)
 
     async def _warn(self) -> None:
         algorithm = self._context.settings.algorithm

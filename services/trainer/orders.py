@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shared import wire
-from shared.messages import Experience
+from shared.messages import Experience, StepPlan
 
 TURN_S = 2.0
 """Rank 0 waits no longer for what it waits for (a batch, a checkpoint that is fetched) before it gives an order: IDLE, or WAIT."""
@@ -46,6 +46,8 @@ class Order:
     """The lag of each group, in steps."""
     learning_rate: float = 0.0
     """The peak learning rate under which this step is made: settings may change while the run goes on."""
+    plan: StepPlan | None = None
+    """Of a REPLAY: how the step was laid out when it was committed; None: not known."""
 
 
 def share(order: Order | None, device: torch.device) -> Order:
@@ -53,11 +55,7 @@ def share(order: Order | None, device: torch.device) -> Order:
     if dist.get_world_size() == 1:
         assert order is not None
         return order
-    data = (
-        b""
-        if order is None
-        else msgpack.packb((int(order.kind), order.folder, list(order.payloads), list(order.lags), order.learning_rate))
-    )
+    data = b"" if order is None else _write(order)
     size = torch.tensor([len(data)], dtype=torch.int64, device=device)
     dist.broadcast(size, src=0)
     buffer = torch.empty(int(size), dtype=torch.uint8, device=device)
@@ -77,9 +75,17 @@ def agree(decision: bool | None, device: torch.device) -> bool:
     return bool(int(told))
 
 
+def _write(order: Order) -> bytes:
+    plan = None if order.plan is None else wire.encode(order.plan)
+    fields = (int(order.kind), order.folder, list(order.payloads), list(order.lags), order.learning_rate, plan)
+    data: bytes = msgpack.packb(fields)
+    return data
+
+
 def _read(data: bytes) -> Order:
-    kind, folder, payloads, lags, learning_rate = msgpack.unpackb(data)
-    return Order(Kind(kind), folder, tuple(payloads), decode_all(payloads), tuple(lags), learning_rate)
+    kind, folder, payloads, lags, learning_rate, raw = msgpack.unpackb(data)
+    plan = None if raw is None else wire.decode(raw, StepPlan)
+    return Order(Kind(kind), folder, tuple(payloads), decode_all(payloads), tuple(lags), learning_rate, plan)
 
 
 def decode_all(payloads: Sequence[bytes]) -> tuple[Experience, ...]:

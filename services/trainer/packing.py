@@ -9,6 +9,9 @@ is computed once. The rows of a micro-batch lie end to end; nothing is padded::
     positions   012345  6 7  6 7  6    01234  5
     sees also           0    0    0           4        a segment sees itself, causally, and all of its prompt
 
+A model that cannot do that computes each sequence by itself (``trainer.packing``). Its rows repeat the prompt for each completion, so
+that tokens and costs are what is computed, and everything else stays the same.
+
 A row that would exceed the cap is split between completions. Pieces go to ranks by their cost (``flops``), costliest first to
 the rank that has least; on a rank, first-fit-decreasing says how few micro-batches hold them, and costs are spread evenly over
 so many. Every rank computes the same plan and has the same number of micro-batches (some may be empty).
@@ -41,23 +44,48 @@ class Row:
     places: tuple[int, ...]
     temperature: float = 1.0
     """At which the completions were sampled."""
+    shares_prompt: bool = True
+    """Whether the prompt is computed once, not once for each completion."""
+
+    @property
+    def prompts(self) -> int:
+        """How often the prompt is computed."""
+        return 1 if self.shares_prompt else max(1, len(self.samples))
 
     @property
     def tokens(self) -> int:
         """How long the row is."""
-        return len(self.prompt_token_ids) + sum(len(sample.token_ids) - 1 for sample in self.samples)
+        return self.prompts * len(self.prompt_token_ids) + sum(len(sample.token_ids) - 1 for sample in self.samples)
 
     @property
     def visible_pairs(self) -> int:
         """How many pairs of a position and one that it sees, itself included."""
+        return self.pairs_within(self.tokens)
+
+    def pairs_within(self, window: int) -> int:
+        """Return :attr:`visible_pairs` of a layer whose positions see ``window`` tokens at most, themselves included."""
         prompt = len(self.prompt_token_ids)
-        lengths = [len(sample.token_ids) - 1 for sample in self.samples]
-        return prompt * (prompt + 1) // 2 + sum(prompt * n + n * (n + 1) // 2 for n in lengths)
+        ends = [prompt + len(sample.token_ids) - 1 for sample in self.samples]
+        before = _causal_pairs(prompt, window)
+        return self.prompts * before + sum(_causal_pairs(end, window) - before for end in ends)
+
+    def unshared(self) -> list["Row"]:
+        """Return the row as rows that each compute their prompt once: itself, or one for each completion."""
+        if self.shares_prompt or len(self.samples) < 2:
+            return [self]
+        return [part(self, index, index + 1) for index in range(len(self.samples))]
 
     def flops(self, sizes: ModelSizes) -> float:
         """Operations of its forward pass."""
         predicted = sum(len(sample.token_ids) for sample in self.samples)
-        return forward_flops(self.tokens, self.visible_pairs, predicted, sizes)
+        windowed = [self.pairs_within(window) for window, _ in sizes.windows]
+        return forward_flops(self.tokens, self.visible_pairs, predicted, sizes, windowed)
+
+
+def _causal_pairs(tokens: int, window: int) -> int:
+    """Return how many pairs a sequence has, when each position sees itself and those before it, ``window`` at most."""
+    inside = min(tokens, window)
+    return inside * (inside + 1) // 2 + (tokens - inside) * window
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,19 +131,18 @@ class MicroBatch:
 def split_row(row: Row, max_tokens: int) -> list[Row]:
     """Return ``row`` in pieces of at most ``max_tokens``; a single completion that is longer stands alone."""
     pieces: list[Row] = []
-    start, tokens = 0, len(row.prompt_token_ids)
-    for index, sample in enumerate(row.samples):
-        length = len(sample.token_ids) - 1
-        if index > start and tokens + length > max_tokens:
-            pieces.append(_piece(row, start, index))
-            start, tokens = index, len(row.prompt_token_ids)
-        tokens += length
-    pieces.append(_piece(row, start, len(row.samples)))
+    start = 0
+    for index in range(1, len(row.samples)):
+        if part(row, start, index + 1).tokens > max_tokens:
+            pieces.append(part(row, start, index))
+            start = index
+    pieces.append(part(row, start, len(row.samples)))
     return pieces
 
 
-def _piece(row: Row, start: int, end: int) -> Row:
-    return Row(row.prompt_token_ids, row.samples[start:end], row.places[start:end], row.temperature)
+def part(row: Row, start: int, end: int) -> Row:
+    """Return ``row`` with its samples ``start`` … ``end − 1`` only."""
+    return dataclasses.replace(row, samples=row.samples[start:end], places=row.places[start:end])
 
 
 def plan(
@@ -183,12 +210,13 @@ def _spread(
 
 def micro_batch(rows: Sequence[Row], sizes: ModelSizes = TOKENS_ALONE) -> MicroBatch:
     """Lay rows end to end; without rows, one position that trains nothing."""
-    input_ids, positions, columns = _lay_out(rows) if rows else (np.zeros(1, np.int64), np.zeros(1, np.int64), [])
+    single = [one for row in rows for one in row.unshared()]
+    input_ids, positions, columns = _lay_out(single) if rows else (np.zeros(1, np.int64), np.zeros(1, np.int64), [])
     samples = [sample for row in rows for sample in row.samples]
     return MicroBatch(
         input_ids_BT=input_ids[None],
         position_ids_BT=positions[None],
-        segments=_segments(rows),
+        segments=_segments(single),
         columns_N=_join(columns, np.int64),
         targets_N=_join([sample.token_ids for sample in samples], np.int64),
         behavior_logprobs_N=_join([sample.behavior_logprobs for sample in samples], np.float32),

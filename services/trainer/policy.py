@@ -13,16 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from services.trainer import adapter, attention, kernels
-from services.trainer.flops import ModelSizes
+from services.trainer import attention, kernels
 from services.trainer.logits import TokenLogprobs, token_logprobs
+from services.trainer.model_sizes import measure
+from services.trainer.noise import train_without_noise
 from services.trainer.packing import MicroBatch
+from services.trainer.trunk import Packing, Trunk
 from shared.errors import SettingsError
 from shared.importing import importing
+from shared.logits_projection import LogitsType, projection
+from shared.logits_transform import logits_transform
 from shared.model_source import check_source
+from shared.rope import settle_rope
 from shared.settings import PolicySettings
-
-_SCALED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 class Policy(nn.Module):
@@ -33,7 +36,13 @@ class Policy(nn.Module):
         entropy_gradient: whether entropies carry a gradient, for an entropy bonus.
         kind: which attention.
         chunk_tokens: logits of so many tokens are there at a time; 0: of all.
-        fused: whether one kernel may make logprobs of logits, on a GPU.
+        fused_logits: whether one kernel may make logprobs of logits, on a GPU.
+        logits: in which type the logits are.
+        packing: how sequences go through the model (``trunk``).
+
+    Raises:
+        CannotPack: ``packing`` is "rows", and the model has a module that cannot be packed.
+        SettingsError: the model scales its logits in a way that is not known here.
     """
 
     def __init__(
@@ -43,53 +52,54 @@ class Policy(nn.Module):
         entropy_gradient: bool = False,
         kind: attention.Kind = "auto",
         chunk_tokens: int = 0,
-        fused: bool = True,
+        fused_logits: bool = True,
+        logits: LogitsType = "model",
+        packing: Packing = "auto",
     ) -> None:
         super().__init__()
         self.model = model
         self.sizes = measure(model)
         """What its forward pass costs depends on."""
-        attention.install(model)
+        self.trunk = Trunk(model, kind, packing)
         self._entropy_gradient = entropy_gradient
-        self._kind: attention.Kind = kind
         self._chunk_tokens = chunk_tokens
-        self._fused = fused
+        self._fused_logits = fused_logits
+        self._logits: LogitsType = logits
+        projection(model.get_output_embeddings(), logits)  # refuses now what it would refuse at the first batch
+        self._transform = logits_transform(model)
+
+    def train(self, mode: bool = True) -> "Policy":
+        """Prepare to train, without dropout and the like (``noise``), or not to."""
+        super().train(mode)
+        train_without_noise(self.model, mode)
+        return self
 
     def forward(self, batch: MicroBatch) -> TokenLogprobs:
         """Return the logprobs of ``batch``'s trained tokens under the current weights."""
-        hidden_ND = attention.hidden_states(self.model.get_decoder(), batch, self._kind)
+        hidden_ND = self.trunk.hidden_states(batch)
         return token_logprobs(
             hidden_ND,
             self.model.get_output_embeddings(),
             torch.from_numpy(batch.targets_N).to(hidden_ND.device),
             torch.from_numpy(batch.temperatures_N).to(hidden_ND.device),
             self._chunk_tokens,
+            transform=self._transform,
             entropy_gradient=self._entropy_gradient,
-            fused=self._fused,
+            fused=self._fused_logits,
+            kind=self._logits,
         )
 
 
-def measure(model: Any) -> ModelSizes:
-    """Return what a forward pass of ``model`` costs depends on; of experts, all are counted."""
-    config, output = model.config.get_text_config(), model.get_output_embeddings()
-    linear = sum(
-        int(getattr(module.weight, "ds_numel", module.weight.numel()))  # whole, where a rank has a part of it
-        for module in model.modules()
-        if isinstance(module, nn.Linear) and module is not output
-    )
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return ModelSizes(
-        linear_weights=linear,
-        attention_width=config.num_hidden_layers * config.num_attention_heads * head,
-        output_weights=config.vocab_size * config.hidden_size,
-    )
-
-
-def load_model(settings: PolicySettings, training_dtype: torch.dtype) -> Any:
+def load_model(settings: PolicySettings, training_dtype: torch.dtype, context_tokens: int = 0) -> Any:
     """Return the Hugging Face model in ``policy.model``.
 
+    Args:
+        settings: of the policy.
+        training_dtype: number type of its weights.
+        context_tokens: the run's longest sequence (``shared.rope``); 0: the model's own.
+
     Raises:
-        SettingsError: there is none, or it scales its logits in a way that this forward pass does not know.
+        SettingsError: there is none, or its rotary embeddings are of a kind that is not known.
     """
     check_source("policy.model", settings.model, ("config.json",))
     with importing():
@@ -101,20 +111,49 @@ def load_model(settings: PolicySettings, training_dtype: torch.dtype) -> Any:
         model = AutoModelForCausalLM.from_pretrained(
             settings.model,
             dtype=training_dtype,
-            attn_implementation="sdpa",
             trust_remote_code=settings.trust_remote_code,
         )
-    except (OSError, ValueError) as error:
+    except (
+        OSError,
+        ValueError,
+        ImportError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+    ) as error:  # of any model's code
         raise SettingsError(
-            f"expected a Hugging Face causal model in {settings.model!r}, found: {error}: change policy.model"
+            f"expected a Hugging Face causal model in {settings.model!r}, found: {str(error).strip()}: change policy.model"
         ) from error
-    scaled = [name for name in _SCALED_LOGITS if getattr(model.config, name, None)]
-    if scaled:
-        raise SettingsError(
-            f"expected a model with plain logits, found {scaled[0]} in {settings.model}'s config: "
-            "this version cannot train it; change policy.model"
-        )
+    check_numbers(model, settings.model)
+    settle_rope(model, context_tokens)
     return model
+
+
+def check_numbers(model: nn.Module, source: str) -> None:
+    """Refuse weights that cannot be trained: quantised ones.
+
+    Raises:
+        SettingsError: there are some.
+    """
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point() or parameter.itemsize < 2:
+            raise SettingsError(
+                f"expected weights in bfloat16, float16 or float32 in {source!r}, found {name} in {parameter.dtype}, which is quantised: "
+                "save the model dequantised and change policy.model"
+            )
+
+
+def outline(settings: PolicySettings) -> Any:
+    """Return the model in ``policy.model`` without weights: its modules, with parameters on the meta device."""
+    check_source("policy.model", settings.model, ("config.json",))
+    with importing():
+        from transformers import AutoConfig, AutoModelForCausalLM
+    trust = settings.trust_remote_code
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(settings.model, trust_remote_code=trust), trust_remote_code=trust
+        )
 
 
 def load_reference(
@@ -125,19 +164,23 @@ def load_reference(
     kind: attention.Kind = "auto",
     fused: kernels.Kind = "auto",
     chunk_tokens: int = 0,
+    logits: LogitsType = "model",
+    packing: Packing = "auto",
+    context_tokens: int = 0,
 ) -> Policy:
     """Return the initial policy, frozen, on this rank's device: whole on every rank, whatever the ZeRO stage."""
-    model = load_model(settings, dtype)
+    model = load_model(settings, dtype, context_tokens)
     kernels.install(model, fused, device)
-    reference = Policy(model, kind=kind, chunk_tokens=chunk_tokens, fused=fused != "torch")
+    fuses = kernels.fuses_logits(fused)
+    reference = Policy(model, kind=kind, chunk_tokens=chunk_tokens, fused_logits=fuses, logits=logits, packing=packing)
     return reference.to(torch.device(device)).eval().requires_grad_(False)
 
 
-def load_trunk(settings: PolicySettings, model: str, dtype: torch.dtype) -> tuple[Any, int]:
+def load_trunk(settings: PolicySettings, model: str, dtype: torch.dtype, context_tokens: int = 0) -> tuple[Any, int]:
     """Return ``model`` (empty: the policy's) without its output layer, for a critic, and its hidden states' width."""
     chosen = settings.model_copy(update={"model": model or settings.model})
-    whole = load_model(chosen, dtype)
-    return whole.get_decoder(), int(whole.config.get_text_config().hidden_size)
+    whole = load_model(chosen, dtype, context_tokens)
+    return attention.decoder_of(whole), int(whole.config.get_text_config().hidden_size)
 
 
 def export(model: Any, tensors: Iterable[tuple[str, Tensor]], settings: PolicySettings, folder: Path) -> None:
@@ -149,12 +192,12 @@ def export(model: Any, tensors: Iterable[tuple[str, Tensor]], settings: PolicySe
         AutoTokenizer.from_pretrained(settings.tokenizer or settings.model).save_pretrained(beside)
 
 
-def export_adapter(factors: Mapping[str, Tensor], settings: PolicySettings, folder: Path) -> None:
-    """Write an adapter's ``factors`` (names of a PEFT file) in PEFT form, whole or not at all."""
+def export_adapter(factors: Mapping[str, Tensor], configuration: bytes, folder: Path) -> None:
+    """Write an adapter's ``factors`` (names of a PEFT file) with its ``adapter_config.json`` in PEFT form, whole or not at all."""
     from safetensors.torch import save_file
 
     with _whole(folder) as beside:
-        (beside / "adapter_config.json").write_bytes(adapter.file_configuration(settings, factors))
+        (beside / "adapter_config.json").write_bytes(configuration)
         copies = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in factors.items()}
         save_file(copies, beside / "adapter_model.safetensors")
 

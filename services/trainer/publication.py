@@ -19,13 +19,14 @@ Rank 0 only. It knows no bus and no ledger.
 
 import dataclasses
 import logging
+import time
 from pathlib import Path
 
 import torch
 
 from services.trainer.adapter import file_configuration
 from services.trainer.engine import TrainingEngine
-from shared.durable import write_whole
+from shared.durable import NO_ROOM, no_room, write_whole
 from shared.messages import PolicyVersion
 from shared.settings import Settings
 from shared.weights.flat import FlatSnapshot
@@ -36,6 +37,7 @@ from shared.weights.source import Source
 log = logging.getLogger(__name__)
 
 _LEAVE_S = 5.0
+_AGAIN_S = 1.0
 """How long pulls in progress may take when the trainer stops."""
 _NOTE = "newest_version"
 
@@ -75,11 +77,10 @@ class Publication:
         Raises:
             WeightsError: the storage of the file transport refused.
         """
-        folder, policy = self._settings.snapshot_folder, self._settings.policy
+        folder = self._settings.snapshot_folder
         if self._settings.publishes_adapters:
-            written = write_adapter(
-                folder, version, step, engine.factors(), lambda names: file_configuration(policy, names), self._dtype
-            )
+            configuration = file_configuration(engine.model)
+            written = write_adapter(folder, version, step, engine.factors(), configuration, self._dtype)
             return Whereabouts(written.digest, str(written.location), "")
         if self._settings.weights.transport == "pull":
             return self._offer(engine, version, step)
@@ -126,11 +127,26 @@ class Publication:
 
 
 def note_version(folder: Path, version: PolicyVersion) -> None:
-    """Write a version's number into the run's folder before it is committed, so that a bus that is lost loses no number."""
+    """Write a version's number into the run's folder before it is committed, so that a bus that is lost loses no number.
+
+    While the disk has no room it waits: a number that is not noted might be given to other weights later.
+    """
     if version < noted_version(folder):
         return  # written by a trainer that took our place
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / _NOTE, str(int(version)))
+    said = False
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_whole(folder / _NOTE, str(int(version)))
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            if not said:
+                log.warning("training waits for room on disk", extra={"reason": no_room(folder / _NOTE, error)})
+            said = True
+            time.sleep(_AGAIN_S)
+        else:
+            return
 
 
 def noted_version(folder: Path) -> PolicyVersion:

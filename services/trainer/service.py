@@ -12,6 +12,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from shared import log
+from shared.context import check_context, read_config
 from shared.importing import importing
 from shared.parent import die_with
 from shared.service import own_host, serve
@@ -60,6 +61,7 @@ async def run(settings: Settings, replica: str) -> int:
             from services.trainer.lead import Lead
 
         lead = Lead(context, asyncio.get_running_loop())
+        lead.begin()
         try:
             await asyncio.to_thread(train, settings, lead)
             stopped = settings.trainer.stopped_exit_status
@@ -74,9 +76,9 @@ def train(settings: Settings, lead: "Leading | None") -> None:
         import torch
         import torch.distributed as dist
 
-        from services.trainer import adapter, kernels
+        from services.trainer import adapter, kernels, self_test
         from services.trainer.critic import Critic
-        from services.trainer.engine import TrainingEngine, pick_device, start_ranks
+        from services.trainer.engine import TrainingEngine, make_deterministic, pick_device, place, start_ranks
         from services.trainer.learner import AdapterOff, Reference
         from services.trainer.loop import Trainer
         from services.trainer.policy import Policy, load_model, load_reference, load_trunk
@@ -85,28 +87,52 @@ def train(settings: Settings, lead: "Leading | None") -> None:
         torch.set_num_threads(settings.trainer.threads)
     torch.manual_seed(settings.run.seed)
     device = pick_device(settings.trainer.device)
+    if settings.trainer.deterministic:
+        make_deterministic(device)
     start_ranks(device)
     algorithm = settings.algorithm
     dtype = torch.float32 if device == "cpu" or settings.policy.dtype == "float32" else torch.bfloat16
     kind, fused, chunk = settings.trainer.attention, settings.trainer.kernels, settings.trainer.logits_chunk_tokens
     bonus = algorithm.entropy_bonus > 0
-    model = load_model(settings.policy, dtype)
+    context = settings.rollout.vllm.max_model_len
+    check_context(read_config(settings.policy.model), context, settings.sampling.max_new_tokens, settings.policy.model)
+    model = load_model(settings.policy, dtype, context)
     kernels.install(model, fused, device)
-    model = adapter.add(model, settings.policy, settings.trainer.zero_stage)
-    policy = Policy(model, entropy_gradient=bonus, kind=kind, chunk_tokens=chunk, fused=fused != "torch").train()
+    alone = settings.publishes_adapters
+    model = adapter.add(model, settings.policy, settings.trainer.zero_stage, published_alone=alone)
+    fuses, logits, packing = kernels.fuses_logits(fused), settings.trainer.logits, settings.trainer.packing
+    policy = Policy(
+        model, entropy_gradient=bonus, kind=kind, chunk_tokens=chunk, fused_logits=fuses, logits=logits, packing=packing
+    ).train()
     try:
+        place(policy, settings, device)
+        tested = self_test.run(policy, packing, settings.run.seed)
+        if lead is not None:
+            lead.notify("self-test passed", str(tested), **tested.figures)
+        if lead is not None and tested.reason:
+            lead.notify("sequences are not packed", tested.reason)
         engine = TrainingEngine(policy, settings, device)
         reference: Reference | None = None
         if algorithm.needs_reference and not algorithm.reference_travels:
             if settings.policy.lora.rank:
                 reference = AdapterOff(engine)
             else:
-                reference = load_reference(settings.policy, dtype, device, kind=kind, fused=fused, chunk_tokens=chunk)
+                reference = load_reference(
+                    settings.policy,
+                    dtype,
+                    device,
+                    kind=kind,
+                    fused=fused,
+                    chunk_tokens=chunk,
+                    logits=logits,
+                    context_tokens=context,
+                    packing=policy.trunk.packing,
+                )
         critic = None
         if algorithm.needs_critic:
-            trunk, width = load_trunk(settings.policy, algorithm.critic.model, dtype)
+            trunk, width = load_trunk(settings.policy, algorithm.critic.model, dtype, context)
             kernels.install(trunk, fused, device)
-            critic = TrainingEngine(Critic(trunk, width, kind=kind).train(), settings, device)
+            critic = TrainingEngine(Critic(trunk, width, kind=kind, packing=packing).train(), settings, device)
         Trainer(engine, settings, lead, critic, reference).run()
     finally:
         dist.destroy_process_group()

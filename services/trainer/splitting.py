@@ -56,4 +56,4 @@ def _rows(places: Sequence[int], rows: Mapping[int, Row]) -> list[Row]:
 
 def _row(row: Row, places: Sequence[int]) -> Row:
     samples = dict(zip(row.places, row.samples, strict=True))
-    return Row(row.prompt_token_ids, tuple(samples[place] for place in places), tuple(places), row.temperature)
+    return dataclasses.replace(row, samples=tuple(samples[place] for place in places), places=tuple(places))

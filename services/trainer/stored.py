@@ -18,10 +18,11 @@ import hashlib
 import json
 import logging
 import shutil
+import threading
 from pathlib import Path
 
 from services.trainer import checkpoints
-from services.trainer.checkpoints import Checkpoint, CheckpointState
+from services.trainer.checkpoints import Checkpoint, CheckpointFile, CheckpointState, digest
 from services.trainer.objects import ObjectStore
 from shared.errors import StoreError, WeightsError
 from shared.settings import Settings
@@ -34,36 +35,39 @@ _LETTERS = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class StoredFile:
-    """One file of a checkpoint."""
-
-    name: str
-    """Relative to the checkpoint's folder."""
-    nbytes: int
-    sha256: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class StoredCheckpoint:
     """A checkpoint whose manifest is there."""
 
     name: str
     uri: str
     state: CheckpointState
-    files: tuple[StoredFile, ...]
+    files: tuple[CheckpointFile, ...]
     stored_at_s: float
 
 
 class CheckpointStore:
-    """The checkpoints of one run in ``objects``. Every method may raise StoreError."""
+    """The checkpoints of one run in ``objects``, for any thread. Every method may raise StoreError."""
 
     def __init__(self, objects: ObjectStore) -> None:
         self._objects = objects
+        self._changing = (
+            threading.Lock()
+        )  # held while a field below changes or is copied, never while the store is asked
         self._known: dict[str, StoredCheckpoint] = {}
-        self.unreadable: set[str] = set()
-        """Checkpoints whose manifest is there and damaged."""
-        self.damaged: set[str] = set()
-        """Checkpoints of which a file turned out to be missing or damaged."""
+        self._unreadable: set[str] = set()
+        self._damaged: set[str] = set()
+
+    @property
+    def unreadable(self) -> frozenset[str]:
+        """Checkpoints whose manifest is there and damaged, as far as is known now."""
+        with self._changing:
+            return frozenset(self._unreadable)
+
+    @property
+    def damaged(self) -> frozenset[str]:
+        """Checkpoints of which a file turned out to be missing or damaged, as far as is known now."""
+        with self._changing:
+            return frozenset(self._damaged)
 
     @property
     def uri(self) -> str:
@@ -73,14 +77,17 @@ class CheckpointStore:
     def whole(self) -> list[StoredCheckpoint]:
         """Return the checkpoints whose manifest is there, oldest version first."""
         listed = self._objects.list(_FOLDER)
+        with self._changing:
+            known = dict(self._known)
         found = {}
         for key, one in listed.items():
             name, _, rest = key.removeprefix(_FOLDER).partition("/")
             if rest == _MANIFEST:
-                checkpoint = self._known.get(name) or self._open(name, one.modified_s)
+                checkpoint = known.get(name) or self._open(name, one.modified_s)
                 if checkpoint is not None:
                     found[name] = checkpoint
-        self._known = found
+        with self._changing:
+            self._known = found
         return sorted(found.values(), key=lambda one: (one.state.version, one.stored_at_s))
 
     def _open(self, name: str, stored_at_s: float) -> StoredCheckpoint | None:
@@ -89,12 +96,14 @@ class CheckpointStore:
             if not name.endswith(_letters(data)):
                 raise ValueError(f"its digest is {_letters(data)}")
             raw = json.loads(data)
-            files = tuple(StoredFile(**one) for one in raw["files"])
+            files = tuple(CheckpointFile(**one) for one in raw["files"])
             return StoredCheckpoint(name, self._uri(name), CheckpointState(**raw["state"]), files, stored_at_s)
         except (ValueError, TypeError, KeyError) as error:
-            if name not in self.unreadable:
+            with self._changing:
+                is_new = name not in self._unreadable
+                self._unreadable.add(name)
+            if is_new:
                 log.warning("manifest of a stored checkpoint is damaged", extra={"uri": name, "error": str(error)})
-            self.unreadable.add(name)
             return None
 
     def _uri(self, name: str) -> str:
@@ -108,6 +117,11 @@ class CheckpointStore:
         What an upload that was broken off left is not sent again.
         """
         files = tuple(_file(checkpoint.folder, path) for path in _files(checkpoint.folder))
+        if other := set(checkpoint.files) - set(files):
+            names = ", ".join(sorted(one.name for one in other))
+            raise StoreError(
+                f"expected {names} in {checkpoint.folder} as it was written, found otherwise: it is damaged"
+            )
         content = {"state": dataclasses.asdict(checkpoint.state), "files": [dataclasses.asdict(one) for one in files]}
         manifest = json.dumps(content, sort_keys=True).encode()
         state = checkpoint.state
@@ -126,7 +140,7 @@ class CheckpointStore:
         stored_at_s = self._finish(name, files, manifest)
         return StoredCheckpoint(name, self._uri(name), state, files, stored_at_s), sent_bytes
 
-    def _finish(self, name: str, files: tuple[StoredFile, ...], manifest: bytes) -> float:
+    def _finish(self, name: str, files: tuple[CheckpointFile, ...], manifest: bytes) -> float:
         """Write the manifest where every file is there in full length; return when."""
         there = self._objects.list(f"{_FOLDER}{name}/")
         for one in files:
@@ -160,19 +174,21 @@ class CheckpointStore:
             for one in stored.files:
                 self._fetch(stored, one, beside / one.name)
         except WeightsError:
-            self.damaged.add(stored.name)
+            with self._changing:
+                self._damaged.add(stored.name)
             raise
-        return checkpoints.rename(beside, root, stored.state)
+        files = tuple(one for one in stored.files if one.name != checkpoints.MARKER)
+        return checkpoints.rename(beside, root, stored.state, files)
 
-    def _fetch(self, stored: StoredCheckpoint, one: StoredFile, path: Path) -> None:
-        if path.is_file() and path.stat().st_size == one.nbytes and _sha256(path) == one.sha256:
+    def _fetch(self, stored: StoredCheckpoint, one: CheckpointFile, path: Path) -> None:
+        if path.is_file() and path.stat().st_size == one.nbytes and digest(path).sha256 == one.sha256:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         if not self._objects.download(f"{_FOLDER}{stored.name}/{one.name}", path):
             raise WeightsError(f"expected {one.name} in {stored.uri}, found none")
-        if (digest := _sha256(path)) != one.sha256:
+        if (sha256 := digest(path).sha256) != one.sha256:
             path.unlink()
-            raise WeightsError(f"expected SHA-256 {one.sha256} of {one.name} in {stored.uri}, found {digest}")
+            raise WeightsError(f"expected SHA-256 {one.sha256} of {one.name} in {stored.uri}, found {sha256}")
 
     # ---------------------------------------------------------------- delete
 
@@ -186,10 +202,11 @@ class CheckpointStore:
         """Delete what is no checkpoint of steps before ``before_step``: uploads that nobody goes on with, unreadable manifests."""
         listed = self._objects.list(_FOLDER)
         folders = {key.removeprefix(_FOLDER).partition("/")[0] for key in listed}
+        unreadable = self.unreadable
         for name in sorted(folders):
             words = name.split("-")
             older = len(words) == 4 and words[1].isdecimal() and int(words[1]) < before_step
-            if older and (name in self.unreadable or f"{_FOLDER}{name}/{_MANIFEST}" not in listed):
+            if older and (name in unreadable or f"{_FOLDER}{name}/{_MANIFEST}" not in listed):
                 self._objects.abort_uploads(f"{_FOLDER}{name}/")
                 for key in [key for key in listed if key.startswith(f"{_FOLDER}{name}/")]:
                     self._objects.delete(key)
@@ -213,10 +230,5 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def _file(folder: Path, path: Path) -> StoredFile:
-    return StoredFile(path.relative_to(folder).as_posix(), path.stat().st_size, _sha256(path))
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _file(folder: Path, path: Path) -> CheckpointFile:
+    return dataclasses.replace(digest(path), name=path.relative_to(folder).as_posix())

@@ -19,6 +19,8 @@ from shared.settings import Settings
 from shared.streams import RUN_ID_PATTERN
 
 SETTINGS_FILE = "settings.toml"
+NEXT_SETTINGS_FILE = "settings.next.toml"
+"""The settings of a resume, which become the run's once its services work with them."""
 _MEMORY = Path("/dev/shm")  # noqa: S108
 _SAME_START_S = 2.0
 _LEFTOVER_S = 10.0

@@ -96,6 +96,8 @@ def executor(settings: Settings, config: Path, environment: Mapping[str, str]) -
                 str(config),
                 "--reward.executor.metrics_port",
                 str(port),
+                "--run.host",
+                host,
             ),
             environment={name: environment[name] for name in FOR_PYTHON if name in environment},
             stop_s=_EXECUTOR_STOP_S,

@@ -5,18 +5,24 @@ bad line, a model that does not load) that service says in the same way, and it 
 """
 
 import asyncio
+import contextlib
 import dataclasses
+import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
 from services.up import place
+from services.up.continuation import check_unchanged
 from services.up.plan import executor_address, is_own_executor, metrics_ports
 from shared import connection
+from shared.context import check_context, read_config
+from shared.durable import write_whole
 from shared.errors import BusUnavailable, SettingsError
 from shared.model_source import check_source
-from shared.settings import Settings, dump, load
+from shared.service import own_host
+from shared.settings import Settings, dump, load, sources
 from shared.settings.reward_models import ModelScorer
 from shared.settings.scorers import Scorer
 from shared.settings.section import Section
@@ -38,6 +44,14 @@ class Prepared:
     lock: TextIO
     """Held while the run is ours."""
 
+    def accept(self) -> None:
+        """Make the settings those of the run: its services work with them. A resume that failed before leaves no trace.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        write_whole(self.folder / place.SETTINGS_FILE, self.config.read_text(encoding="utf-8"))
+
 
 def prepare(config: Path | None, resume: Path | None, flags: Sequence[str]) -> Prepared:
     """Return a run that can start.
@@ -58,7 +72,19 @@ def prepare(config: Path | None, resume: Path | None, flags: Sequence[str]) -> P
         settings = _with(settings, "run", id=place.new_run_id(config))
     _check(settings)
     folder = place.make_run_folder(settings)
-    return _placed(settings, folder, place.lock(folder), resumed=False)
+    with _locked(folder) as held:
+        return _placed(settings, folder, held, resumed=False)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[TextIO]:
+    """Hold the run's lock, from now on; a start that is refused in the body leaves it."""
+    held = place.lock(folder)
+    try:
+        yield held
+    except BaseException:
+        held.close()
+        raise
 
 
 def _resumed(folder: Path, flags: Sequence[str]) -> Prepared:
@@ -67,12 +93,20 @@ def _resumed(folder: Path, flags: Sequence[str]) -> Prepared:
             f"expected a run's folder after --resume, found no {place.SETTINGS_FILE} in {folder}: give runs/<run id>"
         )
     folder = folder.resolve()  # `latest` may soon lead elsewhere
-    held = place.lock(folder)
-    place.end_leftovers(folder)
+    with _locked(folder) as held:
+        place.end_leftovers(folder)
+        return _placed(_as_before(folder, flags), folder, held, resumed=True)
+
+
+def _as_before(folder: Path, flags: Sequence[str]) -> Settings:
+    """Return the settings of the run in ``folder`` with those flags that a resume may change.
+
+    Raises:
+        SettingsError: it cannot go on so.
+    """
     before = load(folder / place.SETTINGS_FILE, environment={})
     settings = _resolved(load(folder / place.SETTINGS_FILE, flags))
-    if settings.run.id != before.run.id:
-        raise SettingsError(f"expected run.id {before.run.id!r} on resume, found {settings.run.id!r}: leave run.id out")
+    check_unchanged(before, settings, sources(flags, os.environ))
     if ":***@" in settings.bus.url:
         raise SettingsError(
             f"expected the bus's password, found {settings.bus.url!r}: give the URL by PENSTOCK__BUS__URL on resume too"
@@ -81,7 +115,7 @@ def _resumed(folder: Path, flags: Sequence[str]) -> Prepared:
     if settings.weights.folder is not None and place.is_in_memory(settings.weights.folder):
         settings = _with(settings, "weights", folder=None)
     _check(settings)
-    return _placed(settings, folder, held, resumed=True)
+    return settings
 
 
 def _placed(settings: Settings, folder: Path, held: TextIO, resumed: bool) -> Prepared:
@@ -91,9 +125,15 @@ def _placed(settings: Settings, folder: Path, held: TextIO, resumed: bool) -> Pr
     settings = _with(settings, "weights", folder=snapshots)
     settings = _with_executor(settings)
     place.mark_in_memory(snapshots, folder)
-    dump(settings, folder / place.SETTINGS_FILE)
+    config = folder / (place.NEXT_SETTINGS_FILE if resumed else place.SETTINGS_FILE)
+    try:
+        dump(settings, config)
+    except OSError as error:
+        raise SettingsError(
+            f"expected room for a run in {folder}, found {error.strerror or error}: free space there, or change run.folder"
+        ) from error
     place.link_latest(folder)
-    return Prepared(settings, folder, folder / place.SETTINGS_FILE, resumed, held)
+    return Prepared(settings, folder, config, resumed, held)
 
 
 # ---------------------------------------------------------------- settings
@@ -163,6 +203,8 @@ def _check(settings: Settings) -> None:
                 "start the services by themselves on each host (docs/kubernetes.md), or change it"
             )
     check_source("policy.model", settings.policy.model, ("config.json",))
+    limit, new = settings.rollout.vllm.max_model_len, settings.sampling.max_new_tokens
+    check_context(read_config(settings.policy.model), limit, new, settings.policy.model)
     if settings.policy.tokenizer:
         check_source("policy.tokenizer", settings.policy.tokenizer, ("tokenizer_config.json",))
     if settings.algorithm.needs_critic and settings.algorithm.critic.model:
@@ -175,7 +217,7 @@ def _check(settings: Settings) -> None:
         _check_data(held_out.path, settings.evaluation.setting_of(held_out))
     _check_port(settings.coordinator.host, settings.coordinator.port, "coordinator.port")
     for setting, port in metrics_ports(settings):
-        _check_port(settings.coordinator.host, port, setting)
+        _check_port(own_host(settings), port, setting)
     if settings.bus.url != EMBEDDED:
         asyncio.run(_check_bus(settings.bus.url))
 

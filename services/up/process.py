@@ -6,7 +6,7 @@
         │                                  │
         └──────────── stop ────────────────┴──▶ stopping ──▶ ended
 
-Two deaths end the run instead: exit code 2 (wrong settings) before the process was ever ready, and ``give_up`` deaths in a
+Two deaths end the run instead: one of a process that was never ready and says what is wrong with its settings, and ``give_up`` deaths in a
 row of one that was never ready. A process that was ready once is started again for ever.
 """
 
@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import re
 import signal
 import time
 from collections.abc import Awaitable, Callable
@@ -26,6 +27,7 @@ from services.up.plan import ProcessPlan
 
 WRONG_SETTINGS = 2
 _LAST_LINES = 15
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception)\b")
 
 
 class ChildState(StrEnum):
@@ -99,6 +101,11 @@ class Child:
         self._asked = asyncio.Event()
         self._hurry = asyncio.Event()
 
+    @property
+    def was_ready(self) -> bool:
+        """Whether the process, in any of its lives, did its work."""
+        return self._was_ready
+
     def mark_ready(self) -> None:
         """Say that the process does its work."""
         if self.state is ChildState.STARTING:
@@ -136,7 +143,7 @@ class Child:
         if self.plan.socket is not None:
             self.plan.socket.unlink(missing_ok=True)
         async with self._around.starting:
-            with self.log.open("ab") as log:
+            with self._open_log() as log:
                 self._log_start = log.tell()
                 process = await self._start(log)
             self.pid, self.started_at_s = process.pid, time.time()
@@ -148,6 +155,14 @@ class Child:
         self.pid = None
         self._around.changed()
         return code
+
+    def _open_log(self) -> BinaryIO:
+        """Return the process's log; where there is no room for one it writes nowhere."""
+        try:
+            return self.log.open("ab")
+        except OSError as error:
+            self._around.tell(f"{self.plan.name} runs without a log: {self.log}: {error.strerror or error}")
+            return Path(os.devnull).open("ab")
 
     async def _start(self, log: BinaryIO) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
@@ -186,7 +201,7 @@ class Child:
         self._failures = 1 if well else self._failures + 1
         if self._was_ready:
             return None
-        if code == WRONG_SETTINGS and (sentence := self._sentence()):
+        if code > 0 and (sentence := self._sentence()):
             return Failure(sentence, WRONG_SETTINGS)
         if self._failures < self._around.backoff.give_up:
             return None
@@ -199,7 +214,7 @@ class Child:
     async def _wait_before_restart(self, code: int) -> None:
         wait_s = self._around.backoff.wait_s(self._failures)
         self.restarts += 1
-        self.last_death = how(code)
+        self.last_death = (self._sentence() or self._exception() if code > 0 else "") or how(code)
         self._set(ChildState.WAITING)
         self._around.tell(f"{self.plan.name} stopped ({self.last_death}); starts again in {wait_s:.1f} s")
         with contextlib.suppress(TimeoutError):
@@ -212,18 +227,25 @@ class Child:
 
     def _written(self) -> list[str]:
         """Return the lines that the newest life wrote."""
+        if not self.log.exists():
+            return []
         with self.log.open("rb") as log:
             log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - 100_000))
             return [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
 
     def _sentence(self) -> str:
-        """Return what a service said of its wrong settings: everything from its line `penstock <service>: …` on."""
+        """Return what the newest life said of its wrong settings, in lines `penstock <service>: …`.
+
+        Ranks of a trainer may say the same; their launcher (torchrun) ends with its own exit code and a report that is left out.
+        """
         said = f"penstock {self.plan.service}:"
+        lines = (line.removeprefix(said).strip() for line in self._written() if line.startswith(said))
+        return "\n".join(dict.fromkeys(lines))
+
+    def _exception(self) -> str:
+        """Return the last line of the newest life, where it is an exception's."""
         lines = self._written()
-        starts = [index for index, line in enumerate(lines) if line.startswith(said)]
-        if not starts:
-            return ""
-        return "\n".join([lines[starts[-1]].removeprefix(said).strip(), *lines[starts[-1] + 1 :]])
+        return lines[-1] if lines and _EXCEPTION.match(lines[-1]) else ""
 
     def _tail(self) -> str:
         return "\n".join(f"  {line}" for line in self._written()[-_LAST_LINES:]) or "  (nothing)"

@@ -17,12 +17,14 @@ from services.up import place, plan, prometheus, system
 from services.up.plan import ProcessPlan
 from services.up.prepare import EMBEDDED, Prepared
 from services.up.process import Backoff, Child, ChildState
+from services.up.room import Room
 from services.up.screen import Screen, open_screen
 from services.up.supervisor import Ending, Supervisor
 from services.up.targets import Targets, targets_file
 from services.up.view import Row
 from services.up.watch import Seen, Watch
 from shared import embedded
+from shared.durable import free_bytes
 
 INTERRUPTED, TERMINATED = 130, 143
 _SHOW_EVERY_S = 0.5
@@ -61,6 +63,7 @@ def go(run: Prepared, planner: Planner = service_plans, backoff: Backoff | None 
     finally:
         for file in (run.folder / "coordinator.json", targets_file(run.folder)):
             file.unlink(missing_ok=True)  # those ports may be another's tomorrow
+        (run.folder / place.NEXT_SETTINGS_FILE).unlink(missing_ok=True)
         place.remove_snapshots(run.settings.snapshot_folder)
         if socket is not None:
             shutil.rmtree(socket.parent, ignore_errors=True)
@@ -73,18 +76,51 @@ async def _go(run: Prepared, plans: Sequence[ProcessPlan], bus_url: str, backoff
         screen.tell(f"run folder: {run.folder}")
         for child in (child for child in plans if child.service == plan.PROMETHEUS):
             screen.tell(f"Prometheus: {prometheus.url(child)}")
-        targets = Targets(run.folder, run.settings.run.id, plans)
+        targets = Targets(run.folder, run.settings.run.id, plans, screen.tell)
+        acceptance = _Acceptance(run, supervisor, screen)
         _listen(supervisor, screen)
         async with asyncio.TaskGroup() as tasks:
             around = [
-                tasks.create_task(watch.run(lambda seen: _heed(supervisor, targets, seen))),
+                tasks.create_task(watch.run(lambda seen: _heed(supervisor, targets, acceptance, seen))),
                 tasks.create_task(_show(supervisor, watch, screen)),
+                tasks.create_task(targets.run()),
+                tasks.create_task(Room(run.folder, screen.tell, free_bytes).run()),
             ]
             ending = await supervisor.run()
             for task in around:
                 task.cancel()
         screen.show(watch.seen.run, _rows(supervisor.children, watch.seen))
+        acceptance.close()
         return ending
+
+
+class _Acceptance:
+    """Makes the settings of a resume the run's, once every process has done its work with them."""
+
+    def __init__(self, run: Prepared, supervisor: Supervisor, screen: Screen) -> None:
+        self._run, self._supervisor, self._screen = run, supervisor, screen
+        self._is_open = run.resumed
+        self._refused = ""
+
+    def look(self, *, ended: bool) -> None:
+        """Accept the settings where the processes were ready, or the run has ended as they say."""
+        if not self._is_open or not (ended or self._supervisor.was_ready):
+            return
+        try:
+            self._run.accept()
+            self._is_open = False
+        except OSError as error:
+            if str(error) != self._refused:
+                self._refused = str(error)
+                self._screen.tell(f"{place.SETTINGS_FILE} keeps what it said for now: {error}: make room in run.folder")
+
+    def close(self) -> None:
+        """Say where the settings of a resume were not accepted."""
+        settings, kept = self._run.config, self._run.folder / place.SETTINGS_FILE
+        if self._is_open and settings.read_bytes() != kept.read_bytes():
+            self._screen.tell(
+                f"{place.SETTINGS_FILE} keeps what it said: the changes of this resume did not come into effect"
+            )
 
 
 def _listen(supervisor: Supervisor, screen: Screen) -> None:
@@ -104,13 +140,15 @@ def _listen(supervisor: Supervisor, screen: Screen) -> None:
         asyncio.get_running_loop().add_signal_handler(number, heard, number)
 
 
-def _heed(supervisor: Supervisor, targets: Targets, seen: Seen) -> None:
+def _heed(supervisor: Supervisor, targets: Targets, acceptance: _Acceptance, seen: Seen) -> None:
     """Tell the supervisor, and who scrapes metrics, what the coordinator said."""
     targets.update(seen.replicas.values())
     for replica in seen.replicas.values():
         if replica.ready:
             supervisor.mark_ready(replica.replica, replica.started_at_s)
-    if seen.run is not None and seen.run.ended:
+    ended = seen.run is not None and seen.run.ended
+    acceptance.look(ended=ended)
+    if ended:
         supervisor.end(Ending(0))
 
 

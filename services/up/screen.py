@@ -1,6 +1,7 @@
 """Show a run while it goes: a live screen at a terminal, plain lines elsewhere. A reader that went away never stops a run."""
 
 import contextlib
+import math
 import os
 import sys
 import time
@@ -13,9 +14,11 @@ from rich.console import Console
 from rich.live import Live
 
 from services.up import view
-from services.views import RunView
+from services.views import Notice, RunView
 
 _LINE_EVERY_S = 5.0
+_AGAIN_S = 60.0
+"""A notice whose text has changed is said again after this long."""
 _MESSAGES = 4
 
 
@@ -81,12 +84,17 @@ class LiveScreen:
 
 
 class PlainLines:
-    """A line every few seconds, and one for each change of state, evaluation and event."""
+    """A line every few seconds, one for each change of state and evaluation, and one for each new notice.
+
+    A notice that stays is said again from time to time, as its figures grow.
+    """
 
     def __init__(self, every_s: float = _LINE_EVERY_S) -> None:
         self._every_s = every_s
         self._next_s = 0.0
         self._known: tuple[str, int] | None = None
+        self._said: dict[str, tuple[str, float]] = {}
+        """Text of each notice that was said, and when (monotonic seconds), by what it is about and its level."""
 
     def __enter__(self) -> "PlainLines":
         return self
@@ -100,11 +108,23 @@ class PlainLines:
         """Say a line where there is something worth one."""
         if run is None:
             return
+        self._say_notices(run.notices)
         known = (run.state, len(run.evaluations))
         if known == self._known and time.monotonic() < self._next_s:
             return
         self._known, self._next_s = known, time.monotonic() + self._every_s
         self.tell(view.line(run))
+
+    def _say_notices(self, notices: Sequence[Notice]) -> None:
+        now_s = time.monotonic()
+        keys = {f"{notice.level} {notice.about}": notice for notice in notices}
+        self._said = {key: said for key, said in self._said.items() if key in keys}
+        for key, notice in keys.items():
+            text, said_s = self._said.get(key, ("", -math.inf))
+            if text == notice.text or now_s - said_s < _AGAIN_S:
+                continue
+            self._said[key] = (notice.text, now_s)
+            self.tell(view.notice_line(notice))
 
     def tell(self, text: str) -> None:
         """Say one line."""

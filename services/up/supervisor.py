@@ -5,7 +5,7 @@
     start the bus ──▶ it answers ──▶ start the services ──▶ … ──▶ end(…) ──▶ stop in order: rollout, reward, executor,
                                                                               trainer, coordinator, bus
 
-``<run folder>/up.json`` always names every process that runs. This module knows neither the coordinator's API nor the
+``<run folder>/up.json`` names every process that runs; while the disk has no room it is as it was. This module knows neither the coordinator's API nor the
 screen: it is told who is ready, when the run has ended, and where to say things.
 """
 
@@ -22,7 +22,7 @@ from services.up import system
 from services.up.plan import EXECUTOR, PROMETHEUS, STOP_ORDER, STOP_ORDER_ENDED, VALKEY, ProcessPlan
 from services.up.process import Backoff, Child, ChildState, Failure, Surroundings
 from shared import connection
-from shared.durable import write_whole
+from shared.durable import Kept
 from shared.errors import BusUnavailable, SettingsError
 
 _BUS_START_S = 30.0
@@ -56,6 +56,7 @@ class Supervisor:
         self._ending: Ending | None = None
         self._ended = asyncio.Event()
         self._starting = asyncio.Lock()
+        self._table = Kept(run_folder / "up.json", tell)
         logs = run_folder / "logs"
         logs.mkdir(exist_ok=True)
         around = Surroundings(logs, backoff, self._starting, self._write_table, tell, self._fail, finished)
@@ -77,6 +78,11 @@ class Supervisor:
             if child.plan.name == name and since_s >= child.started_at_s:
                 child.mark_ready()
 
+    @property
+    def was_ready(self) -> bool:
+        """Whether every process of the run did its work at least once."""
+        return all(child.was_ready for child in self.children)
+
     async def run(self) -> Ending:
         """Run until the end; return how it was."""
         async with asyncio.TaskGroup() as tasks:
@@ -84,7 +90,11 @@ class Supervisor:
             runs = {child: tasks.create_task(child.run()) for child in bus}
             if not bus or await self._bus_answers(bus[0]):
                 runs |= {child: tasks.create_task(child.run()) for child in self.children if child not in runs}
-            around = [tasks.create_task(self._end_orphans()), tasks.create_task(self._look_for_silent())]
+            around = [
+                tasks.create_task(self._end_orphans()),
+                tasks.create_task(self._look_for_silent()),
+                tasks.create_task(self._table.run()),
+            ]
             await self._ended.wait()
             await self._stop_in_order(runs)
             for task in around:
@@ -146,6 +156,7 @@ class Supervisor:
                 system.end_orphans([child.pid for child in self.children if child.pid is not None])
 
     def _fail(self, failure: Failure) -> None:
+        self._tell(f"stopping: {failure.sentence}")  # at once: processes that are still starting take a while to end
         self.end(Ending(failure.code, failure.sentence))
 
     def _write_table(self) -> None:
@@ -154,7 +165,7 @@ class Supervisor:
             "bus": connection.redact(self._bus_url),
             "processes": [_row(child) for child in self.children if child.state is not ChildState.ENDED],
         }
-        write_whole(self._run_folder / "up.json", json.dumps(table, indent=2) + "\n")
+        self._table.write(json.dumps(table, indent=2) + "\n")
 
 
 async def _connect(plan: ProcessPlan) -> None:

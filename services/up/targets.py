@@ -8,13 +8,13 @@ with them. A replica that is gone stays a target, for its silence is what an ale
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from services.up.plan import PROMETHEUS, ProcessPlan
 from services.views import ReplicaView
 from shared.cordon import Word
-from shared.durable import write_whole
+from shared.durable import Kept
 
 
 def targets_file(run_folder: Path) -> Path:
@@ -25,9 +25,12 @@ def targets_file(run_folder: Path) -> Path:
 class Targets:
     """The addresses of one run's metrics, written down whenever one changes."""
 
-    def __init__(self, run_folder: Path, run_id: str, plans: Sequence[ProcessPlan]) -> None:
-        self._file = targets_file(run_folder)
-        self._file.parent.mkdir(exist_ok=True)
+    def __init__(
+        self, run_folder: Path, run_id: str, plans: Sequence[ProcessPlan], tell: Callable[[str], None]
+    ) -> None:
+        file = targets_file(run_folder)
+        file.parent.mkdir(exist_ok=True)
+        self._file = Kept(file, tell)
         self._run_id = run_id
         self._known = {
             plan.name: (plan.service, f"{plan.address[0]}:{plan.address[1]}")
@@ -53,4 +56,8 @@ class Targets:
             {"targets": [address], "labels": {"run": self._run_id, "service": service, "instance": name}}
             for name, (service, address) in sorted(self._known.items())
         ]
-        write_whole(self._file, json.dumps(groups, indent=2) + "\n")
+        self._file.write(json.dumps(groups, indent=2) + "\n")
+
+    async def run(self) -> None:
+        """Write what could not be written when it changed, until cancelled."""
+        await self._file.run()

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import time
 from collections.abc import Sequence
 
 from rich import box
@@ -12,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from services.views import READY_STATES, Evaluation, ReplicaView, RunView
+from services.views import READY_STATES, Evaluation, EventView, Notice, ReplicaView, RunView
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARKS = 24
@@ -23,7 +24,11 @@ _STATE_STYLES = {
     "stopped": "bold yellow",
     "created": "bold cyan",
 }
+_NOTICE_STYLES = {"error": "bold red", "warning": "yellow"}
+_MARK = "▲"
 _MISSING = "–"
+_GAP = 2
+"""Columns between two columns of that table."""
 _WIDE = 72
 """Columns that the whole table of processes needs."""
 _GOOD = frozenset({*READY_STATES, "ready"} - {"degraded"})
@@ -45,7 +50,13 @@ class Row:
 def row_of(replica: ReplicaView) -> Row:
     """Return the row of a replica that is known by its heartbeat alone."""
     return Row(
-        replica.replica, replica.state, replica.version, replica.memory_bytes, pid=replica.pid, note=replica.last_error
+        replica.replica,
+        replica.state,
+        replica.version,
+        replica.memory_bytes,
+        restarts=max(0, replica.starts - 1),
+        pid=replica.pid,
+        note=replica.last_error,
     )
 
 
@@ -55,11 +66,23 @@ def row_of(replica: ReplicaView) -> Row:
 def screen(title: str, run: RunView | None, rows: Sequence[Row], messages: Sequence[str] = ()) -> RenderableType:
     """Return all of it, for a terminal of 60 columns or more."""
     parts: list[RenderableType] = [_facts(run) if run is not None else Text("starting …", style="cyan")]
+    if run is not None and run.notices:
+        parts += [Text(), *(_notice(notice) for notice in run.notices)]
     if rows:
         parts += [Text(), _Processes(rows)]
     if messages:
-        parts += [Text(), *(Text(message, style="dim", overflow="ellipsis", no_wrap=True) for message in messages)]
+        parts += [Text(), *(Text(message, style="dim") for message in messages)]
     return Panel(Group(*parts), title=Text(title, style="bold"), box=box.ROUNDED, border_style="dim", padding=(0, 1))
+
+
+def _notice(notice: Notice) -> Text:
+    """Return a notice whole, over as many lines as it needs."""
+    return Text(f"{_MARK} {notice.text}", style=_NOTICE_STYLES.get(notice.level, "yellow"))
+
+
+def notice_line(notice: Notice) -> str:
+    """Return a notice as one line for a log."""
+    return f"{notice.level}: {notice.text}"
 
 
 def _facts(run: RunView) -> RenderableType:
@@ -78,7 +101,8 @@ def _facts(run: RunView) -> RenderableType:
 
 def _state(run: RunView) -> Text:
     line = Text(run.state, style=_STATE_STYLES.get(run.state, "bold"))
-    for extra in (run.reason, run.activity):
+    told = any(run.reason and run.reason in notice.text for notice in run.notices)
+    for extra in ("" if told else run.reason, run.activity):
         if extra and extra != run.state:
             line.append(f"  {extra}", style="dim")
     return line
@@ -137,25 +161,40 @@ class _Processes:
     rows: Sequence[Row]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        wide = options.max_width >= _WIDE
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", expand=False)
+        if options.max_width < _WIDE:
+            yield self._table(wide=False)
+            return
+        taken = console.measure(self._table(wide=True), options=options).maximum
+        yield self._table(wide=True, note_width=max(0, options.max_width - taken - _GAP))
+
+    def _table(self, *, wide: bool, note_width: int = 0) -> Table:
+        """Return the table, with notes cut to ``note_width`` columns: what matters of them is a notice."""
+        table = Table(box=None, padding=(0, _GAP, 0, 0), header_style="dim", expand=False)
         for name in ("process", "state"):
             table.add_column(name, no_wrap=True)
         for name in ("version", "memory", "starts", "pid") if wide else ("version", "memory"):
             table.add_column(name, justify="right", no_wrap=True)
-        if wide:
-            table.add_column("", no_wrap=True, overflow="ellipsis", style="dim")
+        if note_width:
+            table.add_column("", no_wrap=True, overflow="ellipsis", style="dim", max_width=note_width)
         for row in self.rows:
             cells: list[Text | str] = [row.name, _health(row), _version(row.version), memory(row.memory_bytes)]
-            starts = Text(str(row.restarts + 1), style="yellow" if row.restarts else "dim")
-            more: list[Text | str] = [starts, str(row.pid or _MISSING), row.note]
-            table.add_row(*cells, *(more if wide else ()))
-        yield table
+            if wide:
+                cells += [
+                    Text(str(row.restarts + 1), style="yellow" if row.restarts else "dim"),
+                    str(row.pid or _MISSING),
+                ]
+            table.add_row(*cells, *([Text(row.note.partition("\n")[0])] if note_width else []))
+        return table
 
 
 def _health(row: Row) -> Text:
     good = row.state in _GOOD
     return Text("● ", style="green" if good else "yellow").append(row.state, style="none")
+
+
+def event_line(event: EventView) -> str:
+    """Return an event as a message below the screen."""
+    return f"{time.strftime('%H:%M:%S', time.localtime(event.at_s))}  {event.name}: {event.detail}"
 
 
 # ---------------------------------------------------------------- one line

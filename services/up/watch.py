@@ -6,11 +6,11 @@ The coordinator may be dead at any moment; then what it said last stays, and is 
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from services.client import AsyncCoordinator, Refused, Unreachable, Unreadable, find
-from services.views import ReplicaView, RunView
+from services.views import EventView, ReplicaView, RunView
 from shared.errors import PenstockError
 
 POLL_S = 1.0
@@ -36,6 +36,9 @@ class Watch:
         self._token = token
         self._run_folder = run_folder
         self._asking = asyncio.Lock()
+        self._started_at_s = time.time()
+        self._last_event = (0, 0)
+        """The id of the newest event that was told."""
         self._coordinator: AsyncCoordinator | None = None
 
     async def run(self, on_news: Callable[[Seen], None]) -> None:
@@ -54,6 +57,7 @@ class Watch:
             try:
                 coordinator = self._find()
                 run, replicas = await coordinator.run(), await coordinator.replicas()
+                self._tell_events(await coordinator.events())
             except (Unreachable, Refused) as error:
                 await self._forget()
                 self._tell_once(error)
@@ -66,6 +70,16 @@ class Watch:
         await self.ask()
         run = self.seen.run
         return run is not None and (run.ended or 0 < run.steps <= run.step)
+
+    def _tell_events(self, events: Sequence[EventView]) -> None:
+        """Say each event once that happened since this ``penstock up`` was started; those of guards are among the run's notices."""
+        for event in events:
+            time_ms, _, number = event.id.partition("-")
+            place = (int(time_ms or 0), int(number or 0))
+            if event.at_s >= self._started_at_s and place > self._last_event:
+                self._last_event = place
+                if event.source != "guard":
+                    self._tell(f"{event.name}: {event.detail}")
 
     def _tell_once(self, error: PenstockError) -> None:
         """That nobody answers is normal while processes start; an answer that makes no sense is not."""

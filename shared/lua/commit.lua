@@ -4,7 +4,7 @@
 -- is already committed (the initial policy, or the weights of a resumed trainer).
 -- KEYS run, experience, journal, policies, policy_states, published, steps, counts, audit, marks, prompts, rollouts
 -- ARGV epoch, commit id, step, version, parent, record, published payload, report, group, audit length, report length,
---      now, revision of the live settings, entry ids...
+--      now, revision of the live settings, plan of the step, entry ids...
 -- The parent must be the tip: the newest version, or the one that a rollback went back to. Beside the version stands where
 -- the run was: how many groups were trained, and the place in the dataset of the first prompt that was not.
 -- Returns 'ok', or why not: 'fenced' (another trainer started), 'diverged:<step>' (the ledger stands at another step),
@@ -16,7 +16,7 @@ end
 if run[4] == ARGV[2] then
   return 'ok'
 end
-local entries = #ARGV - 13
+local entries = #ARGV - 14
 local step = tonumber(run[2] or '0')
 if tonumber(ARGV[3]) ~= (entries > 0 and step + 1 or step) then
   return 'diverged:' .. step
@@ -24,18 +24,18 @@ end
 if (run[5] or run[3] or '') ~= ARGV[5] or tonumber(ARGV[4]) ~= tonumber(run[3] or '-1') + 1 then
   return 'diverged:' .. step
 end
-for i = 14, #ARGV do
+for i = 15, #ARGV do
   if #redis.call('XPENDING', KEYS[2], ARGV[9], ARGV[i], ARGV[i], 1) == 0 then
     return 'missing:' .. ARGV[i]
   end
 end
-for i = 14, #ARGV do
+for i = 15, #ARGV do
   local fields = redis.call('XRANGE', KEYS[2], ARGV[i], ARGV[i])[1][2]
   local id, data
   for f = 1, #fields, 2 do
     if fields[f] == 'id' then id = fields[f + 1] elseif fields[f] == 'data' then data = fields[f + 1] end
   end
-  redis.call('XADD', KEYS[3], '*', 'id', id, 'step', ARGV[3], 'revision', ARGV[13], 'data', data)
+  redis.call('XADD', KEYS[3], '*', 'id', id, 'step', ARGV[3], 'revision', ARGV[13], 'plan', i == 15 and ARGV[14] or '', 'data', data)
   redis.call('XACK', KEYS[2], ARGV[9], ARGV[i])
   redis.call('XDEL', KEYS[2], ARGV[i])
   if tonumber(ARGV[10]) > 0 then

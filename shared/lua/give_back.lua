@@ -5,7 +5,14 @@
 -- Returns how many were ours to give; none when the server came back empty.
 local rows = {}
 if #ARGV == 4 then
-  rows = redis.pcall('XPENDING', KEYS[1], ARGV[1], '-', '+', 10000, ARGV[2])
+  local start, page = '-', nil
+  repeat
+    page = redis.pcall('XPENDING', KEYS[1], ARGV[1], start, '+', 1000, ARGV[2])
+    for _, row in ipairs(page) do  -- an error has no rows
+      rows[#rows + 1] = row
+      start = '(' .. row[1]
+    end
+  until #page < 1000
 else
   for i = 5, #ARGV do
     local found = redis.pcall('XPENDING', KEYS[1], ARGV[1], ARGV[i], ARGV[i], 1)
@@ -15,7 +22,7 @@ else
     end
   end
 end
-for _, row in ipairs(rows) do  -- an error has no rows
+for _, row in ipairs(rows) do
   local attempts = math.max(0, row[4] - (ARGV[4] == '1' and 1 or 0))
   redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, row[1], 'IDLE', ARGV[3], 'RETRYCOUNT', attempts, 'JUSTID')
 end

@@ -20,11 +20,11 @@ What two services must agree on stands once. Unknown keys are errors. Loaded in 
 nothing else reads the environment. What of it may change while the run goes on is ``shared.live``'s.
 """
 
-from shared.settings.loading import ENVIRONMENT_PREFIX, dump, dumps, load, loads, override
+from shared.settings.loading import ENVIRONMENT_PREFIX, dump, dumps, load, loads, override, sources
 from shared.settings.policy import LoraSettings, PolicySettings, WeightsSettings
 from shared.settings.reward import ExecutorSettings
 from shared.settings.rollout import RolloutSettings
-from shared.settings.root import Settings, check_plain_engine
+from shared.settings.root import Settings, check_plain_engine, check_reproducible
 from shared.settings.run import BusSettings, CoordinatorSettings, DataSettings
 from shared.settings.trainer import TrainerSettings
 
@@ -41,9 +41,11 @@ __all__ = [
     "TrainerSettings",
     "WeightsSettings",
     "check_plain_engine",
+    "check_reproducible",
     "dump",
     "dumps",
     "load",
     "loads",
     "override",
+    "sources",
 ]

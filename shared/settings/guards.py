@@ -91,6 +91,15 @@ class RolloutsStarvingGuard(Section):
     """Largest share of the looks that may find no prompt while groups wait for the trainer."""
 
 
+class UnscoredGuard(Section):
+    """Groups are generated and none can be scored: a scorer, its data or what it needs is broken."""
+
+    action: Action = Field(default="pause")
+    """What is done about it."""
+    groups: PositiveInt = Field(default=16)
+    """Groups in a row that were given up without a reward."""
+
+
 class StalledGuard(Section):
     """A run that should train commits nothing."""
 
@@ -117,5 +126,7 @@ class GuardsSettings(Section):
     """The trainer waits for groups."""
     rollouts_starving: RolloutsStarvingGuard = Field(default=RolloutsStarvingGuard())
     """Replicas wait for prompts: every slot is taken by groups that wait for the trainer."""
+    unscored: UnscoredGuard = Field(default=UnscoredGuard())
+    """No group can be scored."""
     stalled: StalledGuard = Field(default=StalledGuard())
     """No commit for long."""

@@ -1,7 +1,8 @@
 """From a TOML file, the environment and dotted flags to :class:`Settings`, and back to TOML.
 
 The file first, then the environment (``PENSTOCK__TRAINER__LEARNING_RATE``), then flags (``--trainer.learning_rate 1e-5``). A value
-is read as TOML; what is none is a string. Whatever is wrong becomes one sentence a setting. Nothing else reads the environment.
+is read as TOML; what is none is a string. Whatever is wrong becomes one sentence a setting, which begins with where its value comes from: the
+file, the environment variable or the flag. Nothing else reads the environment.
 """
 
 import difflib
@@ -9,12 +10,14 @@ import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import tomli_w
 from pydantic import ValidationError
 
 from shared.connection import redact
+from shared.durable import write_whole
 from shared.errors import SettingsError
 from shared.settings.root import Settings
 
@@ -45,11 +48,21 @@ def loads(toml: str, name: str, flags: Sequence[str] = (), environment: Mapping[
         values = tomllib.loads(toml)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise SettingsError(f"expected TOML in {name}, found: {error}") from error
-    for key, text in _environment(environment or {}).items():
+    for key, text in (_environment(environment or {}) | _flags(flags)).items():
         _set(values, key, text)
-    for key, text in _flags(flags).items():
-        _set(values, key, text)
-    return _validated(values, name)
+    return _validated(values, name, sources(flags, environment))
+
+
+def sources(flags: Sequence[str], environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return where each overridden setting has its value from, in words, by its dotted key.
+
+    Raises:
+        SettingsError: a flag is no setting.
+    """
+    found = {
+        _key(name): f"environment variable {name}" for name in environment or {} if name.startswith(ENVIRONMENT_PREFIX)
+    }
+    return found | {key: f"flag --{key}" for key in _flags(flags)}
 
 
 def override(settings: Settings, changes: Mapping[str, object]) -> Settings:
@@ -65,16 +78,16 @@ def override(settings: Settings, changes: Mapping[str, object]) -> Settings:
     return _validated(values, "settings")
 
 
-def _validated(values: dict[str, Any], name: str) -> Settings:
+def _validated(values: dict[str, Any], name: str, sources: Mapping[str, str] = MappingProxyType({})) -> Settings:
     try:
         return Settings.model_validate(values)
     except ValidationError as error:
-        raise SettingsError(_explain(error, name)) from error
+        raise SettingsError(_explain(error, name, sources)) from error
 
 
 def dump(settings: Settings, path: Path) -> None:
-    """Write the resolved settings as TOML, without the password of bus.url, for services and for people to read."""
-    path.write_text(dumps(settings), encoding="utf-8")
+    """Write the resolved settings as TOML, without the password of bus.url, for services and for people to read; whole or not at all."""
+    write_whole(path, dumps(settings))
 
 
 def dumps(settings: Settings) -> str:
@@ -96,11 +109,11 @@ def _read(path: Path) -> str:
 
 
 def _environment(environment: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", "."): value
-        for name, value in environment.items()
-        if name.startswith(ENVIRONMENT_PREFIX)
-    }
+    return {_key(name): value for name, value in environment.items() if name.startswith(ENVIRONMENT_PREFIX)}
+
+
+def _key(variable: str) -> str:
+    return variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
 
 
 def _flags(flags: Sequence[str]) -> dict[str, str]:
@@ -135,8 +148,22 @@ def _value(text: str) -> Any:
         return text
 
 
-def _explain(error: ValidationError, name: str) -> str:
-    return "\n".join(f"{name}: {_explain_one(dict(problem))}" for problem in error.errors())
+def _explain(error: ValidationError, name: str, sources: Mapping[str, str]) -> str:
+    return "\n".join(_with_source(dict(problem), name, sources) for problem in error.errors())
+
+
+def _with_source(problem: dict[str, Any], name: str, sources: Mapping[str, str]) -> str:
+    """Return what is wrong, and where the wrong values come from: the file ``name``, or what overrides it."""
+    key, sentence = ".".join(str(part) for part in problem["loc"]), _explain_one(problem)
+    if problem["type"] != "value_error":
+        return f"{next((source for known, source in sources.items() if _holds(known, key)), name)}: {sentence}"
+    overridden = [f"{known} is set by {source}" for known, source in sources.items() if known in sentence]
+    return f"{name}: {sentence}" + (f" ({', '.join(overridden)})" if overridden else "")
+
+
+def _holds(table: str, key: str) -> bool:
+    """Whether ``key`` is the setting ``table``, or lies in it or around it."""
+    return f"{key}.".startswith(f"{table}.") or f"{table}.".startswith(f"{key}.")
 
 
 def _explain_one(problem: dict[str, Any]) -> str:

@@ -30,7 +30,8 @@ class VllmSettings(Section):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(default=0.85)
     """Share of the GPU's memory that vLLM may take, weights and key-value cache together."""
     max_model_len: NonNegativeInt = Field(default=0)
-    """Longest prompt with its completion, in tokens; 0: the model's own context."""
+    """Longest prompt with its completion, in tokens; 0: the model's own context. With transformers too, and in the trainer: it decides
+    which factors a model with longrope takes."""
     enforce_eager: bool = Field(default=False)
     """Run without CUDA graphs: a quicker start, slower decoding."""
     enable_prefix_caching: bool = Field(default=True)
@@ -60,6 +61,10 @@ class RolloutSettings(Section):
     there is a GPU, else transformers."""
     max_groups: PositiveInt = Field(default=16)
     """How many groups one replica generates at a time."""
+    reproducible: bool = Field(default=False)
+    """Generate each group as a batch of its own, so that a run of the same `run.seed` on the same kind of machine repeats to the
+    bit: otherwise which groups share a batch, and with it how products are rounded, depends on timing. Slower, by 1.6 in the
+    arithmetic example. Needs algorithm.max_lag = 0 and the transformers engine."""
     device: str = Field(default="auto")
     """`auto` (a GPU where there is one), `cpu`, or `cuda:0`."""
     gpus: tuple[NonNegativeInt, ...] = Field(default=())

@@ -91,6 +91,7 @@ class Settings(Section):
             rule(self)
         if self.rollout.engine in ("transformers", "scripted"):
             check_plain_engine(self, self.rollout.engine)
+        check_reproducible(self, self.rollout.engine)
         return self
 
 
@@ -159,6 +160,22 @@ def _check_slots(settings: Settings) -> None:
         raise ValueError(
             f"expected at most 1,000,000 groups in flight, found (max_lag {algorithm.max_lag} + 1) × "
             f"groups_per_step {algorithm.groups_per_step}: lower algorithm.max_lag"
+        )
+
+
+def check_reproducible(settings: Settings, engine: str) -> None:
+    """Raise ValueError where ``settings`` ask for a run that repeats to the bit, and others of them make it depend on timing."""
+    if not settings.rollout.reproducible:
+        return
+    if settings.algorithm.max_lag:
+        raise ValueError(
+            f"expected algorithm.max_lag = 0 with rollout.reproducible, found {settings.algorithm.max_lag}: which version generates "
+            "a group depends on timing otherwise; change one of them"
+        )
+    if engine not in ("auto", "transformers"):
+        raise ValueError(
+            f'expected the engine "transformers" with rollout.reproducible, found "{engine}", whose samples depend on timing: change '
+            "rollout.engine, or rollout.reproducible"
         )
 
 

@@ -19,6 +19,9 @@ class RunSettings(Section):
     """How many optimizer steps the run makes."""
     seed: NonNegativeInt = Field(default=0)
     """Seeds the dataset order, sampling and the trainer."""
+    host: str = Field(default="", pattern=r"^[0-9A-Za-z_.-]*$")
+    """Address at which other machines reach the processes of this one, for /metrics and weights; empty: `POD_IP`, else the address
+    from which this machine reaches the bus. Differs from machine to machine: give it as a flag or by PENSTOCK__RUN__HOST."""
 
 
 class BusSettings(Section):
@@ -63,7 +66,7 @@ class CoordinatorSettings(Section):
     """Admission, ledger and the HTTP API."""
 
     host: str = Field(default="127.0.0.1")
-    """Address of the HTTP API."""
+    """Address of the HTTP API; /metrics and weights are served at `run.host`."""
     port: NonNegativeInt = Field(default=0)
     """Port of the HTTP API; 0: any free one, written to <run folder>/coordinator.json."""
     metrics_port: NonNegativeInt = Field(default=0)

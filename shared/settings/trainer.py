@@ -92,15 +92,26 @@ class TrainerSettings(Section):
     max_grad_norm: PositiveFloat = Field(default=1.0)
     """Gradients are scaled down to this global norm."""
     micro_batch_tokens: PositiveInt = Field(default=16_384)
-    """Most tokens in one forward pass on one rank; a longer sample leaves untrained."""
+    """Most tokens in one forward pass on one rank; a longer sample leaves untrained. A group's prompt counts once, or once for each sample
+    where `trainer.packing` computes it so."""
     attention: Literal["auto", "mask", "varlen"] = Field(default="auto")
     """How packed sequences attend: torch's variable-length attention (`varlen`; CUDA, half precision), or rectangles of similar
     sequences with a mask (`mask`, anywhere); `auto`: varlen where it runs. Both give the logprobs of separate sequences."""
+    packing: Literal["auto", "rows", "sequences"] = Field(default="auto")
+    """How sequences go through the model. `rows`: a group's prompt is computed once and its completions beside it. `sequences`: each prompt
+    and completion by itself, as transformers runs it; exact for every causal model, and several times slower where prompts are long.
+    `auto`: rows where the model's layers are known to keep packed sequences apart, else sequences, with a warning."""
     kernels: Literal["auto", "torch", "liger"] = Field(default="auto")
     """What computes norms, rotary embeddings and gated MLPs on a GPU: torch, or Liger's fused kernels (extra fused-kernels); `auto`: Liger's
     where they are installed and know the model. With `torch` the logprobs of logits are left to torch as well."""
     logits_chunk_tokens: NonNegativeInt = Field(default=2048)
     """Logits of so many tokens are in memory at a time, and computed again in the backward pass; 0: of a whole micro-batch."""
+    logits: Literal["model", "float32"] = Field(default="model")
+    """In which type logits are made of bfloat16 hidden states, here and by the reward service's reference: the `model`'s own, as vLLM makes
+    them, or `float32`, whose logprobs are exact where the others are 0.02 nats per token off (docs/algorithms.md)."""
+    deterministic: bool = Field(default=False)
+    """On a GPU: make each step with operations that repeat it to the bit, some of which are slower, so that a replay does. On a CPU
+    steps repeat anyway."""
     gradient_checkpointing: bool = Field(default=False)
     """Compute each layer's activations again in the backward pass instead of keeping them: less memory, a third more work."""
     offload: Literal["none", "optimizer", "all"] = Field(default="none")

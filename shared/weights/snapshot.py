@@ -83,13 +83,13 @@ def write_adapter(
     version: PolicyVersion,
     step: int,
     factors: Iterable[tuple[str, torch.Tensor]],
-    configuration: Callable[[list[str]], bytes],
+    configuration: bytes,
     dtype: torch.dtype,
 ) -> Snapshot:
     """Write an adapter (names of a PEFT file) as ``folder``/v<version>, visible whole or not at all; ``factors`` as ``tensors``.
 
     Args:
-        configuration: from the names, the bytes of adapter_config.json.
+        configuration: the bytes of adapter_config.json.
 
     Raises:
         WeightsError: the storage refused (full, read-only).
@@ -99,9 +99,9 @@ def write_adapter(
         tensors = {name: _copied(tensor, dtype) for name, tensor in factors}
         bucket, offsets = _write_bucket(beside / ADAPTER, tensors)
         entries = [TensorEntry(n, dtype_name(t.dtype), tuple(t.shape), offsets[n], 0) for n, t in tensors.items()]
-        data = configuration(list(tensors))
-        _write(beside / "adapter_config.json", data)
-        settings = BucketEntry("adapter_config.json", len(data), hashlib.sha256(data).hexdigest())
+        _write(beside / "adapter_config.json", configuration)
+        digest = hashlib.sha256(configuration).hexdigest()
+        settings = BucketEntry("adapter_config.json", len(configuration), digest)
         return Manifest(version=version, step=step, tensors=tuple(entries), buckets=(bucket, settings))
 
     return _write_whole(folder, version, fill)

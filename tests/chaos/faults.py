@@ -67,6 +67,7 @@ FLAGS = {
     "guards.trainer_starving.steps": 4,
     "guards.trainer_starving.share": 0.6,
     "guards.rollouts_starving.window_s": 3,
+    "guards.unscored.groups": 4,
     "guards.stalled.after_s": 3,
 }
 LEAST_MINUTE_S, STEPS_A_MINUTE = 0.6, 2
@@ -146,7 +147,9 @@ class Faults:
                 if await self._is_served():
                     yield
                     return
-            await self.train(1)
+            # A pull was broken off by the freeze: until the replica has caught up, the next freeze would find it behind as well, and the
+            # guard of the throughput would take the frozen seconds for what is usual.
+            await self.train(STEADY_STEPS)
 
     async def _is_served(self) -> bool:
         """Whether the replica has the newest weights a second from now."""

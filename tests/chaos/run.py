@@ -76,7 +76,7 @@ class TcpServer:
     def kill(self) -> None:
         assert self.process is not None
         self.process.kill()
-        self.process.wait(30)
+        self.process.wait(PATIENCE_S)
 
     def empty(self) -> None:
         """Forget everything; only while it does not run."""
@@ -170,17 +170,17 @@ class Run:
         for process in self._by_hand.values():
             process.send_signal(signal.SIGCONT)
             process.kill()
-            process.wait(30)
+            process.wait(PATIENCE_S)
         if self.process.poll() is None:
             for row in self.table()["processes"]:
                 with contextlib.suppress(ProcessLookupError, TypeError):
                     os.kill(row["pid"], signal.SIGCONT)
             self.process.terminate()
             try:
-                self.process.wait(40)
+                self.process.wait(PATIENCE_S)
             except subprocess.TimeoutExpired:
                 self.process.terminate()  # the second time: at once
-                self.process.wait(20)
+                self.process.wait(PATIENCE_S)
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Wait until ``condition()`` (sync or async) is true; fail with all logs when it never is, or when the run ended early."""
@@ -315,7 +315,7 @@ async def harmed(
 async def left_behind(run: Run) -> AsyncIterator[Bus]:
     """The bus of a run that is over, from what its embedded Valkey left on disk."""
     with embedded.serving(run.folder / "valkey") as url:
-        bus = await Bus.connect(url, RUN_ID, wait_s=20.0)
+        bus = await Bus.connect(url, RUN_ID, wait_s=PATIENCE_S)
         yield bus
         await bus.close()
 

@@ -34,7 +34,7 @@ async def test_a_server_that_comes_back_empty_costs_what_was_in_flight_and_no_mo
         await run.more_steps(bus, 6)
         await _freeze(server)
         await run.more_steps(bus, 2)
-        await run.until(lambda: _in_flight(checkpoints.newest(run.folder / "checkpoints", None)))
+        await run.until(lambda: _in_flight(checkpoints.find(run.folder / "checkpoints")[-1]))
         before = [record.version for record in await Ledger(bus).policies()]
         server.kill()
         server.empty()
@@ -42,7 +42,7 @@ async def test_a_server_that_comes_back_empty_costs_what_was_in_flight_and_no_mo
         await until(lambda: answers(server.port), timeout_s=PATIENCE_S)
         await run.until(lambda: _restored(bus))
         [restored] = await _restored(bus)
-        found = checkpoints.newest(run.folder / "checkpoints", restored["step"])
+        found = checkpoints.read(run.folder / "checkpoints" / f"step-{restored['step']:06d}")
         await run.more_steps(bus, 3)
         await run.stop()
         status, counts = await Ledger(bus).account()
@@ -95,7 +95,7 @@ async def watched(folder: Path) -> AsyncIterator[tuple[TcpServer, int, str]]:
         yield primary, port, f"redis+sentinel://127.0.0.1:{port}/penstock"
     finally:
         sentinel.kill()
-        sentinel.wait(30)
+        sentinel.wait(PATIENCE_S)
         primary.kill()
         replica.kill()
 

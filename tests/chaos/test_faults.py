@@ -42,7 +42,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.debian,
     pytest.mark.timeout(900),
-    pytest.mark.flaky(reruns=0),  # on what a wait in vain left of the run: `make faults` begins another
     pytest.mark.asyncio(loop_scope="module"),
 ]
 
@@ -117,9 +116,11 @@ async def test_a_trainer_that_stands_still_stalls_the_run_and_starves_its_replic
 
 
 async def test_a_scorer_that_fails_buries_its_groups_and_a_leader_that_stands_still_is_missed(faults: Faults) -> None:
-    async with faults.raised({"PenstockScorerUnavailable/reward-0", "PenstockDeadLetters"}) as seen:
+    async with faults.raised({"PenstockScorerUnavailable/reward-0", "PenstockDeadLetters"}, {"unscored"}) as seen:
         with faults.scorer("fail"):
             await seen()
+            await faults.paused_by("unscored")
+    await faults.run.command("/v1/run/resume")
     async with faults.raised({"PenstockNoLeader"}) as seen:
         with faults.frozen("coordinator-0"):
             await seen()

@@ -16,6 +16,9 @@ const PHASES = {
   phase_checkpoint_s: "checkpoint",
 };
 
+/** How the mean value of a scorer is named in a step's report. */
+const SCORER = "scorer_mean_";
+
 /** Show the curves of `reports` (GET /v1/run/steps, oldest first) and of `evaluations`. */
 export function drawCurves(node, reports, evaluations, maxLag) {
   const steps = reports.map((one) => one.step);
@@ -26,6 +29,7 @@ export function drawCurves(node, reports, evaluations, maxLag) {
   const phases = Object.entries(PHASES).map(([name, label]) => ({ name: label, values: column(name) }));
   const cards = [
     ["Reward", "of training samples: mean, one deviation", () => rewards(steps, column)],
+    ["Reward by scorer", "mean value of each scorer", () => curves(steps, scorers(reports, column))],
     ["Held-out accuracy", "by set; 95 % interval of the first", () => accuracies(evaluations)],
     ["KL", "nats a token, behavior against policy", plain(["kl_mean"])],
     ["Entropy", "nats a token", plain(["entropy"])],
@@ -34,6 +38,10 @@ export function drawCurves(node, reports, evaluations, maxLag) {
     ["Time per phase", "seconds of a step in the trainer", () => stack(steps, phases)],
     ["Response length", "tokens, mean", plain(["response_tokens_mean"])],
     ["Gradient norm", "before clipping", plain(["grad_norm"])],
+    ["Learning rate", "mean over the step's updates", plain(["learning_rate"])],
+    ["Clipped tokens", "share of trained tokens", plain(["clip_fraction", "masked_fraction"])],
+    ["Effective sample size", "share of trained tokens; 1 is on policy", plain(["ess"], { high: 1 })],
+    ["Zero-variance groups", "a step's groups that teach nothing", plain(["zero_std_groups"])],
   ];
   const sign = [reports.at(-1)?.id ?? null, reports.length, evaluations.map((one) => one.version), maxLag];
   if (node.childElementCount === 0) node.append(...cards.map(([title]) => el("div", { class: "card curve", "data-curve": title })));
@@ -42,6 +50,12 @@ export function drawCurves(node, reports, evaluations, maxLag) {
     if (matchMedia("(hover: hover)").matches && card.matches(":hover")) return; // somebody reads what a point was
     redraw(card, sign, () => [el("h3", {}, title, " ", el("small", {}, note)), make() ?? el("p", { class: "soft" }, "nothing yet")].flat());
   });
+}
+
+/** One series for each scorer that any report names. */
+function scorers(reports, column) {
+  const names = new Set(reports.flatMap((one) => Object.keys(one.metrics)).filter((name) => name.startsWith(SCORER)));
+  return [...names].toSorted().map((name) => ({ name: name.slice(SCORER.length), values: column(name) }));
 }
 
 function rewards(steps, column) {

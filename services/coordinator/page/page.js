@@ -54,6 +54,11 @@ function drawTiles(run) {
   redraw(byId("tiles"), tiles, () => tiles.map(([name, value]) => el("div", { class: "card tile", title: name }, el("b", {}, value), el("span", {}, name))));
 }
 
+/** Say at the top, whole, what whoever watches should know. */
+function drawNotices(run) {
+  redraw(byId("notices"), run.notices, () => run.notices.map((one) => el("p", { class: `notice ${one.level}` }, one.text)));
+}
+
 function drawWatch(run) {
   redraw(byId("guards"), run.guards, () => (run.guards.length === 0 ? el("p", { class: "soft" }, "none has tripped")
     : run.guards.map((one) => el("p", { class: "bad" }, `${one.guard} (${one.action === "pause" ? "paused the run" : "told"}, ${clock(one.since_s)}): ${one.detail}`))));
@@ -78,6 +83,7 @@ function showEvent(event) {
 function draw() {
   const { run } = shown;
   drawHead(run);
+  drawNotices(run);
   drawTiles(run);
   drawWatch(run);
   drawFlow(byId("flow"), run, shown.services, shown.maxLag, (one) => showReplica(one, changed));

@@ -26,6 +26,7 @@ const factsOf = (one) => [
   ["process", `${one.pid} on ${one.host}`],
   ["metrics at", one.address],
   ["since", clock(one.started_at_s)],
+  ["starts", figure(one.starts)],
   ["memory", `${figure(one.memory_bytes / 2 ** 20)} MiB`],
   ["live settings", `revision ${one.settings_revision}`],
   ...Object.entries(one.values).map(([name, value]) => [name.replaceAll("_", " "), figure(value)]),

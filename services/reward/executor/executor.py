@@ -147,7 +147,7 @@ class _Run:
         """
         ended = await self._until_gone()
         await asyncio.gather(self._output.closed, self._report.closed)
-        report = read_report(bytes(self._report.data))
+        report = read_report(bytes(self._report.data), len(self._job.calls))
         outcome, detail = judge(ended, report, self._job.limits, len(self._job.calls), self._killed)
         return Execution(
             outcome=outcome,

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -35,6 +36,15 @@ print(json.dumps({
     "numpy": numpy,
 }))
 """
+_MAY_READ = """
+import json, os, sys
+user = int(sys.argv[1])
+os.setgroups([])
+os.setresgid(user, user, user)
+os.setresuid(user, user, user)
+print(json.dumps([path for path in sys.argv[2:] if not os.access(path, os.R_OK)]))
+"""
+"""Imports nothing after the change of user: the library may be out of its reach."""
 _START = "import sys; sys.path.insert(0, {0!r}); from inside.zygote import main; main()"
 _ASK_WITHIN_S = 30.0
 _CAP_SYS_ADMIN = 1 << 21
@@ -56,14 +66,7 @@ class Interpreter:
         Raises:
             SettingsError: it does not answer.
         """
-        command = [program or sys.executable, "-I", "-c", _QUESTION]
-        try:
-            answer = subprocess.run(command, env={}, capture_output=True, check=True, timeout=_ASK_WITHIN_S)
-            fields = json.loads(answer.stdout)
-        except (OSError, subprocess.SubprocessError, ValueError) as error:
-            raise SettingsError(
-                f"expected a Python at {command[0]}, found: {error}: change reward.executor.interpreter"
-            ) from error
+        fields = _ask([program or sys.executable, "-I", "-c", _QUESTION])
         return cls(fields["program"], tuple(fields["library"]), fields["numpy"])
 
     def readable(self, profile: str) -> tuple[str, ...]:
@@ -73,6 +76,16 @@ class Interpreter:
             wanted += [self.numpy, f"{self.numpy}.libs"]
         found = sorted(path for path in wanted if Path(path).exists())
         return tuple(path for path in found if not any(path.startswith(f"{other}/") for other in found))
+
+    def unreadable(self, user_id: int) -> tuple[str, ...]:
+        """Return what of :meth:`readable`, in any profile, ``user_id`` cannot read. Only root may ask.
+
+        Raises:
+            SettingsError: the interpreter does not answer.
+        """
+        paths = self.readable("numpy" if self.numpy else "stdlib")
+        command = [self.program, "-I", "-S", "-c", _MAY_READ, str(user_id), *paths]
+        return tuple(_ask(command))
 
     def folders(self, profile: str) -> list[str]:
         """Return what is added to ``sys.path``; programs can list it, and import of it what ``readable`` names."""
@@ -91,17 +104,21 @@ class Isolation:
     threads: int
     mount_proc: Sequence[str] = ("--proc", "/proc")
     """How bubblewrap gives the warm interpreter its /proc; programs never see it."""
+    unreadable: tuple[str, ...] = ()
+    """Parts of the interpreter that ``user_id`` cannot read where they are; the warm interpreter mounts them for it."""
     environment: Mapping[str, str] = dataclasses.field(default_factory=lambda: ENVIRONMENT)
 
     def command(self, profile: str, control: int) -> list[str]:
         """Return what starts a warm interpreter whose control socket is descriptor ``control``."""
+        readable = self.interpreter.readable(profile)
         package = "/penstock" if self.tier == "namespace" else str(INSIDE.parent)
         settings = {
             "control": control,
             "tier": self.tier,
             "profile": profile,
             "folders": self.interpreter.folders(profile),
-            "readable": [*self.interpreter.readable(profile), *_DEVICES],
+            "readable": [*readable, *_DEVICES],
+            "revealed": [path for path in readable if path in self.unreadable],
             "threads": self.threads,
             "user_id": self.user_id,
         }
@@ -146,11 +163,28 @@ def candidates(tier: str, interpreter: Interpreter, user_id: int, slots: int) ->
     if tier == "unsafe":
         return [Isolation(tier, interpreter, 0, 0)]
     if tier == "landlock":
-        return [Isolation(tier, interpreter, switch, _tasks_of(switch or os.geteuid()) + THREADS * (slots + 1))]
+        threads = _tasks_of(switch or os.geteuid()) + THREADS * (slots + 1)
+        unreadable = interpreter.unreadable(switch) if switch else ()
+        return [Isolation(tier, interpreter, switch, threads, unreadable=unreadable)]
     if shutil.which("bwrap") is None:
         raise SettingsError("bwrap not found: install bubblewrap")
     ways = (("--proc", "/proc"), ("--dev-bind", "/proc", "/proc"))  # the second where a container covers parts of /proc
     return [Isolation(tier, interpreter, switch, THREADS, way) for way in ways]
+
+
+def _ask(command: Sequence[str]) -> Any:
+    """Return what a Python prints, as JSON.
+
+    Raises:
+        SettingsError: it does not answer.
+    """
+    try:
+        answer = subprocess.run(command, env={}, capture_output=True, check=True, timeout=_ASK_WITHIN_S)
+        return json.loads(answer.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise SettingsError(
+            f"expected a Python at {command[0]}, found: {error}: change reward.executor.interpreter"
+        ) from error
 
 
 def _has_capabilities() -> bool:

@@ -35,8 +35,12 @@ class Report:
     error: str
 
 
-def read_report(data: bytes) -> Report:
-    """Return the report; reading ends at the first line that is none."""
+def read_report(data: bytes, calls: int) -> Report:
+    """Return the report; reading ends at the first line that is none, and one value after the last of ``calls``.
+
+    A program that reports more values than it was asked for has failed already (:func:`judge`), so the rest is not parsed:
+    100,000 of them would cost the supervisor far more than they cost the program.
+    """
     first, *rest = data.decode(errors="replace").split("\n")
     started = first == "ready"
     values: list[Json] = []
@@ -45,6 +49,8 @@ def read_report(data: bytes) -> Report:
         if word == "error":
             return Report(started, tuple(values), text)
         if word != "value":
+            break
+        if len(values) > calls:
             break
         try:
             values.append(json.loads(text))

@@ -19,6 +19,7 @@ import errno
 import os
 import resource
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from . import seccomp
@@ -26,6 +27,7 @@ from . import seccomp
 NEW_USER, NEW_PID, NEW_MOUNT, NEW_IPC = 0x10000000, 0x20000000, 0x00020000, 0x08000000
 _SET_PARENT_DEATH_SIGNAL, _SET_DUMPABLE, _SET_NO_NEW_PRIVS = 1, 4, 38
 _NO_SUID, _NO_DEVICES, _NO_EXEC, _READ_ONLY = 2, 4, 8, 1
+_BIND, _RECURSIVE, _PRIVATE = 0x1000, 0x4000, 0x40000
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _ABI_QUESTION, _PATH_BENEATH = 1, 1
 _READ = 0b1100
@@ -83,6 +85,49 @@ def unshare(kinds: int) -> None:
 def enter(descriptor: int, kinds: int) -> None:
     """Enter the namespace that is open as ``descriptor``."""
     check(_libc.setns(descriptor, kinds), "setns")
+
+
+def reveal(paths: Sequence[str]) -> None:
+    """Enter a mount namespace in which every user can reach ``paths``.
+
+    The topmost folder on the way that others cannot enter (``/root``, say) is covered by an empty one with these paths alone.
+
+    Raises:
+        OSError: this process may not mount.
+    """
+    check(_libc.unshare(NEW_MOUNT), "unshare(CLONE_NEWNS)")
+    check(_libc.mount(None, b"/", None, _RECURSIVE | _PRIVATE, None), "mount(/)")
+    opened = {
+        path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in paths
+    }  # a bind mount needs one of this namespace
+    mask = os.umask(0o022)
+    for closed in sorted({_closed_folder(path) for path in paths}):
+        check(_libc.mount(b"tmpfs", closed.encode(), b"tmpfs", _NO_SUID | _NO_DEVICES, b"mode=755"), f"mount({closed})")
+    for path, descriptor in opened.items():
+        _bind(descriptor, path)
+        os.close(descriptor)
+    os.umask(mask)
+
+
+def _closed_folder(path: str) -> str:
+    """Return the topmost folder on the way to ``path`` that others cannot enter, else the one that holds ``path``."""
+    folder = ""
+    for name in path.split("/")[1:-1]:
+        folder = f"{folder}/{name}"
+        if not os.stat(folder).st_mode & 0o001:  # noqa: PTH116
+            break
+    return folder
+
+
+def _bind(descriptor: int, path: str) -> None:
+    """Make a mount point at ``path`` and mount there what is open as ``descriptor``."""
+    source = f"/proc/self/fd/{descriptor}"
+    os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
+    if os.path.isdir(source):  # noqa: PTH112
+        os.makedirs(path, exist_ok=True)  # noqa: PTH103
+    else:
+        os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o644))
+    check(_libc.mount(source.encode(), path.encode(), None, _BIND | _RECURSIVE, None), f"mount({path})")
 
 
 def become(user: int) -> None:

@@ -25,6 +25,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from . import confinement, runner
@@ -170,13 +171,23 @@ def warm(profile: str, folders: list[str]) -> None:
             importlib.import_module(name)
 
 
-def settle(tier: str, user_id: int) -> None:
+def settle(tier: str, user_id: int, revealed: Sequence[str]) -> None:
     """Become who programs run as; in tier ``namespace`` also the first process of a namespace of one's own.
 
     Only who owns the process id namespace that it is in can come back to it after each fork into another (setns(2)).
+
+    Args:
+        revealed: files and folders that this user cannot read where they are.
     """
+    obstacle = _reveal(revealed) if revealed else ""
     if user_id:
         confinement.become(user_id)
+    if hidden := [path for path in revealed if not os.access(path, os.R_OK)]:
+        sys.exit(
+            f"expected user {user_id} (reward.executor.user_id), as whom programs run, to be able to read the interpreter, found that it "
+            f"cannot read {hidden[0]}, and {obstacle or 'neither where it was mounted for it'}: install bubblewrap, or set "
+            "reward.executor.interpreter to a Python that this user can read, such as /usr/bin/python3"
+        )
     if tier == "namespace":
         confinement.enter_user_namespace(confinement.NEW_PID)
         pid = os.fork()
@@ -186,12 +197,21 @@ def settle(tier: str, user_id: int) -> None:
     confinement.die_with_parent()
 
 
+def _reveal(paths: Sequence[str]) -> str:
+    """Mount ``paths`` where every user can reach them; return why it could not be done."""
+    try:
+        confinement.reveal(paths)
+    except OSError as error:
+        return f"it cannot be mounted elsewhere ({error})"
+    return ""
+
+
 def main() -> None:
     """Warm up, then fork until the supervisor leaves."""
     settings = json.loads(sys.argv[1])
     del sys.path[0]  # the folder of this package
     sys.argv = ["program.py"]
-    settle(settings["tier"], settings["user_id"])
+    settle(settings["tier"], settings["user_id"], settings["revealed"])
     warm(settings["profile"], settings["folders"])
     zygote = Zygote(settings)
     gc.collect()

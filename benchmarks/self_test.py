@@ -1,0 +1,56 @@
+"""Time of the trainer's self-test at start (``services.trainer.self_test``), and how far the policy is from the unmodified model.
+
+    python -m benchmarks.self_test                                    # a toy on a CPU
+    python -m benchmarks.self_test --device cuda --shape 7b           # one GPU
+
+Builds a Qwen2 of the shape with random weights, as the trainer does (bfloat16 on a GPU, fused kernels where they are installed), and runs the
+self-test ``--rounds`` times: the first meets kernels for the first time, as a trainer's start does. Prints one JSON object.
+"""
+
+import argparse
+import json
+import sys
+from typing import Any
+
+import torch
+
+from benchmarks.shapes import SHAPES
+from benchmarks.trainer_shapes import random_model
+from services.trainer import self_test
+from services.trainer.engine import place, start_ranks
+from services.trainer.policy import Policy
+from shared.settings import Settings
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what was measured."""
+    trainer = {"device": arguments.device, "gradient_checkpointing": arguments.gradient_checkpointing}
+    settings = Settings.model_validate({"trainer": trainer})
+    start_ranks(arguments.device)
+    policy = Policy(random_model(SHAPES[arguments.shape], settings, arguments.device)).train()
+    place(policy, settings, arguments.device)
+    results = [self_test.run(policy, "rows", seed) for seed in range(arguments.rounds)]
+    return {
+        "shape": arguments.shape,
+        "device": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu",
+        "seconds": [round(result.seconds, 3) for result in results],
+        "gap": [result.figures for result in results],
+        "limit": results[-1].limit.gradient,
+        "packing": results[-1].packing,
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if arguments.device == "cuda" else None,
+    }
+
+
+def main() -> None:
+    """Measure, and print one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--gradient-checkpointing", action="store_true")
+    print(json.dumps(run(parser.parse_args())))
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

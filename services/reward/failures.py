@@ -1,0 +1,148 @@
+"""Account of what scorers could not do: for the replica's heartbeat and readiness, for metrics and for events.
+
+::
+
+    a group is scored ──▶ succeeded(part)        in_a_row = 0
+    it is not ──────────▶ failed(part, …)        the cause, the row and the counts, in the next heartbeat
+    neither, for long ──▶ look()                 a call that may hang is named before its deadline
+
+A part is a scorer, the reference or the reward's expression. It decides nothing: what happens to the group is the worker's.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator
+
+from prometheus_client import Counter, Gauge
+
+from shared.telemetry import Failure, Status
+
+log = logging.getLogger(__name__)
+
+FAILURES = Counter(
+    "penstock_reward_failures_total",
+    "Groups that a scorer, the reference or the expression failed on, each attempt counted.",
+    ["part"],
+)
+AVAILABLE = Gauge("penstock_reward_scorer_available", "1 while a scorer does its work, else 0.", ["scorer"])
+SILENT_S = 6.0
+"""A call that takes this long, and much longer than any before it, may hang."""
+_SILENT_TIMES = 3.0
+_EVENT_EVERY_S = 60.0
+"""A part that fails now and then is an event once in this time."""
+
+Tell = Callable[[str, str], Awaitable[None]]
+"""Writes an event: its name and its sentence."""
+
+
+def part_of(scorer: str) -> str:
+    """Return the name of a scorer as a part."""
+    return f"scorer {scorer!r}"
+
+
+@dataclasses.dataclass(slots=True)
+class _Calls:
+    """Calls of one part."""
+
+    running: dict[int, tuple[float, str]] = dataclasses.field(default_factory=dict)
+    """Start (monotonic seconds) and row of each call under way."""
+    longest_s: float = 0.0
+    answered_s: float = 0.0
+    """When a call last ended, monotonic seconds."""
+
+
+class Failures:
+    """What the parts of one replica could not do; lives in its event loop.
+
+    Args:
+        status: what the heartbeat and /readyz read.
+        tell: writes an event for people; None: no bus.
+    """
+
+    def __init__(self, status: Status, tell: Tell | None = None) -> None:
+        self._status = status
+        self._tell = tell
+        self._down: dict[str, str] = {}
+        self._calls: dict[str, _Calls] = {}
+        self._number = 0
+        self._silent: set[str] = set()
+        self._event_s: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def calling(self, part: str, problem: str) -> Iterator[None]:
+        """Note that ``part`` works on the row ``problem`` while the body runs."""
+        if part not in self._calls:
+            FAILURES.labels(part)  # a series that starts at 0 shows its first increase
+            self._calls[part] = _Calls()
+        calls = self._calls[part]
+        self._number += 1
+        number, started_s = self._number, time.monotonic()
+        calls.running[number] = (started_s, problem)
+        try:
+            yield
+        finally:
+            del calls.running[number]
+            calls.answered_s = time.monotonic()
+            calls.longest_s = max(calls.longest_s, calls.answered_s - started_s)
+            self._silent.discard(part)
+
+    async def failed(self, part: str, problem: str, reason: str) -> None:
+        """Note that ``part`` failed on the row ``problem``."""
+        before = self._status.failures.get(part)
+        now_s = time.time()
+        self._status.failures[part] = Failure(
+            part=part,
+            reason=reason[:500],
+            problem=problem[:200],
+            failed=1 + (before.failed if before else 0),
+            in_a_row=1 + (before.in_a_row if before and before.failed else 0),
+            at_s=now_s,
+        )
+        FAILURES.labels(part).inc()
+        if self._tell is not None and now_s - self._event_s.get(part, 0.0) > _EVENT_EVERY_S:
+            self._event_s[part] = now_s
+            await self._tell(f"{part} failed", f"{problem}: {reason}")
+
+    def succeeded(self, part: str) -> None:
+        """Note that ``part`` did its work."""
+        before = self._status.failures.get(part)
+        if before is None:
+            return
+        if before.failed:
+            self._status.failures[part] = dataclasses.replace(before, in_a_row=0)
+        else:
+            del self._status.failures[part]  # it was only slow
+
+    def set_available(self, scorer: str, problem: str | None) -> None:
+        """Note whether a scorer does its work; ``problem`` says why not."""
+        if (problem is None) == (scorer not in self._down):
+            return
+        AVAILABLE.labels(scorer).set(problem is None)
+        if problem is None:
+            del self._down[scorer]
+            log.info("scorer available again", extra={"scorer": scorer})
+        else:
+            self._down[scorer] = problem
+            log.warning("scorer unavailable", extra={"scorer": scorer, "reason": problem})
+        self._status.state = "degraded" if self._down else "working"
+        self._status.last_error = "; ".join(f"scorer {name!r}: {reason}" for name, reason in self._down.items())
+
+    def look(self) -> None:
+        """Name the parts that have not answered for much longer than ever before."""
+        now_s = time.monotonic()
+        for part, calls in self._calls.items():
+            if not calls.running:
+                continue
+            started_s, problem = min(calls.running.values())
+            silent_s = now_s - max(started_s, calls.answered_s)
+            if part in self._silent or silent_s < max(SILENT_S, _SILENT_TIMES * calls.longest_s):
+                continue
+            self._silent.add(part)
+            before = self._status.failures.get(part) or Failure(part, "", "", 0, 0, 0.0)
+            reason = f"no answer for {silent_s:.0f} s, and it goes on waiting until the scorer's timeout"
+            self._status.failures[part] = dataclasses.replace(
+                before, reason=reason, problem=problem, in_a_row=max(1, before.in_a_row), at_s=time.time()
+            )
+            log.warning("scorer silent", extra={"part": part, "problem": problem, "silent_s": silent_s})

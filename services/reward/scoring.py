@@ -1,0 +1,235 @@
+"""Scoring of a group: every scorer and the reference at once, then the reward from their values.
+
+It knows the scorers by their protocol alone; which there are is :mod:`services.reward.service`'s matter.
+"""
+
+import asyncio
+import time
+from collections import Counter as Tally
+from collections.abc import Sequence
+
+import numpy as np
+from prometheus_client import Counter, Gauge, Histogram
+
+from services.reward.failures import AVAILABLE, Failures, Tell, part_of
+from services.reward.reference import Reference
+from services.reward.rehearsal import rehearse
+from services.reward.scorer import Scorer
+from shared.errors import PermanentError, TemporaryError
+from shared.expression import Expression
+from shared.messages import Experience, Float32Array, Prompt, Purpose, RolloutGroup, SampleScores, Score, ScoreStatus
+from shared.settings import Settings
+from shared.telemetry import Status
+
+_VALUES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
+_SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+SAMPLES = Counter("penstock_reward_samples_scored_total", "Samples scored, by what was said.", ["scorer", "status"])
+SECONDS = Histogram(
+    "penstock_reward_score_seconds", "Time that a scorer took for one group.", ["scorer"], buckets=_SECONDS
+)
+VALUE = Histogram("penstock_reward_value", "Values that a scorer gave to samples.", ["scorer"], buckets=_VALUES)
+GROUP_MEAN = Gauge("penstock_reward_group_mean", "Mean reward of the newest group.")
+IN_PROGRESS = Gauge("penstock_reward_groups_in_progress", "Groups that are being scored now.")
+_EXPRESSION = "reward.expression"
+_LOOK_EVERY_S = 1.0
+
+
+class Scoring:
+    """Turn groups into experience; ``status`` says which scorers are down.
+
+    Args:
+        scorers: all are asked about every group, at once.
+        expression: the reward from their values.
+        status: what this replica's heartbeat says.
+        reference: the frozen initial policy, where it lives in this service.
+        tell: writes an event for people.
+    """
+
+    def __init__(
+        self,
+        scorers: Sequence[Scorer],
+        expression: Expression,
+        status: Status,
+        reference: Reference | None = None,
+        tell: Tell | None = None,
+    ) -> None:
+        self._scorers = scorers
+        self._reference = reference
+        self._expression = expression
+        self._status = status
+        self._failures = Failures(status, tell)
+        self._groups = 0
+        self._samples = 0
+        for name in (*(scorer.name for scorer in scorers), *([reference.name] if reference else [])):
+            AVAILABLE.labels(name).set(1)
+
+    def reward_by(self, settings: Settings) -> None:
+        """Take the expression of ``settings`` for the groups from now on."""
+        self._expression = Expression(settings.reward.expression, [scorer.name for scorer in self._scorers])
+
+    async def start(self) -> None:
+        """Let every scorer load what it needs.
+
+        Raises:
+            SettingsError: one can never work.
+        """
+        for scorer in self._parts():
+            await scorer.start()
+            AVAILABLE.labels(scorer.name).set(1)
+
+    async def rehearse(self, settings: Settings, prompts: Sequence[Prompt]) -> None:
+        """Try every scorer on ``prompts`` before the first group.
+
+        Raises:
+            SettingsError: one fails on all of them.
+        """
+        await rehearse(list(zip(settings.reward.scorers, self._scorers, strict=True)), prompts, self._failures)
+
+    async def close(self) -> None:
+        """Close every scorer."""
+        for scorer in self._parts():
+            await scorer.close()
+
+    def _parts(self) -> list[Scorer | Reference]:
+        return [*self._scorers, *([self._reference] if self._reference is not None else [])]
+
+    async def __call__(self, group: RolloutGroup) -> Experience:
+        """Return the group with its rewards.
+
+        Raises:
+            TemporaryError: a scorer could not do its work now.
+            PermanentError: the group can never be scored, or its reward is no finite number.
+        """
+        if not group.samples:
+            raise PermanentError(f"expected samples of {group.prompt.problem}, found none")
+        started_s = time.monotonic()
+        with IN_PROGRESS.track_inprogress():
+            columns, reference_logprobs = await self._ask(self._applying(group.prompt), group)
+        await self._note(columns, group.prompt.problem)
+        scores = tuple(SampleScores(row) for row in zip(*columns, strict=True))
+        rewards = await self._rewards(scores, group.prompt.problem)
+        self._count(rewards)
+        return Experience(
+            group=group,
+            rewards=rewards,
+            scores=scores,
+            scored_at_s=time.time(),
+            score_s=time.monotonic() - started_s,
+            reference_logprobs=reference_logprobs,
+        )
+
+    def _applying(self, prompt: Prompt) -> Sequence[Scorer]:
+        """Return the scorers that apply to a prompt, in the order of the settings."""
+        if not prompt.scorers:
+            return self._scorers
+        known = {scorer.name for scorer in self._scorers}
+        if unknown := [name for name in prompt.scorers if name not in known]:
+            raise PermanentError(
+                f"expected scorers of this run ({', '.join(sorted(known))}) for {prompt.problem}, found {unknown[0]!r}: "
+                "change the column data.scorers_field, or name it in [[reward.scorers]]"
+            )
+        return [scorer for scorer in self._scorers if scorer.name in prompt.scorers]
+
+    async def _ask(
+        self, scorers: Sequence[Scorer], group: RolloutGroup
+    ) -> tuple[list[list[Score]], Float32Array | None]:
+        """Return what each scorer says, and the reference's logprobs, all asked at once.
+
+        Where one raises, the others still finish: what they are doing may be costly to break off.
+        """
+        asked = asyncio.gather(*(self._timed(scorer, group) for scorer in scorers), return_exceptions=True)
+        answers, logprobs = await asyncio.gather(asked, self._look_back(group), return_exceptions=True)
+        if isinstance(answers, BaseException):
+            raise answers
+        columns: list[list[Score]] = []
+        for scorer, answer in zip(scorers, answers, strict=True):
+            if isinstance(answer, BaseException):
+                if isinstance(answer, (PermanentError, TemporaryError)):
+                    await self._failures.failed(part_of(scorer.name), group.prompt.problem, str(answer))
+                raise answer
+            assert len(answer) == len(group.samples)
+            columns.append(answer)
+        if isinstance(logprobs, BaseException):
+            raise logprobs
+        return columns, logprobs
+
+    async def _timed(self, scorer: Scorer, group: RolloutGroup) -> list[Score]:
+        started_s = time.monotonic()
+        with self._failures.calling(part_of(scorer.name), group.prompt.problem):
+            scores = await scorer.score(group)
+        SECONDS.labels(scorer.name).observe(time.monotonic() - started_s)
+        for status, count in Tally(score.status for score in scores).items():
+            SAMPLES.labels(scorer.name, status.value).inc(count)
+        value = VALUE.labels(scorer.name)
+        for score in scores:
+            if score.value is not None:
+                value.observe(score.value)
+        return scores
+
+    async def watch(self) -> None:
+        """Name scorers that may hang, until cancelled."""
+        while True:
+            self._failures.look()
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    async def _look_back(self, group: RolloutGroup) -> Float32Array | None:
+        """Return the reference's logprobs of a group that will be trained on.
+
+        Raises:
+            TemporaryError: it could not do its work now.
+        """
+        if self._reference is None or group.prompt.purpose is Purpose.EVALUATE:
+            return None
+        started_s = time.monotonic()
+        try:
+            found = await self._reference.logprobs(group)
+        except TemporaryError as error:
+            self._failures.set_available(self._reference.name, str(error))
+            await self._failures.failed(self._reference.name, group.prompt.problem, str(error))
+            raise
+        SECONDS.labels(self._reference.name).observe(time.monotonic() - started_s)
+        self._failures.set_available(self._reference.name, None)
+        self._failures.succeeded(self._reference.name)
+        return found
+
+    async def _note(self, columns: list[list[Score]], problem: str) -> None:
+        """Note which scorers did their work on the row ``problem``, and which did not.
+
+        Raises:
+            TemporaryError: one of this group's scores is missing.
+        """
+        missing: list[Score] = []
+        for column in columns:
+            lost = next((score for score in column if score.status is ScoreStatus.UNAVAILABLE), None)
+            self._failures.set_available(column[0].scorer, lost.detail if lost else None)
+            if lost is None:
+                self._failures.succeeded(part_of(column[0].scorer))
+            else:
+                missing.append(lost)
+                await self._failures.failed(part_of(lost.scorer), problem, lost.detail)
+        if missing:
+            raise TemporaryError(f"scorer {missing[0].scorer!r} unavailable: {missing[0].detail} ({problem})")
+
+    async def _rewards(self, scores: Sequence[SampleScores], problem: str) -> Float32Array:
+        """Return the reward of each sample.
+
+        Raises:
+            PermanentError: one is no finite number, or needs a score that does not apply.
+        """
+        try:
+            rewards = np.array([self._reward(sample) for sample in scores], dtype=np.float32)
+        except PermanentError as error:
+            await self._failures.failed(_EXPRESSION, problem, str(error))
+            raise
+        self._failures.succeeded(_EXPRESSION)
+        return rewards
+
+    def _reward(self, sample: SampleScores) -> float:
+        values = {score.scorer: score.value for score in sample.scores if score.value is not None}
+        return self._expression(values)
+
+    def _count(self, rewards: np.typing.NDArray[np.float32]) -> None:
+        self._groups += 1
+        self._samples += len(rewards)
+        GROUP_MEAN.set(float(rewards.mean()))
+        self._status.values |= {"groups_scored": float(self._groups), "samples_scored": float(self._samples)}

@@ -1,0 +1,83 @@
+"""Losses and gradient norms of a step's updates, and what memory left out; a loss or gradient that is not finite ends the step."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class NotFinite(Exception):
+    """A loss or a gradient is not finite. ``touched``: some weights of this step were updated before it showed."""
+
+    def __init__(self, message: str, *, touched: bool) -> None:
+        super().__init__(message)
+        self.touched = touched
+
+
+class Tally:
+    """Losses and gradient norms of a step's updates: means over the updates, sums over ranks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._losses = torch.zeros(5, dtype=torch.float64, device=device)  # policy, value, pairs, agreed, margin
+        self._left_out = torch.zeros(1, dtype=torch.float64, device=device)
+        self._splits = 0
+        self._norms: list[float] = []
+        self._critic_norms: list[float] = []
+
+    def add(self, loss: Tensor, margins_P: Tensor | None) -> None:
+        """Add a micro-batch's part of the policy's loss."""
+        self._losses[0] += loss.detach().double()
+        if margins_P is not None:
+            self._losses[2] += margins_P.numel()
+            self._losses[3] += (margins_P > 0).sum()
+            self._losses[4] += margins_P.double().sum()
+
+    def add_value_loss(self, loss: Tensor) -> None:
+        """Add a micro-batch's part of the critic's loss."""
+        self._losses[1] += loss.detach().double()
+
+    def split(self) -> None:
+        """Note a micro-batch that was cut in two."""
+        self._splits += 1
+
+    def left_out(self, samples: int) -> None:
+        """Note samples of this rank that do not fit into memory."""
+        self._left_out += samples
+
+    def updated(self, grad_norm: float, step: int) -> None:
+        """Note an update of the policy. Raises NotFinite."""
+        _check_norm("policy", grad_norm, step, touched=bool(self._norms))
+        self._norms.append(grad_norm)
+
+    def critic_updated(self, grad_norm: float, step: int) -> None:
+        """Note an update of the critic. Raises NotFinite."""
+        _check_norm("critic", grad_norm, step, touched=True)
+        self._critic_norms.append(grad_norm)
+
+    def over_ranks(self) -> dict[str, float]:
+        """Return the step's figures; every rank calls it."""
+        dist.all_reduce(self._losses)
+        dist.all_reduce(self._left_out)
+        loss, value, pairs, agreed, margin = self._losses.tolist()
+        updates = len(self._norms)
+        found = {"loss": loss / updates, "grad_norm": sum(self._norms) / updates, "updates": float(updates)}
+        found |= {"micro_batch_splits": float(self._splits), "dropped_out_of_memory": float(self._left_out)}
+        if self._critic_norms:
+            found |= {"value_loss": value / updates, "critic_grad_norm": sum(self._critic_norms) / updates}
+        if pairs:
+            found |= {"preference_accuracy": agreed / pairs, "preference_margin": margin / pairs}
+        return found
+
+
+def _check_norm(whose: str, grad_norm: float, step: int, *, touched: bool) -> None:
+    if not math.isfinite(grad_norm):
+        raise NotFinite(f"expected a finite gradient of the {whose} at step {step}, found {grad_norm}", touched=touched)
+
+
+def check_finite(measured: Mapping[str, float], step: int) -> None:
+    """Raise NotFinite where a loss of the step is not."""
+    watched = {name: measured[name] for name in ("loss", "value_loss") if name in measured}
+    if not all(math.isfinite(value) for value in watched.values()):
+        raise NotFinite(f"expected a finite loss at step {step}, found {watched}", touched=True)

@@ -1,0 +1,62 @@
+"""How long a sequence may be: a model's context, by its config and by the run's settings. Imports neither torch nor transformers."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shared.errors import SettingsError
+
+_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len")
+
+
+def own_context(config: Mapping[str, Any]) -> int:
+    """Return the longest sequence that a model reads, in tokens; 0: its config does not say.
+
+    Args:
+        config: the fields of a Hugging Face config.json, of a composite model too.
+    """
+    text = config.get("text_config")
+    fields = {**config, **text} if isinstance(text, Mapping) else config
+    own = next((int(fields[name]) for name in _NAMES if isinstance(fields.get(name), int)), 0)
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling")
+    factor = rope.get("factor") if isinstance(rope, Mapping) else None
+    if not isinstance(rope, Mapping) or not isinstance(factor, (int, float)):
+        return own
+    kind = rope.get("rope_type") or rope.get("type")
+    if kind == "yarn":
+        return max(own, int(rope.get("original_max_position_embeddings") or own) * int(factor))
+    return int(own * factor) if kind in ("linear", "dynamic") else own
+
+
+def check_context(config: Mapping[str, Any], limit: int, max_new_tokens: int, model: str) -> None:
+    """Refuse completions that leave a prompt no room.
+
+    Args:
+        config: as for :func:`own_context`.
+        limit: ``rollout.vllm.max_model_len``; 0: the model's own context.
+        max_new_tokens: ``sampling.max_new_tokens``.
+        model: ``policy.model``.
+
+    Raises:
+        SettingsError: a prompt of one token and its completion may exceed the context.
+    """
+    own = own_context(config)
+    context = limit or own
+    if context and max_new_tokens >= context:
+        of = "rollout.vllm.max_model_len" if limit else f"the context of {model}"
+        raise SettingsError(
+            f"expected sampling.max_new_tokens below {context} tokens, {of}, so that there is room for a prompt, found {max_new_tokens}: "
+            "lower it" + (", or raise rollout.vllm.max_model_len" if limit else ", or change policy.model")
+        )
+    if limit and own and limit > own:
+        raise SettingsError(
+            f"expected rollout.vllm.max_model_len within the {own} tokens that {model} reads, found {limit}: lower it, or change policy.model"
+        )
+
+
+def read_config(model: str) -> Mapping[str, Any]:
+    """Return the fields of config.json in the folder ``model``; none for a name of a hub."""
+    file = Path(model) / "config.json"
+    found: Mapping[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    return found

@@ -1,0 +1,27 @@
+"""Rows on which every scorer is tried before training.
+
+The coordinator, which has the data, writes them before it admits anything; a reward replica reads them when it starts.
+"""
+
+from collections.abc import Sequence
+
+from shared import wire
+from shared.bus import Bus
+from shared.messages import Prompt
+
+
+async def offer(bus: Bus, prompts: Sequence[Prompt]) -> None:
+    """Write the prompts; they replace those that were there."""
+    await bus.write(bus.keys.rehearsal, "DEL")
+    fields = [part for index, prompt in enumerate(prompts) for part in (str(index), wire.encode(prompt))]
+    await bus.write(bus.keys.rehearsal, "HSET", *fields)
+
+
+async def offered(bus: Bus) -> list[Prompt]:
+    """Return the prompts; an empty list before there are any.
+
+    Raises:
+        MessageError: they are of a newer version.
+    """
+    found = await bus.call(lambda: bus.client.hgetall(bus.keys.rehearsal))
+    return [wire.decode(found[index], Prompt) for index in sorted(found)]

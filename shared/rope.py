@@ -1,0 +1,119 @@
+"""Rotary embeddings whose frequencies are the run's, not the batch's.
+
+With ``longrope`` (Phi-3, arXiv:2402.13753) transformers picks frequencies by the longest sequence of each batch, so a token's logprob would
+depend on what it is batched or packed with. vLLM picks them once, by ``max_model_len``. So does a run: every process of it takes the
+long factors where the run's context, ``rollout.vllm.max_model_len`` or else the model's own, is beyond
+``original_max_position_embeddings``, and the short ones otherwise. ``dynamic`` frequencies are those of plain rotary embeddings while no
+sequence is longer than ``max_position_embeddings``, which no replica lets happen; vLLM's are not, so a run with vLLM refuses them.
+Kinds that are not known here are refused. Imports torch, and no service.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shared.errors import SettingsError
+
+_FIXED = frozenset(("default", "linear", "llama3", "yarn", "proportional", "mrope", "axial"))
+"""Kinds whose frequencies depend on nothing but the config."""
+
+
+def settle_rope(model: nn.Module, context_tokens: int = 0, *, name: str = "policy.model") -> None:
+    """Give ``model`` the frequencies of the run, whatever sequences it will read.
+
+    Args:
+        model: a Hugging Face model, with its weights, on any device.
+        context_tokens: the run's longest sequence; 0: the model's own.
+        name: the setting that chose the model.
+
+    Raises:
+        SettingsError: a rotary embedding is of a kind that is not known, or that cannot be made independent of the batch.
+    """
+    for module in model.modules():
+        for layer_type, kind in _kinds(module):
+            if kind == "longrope":
+                _settle_long(module, layer_type, context_tokens, name)
+            elif kind == "dynamic":
+                _settle_dynamic(module, layer_type, name)
+            elif kind not in _FIXED:
+                raise SettingsError(
+                    f"expected rotary embeddings of a kind that is known ({', '.join(sorted((*_FIXED, 'longrope', 'dynamic')))}), "
+                    f"found {kind!r} in {type(module).__name__}: change {name}"
+                )
+
+
+def check_rope_for_vllm(config: Any, name: str = "policy.model") -> None:
+    """Refuse rotary embeddings whose frequencies in vLLM are others than in the trainer.
+
+    Raises:
+        SettingsError: they are.
+    """
+    found = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    each = [found, *(value for value in found.values() if isinstance(value, Mapping))]
+    if any(one.get("rope_type") == "dynamic" and not one.get("alpha") for one in each):
+        raise SettingsError(
+            'expected rotary embeddings that vLLM computes as transformers does, found rope_type "dynamic", which it scales for short sequences '
+            f'too: change rollout.engine to "transformers", or {name}'
+        )
+
+
+def _kinds(module: nn.Module) -> Iterator[tuple[str | None, str]]:
+    """Return the rope type of each of the module's layer types; None is the only one."""
+    found = getattr(module, "rope_type", None)
+    if isinstance(found, str):
+        yield None, found
+    elif isinstance(found, Mapping):
+        yield from found.items()
+
+
+def _settle_long(module: Any, layer_type: str | None, context_tokens: int, name: str) -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = _parameters(module, layer_type)
+    original = int(parameters["original_max_position_embeddings"])
+    context = context_tokens or int(module.config.max_position_embeddings)
+    long = context > original
+    if long and "long_mscale" in parameters:  # transformers computes these by the batch, and with the short factors
+        raise SettingsError(
+            f"expected sequences of at most {original} tokens for {type(module).__name__}, whose longer ones transformers computes in another way "
+            f"than vLLM, found a context of {context}: lower rollout.vllm.max_model_len or change {name}"
+        )
+    if long:
+        frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](
+            module.config, None, seq_len=original + 1, layer_type=layer_type
+        )
+        _fix(module, layer_type, frequencies)
+    elif "long_mscale" not in parameters:
+        _fix(module, layer_type, None)
+
+
+def _settle_dynamic(module: Any, layer_type: str | None, name: str) -> None:
+    limit = int(module.config.max_position_embeddings)
+
+    def check(_: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        positions = named["position_ids"] if "position_ids" in named else arguments[1]
+        if int(positions.max()) >= limit:
+            raise SettingsError(
+                f'expected sequences of at most {limit} tokens with rope_type "dynamic", whose frequencies depend on the batch beyond them, '
+                f"found one of {int(positions.max()) + 1}: lower sampling.max_new_tokens or rollout.vllm.max_model_len, or change {name}"
+            )
+
+    module.register_forward_pre_hook(check, with_kwargs=True)
+    _fix(module, layer_type, None)
+
+
+def _parameters(module: Any, layer_type: str | None) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = module.config.rope_parameters
+    return found if layer_type is None else found[layer_type]
+
+
+def _fix(module: Any, layer_type: str | None, frequencies: torch.Tensor | None) -> None:
+    """Set ``frequencies`` (None: those that it has) for good: transformers changes none of a module of type ``default``."""
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    if frequencies is not None:
+        for buffer in (f"{prefix}inv_freq", f"{prefix}original_inv_freq"):
+            present = getattr(module, buffer)
+            setattr(module, buffer, frequencies.to(present.device, present.dtype))
+    module.rope_type = "default" if layer_type is None else {**module.rope_type, layer_type: "default"}

@@ -1,0 +1,51 @@
+"""A small disk that tests fill up."""
+
+import contextlib
+import resource
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+
+class Disk:
+    """A folder on which there is no room for a while: a tmpfs where this process may mount one, else a limit of its files' size."""
+
+    def __init__(self, folder: Path, *, mounted: bool) -> None:
+        self.folder = folder
+        self.mounted = mounted
+        """Whether it is full for every process, not for this one alone."""
+
+    @contextlib.contextmanager
+    def full(self, left_bytes: int = 0) -> Iterator[None]:
+        """Leave room for ``left_bytes`` at most while the body runs."""
+        if not self.mounted:
+            soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (left_bytes, hard))
+            try:
+                yield
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            return
+        filler = self.folder / "filler"
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(b"\0" * 4096)
+        try:
+            yield
+        finally:
+            filler.unlink()
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, kib: int) -> Iterator[Disk]:
+    """Make a disk of ``kib`` KiB at ``folder``, where this process may mount one."""
+    folder.mkdir()
+    mount = shutil.which("mount")
+    options = ["-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(folder)]
+    mounted = mount is not None and subprocess.run([mount, *options], capture_output=True, check=False).returncode == 0
+    try:
+        yield Disk(folder, mounted=mounted)
+    finally:
+        if mounted:
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
