@@ -40,6 +40,10 @@ MISSED_HEARTBEATS = 5
 """A replica that has been silent for so many heartbeats is gone."""
 
 
+WEIGHTS_PROBE = "weights probe"
+"""The part of a replica that compares its logprobs with the trainer's."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Failure:
     """What one part of a replica could not do, why, and how often."""

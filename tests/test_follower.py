@@ -280,5 +280,6 @@ async def test_a_probe_that_does_not_fit_is_an_alarm_and_generation_goes_on(
     assert gap > 0.05 if alarms else gap < FORWARD
     events = [event for _, event in await bus.newest(streams.EVENTS, Event)]
     assert [event.name for event in events] == ["probe gap"] * alarms
+    assert [failure.problem for failure in one.status.failures.values()] == ["version 0"] * alarms
     assert all("policy.dtype" in event.detail for event in events)
     assert [entry.levelname for entry in caplog.records if entry.message == "probe gap"].count("WARNING") == alarms

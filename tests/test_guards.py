@@ -1,5 +1,6 @@
 """Laws of the guards: each finds what it looks for and nothing else, says why, and does what its setting says."""
 
+import asyncio
 import dataclasses
 import time
 from pathlib import Path
@@ -26,6 +27,7 @@ from shared.settings.guards import (
     UnscoredGuard,
 )
 from shared.streams import EVENTS, EXPERIENCE, ROLLOUTS
+from shared.telemetry import WEIGHTS_PROBE, Failure, Presence, Status, heartbeats
 from tests import builders
 from tests.conftest import until
 from tests.coordinator_players import Trainer, make, replicas, running, settings
@@ -117,6 +119,38 @@ async def test_a_run_of_which_no_group_can_be_scored_pauses_with_the_cause(bus: 
     parts.monitor.forget()
     await parts.guards.look(await parts.monitor.view())
     assert parts.guards.active == {}, "a run that is resumed has its chance"
+
+
+async def test_a_replica_whose_logprobs_are_not_the_trainers_pauses_the_run(bus: Bus, tmp_path: Path) -> None:
+    ledger, parts = Ledger(bus), make(bus, settings(tmp_path))
+    await ledger.create()
+    await ledger.transition(RunState.RUNNING, "test", [RunState.CREATED])
+    await parts.guards.look(await parts.monitor.view())
+    assert parts.guards.active == {}
+    gap = Failure(WEIGHTS_PROBE, "a gap of 0.33 nats", "version 3", 1, 1, time.time())
+    status = Status(state="working", failures={WEIGHTS_PROBE: gap})
+    stop = asyncio.Event()
+    present = asyncio.create_task(Presence(bus, "rollout", "rollout-1", 60.0, status).run(stop))
+    await until(lambda: _failing(bus))
+    parts.monitor.forget()
+    await parts.guards.look(await parts.monitor.view())
+    paused = await ledger.status()
+    assert (paused.state, paused.reason) == (
+        RunState.PAUSED,
+        "guard probe: rollout-1: a gap of 0.33 nats; resume, roll back, or change [guards.probe]",
+    )
+    await ledger.transition(RunState.RUNNING, "test", [RunState.PAUSED])
+    parts.monitor.forget()
+    await parts.guards.look(await parts.monitor.view())
+    assert (await ledger.status()).state is RunState.RUNNING, (
+        "until the next probe, a run that is resumed has its chance"
+    )
+    stop.set()
+    await present
+
+
+async def _failing(bus: Bus) -> bool:
+    return any(beat.failures for beat in await heartbeats(bus))
 
 
 def test_lag_counts_the_groups_that_left_as_stale() -> None:

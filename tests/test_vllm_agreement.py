@@ -45,7 +45,7 @@ def test_vllm_gives_the_trainers_logprobs_after_each_update(name: str) -> None:
 
 
 def test_an_engine_that_is_far_from_the_trainer_or_shows_no_update_is_objected_to() -> None:
-    table = model_page.Agreement(["llama"], [], {"gpt2": "head size 16"}, {})
+    table = model_page.Agreement(["llama"], [], {"gpt2": "head size 16"}, {}, {})
     right = {"name": "llama", "reason": "", "before": 1e-6, "stale": 3.0, "after": [1e-6, 2e-6]}
     assert vllm_agreement.objection(right, table) == ""
     assert "found 0.2" in vllm_agreement.objection({**right, "after": [1e-6, 0.2]}, table)

@@ -120,14 +120,15 @@ def _measure(folder: Path, seen: Seen) -> None:
         worker = llm.llm_engine.model_executor.driver_worker.worker
         model, served = worker.model_runner.get_model(), worker.vllm_config.model_config
         check_windows(model, served.model, served.max_model_len)
-        swapper = WeightSwapper(model, worker.vllm_config, torch.device("cpu"))
+        device = next(model.parameters()).device
+        swapper = WeightSwapper(model, worker.vllm_config, device)
         completions = sampled(llm, "v0")
         seen.before = gap(policy, completions)
         model_zoo.randomise(policy.model, seed=1)
         seen.stale = gap(policy, completions)
         for version in (1, 2):
             model_zoo.randomise(policy.model, seed=version)
-            swapper.prepare(tensors_of(policy))
+            swapper.prepare(tensors_of(policy, device))
             seen.path, _ = swapper.swap()
             seen.after.append(gap(policy, sampled(llm, f"v{version}")))
 
@@ -146,6 +147,8 @@ def _started(folder: Path, arguments: dict[str, Any]) -> Iterator[Any]:
         enforce_eager=True,
         **arguments,
     )
+    if torch.cuda.is_available():  # several models are measured side by side on one GPU
+        gathered |= {"gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": 1 << 28}
     try:
         with serving(str(folder)):
             llm = LLM(**gathered)
@@ -154,9 +157,9 @@ def _started(folder: Path, arguments: dict[str, Any]) -> Iterator[Any]:
     yield llm
 
 
-def tensors_of(policy: Policy) -> dict[str, torch.Tensor]:
-    """Return what the trainer publishes of ``policy``."""
-    return {each.name: each.merged().clone() for each in published(policy.model)}
+def tensors_of(policy: Policy, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return what the trainer publishes of ``policy``, on the engine's device."""
+    return {each.name: each.merged().to(device, copy=True) for each in published(policy.model)}
 
 
 def sampled(llm: Any, version: str) -> Completions:

@@ -290,7 +290,8 @@ def main() -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # needs a compiler, and a path without spaces
     import vllm.v1.engine.llm_engine  # noqa: F401
 
-    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as each:
+    # CUDA does not survive a fork
+    with multiprocessing.get_context("fork" if DEVICE == CPU else "spawn").Pool(1, maxtasksperchild=1) as each:
         print(json.dumps({scene: each.apply(play, (scene,)) for scene in scenes}))
 
 

@@ -14,6 +14,7 @@
     trainer_starving   the trainer spent more than a share of its time waiting for groups
     rollouts_starving  no prompt lay in the stream in more than a share of the looks, while groups waited for the trainer
     unscored           groups were given up by the reward service, one after the other, and none was scored
+    probe              a replica's logprobs of the trainer's probe differ from the trainer's
     stalled            nothing was committed for long
 
 Each step is looked at as it was when it was the last, however many were committed between two looks: one that goes wrong for an instant is found.
@@ -50,7 +51,7 @@ from shared.settings.guards import (
     TrainerStarvingGuard,
     UnscoredGuard,
 )
-from shared.telemetry import tell
+from shared.telemetry import WEIGHTS_PROBE, Heartbeat, heartbeats, tell
 
 log = logging.getLogger(__name__)
 
@@ -145,6 +146,15 @@ def unscored(given_up: int, cause: str, guard: UnscoredGuard) -> str:
     return "" if given_up < guard.groups else f"none of the last {given_up} groups could be scored; the newest: {cause}"
 
 
+def probe(beats: Iterable[Heartbeat], since_s: float) -> str:
+    """Say which replica's newest probe differed, of those that were checked after ``since_s``."""
+    for beat in beats:
+        for failure in beat.failures:
+            if failure.part == WEIGHTS_PROBE and failure.in_a_row and failure.at_s > since_s:
+                return f"{beat.replica}: {failure.reason}"
+    return ""
+
+
 def stalled(since_s: float, guard: StalledGuard) -> str:
     """Say whether nothing was committed for long."""
     return "" if since_s <= guard.after_s else f"no step was committed for {since_s:.0f} s"
@@ -236,6 +246,7 @@ class Guards:
         status = await self._ledger.status()
         found = self._find(view, status.changed_at_s, status.last_commit_s)
         found |= await self._find_unscored(view, status.changed_at_s)
+        found |= await self._find_probe(status.changed_at_s)
         before = self.active
         active = {
             name: GuardView(
@@ -277,6 +288,13 @@ class Guards:
             return {}
         newest = await newest_reason(self._bus, Source.ROLLOUTS)
         return {"unscored": (guard.action, unscored(given_up, newest or "its dead letter is gone", guard))}
+
+    async def _find_probe(self, since_s: float) -> dict[str, tuple[Action, str]]:
+        action = self._settings.probe.action
+        if action == "off":
+            return {}
+        sentence = probe(await heartbeats(self._bus), since_s)
+        return {"probe": (action, sentence)} if sentence else {}
 
     def _given_up_in_a_row(self, view: RunView, since_s: float) -> int:
         """Return how many groups the reward service has given up since it scored one."""

@@ -99,7 +99,7 @@ class Follower:
         self._replica = replica
         self._puller = puller
         self._deadline_s = deadline_s
-        self._probe = ProbeCheck(bus, engine, replica, probe_gap_nats)
+        self._probe = ProbeCheck(bus, engine, status, replica, probe_gap_nats)
         self._give_up_s = give_up_s
         self._hold = hold or Hold(bus, replica)
         self._unreachable: PolicyVersion | None = None

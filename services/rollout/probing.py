@@ -1,10 +1,11 @@
-"""Check what a replica serves: its logprobs of the trainer's probe against the trainer's own. It warns, and stops nothing.
+"""Check what a replica serves: its logprobs of the trainer's probe against the trainer's own.
 
-A gap of some thousandths of a nat comes from number types and kernels. One above ``weights.probe_gap_nats`` means that
+A gap that is too large is an event, a notice and a metric, and the guard ``probe`` pauses the run. A gap of some thousandths of a nat comes from number types and kernels. One above ``weights.probe_gap_nats`` means that
 rollout and trainer are not the same policy, and every importance ratio is off by as much.
 """
 
 import logging
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +14,7 @@ from prometheus_client import Counter, Gauge
 from services.rollout.engine import Engine
 from shared.bus import Bus
 from shared.messages import Float32Array, PolicyRecord, Probe
-from shared.telemetry import tell
+from shared.telemetry import WEIGHTS_PROBE, Failure, Status, tell
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +37,9 @@ class ProbeCheck:
         limit_nats: a mean gap above this is an alarm.
     """
 
-    def __init__(self, bus: Bus, engine: Engine, replica: str, limit_nats: float) -> None:
+    def __init__(self, bus: Bus, engine: Engine, status: Status, replica: str, limit_nats: float) -> None:
         self._bus = bus
+        self._status = status
         self._engine = engine
         self._replica = replica
         self._limit_nats = limit_nats
@@ -55,6 +57,7 @@ class ProbeCheck:
         PROBE_GAP_MAX.set(max_nats)
         log.info("probe", extra={"version": record.version, "gap_nats": mean_nats, "gap_max_nats": max_nats})
         if mean_nats <= self._limit_nats:
+            self._status.failures.pop(WEIGHTS_PROBE, None)
             return
         PROBE_ALARMS.inc()
         detail = (
@@ -64,6 +67,9 @@ class ProbeCheck:
             "an attention kernel of lower precision; weights.probe_gap_nats sets the limit"
         )
         log.warning("probe gap", extra={"detail": detail})
+        in_a_row = 1 + (before.in_a_row if (before := self._status.failures.get(WEIGHTS_PROBE)) else 0)
+        failure = Failure(WEIGHTS_PROBE, detail, f"version {record.version}", in_a_row, in_a_row, time.time())
+        self._status.failures[WEIGHTS_PROBE] = failure
         await tell(self._bus, self._replica, "probe gap", detail, version=int(record.version), gap_nats=mean_nats)
 
     async def _gaps(self, probe: Probe) -> tuple[float, float]:

@@ -100,6 +100,13 @@ class UnscoredGuard(Section):
     """Groups in a row that were given up without a reward."""
 
 
+class ProbeGuard(Section):
+    """A replica's logprobs are not the trainer's, by more than weights.probe_gap_nats: what it generates is not from the trained policy."""
+
+    action: Action = Field(default="pause")
+    """What is done about it."""
+
+
 class StalledGuard(Section):
     """A run that should train commits nothing."""
 
@@ -128,5 +135,7 @@ class GuardsSettings(Section):
     """Replicas wait for prompts: every slot is taken by groups that wait for the trainer."""
     unscored: UnscoredGuard = Field(default=UnscoredGuard())
     """No group can be scored."""
+    probe: ProbeGuard = Field(default=ProbeGuard())
+    """A replica does not serve what the trainer published."""
     stalled: StalledGuard = Field(default=StalledGuard())
     """No commit for long."""

@@ -68,6 +68,7 @@ FLAGS = {
     "guards.trainer_starving.share": 0.6,
     "guards.rollouts_starving.window_s": 3,
     "guards.unscored.groups": 4,
+    "guards.probe.action": "tell",  # one of several replicas is another model, and the run goes on beside it
     "guards.stalled.after_s": 3,
 }
 LEAST_MINUTE_S, STEPS_A_MINUTE = 0.6, 2

@@ -57,7 +57,8 @@ async def faults(tmp_path_factory: pytest.TempPathFactory, server_of_objects: St
 async def test_a_replica_of_another_model_an_executor_without_isolation_and_a_replica_that_is_gone_are_told(
     faults: Faults,
 ) -> None:
-    await faults.alarms.see({"PenstockProbeGap/" + ODD, "PenstockExecutorUnsafe/" + UNSAFE})
+    guarded = {f"{guard} in {place}" for guard in ("probe",) for place in ("status", "alerts")}
+    await faults.alarms.see({"PenstockProbeGap/" + ODD, "PenstockExecutorUnsafe/" + UNSAFE, *guarded})
     async with faults.raised({"PenstockServiceDown/" + ODD}):
         faults.run.send(ODD, signal.SIGKILL)
         await faults.left(ODD)
