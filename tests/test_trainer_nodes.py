@@ -1,4 +1,4 @@
-"""Laws of a trainer over several hosts: two processes with addresses of their own, joined by torchrun as pods are."""
+"""Laws of a trainer over several hosts: two processes with addresses of their own, joined as pods are."""
 
 import asyncio
 import contextlib

@@ -142,7 +142,7 @@ def experience(group_id: int, version: int = 0) -> Experience:
 
 
 def _last_rank(pid: int, ranks: int) -> int:
-    """The process of the last rank: a child of torchrun, or the trainer itself."""
+    """The process of the last rank: a child of the launcher, or the trainer itself."""
     return pid if ranks == 1 else psutil.Process(pid).children()[-1].pid
 
 

@@ -11,6 +11,7 @@ from services.rollout.engine import Engine
 from services.rollout.prompts import CharacterCodec, Codec, TokenizerCodec
 from services.rollout.vllm_hosts import Hosts, hosts_of
 from shared import service
+from shared.addresses import use_interfaces
 from shared.errors import SettingsError
 from shared.importing import importing
 from shared.settings import Settings, check_plain_engine, check_reproducible
@@ -147,6 +148,7 @@ async def _open_transformers(settings: Settings, replica: str, host: str) -> tup
 
 async def run(settings: Settings, replica: str) -> None:
     """Serve until SIGTERM."""
+    use_interfaces(service.own_host(settings), spans_hosts=settings.rollout.nodes > 1)
     if settings.rollout.node:
         await _hold_workers(settings, replica)
         return

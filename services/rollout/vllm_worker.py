@@ -30,6 +30,7 @@ from services.rollout.engine_reports import Message, Reporter
 from services.rollout.runner_tap import RunnerTap, can_listen
 from services.rollout.token_record import Finished, TokenRecord
 from services.rollout.vllm_hosts import secret_of
+from services.rollout.vllm_stores import bind_stores
 from services.rollout.vllm_windows import check_windows
 from services.rollout.weight_swap import WeightSwapper
 from shared.allocation import is_out_of_memory
@@ -42,6 +43,8 @@ from shared.weights.receiver import Receiver
 from shared.weights.source import Source
 
 log = logging.getLogger(__name__)
+
+bind_stores()  # vLLM imports this module in each worker before the workers meet
 
 _SWITCH_S = 0.0005
 """How long the thread that steps the model may hold the interpreter while the one that receives weights wants it: Python's own

@@ -22,12 +22,13 @@ from pathlib import Path
 
 import torch
 
+from shared.addresses import listen
 from shared.weights.files import Files
 from shared.weights.flat import FlatSnapshot
 from shared.weights.rendezvous import Rendezvous
 from shared.weights.session import Session
 from shared.weights.shelf import Shelf
-from shared.weights.sockets import listen, reachable
+from shared.weights.sockets import reachable
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class Source:
         self._deadline_s = deadline_s
         self._shelf = Shelf(min(_PATIENCE_S, deadline_s / 2))
         self._files = Files(file_folder, file_dtype)
-        self._listener = listen(host, port)
+        self._listener = listen(host, port, "weights.source_port")
         self._rendezvous = Rendezvous(host, deadline_s)
         self._connections: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
