@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import ipaddress
-import os
 import re
 import socket
 import sys
@@ -12,7 +11,14 @@ from pathlib import Path
 import psutil
 
 _LISTENING, _UNCONNECTED = "0A", "07"
-_STATES = {"tcp": _LISTENING, "tcp6": _LISTENING, "udp": _UNCONNECTED, "udp6": _UNCONNECTED, "raw": _UNCONNECTED, "raw6": _UNCONNECTED}
+_STATES = {
+    "tcp": _LISTENING,
+    "tcp6": _LISTENING,
+    "udp": _UNCONNECTED,
+    "udp6": _UNCONNECTED,
+    "raw": _UNCONNECTED,
+    "raw6": _UNCONNECTED,
+}
 _INODE = re.compile(r"socket:\[(\d+)\]")
 
 
@@ -37,7 +43,7 @@ def listeners(*pids: int) -> set[Listener]:
     found = set()
     for process in processes:
         with contextlib.suppress(psutil.Error, OSError):
-            name = " ".join(process.cmdline())[-120:] or process.name()
+            name = " ".join(process.cmdline()) or process.name()
             inodes = _inodes(process.pid)
             found |= {
                 Listener(kind, address, name)
@@ -59,7 +65,7 @@ def _inodes(pid: int) -> set[str]:
     found = set()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
-            if (match := _INODE.fullmatch(os.readlink(descriptor))) is not None:
+            if (match := _INODE.fullmatch(str(descriptor.readlink()))) is not None:
                 found.add(match[1])
     return found
 
@@ -73,6 +79,8 @@ def _sockets(kind: str) -> dict[str, str]:
 
 def _address(hexadecimal: str) -> str:
     """Return an address that the kernel wrote as 32-bit words in the machine's order."""
-    words = [int(hexadecimal[place : place + 8], 16).to_bytes(4, sys.byteorder) for place in range(0, len(hexadecimal), 8)]
+    words = [
+        int(hexadecimal[place : place + 8], 16).to_bytes(4, sys.byteorder) for place in range(0, len(hexadecimal), 8)
+    ]
     raw = b"".join(words)
     return socket.inet_ntop(socket.AF_INET if len(raw) == 4 else socket.AF_INET6, raw)

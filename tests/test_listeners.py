@@ -4,17 +4,13 @@ Runs are real ones; what they listen on is asked of the kernel, for each process
 trainers over two hosts are looked at where they are tested (``test_rollout_nodes``, ``test_trainer_nodes``).
 """
 
-import contextlib
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 import pytest
 
-from shared.addresses import rendezvous_address, use_interfaces
 from shared.ledger import Ledger
 from tests.chaos.run import running
 from tests.conftest import need, need_module, until

@@ -176,7 +176,7 @@ async def test_weights_that_are_pulled_change_on_both_hosts_between_the_same_two
 
     await until(flows, timeout_s=60)
     snapshot = weights.fill(dict(MODELS[1].named_parameters()), 1)
-    puller = Puller(engine.place, engine.ranks, 30.0)
+    puller = Puller(engine.place, engine.ranks, 30.0, weights.secret)
     with weights.serving() as source:  # each rank is a party of the source's process group
         offered = await puller.ask(source.address, weights.offered(source, snapshot))
         await put(engine, offered)

@@ -23,6 +23,7 @@ from shared.bus import Bus
 from shared.ledger import Ledger
 from shared.live import Live
 from shared.messages import Experience, FinishReason, PolicyRecord, Probe, RolloutGroup, Sample
+from shared.run_secret import RunSecret
 from shared.settings import Settings
 from shared.streams import EXPERIENCE, PUBLISHED, Stream
 from shared.weights.flat import FlatSnapshot
@@ -243,7 +244,9 @@ async def pulled(ledger: Ledger) -> tuple[PolicyRecord, dict[str, torch.Tensor]]
     assert status.newest_version is not None
     record = await ledger.policy(status.newest_version)
     assert record is not None
-    puller, receiver = Puller(Place("cpu", (), boot_id()), 1, 5.0), Receiver(1, 1, weights.CPU)
+    secret = RunSecret(ledger._bus)
+    await secret.refresh()
+    puller, receiver = Puller(Place("cpu", (), boot_id()), 1, 5.0, secret), Receiver(1, 1, weights.CPU)
     try:
         offer = await puller.ask(record.source, record)
         shadow = FlatSnapshot(offer.layout, weights.CPU)
