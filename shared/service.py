@@ -28,12 +28,13 @@ from typing import NoReturn
 from shared import connection, log
 from shared.bus import Bus
 from shared.cordon import Cordon
+from shared.endpoints import Endpoints
 from shared.errors import BusUnavailable, SettingsError
 from shared.live import Live
 from shared.messages import Json
 from shared.run_secret import RunSecret
 from shared.settings import Settings, load, loads
-from shared.telemetry import Endpoints, Presence, Status
+from shared.telemetry import Presence, Status
 from shared.worker import Patience
 
 _LEAVE_S = 10.0

@@ -32,6 +32,7 @@ from shared.settings import Settings, load
 from shared.weights.puller import Puller
 from tests import weights
 from tests.conftest import free_port, need_module, until
+from tests.listeners import listeners
 from tests.test_vllm_engine import MODELS, PROMPT, STOP, kept_cache, offer, put, reference, request, save, variant
 from tests.tolerance import FORWARD
 
@@ -141,6 +142,13 @@ async def engine(node: Node) -> AsyncIterator[VllmEngine]:
     await put(opened, offer(node.folder, 0, MODELS[0]))
     yield opened
     await opened.close()
+
+
+async def test_an_engine_on_two_hosts_listens_on_the_address_of_its_hosts_alone(engine: VllmEngine, node: Node) -> None:
+    below = [process.pid for process in psutil.Process().children() if process.pid != node.process.pid]
+    found = listeners(*below, node.process.pid)
+    assert found, "expected the workers' rendezvous at least"
+    assert [listener for listener in found if not listener.is_loopback] == []
 
 
 async def test_an_engine_on_two_hosts_draws_what_one_process_would(engine: VllmEngine, node: Node) -> None:

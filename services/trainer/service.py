@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from services.trainer.launcher import LAUNCHER
 from shared import log
 from shared.context import check_context, read_config
+from shared.endpoints import Endpoints
 from shared.importing import importing
 from shared.parent import die_with
 from shared.service import own_host, serve
 from shared.settings import Settings
-from shared.telemetry import Endpoints
 
 if TYPE_CHECKING:
     from services.trainer.loop import Leading
