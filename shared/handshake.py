@@ -82,12 +82,12 @@ class Newcomers:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._lock = threading.Lock()
-        self._drops: dict[object, Callable[[], None]] = {}
+        self._drops: dict[object, Callable[[], object]] = {}
 
     def __len__(self) -> int:
         return len(self._drops)
 
-    def enter(self, connection: object, drop: Callable[[], None]) -> None:
+    def enter(self, connection: object, drop: Callable[[], object]) -> None:
         """Count ``connection``; ``drop`` ends it, and is called from whatever thread the next one comes in."""
         with self._lock:
             self._drops[connection] = drop

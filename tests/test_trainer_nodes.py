@@ -70,8 +70,8 @@ async def test_two_hosts_train_as_one_and_come_back_when_one_of_them_dies(tmp_pa
             await two.reaches(ledger, 2, first)
             assert await asyncio.to_thread(answers, f"http://127.0.0.1:{metrics}/readyz")
             assert await asyncio.to_thread(answers, f"http://127.0.0.2:{metrics}/readyz")
-            found = listeners(first.pid, second.pid)
-            assert {listener.address for listener in found} <= {"127.0.0.1", "127.0.0.2"}, found
+            seen = listeners(first.pid, second.pid)
+            assert {listener.address for listener in seen} <= {"127.0.0.1", "127.0.0.2"}, seen
             kill(second)
             assert await asyncio.to_thread(first.wait, 60) != 0  # its supervisor starts it again
         await feed(bus, 2 * GROUPS, GROUPS)
