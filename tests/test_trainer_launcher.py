@@ -40,7 +40,8 @@ class Host:
     async def ranks(self) -> list[psutil.Process]:
         """Return the ranks, by number, once all of them wait."""
         await until(lambda: {"0", "1", "2"} <= {path.name for path in self.folder.iterdir()})
-        return psutil.Process(self.process.pid).children()
+        children: list[psutil.Process] = psutil.Process(self.process.pid).children()
+        return children
 
     def ends(self) -> int:
         return self.process.wait(PATIENCE_S)

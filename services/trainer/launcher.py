@@ -30,7 +30,7 @@ LAUNCHER = "PENSTOCK_LAUNCHER_PID"
 """The launcher's process, with which its ranks end."""
 RANKS_STORE = "PENSTOCK_RANKS_STORE"
 """The file in which ranks of one host meet."""
-_POLL_S = 0.1
+_POLL_S, _KILLED_S = 0.1, 10.0
 _STOP_S = 15.0
 """Ranks that were told to stop are killed this long after ``bus.drain_s``; rank 0 ends itself before."""
 
@@ -119,7 +119,8 @@ class Ranks:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
         for process in self._processes:
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in a driver is its supervisor's
+                process.wait(_KILLED_S)
 
 
 def start_process(words: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
