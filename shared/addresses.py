@@ -38,10 +38,10 @@ def rendezvous_address(host: str, own: str) -> str:
     takes it for loopback, as Debian does with its own name.
     """
     try:
-        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)}
+        resolved = {str(entry[4][0]) for entry in socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)}
     except OSError:
         return own
-    addresses = sorted(address for address in found if _is_own(address))
+    addresses = sorted(address for address in resolved if _is_own(address))
     if not _is_loopback(own):
         addresses = [address for address in addresses if not _is_loopback(address)]
     return addresses[0] if addresses else own

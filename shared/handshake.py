@@ -6,7 +6,7 @@
     client ──▶ {challenge: 32 bytes, proof: HMAC-SHA256 of both challenges as "client"}
     server ──▶ {proof: HMAC-SHA256 of both challenges as "server"}
 
-The secret is never sent. What is said afterwards is neither encrypted nor signed: this keeps strangers out, not those who can change packets.
+The secret is never sent. What is said afterwards is neither encrypted nor signed: this keeps strangers out, not an attacker who can change packets.
 """
 
 import asyncio
@@ -77,7 +77,7 @@ def _check(frame: frames.Frame, secret: bytes, role: Literal["client", "server"]
 
 
 class Newcomers:
-    """Connections that have not shown yet who they are. One more than ``limit`` drops the oldest, so that silent ones keep nobody out."""
+    """Connections that have not been identified yet. One more than ``limit`` drops the oldest, so silent ones do not block others."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -88,7 +88,7 @@ class Newcomers:
         return len(self._drops)
 
     def enter(self, connection: object, drop: Callable[[], object]) -> None:
-        """Count ``connection``; ``drop`` ends it, and is called from whatever thread the next one comes in."""
+        """Count ``connection``; ``drop`` ends it, and may be called from another thread."""
         with self._lock:
             self._drops[connection] = drop
             oldest = next(iter(self._drops)) if len(self._drops) > self._limit else None
@@ -97,6 +97,6 @@ class Newcomers:
             dropped()
 
     def leave(self, connection: object) -> None:
-        """Count it no more: it is known now, or gone."""
+        """Stop counting ``connection``: it is identified or closed."""
         with self._lock:
             self._drops.pop(connection, None)

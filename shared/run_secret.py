@@ -1,7 +1,7 @@
-"""The secret of a run, by which its processes know each other on ports beside the bus. It is on the bus: who may reach that, may ask.
+"""The secret of a run, by which its processes know each other on ports beside the bus. It is a key on the bus, so every process that can use the bus has it.
 
-The first process of a run makes it. Each writes it again with every heartbeat where it is gone, so that a bus that lost its data has
-the same one as before; should two have been made meanwhile, all go over to the one that is there.
+The first process of a run creates it. With every heartbeat each process restores a key that is missing, so a bus that lost its data gets
+the same secret back; if a new process created another in between, all processes adopt the one on the bus.
 """
 
 import secrets

@@ -1,7 +1,7 @@
 """torch's TCPStore on one address: by itself it listens on all of them, whatever host it is given.
 
-A store has no password: whoever reaches its port may read, change and delete what is in it. So it must not be reachable for
-anybody else than the processes that meet there.
+A store has no password: any process that can connect may read, change and delete its keys. Only the processes that meet there should be
+able to reach it.
 """
 
 from datetime import timedelta

@@ -4,7 +4,10 @@ Runs are real ones; what they listen on is asked of the kernel, for each process
 trainers over two hosts are looked at where they are tested (``test_rollout_nodes``, ``test_trainer_nodes``).
 """
 
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,7 +16,7 @@ import pytest
 
 from shared.ledger import Ledger
 from tests.chaos.run import running
-from tests.conftest import need, need_module, until
+from tests.conftest import PATIENCE_S, free_port, need, need_module, until
 from tests.listeners import Listener, listeners
 
 SHORT = {"sampling.group_size": 4, "algorithm.groups_per_step": 4, "evaluation.problems": 4}
@@ -64,3 +67,18 @@ def test_a_listener_on_every_address_is_seen() -> None:
     with socket.create_server(("0.0.0.0", 0)), socket.create_server(("::", 0), family=socket.AF_INET6):
         found = listeners(psutil.Process().pid)
     assert {"0.0.0.0", "::"} <= {listener.address for listener in found if not listener.is_loopback}
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_a_rendezvous_of_vllm_listens_on_its_address_alone(bound: bool) -> None:
+    code = (
+        "import os, sys\nimport torch.distributed as dist\nfrom services.rollout.vllm_stores import bind_stores\n"
+        "from tests.listeners import listeners\n"
+        "if sys.argv[2] == 'True': bind_stores()\n"
+        "dist.init_process_group('gloo', init_method=sys.argv[1], rank=0, world_size=1)\n"
+        "print(all(listener.is_loopback for listener in listeners(os.getpid())))"
+    )
+    words = [sys.executable, "-c", code, f"tcp://127.0.0.1:{free_port()}", str(bound)]
+    variables = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(words, capture_output=True, text=True, env=variables, timeout=PATIENCE_S)
+    assert done.stdout.strip() == str(bound), done.stderr  # torch's own store listens on every address
