@@ -89,7 +89,8 @@ class Ranks:
             code = self._failed()
             if running and code and not self._told:
                 log.error("a rank ended: the others are ended with it", extra={"exit_code": code})
-            return code if code > 0 or not (code or running) else 1
+            in_order = self._processes and not code and not running
+            return 0 if in_order else max(code, 1)
         finally:
             self._kill()
 
