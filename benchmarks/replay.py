@@ -28,10 +28,11 @@ import torch.distributed as dist
 from benchmarks.shapes import SHAPES
 from benchmarks.trainer_shapes import random_model
 from services.trainer import adapter
-from services.trainer.engine import TrainingEngine, make_deterministic, start_ranks
+from services.trainer.engine import TrainingEngine, make_deterministic
 from services.trainer.learner import Learner
 from services.trainer.measures import Phases
 from services.trainer.policy import Policy
+from services.trainer.rank_group import start_ranks
 from shared.messages import (
     Experience,
     FinishReason,

@@ -17,8 +17,9 @@ import torch
 from benchmarks.shapes import SHAPES
 from benchmarks.trainer_shapes import random_model
 from services.trainer import self_test
-from services.trainer.engine import place, start_ranks
+from services.trainer.engine import place
 from services.trainer.policy import Policy
+from services.trainer.rank_group import start_ranks
 from shared.settings import Settings
 
 

@@ -35,11 +35,13 @@ from benchmarks.packing import mix
 from benchmarks.shapes import SHAPES
 from benchmarks.trainer_shapes import EitherPolicy, Padded, by_arrival, by_length, random_model
 from services.trainer import kernels
-from services.trainer.engine import TrainingEngine, start_ranks
+from services.trainer.engine import TrainingEngine
 from services.trainer.flops import BACKWARD, ModelSizes
+from services.trainer.launcher import launch
 from services.trainer.measures import Phases, utilisation
 from services.trainer.packing import MicroBatch, Row, plan
-from shared.settings import Settings
+from services.trainer.rank_group import start_ranks
+from shared.settings import Settings, TrainerSettings
 
 LEAST_RATIO, LEAST_MFU = 1.3, 0.4
 """The bars: packed over padded, and utilisation at 7B in bfloat16 on GPUs."""
@@ -205,11 +207,11 @@ def _parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Become torchrun where there are several ranks; measure, and print."""
+    """Launch the ranks where there are several; measure, and print."""
     arguments = _parse()
     if arguments.ranks > 1 and "RANK" not in os.environ:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
-        os.execv(sys.executable, [*command, "-m", "benchmarks.trainer", *sys.argv[1:]])
+        command = [sys.executable, "-m", "benchmarks.trainer", *sys.argv[1:]]
+        sys.exit(launch(command, TrainerSettings(ranks=arguments.ranks), drain_s=0.0))
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     found = run(arguments)

@@ -14,6 +14,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeAlias
 
+SECRET = b"the secret of a benchmark"
+
 Answers: TypeAlias = dict[str, Callable[..., Any]]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.weights_players import Answers, Options, layout_of, serve
+from benchmarks.weights_players import SECRET, Answers, Options, layout_of, serve
 from shared.errors import WeightsError
 from shared.messages import PolicyRecord, PolicyVersion
 
@@ -38,6 +38,7 @@ async def replica(connection: Connection, options: Options) -> None:
         ),
         shadow=options.shadow,  # type: ignore[arg-type, unused-ignore]
         peer_host="127.0.0.1",
+        secret=SECRET,
         deadline_s=options.deadline_s,
     )
     player = _Replica(engine, options)
@@ -64,7 +65,7 @@ class _Replica:
 
         self._engine = engine
         self._options = options
-        self._puller = Puller(engine.place, engine.ranks, options.deadline_s)
+        self._puller = Puller(engine.place, engine.ranks, options.deadline_s, lambda: SECRET)
         self._tasks: list[asyncio.Task[None]] = []
         self._random = np.random.default_rng(0)
         self._token_times_s: list[float] = []

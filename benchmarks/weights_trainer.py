@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks.weights_players import Answers, Options, layout_of, serve
+from benchmarks.weights_players import SECRET, Answers, Options, layout_of, serve
 
 RAW_ROUNDS = 3
 
@@ -28,7 +28,7 @@ async def trainer(connection: Connection, options: Options) -> None:
         for entry in layout.tensors
     }
     snapshots = itertools.cycle([FlatSnapshot(layout, device), FlatSnapshot(layout, device)])
-    source = Source("127.0.0.1", 0, deadline_s=options.deadline_s)
+    source = Source("127.0.0.1", 0, lambda: SECRET, deadline_s=options.deadline_s)
 
     def learn(version: int) -> None:
         generator = torch.Generator(device).manual_seed(version)

@@ -49,33 +49,33 @@ def readable(connection: socket.socket, timeout_s: float | None = 0.0) -> bool:
     return bool(waiting.poll(None if timeout_s is None else timeout_s * 1000))
 
 
-def receive(connection: socket.socket, deadline_s: float) -> Frame:
-    """Return the next frame; all of it must come within ``deadline_s``.
+def receive(connection: socket.socket, deadline_s: float, largest: int = MAX_BYTES) -> Frame:
+    """Return the next frame, of at most ``largest`` bytes; all of it must come within ``deadline_s``.
 
     Raises:
         PeerError: it did not, the peer left, or what it sent is no frame.
     """
     ends_at_s = time.monotonic() + deadline_s
-    return _unpack(_read(connection, _length(_read(connection, _LENGTH.size, ends_at_s)), ends_at_s))
+    return _unpack(_read(connection, _length(_read(connection, _LENGTH.size, ends_at_s), largest), ends_at_s))
 
 
-async def receive_async(reader: asyncio.StreamReader) -> Frame:
-    """Return the next frame; the caller sets the deadline.
+async def receive_async(reader: asyncio.StreamReader, largest: int = MAX_BYTES) -> Frame:
+    """Return the next frame, of at most ``largest`` bytes; the caller sets the deadline.
 
     Raises:
         PeerError: the peer left, or what it sent is no frame.
     """
     try:
-        size = _length(await reader.readexactly(_LENGTH.size))
+        size = _length(await reader.readexactly(_LENGTH.size), largest)
         return _unpack(await reader.readexactly(size))
     except asyncio.IncompleteReadError as error:
         raise PeerError("expected a frame of the peer, found that it closed the connection") from error
 
 
-def _length(prefix: bytes) -> int:
+def _length(prefix: bytes, largest: int) -> int:
     size: int = _LENGTH.unpack(prefix)[0]
-    if size > MAX_BYTES:
-        raise PeerError(f"expected a frame of at most {MAX_BYTES} bytes, found {size}: the peer speaks no Penstock")
+    if size > largest:
+        raise PeerError(f"expected a frame of at most {largest} bytes, found {size}: the peer speaks no Penstock")
     return size
 
 

@@ -28,11 +28,13 @@ from typing import NoReturn
 from shared import connection, log
 from shared.bus import Bus
 from shared.cordon import Cordon
+from shared.endpoints import Endpoints
 from shared.errors import BusUnavailable, SettingsError
 from shared.live import Live
 from shared.messages import Json
+from shared.run_secret import RunSecret
 from shared.settings import Settings, load, loads
-from shared.telemetry import Endpoints, Presence, Status
+from shared.telemetry import Presence, Status
 from shared.worker import Patience
 
 _LEAVE_S = 10.0
@@ -52,6 +54,8 @@ class Context:
     stop: asyncio.Event
     live: Live
     cordon: Cordon
+    secret: RunSecret
+    """By which processes of the run know each other on ports beside the bus."""
 
     @property
     def host(self) -> str:
@@ -139,11 +143,12 @@ async def serve(settings: Settings, service: str, replica: str, metrics_port: in
     )
     bus.wait_for_ever()
 
-    live, cordon = Live(bus, settings), Cordon(bus, replica, told_to_stop)
+    live, cordon, secret = Live(bus, settings), Cordon(bus, replica, told_to_stop), RunSecret(bus)
 
     async def hear() -> None:
         await cordon.refresh()
         await live.refresh()
+        await secret.refresh()
         status.settings_revision, status.taking = live.revision, cordon.taking.is_set()
 
     endpoints = Endpoints(
@@ -151,11 +156,12 @@ async def serve(settings: Settings, service: str, replica: str, metrics_port: in
     )
     status.address = endpoints.address
     await cordon.begin()
+    await secret.refresh()
     presence = Presence(bus, service, replica, settings.telemetry.heartbeat_s, status, hear)
     beating = asyncio.Event()
     beats = asyncio.create_task(presence.run(beating))
     try:
-        yield Context(settings, service, replica, bus, status, stop, live, cordon)
+        yield Context(settings, service, replica, bus, status, stop, live, cordon, secret)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(2.0):
                 await presence.leave()

@@ -37,6 +37,7 @@
     pins         set     versions whose checkpoints are kept; released: versions that people may use
     operations   hash    id → a command that takes a while, and how far it is (JSON)
     exports      hash    number → an export that was ordered, who makes it, and what became of it (coordinator → trainer, see ``exports``)
+    secret       string  by which processes of the run know each other on ports beside the bus
     cordons      hash    replica → what it was told: to take nothing new, or to finish and leave
     settings     string  the TOML of a run that was registered over HTTP; services may start from it
     idempotency:<digest> what a POST was answered, with a TTL
@@ -182,6 +183,11 @@ class Keys:
     def live(self) -> str:
         """The hash of settings that were changed while the run goes on."""
         return self.named("live")
+
+    @property
+    def secret(self) -> str:
+        """The secret by which processes of the run know each other on ports beside the bus."""
+        return self.named("secret")
 
     @property
     def pins(self) -> str:

@@ -1,29 +1,20 @@
-"""What a process tells of itself: /metrics, /healthz and /readyz over HTTP, and a heartbeat on the bus.
-
-The HTTP side is a daemon thread of the standard library, so that every image has it. ``/healthz`` needs nothing and says
-that the process runs; ``/readyz`` is 200 when ``ready()`` says so, else 503, with the same JSON.
-"""
+"""What a process tells of itself on the bus: a heartbeat, and events for people. Its HTTP side is ``endpoints``."""
 
 import asyncio
 import dataclasses
-import importlib.metadata
 import json
 import logging
 import math
 import os
-import platform
 import socket
-import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, TypeVar
 
 import psutil
-from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, Gauge, generate_latest
+from prometheus_client import Gauge
 
 from shared.bus import Bus
-from shared.errors import SettingsError
 from shared.messages import Event, Json, PolicyVersion
 from shared.streams import EVENTS
 
@@ -35,7 +26,6 @@ BUS_AVAILABLE = Gauge(
     "penstock_bus_available", "1 while the bus answers this process, else 0; NaN where it needs none."
 )
 BUS_AVAILABLE.set(math.nan)  # the executor's: 0 would be an outage
-BUILD = Gauge("penstock_build_info", "1 for the version of Penstock that this process runs.", ["version", "python"])
 MISSED_HEARTBEATS = 5
 """A replica that has been silent for so many heartbeats is gone."""
 
@@ -115,65 +105,6 @@ class Status:
     def ready(self) -> bool:
         """Whether the service does its work."""
         return self.state in ("working", "waiting", "degraded")
-
-
-class Endpoints:
-    """/metrics, /healthz and /readyz on one port.
-
-    Raises:
-        SettingsError: the port is taken.
-    """
-
-    def __init__(self, host: str, port: int, setting: str, ready: Callable[[], Mapping[str, Json]]) -> None:
-        def answer(request: BaseHTTPRequestHandler) -> tuple[int, str, bytes]:
-            path = request.path.partition("?")[0]
-            if path == "/metrics":
-                return 200, CONTENT_TYPE_LATEST, generate_latest(REGISTRY)
-            if path == "/healthz":
-                return 200, "application/json", b'{"status": "ok"}'
-            if path == "/readyz":
-                checks = dict(ready())
-                return (200 if checks.get("ready") else 503), "application/json", json.dumps(checks).encode()
-            return 404, "application/json", b'{"status": "no such path; try /metrics, /healthz or /readyz"}'
-
-        try:
-            self._server = ThreadingHTTPServer((host, port), _handler(answer))
-        except OSError as error:
-            raise SettingsError(
-                f"expected a free port for /metrics, found {host}:{port} taken ({error}): change {setting}"
-            ) from error
-        self._server.daemon_threads = True
-        BUILD.labels(_version(), platform.python_version()).set(1)
-        self.address = f"{host}:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, name="endpoints", daemon=True).start()
-
-    def close(self) -> None:
-        """Stop serving."""
-        self._server.shutdown()
-        self._server.server_close()
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("penstock")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
-
-
-def _handler(answer: Callable[[BaseHTTPRequestHandler], tuple[int, str, bytes]]) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            status, kind, body = answer(self)
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            log.debug("request", extra={"path": self.path})
-
-    return Handler
 
 
 class Presence:

@@ -181,7 +181,7 @@ def one_rank() -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    from services.trainer.engine import start_ranks
+    from services.trainer.rank_group import start_ranks
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

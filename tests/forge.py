@@ -33,7 +33,7 @@ from tests import forked as forks
 
 ROOT = Path(__file__).parent.parent
 _IMPORTED = (
-    "deepspeed", "fastapi", "httpx", "peft", "safetensors.torch", "shared.service", "torch.distributed.run",
+    "deepspeed", "fastapi", "httpx", "peft", "safetensors.torch", "shared.service", "torch.distributed",
     "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen2.modeling_qwen2", "typer", "uvicorn",
 )  # fmt: skip

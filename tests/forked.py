@@ -1,6 +1,6 @@
 """A fork of a process that has imported much, which becomes ``python -m services.…`` and lets what it starts do likewise.
 
-It differs from what the command starts in what it has imported already, and in what ``ps`` shows. `penstock up` and torchrun that began so
+It differs from what the command starts in what it has imported already, and in what ``ps`` shows. `penstock up` and the trainer's launcher that began so
 are the parents of their services and ranks, which are forks of them; every other program is started as ever.
 """
 
@@ -97,21 +97,15 @@ def _let_up_fork() -> None:
 
 
 def _let_trainer_fork() -> None:
-    """Let the trainer, which this process is about to be, become torchrun where it is, and that fork its ranks."""
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+    """Let the trainer, which this process is about to be, fork its ranks where it launches several."""
+    from services.trainer import launcher
 
-    def become(_: str, words: Sequence[str]) -> NoReturn:
-        sys.argv[1:] = words[3:]
-        runpy.run_module(words[2], run_name="__main__", alter_sys=True)
-        sys.exit()
-
-    def begin(_: SubprocessHandler, words: Sequence[str], environment: Mapping[str, str]) -> _OfTorchrun:
+    def begin(words: Sequence[str], variables: Mapping[str, str]) -> _OfLauncher:
         command = _module(words)
         assert command is not None, words
-        return _OfTorchrun(fork(command, environment, sys.stderr.fileno()))
+        return _OfLauncher(fork(command, variables, sys.stderr.fileno()))
 
-    os.execv = become  # type: ignore[assignment]
-    SubprocessHandler._popen = begin  # type: ignore[assignment,method-assign]
+    launcher.start_process = begin
 
 
 _LET_FORK = {"services": _let_up_fork, "services.trainer": _let_trainer_fork}
@@ -147,8 +141,8 @@ class _OfUp:
         os.kill(self.pid, number)
 
 
-class _OfTorchrun(subprocess.Popen[bytes]):
-    """A fork whose parent is torchrun: what ``subprocess.Popen`` is after its start."""
+class _OfLauncher(subprocess.Popen[bytes]):
+    """A fork whose parent is the launcher: what ``subprocess.Popen`` is after its start."""
 
     def __init__(self, pid: int) -> None:
         self._execute_child = lambda *_: self.__dict__.update(pid=pid, _child_created=True)

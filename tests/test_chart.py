@@ -369,10 +369,11 @@ def test_the_settings_that_a_pod_is_given_are_settings(tmp_path: Path, crds: Kin
     for role in ("coordinator", "rollout", "reward", "executor", "trainer"):
         (container,) = template_of(release.workload(role))["spec"]["containers"]
         plain = {name: source for name, source in environment(container).items() if isinstance(source, str)}
+        plain = {name: value.replace("$(POD_IP)", "10.1.2.3") for name, value in plain.items()}
         settings = load(config, environment={**plain, "PENSTOCK__BUS__URL": "redis://bus:6379/0"})
         assert settings.run.steps == 200
         if role == "executor":
-            assert settings.reward.executor.address == "0.0.0.0:9500"
+            assert settings.reward.executor.address == "10.1.2.3:9500"
             continue
         assert settings.run.id == "demo"
         assert str(settings.snapshot_folder) == "/var/penstock/runs/demo/weights"

@@ -29,6 +29,7 @@ from shared.exports import Exports
 from shared.ledger import Ledger
 from shared.live import Live
 from shared.messages import Event, PolicyVersion
+from shared.run_secret import RunSecret
 from shared.service import Context
 from shared.streams import EVENTS
 from shared.telemetry import Presence, Status, heartbeats
@@ -111,6 +112,7 @@ import asyncio, sys
 from pathlib import Path
 from services.trainer.exporter import Exporter
 from shared.bus import Bus
+from shared.run_secret import RunSecret
 from shared.settings import load
 
 async def main(url, run_id, folder):
@@ -272,7 +274,7 @@ async def test_cleanup_leaves_the_checkpoint_that_is_exported(bus: Bus, run: Run
     )
     context = Context(
         run.settings, "trainer", "trainer-0", bus, Status(), asyncio.Event(), Live(bus, run.settings),
-        Cordon(bus, "trainer-0", lambda: None),
+        Cordon(bus, "trainer-0", lambda: None), RunSecret(bus),
     )  # fmt: skip
     lead = Lead(context, asyncio.get_running_loop())
     await Exports(bus).place(1, V(1), adapter=False)

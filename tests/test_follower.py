@@ -33,7 +33,11 @@ DEADLINE_S = 5.0
 
 def engine(seed: int = 1) -> TransformersEngine:
     return TransformersEngine(
-        tiny.opened(tiny.model(seed), stop=(999,)), max_rows=8, host="127.0.0.1", deadline_s=DEADLINE_S
+        tiny.opened(tiny.model(seed), stop=(999,)),
+        max_rows=8,
+        host="127.0.0.1",
+        secret=weights.secret,
+        deadline_s=DEADLINE_S,
     )
 
 
@@ -46,7 +50,7 @@ class Replica:
 
     def __init__(self, bus: Bus, engine: Any, name: str = "rollout-0") -> None:
         self.engine, self.status, self.name = engine, Status(), name
-        self.puller = Puller(engine.place, engine.ranks, DEADLINE_S)
+        self.puller = Puller(engine.place, engine.ranks, DEADLINE_S, weights.secret)
         self.follower = Follower(
             bus, engine, self.status, name, self.puller, deadline_s=DEADLINE_S, probe_gap_nats=0.05
         )

@@ -56,7 +56,7 @@ def engine() -> Any:
 
 @pytest.fixture
 def publication(tmp_path: Path) -> Iterator[Publication]:
-    found = Publication(settings(tmp_path), "127.0.0.1")
+    found = Publication(settings(tmp_path), "127.0.0.1", weights.secret)
     yield found
     found.close()
 
@@ -68,7 +68,7 @@ def publish(publication: Publication, engine: Any, version: int) -> PolicyRecord
 
 async def pull(record: PolicyRecord) -> dict[str, torch.Tensor]:
     """Pull a version as a replica does."""
-    puller, receiver = Puller(Place("cpu", (), boot_id()), 1, 5.0), Receiver(1, 1, weights.CPU)
+    puller, receiver = Puller(Place("cpu", (), boot_id()), 1, 5.0, weights.secret), Receiver(1, 1, weights.CPU)
     try:
         offer = await puller.ask(record.source, record)
         shadow = FlatSnapshot(offer.layout, weights.CPU)
@@ -135,7 +135,7 @@ async def test_a_source_that_is_closed_answers_nobody(publication: Publication, 
 
 
 def test_bfloat16_is_published_where_the_policy_says_so(tmp_path: Path, engine: Any) -> None:
-    publication = Publication(settings(tmp_path, dtype="bfloat16"), "127.0.0.1")
+    publication = Publication(settings(tmp_path, dtype="bfloat16"), "127.0.0.1", weights.secret)
     publish(publication, engine, 0)
     assert publication._offered is not None
     found = publication._offered.tensors()
@@ -145,7 +145,7 @@ def test_bfloat16_is_published_where_the_policy_says_so(tmp_path: Path, engine: 
 
 
 def test_by_file_a_record_says_where_and_no_process_serves(tmp_path: Path, engine: Any) -> None:
-    publication = Publication(settings(tmp_path, "file"), "127.0.0.1")
+    publication = Publication(settings(tmp_path, "file"), "127.0.0.1", weights.secret)
     record = publish(publication, engine, 0)
     assert record.source == ""
     assert publication.outlives_the_process

@@ -24,6 +24,7 @@ from shared.errors import PermanentError, SettingsError, TemporaryError
 from shared.expression import Expression
 from shared.live import Live
 from shared.messages import Experience, Purpose, RolloutGroup, Score, ScoreStatus
+from shared.run_secret import RunSecret
 from shared.service import Context
 from shared.settings import Settings
 from shared.streams import EVAL_RESULTS, EVAL_ROLLOUTS, EXPERIENCE, ROLLOUTS, Stream
@@ -207,6 +208,7 @@ async def test_rollouts_of_the_run_and_of_its_evaluations_end_each_where_they_be
         asyncio.Event(),
         Live(bus, settings),
         Cordon(bus, "reward-0", lambda: None),
+        RunSecret(bus),
     )
     async with asyncio.TaskGroup() as running:
         running.create_task(work(context, make_scoring(settings, context.status)))

@@ -84,7 +84,7 @@ def rollout(
         engine,
         CharacterCodec(),
         status or Status(),
-        Puller(engine.place, engine.ranks, 5.0),
+        Puller(engine.place, engine.ranks, 5.0, weights.secret),
         WeightsSettings(deadline_s=5.0),
         replica=name,
         patience=Patience(claim_after_s=5.0, drain_s=drain_s),
@@ -301,7 +301,7 @@ async def test_a_snapshot_that_comes_late_is_pulled_when_it_is_there(
 
 async def test_a_waiter_is_sent_away_only_while_pulls_keep_failing(bus: Bus, tmp_path: Path) -> None:
     engine = ScriptedEngine()
-    puller = Puller(engine.place, engine.ranks, 5.0)
+    puller = Puller(engine.place, engine.ranks, 5.0, weights.secret)
     follower = Follower(bus, engine, Status(), "rollout-0", puller, deadline_s=5.0, probe_gap_nats=0.05, give_up_s=0.0)
     waiting = asyncio.ensure_future(follower.wait_for(PolicyVersion(1)))
     following = asyncio.ensure_future(follower.run())

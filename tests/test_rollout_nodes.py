@@ -32,6 +32,7 @@ from shared.settings import Settings, load
 from shared.weights.puller import Puller
 from tests import weights
 from tests.conftest import free_port, need_module, until
+from tests.listeners import listeners
 from tests.test_vllm_engine import MODELS, PROMPT, STOP, kept_cache, offer, put, reference, request, save, variant
 from tests.tolerance import FORWARD
 
@@ -143,6 +144,13 @@ async def engine(node: Node) -> AsyncIterator[VllmEngine]:
     await opened.close()
 
 
+async def test_an_engine_on_two_hosts_listens_on_the_address_of_its_hosts_alone(engine: VllmEngine, node: Node) -> None:
+    below = [process.pid for process in psutil.Process().children() if process.pid != node.process.pid]
+    found = listeners(*below, node.process.pid)
+    assert found, "expected the workers' rendezvous at least"
+    assert [listener for listener in found if not listener.is_loopback] == []
+
+
 async def test_an_engine_on_two_hosts_draws_what_one_process_would(engine: VllmEngine, node: Node) -> None:
     assert engine.ranks == 2
     group = await engine.generate(request(samples=2, temperature=0.0, new_tokens=16))
@@ -176,7 +184,7 @@ async def test_weights_that_are_pulled_change_on_both_hosts_between_the_same_two
 
     await until(flows, timeout_s=60)
     snapshot = weights.fill(dict(MODELS[1].named_parameters()), 1)
-    puller = Puller(engine.place, engine.ranks, 30.0)
+    puller = Puller(engine.place, engine.ranks, 30.0, weights.secret)
     with weights.serving() as source:  # each rank is a party of the source's process group
         offered = await puller.ask(source.address, weights.offered(source, snapshot))
         await put(engine, offered)

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import math
 import os
 import sys
 from collections.abc import AsyncIterator
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.rollout.engine_reports import Reporter, Reports
+from services.rollout.engine_reports import Reporter, Reports, prove
 from services.rollout.runner_tap import RunnerTap, can_listen
 from services.rollout.token_record import Finished, TokenRecord, token_logprobs
 from shared.errors import PeerError
@@ -342,6 +343,52 @@ async def test_a_worker_that_does_not_know_the_secret_is_told_which_setting_to_c
     with pytest.raises(PeerError, match=r"let rank 1 in, found: it refused: rollout\.secret_file must hold the same"):
         await asyncio.to_thread(Reporter, reports.address, 1, print, secret=b"something else entirely")
     assert not reports.died.done()
+    await reports.close()
+
+
+async def test_silent_strangers_keep_no_worker_out() -> None:
+    reports = Reports("127.0.0.1", SECRET)
+    await reports.open()
+    host, _, port = reports.address.rpartition(":")
+    silent = [await asyncio.open_connection(host, int(port)) for _ in range(200)]
+    worker = await Worker.start(reports, rank=1)
+    for reader, _ in silent[: 200 - 64]:
+        await reader.read()  # a challenge, then the end
+    assert len(reports._readers) <= 65
+    for _, writer in silent:
+        writer.close()
+    worker.process.kill()
+    assert "worker 1 went away" in await reports.died
+    await worker.process.wait()
+    await reports.close()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"rank": math.inf}, {"rank": math.nan}, {"rank": -1}, {"rank": 1 << 16}, {"rank": "0"}, {"rank": True}, {"rank": None},
+        {"pids": 7}, {"pids": [math.inf]}, {"pids": [0]}, {"pids": [True]}, {"pids": list(range(1, 100))},
+        {"proof": "text"}, {"proof": None},
+    ],
+    ids=str,
+)  # fmt: skip
+async def test_a_greeting_that_is_nonsense_is_refused_and_breaks_nothing(
+    changed: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    reports = Reports("127.0.0.1", SECRET)
+    await reports.open()
+    host, _, port = reports.address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    challenge = msgpack.unpackb(await reader.readexactly(int.from_bytes(await reader.readexactly(4), "little")))
+    hello = {"kind": "hello", "rank": 0, "pids": [1], "proof": prove(SECRET, challenge["nonce"], 0), **changed}
+    packed = msgpack.packb(hello)
+    writer.write(len(packed).to_bytes(4, "little") + packed)
+    assert await reader.read() == b""
+    writer.close()
+    await until(lambda: not reports._readers)
+    assert reports.pids == set()
+    assert not reports.died.done()
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
     await reports.close()
 
 

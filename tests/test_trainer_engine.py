@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 def test_a_trainer_of_one_rank_listens_on_no_wildcard_address() -> None:
     code = (
-        "import psutil\nfrom services.trainer.engine import start_ranks\nassert start_ranks('cpu') == (0, 1)\n"
+        "import psutil\nfrom services.trainer.rank_group import start_ranks\nassert start_ranks('cpu') == (0, 1)\n"
         "print([c.laddr.ip for c in psutil.Process().net_connections('inet') if c.status == 'LISTEN'])"
     )
     environment = {

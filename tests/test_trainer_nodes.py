@@ -1,4 +1,4 @@
-"""Laws of a trainer over several hosts: two processes with addresses of their own, joined by torchrun as pods are."""
+"""Laws of a trainer over several hosts: two processes with addresses of their own, joined as pods are."""
 
 import asyncio
 import contextlib
@@ -15,6 +15,7 @@ from shared.errors import SettingsError
 from shared.settings import load
 from tests import forge
 from tests.conftest import PATIENCE_S, Server, free_port
+from tests.listeners import listeners
 from tests.test_trainer_service import GROUPS, Run, bus_of, feed, initial_weights
 from tests.tolerance import ADAM_MOVEMENT, moved_apart
 
@@ -69,6 +70,8 @@ async def test_two_hosts_train_as_one_and_come_back_when_one_of_them_dies(tmp_pa
             await two.reaches(ledger, 2, first)
             assert await asyncio.to_thread(answers, f"http://127.0.0.1:{metrics}/readyz")
             assert await asyncio.to_thread(answers, f"http://127.0.0.2:{metrics}/readyz")
+            seen = listeners(first.pid, second.pid)
+            assert {listener.address for listener in seen} <= {"127.0.0.1", "127.0.0.2"}, seen
             kill(second)
             assert await asyncio.to_thread(first.wait, 60) != 0  # its supervisor starts it again
         await feed(bus, 2 * GROUPS, GROUPS)

@@ -1,6 +1,6 @@
 """Laws of several ranks: two learn what one learns, agree where one of them fails, and come back from what they wrote.
 
-The two ranks are real processes under torchrun (``tests/trainer_ranks.py``), started once for all laws; one rank is this process.
+The two ranks are real processes of the launcher (``tests/trainer_ranks.py``), started once for all laws; one rank is this process.
 """
 
 import os
@@ -20,6 +20,10 @@ from tests.tolerance import FORWARD, GRADIENT, MOVEMENT, moved_apart, smooth_ada
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_rank")]
 
 ROOT = Path(__file__).parent.parent
+LAUNCH = (
+    "import sys\nfrom services.trainer.launcher import launch\nfrom shared.settings import TrainerSettings\n"
+    "sys.exit(launch(sys.argv[1:], TrainerSettings(ranks=2), drain_s=0.0))"
+)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +32,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("ranks")
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tests.trainer_ranks", folder],
+        [sys.executable, "-c", LAUNCH, sys.executable, "-m", "tests.trainer_ranks", folder],
         cwd=ROOT, capture_output=True, text=True, timeout=400,
         env={**{name: value for name, value in os.environ.items() if name not in names}, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip

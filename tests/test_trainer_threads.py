@@ -19,6 +19,7 @@ from shared.cordon import Cordon
 from shared.ledger import Ledger
 from shared.live import Live
 from shared.messages import GroupId, PolicyVersion, StepPlan
+from shared.run_secret import RunSecret
 from shared.service import Context
 from shared.settings import Settings
 from shared.streams import EXPERIENCE
@@ -59,7 +60,7 @@ async def test_the_training_thread_commits_without_touching_the_intake_which_is_
     tables = {"id": bus.keys.run_id, "folder": tmp_path}
     of = Settings.model_validate({"run": tables, "algorithm": {"groups_per_step": GROUPS}})
     cordon = Cordon(bus, "trainer-0", lambda: None)
-    context = Context(of, "trainer", "trainer-0", bus, Status(), asyncio.Event(), Live(bus, of), cordon)
+    context = Context(of, "trainer", "trainer-0", bus, Status(), asyncio.Event(), Live(bus, of), cordon, RunSecret(bus))
     await Ledger(bus).create()
     for group_id in range(GROUPS):
         await bus.append(EXPERIENCE, {"id": str(group_id), "data": wire.encode(builders.experience(group_id))})

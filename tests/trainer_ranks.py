@@ -1,4 +1,4 @@
-"""What two ranks do, for ``tests/test_trainer_ranks.py``: run under torchrun, it plays each scene and writes what came of it.
+"""What two ranks do, for ``tests/test_trainer_ranks.py``: started by the launcher, it plays each scene and writes what came of it.
 
 One start for all scenes, as torch and DeepSpeed take seconds to come up. Rank 0 writes.
 """
@@ -17,11 +17,12 @@ import torch.distributed as dist
 
 from services.trainer import adapter, checkpoints, spans
 from services.trainer.critic import Critic
-from services.trainer.engine import TrainingEngine, start_ranks
+from services.trainer.engine import TrainingEngine
 from services.trainer.learner import AdapterOff, Learner, Reference
 from services.trainer.loop import Trainer
 from services.trainer.measures import Phases
 from services.trainer.policy import Policy
+from services.trainer.rank_group import start_ranks
 from shared.messages import StepPlan
 from shared.settings import Settings
 from tests import test_learner, test_trainer_faults, tiny, tiny_hybrids, tolerance

@@ -18,7 +18,13 @@ from shared.weights.snapshot import write_snapshot
 from shared.weights.source import Source
 
 CPU = torch.device("cpu")
+SECRET = b"the secret of a run"
 Named = Iterable[tuple[str, torch.Tensor]]
+
+
+def secret() -> bytes:
+    """Return what the processes of a test share."""
+    return SECRET
 
 
 def record(version: int, digest: str, location: str = "", source: str = "") -> PolicyRecord:
@@ -54,7 +60,7 @@ def fill(tensors: Mapping[str, torch.Tensor], version: int, bucket_bytes: int = 
 @contextmanager
 def serving(snapshot: FlatSnapshot | None = None, folder: Path | None = None) -> Iterator[Source]:
     """A real source on this machine."""
-    source = Source("127.0.0.1", 0, deadline_s=10.0, file_folder=folder)
+    source = Source("127.0.0.1", 0, secret, deadline_s=10.0, file_folder=folder)
     if snapshot is not None:
         source.offer(snapshot)
     try:

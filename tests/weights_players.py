@@ -31,6 +31,7 @@ from shared.weights.place import Place, boot_id, plain_uuid
 from shared.weights.puller import Puller
 from shared.weights.receiver import Receiver
 from shared.weights.source import Source
+from tests import weights
 
 CPU = torch.device("cpu")
 CALL_S = 20.0
@@ -94,7 +95,9 @@ class Trainer:
 
     def __init__(self, deadline_s: float, folder: str | None = None, device: str = "cpu") -> None:
         self.device = torch.device(device)
-        self.source = Source("127.0.0.1", 0, deadline_s=deadline_s, file_folder=Path(folder) if folder else None)
+        self.source = Source(
+            "127.0.0.1", 0, weights.secret, deadline_s=deadline_s, file_folder=Path(folder) if folder else None
+        )
         self.snapshot: FlatSnapshot | None = None
         self._record: PolicyRecord | None = None
 
@@ -180,9 +183,9 @@ class Replica:
 
     def __init__(self, deadline_s: float, rank: int = 1, ranks: int = 1, device: str = "cpu") -> None:
         self.device = torch.device(device)
-        self.puller = Puller(place(self.device), ranks, deadline_s)
+        self.puller = Puller(place(self.device), ranks, deadline_s, weights.secret)
         self.receiver = Receiver(rank, ranks, self.device)
-        self.source = Source("127.0.0.1", 0, deadline_s=deadline_s)
+        self.source = Source("127.0.0.1", 0, weights.secret, deadline_s=deadline_s)
         self.shadow: FlatSnapshot | None = None
         self._loop = asyncio.new_event_loop()
         self._reasons = Reasons()

@@ -11,7 +11,9 @@ from services.rollout.engine import Engine
 from services.rollout.prompts import CharacterCodec, Codec, TokenizerCodec
 from services.rollout.vllm_hosts import Hosts, hosts_of
 from shared import service
+from shared.addresses import use_interfaces
 from shared.errors import SettingsError
+from shared.handshake import Secret
 from shared.importing import importing
 from shared.settings import Settings, check_plain_engine, check_reproducible
 
@@ -19,23 +21,24 @@ _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks for which vLLM has kernels."""
 
 
-async def open_engine(settings: Settings, replica: str, host: str) -> tuple[Engine, Codec]:
+async def open_engine(settings: Settings, replica: str, host: str, secret: Secret) -> tuple[Engine, Codec]:
     """Return the engine of ``rollout.engine`` and the codec of its vocabulary; heartbeats go on while a model loads.
 
     Args:
         host: the address at which other replicas reach this one.
+        secret: that of the run, which they must know.
 
     Raises:
         SettingsError: there is no such model or device, or the engine cannot do what is set.
     """
     name = await asyncio.to_thread(choose_engine, settings)
     if name == "vllm":
-        return await _open_vllm(settings, replica, host)
+        return await _open_vllm(settings, replica, host, secret)
     if name == "scripted":
         from services.rollout.scripted_engine import ScriptedEngine
 
         return ScriptedEngine(seed=settings.run.seed), CharacterCodec()
-    return await _open_transformers(settings, replica, host)
+    return await _open_transformers(settings, host, secret)
 
 
 def choose_engine(settings: Settings) -> str:
@@ -65,7 +68,7 @@ def pick_engine(device: str) -> str:
     return "vllm" if torch.cuda.is_available() else "transformers"
 
 
-async def _open_vllm(settings: Settings, replica: str, host: str) -> tuple[Engine, Codec]:
+async def _open_vllm(settings: Settings, replica: str, host: str, secret: Secret) -> tuple[Engine, Codec]:
     from services.rollout.models import check_for_vllm, open_tokenizer
     from services.rollout.vllm_start import open_vllm
 
@@ -82,6 +85,7 @@ async def _open_vllm(settings: Settings, replica: str, host: str) -> tuple[Engin
         update=weights.update,
         shadow=weights.shadow,
         peer_host=host if weights.transport == "pull" else "",
+        secret=secret(),
         deadline_s=weights.deadline_s,
     )
     return engine, TokenizerCodec(tokenizer, engine)
@@ -123,7 +127,7 @@ def vllm_arguments(settings: Settings) -> dict[str, Any]:
     return {"enable_lora": True, "max_lora_rank": fits, "max_loras": 1, **given}
 
 
-async def _open_transformers(settings: Settings, replica: str, host: str) -> tuple[Engine, Codec]:
+async def _open_transformers(settings: Settings, host: str, secret: Secret) -> tuple[Engine, Codec]:
     with importing():
         from services.rollout.models import open_model, open_tokenizer
         from services.rollout.transformers_engine import TransformersEngine
@@ -139,6 +143,7 @@ async def _open_transformers(settings: Settings, replica: str, host: str) -> tup
         alone=settings.rollout.reproducible,
         threads=settings.rollout.threads,
         host=host if settings.weights.transport == "pull" else "",
+        secret=secret,
         deadline_s=settings.weights.deadline_s,
         drain=settings.weights.update == "drain",
     )
@@ -147,6 +152,7 @@ async def _open_transformers(settings: Settings, replica: str, host: str) -> tup
 
 async def run(settings: Settings, replica: str) -> None:
     """Serve until SIGTERM."""
+    use_interfaces(service.own_host(settings), spans_hosts=settings.rollout.nodes > 1)
     if settings.rollout.node:
         await _hold_workers(settings, replica)
         return
@@ -155,7 +161,7 @@ async def run(settings: Settings, replica: str) -> None:
     async with service.serve(settings, "rollout", replica, settings.rollout.metrics_port) as context:
         from shared.weights.puller import Puller
 
-        engine, codec = await open_engine(await context.live.refresh(), replica, context.host)
+        engine, codec = await open_engine(await context.live.refresh(), replica, context.host, context.secret)
         engine.update_by(context.live.settings.weights.update)  # it may have changed while the model was loaded
         context.live.listen(lambda now: engine.update_by(now.weights.update))
         rollout = Rollout(
@@ -163,7 +169,7 @@ async def run(settings: Settings, replica: str) -> None:
             engine,
             codec,
             context.status,
-            Puller(engine.place, engine.ranks, settings.weights.deadline_s),
+            Puller(engine.place, engine.ranks, settings.weights.deadline_s, context.secret),
             settings.weights,
             replica=replica,
             patience=context.patience,

@@ -35,12 +35,13 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeGuard
 
 import msgpack
 import numpy as np
 
 from shared.errors import PeerError
+from shared.handshake import Newcomers
 from shared.messages import Float32Array
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,8 @@ log = logging.getLogger(__name__)
 _LENGTH = struct.Struct("<I")
 _LARGEST_BYTES = 64 << 20
 _STRANGER_BYTES, _STRANGERS = 4096, 64
-"""What a connection may say before it has proved itself, and how many such there may be."""
+"""What a connection may say before it has proved itself, and how many such there may be: one more drops the oldest."""
+_MAX_RANKS, _MAX_PIDS = 1 << 16, 16
 _GREETING_S = 10.0
 _SILENT_S = 15
 _CHILD = re.compile(r"(?:(\d+)_)?(g\d+)(?:-.*)?")
@@ -194,6 +196,7 @@ class Reports:
         self._stagings: dict[int, dict[int, tuple[str, float]]] = {}
         self._changed = asyncio.Condition()
         self._readers: set[asyncio.Task[None]] = set()
+        self._strangers = Newcomers(_STRANGERS)
         self._writers: set[asyncio.StreamWriter] = set()
         self._server: asyncio.Server | None = None
         self._closed = False
@@ -255,31 +258,30 @@ class Reports:
         assert task is not None
         self._readers.add(task)
         task.add_done_callback(self._readers.discard)
+        self._strangers.enter(task, task.cancel)
         try:
             rank = await self._welcome(reader, writer)
+            self._strangers.leave(task)
             if rank is not None:
                 await self._listen(rank, reader)
         except asyncio.CancelledError:
             pass
         finally:
+            self._strangers.leave(task)
             self._writers.discard(writer)
             writer.close()
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int | None:
         """Let a worker in and return its rank; None for anybody else."""
-        if len(self._readers) - len(self._writers) > _STRANGERS:
-            return None
         nonce = secrets.token_bytes(32)
         try:
             writer.write(_packed({"kind": "challenge", "nonce": nonce, "pid": os.getpid()}))
             async with asyncio.timeout(_GREETING_S):
-                hello = await _next(reader, _STRANGER_BYTES)
-            rank, pids = int(hello["rank"]), set(map(int, hello["pids"]))
-            proven = hmac.compare_digest(memoryview(hello["proof"]), prove(self._secret, nonce, rank))
-        except (OSError, EOFError, TimeoutError, LookupError, TypeError, ValueError, struct.error) as error:
-            log.warning("a connection was refused that is no worker's", extra={"found": repr(error)})
+                rank, pids, proof = _hello(await _next(reader, _STRANGER_BYTES))
+        except (OSError, EOFError, TimeoutError) as error:
+            log.debug("a connection was refused that is no worker's", extra={"found": repr(error)})
             return None
-        if not proven:
+        if not hmac.compare_digest(proof, prove(self._secret, nonce, rank)):
             log.warning(
                 "a worker was refused: it does not know the secret in rollout.secret_file", extra={"rank": rank}
             )
@@ -295,7 +297,7 @@ class Reports:
         try:
             while True:
                 await self._note(rank, await _next(reader, _LARGEST_BYTES))
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, LookupError, TypeError, ValueError) as error:
             if not self._closed and not self.died.done():
                 self.died.set_result(f"worker {rank} went away: {error}")
 
@@ -318,10 +320,29 @@ class Reports:
         return True
 
 
+def _hello(message: Message) -> tuple[int, set[int], bytes]:
+    """Return rank, processes and proof of a worker's greeting; raises OSError for anything else."""
+    rank, pids, proof = (message.get(name) for name in ("rank", "pids", "proof"))
+    if not _is_whole(rank, 0, _MAX_RANKS - 1) or not isinstance(pids, list) or not isinstance(proof, bytes):
+        raise OSError("a greeting without rank, processes and proof")
+    if len(pids) > _MAX_PIDS or not all(_is_whole(pid, 1, 1 << 30) for pid in pids):
+        raise OSError("a greeting with processes that are none")
+    return rank, set(pids), proof
+
+
+def _is_whole(value: object, least: int, most: int) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
 async def _next(reader: asyncio.StreamReader, largest_bytes: int) -> Message:
-    """Return the next message; raises OSError or EOFError where there is none, or it is too long."""
+    """Return the next message; raises OSError or EOFError where there is none, it is too long, or no map."""
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     if length > largest_bytes:
         raise OSError(f"a message of {length} bytes")
-    message: Message = msgpack.unpackb(await reader.readexactly(length))
+    try:
+        message = msgpack.unpackb(await reader.readexactly(length))
+    except (ValueError, msgpack.UnpackException) as error:
+        raise OSError("a message that is no MessagePack") from error
+    if not isinstance(message, dict):
+        raise OSError("a message that is no map")
     return message

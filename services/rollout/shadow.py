@@ -17,6 +17,7 @@ import torch
 
 from services.rollout.models import OpenedModel
 from shared.errors import WeightsError
+from shared.handshake import Secret
 from shared.messages import PolicyVersion
 from shared.weights.flat import FlatSnapshot
 from shared.weights.layout import Layout
@@ -38,12 +39,13 @@ class Shadow:
         opened: the model that the weights are for; only looked at here.
         host: where peers reach this process; empty: it serves nobody.
         deadline_s: no wait of a peer's pull takes longer.
+        secret: that of the run, which peers must know.
     """
 
-    def __init__(self, opened: OpenedModel, host: str, deadline_s: float) -> None:
+    def __init__(self, opened: OpenedModel, host: str, deadline_s: float, secret: Secret) -> None:
         self._opened = opened
         self._receiver = Receiver(1, 1, opened.device)
-        self._source = Source(host, 0, deadline_s=deadline_s) if host else None
+        self._source = Source(host, 0, secret, deadline_s=deadline_s) if host else None
         self._snapshot: FlatSnapshot | None = None
         self._pairs: Pairs = []
         self._closed = threading.Event()

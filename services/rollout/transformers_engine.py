@@ -42,6 +42,7 @@ from services.rollout.inbox import Answer, Asked, Close, Item, Score, Swap
 from services.rollout.models import OpenedModel
 from services.rollout.shadow import Shadow
 from shared.errors import WeightsError
+from shared.handshake import Secret
 from shared.messages import Float32Array, Int32Array, PolicyVersion
 from shared.weights.offer import Offer
 from shared.weights.place import Place, boot_id, plain_uuid
@@ -62,6 +63,7 @@ class TransformersEngine:
         alone: whether each request is a batch of its own (``rollout.reproducible``).
         threads: CPU threads of torch; 0: as torch decides.
         host: where other replicas may pull weights from this one; empty: nowhere.
+        secret: that of the run, which they must know.
         deadline_s: no wait of such a pull takes longer.
         drain: swap only once the running batch is finished.
     """
@@ -74,6 +76,7 @@ class TransformersEngine:
         alone: bool = False,
         threads: int = 0,
         host: str = "",
+        secret: Secret = bytes,
         deadline_s: float = 30.0,
         drain: bool = False,
     ) -> None:
@@ -82,7 +85,7 @@ class TransformersEngine:
         self._alone = alone
         self._threads = threads
         self._drain = drain
-        self._shadow = Shadow(opened, host, deadline_s)
+        self._shadow = Shadow(opened, host, deadline_s, secret)
         self._receiving = ThreadPoolExecutor(1, "weights", self._set_threads)
         self._held_swaps: list[Swap] = []
         self._version: PolicyVersion | None = None

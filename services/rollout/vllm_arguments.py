@@ -124,8 +124,7 @@ def engine_args(arguments: dict[str, Any], own: str = "") -> Any:
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # nobody was asked whether vLLM may report them to its makers
-    if own:
-        os.environ.setdefault("VLLM_HOST_IP", own)
+    os.environ.setdefault("VLLM_HOST_IP", own or "127.0.0.1")
     if arguments["enforce_eager"] and not torch.cuda.is_available():
         # vLLM's own small compiled functions too: on a CPU they need a C++ compiler, and a path without spaces
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")

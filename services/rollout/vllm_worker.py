@@ -30,6 +30,7 @@ from services.rollout.engine_reports import Message, Reporter
 from services.rollout.runner_tap import RunnerTap, can_listen
 from services.rollout.token_record import Finished, TokenRecord
 from services.rollout.vllm_hosts import secret_of
+from services.rollout.vllm_stores import bind_stores
 from services.rollout.vllm_windows import check_windows
 from services.rollout.weight_swap import WeightSwapper
 from shared.allocation import is_out_of_memory
@@ -43,6 +44,8 @@ from shared.weights.source import Source
 
 log = logging.getLogger(__name__)
 
+bind_stores()  # vLLM imports this module in each worker before the workers meet
+
 _SWITCH_S = 0.0005
 """How long the thread that steps the model may hold the interpreter while the one that receives weights wants it: Python's own
 5 ms, a dozen times a pull, cost as much as the transfer."""
@@ -55,10 +58,12 @@ class PolicyWorker:
         worker: of vLLM, its model loaded.
         reporting: where the replica listens, and the file with the secret that it asks for, if it does.
         capture: keep logprobs on the device; otherwise tokens are only counted.
-        peers: (host, port, deadline in seconds) of the source that rank 0 opens for other replicas; empty host: none.
+        peers: (host, port, deadline in seconds, secret of the run) of the source that rank 0 opens for other replicas; empty host: none.
     """
 
-    def __init__(self, worker: Any, reporting: tuple[str, str], capture: bool, peers: tuple[str, int, float]) -> None:
+    def __init__(
+        self, worker: Any, reporting: tuple[str, str], capture: bool, peers: tuple[str, int, float, bytes]
+    ) -> None:
         self._device: torch.device = worker.device
         self._rank: int = worker.rank
         self._ranks: int = worker.parallel_config.world_size
@@ -88,7 +93,7 @@ class PolicyWorker:
         self._patience_s = peers[2]
         self._source: Source | None = None
         if peers[0] and self._rank == 0:
-            self._source = Source(peers[0], peers[1], deadline_s=peers[2])
+            self._source = Source(peers[0], peers[1], lambda: peers[3], deadline_s=peers[2])
         self.refusal = can_listen(worker.model_runner) if capture else "rollout.vllm.logprobs says so"
         self.record: TokenRecord | None = None
         if self._rank == 0:  # every rank of tensor parallelism draws the same tokens
@@ -227,9 +232,9 @@ class WorkerExtension:
     def penstock_open(self, reporting: list[str], capture: bool, peers: list[Any]) -> dict[str, Any]:
         """Connect to the replica and begin to record tokens."""
         sys.setswitchinterval(_SWITCH_S)
-        (address, secret_file), (host, port, deadline_s) = reporting, peers
+        (address, secret_file), (host, port, deadline_s, secret) = reporting, peers
         try:
-            self._policy = PolicyWorker(self, (address, secret_file), capture, (host, port, deadline_s))
+            self._policy = PolicyWorker(self, (address, secret_file), capture, (host, port, deadline_s, secret))
         except (PeerError, SettingsError) as error:
             return {"error": str(error)}
         return self._policy.describe()

@@ -3,16 +3,22 @@
 import os
 import sys
 
-from services.trainer.service import become_torchrun, run
-from shared import service
+from services.trainer.launcher import launch
+from services.trainer.service import run
+from shared import log, service
 from shared.errors import SettingsError
 
 if __name__ == "__main__":
     if "RANK" not in os.environ:
         try:
-            settings, _ = service.parse("trainer", sys.argv[1:])
+            settings, replica = service.parse("trainer", sys.argv[1:])
         except SettingsError as error:
             sys.exit(service.refuse("trainer", error))
         if settings.trainer.ranks * settings.trainer.nodes > 1:
-            become_torchrun(settings.trainer, sys.argv[1:])
+            log.set_up(settings.telemetry.log_level, f"{replica}.launcher")
+            sys.exit(
+                launch(
+                    [sys.executable, "-m", "services.trainer", *sys.argv[1:]], settings.trainer, settings.bus.drain_s
+                )
+            )
     service.leave(service.main("trainer", run))

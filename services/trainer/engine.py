@@ -41,20 +41,6 @@ _GATHER_BYTES = 256 << 20
 """About so much of the weights is whole on every rank at a time, at ZeRO stage 3."""
 
 
-def start_ranks(device: str) -> tuple[int, int]:
-    """Join the process group that torchrun's environment describes (one rank without it); return (rank, ranks)."""
-    if "RANK" not in os.environ:
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-        # A store within this process: a TCPStore would listen on every address, and believe whoever connects.
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(_backend(device), store=store, rank=0, world_size=1)
-    else:
-        dist.init_process_group(_backend(device))
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    return dist.get_rank(), dist.get_world_size()
-
-
 def built_in_parts(zero_stage: int, device: str, dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:
     """Return what a model is built under on ``device``; at ZeRO stage 3 no rank ever holds more than its part and a layer."""
     place = torch.device(device, torch.cuda.current_device() if device == "cuda" else 0)
@@ -98,10 +84,6 @@ def place(policy: nn.Module, settings: Settings, device: str) -> nn.Module:
         model: Any = placed.model
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=_CHECKPOINTING)
     return placed
-
-
-def _backend(device: str) -> str:
-    return "nccl" if device == "cuda" else "gloo"
 
 
 class TrainingEngine:

@@ -35,7 +35,7 @@ _LONGEST_S = 3600.0
 _ATTEMPTS = 2
 _PRIORITY = 10
 _FIRST_TO_DIE = "1000"
-_OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 class Exporter:
@@ -138,9 +138,7 @@ class Exporter:
 def _environment() -> dict[str, str]:
     """Return the environment of a process that is no rank, sees no GPU and is told no secret of the run."""
     kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _OF_A_RANK and not name.startswith(("TORCHELASTIC_", "PENSTOCK_"))
+        name: value for name, value in os.environ.items() if name not in _OF_A_RANK and not name.startswith("PENSTOCK_")
     }
     return {**kept, "CUDA_VISIBLE_DEVICES": ""}
 

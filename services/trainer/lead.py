@@ -64,7 +64,7 @@ class Lead:
         self._filling: asyncio.Task[None] | None = None
         self._exporter = Exporter(context.bus, context.settings)
         self._exporting = loop.create_task(self._exporter.run())
-        self._publication = Publication(context.settings, context.host)
+        self._publication = Publication(context.settings, context.host, context.secret)
         self._batch: list[Taken] = []
         self._keeper = Keeper(context.settings, context.bus, self._call, lambda: self._exporter.reading)
         self._opening = Opening(context, self._branch, self._keeper, loop)

@@ -27,6 +27,7 @@ import torch
 from services.trainer.adapter import file_configuration
 from services.trainer.engine import TrainingEngine
 from shared.durable import NO_ROOM, no_room, write_whole
+from shared.handshake import Secret
 from shared.messages import PolicyVersion
 from shared.settings import Settings
 from shared.weights.flat import FlatSnapshot
@@ -58,9 +59,10 @@ class Publication:
         host: the address at which replicas reach this process.
     """
 
-    def __init__(self, settings: Settings, host: str) -> None:
+    def __init__(self, settings: Settings, host: str, secret: Secret) -> None:
         self._settings = settings
         self._host = host
+        self._secret = secret
         self._dtype = torch.float32 if settings.policy.dtype == "float32" else torch.bfloat16
         self._source: Source | None = None
         self._spare: FlatSnapshot | None = None
@@ -100,6 +102,7 @@ class Publication:
         self._source = Source(
             self._host,
             weights.source_port,
+            self._secret,
             deadline_s=weights.deadline_s,
             file_folder=self._settings.snapshot_folder,
             file_dtype=self._dtype,

@@ -1,50 +1,31 @@
 """One rank of the trainer: rank 0 leads on the bus, every rank trains.
 
-Started alone it is the only rank, or becomes torchrun with ``trainer.ranks`` of itself, and with those of other hosts where
-``trainer.nodes`` says so. Under torchrun (RANK is set) it is one rank. A rank that dies takes the others down with it, and so
-does torchrun: the supervisor starts all of them again, and they resume.
+Started alone it is the only rank, or the launcher of ``trainer.ranks`` of itself (``launcher``), which join those of other hosts where
+``trainer.nodes`` says so. With RANK in its environment it is one rank. A rank that dies takes the others down with it: the
+supervisor starts all of them again, and they resume.
 """
 
 import asyncio
 import os
 import signal
-import sys
 from typing import TYPE_CHECKING
 
+from services.trainer.launcher import LAUNCHER
 from shared import log
 from shared.context import check_context, read_config
+from shared.endpoints import Endpoints
 from shared.importing import importing
 from shared.parent import die_with
 from shared.service import own_host, serve
-from shared.settings import Settings, TrainerSettings
-from shared.telemetry import Endpoints
+from shared.settings import Settings
 
 if TYPE_CHECKING:
     from services.trainer.loop import Leading
 
 
-_LAUNCHER = "PENSTOCK_LAUNCHER_PID"
-
-
-def become_torchrun(trainer: TrainerSettings, arguments: list[str]) -> None:
-    """Replace this process by torchrun with this host's ranks of this service; several hosts meet at the first one's port.
-
-    There a host that restarts waits until all of them have: the others' ranks fail with its own, and restart too.
-    """
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={trainer.ranks}"]
-    if trainer.nodes == 1:
-        command += ["--standalone"]
-    else:
-        host, _, port = trainer.rendezvous.rpartition(":")
-        command += [f"--nnodes={trainer.nodes}", f"--node-rank={trainer.node}"]
-        command += [f"--master-addr={host.strip('[]')}", f"--master-port={port}"]
-    os.environ[_LAUNCHER] = str(os.getpid())  # exec keeps it
-    os.execv(sys.executable, [*command, "-m", "services.trainer", *arguments])  # noqa: S606 (no shell)
-
-
 async def run(settings: Settings, replica: str) -> int:
     """Run the rank that the environment names; return its exit code."""
-    if "RANK" in os.environ and not die_with(int(os.environ.get(_LAUNCHER, os.getppid())), signal.SIGKILL):
+    if "RANK" in os.environ and not die_with(int(os.environ.get(LAUNCHER, os.getppid())), signal.SIGKILL):
         return 0
     if int(os.environ.get("RANK", "0")) > 0:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -78,10 +59,11 @@ def train(settings: Settings, lead: "Leading | None") -> None:
 
         from services.trainer import adapter, kernels, self_test
         from services.trainer.critic import Critic
-        from services.trainer.engine import TrainingEngine, make_deterministic, pick_device, place, start_ranks
+        from services.trainer.engine import TrainingEngine, make_deterministic, pick_device, place
         from services.trainer.learner import AdapterOff, Reference
         from services.trainer.loop import Trainer
         from services.trainer.policy import Policy, load_model, load_reference, load_trunk
+        from services.trainer.rank_group import start_ranks
 
     if settings.trainer.threads:
         torch.set_num_threads(settings.trainer.threads)
@@ -89,7 +71,7 @@ def train(settings: Settings, lead: "Leading | None") -> None:
     device = pick_device(settings.trainer.device)
     if settings.trainer.deterministic:
         make_deterministic(device)
-    start_ranks(device)
+    start_ranks(device, settings, own_host(settings))
     algorithm = settings.algorithm
     dtype = torch.float32 if device == "cpu" or settings.policy.dtype == "float32" else torch.bfloat16
     kind, fused, chunk = settings.trainer.attention, settings.trainer.kernels, settings.trainer.logits_chunk_tokens

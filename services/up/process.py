@@ -236,7 +236,7 @@ class Child:
     def _sentence(self) -> str:
         """Return what the newest life said of its wrong settings, in lines `penstock <service>: …`.
 
-        Ranks of a trainer may say the same; their launcher (torchrun) ends with its own exit code and a report that is left out.
+        Several ranks of a trainer may say the same.
         """
         said = f"penstock {self.plan.service}:"
         lines = (line.removeprefix(said).strip() for line in self._written() if line.startswith(said))

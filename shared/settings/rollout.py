@@ -53,7 +53,7 @@ class RolloutSettings(Section):
     node: NonNegativeInt = Field(default=0)
     """Which of rollout.nodes this host is. The first, 0, leads: it is the replica; the others hold workers of its engine."""
     rendezvous: str = Field(default="", pattern=r"^$|^.+:[0-9]+$")
-    """`host:port` at which the first of several hosts lets the others join."""
+    """`host:port` at which the first of several hosts lets the others join. It listens on that address alone, without a password."""
     secret_file: Path | None = Field(default=None)
     """A file whose first line is a secret, the same on each of several hosts: by it the first knows the others' workers."""
     engine: Literal["auto", "vllm", "transformers", "scripted"] = Field(default="auto")

@@ -58,13 +58,13 @@ class TrainerSettings(Section):
     """The optimizer and its engine."""
 
     ranks: PositiveInt = Field(default=1)
-    """Processes that train together on this host, started by torchrun."""
+    """Processes that train together on this host."""
     nodes: PositiveInt = Field(default=1)
     """Hosts that train together, with trainer.ranks processes each; each of them starts the trainer by itself."""
     node: NonNegativeInt = Field(default=0)
     """Which of trainer.nodes this host is. The first, 0, leads: it speaks to the bus and serves weights."""
     rendezvous: str = Field(default="", pattern=r"^$|^.+:[0-9]+$")
-    """`host:port` at which the first of several hosts lets the others join."""
+    """`host:port` at which the first of several hosts lets the others join. It listens on that address alone, without a password."""
     zero_stage: Literal[0, 1, 2, 3] = Field(default=1)
     """DeepSpeed ZeRO stage: ranks share nothing (0), the optimizer's state (1), gradients too (2), weights too (3)."""
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto")
@@ -130,8 +130,8 @@ class TrainerSettings(Section):
     """So many batches in a row may give a loss or gradient that is not finite: each leaves uncommitted, counted as
     dropped:nonfinite. One more pauses the run."""
     stopped_exit_status: Annotated[int, Field(ge=0, le=255)] = Field(default=0)
-    """Exit status of a trainer of one rank that is told to stop before its run is over (with several, torchrun's is 1). Where 0 means
-    done, as in a Job of Kubernetes, 143 has it started again."""
+    """Exit status of a trainer that is told to stop before its run is over. Where 0 means done, as in a Job of Kubernetes, 143 has it
+    started again."""
     metrics_port: NonNegativeInt = Field(default=0)
     """Port of /metrics, /healthz and /readyz of rank 0; 0: any free one."""
 

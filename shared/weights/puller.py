@@ -18,6 +18,7 @@ from pathlib import Path
 
 from shared import frames
 from shared.errors import PeerError, WeightsError
+from shared.handshake import Secret, introduce
 from shared.messages import PolicyRecord
 from shared.weights import manifest
 from shared.weights.layout import Header, Layout, plan_layout
@@ -41,12 +42,13 @@ class _Session:
 
 
 class Puller:
-    """Asks on behalf of a replica of ``ranks`` processes at ``place``; no answer may take longer than ``deadline_s``."""
+    """Asks on behalf of a replica of ``ranks`` processes at ``place``, by the run's ``secret``; no answer may take longer than ``deadline_s``."""
 
-    def __init__(self, place: Place, ranks: int, deadline_s: float) -> None:
+    def __init__(self, place: Place, ranks: int, deadline_s: float, secret: Secret) -> None:
         self._place = place
         self._ranks = ranks
         self._deadline_s = deadline_s
+        self._secret = secret
         self._sessions: dict[str, _Session] = {}
         self._layouts: dict[str, Layout] = {}
         """By digest, the newest last."""
@@ -127,7 +129,7 @@ class Puller:
     async def _asked(self, verb: str, source: str, record: PolicyRecord) -> frames.Frame:
         session = self._sessions.get(source)
         if session is None:
-            session = self._sessions[source] = await _connect(source)
+            session = self._sessions[source] = await _connect(source, self._secret())
         question = {
             "verb": verb,
             "version": record.version,
@@ -200,12 +202,17 @@ def file_offer(record: PolicyRecord, deadline_s: float) -> Offer:
     )
 
 
-async def _connect(source: str) -> _Session:
+async def _connect(source: str, secret: bytes) -> _Session:
     host, _, port = source.rpartition(":")
     if not port.isdigit():
         raise WeightsError(f"expected host:port of a source of weights, found {source!r}")
     reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 20)
-    tune(writer.get_extra_info("socket"))
+    try:
+        tune(writer.get_extra_info("socket"))
+        await introduce(reader, writer, secret)
+    except BaseException:
+        writer.close()
+        raise
     return _Session(reader, writer)
 
 

@@ -2,9 +2,9 @@
 
 from datetime import timedelta
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
-from shared.weights.sockets import listen
+from shared import tcp_store
 
 
 class Rendezvous:
@@ -16,16 +16,8 @@ class Rendezvous:
 
     def __init__(self, host: str, deadline_s: float) -> None:
         self._deadline_s = deadline_s
-        listener = listen(host, 0)
-        self.port: int = listener.getsockname()[1]
-        self._server = TCPStore(
-            host,
-            self.port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=deadline_s),
-            master_listen_fd=listener.detach(),
-        )
+        self._server = tcp_store.serve_store(host, 0, "run.host", timedelta(seconds=deadline_s))
+        self.port: int = self._server.port
 
     def connect(self, host: str, session: str) -> Store:
         """Return a connection of its own, by ``host``: a store answers one question at a time."""
@@ -34,7 +26,4 @@ class Rendezvous:
 
 def connect_store(address: tuple[str, int], session: str, deadline_s: float) -> Store:
     """Return the store of one session. May block for longer than the deadline where the other process is stopped."""
-    host, port = address
-    timeout = timedelta(seconds=deadline_s)
-    store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-    return PrefixStore(f"weights/{session}", store)
+    return PrefixStore(f"weights/{session}", tcp_store.connect_store(*address, timedelta(seconds=deadline_s)))

@@ -7,6 +7,7 @@
      └──────────────────────── the same group, the next version ◀───────────────────────────────────┘
 
     puller                                                        source
+      (each proves that it knows the secret of the run: ``shared.handshake``)
       {verb: ask, version, ranks, known_layout, place}  ──▶
                                                       ◀──  {offer} | {error}
       (bytes move through the group, or IPC)
@@ -74,6 +75,7 @@ class Session:
         files: Files,
         address: str,
         deadline_s: float,
+        idle_s: float,
     ) -> None:
         self.connection = connection
         self._shelf = shelf
@@ -82,8 +84,9 @@ class Session:
         self._address = address
         self._deadline_s = deadline_s
         self._name = uuid.uuid4().hex
-        self._known = False
-        """Whether the peer has shown that it is a puller."""
+        self._idle_s = idle_s
+        self._asked = False
+        """Whether the peer has asked for something."""
         self._pulls = 0
         self._done: frames.Frame | None = None
         self._group: Group | None = None
@@ -103,8 +106,10 @@ class Session:
             self._drop_group()
 
     def _next(self) -> bool:
-        """Handle one question; return False when the puller left between two."""
-        if not frames.readable(self.connection, None if self._known else self._deadline_s):
+        """Handle one question; return False when the puller left between two, or said nothing for ``idle_s``: it may come back."""
+        if not frames.readable(self.connection, self._idle_s if self._asked else self._deadline_s):
+            if self._asked:
+                return False
             raise WeightsError("expected a question of the peer, found silence until the deadline")
         if not self.connection.recv(1, socket.MSG_PEEK):
             return False
@@ -114,7 +119,7 @@ class Session:
         except WeightsError as error:
             self._answer({"error": str(error)})
             raise
-        self._known = True
+        self._asked = True
         handle = {"ask": self._ask, "file": self._file}[frame["verb"]]
         handle(question)
         return True

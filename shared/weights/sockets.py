@@ -2,29 +2,9 @@
 
 import socket
 
-from shared.errors import SettingsError, WeightsError
+from shared.errors import WeightsError
 
 _ANY = ("", "0.0.0.0", "::")  # noqa: S104 - named to tell them apart, not bound here
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on ``host``:``port`` (0: any free one).
-
-    Raises:
-        SettingsError: the port is taken, or the host is none of this machine.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(128)
-    except OSError as error:
-        listener.close()
-        raise SettingsError(
-            f"expected a free port for the source of weights, found {host}:{port}: {error}: change weights.source_port"
-        ) from error
-    return listener
 
 
 def tune(connection: socket.socket) -> None:

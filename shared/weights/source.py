@@ -22,23 +22,31 @@ from pathlib import Path
 
 import torch
 
+from shared.addresses import listen
+from shared.errors import PeerError
+from shared.handshake import Newcomers, Secret, admit
 from shared.weights.files import Files
 from shared.weights.flat import FlatSnapshot
 from shared.weights.rendezvous import Rendezvous
 from shared.weights.session import Session
 from shared.weights.shelf import Shelf
-from shared.weights.sockets import listen, reachable
+from shared.weights.sockets import reachable
 
 log = logging.getLogger(__name__)
 
 MAX_SESSIONS = 256
-"""Connections at a time; more are refused."""
+"""Pullers at a time; more are refused."""
+MAX_STRANGERS = 64
+"""Connections that have not proved yet that they know the secret; one more drops the oldest."""
+IDLE_S = 1800.0
+"""A puller that has asked for nothing for so long is dropped; it connects again when it wants to."""
 _PATIENCE_S = 2.0
 """How long a puller that is told of a version before this process has it may wait for it here."""
 
 
 class Source:
-    """Serves on ``host``:``port`` (0: any free one) until closed; no wait of it takes longer than ``deadline_s``.
+    """Serves those who know ``secret`` on ``host``:``port`` (0: any free one) until closed; no wait of it takes longer than ``deadline_s``,
+    but for the next question of a puller, ``idle_s``.
 
     ``file_folder`` and ``file_dtype`` (None: as they are) are for pullers that ask for a file.
 
@@ -50,17 +58,22 @@ class Source:
         self,
         host: str,
         port: int,
+        secret: Secret,
         *,
         deadline_s: float,
+        idle_s: float = IDLE_S,
         file_folder: Path | None = None,
         file_dtype: torch.dtype | None = None,
     ) -> None:
-        self._deadline_s = deadline_s
+        self._deadline_s, self._idle_s = deadline_s, idle_s
+        self._secret = secret
         self._shelf = Shelf(min(_PATIENCE_S, deadline_s / 2))
         self._files = Files(file_folder, file_dtype)
-        self._listener = listen(host, port)
+        self._listener = listen(host, port, "weights.source_port")
         self._rendezvous = Rendezvous(host, deadline_s)
+        self._strangers = Newcomers(MAX_STRANGERS)
         self._connections: set[socket.socket] = set()
+        self._pullers: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
         self._closed = False
         self.address = f"{reachable(host)}:{self._listener.getsockname()[1]}"
@@ -85,8 +98,7 @@ class Source:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for connection in list(self._connections):
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+            _hang_up(connection)
         ends_at_s = time.monotonic() + self._deadline_s
         for thread in self._threads:
             thread.join(max(0.0, ends_at_s - time.monotonic()))
@@ -95,30 +107,60 @@ class Source:
         while not self._closed:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
+                self._serve(connection)
+            except (OSError, RuntimeError):  # out of file descriptors or threads, say
                 if not self._closed:
                     log.warning("accepting a puller failed", exc_info=True)
-                    time.sleep(0.1)  # out of file descriptors, say
-                continue
-            if len(self._connections) >= MAX_SESSIONS:
-                connection.close()
-                continue
-            self._connections.add(connection)
-            session = Session(connection, self._shelf, self._rendezvous, self._files, self.address, self._deadline_s)
-            self._start(session)
+                    time.sleep(0.1)
 
-    def _start(self, session: Session) -> None:
+    def _serve(self, connection: socket.socket) -> None:
+        """Serve a connection in a thread of its own.
+
+        Raises:
+            RuntimeError: no thread can be started.
+        """
+
         def run() -> None:
             try:
-                session.run()
+                self._answer(connection)
+            except PeerError as error:
+                log.debug("a connection was refused that is no puller's", extra={"reason": str(error)})
             except Exception:
                 log.exception("a session with a puller broke")
             finally:
-                self._connections.discard(session.connection)
+                self._forget(connection)
 
-        self._spawn(run, "source session")
+        self._connections.add(connection)
+        self._strangers.enter(connection, lambda: _hang_up(connection))
+        try:
+            self._spawn(run, "source session")
+        except RuntimeError:
+            self._forget(connection)
+            raise
+
+    def _answer(self, connection: socket.socket) -> None:
+        """Raises PeerError for a peer that does not know the secret."""
+        admit(connection, self._secret(), self._deadline_s)
+        self._strangers.leave(connection)
+        if len(self._pullers) >= MAX_SESSIONS:
+            raise PeerError(f"{MAX_SESSIONS} pullers are connected already")
+        self._pullers.add(connection)
+        Session(
+            connection, self._shelf, self._rendezvous, self._files, self.address, self._deadline_s, self._idle_s
+        ).run()
+
+    def _forget(self, connection: socket.socket) -> None:
+        connection.close()
+        self._strangers.leave(connection)
+        self._pullers.discard(connection)
+        self._connections.discard(connection)
 
     def _spawn(self, run: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=run, name=name, daemon=True)
-        self._threads = [known for known in self._threads if known.is_alive()] + [thread]
         thread.start()
+        self._threads = [known for known in self._threads if known.is_alive()] + [thread]
+
+
+def _hang_up(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

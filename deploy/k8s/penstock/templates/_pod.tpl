@@ -98,7 +98,7 @@ spec:
 - {name: PYTHONUNBUFFERED, value: "1"}
 - {name: TOKENIZERS_PARALLELISM, value: "false"}
 {{- if eq .role "executor" }}
-- {name: PENSTOCK__REWARD__EXECUTOR__ADDRESS, value: "0.0.0.0:9500"}
+- {name: PENSTOCK__REWARD__EXECUTOR__ADDRESS, value: "$(POD_IP):9500"}
 - {name: PENSTOCK__REWARD__EXECUTOR__METRICS_PORT, value: "9400"}
 {{- else }}
 - {name: PENSTOCK__RUN__ID, value: {{ include "penstock.runId" .root | quote }}}

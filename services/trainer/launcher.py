@@ -1,0 +1,129 @@
+"""Starts this host's ranks of a trainer and ends them together.
+
+::
+
+    launcher ──▶ rank 0 … n-1         RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE in their environment
+       ▲            │
+       │            ├─ all ended with 0 ─▶ 0
+       │            └─ one ended otherwise ─▶ the others are killed ─▶ its exit code (1 after a signal)
+    SIGTERM, SIGINT ─▶ forwarded to rank 0, which stops in order and takes the others with it
+
+It restarts nothing: the supervisor starts the launcher again, and the ranks resume. It listens on no port. Ranks of one host meet
+in a file that only their user may open; those of several hosts meet in rank 0 (``rank_group``).
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from shared.settings import TrainerSettings
+
+log = logging.getLogger(__name__)
+
+LAUNCHER = "PENSTOCK_LAUNCHER_PID"
+"""The launcher's process, with which its ranks end."""
+RANKS_STORE = "PENSTOCK_RANKS_STORE"
+"""The file in which ranks of one host meet."""
+_POLL_S, _KILLED_S = 0.1, 10.0
+_STOP_S = 15.0
+"""Ranks that were told to stop are killed this long after ``bus.drain_s``; rank 0 ends itself before."""
+
+
+def launch(command: Sequence[str], trainer: TrainerSettings, drain_s: float) -> int:
+    """Run ``command`` once for each of this host's ranks; return the exit code for all of them.
+
+    Args:
+        drain_s: how long rank 0 may take to finish what it holds when it is told to stop.
+    """
+    with tempfile.TemporaryDirectory(prefix="penstock-ranks-", ignore_cleanup_errors=True) as folder:
+        ranks = Ranks(drain_s + _STOP_S)
+        with ranks.forwarding_signals():
+            for local in range(trainer.ranks):
+                ranks.start(command, environment(trainer, local, Path(folder) / "store"))
+            return ranks.wait()
+
+
+def environment(trainer: TrainerSettings, local: int, store: Path) -> dict[str, str]:
+    """Return all variables of this host's rank number ``local``."""
+    threads = {} if trainer.ranks == 1 else {"OMP_NUM_THREADS": "1"}
+    return {
+        **threads,
+        **os.environ,
+        "RANK": str(trainer.node * trainer.ranks + local),
+        "LOCAL_RANK": str(local),
+        "WORLD_SIZE": str(trainer.nodes * trainer.ranks),
+        "LOCAL_WORLD_SIZE": str(trainer.ranks),
+        LAUNCHER: str(os.getpid()),
+        RANKS_STORE: str(store),
+    }
+
+
+class Ranks:
+    """Processes that live and die together; those that were told to stop have ``stop_s`` left."""
+
+    def __init__(self, stop_s: float) -> None:
+        self._stop_s = stop_s
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._told = 0
+        self._ends_at_s = float("inf")
+
+    def start(self, words: Sequence[str], variables: Mapping[str, str]) -> None:
+        """Start one more, unless all of them were told to stop already."""
+        if not self._told:
+            self._processes.append(start_process(words, variables))
+
+    def wait(self) -> int:
+        """Return the exit code of the first that did not end with 0, after the end of all; 0 where there is none."""
+        try:
+            while (running := [rank for rank in self._processes if rank.poll() is None]) and not self._failed():
+                if time.monotonic() > self._ends_at_s:
+                    log.error("ranks were killed that did not stop", extra={"ranks": len(running)})
+                    break
+                time.sleep(_POLL_S)
+            code = self._failed()
+            if running and code and not self._told:
+                log.error("a rank ended: the others are ended with it", extra={"exit_code": code})
+            in_order = self._processes and not code and not running
+            return 0 if in_order else max(code, 1)
+        finally:
+            self._kill()
+
+    @contextlib.contextmanager
+    def forwarding_signals(self) -> Iterator[None]:
+        """Forward SIGTERM and SIGINT to the first process while the block runs: rank 0 tells the others when to stop."""
+        before = {number: signal.signal(number, self._tell) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _tell(self, number: int, _: object) -> None:
+        if not self._told:
+            self._told, self._ends_at_s = number, time.monotonic() + self._stop_s
+        for process in self._processes[:1]:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+
+    def _failed(self) -> int:
+        """Return the exit code of the first process that ended badly, negative for a signal; 0 where none has."""
+        return next((rank.returncode for rank in self._processes if rank.poll()), 0)
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in a driver is its supervisor's
+                process.wait(_KILLED_S)
+
+
+def start_process(words: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a rank, in the launcher's own process group."""
+    return subprocess.Popen(words, env=dict(variables))

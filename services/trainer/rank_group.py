@@ -1,0 +1,53 @@
+"""The process group of a trainer's ranks, and where they meet to form it: never on a port that others than they can reach.
+
+::
+
+    one rank          a store within the process
+    one host          a file that the launcher made in a folder of its own (FileStore); gloo and NCCL on loopback
+    several hosts     a TCPStore of rank 0 at ``trainer.rendezvous``; gloo and NCCL on the interface of ``run.host``
+"""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, HashStore, Store
+
+from services.trainer.launcher import RANKS_STORE
+from shared.addresses import rendezvous_address, use_interfaces
+from shared.settings import Settings, TrainerSettings
+from shared.tcp_store import connect_store, serve_store
+
+_MEET = timedelta(minutes=30)
+
+
+def start_ranks(device: str, settings: Settings | None = None, own: str = "127.0.0.1") -> tuple[int, int]:
+    """Join the process group that the launcher's environment describes (one rank without it); return (rank, ranks).
+
+    Args:
+        settings: those of a run whose trainer may span hosts.
+        own: the address at which others reach this host.
+    """
+    trainer = TrainerSettings() if settings is None else settings.trainer
+    use_interfaces(own, spans_hosts=trainer.nodes > 1)
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=_store(trainer, rank, ranks, own), rank=rank, world_size=ranks)
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return rank, ranks
+
+
+def _store(trainer: TrainerSettings, rank: int, ranks: int, own: str) -> Store:
+    if ranks == 1:
+        return HashStore()
+    if trainer.nodes == 1:
+        return FileStore(os.environ[RANKS_STORE], ranks)
+    host, _, port = trainer.rendezvous.rpartition(":")
+    host = host.strip("[]")
+    if rank == 0:
+        return serve_store(rendezvous_address(host, own), int(port), "trainer.rendezvous", _MEET, world_size=ranks)
+    return connect_store(host, int(port), _MEET)

@@ -1,0 +1,92 @@
+"""Addresses and network interfaces of this machine, on which its processes listen. No torch."""
+
+import ipaddress
+import os
+import socket
+
+import psutil
+
+from shared.errors import SettingsError
+
+_ANY = ("", "0.0.0.0", "::")  # noqa: S104 - named to refuse them, not bound here
+
+
+def listen(host: str, port: int, setting: str) -> socket.socket:
+    """Return a socket that listens on ``host``:``port`` (0: any free one).
+
+    Raises:
+        SettingsError: the port is taken, or the host is none of this machine; ``setting`` decides the port.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise SettingsError(
+            f"could not listen on {host}:{port} ({error}): change {setting}, or set run.host to an address of this machine"
+        ) from error
+    return listener
+
+
+def rendezvous_address(host: str, own: str) -> str:
+    """Return the address at which the first of several hosts listens for the others, who connect to ``host``.
+
+    That of ``host`` where it is one of this machine; ``own`` where it is not (behind a Service, say), or where only this machine
+    takes it for loopback, as Debian does with its own name.
+    """
+    try:
+        resolved = {str(entry[4][0]) for entry in socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return own
+    addresses = sorted(address for address in resolved if _is_own(address))
+    if not _is_loopback(own):
+        addresses = [address for address in addresses if not _is_loopback(address)]
+    return addresses[0] if addresses else own
+
+
+def use_interfaces(own: str, *, spans_hosts: bool) -> None:
+    """Have gloo and NCCL listen where others reach this process, and nowhere else, unless the environment says otherwise.
+
+    Args:
+        own: the address at which others reach this process; NCCL carries weights to them.
+        spans_hosts: whether gloo's groups have members on other hosts; otherwise they stay on loopback.
+    """
+    loopback = _interface_of("127.0.0.1")
+    interface = loopback if _is_loopback(own) else _interface_of(own)
+    if interface:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+    gloo = interface if spans_hosts else loopback
+    if gloo:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", gloo)
+
+
+def _interface_of(host: str) -> str:
+    """Return the name of the interface that has the address ``host``; "" where none has."""
+    try:
+        addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return ""
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, entries in interfaces if addresses & {entry.address for entry in entries}), "")
+
+
+def _is_own(address: str) -> bool:
+    if address in _ANY:
+        return False
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
