@@ -20,7 +20,7 @@ from services.reward import plain_numbers, relations, shapes
 from services.reward.notation import plain, split
 from services.reward.prose import is_prose, stated
 from services.reward.units import DEGREE, Unit, split_unit
-from services.reward.words import has_words, is_text, same_text
+from services.reward.words import has_words, is_text, same_text, swaps_case
 
 LONGEST_FORMULA = 1_000
 """A longer formula is not compared, in characters: no reference is so long, and reading one takes minutes."""
@@ -145,7 +145,11 @@ def _of_lists(reference: str, answer: str, lenient: frozenset[str]) -> Iterator[
 
 def _listed(text: str) -> str:
     """Return ``text`` with commas for "and" and "or", where it has no other words."""
-    listed = re.sub(r"\s*,?\s*(?:\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|\\lor(?![A-Za-z]))\s*", ", ", text)
+    listed = re.sub(
+        r"\s*,?\s*(?:\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|\\lor(?![A-Za-z]))\s*",
+        ", ",
+        text,
+    )
     return text if has_words(listed) else listed
 
 
@@ -156,9 +160,12 @@ def read(text: str) -> Reading:
     name, chain = "", tuple[str, ...]()
     match = _NAME.fullmatch(text)
     if match is not None and relations.is_symbol(match["name"]) and len(split(match["rest"])) == 1:
-        name, (*chain_parts, text) = match["name"], (part.strip() for part in re.split(r"(?<![<>!])=|\\approx(?![A-Za-z])", match["rest"]))
+        name, (*chain_parts, text) = (
+            match["name"],
+            (part.strip() for part in re.split(r"(?<![<>!])=|\\approx(?![A-Za-z])", match["rest"])),
+        )
         chain = tuple(chain_parts)
-    core, percents = _PERCENT.subn("", text)
+    core, percents = _PERCENT.subn("", text) if text.count("%") <= 1 else (text, 0)
     core, unit = (core, None) if percents else split_unit(core)
     if unit is not None and unit == DEGREE and _FUNCTIONS.search(core):
         core, unit = text, None
@@ -204,6 +211,8 @@ def _comparable(expected: Reading, given: Reading) -> bool:
         return False
     if len(expected.core) == len(given.core) == 1 and expected.core.isalpha() and given.core.isalpha():
         return expected.core == given.core
+    if swaps_case(expected.core, given.core):
+        return False
     related = [relations.is_relation(reading.core) for reading in (expected, given)]
     if related[0] != related[1]:
         return False
@@ -294,5 +303,8 @@ def restates(text: str) -> bool:
 
 
 def _without_fractions(text: str) -> str:
-    return _FRACTION_TEXT.sub(" 1", text) if re.search(r"\\frac", text) else re.sub(r"(?<![0-9/)])\s*([0-9]+)\s*/\s*([0-9]+)(?![0-9/])", r"\1", text)
-
+    return (
+        _FRACTION_TEXT.sub(" 1", text)
+        if re.search(r"\\frac", text)
+        else re.sub(r"(?<![0-9/)])\s*([0-9]+)\s*/\s*([0-9]+)(?![0-9/])", r"\1", text)
+    )
