@@ -83,7 +83,7 @@ def _matrix(a: int, b: int, equal: bool) -> tuple[str, str]:
 
 
 def _unit(a: int, b: int, equal: bool) -> tuple[str, str]:
-    return f"{a}", rf"\boxed{{{a if equal else a + b}\text{{ cm}}}}"
+    return f"{a} cm", rf"\boxed{{{a if equal else a + b}\text{{ cm}}}}"
 
 
 def _sentence(a: int, b: int, equal: bool) -> tuple[str, str]:

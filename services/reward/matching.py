@@ -30,7 +30,7 @@ _NAME = re.compile(r"(?P<name>\\?[A-Za-z]+(?:_\{?[A-Za-z0-9]+\}?)?'?(?:\s*\(\s*[
 _LEADING = re.compile(r"(?:=|\\approx(?![A-Za-z]))\s*")
 _COMPUTES = re.compile(
     r"\\(?:sum|i{0,3}nt|oint|prod|lim|limsup|liminf|gcd|lcm|det|max|min|sup|inf|bmod|pmod|mod|nabla|partial|operatorname)(?![A-Za-z])"
-    r"|\\text\{\s*(?:lcm|gcd|det|max|min|mod)\s*\}|\\frac\s*\{\s*d[^{}]{0,20}\}\s*\{\s*d\s*[a-z]|\\begin\{[vV]matrix\}|(?<![A-Za-z\\])(?:gcd|lcm|det|max|min)\s*\("
+    r"|\\text\{\s*(?:lcm|gcd|det|mod)\s*\}|\\frac\s*\{\s*d[^{}]{0,20}\}\s*\{\s*d\s*[a-z]|\\begin\{[vV]matrix\}|(?<![A-Za-z\\])(?:gcd|lcm|det|max|min)\s*\("
 )
 _ARITHMETIC = re.compile(r"(?<=[0-9})%])\s*(?:[-+*/]|\\times|\\cdot|\\div)\s*(?!\s*10\s*\^)(?=[0-9(.\\{])")
 _ONLY_NUMBERS = re.compile(r"(?:[0-9.,\s(){}+*/%-]|\\(?:times|cdot|div|frac|%))+")
