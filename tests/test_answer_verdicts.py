@@ -11,12 +11,14 @@ import random
 import time
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import pytest_asyncio
 
 from services.reward import matching, plain_mathematics
 from services.reward.answer import AnswerMatcher
+from services.reward.extraction import Place, extract
 from shared.messages import Score
 from shared.settings.scorers import AnswerScorer
 from tests import builders
@@ -148,6 +150,26 @@ def longest_s(seed: int, count: int) -> tuple[float, Pair]:
         if took_s > longest:
             longest, worst = took_s, pair
     return longest, worst
+
+
+HOSTILE = (
+    "," * 999 + "x", " " * 999 + "x", "x" + " " * 900 + "or" + " " * 90, ".," * 499, "9," * 99 + "9", r"\{" + ",".join(map(str, range(10, 75))) + r"\}",
+    r"\{" + ",".join(rf"\sqrt{{{n}}}" for n in range(10, 28)) + r"\}", "(x+y+z+a+b+k+n)^2" * 11, "(x+y+z)^9+(x+y)^8", "(x+y)^9(x+z)^9", "(1+\\sqrt2+\\pi)^9" * 9,
+    "(x+y+z)^4" * 20, "(x+1)^{16}" * 19, "x^9" * 60, r"\sqrt{999983}" * 15, r"\frac{1}{\sqrt{999979}}+" * 8 + "1", "<" * 300, "x<" * 150, "x=" * 400, "$" * 999, "{" * 999, "(" * 999,
+    "a " * 499, "the answer is " * 280, "$x$ " * 999, "is " * 1300, "no " * 1300, "9" * 999, "1,234" * 199, "1,111" + ",111" * 240, "-" * 999, "\\text{a}" * 120, "\\pm" * 300, "_2" * 400, "1/" * 400,
+    "cm " * 99, "5" + " cm" * 98, "5" + "/cm" * 90, "\\," * 300, "(1," * 300, "\\frac{" * 140, "\\begin{pmatrix}" * 60, "9&" * 90, "²" * 999, "√" * 999, "√(" * 400, "٣" * 999,
+    "aa" + " " * 50_000 + "b", "answer " * 20_000, "\\boxed{" * 20_000, "#" * 100_000, "A" * 100_000, "(A) " * 9_000, "\n" * 100_000,
+)  # fmt: skip
+
+
+def test_text_that_is_meant_to_stall_raises_nothing_and_is_read_in_bounded_work() -> None:
+    for text in HOSTILE:
+        for reference in ("5", "x+1", r"\{1, \sqrt{2}\}", text[:900]):
+            for place in get_args(Place):
+                extract(text, place)
+            for attempt in matching.attempts(reference, text, ("prose", "units", "brackets", "restating")):
+                for pair in attempt.pairs:
+                    plain_mathematics.compare(*pair)
 
 
 @pytest.mark.slow

@@ -169,6 +169,8 @@ class AnswerMatcher:
             return self._judged(letter == reference, letter, ("prose",) if stated else ())
         if answer == reference or self._scorer.mode == "exact":
             return self._judged(answer == reference, answer)
+        if (equality := self._equal_as_written(reference, answer)) is not None:
+            return self._judged(equality.equal, answer, (equality.rule,) if equality.rule else ())
         attempts = self._attempts(reference, answer)
         if (complaint := self._unreadable(answer, attempts)) is not None:
             return self._wrong_format(complaint)
@@ -181,6 +183,18 @@ class AnswerMatcher:
             rules = {equality.rule for equality in equalities if equality is not None} - {""}
             return self._judged(True, answer, tuple(sorted(attempt.rules | rules)))
         return self._judged(False, answer)
+
+    def _equal_as_written(self, reference: str, answer: str) -> Equality | None:
+        """Return whether two texts that need no rewriting are equal: plain numbers, and formulas that leave nothing to compute."""
+        if "$" in reference or "$" in answer or "%" in reference or "%" in answer:
+            return None
+        expected, given = plain_numbers.read(reference), plain_numbers.read(answer)
+        if expected is not None and given is not None:
+            same_kind = bool(expected.digits) == bool(given.digits)
+            return self._equal_here(reference, answer) if same_kind else None
+        if self._scorer.mode == "numeric" or plain_mathematics.read(reference) is None or matching.restates(answer):
+            return None
+        return self._equal_here(reference, answer)
 
     def _unreadable(self, answer: str, attempts: tuple[Attempt, ...]) -> str | None:
         """Return why an answer cannot be read at all, if so."""

@@ -18,6 +18,7 @@ from functools import lru_cache
 
 from services.reward import plain_numbers, relations, shapes
 from services.reward.notation import plain, split
+from services.reward.prose import LONGEST as LONGEST_PROSE
 from services.reward.prose import is_prose, stated
 from services.reward.units import DEGREE, Unit, split_unit
 from services.reward.words import has_words, is_text, same_text, swaps_case
@@ -104,7 +105,7 @@ def _reference(text: str) -> str:
 def _texts(answer: str, lenient: frozenset[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
     if len(answer) <= LONGEST_FORMULA:
         yield answer, ()
-    if "prose" in lenient and is_prose(answer):
+    if "prose" in lenient and is_prose(answer[-LONGEST_PROSE:]):
         claim = stated(answer)
         if claim is not None:
             yield claim, ("prose",)

@@ -58,7 +58,6 @@ _LOOKS = (
 )  # fmt: skip
 _DRESS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`"))
 _BOXES = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{(?P<inside>.*)\}", re.DOTALL)
-_END = re.compile(r"(?:\\\\|[\s,;]|(?<!\.)\.)+$")
 
 
 def plain(text: str) -> str:
@@ -70,6 +69,7 @@ def plain(text: str) -> str:
     text = text.strip()
     if len(text) > LONGEST:
         return text
+    text = re.sub(r"\s+", " ", text)
     if not text.isascii():
         text = ascii_signs(text)
     text = bare(text)
@@ -108,7 +108,7 @@ def bare(text: str) -> str:
     """
     for _ in range(6):
         before = text
-        text = _END.sub("", text.strip())
+        text = _without_end(text)
         for opening, closing in _DRESS:
             inside = text[len(opening) : -len(closing)]
             if (
@@ -126,6 +126,16 @@ def bare(text: str) -> str:
         if text == before:
             break
     return text.strip()
+
+
+def _without_end(text: str) -> str:
+    """Return ``text`` without spaces around it, and without a full stop, commas and line ends after it."""
+    while True:
+        before, text = text, text.strip().rstrip(",;")
+        text = text.removesuffix("\\\\")
+        text = text if text.endswith("..") else text.removesuffix(".")
+        if text == before:
+            return text
 
 
 def last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:

@@ -44,7 +44,8 @@ def stated(text: str) -> str | None:
     >>> stated("There are 3 apples and 4 pears. So the total is 7 fruits.")
     '7 fruits'
     """
-    text = re.sub(r"\\(?:text|textbf|mathrm)\s*\{([^{}]*)\}", r" \1 ", text[-LONGEST:]).strip()
+    text = re.sub(r"\\(?:text|textbf|mathrm)\s*\{([^{}]*)\}", r" \1 ", text[-LONGEST:])
+    text = re.sub(r"\n\s*", "\n", re.sub(r"[^\S\n]+", " ", text)).strip()
     said = last(_SAID, text)
     if said is not None:
         return _claim(_first_sentence(text[said.end() :]))
