@@ -290,6 +290,11 @@ def _of_bases(pair: tuple[str, str]) -> Iterator[Attempt]:
             yield Attempt((), frozenset({"bases"}))
 
 
+def is_dressed(text: str) -> bool:
+    """Whether ``text`` may have a currency or a percent sign, or is a date or time rather than arithmetic."""
+    return "$" in text or "%" in text or shapes.is_literal(text)
+
+
 def restates(text: str) -> bool:
     """Whether ``text`` leaves something to compute: a sum, a limit, a derivative, or 12+34.
 
