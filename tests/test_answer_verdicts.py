@@ -6,6 +6,7 @@ answer is refused, as the reference does not say what the answer says, or the ot
 
 import asyncio
 import dataclasses
+import doctest
 import json
 import random
 import time
@@ -16,7 +17,17 @@ from typing import get_args
 import pytest
 import pytest_asyncio
 
-from services.reward import matching, plain_mathematics
+from services.reward import (
+    extraction,
+    matching,
+    notation,
+    plain_mathematics,
+    plain_numbers,
+    prose,
+    shapes,
+    units,
+    words,
+)
 from services.reward.answer import AnswerMatcher
 from services.reward.extraction import Place, extract
 from shared.messages import Score
@@ -185,3 +196,18 @@ def test_every_rule_makes_pairs_and_the_same_ones_again() -> None:
     first, again = list(pairs(1)), list(pairs(1))
     assert first == again
     assert {pair.rule for pair in first} == {*EQUAL, *UNEQUAL}
+
+
+def test_what_fails_in_this_process_is_left_to_computer_algebra(monkeypatch: pytest.MonkeyPatch) -> None:
+    matcher = AnswerMatcher(AnswerScorer(kind="answer"))
+    monkeypatch.setattr(plain_mathematics, "compare", lambda *_: 1 // 0)
+    assert matcher._score_at_once("x+1", "1+x") is None
+    monkeypatch.setattr(matching, "attempts", lambda *_: 1 // 0)
+    assert matcher._score_at_once("x+1", "\\ln x") is None
+
+
+def test_the_examples_in_the_docstrings_of_the_reader_hold() -> None:
+    modules = (extraction, matching, notation, plain_mathematics, plain_numbers, prose, shapes, units, words)
+    results = [doctest.testmod(module) for module in modules]
+    assert [result.failed for result in results] == [0] * len(modules)
+    assert all(result.attempted for result in results)

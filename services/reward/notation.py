@@ -63,7 +63,7 @@ _BOXES = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{(?P<inside>.*)\}", re.DOTALL
 def plain(text: str) -> str:
     """Return ``text`` in the plainest way to write it.
 
-    >>> plain("$2√3$."), plain("–５"), plain(r"\\\\dfrac12")
+    >>> plain("$2√3$."), plain("–５"), plain(r"\\dfrac12")
     ('2\\\\sqrt{3}', '-5', '\\\\frac12')
     """
     text = text.strip()

@@ -105,7 +105,7 @@ def _inside(match: re.Match[str]) -> str:
 
 
 def _value(formula: str) -> str:
-    """Return what an equation in a sentence arrives at: 12 of ``3 \\\\cdot 4 = 12``."""
+    """Return what an equation in a sentence arrives at: 12 of ``3 \\cdot 4 = 12``."""
     left, equals, _ = formula.partition("=")
     return (
         formula.rpartition("=")[2].strip() if equals and re.search(r"[0-9]", left) and "<" not in formula else formula

@@ -27,7 +27,7 @@ def is_relation(text: str) -> bool:
 
 
 def is_symbol(name: str) -> bool:
-    """Whether ``name`` may name a value: ``x``, ``\\\\theta``, ``a_1``, ``f(x)``, ``Area``."""
+    """Whether ``name`` may name a value: ``x``, ``\\theta``, ``a_1``, ``f(x)``, ``Area``."""
     return _NAME.fullmatch(name.strip()) is not None
 
 
@@ -48,7 +48,7 @@ def _is_region(text: str) -> bool:
 
 
 def _solved(text: str) -> tuple[str, str] | None:
-    """Return the variable and the intervals of ``x < 1 or x \\\\geq 2``."""
+    """Return the variable and the intervals of ``x < 1 or x \\geq 2``."""
     if not is_relation(text) or len(text) > 300:
         return None
     intervals, variables = list[str](), set[str]()

@@ -34,7 +34,7 @@ def closed(text: str) -> bool:
 def shape(text: str) -> Shape:
     """Return how ``text`` is bracketed.
 
-    >>> shape("(1,2)"), shape("1,2"), shape(r"\\\\{1,2\\\\}"), shape("[1,2)"), shape("5")
+    >>> shape("(1,2)"), shape("1,2"), shape(r"\\{1,2\\}"), shape("[1,2)"), shape("5")
     ('round', 'list', 'set', 'other', 'single')
     """
     if _MATRIX.fullmatch(text):

@@ -65,7 +65,7 @@ _LONGEST = 300
 def split_unit(text: str) -> tuple[str, Unit | None]:
     """Return ``text`` without its unit, and the unit.
 
-    >>> split_unit(r"5\\\\text{ cm}^2")[0], split_unit("x")[1]
+    >>> split_unit(r"5\\text{ cm}^2")[0], split_unit("x")[1]
     ('5', None)
     """
     if len(text) > _LONGEST or not text:
@@ -104,7 +104,7 @@ def _known(named: str, space: str) -> bool:
 
 @lru_cache(maxsize=2048)
 def read_unit(named: str) -> Unit | None:
-    """Return the unit that ``named`` is: ``cm^2``, ``m/s``, ``\\\\text{square feet}``, ``apples``."""
+    """Return the unit that ``named`` is: ``cm^2``, ``m/s``, ``\\text{square feet}``, ``apples``."""
     named = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", named).replace(r"\cdot", " * ").replace(r"\ ", " ").strip(" .")
     named = re.sub(r"\s+", " ", named)
     if _singular(named.lower()) in _PLACEHOLDERS or re.fullmatch(r"(?i)units?\^\{?[23]\}?", named):

@@ -78,7 +78,7 @@ def is_text(text: str) -> bool:
 def has_words(text: str) -> bool:
     r"""Whether there are words in ``text``, beside mathematics or alone.
 
-    >>> has_words("2 hours and 30"), has_words("2xy+3"), has_words(r"\\\\sin x"), has_words(r"3\\\\text{ if } x")
+    >>> has_words("2 hours and 30"), has_words("2xy+3"), has_words(r"\sin x"), has_words(r"3\text{ if } x")
     (True, False, False, True)
     """
     if any(_RUN.search(words) for words in _WRAPPED.findall(text)):
