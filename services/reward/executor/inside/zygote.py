@@ -2,9 +2,11 @@
 
 ::
 
-    supervisor ── {id, bounds} + [payload, stdin, stdout, report] ──▶ zygote ── fork ──▶ child: confine, run
-               ── {kill: id}                                      ──▶
+    supervisor ── {id, bounds, core} + [payload, stdin, stdout, report] ──▶ zygote ── fork ──▶ child: confine, run
+               ── {kill: id}                                            ──▶
+               ── {ask: id}                                             ──▶
                ◀── {ready: true, base_bytes}                                     once
+               ◀── {id, charged_s}                                               the answer, while the child runs
                ◀── {id, status, wall_s, cpu_s, peak_bytes}                       when the child is gone; its wait status
 
 One thread, no state but who runs. It reads nothing that a program wrote. Control messages are JSON in one packet each; the
@@ -31,7 +33,7 @@ from collections.abc import Sequence
 from importlib.machinery import FileFinder
 from typing import Any, NoReturn
 
-from . import confinement, runner
+from . import confinement, runner, waiting
 
 _PACKET_BYTES = 1 << 16
 _STACK_BYTES = 4 << 20
@@ -87,6 +89,9 @@ class Zygote:
         if "kill" in message:
             self._kill(message["kill"])
             return True
+        if "ask" in message:
+            self._charge(message["ask"])
+            return True
         try:
             self._start(message, descriptors)
         except OSError as error:
@@ -116,6 +121,13 @@ class Zygote:
             if job == number:
                 signal.pidfd_send_signal(watched, signal.SIGKILL)
 
+    def _charge(self, number: int) -> None:
+        """Say how much of its time a child has had, without that in which its core was another's."""
+        for watched, (job, _, started_s) in self._children.items():
+            if job == number:
+                charged_s = time.monotonic() - started_s - waiting.waited_s(watched)
+                self._say({"id": number, "charged_s": charged_s})
+
     def _reap(self, watched: int) -> None:
         number, pid, started_s = self._children.pop(watched)
         self._poll.unregister(watched)
@@ -135,6 +147,7 @@ class Zygote:
         """In the child: put everything in its place, confine, run. Never returns into the loop of the zygote."""
         report = descriptors[3]
         try:
+            _settle_down(message["core"])
             payload = _read_all(descriptors[0])
             nothing = os.open("/dev/null", os.O_WRONLY)  # of its own: flags that it sets last as long as it does
             _arrange((*descriptors[1:3], nothing, report), self._how.ruleset)
@@ -162,6 +175,17 @@ def _arrange(descriptors: Sequence[int], keep: int) -> None:
         os.dup2(descriptor, place)
     os.closerange(4, max(keep, 4))
     os.closerange(max(keep + 1, 4), 1 << 20)
+
+
+def _settle_down(core: int) -> None:
+    """Stay on ``core``, for good: the filter refuses to leave it.
+
+    Where the kernel shares cores between sessions (sched(7), autogroup), a program in a session of its own has as much of its core
+    as any other, whatever their threads.
+    """
+    with contextlib.suppress(OSError):  # it is no longer among those of this container
+        os.sched_setaffinity(0, [core])
+    os.setsid()
 
 
 def _moved_up(descriptor: int) -> int:
