@@ -26,7 +26,7 @@ class Cores:
         """Give the block the number of a core on which the fewest programs run."""
         cores = sorted(os.sched_getaffinity(0))
         fewest = min(self._programs[core] for core in cores)
-        core = random.choice([core for core in cores if self._programs[core] == fewest])  # noqa: S311 (no secret)
+        core = random.choice([core for core in cores if self._programs[core] == fewest])
         self._programs[core] += 1
         try:
             yield core

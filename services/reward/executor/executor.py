@@ -95,9 +95,8 @@ class Executor:
         with WAITING.track_inprogress():
             await self._slots.acquire()
         try:
-            with IN_PROGRESS.track_inprogress():
-                with self._cores.take() as core:
-                    execution = await self._run(job, core)
+            with IN_PROGRESS.track_inprogress(), self._cores.take() as core:
+                execution = await self._run(job, core)
         finally:
             self._slots.release()
         EXECUTIONS.labels(execution.outcome.value, job.profile).inc()

@@ -151,7 +151,11 @@ def read_job(frame: Frame) -> Job:
 def execution_frame(number: int, execution: Execution) -> Frame:
     """Return the frame that answers ``number``."""
     fields = {field.name: getattr(execution, field.name) for field in dataclasses.fields(execution)}
-    return fields | {"id": number, "outcome": execution.outcome.value, "values": f"[{','.join(map(str, execution.values))}]"}
+    return fields | {
+        "id": number,
+        "outcome": execution.outcome.value,
+        "values": f"[{','.join(map(str, execution.values))}]",
+    }
 
 
 def read_execution(frame: Frame) -> Execution:
@@ -162,7 +166,9 @@ def read_execution(frame: Frame) -> Execution:
     """
     try:
         fields = {field.name: frame[field.name] for field in dataclasses.fields(Execution)}
-        return _with_values(Execution(**fields | {"outcome": Outcome(fields["outcome"]), "values": ()}), fields["values"])
+        return _with_values(
+            Execution(**fields | {"outcome": Outcome(fields["outcome"]), "values": ()}), fields["values"]
+        )
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise PeerError(f"expected what became of a program, found other content: {error!r}"[:300]) from error
 
