@@ -218,7 +218,13 @@ async def test_no_tier_means_no_start_and_every_reason_is_told(monkeypatch: pyte
     assert lines[0] == "expected isolation that holds on this host, found none:"
     assert lines[1] == "  namespace: bwrap not found: install bubblewrap"
     assert lines[2].startswith("  landlock: ")
-    assert "unsafe" in lines[3]
+    assert lines[3] == "docs/sandbox.md says what each tier needs (reward.executor.isolation)"
+    monkeypatch.setattr("services.reward.executor.inside.confinement.landlock_abi", lambda: 2)
+    with (
+        escapes.targets() as targets,
+        pytest.raises(SettingsError, match="this kernel does not offer Landlock, which both"),
+    ):
+        await probe.start(settings, targets)
 
 
 def test_a_refusal_is_one_message_and_exit_code_2() -> None:
