@@ -6,6 +6,8 @@ program that runs after each of them and says what it finds.
 
 import dataclasses
 import json
+import sys
+import sysconfig
 
 from services.reward.executor.protocol import Call, Limits, Outcome
 
@@ -13,6 +15,7 @@ PRELUDE = """
 import ctypes, os, signal, socket, sys, threading, time
 libc = ctypes.CDLL(None, use_errno=True)
 supervisor, secret, port = {supervisor}, {secret!r}, {port}
+packages, base_packages = {packages!r}, {base_packages!r}
 def attempt(what, act):
     try:
         got = act()
@@ -26,7 +29,7 @@ def call(name, *arguments):
     return got
 """
 CLEAN = """
-import builtins, json, os, sys, threading
+import builtins, fcntl, json, os, sys, threading
 def can_open(number):
     try:
         return bool(os.fstat(number))
@@ -41,6 +44,8 @@ def sees():
     return {
         "files": files(),
         "descriptors": [number for number in range(256) if can_open(number)],
+        "flags": fcntl.fcntl(2, fcntl.F_GETFL) & (os.O_APPEND | os.O_NONBLOCK),
+        "named input": open("/dev/stdin").read(),
         "threads": threading.active_count(),
         "secrets": [name for name in os.environ if "SECRET" in name],
         "marked": hasattr(builtins, "marked") or hasattr(json, "marked"),
@@ -51,6 +56,8 @@ def sees():
 SEEN = {
     "files": [],
     "descriptors": [0, 1, 2, 3],
+    "flags": 0,
+    "named input": "mine",
     "threads": 1,
     "secrets": [],
     "marked": False,
@@ -186,6 +193,34 @@ ATTACKS = (
         "for number in range(4, 4096):\n  try: os.fstat(number)\n  except OSError: continue\n  print(number)",
     ),
     _refused("writes its own input", "os.write(0, b'x')", "os.ftruncate(0, 10) or 'done'"),
+    _refused(
+        "writes its own input by its name",
+        "os.write(os.open('/dev/stdin', os.O_RDWR), b'x')",
+        "os.ftruncate(os.open('/dev/stdin', os.O_RDWR), 10) or 'done'",
+        "os.unlink('/proc/self/fd/0') or 'gone'",
+    ),
+    _refused("reaches others by the name of its input", "os.listdir('/proc/self/fd')", "os.listdir('/proc/self')", "open('/proc/self/fd/../environ').read()", "open('/proc/self/fd/0/../../environ').read()"),
+    Attack(
+        "changes flags of standard error",
+        "import fcntl\nfcntl.fcntl(2, fcntl.F_SETFL, os.O_APPEND | os.O_NONBLOCK)\nif not fcntl.fcntl(2, fcntl.F_GETFL) & os.O_APPEND: print('not even its own')",
+    ),
+    _loop(
+        "locks what the host has",
+        "import fcntl, json\nfor path in ('/dev/null', json.__file__):\n  file = os.open(path, os.O_RDONLY)\n  fcntl.flock(file, fcntl.LOCK_EX)\n  fcntl.lockf(file, fcntl.LOCK_SH)\n"
+        "fcntl.flock(2, fcntl.LOCK_EX)\nfcntl.lockf(2, fcntl.LOCK_EX)\nwhile True: pass",
+    ),
+    Attack(
+        "reads locks of others",
+        "import fcntl, json, struct\nasked = struct.pack('hhqqi', fcntl.F_WRLCK, 0, 0, 0, 0)\n"
+        "for number in (5, 36, 37):\n  attempt('got', lambda: fcntl.fcntl(os.open(json.__file__, os.O_RDONLY), number, asked))",
+    ),
+    Attack(
+        "reads installed packages",
+        "import glob, sysconfig\nfor folder in {*glob.glob('/usr/lib/python3*/*-packages'), *glob.glob('/usr/local/lib/python3*/*-packages'), packages, base_packages}:\n"
+        "  try: print(*os.listdir(folder), end='')\n  except OSError: pass\n  attempt('read', lambda: open(folder + '/msgpack/__init__.py').read())\n"
+        "  attempt('read', lambda: open(folder + '/pip/__init__.py').read())\n  sys.path.append(folder)\n"
+        "for name in ('msgpack', 'pip', 'pydantic'):\n  try: __import__(name); print(name)\n  except (ImportError, OSError): pass",
+    ),
     # ------------------------------------------------------------------ signals
     _refused("signals others", *(f"os.kill({pid}, {number}) or 'sent'" for pid in ("supervisor", "os.getppid()", "-1", "0") for number in (0, 9))),
     _refused("signals by pid descriptor", "signal.pidfd_send_signal(os.pidfd_open(os.getppid()), 9) or 'sent'"),
@@ -217,6 +252,7 @@ ATTACKS = (
     _refused("becomes root", "os.setuid(0) or 'done'", "os.setgid(0) or 'done'", "os.setgroups([0]) or 'done'"),
     _refused("undoes its confinement", "call('prctl', 1, 0)", "call('prctl', 4, 1)", "call('prctl', 22, 0)", "call('capset', None, None)"),
     _refused("types at the terminal", "__import__('fcntl').ioctl(0, 0x5412, b'x')"),
+    _refused("disturbs other cores", "call('syscall', 324, 8, 0, 0) or 'done'", "os.sched_setaffinity(0, range(64)) or 'done'", "os.setsid()"),
     _refused("asks for more of the host", "os.nice(-5)", "os.sched_setaffinity(0, [0]) or 'done'", "os.setpriority(0, 0, -5) or 'done'"),
     # ------------------------------------------------------------------ output
     Attack("prints 3 GB", "line = 'x' * (1 << 20)\nfor _ in range(3000): print(line)", OUTPUT_LIMIT, None),
@@ -237,6 +273,17 @@ ATTACKS = (
     Attack("returns a value that is no JSON", "def f(): return {1, 2}", ERROR, calls=(Call("f"),)),
     Attack("returns a value too deep to read", "def f():\n  found = []\n  for _ in range(100000): found = [found]\n  return found", ERROR, calls=(Call("f"),)),
 )  # fmt: skip
+
+
+def prelude(supervisor: int, secret: str, port: int) -> str:
+    """Return what an attack begins with: its targets."""
+    return PRELUDE.format(
+        supervisor=supervisor,
+        secret=secret,
+        port=port,
+        packages=sysconfig.get_path("purelib"),
+        base_packages=sysconfig.get_path("purelib", vars={"base": sys.base_prefix, "platbase": sys.base_prefix}),
+    )
 
 
 def clean_calls() -> tuple[Call, ...]:

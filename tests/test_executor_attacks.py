@@ -38,7 +38,7 @@ def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name.replace(" ", "-"))
 async def test_an_attack_is_contained_and_the_next_program_is_clean(executor: Running, attack: Attack) -> None:
     client = ExecutorClient(executor.address)
-    prelude = attacks.PRELUDE.format(supervisor=executor.process.pid, secret=str(executor.secret), port=executor.port)
+    prelude = attacks.prelude(executor.process.pid, str(executor.secret), executor.port)
     try:
         ended = await client.run(Job(prelude + attack.code, calls=attack.calls, limits=attack.limits))
         assert ended.outcome in attack.ends, ended

@@ -33,7 +33,7 @@ class ExecutorClient:
     """
 
     def __init__(self, address: str, in_flight: int = 64) -> None:
-        self._address = address
+        self.address = address
         self._places = asyncio.Semaphore(in_flight)
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Execution]] = {}
@@ -84,7 +84,7 @@ class ExecutorClient:
         await asyncio.sleep(self._not_before_s - time.monotonic())
         try:
             async with asyncio.timeout(CONNECT_WITHIN_S):
-                reader, writer = await _open(self._address)
+                reader, writer = await _open(self.address)
         except (OSError, TimeoutError) as error:
             self._failures += 1
             self._not_before_s = time.monotonic() + min(_FIRST_WAIT_S * 2.0**self._failures, _LONGEST_WAIT_S)
@@ -119,7 +119,7 @@ class ExecutorClient:
 
     def _gone(self, error: Exception) -> TemporaryError:
         return TemporaryError(
-            f"expected the code executor at {self._address}, found: {error or type(error).__name__}: "
+            f"expected the code executor at {self.address}, found: {error or type(error).__name__}: "
             "start it, or change reward.executor.address"
         )
 

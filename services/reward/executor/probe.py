@@ -8,10 +8,10 @@
 """
 
 import logging
-import os
 
-from services.reward.executor import escapes
+from services.reward.executor import cores, escapes
 from services.reward.executor.executor import Executor
+from services.reward.executor.inside import confinement
 from services.reward.executor.isolation import Interpreter, Isolation, candidates
 from services.reward.executor.zygote_process import ZygoteLost
 from shared.errors import SettingsError
@@ -20,11 +20,12 @@ from shared.settings import ExecutorSettings
 log = logging.getLogger(__name__)
 
 _ORDER = ("namespace", "landlock")
-_ADVICE = (
-    "run on Linux with Landlock (kernel 6.2 or newer, `landlock` in the lsm= list, a seccomp profile that allows landlock_*), and for "
-    "tier namespace with bubblewrap and unprivileged user namespaces; see docs/sandbox.md. Only for code that you wrote yourself: "
-    'reward.executor.isolation = "unsafe"'
+_OLDEST_LANDLOCK = 3
+_NO_LANDLOCK = (
+    "this kernel does not offer Landlock, which both tiers need: run Linux 6.2 or newer with `landlock` in its lsm= list, and in a container "
+    "with a seccomp profile that allows landlock_*. "
 )
+_ADVICE = "docs/sandbox.md says what each tier needs (reward.executor.isolation)"
 
 
 async def start(settings: ExecutorSettings, targets: escapes.Targets) -> Executor:
@@ -53,12 +54,19 @@ async def start(settings: ExecutorSettings, targets: escapes.Targets) -> Executo
             await executor.close()
             reasons.append(f"{tier}: {found}")
     listed = "".join(f"\n  {reason}" for reason in dict.fromkeys(reasons))
-    raise SettingsError(f"expected isolation that holds on this host, found none:{listed}\n{_ADVICE}")
+    raise SettingsError(f"expected isolation that holds on this host, found none:{listed}\n{_advice()}")
 
 
 def slots(settings: ExecutorSettings) -> int:
     """Return how many programs run at a time."""
-    return settings.slots or len(os.sched_getaffinity(0))
+    return settings.slots or cores.count()
+
+
+def _advice() -> str:
+    try:
+        return _ADVICE if confinement.landlock_abi() >= _OLDEST_LANDLOCK else _NO_LANDLOCK + _ADVICE
+    except OSError:
+        return _NO_LANDLOCK + _ADVICE
 
 
 async def _failures(executor: Executor, way: Isolation, profiles: tuple[str, ...], targets: escapes.Targets) -> str:
