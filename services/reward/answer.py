@@ -19,6 +19,7 @@ import math
 import sys
 from collections.abc import Iterable
 from fractions import Fraction
+from functools import partial
 
 from services.reward import plain_mathematics, plain_numbers
 from services.reward.extraction import extract
@@ -26,6 +27,7 @@ from services.reward.plain_numbers import PlainNumber
 from services.reward.processes import Crashed, Overdue, Processes
 from services.reward.recent import Recent
 from services.reward.scorer import is_cut, unavailable, valued
+from services.reward.turns import Turns
 from shared.errors import PermanentError, SettingsError, TemporaryError
 from shared.messages import Prompt, RolloutGroup, Sample, Score, ScoreStatus
 from shared.settings import scorers
@@ -59,6 +61,7 @@ class AnswerMatcher:
         self._tolerance = Fraction(repr(scorer.tolerance))
         self._processes = Processes(command, scorer.processes, scorer.name, computes=True)
         self._remembered = Recent(_REMEMBERED)
+        self._turns = Turns()
 
     async def start(self) -> None:
         """Start and warm the matcher processes, where the mode needs them.
@@ -86,7 +89,7 @@ class AnswerMatcher:
             PermanentError: the prompt has no reference answer, or none that the mode can compare with.
         """
         reference = self._reference(group.prompt)
-        answers = [self._answer(sample) for sample in group.samples]
+        answers = [await self._turns.take(partial(self._answer, sample)) for sample in group.samples]
         scores = await self._scores(reference, (answer for answer in answers if isinstance(answer, str)))
         return [scores[answer] if isinstance(answer, str) else answer for answer in answers]
 
@@ -128,7 +131,7 @@ class AnswerMatcher:
         slow: dict[str, asyncio.Task[Score]] = {}
         async with asyncio.TaskGroup() as comparing:
             for answer in dict.fromkeys(answers):
-                score = self._score_at_once(reference, answer)
+                score = await self._turns.take(partial(self._score_at_once, reference, answer))
                 if score is None:
                     slow[answer] = comparing.create_task(self._compare(reference, answer))
                 else:

@@ -24,6 +24,8 @@ LONGEST_PROSE = 4_000
 """Of a longer completion only its end is read, from the beginning of a line, in characters."""
 LONGEST_FORMULA = 1_000
 """A longer formula is not read, in characters: no reference is so long, and reading one takes minutes."""
+_DEEPEST = 16
+"""Mathematics nested deeper is not read: the parser's time grows exponentially with the depth, to minutes at 20."""
 _MEMORY_BYTES = 2 * 1024**3
 _MATHEMATICS = re.compile(r"(?<!\\)(?:\$|\\\(|\\\[)|\\boxed|\\begin\{(?:equation|align|math)")
 _PROSE = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{2,}[,.:;]?\s+[A-Za-z]+(?![A-Za-z{])|\n")
@@ -53,12 +55,29 @@ def read(text: str) -> list[Any]:
     from math_verify import parse
 
     found: list[Any] = []
-    if is_prose(text):
-        text = _end(text)
+    prose = is_prose(text)
+    text = _end(text) if prose else text
+    if depth(text) > _DEEPEST:
+        raise ValueError(f"nested deeper than {_DEEPEST}")
+    if prose:
         found = parse(text, parsing_timeout=None, raise_on_error=True)
     if found or len(text) > LONGEST_FORMULA:
         return found
     return list(parse(f"${text}$", parsing_timeout=None, raise_on_error=True))
+
+
+def depth(text: str) -> int:
+    """Return how deep brackets of any kind are nested in ``text``, closed or not.
+
+    >>> depth(r"\\frac{1}{(2+x)}")
+    2
+    """
+    deepest = level = 0
+    for character in text:
+        level += (character in "([{") - (character in ")]}")
+        level = max(level, 0)
+        deepest = max(deepest, level)
+    return deepest
 
 
 def _end(text: str) -> str:

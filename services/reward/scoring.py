@@ -4,6 +4,7 @@ It knows the scorers by their protocol alone; which there are is :mod:`services.
 """
 
 import asyncio
+import logging
 import time
 from collections import Counter as Tally
 from collections.abc import Sequence
@@ -14,12 +15,14 @@ from prometheus_client import Counter, Gauge, Histogram
 from services.reward.failures import AVAILABLE, Failures, Tell, part_of
 from services.reward.reference import Reference
 from services.reward.rehearsal import rehearse
-from services.reward.scorer import Scorer
-from shared.errors import PermanentError, TemporaryError
+from services.reward.scorer import Broken, Scorer
+from shared.errors import PenstockError, PermanentError, TemporaryError
 from shared.expression import Expression
 from shared.messages import Experience, Float32Array, Prompt, Purpose, RolloutGroup, SampleScores, Score, ScoreStatus
 from shared.settings import Settings
 from shared.telemetry import Status
+
+log = logging.getLogger(__name__)
 
 _VALUES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 _SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
@@ -156,7 +159,7 @@ class Scoring:
     async def _timed(self, scorer: Scorer, group: RolloutGroup) -> list[Score]:
         started_s = time.monotonic()
         with self._failures.calling(part_of(scorer.name), group.prompt.problem):
-            scores = await scorer.score(group)
+            scores = await self._scores(scorer, group)
         SECONDS.labels(scorer.name).observe(time.monotonic() - started_s)
         for status, count in Tally(score.status for score in scores).items():
             SAMPLES.labels(scorer.name, status.value).inc(count)
@@ -165,6 +168,21 @@ class Scoring:
             if score.value is not None:
                 value.observe(score.value)
         return scores
+
+    async def _scores(self, scorer: Scorer, group: RolloutGroup) -> list[Score]:
+        """Ask a scorer; a defect in it concerns this group, whose text brought it to light, and never ends the process.
+
+        Raises:
+            TemporaryError: the scorer raised what it should not.
+        """
+        try:
+            return await scorer.score(group)
+        except (PenstockError, Broken):
+            raise
+        except Exception as error:
+            cause = _first(error)
+            log.exception("defect in a scorer", extra={"scorer": scorer.name, "problem": group.prompt.problem})
+            raise TemporaryError(f"defect in scorer {scorer.name!r}: {type(cause).__name__}: {cause}"[:500]) from error
 
     async def watch(self) -> None:
         """Name scorers that may hang, until cancelled."""
@@ -233,3 +251,8 @@ class Scoring:
         self._samples += len(rewards)
         GROUP_MEAN.set(float(rewards.mean()))
         self._status.values |= {"groups_scored": float(self._groups), "samples_scored": float(self._samples)}
+
+
+def _first(error: BaseException) -> BaseException:
+    """Return the first error of a group of errors, or the error itself."""
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
