@@ -30,7 +30,8 @@ def texts(families: tuple[Family, ...], count: int, seed: int) -> Iterator[tuple
     rest = count - sum(limited.values())
     total = sum(family.weight for family in families if family.at_most is None)
     shares = {family.name: int(rest * family.weight / total) for family in families if family.at_most is None}
-    shares[families[0].name] += rest - sum(shares.values())
+    for name in list(shares)[:1]:
+        shares[name] += rest - sum(shares.values())
     for family in families:
         for _ in range((limited | shares)[family.name]):
             yield family.name, family.make(generator)
@@ -73,7 +74,7 @@ def _unicode(generator: random.Random) -> str:
 def _number(generator: random.Random) -> str:
     digits = generator.choice((50, 99, 4_300, 4_301, 9_000))
     number = str(generator.randint(1, 9)) * digits
-    form = generator.choice(("{}", "-{}.{}", "{}/{}", "\\frac{{{}}}{{{}}}", "{}e999", "1e{}", "{}^{{{}}}", "{}\\%"))
+    form = generator.choice(("{}", "-{}.{}", "{}/{}", "\\frac{{{}}}{{{}}}", "{}e999", "1e{}", "{}\\%"))
     return _box(form.format(number, number[::-1]))
 
 
@@ -157,6 +158,7 @@ def _algebra_bomb(generator: random.Random) -> str:
         generator.choice(
             (
                 f"{number}!!!!!",
+                f"{number}^{{{10**50}}}",
                 f"9^{{9^{{9^{{{number}}}}}}}",
                 f"\\binom{{10^9}}{{{number}^5}}",
                 f"(1+x)^{{{number}^9}}",
@@ -175,15 +177,15 @@ def _schema_bomb(generator: random.Random) -> str:
 
 
 ANSWERS = (
-    Family("sums", 3, _sum),
-    Family("braces", 2, _braces),
+    Family("sums", 0.4, _sum),
+    Family("braces", 1, _braces),
     Family("unicode", 2, _unicode),
     Family("numbers", 3, _number),
-    Family("latex", 2, _latex),
-    Family("extraction", 1, _extraction),
+    Family("latex", 1, _latex),
+    Family("extraction", 0.6, _extraction),
     Family("controls", 2, _controls),
-    Family("templates", 2, _template),
-    Family("tokens", 0.3, _token),
+    Family("templates", 1, _template),
+    Family("tokens", 0.1, _token),
     Family("bidi", 2, _bidi),
     Family("json", 1, _json),
     Family("algebra_bombs", 0, _algebra_bomb, at_most=12),
