@@ -174,6 +174,8 @@ class Score:
     status: ScoreStatus
     value: float | None
     detail: str = ""
+    lenient: tuple[str, ...] = ()
+    """The lenient rules without which the value would be 0 (docs/rewards.md, "Leniency")."""
 
 
 @record

@@ -2,28 +2,29 @@
 
 ::
 
-    completion ──▶ extract ──▶ answer ── as text, or both plain numbers ──▶ verdict, in microseconds
-                     │            └── (mode math) both plain mathematics ──▶ verdict, in a millisecond
-                     │                    └── seen lately? ──▶ verdict
-                     │                            └── a killable process ──▶ verdict, in tens of milliseconds
+    completion ──▶ extract ──▶ answer ──▶ attempts (:mod:`matching`), the strictest first ──▶ pairs of formulas
+                     │                        │                                └── both plain ──▶ verdict, in microseconds
+                     │                        │                                └── a killable process ──▶ in tens of milliseconds
+                     │                        └── the first whose pairs are all equal: 1, with the lenient rules that it took
                      └── none, or cut off ──▶ wrong_format
 
-Equal answers of a group are compared once. ``math`` accepts whatever has the same value, ``12+34`` for ``46`` too: where
-evaluating *is* the task, use ``numeric`` or ``exact``. In this process, what a model writes is read with bounds on its length,
-depth and numbers (:mod:`plain_numbers`, :mod:`plain_mathematics`) or not at all.
+Equal answers of a group are compared once. In this process, what a model writes is read with bounds on its length, depth and
+numbers (:mod:`plain_numbers`, :mod:`plain_mathematics`) or not at all, and whatever fails here is left to a killable process.
 """
 
 import asyncio
+import dataclasses
 import importlib.util
+import logging
 import math
 import sys
 from collections.abc import Iterable
 from fractions import Fraction
 from functools import partial
 
-from services.reward import plain_mathematics, plain_numbers
-from services.reward.extraction import extract
-from services.reward.plain_numbers import PlainNumber
+from services.reward import extraction, matching, plain_mathematics, plain_numbers
+from services.reward.matching import Attempt
+from services.reward.notation import plain
 from services.reward.processes import Crashed, Overdue, Processes
 from services.reward.recent import Recent
 from services.reward.scorer import is_cut, unavailable, valued
@@ -32,10 +33,25 @@ from shared.errors import PermanentError, SettingsError, TemporaryError
 from shared.messages import Prompt, RolloutGroup, Sample, Score, ScoreStatus
 from shared.settings import scorers
 
+log = logging.getLogger(__name__)
+
 COMMAND = (sys.executable, "-m", "services.reward.comparison")
 """Starts one matcher process."""
 _REMEMBERED = 4096
+_STATED = "stated"
+"""Follows a letter that prose states."""
 _WANTED = {"boxed": r"\boxed{…}", "hashes": "#### before the answer", "last_number": "a number", "choice": "a letter"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Equality:
+    """Whether two formulas are equal, and the rule that it took."""
+
+    equal: bool
+    rule: str = ""
+
+
+_DIFFERENT = Equality(False)
 
 
 class AnswerMatcher:
@@ -59,6 +75,7 @@ class AnswerMatcher:
                 "change tolerance in [[reward.scorers]]"
             )
         self._tolerance = Fraction(repr(scorer.tolerance))
+        self._lenient = frozenset(scorer.lenient)
         self._processes = Processes(command, scorer.processes, scorer.name, computes=True)
         self._remembered = Recent(_REMEMBERED)
         self._turns = Turns()
@@ -106,7 +123,7 @@ class AnswerMatcher:
                 f"expected one of the letters {self._scorer.choices} as the answer of {prompt.problem}, found "
                 f"{reference[:80]!r}: change the data, or choices of scorer {self.name!r} in [[reward.scorers]]"
             )
-        if self._scorer.mode == "numeric" and plain_numbers.read(reference) is None:
+        if self._scorer.mode == "numeric" and not _is_number(reference):
             raise PermanentError(
                 f"expected a number as the answer of {prompt.problem}, found {reference[:80]!r}: "
                 f"change the data, or mode of scorer {self.name!r} in [[reward.scorers]]"
@@ -114,16 +131,26 @@ class AnswerMatcher:
         return reference
 
     def _extract(self, text: str) -> str | None:
-        return extract(text, self._scorer.extract, self._scorer.tag, self._scorer.choices)
+        return extraction.extract(text, self._scorer.extract, self._scorer.tag, self._scorer.choices)
 
     def _answer(self, sample: Sample) -> str | Score:
         """Return the sample's answer, or the score that says why there is none."""
         if self._scorer.needs_stop and is_cut(sample):
             return self._wrong_format("cut at its length limit")
+        if self._scorer.extract == "choice":
+            return self._choice(sample.text)
         answer = self._extract(sample.text)
         if answer is None:
             return self._wrong_format(f"expected {_WANTED.get(self._scorer.extract, 'an answer')}, found none")
         return answer
+
+    def _choice(self, text: str) -> str | Score:
+        letters = self._scorer.choices
+        alone = extraction.letter_alone(text, letters)
+        stated = alone if alone is not None or "prose" not in self._lenient else extraction.choice(text, letters)
+        if stated is None:
+            return self._wrong_format(f"expected {_WANTED['choice']}, found none")
+        return stated if alone is not None else f"{stated} {_STATED}"
 
     async def _scores(self, reference: str, answers: Iterable[str]) -> dict[str, Score]:
         """Return the score of each different answer."""
@@ -140,43 +167,102 @@ class AnswerMatcher:
 
     def _score_at_once(self, reference: str, answer: str) -> Score | None:
         """Return the score where it needs no computer algebra, else None."""
-        mode = self._scorer.mode
-        if answer == reference or mode == "exact" or self._scorer.extract == "choice":
+        if self._scorer.extract == "choice":
+            letter, _, stated = answer.partition(" ")
+            return self._judged(letter == reference, letter, ("prose",) if stated else ())
+        if answer == reference or self._scorer.mode == "exact":
             return self._judged(answer == reference, answer)
-        expected, found = plain_numbers.read(reference), plain_numbers.read(answer)
-        if expected is not None and found is not None:
-            return self._judged(plain_numbers.close(expected, found, self._tolerance_of(expected, found)), answer)
-        if mode == "numeric":
+        if self._scorer.mode == "numeric" and not _is_number(answer) and not self._attempts(reference, answer):
             return self._wrong_format(f"expected a number, found {answer[:80]!r}")
-        equal = plain_mathematics.compare(reference, answer)
-        return self._remembered.get(reference, answer) if equal is None else self._judged(equal, answer)
+        for attempt in self._attempts(reference, answer):
+            rules = set(attempt.rules)
+            equalities = [self._equal_here(*pair) for pair in attempt.pairs]
+            if _DIFFERENT in equalities:
+                continue
+            if None in equalities:
+                return self._remembered.get(reference, answer)
+            rules |= {equality.rule for equality in equalities if equality is not None and equality.rule}
+            return self._judged(True, answer, tuple(sorted(rules)))
+        if len(answer) > matching.LONGEST_FORMULA and not self._attempts(reference, answer):
+            return self._wrong_format(f"expected an answer of at most {matching.LONGEST_FORMULA} characters")
+        return self._judged(False, answer)
 
-    def _tolerance_of(self, expected: PlainNumber, found: PlainNumber) -> Fraction:
-        """In mathematics whole numbers and fractions are exact; only what is written rounded has a tolerance."""
-        exact = self._scorer.mode == "math" and not (expected.rounded or found.rounded)
-        return Fraction(0) if exact else self._tolerance
+    def _attempts(self, reference: str, answer: str) -> tuple[Attempt, ...]:
+        try:
+            return matching.attempts(reference, answer, self._lenient)
+        except Exception as error:  # noqa: BLE001 (no completion may end the service; a process has the last word)
+            log.warning("an answer is left to computer algebra", extra={"error": repr(error)})
+            return (Attempt(((reference, answer[: matching.LONGEST_FORMULA]),)),)
+
+    def _equal_here(self, reference: str, answer: str) -> Equality | None:
+        """Return whether two formulas are equal; None where only computer algebra can say so."""
+        try:
+            return self._equal_plainly(reference, answer)
+        except Exception as error:  # noqa: BLE001 (no completion may end the service; a process has the last word)
+            log.warning("an answer is left to computer algebra", extra={"error": repr(error)})
+            return None
+
+    def _equal_plainly(self, reference: str, answer: str) -> Equality | None:
+        if reference == answer:
+            return Equality(True)
+        expected, given = plain_numbers.read(reference), plain_numbers.read(answer)
+        if expected is not None and given is not None:
+            if expected.share == given.share:
+                return Equality(True)
+            if plain_numbers.close(expected, given, self._tolerance):
+                return Equality(True, "tolerance")
+            whole = "whole" in self._lenient and plain_numbers.close(expected, given, self._tolerance, whole=True)
+            return Equality(True, "whole") if whole else _DIFFERENT
+        if self._scorer.mode == "numeric":
+            return _DIFFERENT
+        equal = plain_mathematics.compare(reference, answer)
+        return None if equal is None else Equality(equal)
 
     async def _compare(self, reference: str, answer: str) -> Score:
+        """Return the score with the help of a process."""
         try:
-            verdict = await self._processes.ask({"reference": reference, "answer": answer}, self._scorer.timeout_s)
+            score = await self._compare_slowly(reference, answer)
         except Overdue as error:
             score = valued(self.name, ScoreStatus.TIMEOUT, 0.0, str(error))
         except Crashed as error:
             return valued(self.name, ScoreStatus.CRASHED, 0.0, str(error))
         except TemporaryError as error:
             return unavailable(self.name, str(error))
-        else:
-            score = self._read_verdict(verdict.get("status"), verdict.get("equal"), str(verdict.get("detail")), answer)
         self._remembered.put(score, reference, answer)
         return score
 
-    def _read_verdict(self, status: object, equal: object, detail: str, answer: str) -> Score:
-        if status == "ok":
-            return self._judged(equal is True, answer)
-        return valued(self.name, ScoreStatus(str(status)), 0.0, detail)
+    async def _compare_slowly(self, reference: str, answer: str) -> Score:
+        score = self._judged(False, answer)
+        for attempt in self._attempts(reference, answer):
+            rules = set(attempt.rules)
+            for pair in attempt.pairs:
+                equality = self._equal_here(*pair) or await self._ask(*pair)
+                if isinstance(equality, Score):
+                    score = equality
+                    break
+                if not equality.equal:
+                    break
+                rules |= {equality.rule} - {""}
+            else:
+                return self._judged(True, answer, tuple(sorted(rules)))
+        return score
 
-    def _judged(self, equal: bool, answer: str) -> Score:
-        return valued(self.name, ScoreStatus.OK, float(equal), "" if equal else f"found {answer[:80]!r}")
+    async def _ask(self, reference: str, answer: str) -> Equality | Score:
+        """Ask a process; return the score of an answer that it cannot compare."""
+        question = {"reference": reference, "answer": answer, "tolerance": float(self._tolerance)}
+        verdict = await self._processes.ask(question, self._scorer.timeout_s)
+        if verdict.get("status") != "ok":
+            return valued(self.name, ScoreStatus(str(verdict.get("status"))), 0.0, str(verdict.get("detail")))
+        return Equality(verdict.get("equal") is True, "tolerance" if verdict.get("rounded") is True else "")
+
+    def _judged(self, equal: bool, answer: str, rules: tuple[str, ...] = ()) -> Score:
+        score = valued(self.name, ScoreStatus.OK, float(equal), "" if equal else f"found {answer[:80]!r}")
+        return dataclasses.replace(score, lenient=rules) if equal and rules else score
 
     def _wrong_format(self, detail: str) -> Score:
         return valued(self.name, ScoreStatus.WRONG_FORMAT, 0.0, detail)
+
+
+def _is_number(text: str) -> bool:
+    """Whether ``text`` is a number, whatever its unit."""
+    return plain_numbers.read(text) is not None or plain_numbers.read(matching.read(plain(text)).core) is not None

@@ -12,6 +12,10 @@ from shared.settings.reward_models import ModelScorer
 from shared.settings.section import Section
 
 
+LenientRule = Literal["case", "prose", "units", "percent", "bases", "brackets", "whole", "restating"]
+"""The names of the rules that let an answer count that is not exactly the reference (docs/rewards.md, "Leniency")."""
+
+
 class AnswerScorer(Section):
     """Compares the completion's answer with the reference."""
 
@@ -30,13 +34,21 @@ class AnswerScorer(Section):
     choices: str = Field(default="ABCDE", pattern=r"^[A-Z]{2,26}$")
     """With extract = "choice": the letters that can be chosen."""
     tolerance: NonNegativeFloat = Field(default=1e-6)
-    """Largest relative difference of numbers that are equal; whole numbers and fractions in mode `math` are exact."""
+    """Largest relative difference of decimals that are equal; whole numbers and fractions are exact."""
+    lenient: tuple[LenientRule, ...] = Field(default=("case", "prose"))
+    """Differences from the reference that are forgiven: `case` of words; an answer stated in `prose` rather than alone;
+    `units`, `percent` signs and number `bases` that only one side has; `brackets` of points, sets and lists; the tolerance
+    for `whole` numbers; `restating` the question, such as 12+34 for 46."""
     needs_stop: bool = Field(default=False)
     """A completion cut at its length limit is `wrong_format`."""
     timeout_s: PositiveFloat = Field(default=5.0)
     """A comparison that takes longer is killed: status `timeout`, value 0."""
     processes: PositiveInt = Field(default=1)
     """Killable processes that compare."""
+
+    def strict(self) -> "AnswerScorer":
+        """Return these settings with every leniency off."""
+        return self.model_copy(update={"lenient": (), "tolerance": 0.0})
 
 
 FormatRule = Literal["tags", "order", "outside", "pattern", "length", "tokens", "scripts", "json", "stop"]

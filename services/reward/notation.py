@@ -1,0 +1,146 @@
+"""One way of writing for the many ways to write the same answer. Pure functions on text, linear in its length.
+
+Digits of any script, Unicode signs (``√3``, ``x²``, ``–5``), LaTeX that only changes the looks, and dress around an answer
+(``$…$``, ``**…**``, a full stop) become plain LaTeX. What an answer means is not changed.
+"""
+
+import re
+import unicodedata
+
+LONGEST = 1_000
+"""Longer text is not rewritten, in characters: no reference is so long."""
+
+_SIGNS = {
+    **dict.fromkeys("−–‒﹣－", "-"),
+    **dict.fromkeys("\u00a0\u2007\u2008\u2009\u200a\u202f\u3000", " "),
+    **dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff\u200e\u200f", ""),
+    **{"×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "∕": "/", "⁄": "/", "∗": "*", "＋": "+", "＝": "="},
+    **{"≤": r"\leq ", "≥": r"\geq ", "≠": r"\neq ", "≈": r"\approx ", "±": r"\pm ", "∞": r"\infty ", "π": r"\pi "},
+    **{"∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "°": r"^\circ ", "（": "(", "）": ")", "，": ",", "．": "."},
+    **{"％": r"\%", "｛": r"\{", "｝": r"\}", "［": "[", "］": "]", "／": "/", "：": ":", "ℝ": r"\mathbb{R}", "＄": r"\$"},
+    **{"‘": "'", "’": "'", "“": '"', "”": '"'},
+    **{"½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}"},
+    **{"⅕": r"\frac{1}{5}", "⅛": r"\frac{1}{8}", "⅜": r"\frac{3}{8}", "⅝": r"\frac{5}{8}", "⅞": r"\frac{7}{8}"},
+}
+_TRANSLATION = str.maketrans(_SIGNS)
+_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
+_LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+_ROOT = re.compile(r"([√∛])\s*(?:\(([^()]{1,40})\)|([0-9]+(?:\.[0-9]+)?|[A-Za-z]))")
+_LOOKS = (
+    (re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?=[()\[\]|.\\/])"), ""),
+    (re.compile(r"\\(?:displaystyle|textstyle|limits|nolimits|phantom\{\})(?![A-Za-z])\s*"), ""),
+    (re.compile(r"\\!|\\(?=[\s])"), ""),
+    (re.compile(r"\\[;:>]|\\(?:thinspace|enspace|quad|qquad)(?![A-Za-z])|~"), " "),
+    (re.compile(r"\\(?:[dtc]frac)(?![A-Za-z])"), r"\\frac"),
+    (re.compile(r"\\(?:textbf|textit|textrm|textsf|textnormal|mbox|mathrm|mathit|mathsf|operatorname|emph)\s*\{"), r"\\text{"),
+    (re.compile(r"\\(?:mathbf|boldsymbol|bm|bf|rm)\s*\{([^{}]{0,80})\}"), r"\1"),
+    (re.compile(r"\{,\}"), ","),
+    (re.compile(r"\\le(?![A-Za-z])|\\leqslant(?![A-Za-z])"), r"\\leq "),
+    (re.compile(r"\\ge(?![A-Za-z])|\\geqslant(?![A-Za-z])"), r"\\geq "),
+    (re.compile(r"\\ne(?![A-Za-z])"), r"\\neq "),
+    (re.compile(r"\\lt(?![A-Za-z])"), "<"),
+    (re.compile(r"\\gt(?![A-Za-z])"), ">"),
+    (re.compile(r"\\varnothing(?![A-Za-z])|\\\{\s*\\\}"), r"\\emptyset "),
+    (re.compile(r"\\degree(?![A-Za-z])|\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![A-Za-z])"), r"^\\circ"),
+    (re.compile(r"\\lbrace(?![A-Za-z])"), r"\\{"),
+    (re.compile(r"\\rbrace(?![A-Za-z])"), r"\\}"),
+)  # fmt: skip
+_DRESS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`"))
+_BOXES = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{(?P<inside>.*)\}", re.DOTALL)
+_END = re.compile(r"(?:\\\\|[\s,;]|(?<!\.)\.)+$")
+
+
+def plain(text: str) -> str:
+    """Return ``text`` in the plainest way to write it.
+
+    >>> plain("$2√3$."), plain("–５"), plain(r"\\\\dfrac12")
+    ('2\\\\sqrt{3}', '-5', '\\\\frac12')
+    """
+    text = text.strip()
+    if len(text) > LONGEST:
+        return text
+    if not text.isascii():
+        text = ascii_signs(text)
+    text = bare(text)
+    if "\\" in text or "~" in text or "{" in text:
+        for pattern, replacement in _LOOKS:
+            text = pattern.sub(replacement, text)
+        text = bare(text)
+    return text
+
+
+def ascii_signs(text: str) -> str:
+    """Return ``text`` with digits of every script as 0 to 9 and signs as LaTeX."""
+    text = _ROOT.sub(_root, text)
+    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+", lambda match: f"^{{{match[0].translate(_RAISED)}}}", text)
+    text = re.sub("[₀₁₂₃₄₅₆₇₈₉]+", lambda match: f"_{{{match[0].translate(_LOWERED)}}}", text)
+    return "".join(map(_digit, text.translate(_TRANSLATION)))
+
+
+def _root(match: re.Match[str]) -> str:
+    index = "[3]" if match[1] == "∛" else ""
+    return rf"\sqrt{index}{{{match[2] or match[3]}}}"
+
+
+def _digit(character: str) -> str:
+    if character.isascii():
+        return character
+    value = unicodedata.decimal(character, None)
+    return character if value is None else str(value)
+
+
+def bare(text: str) -> str:
+    """Take away what is around an answer: mathematics' delimiters, emphasis, a full stop.
+
+    >>> bare("**$5$**.")
+    '5'
+    """
+    for _ in range(6):
+        before = text
+        text = _END.sub("", text.strip())
+        for opening, closing in _DRESS:
+            inside = text[len(opening) : -len(closing)]
+            if len(text) > 2 * len(opening) and text.startswith(opening) and text.endswith(closing) and opening not in inside:
+                text = inside.strip()
+        box = _BOXES.fullmatch(text)
+        if box is not None and balanced(box["inside"]):
+            text = box["inside"]
+        elif text.startswith("{") and text.endswith("}") and balanced(text[1:-1]):
+            text = text[1:-1]
+        if text == before:
+            break
+    return text.strip()
+
+
+def balanced(text: str) -> bool:
+    """Whether no brace of ``text`` closes one before it, and none is left open."""
+    depth = 0
+    for brace in re.findall(r"\\.|[{}]", text):
+        depth += (brace == "{") - (brace == "}")
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+_OPENING, _CLOSING = ("(", "[", "{", r"\{"), (")", "]", "}", r"\}")
+_PIECE = re.compile(r"\\begin\{[a-z]*matrix\}|\\end\{[a-z]*matrix\}|\\[A-Za-z]+|\\.|.", re.DOTALL)
+
+
+def split(text: str, separators: tuple[str, ...] = (",", ";")) -> list[str]:
+    """Return the parts of ``text`` between separators that are in no bracket.
+
+    >>> split("(1,2), [3,4)")
+    ['(1,2)', '[3,4)']
+    """
+    parts, current, depth = list[str](), list[str](), 0
+    for piece in _PIECE.findall(text):
+        if piece in _OPENING or piece.startswith(r"\begin{"):
+            depth += 1
+        elif piece in _CLOSING or piece.startswith(r"\end{"):
+            depth -= 1
+        if depth <= 0 and piece in separators:
+            parts.append("".join(current).strip())
+            current = []
+        else:
+            current.append(piece)
+    return [*parts, "".join(current).strip()]
