@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import ctypes
+import dataclasses
 import os
 import shutil
 import signal
@@ -20,6 +21,7 @@ from services.reward.executor.executor import Executor
 from services.reward.executor.inside import syscalls
 from services.reward.executor.isolation import Interpreter, candidates
 from services.reward.executor.protocol import (
+    MAX_OUTPUT_BYTES,
     Call,
     Execution,
     Job,
@@ -148,19 +150,20 @@ def test_the_wait_status_decides(status: int, cpu_s: float, started: bool, outco
 
 
 def test_a_report_is_read_up_to_the_first_line_that_is_none() -> None:
-    assert read_report(b"ready\nvalue 1\nvalue [2]\nerror E: x\nvalue 3\n", 9) == Report(True, (1, [2]), "E: x")
-    assert read_report(b"ready\nvalue 1\nnonsense\nvalue 3\n", 9) == Report(True, (1,), "")
+    assert read_report(b"ready\nvalue 1\nvalue [2]\nerror E: x\nvalue 3\n", 9) == Report(True, ("1", "[2]"), "E: x")
+    assert read_report(b"ready\nvalue 1\nnonsense\nvalue 3\n", 9) == Report(True, ("1",), "")
+    assert read_report(b"ready\nerror " + b"x" * 9999 + b"\nvalue 3\n", 0) == Report(True, (), "x" * 1000)
     assert read_report(b"error OSError: mount: EPERM\n", 9) == Report(False, (), "OSError: mount: EPERM")
     assert read_report(b"", 9) == Report(False, (), "")
-    assert read_report(b"ready\n" + b"value 0\n" * 131_072, 2) == Report(True, (0, 0, 0), "")
-    assert read_report(b"ready\nvalue " + b"[" * 100_000 + b"\n", 9).error.startswith("value cannot be read")
+    assert read_report(b"ready\n" + b"value 0\n" * 131_072, 2) == Report(True, ("0", "0", "0"), "")
 
 
 def test_messages_survive_the_wire_and_other_content_is_refused() -> None:
     job = Job("x", "numpy", "in", (Call("f", (1, [None]), {"a": 2**70}),), Limits(wall_s=1.5))
     assert read_job(job_frame(3, job)) == job
-    ended = Execution(Outcome.MEMORY, "out", (2**70, {"a": None}), "d", -9, 0.1, 0.2, 3, "landlock")
-    assert read_execution(execution_frame(3, ended)) == ended
+    ended = Execution(Outcome.FINISHED, "out", (2**70, {"a": None}), "d", 0, 0.1, 0.2, 3, "landlock")
+    texts = dataclasses.replace(ended, values=(str(2**70), '{"a": null}'))
+    assert read_execution(execution_frame(3, texts)) == ended
     assert read_job(job_frame(3, Job("\ud800"))).code == "?"
     for wrong in (
         {"code": 1},
@@ -168,10 +171,19 @@ def test_messages_survive_the_wire_and_other_content_is_refused() -> None:
         {"limits": {"walls": 1}},
         {"limits": {"wall_s": -1}},
         {"limits": {"cpu_s": 1e999}},
+        {"limits": {"output_bytes": MAX_OUTPUT_BYTES + 1}},
         {"profile": None},
     ):
         with pytest.raises(PeerError, match="expected a job"):
             read_job(job_frame(3, job) | wrong)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "1],[2", "nonsense", "9" * 5000, '"', "1}"])
+def test_a_value_that_is_no_json_is_the_error_of_its_program(text: str) -> None:
+    ended = Execution(Outcome.FINISHED, "out", (text,), "", 0, 0.1, 0.2, 3, "landlock")
+    execution = read_execution(execution_frame(3, ended))
+    assert (execution.outcome, execution.values) == (Outcome.RUNTIME_ERROR, ())
+    assert execution.detail.startswith("a value cannot be read: ")
 
 
 @pytest.mark.parametrize(("machine", "architecture"), [("x86_64", 0xC000003E), ("aarch64", 0xC00000B7)])

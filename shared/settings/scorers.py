@@ -125,8 +125,8 @@ class CodeScorer(Section):
     """Wall time of one test, and its CPU time."""
     memory_mib: PositiveInt = Field(default=512)
     """Address space of one test."""
-    output_kib: PositiveInt = Field(default=1024)
-    """Most that one test may write."""
+    output_kib: Annotated[int, Field(gt=0, le=10_240)] = Field(default=1024)
+    """Most that one test may write; what the executor answers with has to fit into a frame of 64 MiB."""
     profile: Literal["stdlib", "numpy"] = Field(default="stdlib")
     """The interpreter: with the standard library alone, or with numpy."""
     in_flight: PositiveInt = Field(default=64)

@@ -5,10 +5,11 @@
     run(job) ──▶ a slot ──▶ sealed memory files: the program, its input ──▶ zygote ──▶ child
                               pipes: output, report ◀───────────────────────────────────┘
                                 ├── more than it may write     killed: output_limit
-                                ├── wall deadline              killed: timeout
+                                ├── its time is over           killed: timeout
                                 └── gone                       verdict.judge(wait status, …)
 
-A zygote that died or does not react is replaced, and what it ran is ``sandbox_error``. Nothing here knows sockets or what the answer is
+A program's time is wall time without that in which it could have run and other processes had its core: at the deadline the zygote
+is asked how much that was. A zygote that died or does not react is replaced, and what it ran is ``sandbox_error``. Nothing here knows sockets or what the answer is
 for.
 """
 
@@ -26,6 +27,7 @@ from collections.abc import Callable, Iterator
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from services.reward.executor.cores import Cores
 from services.reward.executor.isolation import Isolation
 from services.reward.executor.protocol import Execution, Job, Limits, Outcome
 from services.reward.executor.verdict import Ended, judge, read_report
@@ -43,6 +45,10 @@ IN_PROGRESS = Gauge("penstock_executor_programs_in_progress", "Programs that run
 _REACTS_WITHIN_S = 10.0
 """A zygote says that a child is gone within so long of its being killed, or is replaced."""
 _READ_BYTES = 1 << 16
+LONGEST = 10
+"""A program is killed after so many times ``wall_s`` however long it waited for its core."""
+_ASK_AGAIN_S = 0.01
+"""Least time between two questions how much of its time a program has had."""
 _REPORT_EXTRA_BYTES = 4096
 """What a report holds besides its values."""
 
@@ -63,6 +69,7 @@ class Executor:
         for outcome, profile in itertools.product(Outcome, profiles):
             EXECUTIONS.labels(outcome.value, profile)  # a line that is there at 0 shows the first increase
         self._slots = asyncio.Semaphore(slots)
+        self._cores = Cores()
 
     async def start(self) -> None:
         """Warm every interpreter.
@@ -88,20 +95,20 @@ class Executor:
         with WAITING.track_inprogress():
             await self._slots.acquire()
         try:
-            with IN_PROGRESS.track_inprogress():
-                execution = await self._run(job)
+            with IN_PROGRESS.track_inprogress(), self._cores.take() as core:
+                execution = await self._run(job, core)
         finally:
             self._slots.release()
         EXECUTIONS.labels(execution.outcome.value, job.profile).inc()
         SECONDS.labels(job.profile).observe(execution.wall_s)
         return execution
 
-    async def _run(self, job: Job) -> Execution:
+    async def _run(self, job: Job, core: int) -> Execution:
         zygotes = self._zygotes[job.profile]
         started_s = time.monotonic()
         try:
             zygote = await zygotes.take()
-            run = _Run(zygote, job)
+            run = _Run(zygote, job, core)
             try:
                 return await run.result(self.tier)
             finally:
@@ -118,7 +125,7 @@ class Executor:
 class _Run:
     """One program from its start to its end."""
 
-    def __init__(self, zygote: Zygote, job: Job) -> None:
+    def __init__(self, zygote: Zygote, job: Job, core: int) -> None:
         self._zygote = zygote
         self._job = job
         self._killed: tuple[Outcome, str] | None = None
@@ -134,7 +141,7 @@ class _Run:
             theirs.callback(self._report.close_writer)
             try:
                 descriptors = (payload, stdin, self._output.writer, self._report.writer)
-                self._number, self._ended = zygote.put(_bounds(limits), descriptors)
+                self._number, self._ended = zygote.put(_bounds(limits), core, descriptors)
             except BaseException:
                 self._close()
                 raise
@@ -171,13 +178,32 @@ class _Run:
             self._close()
 
     async def _until_gone(self) -> Ended:
-        done, _ = await asyncio.wait([self._ended], timeout=self._job.limits.wall_s)
-        if not done:
-            self._kill(Outcome.TIMEOUT, f"ran longer than {self._job.limits.wall_s:g} s")
-            done, _ = await asyncio.wait([self._ended], timeout=_REACTS_WITHIN_S)
-        if not done:
-            raise ZygoteLost(f"the warm interpreter did not end a program within {_REACTS_WITHIN_S:g} s")
+        wall_s = self._job.limits.wall_s
+        last_s = time.monotonic() + LONGEST * wall_s
+        left_s = wall_s
+        while not self._ended.done() and left_s > 0 and time.monotonic() < last_s:
+            await asyncio.wait([self._ended], timeout=min(max(left_s, _ASK_AGAIN_S), last_s - time.monotonic()))
+            left_s = wall_s - await self._charged_s()
+        if not self._ended.done():
+            over = f"ran longer than {wall_s:g} s" if left_s <= 0 else f"did not end within {LONGEST * wall_s:g} s"
+            self._kill(Outcome.TIMEOUT, over)
+            await asyncio.wait([self._ended], timeout=_REACTS_WITHIN_S)
+        if not self._ended.done():
+            raise _stuck()
         return self._ended.result()
+
+    async def _charged_s(self) -> float:
+        """Return how much of its time the program has had.
+
+        Raises:
+            ZygoteLost: the zygote does not say.
+        """
+        charged_s = None
+        if not self._ended.done():
+            charged_s = await self._zygote.charged_s(self._number, self._ended, _REACTS_WITHIN_S)
+        if charged_s is None and not self._ended.done():
+            raise _stuck()
+        return charged_s or 0.0
 
     def _kill(self, outcome: Outcome, detail: str) -> None:
         self._killed = self._killed or (outcome, detail)
@@ -186,6 +212,10 @@ class _Run:
     def _close(self) -> None:
         self._output.close()
         self._report.close()
+
+
+def _stuck() -> ZygoteLost:
+    return ZygoteLost(f"the warm interpreter did not end a program within {_REACTS_WITHIN_S:g} s")
 
 
 class _Pipe:

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,16 @@ import psutil
 from shared.errors import SettingsError
 
 INSIDE = Path(__file__).parent / "inside"
-ENVIRONMENT = {"LC_ALL": "C.UTF-8", "TZ": "UTC", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-"""All of a warm interpreter's environment."""
-THREADS = 64
-"""Threads of one program, about: in tier landlock the kernel counts all of the user's together."""
+ENVIRONMENT = {
+    "LC_ALL": "C.UTF-8",
+    "TZ": "UTC",
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "1",
+}
+"""All of a warm interpreter's environment. With one arena a thread does not reserve 64 MiB of its program's address space."""
+THREADS = 32
+"""Threads of one program besides its main thread. In tier landlock the kernel counts the threads of all programs together."""
 _SYSTEM = (
     *("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo"),
     *("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives"),
@@ -29,13 +35,16 @@ _QUESTION = """
 import importlib.util, json, os, sys, sysconfig
 found = importlib.util.find_spec("numpy")
 numpy = os.path.dirname(found.origin) if found and found.origin else ""
-paths = sysconfig.get_paths()
+base = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}
+standard = [sysconfig.get_path(name, vars=base) for name in ("stdlib", "platstdlib")]
 print(json.dumps({
     "program": os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable),
-    "library": sorted({paths["stdlib"], paths["platstdlib"], os.path.join(sys.base_prefix, "lib")}),
+    "library": sorted({*standard, os.path.join(sys.base_prefix, "lib")}),
     "numpy": numpy,
 }))
 """
+_PACKAGES = ("site-packages", "dist-packages")
+"""Folders of installed packages. Programs see none of them, but numpy's in its profile."""
 _MAY_READ = """
 import json, os, sys
 user = int(sys.argv[1])
@@ -70,12 +79,18 @@ class Interpreter:
         return cls(fields["program"], tuple(fields["library"]), fields["numpy"])
 
     def readable(self, profile: str) -> tuple[str, ...]:
-        """Return what programs of ``profile`` may read: files and folders that exist, none within another."""
-        wanted = [*_SYSTEM, *self.library, self.program]
-        if profile == "numpy":
-            wanted += [self.numpy, f"{self.numpy}.libs"]
-        found = sorted(path for path in wanted if Path(path).exists())
-        return tuple(path for path in found if not any(path.startswith(f"{other}/") for other in found))
+        """Return the files and folders that programs of ``profile`` may read, but for what :meth:`hidden` returns beneath them."""
+        paths = {path for path in (*_SYSTEM, *self.library, self.program) if Path(path).exists()}
+        paths = {path for path in paths if not _is_below(path, paths)}
+        if profile == "numpy" and self.numpy:
+            packages = {path for path in (self.numpy, f"{self.numpy}.libs") if Path(path).exists()}
+            hidden = _packages_below(paths)
+            paths |= {path for path in packages if not _is_below(path, paths) or _is_below(path, hidden)}
+        return tuple(sorted(paths))
+
+    def hidden(self, profile: str) -> tuple[str, ...]:
+        """Return the folders of installed packages below :meth:`readable`."""
+        return tuple(sorted(_packages_below(self.readable(profile))))
 
     def unreadable(self, user_id: int) -> tuple[str, ...]:
         """Return what of :meth:`readable`, in any profile, ``user_id`` cannot read. Only root may ask.
@@ -118,6 +133,7 @@ class Isolation:
             "profile": profile,
             "folders": self.interpreter.folders(profile),
             "readable": [*readable, *_DEVICES],
+            "hidden": self.interpreter.hidden(profile),
             "revealed": [path for path in readable if path in self.unreadable],
             "threads": self.threads,
             "user_id": self.user_id,
@@ -139,14 +155,18 @@ class Isolation:
         command = ["bwrap", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
         command += ["--die-with-parent", "--new-session", "--dev", "/dev", "--tmpfs", "/tmp", *self.mount_proc]  # noqa: S108
         command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if self.user_id else ["--unshare-user"]
-        readable = self.interpreter.readable(profile)
+        readable, hidden = self.interpreter.readable(profile), self.interpreter.hidden(profile)
         for folder in sorted({str(parent) for path in readable for parent in Path(path).parents} - {"/"}):
             command += ["--dir", folder]  # bubblewrap's own are for root alone
-        for path in readable:
-            if Path(path).is_symlink() and Path(path).is_dir():
+        for path in sorted([*readable, *hidden]):  # what is beneath a folder comes after it
+            if path in hidden:
+                command += ["--tmpfs", path]
+            elif Path(path).is_symlink() and Path(path).is_dir():
                 command += ["--symlink", str(Path(path).readlink()), path]
             else:
                 command += ["--ro-bind", path, path]
+        for path in hidden:
+            command += ["--remount-ro", path]
         return [*command, "--ro-bind", str(INSIDE), f"/penstock/{INSIDE.name}", "--chdir", "/"]
 
 
@@ -163,13 +183,13 @@ def candidates(tier: str, interpreter: Interpreter, user_id: int, slots: int) ->
     if tier == "unsafe":
         return [Isolation(tier, interpreter, 0, 0)]
     if tier == "landlock":
-        threads = _tasks_of(switch or os.geteuid()) + THREADS * (slots + 1)
+        threads = _tasks_of(switch or os.geteuid()) + (THREADS + 1) * (slots + 1)
         unreadable = interpreter.unreadable(switch) if switch else ()
         return [Isolation(tier, interpreter, switch, threads, unreadable=unreadable)]
     if shutil.which("bwrap") is None:
         raise SettingsError("bwrap not found: install bubblewrap")
     ways = (("--proc", "/proc"), ("--dev-bind", "/proc", "/proc"))  # the second where a container covers parts of /proc
-    return [Isolation(tier, interpreter, switch, THREADS, way) for way in ways]
+    return [Isolation(tier, interpreter, switch, THREADS + 1, way) for way in ways]
 
 
 def _ask(command: Sequence[str]) -> Any:
@@ -185,6 +205,17 @@ def _ask(command: Sequence[str]) -> Any:
         raise SettingsError(
             f"expected a Python at {command[0]}, found: {error}: change reward.executor.interpreter"
         ) from error
+
+
+def _is_below(path: str, folders: Iterable[str]) -> bool:
+    return any(path.startswith(f"{folder}/") for folder in folders)
+
+
+def _packages_below(folders: Iterable[str]) -> set[str]:
+    """Return the folders of installed packages in a Python's library (``lib/python3.11``) or in a folder that holds libraries."""
+    patterns = [f"{depth}{name}" for name in _PACKAGES for depth in ("", "*/", "*/*/")]
+    real = (Path(folder) for folder in folders if not Path(folder).is_symlink())
+    return {str(path) for folder in real for pattern in patterns for path in folder.glob(pattern) if path.is_dir()}
 
 
 def _has_capabilities() -> bool:

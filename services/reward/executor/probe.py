@@ -8,9 +8,8 @@
 """
 
 import logging
-import os
 
-from services.reward.executor import escapes
+from services.reward.executor import cores, escapes
 from services.reward.executor.executor import Executor
 from services.reward.executor.isolation import Interpreter, Isolation, candidates
 from services.reward.executor.zygote_process import ZygoteLost
@@ -58,7 +57,7 @@ async def start(settings: ExecutorSettings, targets: escapes.Targets) -> Executo
 
 def slots(settings: ExecutorSettings) -> int:
     """Return how many programs run at a time."""
-    return settings.slots or len(os.sched_getaffinity(0))
+    return settings.slots or cores.count()
 
 
 async def _failures(executor: Executor, way: Isolation, profiles: tuple[str, ...], targets: escapes.Targets) -> str:

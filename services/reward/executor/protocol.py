@@ -9,7 +9,8 @@
 
 Nothing here is a score. The expected output of a program never comes here: who asks compares, on plain data.
 
-Values and arguments travel as JSON text inside the MessagePack frame, because JSON's integers have no width. A value is
+Values and arguments travel as JSON text inside the MessagePack frame, because JSON's integers have no width. The executor never
+parses values, since it would do so for all programs in one thread: the client does. A value is
 *plain*: ``None``, ``bool``, ``int``, ``float``, ``str``, ``list``, ``dict``, and of exactly these types: a subclass with an
 ``__eq__`` of its own is refused where it is made, inside. A tuple comes out as a list, and a key of a dict that is a number,
 a bool or ``None`` as JSON writes it (``{1: "a"}`` as ``{"1": "a"}``). ``nan`` and infinities stay what they are.
@@ -26,6 +27,8 @@ from shared.frames import Frame
 from shared.messages import Json
 
 MIB = 1 << 20
+MAX_OUTPUT_BYTES = 10 * MIB
+"""Largest ``Limits.output_bytes``: output and values, each byte of which may become three in UTF-8, fit into one frame."""
 
 
 class Outcome(StrEnum):
@@ -92,7 +95,7 @@ class Execution:
     stdout: str
     """UTF-8 with replacement characters, at most ``limits.output_bytes``."""
     values: tuple[Json, ...]
-    """Of its calls in order, up to the first that did not return plain data."""
+    """Of its calls in order, up to the first that did not return plain data. Each is JSON text until the client has parsed it."""
     detail: str
     """One line for people. The program can write what it likes here: show it, never read it."""
     exit_status: int | None
@@ -134,17 +137,25 @@ def read_job(frame: Frame) -> Job:
         job = Job(frame["code"], frame["profile"], frame["stdin"], calls, Limits(**frame["limits"]))
         sound = isinstance(job.code, str) and isinstance(job.profile, str) and isinstance(job.stdin, str | None)
         sound = sound and all(value > 0 and math.isfinite(value) for value in dataclasses.astuple(job.limits))
+        sound = sound and job.limits.output_bytes <= MAX_OUTPUT_BYTES
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise PeerError(f"expected a job, found other content: {error!r}"[:300]) from error
     if not sound:
-        raise PeerError("expected a job's code and profile as text and finite limits above 0, found other content")
+        raise PeerError(
+            "expected a job's code and profile as text, finite limits above 0 and at most "
+            f"{MAX_OUTPUT_BYTES} bytes of output, found other content"
+        )
     return job
 
 
 def execution_frame(number: int, execution: Execution) -> Frame:
     """Return the frame that answers ``number``."""
     fields = {field.name: getattr(execution, field.name) for field in dataclasses.fields(execution)}
-    return fields | {"id": number, "outcome": execution.outcome.value, "values": json.dumps(execution.values)}
+    return fields | {
+        "id": number,
+        "outcome": execution.outcome.value,
+        "values": f"[{','.join(map(str, execution.values))}]",
+    }
 
 
 def read_execution(frame: Frame) -> Execution:
@@ -155,7 +166,19 @@ def read_execution(frame: Frame) -> Execution:
     """
     try:
         fields = {field.name: frame[field.name] for field in dataclasses.fields(Execution)}
-        fields |= {"outcome": Outcome(fields["outcome"]), "values": tuple(json.loads(fields["values"]))}
-        return Execution(**fields)
+        return _with_values(
+            Execution(**fields | {"outcome": Outcome(fields["outcome"]), "values": ()}), fields["values"]
+        )
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise PeerError(f"expected what became of a program, found other content: {error!r}"[:300]) from error
+
+
+def _with_values(execution: Execution, text: str) -> Execution:
+    """Return ``execution`` with the values in ``text``; where the program wrote what is no JSON, that is its error."""
+    try:
+        return dataclasses.replace(execution, values=tuple(json.loads(text)))
+    except (ValueError, RecursionError) as error:
+        if execution.outcome is not Outcome.FINISHED:
+            return execution
+        detail = f"a value cannot be read: {error}"[:300]
+        return dataclasses.replace(execution, outcome=Outcome.RUNTIME_ERROR, detail=detail)

@@ -41,6 +41,7 @@ class Zygote:
         self._control = control
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Ended]] = {}
+        self._asked: dict[int, asyncio.Future[float]] = {}
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.jobs = 0
         """How many it was given."""
@@ -85,19 +86,23 @@ class Zygote:
         """Whether no job runs."""
         return not self._waiting
 
-    def put(self, bounds: Mapping[str, int], descriptors: Sequence[int]) -> tuple[int, asyncio.Future[Ended]]:
+    def put(
+        self, bounds: Mapping[str, int], core: int, descriptors: Sequence[int]
+    ) -> tuple[int, asyncio.Future[Ended]]:
         """Give it a job; return its number and what becomes of it.
 
         Args:
             bounds: fields of ``confinement.Bounds``.
+            core: the one to run on.
             descriptors: payload, standard input, standard output, report.
 
         Raises:
             ZygoteLost: it is gone.
         """
         number = next(self._numbers)
+        message = {"id": number, "bounds": bounds, "core": core}
         try:
-            socket.send_fds(self._control, [json.dumps({"id": number, "bounds": bounds}).encode()], list(descriptors))
+            socket.send_fds(self._control, [json.dumps(message).encode()], list(descriptors))
         except OSError as error:
             self._lose(f"cannot be reached: {error}")
             raise ZygoteLost(f"the warm interpreter cannot be reached: {error}") from error
@@ -111,6 +116,20 @@ class Zygote:
         if number in self._waiting:
             with contextlib.suppress(OSError):
                 self._control.send(json.dumps({"kill": number}).encode())
+
+    async def charged_s(self, number: int, ended: asyncio.Future[Ended], within_s: float) -> float | None:
+        """Return how much of its time job ``number`` has had, without that in which other processes had its core.
+
+        None: it ended meanwhile, or there is no answer ``within_s``.
+        """
+        answer = self._asked[number] = asyncio.get_running_loop().create_future()
+        try:
+            with contextlib.suppress(OSError):
+                self._control.send(json.dumps({"ask": number}).encode())
+            await asyncio.wait([answer, ended], timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+            return answer.result() if answer.done() else None
+        finally:
+            del self._asked[number]
 
     async def close(self) -> None:
         """Kill it with all that it runs, and wait for its end."""
@@ -137,6 +156,11 @@ class Zygote:
     def _understand(self, message: dict[str, Any]) -> None:
         if "ready" in message:
             self._ready.set_result(None)
+            return
+        if "charged_s" in message:
+            answer = self._asked.get(message["id"])
+            if answer is not None and not answer.done():
+                answer.set_result(message["charged_s"])
             return
         ended = self._waiting.pop(message.pop("id"), None)
         if ended is None or ended.done():

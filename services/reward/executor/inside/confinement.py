@@ -27,13 +27,16 @@ from . import seccomp
 NEW_USER, NEW_PID, NEW_MOUNT, NEW_IPC = 0x10000000, 0x20000000, 0x00020000, 0x08000000
 _SET_PARENT_DEATH_SIGNAL, _SET_DUMPABLE, _SET_NO_NEW_PRIVS = 1, 4, 38
 _NO_SUID, _NO_DEVICES, _NO_EXEC, _READ_ONLY = 2, 4, 8, 1
-_BIND, _RECURSIVE, _PRIVATE = 0x1000, 0x4000, 0x40000
+_REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 0x20, 0x1000, 0x4000, 0x40000
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _ABI_QUESTION, _PATH_BENEATH = 1, 1
 _READ = 0b1100
 """LANDLOCK_ACCESS_FS_READ_FILE and READ_DIR."""
+_WRITE = 0b10
+"""LANDLOCK_ACCESS_FS_WRITE_FILE."""
 _OPEN_FILES = 64
 _OWN = "/tmp"  # noqa: S108 (of its mount namespace, which nobody shares)
+_STDIN = "/proc/self/fd/0"
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -47,6 +50,8 @@ class Confinement:
     """Files and folders that programs may read."""
     threads: int
     """Value of RLIMIT_NPROC: of one program in its own user namespace, of the whole user elsewhere."""
+    ruleset: int = -1
+    """Descriptor of the Landlock rules, where all programs share them; they cannot where each has files of its own."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +161,7 @@ def confine(how: Confinement, bounds: Bounds) -> None:
     if how.tier == "unsafe":
         return
     check(_libc.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
-    _restrict_paths(how.readable, _OWN if how.tier == "namespace" else None)
+    _restrict_paths(how)
     _drop_capabilities()
     check(_libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
     seccomp.load(seccomp.filter_here())
@@ -167,10 +172,22 @@ def _enter_namespaces(bounds: Bounds) -> None:
     flags = _NO_SUID | _NO_DEVICES
     options = f"size={bounds.file_bytes},nr_inodes={bounds.files + 1},mode=700".encode()
     check(_libc.mount(b"tmpfs", _OWN.encode(), b"tmpfs", flags, options), "mount(/tmp)")
-    check(
-        _libc.mount(b"tmpfs", b"/proc", b"tmpfs", flags | _NO_EXEC | _READ_ONLY, b"size=4k,nr_inodes=1"), "mount(/proc)"
-    )
+    _cover_proc(flags | _NO_EXEC)
     os.chdir(_OWN)
+
+
+def _cover_proc(flags: int) -> None:
+    """Mount a /proc that holds a copy of standard input alone, to which /dev/stdin links."""
+    size = os.fstat(0).st_size
+    options = f"size={max(size, 1)},nr_inodes=4,mode=755".encode()
+    check(_libc.mount(b"tmpfs", b"/proc", b"tmpfs", flags, options), "mount(/proc)")
+    os.makedirs(os.path.dirname(_STDIN))  # noqa: PTH103, PTH120
+    copy = os.open(_STDIN, os.O_CREAT | os.O_WRONLY, 0o444)
+    copied = 0
+    while copied < size:
+        copied += os.sendfile(copy, 0, copied, size - copied)
+    os.close(copy)
+    check(_libc.mount(None, b"/proc", None, flags | _REMOUNT | _READ_ONLY, options), "mount(/proc, MS_REMOUNT)")
 
 
 def _limit(how: Confinement, bounds: Bounds) -> None:
@@ -200,17 +217,48 @@ def landlock_abi() -> int:
     return check(_libc.syscall(_CREATE_RULESET, None, 0, _ABI_QUESTION), "landlock_create_ruleset")
 
 
-def _restrict_paths(readable: tuple[str, ...], own: str | None) -> None:
-    """Allow reading of ``readable`` and anything but devices in ``own``; nothing else of the file system, no TCP."""
-    abi = landlock_abi()
-    files = (1 << (13 + (abi >= 2) + (abi >= 3) + (abi >= 5) * 1)) - 1
-    attributes = struct.pack("=QQQ", files, 0b11 if abi >= 4 else 0, 0b11 if abi >= 6 else 0)
-    attributes = attributes[: 24 if abi >= 6 else 16 if abi >= 4 else 8]
+def make_ruleset(readable: Sequence[str], hidden: Sequence[str] = ()) -> int:
+    """Return Landlock rules, as a descriptor, that allow reading of ``readable`` but for ``hidden``; nothing else of the file
+    system, no TCP.
+
+    Landlock cannot except what is beneath a folder, so a folder that holds something hidden is allowed entry by entry, and
+    cannot be listed itself.
+    """
+    attributes = struct.pack("=QQQ", _handled_files(), 0b11 if landlock_abi() >= 4 else 0, 0b11)
+    attributes = attributes[: 24 if landlock_abi() >= 6 else 16 if landlock_abi() >= 4 else 8]
     ruleset = check(_libc.syscall(_CREATE_RULESET, attributes, len(attributes), 0), "landlock_create_ruleset")
+    secluded = frozenset(os.path.realpath(path) for path in hidden)
     for path in readable:
-        _allow(ruleset, path, _READ)
-    if own is not None:
-        _allow(ruleset, own, files & 0b110000110111110)
+        if hidden:
+            _allow_but(ruleset, os.path.realpath(path), secluded)
+        else:
+            _allow(ruleset, path, _READ)
+    _allow(ruleset, "/dev/null", _READ | _WRITE)
+    return ruleset
+
+
+def _handled_files() -> int:
+    """Return every access to files that this kernel's Landlock knows and that is refused unless a rule allows it."""
+    abi = landlock_abi()
+    return int((1 << (13 + (abi >= 2) + (abi >= 3) + (abi >= 5))) - 1)
+
+
+def _allow_but(ruleset: int, path: str, hidden: frozenset[str]) -> None:
+    if path in hidden or not any(other.startswith(f"{path}/") for other in hidden):
+        if path not in hidden:
+            _allow(ruleset, path, _READ)
+        return
+    for entry in os.scandir(path):
+        if not entry.is_symlink():  # what it leads to is allowed by its own path, or not at all
+            _allow_but(ruleset, entry.path, hidden)
+
+
+def _restrict_paths(how: Confinement) -> None:
+    ruleset = how.ruleset
+    if ruleset < 0:
+        ruleset = make_ruleset(how.readable)
+        _allow(ruleset, _OWN, _handled_files() & 0b110000110111110)
+        _allow(ruleset, _STDIN, _READ)
     check(_libc.syscall(_RESTRICT_SELF, ruleset, 0), "landlock_restrict_self")
     os.close(ruleset)
 

@@ -5,7 +5,7 @@
     another machine's calls (i386, x32)  ──▶ killed
     DEADLY                               ──▶ killed
     ALLOWED                              ──▶ made
-    CONDITIONAL                          ──▶ made with some arguments, else EPERM
+    CONDITIONAL                          ──▶ made with some arguments, else EPERM; locks on files: not made, and reported as done
     anything else                        ──▶ EPERM
 
 A filter sees numbers and registers, never memory: paths are the business of confinement.py.
@@ -26,8 +26,10 @@ _X32 = 0x40000000
 _SET_NO_NEW_PRIVS, _SET_SECCOMP, _FILTER = 38, 22, 2
 _THREAD = 0x00010000 | 0x00000100
 """CLONE_THREAD and CLONE_VM."""
-_FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)
-"""Duplicate, flags, locks, the size of a pipe; not F_SETSIG, F_SETOWN (signals) nor F_SETPIPE_SZ (memory)."""
+_FCNTL = (0, 1, 2, 3, 4, 1030, 1032)
+"""Duplicate, flags, the size of a pipe; not F_SETSIG, F_SETOWN (signals) nor F_SETPIPE_SZ (memory)."""
+_FCNTL_LOCKS = (6, 7)
+"""F_SETLK and F_SETLKW; not F_GETLK, which names processes that hold locks."""
 _IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
 _PRCTL = (15, 16)
@@ -67,7 +69,8 @@ def _conditions(pid: int) -> dict[str, list[Instruction]]:
     return {
         "clone": [_argument(0), (_AND, 0, 0, _THREAD), *_one_of((_THREAD,))],
         "clone3": [_refuse(errno.ENOSYS)],  # its flags lie in memory; libc falls back to clone
-        "fcntl": [_argument(1), *_one_of(_FCNTL)],
+        "fcntl": [_argument(1), *_pretended(_FCNTL_LOCKS), *_one_of(_FCNTL)],
+        "flock": [_pretend()],
         "ioctl": [_argument(1), *_one_of(_IOCTL)],
         "kill": _own_signal(pid, 1),
         "tgkill": _own_signal(pid, 2),
@@ -85,6 +88,19 @@ def _argument(index: int, high: bool = False) -> Instruction:
 
 def _refuse(number: int) -> Instruction:
     return (_RETURN, 0, 0, _ERRNO | number)
+
+
+def _pretend() -> Instruction:
+    """Report success without making the call.
+
+    A program is the only process that can reach its own files, so a lock on them excludes nobody. A lock on any other
+    file would be visible to the host and to other programs.
+    """
+    return _refuse(0)
+
+
+def _pretended(values: tuple[int, ...]) -> list[Instruction]:
+    return [step for value in values for step in ((_EQUAL, 0, 1, value), _pretend())]
 
 
 def _require(value: int) -> list[Instruction]:

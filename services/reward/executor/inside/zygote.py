@@ -2,9 +2,11 @@
 
 ::
 
-    supervisor ── {id, bounds} + [payload, stdin, stdout, report] ──▶ zygote ── fork ──▶ child: confine, run
-               ── {kill: id}                                      ──▶
+    supervisor ── {id, bounds, core} + [payload, stdin, stdout, report] ──▶ zygote ── fork ──▶ child: confine, run
+               ── {kill: id}                                            ──▶
+               ── {ask: id}                                             ──▶
                ◀── {ready: true, base_bytes}                                     once
+               ◀── {id, charged_s}                                               the answer, while the child runs
                ◀── {id, status, wall_s, cpu_s, peak_bytes}                       when the child is gone; its wait status
 
 One thread, no state but who runs. It reads nothing that a program wrote. Control messages are JSON in one packet each; the
@@ -15,6 +17,7 @@ Started by ``isolation.py`` with its settings as JSON, which name the descriptor
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import gc
 import importlib
@@ -24,13 +27,17 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from importlib.machinery import FileFinder
 from typing import Any, NoReturn
 
-from . import confinement, runner
+from . import confinement, runner, waiting
 
 _PACKET_BYTES = 1 << 16
+_STACK_BYTES = 4 << 20
+"""Stack of a thread, unless the program says otherwise: as many as it may have take half of 256 MiB."""
 _WARM = """
 abc argparse array ast asyncio base64 bisect calendar cmath collections collections.abc contextlib copy csv ctypes dataclasses datetime
 decimal difflib enum fractions functools gc glob hashlib heapq html inspect io itertools json linecache locale logging math numbers
@@ -45,12 +52,15 @@ class Zygote:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._how = confinement.Confinement(settings["tier"], tuple(settings["readable"]), settings["threads"])
+        if self._how.tier == "landlock":
+            ruleset = confinement.make_ruleset(self._how.readable, settings["hidden"])
+            self._how = dataclasses.replace(self._how, ruleset=_moved_up(ruleset))
+            os.close(ruleset)
         self._control = socket.socket(fileno=settings["control"])
         self._poll = select.poll()
         self._children: dict[int, tuple[int, int, float]] = {}
         """By pid descriptor: number of the job, pid, start."""
         self._own_pids = -1
-        self._nothing = os.open("/dev/null", os.O_RDWR)
         self._profile = settings["profile"]
         if self._how.tier == "namespace":
             self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
@@ -78,6 +88,9 @@ class Zygote:
         message = json.loads(packet)
         if "kill" in message:
             self._kill(message["kill"])
+            return True
+        if "ask" in message:
+            self._charge(message["ask"])
             return True
         try:
             self._start(message, descriptors)
@@ -108,6 +121,13 @@ class Zygote:
             if job == number:
                 signal.pidfd_send_signal(watched, signal.SIGKILL)
 
+    def _charge(self, number: int) -> None:
+        """Say how much of its time a child has had, without that in which its core was another's."""
+        for watched, (job, _, started_s) in self._children.items():
+            if job == number:
+                charged_s = time.monotonic() - started_s - waiting.waited_s(watched)
+                self._say({"id": number, "charged_s": charged_s})
+
     def _reap(self, watched: int) -> None:
         number, pid, started_s = self._children.pop(watched)
         self._poll.unregister(watched)
@@ -127,12 +147,11 @@ class Zygote:
         """In the child: put everything in its place, confine, run. Never returns into the loop of the zygote."""
         report = descriptors[3]
         try:
+            _settle_down(message["core"])
             payload = _read_all(descriptors[0])
-            moved = [fcntl.fcntl(found, fcntl.F_DUPFD, 4) for found in (*descriptors[1:3], self._nothing, report)]
-            for place, descriptor in enumerate(moved):
-                os.dup2(descriptor, place)
+            nothing = os.open("/dev/null", os.O_WRONLY)  # of its own: flags that it sets last as long as it does
+            _arrange((*descriptors[1:3], nothing, report), self._how.ruleset)
             report = runner.REPORT
-            os.closerange(4, 1 << 20)
             job = json.loads(payload)
             if self._profile == "numpy":
                 importlib.import_module("numpy").random.seed()
@@ -149,6 +168,31 @@ class Zygote:
             os._exit(runner.ERROR)  # whatever the program did to the runner, it does not come back here
 
 
+def _arrange(descriptors: Sequence[int], keep: int) -> None:
+    """Number ``descriptors`` from 0, and close all others but ``keep``."""
+    moved = [_moved_up(descriptor) for descriptor in descriptors]
+    for place, descriptor in enumerate(moved):
+        os.dup2(descriptor, place)
+    os.closerange(4, max(keep, 4))
+    os.closerange(max(keep + 1, 4), 1 << 20)
+
+
+def _settle_down(core: int) -> None:
+    """Stay on ``core``, for good: the filter refuses to leave it.
+
+    Where the kernel shares cores between sessions (sched(7), autogroup), a program in a session of its own has as much of its core
+    as any other, whatever their threads.
+    """
+    with contextlib.suppress(OSError):  # it is no longer among those of this container
+        os.sched_setaffinity(0, [core])
+    os.setsid()
+
+
+def _moved_up(descriptor: int) -> int:
+    """Return a copy above the descriptors of a program."""
+    return fcntl.fcntl(descriptor, fcntl.F_DUPFD, runner.REPORT + 1)
+
+
 def _read_all(descriptor: int) -> bytes:
     with open(descriptor, "rb", closefd=False) as file:
         return file.read()
@@ -163,12 +207,22 @@ def _address_space() -> int:
 def warm(profile: str, folders: list[str]) -> None:
     """Import what programs of this profile import."""
     sys.path.extend(folders)
+    threading.stack_size(_STACK_BYTES)
     for name in _WARM:
         importlib.import_module(name)
     if profile == "numpy":
         importlib.import_module("numpy").random.seed()
         for name in ("numpy.linalg", "numpy.fft", "numpy.polynomial"):
             importlib.import_module(name)
+
+
+def keep_listings(hidden: Sequence[str]) -> None:
+    """Keep what was listed of folders that programs cannot list, so that they can import of them."""
+    for path in sys.path:
+        finder = sys.path_importer_cache.get(path)
+        if isinstance(finder, FileFinder) and any(os.path.dirname(folder) == path for folder in hidden):  # noqa: PTH120
+            finder._fill_cache()  # type: ignore[attr-defined]
+            finder._fill_cache = lambda: None  # type: ignore[attr-defined]
 
 
 def settle(tier: str, user_id: int, revealed: Sequence[str]) -> None:
@@ -213,6 +267,8 @@ def main() -> None:
     sys.argv = ["program.py"]
     settle(settings["tier"], settings["user_id"], settings["revealed"])
     warm(settings["profile"], settings["folders"])
+    if settings["tier"] == "landlock":
+        keep_listings(settings["hidden"])
     zygote = Zygote(settings)
     gc.collect()
     gc.freeze()

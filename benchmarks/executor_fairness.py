@@ -1,0 +1,139 @@
+"""How much hostile programs slow down an honest one beside them, and whether they make it time out.
+
+An honest program runs alone and beside hostile ones of each kind, in turn, several rounds. All of them run in one real executor, in the
+strongest tier that holds on this host. As many hostile programs run beside it as there are other slots, at most three; each is
+started again when it ends. ``slowdown`` is the wall time beside hostile programs by that alone in the same round; ``control`` is
+the same for two runs alone, and is what the load of the machine makes of nothing. ``timeouts`` counts honest programs that ran into a
+deadline of ``DEADLINE`` times the CPU time that the program takes alone.
+
+    python -m benchmarks.executor_fairness --rounds 10
+    python -m benchmarks.executor_fairness --slots 4     # more than there are cores
+"""
+
+import argparse
+import asyncio
+import collections
+import contextlib
+import json
+import os
+import statistics
+from collections.abc import AsyncIterator
+
+from benchmarks.executor import executor
+from services.reward.executor.client import ExecutorClient
+from services.reward.executor.protocol import Execution, Job, Limits, Outcome
+
+DEADLINE = 3.0
+MOST_HOSTILE = 3
+HONEST = "n = 0\nfor i in range({loops}): n += i * i\nprint(n)"
+_THREADS = """
+import _thread, threading, time
+threading.stack_size(1 << 16)
+def start(act):
+    try:
+        while True: _thread.start_new_thread(act, ())
+    except RuntimeError: act()
+"""
+HOSTILE = {
+    "threads": f"import hashlib\n{_THREADS}\ndef act():\n  while True: hashlib.pbkdf2_hmac('sha256', b'x', b'y', 20000)\nstart(act)",
+    "memory bandwidth": "a, b = bytearray(64 << 20), bytes(64 << 20)\nwhile True: a[:] = b",
+    "page faults": "import mmap\nwhile True:\n  m = mmap.mmap(-1, 64 << 20)\n  for i in range(0, 64 << 20, 4096): m[i] = 1\n  m.close()",
+    "own files": (
+        "import os\nblock = bytes(8 << 20)\nwhile True:\n  try:\n    open('/tmp/x', 'wb').write(block); os.unlink('/tmp/x')\n"
+        "  except OSError: pass"
+    ),
+    "barriers": f"import ctypes\n{_THREADS}\nlibc = ctypes.CDLL(None)\ndef act():\n  while True: libc.syscall(324, 1 << 3, 0, 0)\nstart(act)",
+    "forks": "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass",
+    "output": "import os\nwhile True: os.write(1, b'x' * 65536)",
+    "values": "import os\nwhile True: os.write(3, b'value 1\\n' * 8192)",
+}
+_PATIENT = Limits(wall_s=60.0, cpu_s=60.0)
+_HOSTILE_LIMITS = Limits(wall_s=2.0, cpu_s=2.0, memory_bytes=512 << 20)
+_SETTLE_S = 0.3
+"""Until the hostile programs have started what they start."""
+
+
+@contextlib.asynccontextmanager
+async def beside(client: ExecutorClient, code: str, programs: int) -> AsyncIterator[None]:
+    """Keep ``programs`` hostile programs running while the block runs."""
+
+    async def again() -> None:
+        while True:
+            await client.run(Job(code, limits=_HOSTILE_LIMITS))
+
+    tasks = [asyncio.create_task(again()) for _ in range(programs)]
+    try:
+        await asyncio.sleep(_SETTLE_S)
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def honest(client: ExecutorClient, loops: int, limits: Limits) -> Execution:
+    """Run the honest program."""
+    execution = await client.run(Job(HONEST.format(loops=loops), limits=limits))
+    assert execution.outcome in (Outcome.FINISHED, Outcome.TIMEOUT), execution
+    return execution
+
+
+async def measure(isolation: str, slots: int, rounds: int, loops: int) -> dict[str, object]:
+    """Return the figures of the JSON line."""
+    programs = min(MOST_HOSTILE, slots - 1)
+    slowdowns: dict[str, list[float]] = collections.defaultdict(list)
+    control: list[float] = []
+    cpu: list[float] = []
+    timeouts: collections.Counter[str] = collections.Counter()
+    async with executor(isolation, slots) as client:
+        first = [await honest(client, loops, _PATIENT) for _ in range(3)]
+        limits = Limits(wall_s=DEADLINE * min(run.cpu_s for run in first), cpu_s=60.0)
+        for _ in range(rounds):
+            for kind, code in HOSTILE.items():
+                alone, again = [await honest(client, loops, _PATIENT) for _ in range(2)]
+                async with beside(client, code, programs):
+                    crowded = await honest(client, loops, limits)
+                timeouts[kind] += crowded.outcome is Outcome.TIMEOUT
+                slowdowns[kind].append(crowded.wall_s / again.wall_s)
+                control.append(again.wall_s / alone.wall_s)
+                cpu.append(crowded.cpu_s / again.cpu_s)
+    every = [slowdown for kind in slowdowns.values() for slowdown in kind]
+    return {
+        **{f"slowdown_{name}": value for name, value in _centiles(every).items()},
+        **{f"control_{name}": value for name, value in _centiles(control).items()},
+        **{f"cpu_slowdown_{name}": value for name, value in _centiles(cpu).items()},
+        "timeouts": timeouts.total(),
+        "runs": len(every),
+        "kinds": {kind: _centiles(values) | {"timeouts": timeouts[kind]} for kind, values in slowdowns.items()},
+        "alone_s": round(statistics.median(run.wall_s for run in first), 3),
+        "alone_cpu_s": round(statistics.median(run.cpu_s for run in first), 3),
+        "hostile": programs,
+        "slots": slots,
+        "cores": len(os.sched_getaffinity(0)),
+        "tier": first[0].tier,
+    }
+
+
+def _centiles(values: list[float]) -> dict[str, float]:
+    if len(values) < 2:
+        return {"p50": round(values[0], 2), "p95": round(values[0], 2)}
+    centiles = statistics.quantiles(values, n=100, method="inclusive")
+    return {"p50": round(centiles[49], 2), "p95": round(centiles[94], 2)}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--slots", type=int, default=0, help="programs at a time; 0: one a core")
+    parser.add_argument("--loops", type=int, default=3_000_000, help="length of the honest program")
+    parser.add_argument("--isolation", default="auto", choices=["auto", "namespace", "landlock", "unsafe"])
+    arguments = parser.parse_args()
+    slots = arguments.slots or len(os.sched_getaffinity(0))
+    if slots < 2:
+        raise SystemExit("expected at least 2 slots, so that a program runs beside another, found 1: set --slots")
+    print(json.dumps(asyncio.run(measure(arguments.isolation, slots, arguments.rounds, arguments.loops))))
+
+
+if __name__ == "__main__":
+    main()
