@@ -124,13 +124,18 @@ def groups(families: tuple[Family, ...], count: int, seed: int, samples: int) ->
     made = hostile_texts.texts(families, count, seed)
     number = itertools.count()
     for family, rows in itertools.groupby(made, key=lambda each: each[0]):
-        for batch in iter(lambda rows=rows: tuple(text for _, text in itertools.islice(rows, samples)), ()):
+        for batch in _batches((text for _, text in rows), samples):
             yield family, _group(next(number), batch, programs=families is hostile_texts.PROGRAMS)
+
+
+def _batches(texts: Iterator[str], size: int) -> Iterator[tuple[str, ...]]:
+    while batch := tuple(itertools.islice(texts, size)):
+        yield batch
 
 
 def _group(number: int, batch: tuple[str, ...], *, programs: bool) -> RolloutGroup:
     reference = (str(number), f"{number}x+1", rf"2\sqrt{{{number + 2}}}", rf"\frac{{{number + 1}}}{{7}}")[number % 4]
-    tests: Json = list(TESTS[number % len(TESTS)])
+    tests: Json = [*TESTS[number % len(TESTS)]]
     right = _right_program(number) if programs else f"<answer>{reference}</answer> \\boxed{{{reference}}}"
     texts = (*batch, right)
     sampling = Sampling(len(texts), 64, 1.0)

@@ -10,6 +10,8 @@ import random
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
+from shared.messages import Json
+
 Maker: TypeAlias = Callable[[random.Random], str]
 
 
@@ -322,7 +324,7 @@ PROGRAMS = tuple(
         ("exits", 3, _exits),
     )
 )
-TESTS = (
+TESTS: tuple[list[Json], ...] = (
     ["assert f(1) == 7", "assert f(1) != 5"],
     ["assert set(f(1)) == {1, 2, 3}"],
     ["assert sorted(f(2))[0] == 4"],
