@@ -177,7 +177,7 @@ async def test_a_device_that_dies_stops_the_replica_and_another_scores_what_it_h
     await first.scoring.start()
     first.hurt(die)
     await put(bus, 3)
-    with pytest.raises(RuntimeError, match="device-side assert"):
+    with pytest.raises(StateLost, match="device-side assert"):
         await first.run()
     assert await bus.length(EXPERIENCE) == 0
     await second.scoring.start()
