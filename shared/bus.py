@@ -88,7 +88,9 @@ class Delivery(Generic[M]):
         message = wire.decode(self.data, self.kind)
         written = getattr(message, "group_id", None)
         if written is not None and str(written) != self.group_id:
-            raise MessageError(f"expected a message of group {self.group_id[:40]!r}, as its entry says, found one of {written}")
+            raise MessageError(
+                f"expected a message of group {self.group_id[:40]!r}, as its entry says, found one of {written}"
+            )
         return message
 
 
@@ -292,18 +294,35 @@ class Bus:
             suspect: note on those of a silent consumer that it may have died of them.
         """
         keys = [self.keys.of(stream), self.keys.crashes]
-        arguments: list[Argument] = [stream.group or "", consumer, int(min_idle_s * 1000), count, _GIVEN_BACK, stream.name]
+        arguments: list[Argument] = [
+            stream.group or "",
+            consumer,
+            int(min_idle_s * 1000),
+            count,
+            _GIVEN_BACK,
+            stream.name,
+        ]
         rows = await self._unless_empty(lambda: self.script("reclaim", keys, [*arguments, int(suspect)]))
         return [
             self._delivery(stream, kind, entry_id, int(attempts), _pairs(fields), int(crashes))
             for entry_id, attempts, crashes, fields in rows
         ]
 
-    async def try_alone(self, delivery: Delivery[Any], consumer: str) -> bool:
-        """Count this attempt before the entry is worked on alone; False where it is no longer ours."""
+    async def try_alone(self, delivery: Delivery[Any], consumer: str, *, passed: bool = False) -> bool:
+        """Count this attempt before the entry is worked on alone; False where it is no longer ours.
+
+        Args:
+            passed: it was worked on, and the attempt does not count.
+        """
         stream = delivery.stream
-        arguments: list[Argument] = [stream.group or "", consumer, delivery.entry_id, delivery.attempts + 1]
+        attempts = delivery.attempts + (not passed)
+        arguments: list[Argument] = [stream.group or "", consumer, delivery.entry_id, attempts]
         return bool(await self.script("try_alone", [self.keys.of(stream)], arguments))
+
+    async def note_crash(self, delivery: Delivery[M]) -> Delivery[M]:
+        """Note that a process died while it worked on the entry among others; return it so."""
+        crashes = int(await self.write(self.keys.crashes, "HINCRBY", _field(delivery), 1))
+        return dataclasses.replace(delivery, crashes=crashes)
 
     async def note_cause(self, delivery: Delivery[Any], cause: str) -> None:
         """Note why an attempt failed, for the process that buries the entry once this one is gone."""

@@ -133,7 +133,9 @@ def _check_samples(arrays: Mapping[str, Joined]) -> None:
     ascends = np.diff(starts) > 0
     ascends[ends[:-1] - 1] = True  # from one sample to the next
     if starts[firsts].any() or not ascends.all() or not (starts[ends - 1] < tokens).all():
-        raise ValueError("expected version spans that begin at token 0 and ascend below the sample's length, found others")
+        raise ValueError(
+            "expected version spans that begin at token 0 and ascend below the sample's length, found others"
+        )
 
 
 @columns(_check_samples)
@@ -223,7 +225,9 @@ class Score:
     def check(self) -> None:
         """Raise ValueError where the value does not fit the status."""
         if (self.value is None) != (self.status is ScoreStatus.UNAVAILABLE):
-            raise ValueError(f"expected a value exactly of a scorer that did its work, found {self.value} as {self.status}")
+            raise ValueError(
+                f"expected a value exactly of a scorer that did its work, found {self.value} as {self.status}"
+            )
 
 
 @record

@@ -199,9 +199,7 @@ def _read_columns(row: type, written: Mapping[str, Any], most: int) -> tuple[Any
     readers = _readers_of(row)
     columns = {name: _read_column(name, reader, written[name]) for name, reader in readers.items() if name in written}
     arrays = {name: column for name, column in columns.items() if isinstance(column, Joined)}
-    lengths = {
-        name: len(column.lengths if isinstance(column, Joined) else column) for name, column in columns.items()
-    }
+    lengths = {name: len(column.lengths if isinstance(column, Joined) else column) for name, column in columns.items()}
     if any(length != rows for length in lengths.values()):
         raise ValueError(f"expected columns of {rows} rows, found {lengths}")
     if (check := _columns[row]) is not None:

@@ -283,9 +283,7 @@ class Worker(Generic[In, Out]):
 
     async def _note_bug(self, delivery: Delivery[In], error: Exception) -> None:
         HANDLER_ERRORS.labels(self._source.name, type(error).__name__).inc()
-        log.error(
-            "bug in a handler", exc_info=error, extra={"stream": self._source.name, "group": delivery.group_id}
-        )
+        log.error("bug in a handler", exc_info=error, extra={"stream": self._source.name, "group": delivery.group_id})
         if self._bug is not None:
             await self._bug(delivery.group_id, _words(error))
 
@@ -337,7 +335,9 @@ class Worker(Generic[In, Out]):
             await self._bus.leave_suspects(self._source, self._consumer)
             return
         if self._alone is not None:
-            await self._bus.give_back(self._source, self._consumer, self._alone.entry_id, idle_s=_AT_ONCE_S, uncounted=2)
+            await self._bus.give_back(
+                self._source, self._consumer, self._alone.entry_id, idle_s=_AT_ONCE_S, uncounted=2
+            )
         given_back = await self._bus.give_all_back(self._source, self._consumer)
         self.counts.add(self._source, "given_back", given_back)
 

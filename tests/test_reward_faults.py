@@ -16,6 +16,7 @@ from services.reward.scoring import Scoring
 from services.reward.service import make_scoring
 from shared import wire
 from shared.bus import Bus
+from shared.errors import StateLost
 from shared.messages import Experience, RolloutGroup
 from shared.settings import Settings
 from shared.streams import AUDIT, EXPERIENCE, ROLLOUTS

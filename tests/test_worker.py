@@ -241,7 +241,9 @@ async def test_a_poison_group_that_kills_its_process_takes_no_honest_one_with_it
     deaths = 0
     while True:
         name = "a" if same_name else f"replica-{deaths}"
-        process = subprocess.Popen([sys.executable, "-m", "tests.poisoned_worker", server.url, bus.keys.run_id, name, "13"])
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.poisoned_worker", server.url, bus.keys.run_id, name, "13"]
+        )
         try:
             await until(lambda: _is_over(bus, process, 40), timeout_s=PATIENCE_S)
             if process.poll() is None:
