@@ -19,7 +19,7 @@ from prometheus_client import Counter
 
 from services.reward.batcher import Batcher, NoRoom
 from services.reward.normalisation import Normaliser
-from services.reward.scorer import Broken, unavailable, valued
+from services.reward.scorer import unavailable, valued
 from shared.errors import SettingsError
 from shared.importing import importing
 from shared.messages import RolloutGroup, Score, ScoreStatus
@@ -87,8 +87,6 @@ class RewardModel:
             values = await self._batcher.run(texts)
         except NoRoom as error:
             return self._unavailable(group, str(error))
-        except Exception as error:  # the batcher has ended with it
-            raise Broken(f"model of scorer {self.name!r}: {error}") from error
         if not all(map(math.isfinite, values)):
             return self._unavailable(group, f"the model gave {next(v for v in values if not math.isfinite(v))}")
         return [

@@ -38,18 +38,12 @@ class Scorer(Protocol):
 
         Raises:
             PermanentError: no scorer of this kind can ever score this group (its reference answer is missing, say).
-            Broken: it cannot continue in this process.
-            Exception: any other is a defect that this group brought to light: the group is tried again, then buried.
         """
         ...
 
     async def close(self) -> None:
         """Give back what it holds: processes, devices, connections."""
         ...
-
-
-class Broken(Exception):
-    """A scorer cannot continue in this process: the replica ends, and its supervisor starts it again."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ It knows the scorers by their protocol alone; which there are is :mod:`services.
 """
 
 import asyncio
-import logging
 import time
 from collections import Counter as Tally
 from collections.abc import Sequence
@@ -12,28 +11,21 @@ from collections.abc import Sequence
 import numpy as np
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.reward.failures import AVAILABLE, Failures, Tell, part_of
+from services.reward.failures import AVAILABLE, HANDLER, Failures, Tell, part_of
 from services.reward.reference import Reference
 from services.reward.rehearsal import rehearse
-from services.reward.scorer import Broken, Scorer
-from shared.errors import PenstockError, PermanentError, TemporaryError
+from services.reward.scorer import Scorer
+from shared.errors import PermanentError, TemporaryError
 from shared.expression import Expression
 from shared.messages import Experience, Float32Array, Prompt, Purpose, RolloutGroup, SampleScores, Score, ScoreStatus
 from shared.settings import Settings
 from shared.telemetry import Status
-
-log = logging.getLogger(__name__)
 
 _VALUES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 _SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 SAMPLES = Counter("penstock_reward_samples_scored_total", "Samples scored, by what was said.", ["scorer", "status"])
 SECONDS = Histogram(
     "penstock_reward_score_seconds", "Time that a scorer took for one group.", ["scorer"], buckets=_SECONDS
-)
-LENIENT = Counter(
-    "penstock_reward_lenient_total",
-    "Samples whose value depends on a lenient rule of the scorer, by rule.",
-    ["scorer", "rule"],
 )
 VALUE = Histogram("penstock_reward_value", "Values that a scorer gave to samples.", ["scorer"], buckets=_VALUES)
 GROUP_MEAN = Gauge("penstock_reward_group_mean", "Mean reward of the newest group.")
@@ -117,6 +109,7 @@ class Scoring:
         scores = tuple(SampleScores(row) for row in zip(*columns, strict=True))
         rewards = await self._rewards(scores, group.prompt.problem)
         self._count(rewards)
+        self._failures.succeeded(HANDLER)
         return Experience(
             group=group,
             rewards=rewards,
@@ -155,7 +148,10 @@ class Scoring:
                 if isinstance(answer, (PermanentError, TemporaryError)):
                     await self._failures.failed(part_of(scorer.name), group.prompt.problem, str(answer))
                 raise answer
-            assert len(answer) == len(group.samples)
+            if len(answer) != len(group.samples):
+                raise RuntimeError(
+                    f"expected {len(group.samples)} scores of scorer {scorer.name!r}, found {len(answer)}: a bug in it"
+                )
             columns.append(answer)
         if isinstance(logprobs, BaseException):
             raise logprobs
@@ -164,32 +160,19 @@ class Scoring:
     async def _timed(self, scorer: Scorer, group: RolloutGroup) -> list[Score]:
         started_s = time.monotonic()
         with self._failures.calling(part_of(scorer.name), group.prompt.problem):
-            scores = await self._scores(scorer, group)
+            scores = await scorer.score(group)
         SECONDS.labels(scorer.name).observe(time.monotonic() - started_s)
         for status, count in Tally(score.status for score in scores).items():
             SAMPLES.labels(scorer.name, status.value).inc(count)
-        for rule, count in Tally(rule for score in scores for rule in score.lenient).items():
-            LENIENT.labels(scorer.name, rule).inc(count)
         value = VALUE.labels(scorer.name)
         for score in scores:
             if score.value is not None:
                 value.observe(score.value)
         return scores
 
-    async def _scores(self, scorer: Scorer, group: RolloutGroup) -> list[Score]:
-        """Ask a scorer; a defect in it concerns this group, whose text brought it to light, and never ends the process.
-
-        Raises:
-            TemporaryError: the scorer raised what it should not.
-        """
-        try:
-            return await scorer.score(group)
-        except (PenstockError, Broken):
-            raise
-        except Exception as error:
-            cause = _first(error)
-            log.exception("defect in a scorer", extra={"scorer": scorer.name, "problem": group.prompt.problem})
-            raise TemporaryError(f"defect in scorer {scorer.name!r}: {type(cause).__name__}: {cause}"[:500]) from error
+    async def note_bug(self, group: str, error: str) -> None:
+        """Note that an exception cost a group an attempt, for people."""
+        await self._failures.failed(HANDLER, f"group {group}", error)
 
     async def watch(self) -> None:
         """Name scorers that may hang, until cancelled."""
@@ -258,8 +241,3 @@ class Scoring:
         self._samples += len(rewards)
         GROUP_MEAN.set(float(rewards.mean()))
         self._status.values |= {"groups_scored": float(self._groups), "samples_scored": float(self._samples)}
-
-
-def _first(error: BaseException) -> BaseException:
-    """Return the first error of a group of errors, or the error itself."""
-    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error

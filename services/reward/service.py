@@ -7,7 +7,7 @@
                                  ├── scorer ├──▶ reward.expression ──▶ rewards
                                  ├── scorer ┘
                                  └── reference, where it lives here ──▶ reference logprobs
-                                      └── unavailable ──▶ TemporaryError: tried again, then buried; never worth 0
+                                      └── unavailable, or a bug ──▶ tried again, then buried with the cause; never worth 0
 
 It holds nothing that it could lose: a group that was not handed over is scored again by whoever takes it.
 """
@@ -29,6 +29,7 @@ from services.reward.scorer import Scorer
 from services.reward.scoring import Scoring
 from shared import streams
 from shared.bus import Bus
+from shared.crowd import Crowd
 from shared.errors import SettingsError
 from shared.expression import Expression
 from shared.messages import RolloutGroup
@@ -86,6 +87,7 @@ def _teller(bus: Bus) -> Tell:
 
 async def work(context: Context, scoring: Scoring) -> None:
     """Score groups of the run and of its evaluations until told to stop."""
+    crowd = Crowd()
     workers = [
         Worker(
             bus=context.bus,
@@ -97,6 +99,8 @@ async def work(context: Context, scoring: Scoring) -> None:
             concurrency=context.settings.reward.max_groups,
             patience=context.patience,
             taking=context.cordon.taking,
+            crowd=crowd,
+            bug=scoring.note_bug,
         )
         for source, output in (
             (streams.ROLLOUTS, streams.EXPERIENCE),

@@ -153,6 +153,7 @@ async def run(settings: Settings, replica: str) -> None:
     from services.rollout.service import Rollout
 
     async with service.serve(settings, "rollout", replica, settings.rollout.metrics_port) as context:
+        from services.rollout.plausibility import Plausibility
         from shared.weights.puller import Puller
 
         engine, codec = await open_engine(await context.live.refresh(), replica, context.host)
@@ -171,6 +172,7 @@ async def run(settings: Settings, replica: str) -> None:
             group_size=settings.sampling.group_size,
             seed=settings.run.seed,
             taking=context.cordon.taking,
+            plausibility=Plausibility(context.bus, settings, context.live.refresh),
         )
         await rollout.run(context.stop, settings.telemetry.heartbeat_s)
 

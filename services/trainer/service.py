@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from shared import log
-from shared.context import check_context, read_config
+from shared.context import check_context, own_context, read_config
 from shared.importing import importing
 from shared.parent import die_with
 from shared.service import own_host, serve
@@ -112,6 +112,8 @@ def train(settings: Settings, lead: "Leading | None") -> None:
         if lead is not None and tested.reason:
             lead.notify("sequences are not packed", tested.reason)
         engine = TrainingEngine(policy, settings, device)
+        if lead is not None:
+            lead.limit(engine.vocabulary, context or own_context(engine.model.config.to_dict()))
         reference: Reference | None = None
         if algorithm.needs_reference and not algorithm.reference_travels:
             if settings.policy.lora.rank:
