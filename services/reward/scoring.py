@@ -27,6 +27,11 @@ SAMPLES = Counter("penstock_reward_samples_scored_total", "Samples scored, by wh
 SECONDS = Histogram(
     "penstock_reward_score_seconds", "Time that a scorer took for one group.", ["scorer"], buckets=_SECONDS
 )
+LENIENT = Counter(
+    "penstock_reward_lenient_total",
+    "Samples whose value depends on a lenient rule of the scorer, by rule.",
+    ["scorer", "rule"],
+)
 VALUE = Histogram("penstock_reward_value", "Values that a scorer gave to samples.", ["scorer"], buckets=_VALUES)
 GROUP_MEAN = Gauge("penstock_reward_group_mean", "Mean reward of the newest group.")
 IN_PROGRESS = Gauge("penstock_reward_groups_in_progress", "Groups that are being scored now.")
@@ -164,6 +169,8 @@ class Scoring:
         SECONDS.labels(scorer.name).observe(time.monotonic() - started_s)
         for status, count in Tally(score.status for score in scores).items():
             SAMPLES.labels(scorer.name, status.value).inc(count)
+        for rule, count in Tally(rule for score in scores for rule in score.lenient).items():
+            LENIENT.labels(scorer.name, rule).inc(count)
         value = VALUE.labels(scorer.name)
         for score in scores:
             if score.value is not None:
