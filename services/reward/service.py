@@ -13,6 +13,7 @@ It holds nothing that it could lose: a group that was not handed over is scored 
 """
 
 import asyncio
+import gc
 
 from services.reward.answer import AnswerMatcher
 from services.reward.code.scorer import CodeTester
@@ -126,6 +127,7 @@ async def run(settings: Settings, replica: str) -> None:
         watching = asyncio.create_task(scoring.watch())
         try:
             await scoring.start()
+            gc.freeze()  # libraries and scorers stay: a collection need not look through them while the event loop waits
             if await _rehearsed(context, scoring):
                 await work(context, scoring)
             context.status.state = "stopping"
