@@ -170,31 +170,24 @@ async def measure(bus: Bus, service: Service, port: int, made: Iterator[tuple[st
 
 async def _through(bus: Bus, rows: Iterator[RolloutGroup], figures: Figures) -> None:
     """Send the groups of ``rows``, at most ``IN_FLIGHT`` at a time, until each has come out or was buried."""
-    sent, ended, buried_before = 0, 0, figures.buried
-    waiting = True
+    sent, out, ended, buried_before = 0, 0, 0, figures.buried
     until_s = time.monotonic() + PATIENCE_S
-    while waiting or ended < sent:
-        while waiting and sent - ended < IN_FLIGHT:
-            group = next(rows, None)
-            waiting = group is not None
-            if group is not None:
-                await bus.append(ROLLOUTS, {"id": str(group.prompt.group_id), "data": wire.encode(group)})
-                sent += 1
-                figures.samples += len(group.samples) - 1
-        taken = await bus.read(EXPERIENCE, Experience, "bench", IN_FLIGHT, block_s=0.5)
-        for delivery in taken:
+    while True:
+        for group in itertools.islice(rows, IN_FLIGHT - (sent - ended)):
+            await bus.append(ROLLOUTS, {"id": str(group.prompt.group_id), "data": wire.encode(group)})
+            sent += 1
+            figures.samples += len(group.samples) - 1
+        if ended == sent:
+            break
+        for delivery in await bus.read(EXPERIENCE, Experience, "bench", IN_FLIGHT, block_s=0.5):
             _note(figures, delivery.message())
             await bus.acknowledge(delivery)
+            out += 1
         figures.buried = await bus.length(ROLLOUTS.dead)
-        before, ended = ended, ended + len(taken)
-        ended_all = ended + figures.buried - buried_before
+        before, ended = ended, out + figures.buried - buried_before
         until_s = time.monotonic() + PATIENCE_S if ended != before else until_s
         if time.monotonic() > until_s:
-            raise PenstockError(
-                f"expected a group within {PATIENCE_S:.0f} s: {sent - ended_all} groups did not come out"
-            )
-        if not waiting and ended_all >= sent:
-            break
+            raise PenstockError(f"expected a group within {PATIENCE_S:.0f} s: {sent - ended} groups did not come out")
     figures.groups += sent
 
 
