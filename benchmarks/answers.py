@@ -8,18 +8,23 @@ intervals, 8 % sets and lists, 10 % polynomials, 4 % matrices, 3 % with units, a
 and 2 % logarithms. Half of them are equal to the reference, and each is checked for that. ``algebra_*`` are the same figures of
 a tenth as many answers that are all for a process: the two last kinds, inequalities and quotients of polynomials. An answer's time
 is from asking to its score; ``cpu_ms`` is processor time per answer, which says on a busy machine what an idle one
-could do. Prints one JSON object, and fails where a bar or a verdict is missed.
+could do. ``--before FOLDER`` asks the matcher of another checkout the same, ``math_verify_*`` is the library alone, without a deadline. Prints
+one JSON object, and fails where a bar or a verdict is missed.
 """
 
 import argparse
 import asyncio
 import dataclasses
 import json
+import logging
+import os
 import random
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 import psutil
@@ -52,7 +57,7 @@ def _number(a: int, b: int, equal: bool) -> tuple[str, str]:
 
 
 def _fraction(a: int, b: int, equal: bool) -> tuple[str, str]:
-    return rf"\frac{{{a}}}{{{b}}}", rf"\boxed{{\frac{{{2 * a if equal else 2 * a + 1}}}{{{2 * b}}}+0}}"
+    return rf"\frac{{{a}}}{{{b}}}", rf"\boxed{{\left(\frac{{{2 * a if equal else 2 * a + 1}}}{{{2 * b}}}\right)}}"
 
 
 def _root(a: int, b: int, equal: bool) -> tuple[str, str]:
@@ -83,7 +88,7 @@ def _matrix(a: int, b: int, equal: bool) -> tuple[str, str]:
 
 
 def _unit(a: int, b: int, equal: bool) -> tuple[str, str]:
-    return f"{a}", rf"\boxed{{{a if equal else a + b}\text{{ cm}}}}"
+    return f"{a} cm", rf"\boxed{{{a if equal else a + b}\text{{ cm}}}}"
 
 
 def _sentence(a: int, b: int, equal: bool) -> tuple[str, str]:
@@ -180,18 +185,62 @@ def _cpu_s() -> float:
     return sum(sum(process.cpu_times()[:2]) for process in (this, *this.children()))
 
 
+def library(todo: list[Case]) -> dict[str, float]:
+    """Return the figures of math-verify alone, whose answers are in their boxes already."""
+    from math_verify import parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    started_s, cpu_s = time.perf_counter(), time.process_time()
+    right = sum(
+        verify(
+            parse(f"${case.reference}$", parsing_timeout=None),
+            parse(case.text, parsing_timeout=None),
+            timeout_seconds=None,
+        )
+        == case.equal
+        for case in todo
+    )
+    cpu_s = time.process_time() - cpu_s
+    return {
+        "math_verify_per_s": round(len(todo) / (time.perf_counter() - started_s), 1),
+        "math_verify_cpu_ms": round(cpu_s / len(todo) * 1000, 2),
+        "math_verify_wrong": len(todo) - right,
+    }
+
+
+def before(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what this benchmark says of the matcher in another checkout."""
+    options = [f"--{name}={getattr(arguments, name.replace('-', '_'))}" for name in ("answers", "processes", "at-once")]
+    found = subprocess.run(
+        [sys.executable, Path(__file__).resolve(), *options],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(folder.resolve())},
+        stdout=subprocess.PIPE,
+        check=False,
+    )
+    figures = json.loads(found.stdout)
+    return {
+        f"before_{name}": figures[name]
+        for name in ("per_s", "cpu_ms", "wrong", "algebra_per_s", "algebra_cpu_ms", "algebra_wrong")
+    }
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--answers", type=int, default=4000)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--at-once", type=int, default=2, help="answers in flight")
+    parser.add_argument("--before", type=Path, help="folder of another checkout, whose matcher is asked the same")
     arguments = parser.parse_args()
     todo = list(cases(arguments.answers))
     algebra = list(cases(max(1, arguments.answers // 10), ALGEBRA))
     found = asyncio.run(measure(todo, arguments.processes, arguments.at_once))
     slow = asyncio.run(measure(algebra, arguments.processes, arguments.at_once))
     found |= {f"algebra_{name}": value for name, value in slow.items()}
+    found |= library(todo[: max(1, arguments.answers // 10)])
+    if arguments.before is not None:
+        found |= before(arguments.before, arguments)
     print(json.dumps(found | {"answers": len(todo), "processes": arguments.processes, "at_once": arguments.at_once}))
     if (
         found["per_s"] < LEAST_PER_S

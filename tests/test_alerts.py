@@ -185,6 +185,17 @@ FAULTS = (
         f'{ONE},scorer="answer"',
     ),
     Fault(
+        "PenstockRewardDependsOnLeniency",
+        {
+            f'penstock_reward_lenient_total{{{ONE},scorer="answer",rule="prose"}}': "0+10x40 410+60x60",
+            f'penstock_reward_samples_scored_total{{{ONE},scorer="answer",status="ok"}}': "0+90x100",
+            f'penstock_reward_samples_scored_total{{{ONE},scorer="answer",status="wrong_format"}}': "0+10x100",
+        },
+        40,
+        80,
+        f'{RUN},scorer="answer",rule="prose"',
+    ),
+    Fault(
         "PenstockExecutorErrors",
         {f'penstock_executor_executions_total{{{ONE},outcome="sandbox_error",profile="stdlib"}}': "0x20 1x9"},
         20,

@@ -28,12 +28,12 @@ EQUAL: dict[str, list[tuple[str, str]]] = {
         (r"2\frac{1}{3}", r"\frac{7}{3}"), (r"\frac{1}{3}", "0.3333333"), (r"\frac{22}{7}", r"\boxed{\frac{22}{7}}"),
     ],
     "percent": [
-        ("50%", "0.5"), (r"50\%", "50%"), ("75", r"75\%"), ("12.5%", r"\frac{1}{8}"), (r"100\%", "1"),
+        ("50%", "0.5"), (r"50\%", "50%"), ("12.5%", r"\frac{1}{8}"), (r"100\%", "1"), ("75 percent", r"75\%"),
     ],
-    "money": [("18", r"\$18"), ("18", "$18.00"), ("1234.5", r"\$1,234.50"), ("$5", "5")],
+    "money": [("$18", r"\$18"), ("18 dollars", "$18.00"), (r"\$1234.5", r"\$1,234.50"), ("$5", "500 cents")],
     "units": [
-        ("5", r"5\text{ cm}"), (r"12\text{ inches}", "12"), (r"90^\circ", "90"), (r"45", r"45^{\circ}"), ("30", r"30 \text{ minutes}"),
-        (r"16\pi\text{ cm}^2", r"16\pi"), ("8", r"8\,\text{units}"),
+        ("5 cm", r"5\text{ cm}"), (r"12\text{ inches}", "1 ft"), (r"90^\circ", "90 degrees"), (r"45^{\circ}", r"45°"),
+        ("30 min", r"30 \text{ minutes}"), (r"16\pi\text{ cm}^2", r"16\pi\text{ square centimeters}"), ("8", r"8\,\text{units}"),
     ],
     "roots and powers": [
         (r"\sqrt{8}", r"2\sqrt{2}"), (r"\frac{1}{\sqrt{2}}", r"\frac{\sqrt{2}}{2}"), ("2^{10}", "1024"), (r"\sqrt[3]{27}", "3"),
@@ -67,7 +67,7 @@ EQUAL: dict[str, list[tuple[str, str]]] = {
     "completions": [
         ("5", "We add 2 and 3. The answer is 5."), (r"\frac{1}{2}", "Therefore the answer is $\\frac{1}{2}$."),
         ("42", "First 6.\nThen 7.\n#### 42"), ("3", r"It was \boxed{2}, no: \boxed{3}"), (r"2\sqrt{3}", r"So $x = 2\sqrt{3}$."),
-        ("12", "So we get $3 \\cdot 4 = 12$."), ("18", "She makes $18 every day.\n#### $18"),
+        ("12", "So we get $3 \\cdot 4 = 12$."), ("$18", "She makes $18 every day.\n#### $18"),
     ],
 }  # fmt: skip
 

@@ -30,7 +30,7 @@ from services.reward.recent import Recent
 from services.reward.scorer import is_cut, unavailable, valued
 from services.reward.turns import Turns
 from shared.errors import PermanentError, SettingsError, TemporaryError
-from shared.messages import Prompt, RolloutGroup, Sample, Score, ScoreStatus
+from shared.messages import Json, Prompt, RolloutGroup, Sample, Score, ScoreStatus
 from shared.settings import scorers
 
 log = logging.getLogger(__name__)
@@ -172,20 +172,42 @@ class AnswerMatcher:
             return self._judged(letter == reference, letter, ("prose",) if stated else ())
         if answer == reference or self._scorer.mode == "exact":
             return self._judged(answer == reference, answer)
-        if self._scorer.mode == "numeric" and not _is_number(answer) and not self._attempts(reference, answer):
-            return self._wrong_format(f"expected a number, found {answer[:80]!r}")
-        for attempt in self._attempts(reference, answer):
-            rules = set(attempt.rules)
+        if (equality := self._equal_as_written(reference, answer)) is not None:
+            return self._judged(equality.equal, answer, (equality.rule,) if equality.rule else ())
+        attempts = self._attempts(reference, answer)
+        if (complaint := self._unreadable(answer, attempts)) is not None:
+            return self._wrong_format(complaint)
+        for attempt in attempts:
             equalities = [self._equal_here(*pair) for pair in attempt.pairs]
             if _DIFFERENT in equalities:
                 continue
             if None in equalities:
                 return self._remembered.get(reference, answer)
-            rules |= {equality.rule for equality in equalities if equality is not None and equality.rule}
-            return self._judged(True, answer, tuple(sorted(rules)))
-        if len(answer) > matching.LONGEST_FORMULA and not self._attempts(reference, answer):
-            return self._wrong_format(f"expected an answer of at most {matching.LONGEST_FORMULA} characters")
+            rules = {equality.rule for equality in equalities if equality is not None} - {""}
+            return self._judged(True, answer, tuple(sorted(attempt.rules | rules)))
         return self._judged(False, answer)
+
+    def _equal_as_written(self, reference: str, answer: str) -> Equality | None:
+        """Return whether two texts that need no rewriting are equal: plain numbers, and formulas that leave nothing to compute."""
+        if matching.is_dressed(reference) or matching.is_dressed(answer):
+            return None
+        expected, given = plain_numbers.read(reference), plain_numbers.read(answer)
+        if expected is not None and given is not None:
+            same_kind = bool(expected.digits) == bool(given.digits)
+            return self._equal_here(reference, answer) if same_kind else None
+        if self._scorer.mode == "numeric" or plain_mathematics.read(reference) is None or matching.restates(answer):
+            return None
+        return self._equal_here(reference, answer)
+
+    def _unreadable(self, answer: str, attempts: tuple[Attempt, ...]) -> str | None:
+        """Return why an answer cannot be read at all, if so."""
+        if self._scorer.mode == "numeric":
+            given = [pair[1] for attempt in attempts for pair in attempt.pairs]
+            numeric = _is_number(answer) or any(plain_numbers.read(text) is not None for text in given)
+            return None if numeric else f"expected a number, found {answer[:80]!r}"
+        if len(answer) > matching.LONGEST_FORMULA and not attempts:
+            return f"expected a formula of at most {matching.LONGEST_FORMULA} characters, or a sentence that states one"
+        return None
 
     def _attempts(self, reference: str, answer: str) -> tuple[Attempt, ...]:
         try:
@@ -249,7 +271,7 @@ class AnswerMatcher:
 
     async def _ask(self, reference: str, answer: str) -> Equality | Score:
         """Ask a process; return the score of an answer that it cannot compare."""
-        question = {"reference": reference, "answer": answer, "tolerance": float(self._tolerance)}
+        question: dict[str, Json] = {"reference": reference, "answer": answer, "tolerance": float(self._tolerance)}
         verdict = await self._processes.ask(question, self._scorer.timeout_s)
         if verdict.get("status") != "ok":
             return valued(self.name, ScoreStatus(str(verdict.get("status"))), 0.0, str(verdict.get("detail")))

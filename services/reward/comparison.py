@@ -140,11 +140,17 @@ def _near_members(reference: Any, candidate: Any, tolerance: float) -> bool:
 
     for kind in (Tuple, MatrixBase, Interval):
         if isinstance(reference, kind) and isinstance(candidate, kind):
-            if kind is Interval and (reference.left_open, reference.right_open) != (candidate.left_open, candidate.right_open):
+            if kind is Interval and (reference.left_open, reference.right_open) != (
+                candidate.left_open,
+                candidate.right_open,
+            ):
                 return False
             sides = [[side.start, side.end] if kind is Interval else list(side) for side in (reference, candidate)]
-            shapes = [getattr(side, "shape", len(members)) for side, members in zip((reference, candidate), sides, strict=True)]
-            return shapes[0] == shapes[1] and all(_near_members(*pair, tolerance) for pair in zip(*sides, strict=True))
+            shapes = [
+                getattr(side, "shape", len(members))
+                for side, members in zip((reference, candidate), sides, strict=True)
+            ]
+            return shapes[0] == shapes[1] and all(_near_members(a, b, tolerance) for a, b in zip(*sides, strict=True))
     return _near_numbers(reference, candidate, tolerance)
 
 

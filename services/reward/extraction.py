@@ -4,14 +4,14 @@ import re
 from functools import lru_cache
 from typing import Literal, TypeAlias
 
-from services.reward.notation import ascii_signs
+from services.reward.notation import ascii_signs, last
 
 Place: TypeAlias = Literal["whole", "boxed", "hashes", "last_number", "choice", "tag", "auto"]
 """All of the text, in ``\\boxed{}``, after ``####``, the last number, the letter of a multiple choice, in a tag, or the first of
 boxed, hashes and whole."""
 
 _NUMBER = re.compile(
-    r"(?<![A-Za-z_0-9.\\])(?:(?<![)\]}])[-+](?=[0-9.]))?"  # a sign, where it is no operator
+    r"(?<![A-Za-z_0-9.\\^])(?<!\^\{)(?:(?<![)\]}])[-+](?=[0-9.]))?"  # a sign, where it is no operator
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
     r"(?:[eE][-+]?[0-9]{1,3}(?![0-9]))?(?:/[0-9]+)?(?:\\?%)?(?!\^|\.[0-9])"
 )
@@ -60,9 +60,7 @@ def boxed(text: str) -> str | None:
     >>> boxed(r"$\boxed5$"), boxed(r"\fbox {5}")
     ('5', '5')
     """
-    match = None
-    for match in _BOX.finditer(text):
-        pass
+    match = last(_BOX, text)
     if match is None:
         return None
     if match["bare"] is not None:
@@ -97,9 +95,7 @@ def tagged(text: str, tag: str) -> str | None:
 
 def hashes(text: str) -> str | None:
     """Return the rest of the line after the last ``####``, as GSM8K writes its answers."""
-    match = None
-    for match in _HASHES.finditer(text):
-        pass
+    match = last(_HASHES, text)
     if match is None:
         return None
     return text[match.end() :].partition("\n")[0].strip() or None
@@ -112,10 +108,8 @@ def last_number(text: str) -> str | None:
     ('5', None, None)
     """
     text = text[-_LAST_NUMBER_WITHIN:]
-    number = None
-    for match in _NUMBER.finditer(text if text.isascii() else ascii_signs(text)):
-        number = match[0]
-    return number
+    number = last(_NUMBER, text if text.isascii() else ascii_signs(text))
+    return None if number is None else number[0]
 
 
 def letter_alone(text: str, letters: str = "ABCDE") -> str | None:
@@ -142,31 +136,38 @@ def choice(text: str, letters: str = "ABCDE") -> str | None:
     if _BOX.search(text) is not None:
         return letter_alone(text, letters)
     text = text[-_CHOICE_WITHIN:]
-    statement = None
-    for statement in _said(letters).finditer(text):
-        pass
+    statement = last(_said(letters), text)
     if statement is not None:
         return _decided(statement["letter"].upper(), text[statement.end() :], letters)
     if (alone := letter_alone(text, letters)) is not None:
         return alone
     lines = [line for line in text.splitlines() if line.strip()]
     listed = {letter for line in lines if (letter := _leading_letter(line, letters))}
-    if lines and len(listed) == 1 and (last := _leading_letter(lines[-1], letters)):
-        return last
+    if lines and len(listed) == 1 and (leading := _leading_letter(lines[-1], letters)):
+        return leading
     in_parentheses = set(re.findall(rf"\(([{letters}])\)", text))
     return in_parentheses.pop() if len(in_parentheses) == 1 and len(listed) < 2 else None
 
 
 def _decided(letter: str, rest: str, letters: str) -> str | None:
     """Return the stated letter, or the one that takes its place; None where what follows leaves a second one standing."""
-    corrected = re.match(rf"\W{{0,8}}(?i:no|wait)\b[:,.]?\s*(?i:it\s?(?:is|'s)\s)?\(?([{letters}])\)?(?![A-Za-z0-9'’])", rest)
+    corrected = re.match(
+        rf"\W{{0,8}}(?i:no|wait)\b[:,.]?\s*(?i:it\s?(?:is|'s)\s)?\(?([{letters}])\)?(?![A-Za-z0-9'’])", rest
+    )
     if corrected is not None:
         return corrected[1]
     another = rf"\(?[{letters}](?![A-Za-z0-9'’])"
     if re.match(rf"[)\]*_.}}$\s]{{0,6}}(?:(?:[/,;&|+]|(?i:or|and)\b)\s*{another}|\([{letters}]\))", rest):
         return None
-    sentence = re.split(r"\b(?:because|since|not|rather|instead)\b|\n(?!\s*(?i:or)\b)|[.!?]\s(?!\s*(?i:or|maybe|perhaps|alternatively|no|it|could)\b)", rest, maxsplit=1)[0]
-    hedged = re.search(rf"(?i:\b(?:or|also|alternatively|maybe|perhaps|could|might|may|either|no)\b)[^\n]{{0,60}}?(?<![A-Za-z])\(?[{letters}](?![A-Za-z0-9'’])", sentence)
+    sentence = re.split(
+        r"\b(?:because|since|not|rather|instead)\b|\n(?!\s*(?i:or)\b)|[.!?]\s(?!\s*(?i:or|maybe|perhaps|alternatively|no|it|could)\b)",
+        rest,
+        maxsplit=1,
+    )[0]
+    hedged = re.search(
+        rf"(?i:\b(?:or|also|alternatively|maybe|perhaps|could|might|may|either|no)\b)[^\n]{{0,60}}?(?<![A-Za-z])\(?[{letters}](?![A-Za-z0-9'’])",
+        sentence,
+    )
     return None if hedged else letter
 
 

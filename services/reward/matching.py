@@ -18,9 +18,10 @@ from functools import lru_cache
 
 from services.reward import plain_numbers, relations, shapes
 from services.reward.notation import plain, split
+from services.reward.prose import LONGEST as LONGEST_PROSE
 from services.reward.prose import is_prose, stated
 from services.reward.units import DEGREE, Unit, split_unit
-from services.reward.words import has_words, is_text, same_text
+from services.reward.words import has_words, is_text, same_text, swaps_case
 
 LONGEST_FORMULA = 1_000
 """A longer formula is not compared, in characters: no reference is so long, and reading one takes minutes."""
@@ -30,7 +31,7 @@ _NAME = re.compile(r"(?P<name>\\?[A-Za-z]+(?:_\{?[A-Za-z0-9]+\}?)?'?(?:\s*\(\s*[
 _LEADING = re.compile(r"(?:=|\\approx(?![A-Za-z]))\s*")
 _COMPUTES = re.compile(
     r"\\(?:sum|i{0,3}nt|oint|prod|lim|limsup|liminf|gcd|lcm|det|max|min|sup|inf|bmod|pmod|mod|nabla|partial|operatorname)(?![A-Za-z])"
-    r"|\\text\{\s*(?:lcm|gcd|det|max|min|mod)\s*\}|\\frac\s*\{\s*d[^{}]{0,20}\}\s*\{\s*d\s*[a-z]|\\begin\{[vV]matrix\}|(?<![A-Za-z\\])(?:gcd|lcm|det|max|min)\s*\("
+    r"|\\text\{\s*(?:lcm|gcd|det|mod)\s*\}|\\frac\s*\{\s*d[^{}]{0,20}\}\s*\{\s*d\s*[a-z]|\\begin\{[vV]matrix\}|(?<![A-Za-z\\])(?:gcd|lcm|det|max|min)\s*\("
 )
 _ARITHMETIC = re.compile(r"(?<=[0-9})%])\s*(?:[-+*/]|\\times|\\cdot|\\div)\s*(?!\s*10\s*\^)(?=[0-9(.\\{])")
 _ONLY_NUMBERS = re.compile(r"(?:[0-9.,\s(){}+*/%-]|\\(?:times|cdot|div|frac|%))+")
@@ -104,7 +105,7 @@ def _reference(text: str) -> str:
 def _texts(answer: str, lenient: frozenset[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
     if len(answer) <= LONGEST_FORMULA:
         yield answer, ()
-    if "prose" in lenient and is_prose(answer):
+    if "prose" in lenient and is_prose(answer[-LONGEST_PROSE:]):
         claim = stated(answer)
         if claim is not None:
             yield claim, ("prose",)
@@ -145,7 +146,11 @@ def _of_lists(reference: str, answer: str, lenient: frozenset[str]) -> Iterator[
 
 def _listed(text: str) -> str:
     """Return ``text`` with commas for "and" and "or", where it has no other words."""
-    listed = re.sub(r"\s*,?\s*(?:\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|\\lor(?![A-Za-z]))\s*", ", ", text)
+    listed = re.sub(
+        r"\s*,?\s*(?:\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|\\lor(?![A-Za-z]))\s*",
+        ", ",
+        text,
+    )
     return text if has_words(listed) else listed
 
 
@@ -156,9 +161,12 @@ def read(text: str) -> Reading:
     name, chain = "", tuple[str, ...]()
     match = _NAME.fullmatch(text)
     if match is not None and relations.is_symbol(match["name"]) and len(split(match["rest"])) == 1:
-        name, (*chain_parts, text) = match["name"], (part.strip() for part in re.split(r"(?<![<>!])=|\\approx(?![A-Za-z])", match["rest"]))
+        name, (*chain_parts, text) = (
+            match["name"],
+            (part.strip() for part in re.split(r"(?<![<>!])=|\\approx(?![A-Za-z])", match["rest"])),
+        )
         chain = tuple(chain_parts)
-    core, percents = _PERCENT.subn("", text)
+    core, percents = _PERCENT.subn("", text) if text.count("%") <= 1 else (text, 0)
     core, unit = (core, None) if percents else split_unit(core)
     if unit is not None and unit == DEGREE and _FUNCTIONS.search(core):
         core, unit = text, None
@@ -204,6 +212,8 @@ def _comparable(expected: Reading, given: Reading) -> bool:
         return False
     if len(expected.core) == len(given.core) == 1 and expected.core.isalpha() and given.core.isalpha():
         return expected.core == given.core
+    if swaps_case(expected.core, given.core):
+        return False
     related = [relations.is_relation(reading.core) for reading in (expected, given)]
     if related[0] != related[1]:
         return False
@@ -280,6 +290,11 @@ def _of_bases(pair: tuple[str, str]) -> Iterator[Attempt]:
             yield Attempt((), frozenset({"bases"}))
 
 
+def is_dressed(text: str) -> bool:
+    """Whether ``text`` may have a currency or a percent sign, or is a date or time rather than arithmetic."""
+    return "$" in text or "%" in text or shapes.is_literal(text)
+
+
 def restates(text: str) -> bool:
     """Whether ``text`` leaves something to compute: a sum, a limit, a derivative, or 12+34.
 
@@ -294,5 +309,8 @@ def restates(text: str) -> bool:
 
 
 def _without_fractions(text: str) -> str:
-    return _FRACTION_TEXT.sub(" 1", text) if re.search(r"\\frac", text) else re.sub(r"(?<![0-9/)])\s*([0-9]+)\s*/\s*([0-9]+)(?![0-9/])", r"\1", text)
-
+    return (
+        _FRACTION_TEXT.sub(" 1", text)
+        if re.search(r"\\frac", text)
+        else re.sub(r"(?<![0-9/)])\s*([0-9]+)\s*/\s*([0-9]+)(?![0-9/])", r"\1", text)
+    )

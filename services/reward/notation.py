@@ -6,6 +6,7 @@ Digits of any script, Unicode signs (``√3``, ``x²``, ``–5``), LaTeX that on
 
 import re
 import unicodedata
+from collections import deque
 
 LONGEST = 1_000
 """Longer text is not rewritten, in characters: no reference is so long."""
@@ -17,7 +18,17 @@ _SIGNS = {
     **{"×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "∕": "/", "⁄": "/", "∗": "*", "＋": "+", "＝": "="},
     **{"≤": r"\leq ", "≥": r"\geq ", "≠": r"\neq ", "≈": r"\approx ", "±": r"\pm ", "∞": r"\infty ", "π": r"\pi "},
     **{"∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "°": r"^\circ ", "（": "(", "）": ")", "，": ",", "．": "."},
-    **{"％": r"\%", "｛": r"\{", "｝": r"\}", "［": "[", "］": "]", "／": "/", "：": ":", "ℝ": r"\mathbb{R}", "＄": r"\$"},
+    **{
+        "％": r"\%",
+        "｛": r"\{",
+        "｝": r"\}",
+        "［": "[",
+        "］": "]",
+        "／": "/",
+        "：": ":",
+        "ℝ": r"\mathbb{R}",
+        "＄": r"\$",
+    },
     **{"‘": "'", "’": "'", "“": '"', "”": '"'},
     **{"½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}"},
     **{"⅕": r"\frac{1}{5}", "⅛": r"\frac{1}{8}", "⅜": r"\frac{3}{8}", "⅝": r"\frac{5}{8}", "⅞": r"\frac{7}{8}"},
@@ -29,7 +40,7 @@ _ROOT = re.compile(r"([√∛])\s*(?:\(([^()]{1,40})\)|([0-9]+(?:\.[0-9]+)?|[A-Z
 _LOOKS = (
     (re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?=[()\[\]|.\\/])"), ""),
     (re.compile(r"\\(?:displaystyle|textstyle|limits|nolimits|phantom\{\})(?![A-Za-z])\s*"), ""),
-    (re.compile(r"\\!|\\(?=[\s])"), ""),
+    (re.compile(r"\\!|(?<!\\)\\(?=\s)"), ""),
     (re.compile(r"\\[;:>]|\\(?:thinspace|enspace|quad|qquad)(?![A-Za-z])|~"), " "),
     (re.compile(r"\\(?:[dtc]frac)(?![A-Za-z])"), r"\\frac"),
     (re.compile(r"\\(?:textbf|textit|textrm|textsf|textnormal|mbox|mathrm|mathit|mathsf|operatorname|emph)\s*\{"), r"\\text{"),
@@ -47,7 +58,6 @@ _LOOKS = (
 )  # fmt: skip
 _DRESS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`"))
 _BOXES = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{(?P<inside>.*)\}", re.DOTALL)
-_END = re.compile(r"(?:\\\\|[\s,;]|(?<!\.)\.)+$")
 
 
 def plain(text: str) -> str:
@@ -59,6 +69,7 @@ def plain(text: str) -> str:
     text = text.strip()
     if len(text) > LONGEST:
         return text
+    text = re.sub(r"\s+", " ", text)
     if not text.isascii():
         text = ascii_signs(text)
     text = bare(text)
@@ -97,10 +108,15 @@ def bare(text: str) -> str:
     """
     for _ in range(6):
         before = text
-        text = _END.sub("", text.strip())
+        text = _without_end(text)
         for opening, closing in _DRESS:
             inside = text[len(opening) : -len(closing)]
-            if len(text) > 2 * len(opening) and text.startswith(opening) and text.endswith(closing) and opening not in inside:
+            if (
+                len(text) > 2 * len(opening)
+                and text.startswith(opening)
+                and text.endswith(closing)
+                and opening not in inside
+            ):
                 text = inside.strip()
         box = _BOXES.fullmatch(text)
         if box is not None and balanced(box["inside"]):
@@ -110,6 +126,22 @@ def bare(text: str) -> str:
         if text == before:
             break
     return text.strip()
+
+
+def _without_end(text: str) -> str:
+    """Return ``text`` without spaces around it, and without a full stop, commas and line ends after it."""
+    while True:
+        before, text = text, text.strip().rstrip(",;")
+        text = text.removesuffix("\\\\")
+        text = text if text.endswith("..") else text.removesuffix(".")
+        if text == before:
+            return text
+
+
+def last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    """Return the last match of ``pattern`` in ``text``."""
+    matches = deque(pattern.finditer(text), maxlen=1)
+    return matches[0] if matches else None
 
 
 def balanced(text: str) -> bool:

@@ -24,6 +24,8 @@ from services.reward.polynomials import INFINITY, PI, Polynomial, TooLarge, appr
 
 LONGEST = 200
 _DEEPEST = 8
+_MOST_IRRATIONAL = 12
+"""Members of a list with roots or π, which are compared each with each."""
 _LETTERS = "xyznkab"
 """Letters that are always variables: others may be units, constants or functions."""
 _TOKEN = re.compile(
@@ -31,7 +33,6 @@ _TOKEN = re.compile(
     r"|(?P<command>\\(?:[dt]?frac|sqrt|pi|infty|cdot|times|left|right)(?![A-Za-z]))"
     r"|(?P<brace>\\[{}])|(?P<row>\\\\)|(?P<matrix>\\(?:begin|end)\{[pb]matrix\})|(?P<space> +|\\[ ,;])"
 )
-_UNIT = re.compile(r"(?<=[0-9}i])\s*\\text\{\s*[a-z]{2,12}\.?\s*\}(?:\^[23])?$")
 _THOUSANDS = re.compile(r"[0-9],[0-9]{3}(?![0-9])")
 _FRACTIONS = (r"\frac", r"\dfrac", r"\tfrac")
 _UNSEEN = (r"\left", r"\right")
@@ -80,6 +81,8 @@ def _same(expected: Form, found: Form) -> bool | None:
 
 def _same_members(expected: tuple[Polynomial, ...], found: tuple[Polynomial, ...]) -> bool | None:
     """Compare without order; neither has anything twice."""
+    if all(part.rational is not None for part in (*expected, *found)):
+        return {part.rational for part in expected} == {part.rational for part in found}
     verdicts = [[polynomials.equal(a, b) for b in found] for a in expected]
     if any(None in row for row in verdicts):
         return None
@@ -98,7 +101,7 @@ def read(text: str) -> Form | None:
 
 @lru_cache(maxsize=8192)
 def _read(text: str) -> Form | None:
-    text = _UNIT.sub("", text.strip())
+    text = text.strip()
     try:
         reader = _Reader(_tokens(text))
         form = reader.form()
@@ -335,7 +338,12 @@ def _finite(parts: Sequence[Polynomial]) -> tuple[Polynomial, ...]:
 
 def _different(parts: tuple[Polynomial, ...]) -> tuple[Polynomial, ...]:
     """Return ``parts``, which are finite constants and all different."""
-    for index, part in enumerate(_constants(_finite(parts))):
+    rational = {part.rational for part in _constants(_finite(parts))}
+    if None not in rational and len(rational) == len(parts):
+        return parts
+    if len(parts) > _MOST_IRRATIONAL:
+        raise _Unknown("too many members to compare each with each")
+    for index, part in enumerate(parts):
         if any(polynomials.equal(part, other) is not False for other in parts[:index]):
             raise _Unknown("a set that has something twice")
     return parts

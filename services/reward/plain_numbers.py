@@ -36,11 +36,32 @@ _BASE = re.compile(
     r"|\s+(?:\\text\{\s*)?(?:in\s)?base[ -](?P<spoken>[0-9]{1,2}|[a-z]{3,11})(?:\s*\})?)"
 )
 _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "twelve": 12, "sixteen": 16}  # fmt: skip
-_SMALL = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen"
-).split()
-_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
-_WORDS = {word: value for value, word in enumerate(_SMALL)} | {word: 20 + 10 * place for place, word in enumerate(_TENS)}
+_SMALL = [
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+    "seventeen",
+    "eighteen",
+    "nineteen",
+]
+_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+_WORDS = {word: value for value, word in enumerate(_SMALL)} | {
+    word: 20 + 10 * place for place, word in enumerate(_TENS)
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,8 +153,9 @@ def _signed(match: re.Match[str], value: Fraction) -> Fraction:
 
 
 def _mixed(match: re.Match[str]) -> PlainNumber | None:
-    above, below = (
-        match["digits"] or (match["above"] or match["numerator"], match["below"] or match["denominator"])
+    above, below = tuple(match["digits"] or "") or (
+        match["above"] or match["numerator"],
+        match["below"] or match["denominator"],
     )
     if not 0 < int(above) < int(below):
         return None
@@ -141,7 +163,7 @@ def _mixed(match: re.Match[str]) -> PlainNumber | None:
 
 
 def _fraction(match: re.Match[str]) -> PlainNumber | None:
-    above, below = match["digits"] or (match["above"], match["below"])
+    above, below = tuple(match["digits"] or "") or (match["above"], match["below"])
     divisor = _decimal(below)
     if divisor == 0:
         return None

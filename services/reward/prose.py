@@ -9,19 +9,27 @@ The last "answer is …" counts; else the last sentence, where it states one for
 
 import re
 
-from services.reward.notation import bare
+from services.reward.notation import bare, last
 
 LONGEST = 4_000
 """Of a longer completion only its end is read, in characters."""
 _LONGEST_STATED = 300
 
-_SAID = re.compile(r"(?i)\banswer\b[*_]{0,2}(?:\s+(?!is\b)[a-z]+){0,6}?\s*[*_]{0,2}\s*(?:\bis\b|\bequals\b|[:=])\s*[:*_]{0,3}\s*")
-_STATES = re.compile(r"(?i)(?:\b(?:is|are|equals?|gets?|gives?|makes?|be|has|have|to|obtain|yields?|costs?|earns?)\b|[=:])\s*")
+_SAID = re.compile(
+    r"(?i)\banswer\b[*_]{0,2}(?:\s+(?!is\b)[a-z]+){0,6}?\s*[*_]{0,2}\s*(?:\bis\b|\bequals\b|[:=])\s*[:*_]{0,3}\s*"
+)
+_STATES = re.compile(
+    r"(?i)(?:\b(?:is|are|equals?|gets?|gives?|makes?|be|has|have|to|obtain|yields?|costs?|earns?)\b|[=:])\s*"
+)
 _FORMULA = re.compile(r"(?<!\\)\$\$(.{1,600}?)(?<!\\)\$\$|(?<![\\$])\$(?!\$)([^$\n]{1,600}?)(?<!\\)\$|\\\((.{1,600}?)\\\)|\\\[(.{1,600}?)\\\]", re.DOTALL)  # fmt: skip
-_NUMBER = re.compile(r"(?<![\w.\\])[-+]?(?:\\?\$)?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?:/[0-9]+)?(?:\\?%)?(?![\w^])")
+_NUMBER = re.compile(
+    r"(?<![\w.\\])[-+]?(?:\\?\$)?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?:/[0-9]+)?(?:\\?%)?(?![\w^])"
+)
 _HEDGED = re.compile(r"(?i)\b(?:may|maybe|might|could|perhaps|possibly|probably|either|neither|nor|not|never|or|wrong|incorrect|unless|guess|no|instead|but|except|without)\b|n't\b|\?")  # fmt: skip
 _SENTENCE = re.compile(r"(?<=[.!?])\s+|\n+")
-_CLAUSE = re.compile(r"(?i)\s*(?:,\s*(?:so|which|because|since|as|where|and)|\b(?:because|since|which|after|when|where|for|in total|altogether)\b).*$")
+_CLAUSE = re.compile(
+    r"(?i)\s*(?:,\s*(?:so|which|because|since|as|where|and)|\b(?:because|since|which|after|when|where|for|in total|altogether)\b).*$"
+)
 _PROSE = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{2,}[,.:;]?\s+\S|\n|\$.+\$|\\\(|\\\[")
 
 
@@ -36,10 +44,9 @@ def stated(text: str) -> str | None:
     >>> stated("There are 3 apples and 4 pears. So the total is 7 fruits.")
     '7 fruits'
     """
-    text = re.sub(r"\\(?:text|textbf|mathrm)\s*\{([^{}]*)\}", r" \1 ", text[-LONGEST:]).strip()
-    said = None
-    for said in _SAID.finditer(text):
-        pass
+    text = re.sub(r"\\(?:text|textbf|mathrm)\s*\{([^{}]*)\}", r" \1 ", text[-LONGEST:])
+    text = re.sub(r"\n\s*", "\n", re.sub(r"[^\S\n]+", " ", text)).strip()
+    said = last(_SAID, text)
     if said is not None:
         return _claim(_first_sentence(text[said.end() :]))
     sentences = [sentence for sentence in _SENTENCE.split(_one_line_formulas(text)) if sentence.strip()]
@@ -100,4 +107,6 @@ def _inside(match: re.Match[str]) -> str:
 def _value(formula: str) -> str:
     """Return what an equation in a sentence arrives at: 12 of ``3 \\\\cdot 4 = 12``."""
     left, equals, _ = formula.partition("=")
-    return formula.rpartition("=")[2].strip() if equals and re.search(r"[0-9]", left) and "<" not in formula else formula
+    return (
+        formula.rpartition("=")[2].strip() if equals and re.search(r"[0-9]", left) and "<" not in formula else formula
+    )

@@ -9,7 +9,9 @@ _RELATION = re.compile(
     r"(?<!\\)[=<>]|\\(?:leq|geq|neq|approx|equiv|sim|simeq|cong|in|notin|ni|subset|subseteq|supset|to|rightarrow|Rightarrow|implies|iff|propto|mid|nmid|ll|gg)(?![A-Za-z])"
 )
 _SYMBOL = r"(?:[A-Za-z]|\\(?:alpha|beta|gamma|delta|epsilon|varepsilon|zeta|eta|theta|lambda|mu|nu|xi|rho|sigma|tau|phi|varphi|chi|psi|omega|ell|Delta|Omega))(?:_\{?[A-Za-z0-9]{1,8}\}?)?"
-_NAME = re.compile(rf"{_SYMBOL}'?(?:\s*\(\s*[a-z](?:\s*,\s*[a-z])?\s*\))?|[A-Za-z]{{2,20}}|\([a-z](?:,\s*[a-z]){{1,2}}\)")
+_NAME = re.compile(
+    rf"{_SYMBOL}'?(?:\s*\(\s*[a-z](?:\s*,\s*[a-z])?\s*\))?|[A-Za-z]{{2,20}}|\([a-z](?:,\s*[a-z]){{1,2}}\)"
+)
 _ASSIGNMENT = re.compile(rf"({_SYMBOL})\s*=\s*([^=<>]+)")
 _SIDE = r"((?:(?!\\leq|\\geq|\\neq)[^<>=])+?)"
 _COMPARED = re.compile(rf"\s*{_SIDE}\s*(<|>|\\leq|\\geq)\s*{_SIDE}\s*(?:(<|>|\\leq|\\geq)\s*{_SIDE}\s*)?")
@@ -76,7 +78,9 @@ def _interval(text: str) -> tuple[str, str] | None:
 
 
 def _one_sided(left: str, sign: str, right: str) -> tuple[str, str] | None:
-    if re.fullmatch(_SYMBOL, left) and not re.search(r"(?<!\\)[A-Za-z](?![A-Za-z]*\{)", re.sub(r"\\[A-Za-z]+", "", right)):
+    if re.fullmatch(_SYMBOL, left) and not re.search(
+        r"(?<!\\)[A-Za-z](?![A-Za-z]*\{)", re.sub(r"\\[A-Za-z]+", "", right)
+    ):
         below = _points_up(sign)
         return (left, rf"(-\infty,{right}{_closing(sign)}") if below else (left, rf"{_opening(sign)}{right},\infty)")
     if re.fullmatch(_SYMBOL, right) and not re.fullmatch(_SYMBOL, left):

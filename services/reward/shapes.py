@@ -15,7 +15,9 @@ _RATIO = re.compile(r"[0-9]{1,12}(?:\s*:\s*[0-9]{1,12}){1,5}")
 _RATIO_VALUE = re.compile(r"(?P<above>[0-9]{1,12})\s*/\s*(?P<below>[0-9]{1,12})|\\frac\s*\{\s*(?P<up>[0-9]{1,12})\s*\}\s*\{\s*(?P<down>[0-9]{1,12})\s*\}|\\frac(?P<digits>[0-9]{2})")  # fmt: skip
 _SPACED = re.compile(r"[-+]?[0-9./]+(?:\s+[-+]?[0-9./]+)+")
 _INFINITE = re.compile(r"[-+]?\s*\\infty")
-_THOUSANDS = re.compile(r"(?P<before>[^,()\[\]]*?(?<![0-9]))(?P<number>[0-9]{1,3}(?:,[0-9]{3})+)(?P<after>(?![0-9,])[^,]*)")
+_THOUSANDS = re.compile(
+    r"(?P<before>[^,()\[\]]*?(?<![0-9]))(?P<number>[0-9]{1,3}(?:,[0-9]{3})+)(?P<after>(?![0-9,])[^,]*)"
+)
 _LONGEST_LIST = 64
 
 
@@ -67,7 +69,11 @@ def _as_matrix(reference: str, answer: str) -> str:
 def _as_point(answer: str) -> str:
     match = _MATRIX.fullmatch(answer)
     inside = match["inside"] if match else answer
-    return "(" + ",".join(part.strip() for part in re.split(r"\\\\|&", inside) if part.strip()) + ")" if not (r"\\" in inside and "&" in inside) else answer
+    return (
+        "(" + ",".join(part.strip() for part in re.split(r"\\\\|&", inside) if part.strip()) + ")"
+        if not (r"\\" in inside and "&" in inside)
+        else answer
+    )
 
 
 def _rebracketed(reference: str, answer: str) -> str:

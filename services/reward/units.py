@@ -40,7 +40,16 @@ _TABLE = {
     "A": "1 A ampere amp", "Hz": "1 Hz hertz", "Pa": "1 Pa pascal", "K": "1 K kelvin", "mol": "1 mol mole", "rad": "1 rad radian",
     "deg": "1 degree degree",
 }  # fmt: skip
-_CURRENCIES = {r"\$": "dollar", "$": "dollar", "€": "euro", r"\euro": "euro", "£": "gbp", r"\pounds": "gbp", "¥": "yen", "₹": "rupee"}
+_CURRENCIES = {
+    r"\$": "dollar",
+    "$": "dollar",
+    "€": "euro",
+    r"\euro": "euro",
+    "£": "gbp",
+    r"\pounds": "gbp",
+    "¥": "yen",
+    "₹": "rupee",
+}
 _PLACEHOLDERS = {"unit", "square unit", "cubic unit", "sq unit", "cu unit", "units squared", "units cubed"}
 _CURRENCY = re.compile(r"(?P<sign>[-+]?)\s*(?P<currency>\\?\$|€|£|¥|₹|\\euro|\\pounds)\s*(?=[-+]?[0-9.\\(])")
 _AFTER_CURRENCY = re.compile(r"\s*(?P<currency>\\\$|\$|€|£|¥|₹)$")
@@ -132,7 +141,9 @@ def _named(name: str) -> Unit:
 
 
 def _atom(name: str) -> Unit | None:
-    return _UNITS.get(name) or (_UNITS.get(_singular(name.lower())) if len(name) > 2 else None) or _UNITS.get(name.lower())
+    return (
+        _UNITS.get(name) or (_UNITS.get(_singular(name.lower())) if len(name) > 2 else None) or _UNITS.get(name.lower())
+    )
 
 
 def _singular(name: str) -> str:

@@ -4,7 +4,35 @@ import re
 
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _WRAPPED = re.compile(r"\\text\s*\{([^{}]*)\}")
-_FUNCTIONS = frozenset("sin cos tan cot sec csc log ln lg exp arcsin arccos arctan sinh cosh tanh sqrt pi mod gcd lcm max min det lim".split())
+_FUNCTIONS = frozenset(
+    [
+        "sin",
+        "cos",
+        "tan",
+        "cot",
+        "sec",
+        "csc",
+        "log",
+        "ln",
+        "lg",
+        "exp",
+        "arcsin",
+        "arccos",
+        "arctan",
+        "sinh",
+        "cosh",
+        "tanh",
+        "sqrt",
+        "pi",
+        "mod",
+        "gcd",
+        "lcm",
+        "max",
+        "min",
+        "det",
+        "lim",
+    ]
+)
 _RUN = re.compile(r"[^\W\d_]{2,}")
 _VOWELS = frozenset("aeiou")
 _TEXT = re.compile(r"[^\W\d_](?:[^\W\d_]|[\s'.,!?&-])*")
@@ -29,7 +57,7 @@ def same_text(reference: str, answer: str) -> tuple[str, ...] | None:
         return ()
     first, second = unwrapped(reference), unwrapped(answer)
     if first == second and first:
-        return () if is_text(first) or re.fullmatch(r"[\w\s-]+", first) else None
+        return () if is_text(first) or re.fullmatch(r"[\w\s:/.-]+", first) else None
     if len(first) > 1 and first.casefold() == second.casefold() and (is_text(first) or has_words(first)):
         return ("case",)
     return None
@@ -60,10 +88,45 @@ def has_words(text: str) -> bool:
 
 
 def _is_word(run: str) -> bool:
-    return run not in _FUNCTIONS and not _is_product(run) and not (run.isascii() and run.islower() and len(run) <= 2 and run not in _SHORT)
+    return (
+        run not in _FUNCTIONS
+        and not _is_product(run)
+        and not (run.isascii() and run.islower() and len(run) <= 2 and run not in _SHORT)
+    )
 
 
-_SHORT = frozenset("am an as at be by do go he hi if in is it me my no of oh ok on or ox so to up us we".split())
+_SHORT = frozenset(
+    [
+        "am",
+        "an",
+        "as",
+        "at",
+        "be",
+        "by",
+        "do",
+        "go",
+        "he",
+        "hi",
+        "if",
+        "in",
+        "is",
+        "it",
+        "me",
+        "my",
+        "no",
+        "of",
+        "oh",
+        "ok",
+        "on",
+        "or",
+        "ox",
+        "so",
+        "to",
+        "up",
+        "us",
+        "we",
+    ]
+)
 
 
 def _is_product(letters: str) -> bool:
@@ -71,3 +134,9 @@ def _is_product(letters: str) -> bool:
     if not (letters.isascii() and letters.islower()) or len(letters) > 4:
         return False
     return not _VOWELS & set(letters) or (len(letters) <= 3 and set(letters) <= set("abcxyz"))
+
+
+def swaps_case(reference: str, answer: str) -> bool:
+    """Whether the answer has a variable that the reference has in the other case: ``3X`` for ``3x``."""
+    expected, given = (set(_COMMAND.sub(" ", text)) for text in (reference, answer))
+    return any(letter.isalpha() and letter.swapcase() in expected for letter in given - expected)

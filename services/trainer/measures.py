@@ -171,6 +171,7 @@ def batch_figures(
         "generate_s_mean": float(np.mean([e.group.finished_at_s - e.group.started_at_s for e in batch])),
         "score_s_mean": float(np.mean([experience.score_s for experience in batch])),
         **_scorer_means(batch),
+        **_lenient_shares(batch),
     }
     return BatchFigures(metrics, lags, len(samples), tokens)
 
@@ -183,6 +184,16 @@ def _scorer_means(batch: Sequence[Experience]) -> dict[str, float]:
             if score.value is not None:
                 values.setdefault(score.scorer, []).append(score.value)
     return {f"scorer_mean_{name}": float(np.mean(found)) for name, found in sorted(values.items())}
+
+
+def _lenient_shares(batch: Sequence[Experience]) -> dict[str, float]:
+    """Return ``lenient_share_<name>`` for each scorer that was lenient: the share of samples whose value depends on a lenient rule."""
+    scores = [score for experience in batch for sample in experience.scores for score in sample.scores]
+    shares = {
+        name: float(np.mean([bool(score.lenient) for score in scores if score.scorer == name]))
+        for name in sorted({score.scorer for score in scores if score.lenient})
+    }
+    return {f"lenient_share_{name}": share for name, share in shares.items()}
 
 
 def memory_bytes(device: torch.device) -> float:

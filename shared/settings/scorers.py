@@ -11,7 +11,6 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from shared.settings.reward_models import ModelScorer
 from shared.settings.section import Section
 
-
 LenientRule = Literal["case", "prose", "units", "percent", "bases", "brackets", "whole", "restating"]
 """The names of the rules that let an answer count that is not exactly the reference (docs/rewards.md, "Leniency")."""
 
