@@ -78,7 +78,7 @@ class Reading:
 
 def attempts(reference: str, answer: str, lenient: Collection[str]) -> tuple[Attempt, ...]:
     """Return the comparisons to make, in order; none: the answer is not the reference."""
-    return _attempts(reference, answer, frozenset(lenient))
+    return _attempts(reference, answer[-LONGEST_PROSE:], frozenset(lenient))  # of a longer one only the end is read, or kept
 
 
 @lru_cache(maxsize=4096)
