@@ -93,6 +93,32 @@ async def test_the_sample_is_as_large_as_asked_and_the_same_for_the_same_seed(tm
     assert (code, none["groups"], none["disagreements"]) == (0, 0, [])
 
 
+async def test_programs_that_pass_only_the_tests_that_were_run_are_found_in_an_executor_of_the_audits_own(
+    tmp_path: Path,
+) -> None:
+    tests = ["assert f(1) == 2", "assert f(2) == 3"]
+    (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": "f adds 1", "tests": tests}))
+    run = settings(tmp_path, [{"kind": "code", "max_tests": 1}], data={"path": str(tmp_path / "data.jsonl")})
+    programs = ("def f(x): return x + 1", "def f(x): return 2")
+    completions = [
+        {
+            "text": f"```python\n{program}\n```",
+            "reward": 1.0,
+            "scores": {"code": {"status": "ok", "value": 1.0, "detail": ""}},
+            "tokens": 9,
+            "finish_reason": "stop",
+        }
+        for program in programs
+    ]
+    row = {"step": 1, "group": 0, "problem": "data.jsonl:1", "prompt": "f adds 1", "answer": None}
+    run.run_folder.mkdir()
+    (run.run_folder / "settings.toml").write_text(dumps(run))
+    (run.run_folder / "rollouts.jsonl").write_text(json.dumps({**row, "completions": completions}) + "\n")
+    code, report, _ = audit(run.run_folder)
+    assert (code, checks(report)) == (1, [("all tests, shuffled", 0, 1)])
+    assert report["checked"]["wrong expected values"] == 2
+
+
 def test_what_cannot_be_audited_is_exit_code_2_and_one_sentence(tmp_path: Path) -> None:
     code, report, said = audit(tmp_path / "none")
     assert (code, report) == (2, {})
