@@ -247,6 +247,44 @@ def export(
         print(f"version {found['version']} (step {found['step']}): {found['folder']}")  # noqa: T201
 
 
+@app.command("audit-rewards")
+def audit_rewards(
+    run: Annotated[
+        Path, typer.Argument(metavar="[RUN]", help="The run's folder, its settings file, or `latest`.")
+    ] = LATEST,
+    sample: Annotated[int, typer.Option("--sample", min=1, metavar="N", help="Number of groups to look at.")] = 100,
+    above: Annotated[
+        float | None,
+        typer.Option(
+            "--above", metavar="R", help="Look at completions with at least this reward. Default: half of the largest."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of the sample and of the order of tests.")] = 0,
+    url: Url = "",
+    token_file: TokenFile = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Judge a sample of a run's rewarded completions again, more strictly, and list what the stricter scorers doubt.
+
+    Programs run in an executor of the audit's own. Judges and reward models are not asked again. docs/rewards.md, "Audit", says how to
+    read it. Exit codes: 0 no disagreement, 1 disagreements, 2 the audit could not be made.
+
+    **Examples:** `penstock audit-rewards latest` · `penstock audit-rewards runs/math-… --sample 500 --above 0.9 --json`
+    """
+    from services import audits
+
+    try:
+        source = audits.source_of(LATEST if str(run) == LATEST.name and not run.exists() else run, url, token_file)
+        found = audits.make(source, above=above, count=sample, seed=seed)
+    except PenstockError as error:
+        raise SettingsError(str(error)) from error
+    if as_json:
+        print(audits.as_json(found, source.settings))  # noqa: T201
+    else:
+        audits.show(found, source.settings, Console())
+    raise typer.Exit(1 if found.disagreements else 0)
+
+
 @app.command()
 def settings(
     name: Annotated[str, typer.Argument(metavar="[NAME]", help="Only those whose name holds this.")] = "",

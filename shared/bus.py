@@ -54,7 +54,11 @@ _UNAVAILABLE = (
     OSError,
 )
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
-_BEGINNING, _PAGE_ENTRIES = "0-0", 256
+_PAGE_ENTRIES = 256
+_GIVEN_BACK = "given-back"
+"""The consumer of entries that were given back; what any other consumer leaves alone was in its hands when it died."""
+_LONGEST_REASON = 2000
+_AT_ONCE_MS = 86_400_000
 _SCRIPTS = {
     path.name.removesuffix(".lua"): path.read_text()
     for path in resources.files("shared").joinpath("lua").iterdir()
@@ -65,7 +69,10 @@ _DIGESTS = {name: hashlib.sha1(text.encode()).hexdigest() for name, text in _SCR
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Delivery(Generic[M]):
-    """One entry in this consumer's hands. ``attempts`` counts deliveries, this one included."""
+    """One entry in this consumer's hands.
+
+    ``attempts`` numbers this attempt. Those before it ended with an error, or with a process that died while it worked on nothing else.
+    """
 
     stream: Stream
     entry_id: EntryId
@@ -73,10 +80,18 @@ class Delivery(Generic[M]):
     attempts: int
     data: bytes
     kind: type[M]
+    crashes: int = 0
+    """How many processes died, or fell silent, while they held it among others."""
 
     def message(self) -> M:
         """Decode it. Raises :class:`MessageError`, upon which the worker buries the entry."""
-        return wire.decode(self.data, self.kind)
+        message = wire.decode(self.data, self.kind)
+        written = getattr(message, "group_id", None)
+        if written is not None and str(written) != self.group_id:
+            raise MessageError(
+                f"expected a message of group {self.group_id[:40]!r}, as its entry says, found one of {written}"
+            )
+        return message
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -224,84 +239,113 @@ class Bus:
         self, stream: Stream, kind: type[M], consumer: str, count: int, block_s: float | None
     ) -> list[Delivery[M]]:
         """Take up to ``count`` entries that nobody has; wait up to ``block_s`` for the first (None: not at all)."""
-        return self._deliveries(stream, kind, await self._read_rows(stream, consumer, ">", count, block_s))
-
-    async def own(
-        self, stream: Stream, kind: type[M], consumer: str, page_entries: int = _PAGE_ENTRIES
-    ) -> AsyncIterator[Delivery[M]]:
-        """Take again everything that an earlier process of the same name left unfinished, oldest first, a page at a time."""
-        after = _BEGINNING
-        while page := await self.read_own(stream, kind, consumer, page_entries, after):
-            for delivery in page:
-                yield delivery
-            after = page[-1].entry_id
-
-    async def read_own(
-        self, stream: Stream, kind: type[M], consumer: str, count: int, after: str = _BEGINNING
-    ) -> list[Delivery[M]]:
-        """Take again up to ``count`` entries that an earlier process of the same name left unfinished; empty: there are no more.
-
-        Each such delivery counts as an attempt. An entry that is no longer in the stream is passed over.
-
-        Args:
-            after: the last entry of the page before.
-        """
-        while rows := await self._read_rows(stream, consumer, after, count, None):
-            entries = self._deliveries(stream, kind, rows)
-            if entries:
-                found = await self._attempts(stream, consumer, entries[0].entry_id, entries[-1].entry_id, len(rows))
-                return [dataclasses.replace(entry, attempts=found.get(entry.entry_id, 1)) for entry in entries]
-            after = _text(rows[-1][0])
-        return []
-
-    async def _read_rows(
-        self, stream: Stream, consumer: str, start: str, count: int, block_s: float | None
-    ) -> list[tuple[bytes, Mapping[Any, Any]]]:
-        key = self.keys.of(stream)
-        block_ms = None if block_s is None else max(1, int(block_s * 1000))
-        try:
-            answer = await self.call(
-                lambda: self.client.xreadgroup(stream.group, consumer, {key: start}, count=count, block=block_ms)
-            )
-        except ResponseError as error:
-            if "NOGROUP" not in str(error):
-                raise
-            await self.make_groups()  # the server came back empty
-            return []
-        return list(answer[0][1]) if answer else []
-
-    def _deliveries(
-        self, stream: Stream, kind: type[M], rows: Sequence[tuple[bytes, Mapping[Any, Any]]]
-    ) -> list[Delivery[M]]:
+        rows = await self._read_rows(stream, consumer, count, block_s)
         return [self._delivery(stream, kind, entry_id, 1, fields) for entry_id, fields in rows if fields]
 
-    async def _attempts(self, stream: Stream, consumer: str, first: str, last: str, count: int) -> dict[EntryId, int]:
-        rows = await self.call(
-            lambda: self.client.xpending_range(
-                self.keys.of(stream), stream.group, min=first, max=last, count=count, consumername=consumer
-            )
-        )
-        return {EntryId(_text(row["message_id"])): int(row["times_delivered"]) for row in rows}
+    async def own(
+        self, stream: Stream, kind: type[M], consumer: str, page_entries: int = _PAGE_ENTRIES, *, suspect: bool = False
+    ) -> AsyncIterator[Delivery[M]]:
+        """Take again everything that an earlier process of the same name left unfinished, oldest first, a page at a time.
 
-    async def reclaim(
-        self, stream: Stream, kind: type[M], consumer: str, min_idle_s: float, count: int
-    ) -> list[Delivery[M]]:
-        """Take over entries that their consumer has not renewed for ``min_idle_s``."""
-        arguments: list[Argument] = [stream.group or "", consumer, int(min_idle_s * 1000), count, "0-0"]
+        It counts as no attempt. An entry that is no longer in the stream is passed over.
+
+        Args:
+            suspect: note on each entry that a process died while it held it.
+        """
+        start, keys = "-", [self.keys.of(stream), self.keys.crashes]
+        while True:
+            arguments: list[Argument] = [stream.group or "", consumer, start, page_entries, stream.name, int(suspect)]
+            rows = await self._unless_empty(lambda: self.script("retake", keys, arguments))  # noqa: B023 (awaited here)
+            for entry_id, attempts, crashes, fields in rows:
+                if fields:
+                    yield self._delivery(stream, kind, entry_id, int(attempts), _pairs(fields), int(crashes))
+            if len(rows) < page_entries:
+                return
+            start = f"({_text(rows[-1][0])}"
+
+    async def _unless_empty(self, command: Callable[[], Awaitable[list[Any]]]) -> list[Any]:
+        """Return the rows; none, and the consumer groups are made, where the server came back empty."""
         try:
-            answer = await self.script("reclaim", [self.keys.of(stream)], arguments)
+            return await command()
         except ResponseError as error:
             if "NOGROUP" not in str(error):
                 raise
             await self.make_groups()
             return []
+
+    async def _read_rows(
+        self, stream: Stream, consumer: str, count: int, block_s: float | None
+    ) -> list[tuple[bytes, Mapping[Any, Any]]]:
+        key = self.keys.of(stream)
+        block_ms = None if block_s is None else max(1, int(block_s * 1000))
+        answer = await self._unless_empty(
+            lambda: self.call(
+                lambda: self.client.xreadgroup(stream.group, consumer, {key: ">"}, count=count, block=block_ms)
+            )
+        )
+        return list(answer[0][1]) if answer else []
+
+    async def reclaim(
+        self, stream: Stream, kind: type[M], consumer: str, min_idle_s: float, count: int, *, suspect: bool = False
+    ) -> list[Delivery[M]]:
+        """Take over entries that their consumer has not renewed for ``min_idle_s``, or that were given back.
+
+        Args:
+            suspect: note on those of a silent consumer that it may have died of them.
+        """
+        keys = [self.keys.of(stream), self.keys.crashes]
+        arguments: list[Argument] = [
+            stream.group or "",
+            consumer,
+            int(min_idle_s * 1000),
+            count,
+            _GIVEN_BACK,
+            stream.name,
+        ]
+        rows = await self._unless_empty(lambda: self.script("reclaim", keys, [*arguments, int(suspect)]))
         return [
-            self._delivery(stream, kind, entry_id, int(attempts), _pairs(fields))
-            for entry_id, attempts, fields in answer[1:]
+            self._delivery(stream, kind, entry_id, int(attempts), _pairs(fields), int(crashes))
+            for entry_id, attempts, crashes, fields in rows
         ]
 
+    async def try_alone(self, delivery: Delivery[Any], consumer: str, *, passed: bool = False) -> bool:
+        """Count this attempt before the entry is worked on alone; False where it is no longer ours.
+
+        Args:
+            passed: it was worked on, and the attempt does not count.
+        """
+        stream = delivery.stream
+        attempts = delivery.attempts + (not passed)
+        arguments: list[Argument] = [stream.group or "", consumer, delivery.entry_id, attempts]
+        return bool(await self.script("try_alone", [self.keys.of(stream)], arguments))
+
+    async def note_crash(self, delivery: Delivery[M]) -> Delivery[M]:
+        """Note that a process died while it worked on the entry among others; return it so."""
+        crashes = int(await self.write(self.keys.crashes, "HINCRBY", _field(delivery), 1))
+        return dataclasses.replace(delivery, crashes=crashes)
+
+    async def note_cause(self, delivery: Delivery[Any], cause: str) -> None:
+        """Note why an attempt failed, for the process that buries the entry once this one is gone."""
+        await self.write(self.keys.causes, "HSET", _field(delivery), cause[:_LONGEST_REASON])
+
+    async def cause(self, delivery: Delivery[Any]) -> str:
+        """Return why the newest attempt failed; "" where its process died without a word."""
+        noted = await self.call(lambda: self.client.hget(self.keys.causes, _field(delivery)))
+        return "" if noted is None else _text(noted)
+
+    async def forget(self, delivery: Delivery[Any]) -> None:
+        """Forget crashes and causes of an entry that left its stream."""
+        for key in (self.keys.crashes, self.keys.causes):
+            await self.write(key, "HDEL", _field(delivery))
+
     def _delivery(
-        self, stream: Stream, kind: type[M], entry_id: bytes | str, attempts: int, fields: Mapping[Any, Any]
+        self,
+        stream: Stream,
+        kind: type[M],
+        entry_id: bytes | str,
+        attempts: int,
+        fields: Mapping[Any, Any],
+        crashes: int = 0,
     ) -> Delivery[M]:
         return Delivery(
             stream=stream,
@@ -310,6 +354,7 @@ class Bus:
             attempts=attempts,
             data=fields.get(b"data", b""),
             kind=kind,
+            crashes=crashes,
         )
 
     async def tail(
@@ -338,7 +383,7 @@ class Bus:
     # ---------------------------------------------------------------- finish an entry
 
     async def hand_over(self, delivery: Delivery[Any], output: Stream, result: object) -> bool:
-        """Publish ``result`` and acknowledge the input in one transaction.
+        """Publish ``result``, a message or its bytes, and acknowledge the input in one transaction.
 
         Returns False when another consumer finished the entry first: nothing was published.
         """
@@ -346,7 +391,7 @@ class Bus:
             delivery.stream.group or "",
             delivery.entry_id,
             delivery.group_id,
-            wire.encode(result),
+            result if isinstance(result, bytes) else wire.encode(result),
         ]
         keys = [self.keys.of(delivery.stream), self.keys.of(output)]
         return bool(await self.script("hand_over", keys, arguments))
@@ -372,7 +417,7 @@ class Bus:
             delivery.entry_id,
             delivery.group_id,
             outcome,
-            detail,
+            detail[:_LONGEST_REASON],
             delivery.attempts,
             int(keep),
             self.audit_entries,
@@ -398,17 +443,25 @@ class Bus:
         ours = await self.script("renew", [self.keys.of(stream)], [stream.group or "", consumer, *entries])
         return {EntryId(_text(entry)) for entry in ours}
 
-    async def give_back(self, stream: Stream, consumer: str, entry_id: EntryId, *, idle_s: float, counted: bool) -> int:
-        """Let any consumer take an entry, ``idle_s`` of its idle time already counted as passed."""
-        arguments: list[Argument] = [stream.group or "", consumer, int(idle_s * 1000), 0 if counted else 1, entry_id]
+    async def give_back(
+        self, stream: Stream, consumer: str, entry_id: EntryId, *, idle_s: float, uncounted: int = 0
+    ) -> int:
+        """Let any consumer take an entry, ``idle_s`` of its idle time already counted as passed.
+
+        Args:
+            uncounted: how many of its attempts do not count.
+        """
+        arguments: list[Argument] = [stream.group or "", consumer, int(idle_s * 1000), uncounted, _GIVEN_BACK, entry_id]
         return int(await self.script("give_back", [self.keys.of(stream)], arguments))
 
-    async def give_all_back(self, stream: Stream, consumer: str, *, counted: bool = False) -> int:
-        """Let others take at once everything that ``consumer`` has; return how many entries.
+    async def give_all_back(self, stream: Stream, consumer: str) -> int:
+        """Let others take at once everything that ``consumer`` has, this attempt not counted; return how many entries."""
+        arguments: list[Argument] = [stream.group or "", consumer, _AT_ONCE_MS, 1, _GIVEN_BACK]
+        return int(await self.script("give_back", [self.keys.of(stream)], arguments))
 
-        ``counted``: this attempt counts, so that an entry that stops its handlers by a bug is buried in the end.
-        """
-        arguments: list[Argument] = [stream.group or "", consumer, 86_400_000, 0 if counted else 1]
+    async def leave_suspects(self, stream: Stream, consumer: str) -> int:
+        """Let others take at once everything that ``consumer`` has, as what its process died of; return how many entries."""
+        arguments: list[Argument] = [stream.group or "", consumer, _AT_ONCE_MS, 0, consumer]
         return int(await self.script("give_back", [self.keys.of(stream)], arguments))
 
     # ---------------------------------------------------------------- look
@@ -469,7 +522,11 @@ def _raise_swallowed(cancels: int) -> None:
 
 
 def _text(value: bytes | str) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+    return value.decode(errors="backslashreplace") if isinstance(value, bytes) else value
+
+
+def _field(delivery: Delivery[Any]) -> str:
+    return f"{delivery.stream.name}:{delivery.entry_id}"
 
 
 def _pairs(flat: Sequence[Any]) -> dict[Any, Any]:

@@ -13,9 +13,11 @@
     ├── PermanentError         will never work for this message            → the entry is buried with its reason
     │   └── MessageError       bytes that are no message of ours           → the same
     ├── WeightsError           a snapshot is torn, corrupt or missing      → the old weights go on serving, next source
+    ├── StateLost              an engine or a device is gone               → the process ends and is started again
     └── Fenced                 another process took this one's place       → stop at once, commit nothing
 
-Everything else is a bug: it stops the process, the supervisor restarts it and the bus redelivers.
+Anything else that a handler raises is a bug that costs its group: it is tried again, then buried with the cause (see ``worker``).
+Outside of handlers it ends the process, the supervisor restarts it and the bus redelivers.
 
 Messages are lower case and say what was expected, what was found and which setting to change.
 """
@@ -67,6 +69,10 @@ class MessageError(PermanentError):
 
 class WeightsError(PenstockError):
     """A snapshot of weights is missing, torn, corrupt or of another layout."""
+
+
+class StateLost(PenstockError):
+    """Something that this process cannot work without is gone, such as an engine or a device: it must be started again."""
 
 
 class Fenced(PenstockError):

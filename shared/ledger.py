@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from shared import streams, wire
 from shared.bus import Argument, Bus, Delivery, EntryId, read_counts
@@ -91,6 +91,21 @@ class JournalEntry:
     """The experience, encoded."""
     plan: StepPlan | None = None
     """How the step was laid out; None where an older version of Penstock committed it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Standing:
+    """What the bus knows of a group's id."""
+
+    admitted: bool
+    """Whether a prompt of this id was admitted; a bus that came back empty does not know, and takes every id for one."""
+    trained: bool
+    """Whether its experience was committed."""
+    newest_version: PolicyVersion | None
+    """The newest version that exists; None where the bus knows none."""
+
+
+_MOST_BITS = (1 << 32) - 1
 
 
 class Ledger:
@@ -218,7 +233,7 @@ class Ledger:
         keys = [self._keys.run, *(self._keys.of(stream) for stream in named), self._keys.policies]
         keys += [self._keys.policy_states, *(self._keys.of(s) for s in (streams.PUBLISHED, streams.STEPS))]
         keys += [self._keys.counts, self._keys.of(streams.AUDIT), self._keys.marks]
-        keys += [self._keys.of(stream) for stream in (streams.PROMPTS, streams.ROLLOUTS)]
+        keys += [*(self._keys.of(stream) for stream in (streams.PROMPTS, streams.ROLLOUTS)), self._keys.trained]
         payload = wire.encode(record)
         arguments: list[Argument] = [
             epoch,
@@ -239,6 +254,22 @@ class Ledger:
         answer = await self._bus.script("commit", keys, [*arguments, *(entry.entry_id for entry in deliveries)])
         if answer != b"ok":
             raise Fenced(f"expected to commit step {record.step} as version {record.version}, found {answer.decode()}")
+
+    async def standing(self, group_id: int) -> Standing:
+        """Return what the bus knows of a group's id, and of the versions that exist."""
+
+        async def look() -> list[Any]:
+            async with self._bus.client.pipeline(transaction=False) as pipeline:
+                pipeline.hmget(self._keys.run, ["cursor", "newest_version"])
+                pipeline.getbit(self._keys.trained, min(group_id, _MOST_BITS))
+                return list(await pipeline.execute())
+
+        (cursor, newest), trained = await self._bus.call(look)
+        return Standing(
+            admitted=cursor is None or group_id < int(cursor),
+            trained=bool(trained),
+            newest_version=None if newest is None else PolicyVersion(int(newest)),
+        )
 
     async def journal(self, after: str) -> list[JournalEntry]:
         """Return the journal after an entry, in the order of commits."""

@@ -9,18 +9,28 @@ Times are Unix seconds. Token ids are int32, logprobs are float32 in nats under 
 """
 
 import dataclasses
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import NewType, TypeAlias
+from typing import Annotated, NewType, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from shared.wire import columns, message, record
+from shared.wire import Joined, Limits, columns, message, record
 
 GroupId = NewType("GroupId", int)
 """The place of a prompt in the run's order of admission: 0, 1, 2, …; never reused in a run."""
 PolicyVersion = NewType("PolicyVersion", int)
 """The number of one set of weights in the ledger; never reused. 0 is the initial policy."""
+
+MOST_SAMPLES = 65_536
+"""Hard limit of the samples of a group; ``sampling.group_size`` and those of evaluations are below it."""
+_ID = Limits(0, (1 << 53) - 1)
+_INT32 = Limits(0, (1 << 31) - 1)
+_NAME = Limits(length=1024)
+_LOGPROB = Limits(-80.0, 0.1)
+"""Of a token that was drawn: one of a probability below e⁻⁸⁰ never is; above 0 is rounding."""
+_ANY_LOGPROB = Limits(-1e6, 0.1)
 
 Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
 Int32Array: TypeAlias = npt.NDArray[np.int32]
@@ -64,7 +74,7 @@ class ScoreStatus(StrEnum):
 class ChatMessage:
     """One turn of a conversation."""
 
-    role: str
+    role: Annotated[str, _NAME]
     content: str
 
 
@@ -77,9 +87,9 @@ class Sampling:
     Sampling(samples=16, max_new_tokens=4, temperature=1.0)
     """
 
-    samples: int
-    max_new_tokens: int
-    temperature: float
+    samples: Annotated[int, Limits(1, MOST_SAMPLES)]
+    max_new_tokens: Annotated[int, Limits(1, (1 << 31) - 1)]
+    temperature: Annotated[float, Limits(0.0, 1e6)]
 
 
 @message("prompt", schema=1)
@@ -90,25 +100,45 @@ class Prompt:
     A replica must hold at least ``min_version`` before it generates, which is what bounds the lag.
     """
 
-    group_id: GroupId
-    problem: str
+    group_id: Annotated[GroupId, _ID]
+    problem: Annotated[str, Limits(length=65_536)]
     """Where the problem stands in its dataset, ``file:line``, for people."""
     sampling: Sampling
     text: str | None = None
-    messages: tuple[ChatMessage, ...] | None = None
+    messages: Annotated[tuple[ChatMessage, ...], Limits(length=65_536)] | None = None
     answer: str | None = None
     extra: dict[str, Json] = dataclasses.field(default_factory=dict)
     """Every other column of the dataset row."""
-    min_version: PolicyVersion = PolicyVersion(0)
+    min_version: Annotated[PolicyVersion, _INT32] = PolicyVersion(0)
     purpose: Purpose = Purpose.TRAIN
     admitted_at_s: float = 0.0
-    requeues: int = 0
+    requeues: Annotated[int, _INT32] = 0
     """How often the group came back because its samples were stale."""
-    scorers: tuple[str, ...] = ()
+    scorers: Annotated[tuple[str, ...], _NAME] = ()
     """Names of the scorers that apply; none: all of the run."""
 
 
-@columns
+def _check_samples(arrays: Mapping[str, Joined]) -> None:
+    """Raise ValueError where the arrays of samples do not belong together; vectorised over all samples of a group."""
+    missing = {"token_ids", "behavior_logprobs", "version_spans"} - arrays.keys()
+    if missing:
+        raise ValueError(f"expected arrays as {', '.join(sorted(missing))}, found others")
+    tokens, spans = arrays["token_ids"].lengths, arrays["version_spans"]
+    if tokens != arrays["behavior_logprobs"].lengths:
+        raise ValueError("expected one behavior logprob a token, found other lengths")
+    if min(tokens) < 1 or min(spans.lengths) < 1:
+        raise ValueError("expected at least one token and one version span in each sample, found fewer")
+    starts, ends = spans.joined[:, 0], np.cumsum(spans.lengths)
+    firsts = ends - spans.lengths
+    ascends = np.diff(starts) > 0
+    ascends[ends[:-1] - 1] = True  # from one sample to the next
+    if starts[firsts].any() or not ascends.all() or not (starts[ends - 1] < tokens).all():
+        raise ValueError(
+            "expected version spans that begin at token 0 and ascend below the sample's length, found others"
+        )
+
+
+@columns(_check_samples)
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Sample:
     """One completion with its tokens and behavior logprobs.
@@ -120,9 +150,9 @@ class Sample:
         version_spans      [[0, 7], [3, 8]]        oldest_version 7, newest_version 8
     """
 
-    token_ids: Int32Array
-    behavior_logprobs: Float32Array
-    version_spans: Int32Array
+    token_ids: Annotated[Int32Array, _INT32]
+    behavior_logprobs: Annotated[Float32Array, _LOGPROB]
+    version_spans: Annotated[Int32Array, Limits(0, (1 << 31) - 1, shape=(None, 2))]
     finish_reason: FinishReason
     text: str
 
@@ -148,11 +178,28 @@ class RolloutGroup:
     """All samples of one prompt, not yet scored."""
 
     prompt: Prompt
-    prompt_token_ids: Int32Array
-    samples: tuple[Sample, ...]
-    replica: str
+    prompt_token_ids: Annotated[Int32Array, _INT32]
+    samples: Annotated[tuple[Sample, ...], Limits(length=MOST_SAMPLES)]
+    replica: Annotated[str, _NAME]
     started_at_s: float
     finished_at_s: float
+
+    def check(self) -> None:
+        """Raise ValueError where there are more samples than the prompt asked for."""
+        if len(self.samples) > self.prompt.sampling.samples:
+            raise ValueError(
+                f"expected at most the {self.prompt.sampling.samples} samples of the prompt, found {len(self.samples)}"
+            )
+
+    @property
+    def group_id(self) -> GroupId:
+        """The prompt's."""
+        return self.prompt.group_id
+
+    @property
+    def newest_version(self) -> PolicyVersion:
+        """The newest version in any sample."""
+        return max(sample.newest_version for sample in self.samples)
 
     @property
     def oldest_version(self) -> PolicyVersion:
@@ -170,12 +217,19 @@ class RolloutGroup:
 class Score:
     """What one scorer says of one sample. ``value`` is None exactly when ``status`` is ``UNAVAILABLE``."""
 
-    scorer: str
+    scorer: Annotated[str, _NAME]
     status: ScoreStatus
     value: float | None
     detail: str = ""
     lenient: tuple[str, ...] = ()
     """The lenient rules without which the value would be 0 (docs/rewards.md, "Leniency")."""
+
+    def check(self) -> None:
+        """Raise ValueError where the value does not fit the status."""
+        if (self.value is None) != (self.status is ScoreStatus.UNAVAILABLE):
+            raise ValueError(
+                f"expected a value exactly of a scorer that did its work, found {self.value} as {self.status}"
+            )
 
 
 @record
@@ -183,7 +237,7 @@ class Score:
 class SampleScores:
     """What every scorer that applies says of one sample, in the order of the settings."""
 
-    scores: tuple[Score, ...]
+    scores: Annotated[tuple[Score, ...], Limits(length=1024)]
 
 
 @message("experience", schema=1)
@@ -195,12 +249,30 @@ class Experience:
     """
 
     group: RolloutGroup
-    rewards: Float32Array
-    scores: tuple[SampleScores, ...]
+    rewards: Annotated[Float32Array, Limits(-1e30, 1e30)]
+    scores: Annotated[tuple[SampleScores, ...], Limits(length=MOST_SAMPLES)]
     scored_at_s: float
     score_s: float
-    reference_logprobs: Float32Array | None = None
+    reference_logprobs: Annotated[Float32Array, _ANY_LOGPROB] | None = None
     """Under the frozen initial policy, at the temperature of sampling; None where the trainer computes them itself."""
+
+    def check(self) -> None:
+        """Raise ValueError where rewards, scores and reference logprobs are not those of the group's samples."""
+        samples = len(self.group.samples)
+        if not samples or len(self.rewards) != samples or len(self.scores) != samples:
+            raise ValueError(
+                f"expected samples, a reward and scores of each, found {samples} samples, {len(self.rewards)} rewards and "
+                f"{len(self.scores)} scores"
+            )
+        if self.reference_logprobs is not None:
+            tokens = sum(len(sample.token_ids) for sample in self.group.samples)
+            if len(self.reference_logprobs) != tokens:
+                raise ValueError(f"expected {tokens} reference logprobs, found {len(self.reference_logprobs)}")
+
+    @property
+    def group_id(self) -> GroupId:
+        """The prompt's."""
+        return self.group.group_id
 
 
 @record
@@ -211,9 +283,9 @@ class Misfit:
     A single sample that does not fit is left out on the ranks in ``ranks``.
     """
 
-    attempt: int
+    attempt: Annotated[int, _INT32]
     """Which pass, counted from 0 over the step's updates; failed ones count."""
-    ranks: tuple[int, ...]
+    ranks: Annotated[tuple[int, ...], _INT32]
     """The ranks without memory for it, ascending."""
 
 
@@ -222,7 +294,7 @@ class Misfit:
 class StepPlan:
     """How a step's samples were spread over forward passes; a replay that follows it repeats the step to the bit."""
 
-    micro_batch_tokens: int
+    micro_batch_tokens: Annotated[int, Limits(1, (1 << 53) - 1)]
     """The value of ``trainer.micro_batch_tokens``."""
     layout: str
     """Digest of which samples lay in which micro-batch of which rank, before any was cut."""
@@ -241,9 +313,17 @@ class Probe:
         logprobs        a  b |     c        nats, teacher-forced at temperature 1
     """
 
-    token_ids: Int32Array
-    lengths: Int32Array
-    logprobs: Float32Array
+    token_ids: Annotated[Int32Array, _INT32]
+    lengths: Annotated[Int32Array, Limits(1, (1 << 31) - 1)]
+    logprobs: Annotated[Float32Array, _ANY_LOGPROB]
+
+    def check(self) -> None:
+        """Raise ValueError where lengths and logprobs are not those of the tokens."""
+        tokens, sequences = len(self.token_ids), len(self.lengths)
+        if int(self.lengths.sum(dtype=np.int64)) != tokens or len(self.logprobs) != tokens - sequences:
+            raise ValueError(
+                f"expected lengths and logprobs of {tokens} tokens, found {sequences} sequences and {len(self.logprobs)} logprobs"
+            )
 
     def sequences(self) -> list[tuple[Int32Array, Float32Array]]:
         """Return (token ids, logprobs of all but the first) of each sequence."""
@@ -260,19 +340,19 @@ class Probe:
 class PolicyRecord:
     """What the ledger keeps of a version, written once."""
 
-    version: PolicyVersion
-    parent: PolicyVersion | None
-    step: int
+    version: Annotated[PolicyVersion, _INT32]
+    parent: Annotated[PolicyVersion, _INT32] | None
+    step: Annotated[int, _ID]
     created_at_s: float
-    manifest_digest: str
+    manifest_digest: Annotated[str, _NAME]
     """SHA-256, hex, of what vouches for every weight: the header of a pull, or the manifest of a snapshot on disk."""
     location: str
     """The folder of the snapshot on disk; empty where there is none."""
-    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
-    source: str = ""
+    metrics: Annotated[dict[str, float], Limits(finite=False)] = dataclasses.field(default_factory=dict)
+    source: Annotated[str, _NAME] = ""
     """``host:port`` where the trainer serves this version; empty: by file only."""
     probe: Probe | None = None
-    settings_revision: int = 0
+    settings_revision: Annotated[int, _ID] = 0
     """Under which revision of the live settings its step was trained."""
 
 
@@ -292,12 +372,12 @@ class PolicyUpdate:
 class StepReport:
     """What one optimizer step measured. Names in ``metrics`` are listed in docs/architecture.md."""
 
-    step: int
-    version: PolicyVersion
+    step: Annotated[int, _ID]
+    version: Annotated[PolicyVersion, _INT32]
     finished_at_s: float
-    samples: int
-    metrics: dict[str, float]
-    lag_counts: dict[str, int]
+    samples: Annotated[int, _ID]
+    metrics: Annotated[dict[str, float], Limits(finite=False)]
+    lag_counts: Annotated[dict[str, int], _ID]
     """Samples by lag in steps: {"0": 480, "1": 32}."""
 
 

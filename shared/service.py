@@ -25,7 +25,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from shared import connection, log
+from shared import connection, event_loop, log
 from shared.bus import Bus
 from shared.cordon import Cordon
 from shared.endpoints import Endpoints
@@ -161,7 +161,8 @@ async def serve(settings: Settings, service: str, replica: str, metrics_port: in
     beating = asyncio.Event()
     beats = asyncio.create_task(presence.run(beating))
     try:
-        yield Context(settings, service, replica, bus, status, stop, live, cordon, secret)
+        async with event_loop.watched():
+            yield Context(settings, service, replica, bus, status, stop, live, cordon, secret)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(2.0):
                 await presence.leave()
@@ -185,7 +186,8 @@ async def attend(settings: Settings, service: str, metrics_port: int) -> AsyncIt
     )
     status.address = endpoints.address
     try:
-        yield stop, status
+        async with event_loop.watched():
+            yield stop, status
     finally:
         endpoints.close()
         signal.alarm(0)

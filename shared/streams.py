@@ -41,6 +41,9 @@
     cordons      hash    replica → what it was told: to take nothing new, or to finish and leave
     settings     string  the TOML of a run that was registered over HTTP; services may start from it
     idempotency:<digest> what a POST was answered, with a TTL
+    crashes      hash    <stream>:<entry> → how many processes died while they held it; causes: why its newest attempt failed
+    trained      string  a bit for each group id whose experience was committed, so that a copy of it is not trained
+    trying       string  the entries of the batch that the trainer works on: suspects, where it died
     services     set     replica names;             service:<replica>: its heartbeat, with a TTL
 
 Entries of a data stream are deleted on hand-over, so ``XLEN(prompts) + XLEN(rollouts) + XLEN(experience)`` is the number
@@ -223,6 +226,26 @@ class Keys:
     def rehearsal(self) -> str:
         """The hash of prompts on which scorers are tried before training."""
         return self.named("rehearsal")
+
+    @property
+    def crashes(self) -> str:
+        """The hash of how many processes died while they held an entry."""
+        return self.named("crashes")
+
+    @property
+    def causes(self) -> str:
+        """The hash of why the newest attempt at an entry failed."""
+        return self.named("causes")
+
+    @property
+    def trained(self) -> str:
+        """The bits of group ids whose experience was committed."""
+        return self.named("trained")
+
+    @property
+    def trying(self) -> str:
+        """The entries of the batch that the trainer works on."""
+        return self.named("trying")
 
     def idempotency(self, digest: str) -> str:
         """Return the key of what one POST was answered."""

@@ -27,6 +27,7 @@ BUS_AVAILABLE = Gauge(
 )
 BUS_AVAILABLE.set(math.nan)  # the executor's: 0 would be an outage
 MISSED_HEARTBEATS = 5
+_EVENT_EVERY_S = 60.0
 """A replica that has been silent for so many heartbeats is gone."""
 
 
@@ -208,6 +209,30 @@ def _heartbeat(fields: dict[str, Any]) -> Heartbeat:
 def _known(kind: type[T], fields: Mapping[str, Any]) -> T:
     """Return a ``kind`` of those ``fields`` that it has."""
     return kind(**{field.name: fields[field.name] for field in dataclasses.fields(kind) if field.name in fields})  # type: ignore[arg-type]
+
+
+class HandlerFailures:
+    """Exceptions of one replica's handlers that are bugs: for its heartbeat, from which notices are made, and for events.
+
+    Args:
+        part: the name of the handler, for people.
+    """
+
+    def __init__(self, part: str, bus: Bus, replica: str, status: Status) -> None:
+        self._part = part
+        self._bus = bus
+        self._replica = replica
+        self._status = status
+        self._told_s = -math.inf
+
+    async def note(self, group: str, error: str) -> None:
+        """Note that an exception cost a group an attempt."""
+        before, problem = self._status.failures.get(self._part), f"group {group[:100]}"
+        failed = 1 + (before.failed if before else 0)
+        self._status.failures[self._part] = Failure(self._part, error[:500], problem, failed, 0, time.time())
+        if time.monotonic() - self._told_s > _EVENT_EVERY_S:
+            self._told_s = time.monotonic()
+            await tell(self._bus, self._replica, f"{self._part} failed", f"{problem}: {error[:500]}")
 
 
 async def tell(bus: Bus, source: str, name: str, detail: str, **fields: Json) -> None:

@@ -48,18 +48,31 @@ async def test_a_late_consumer_cannot_publish_twice(bus: Bus) -> None:
     assert await bus.length(ROLLOUTS) == 1
 
 
-async def test_an_entry_reclaimed_counts_its_attempts(bus: Bus) -> None:
+async def test_an_entry_counts_the_consumers_that_fell_silent_over_it_and_the_attempts_that_ended(bus: Bus) -> None:
     await put(bus)
-    (first,) = await take(bus, "a")
-    (second,) = await bus.reclaim(PROMPTS, Prompt, "b", min_idle_s=0.0, count=1)
-    (third,) = await bus.reclaim(PROMPTS, Prompt, "c", min_idle_s=0.0, count=1)
-    assert [first.attempts, second.attempts, third.attempts] == [1, 2, 3]
+    taken = await take(bus, "a")
+    for name in ("b", "c"):
+        taken += await bus.reclaim(PROMPTS, Prompt, name, min_idle_s=0.0, count=1, suspect=True)
+    await bus.give_back(PROMPTS, "c", taken[0].entry_id, idle_s=0.0)
+    taken += await bus.reclaim(PROMPTS, Prompt, "d", min_idle_s=0.0, count=1, suspect=True)
+    assert [(delivery.attempts, delivery.crashes) for delivery in taken] == [(1, 0), (1, 1), (1, 2), (2, 2)]
+    await bus.forget(taken[0])
+    assert await bus.client.hgetall(bus.keys.crashes) == {}
+
+
+async def test_an_entry_that_is_tried_alone_has_counted_the_attempt_before_its_process_dies(bus: Bus) -> None:
+    await put(bus)
+    (delivery,) = await take(bus, "a")
+    assert await bus.try_alone(delivery, "a")
+    assert not await bus.try_alone(delivery, "b")
+    (again,) = [found async for found in bus.own(PROMPTS, Prompt, "a", suspect=True)]
+    assert (again.attempts, again.crashes) == (2, 1)
 
 
 async def test_an_entry_that_is_renewed_is_not_reclaimed(bus: Bus) -> None:
     await put(bus)
     (delivery,) = await take(bus, "a")
-    await bus.give_back(PROMPTS, "a", delivery.entry_id, idle_s=100.0, counted=True)
+    await bus.leave_suspects(PROMPTS, "a")
     assert await bus.renew(PROMPTS, "a", [delivery.entry_id]) == {delivery.entry_id}
     assert await bus.reclaim(PROMPTS, Prompt, "b", min_idle_s=50.0, count=1) == []
 
@@ -83,8 +96,8 @@ async def test_what_a_consumer_gives_back_is_taken_at_once_and_costs_no_attempt(
 async def test_a_process_of_the_same_name_takes_again_what_it_left(bus: Bus) -> None:
     await put(bus, 2)
     await take(bus, "a")
-    again = await bus.read_own(PROMPTS, Prompt, "a", 10)
-    assert [(delivery.group_id, delivery.attempts) for delivery in again] == [("0", 2), ("1", 2)]
+    again = [delivery async for delivery in bus.own(PROMPTS, Prompt, "a")]
+    assert [(delivery.group_id, delivery.attempts) for delivery in again] == [("0", 1), ("1", 1)]
 
 
 async def test_what_a_process_left_is_taken_again_however_much_it_is(bus: Bus) -> None:
@@ -92,7 +105,7 @@ async def test_what_a_process_left_is_taken_again_however_much_it_is(bus: Bus) -
     entries = [delivery.entry_id for delivery in await take(bus, "a", 7)]
     await bus.client.xdel(bus.keys.of(PROMPTS), *entries[2:4])  # a whole page of them is gone
     again = [delivery async for delivery in bus.own(PROMPTS, Prompt, "a", page_entries=2)]
-    assert [(delivery.group_id, delivery.attempts) for delivery in again] == [(name, 2) for name in "01456"]
+    assert [(delivery.group_id, delivery.attempts) for delivery in again] == [(name, 1) for name in "01456"]
 
 
 async def test_a_consumer_gives_back_all_that_it_has_however_much_it_is(bus: Bus) -> None:
@@ -284,7 +297,7 @@ async def test_a_server_that_came_back_empty_is_no_bug_of_who_held_something(bus
     (held, *_) = await take(bus)
     await bus.client.delete(bus.keys.of(PROMPTS))
     assert await bus.renew(PROMPTS, "a", [held.entry_id]) == set()
-    assert await bus.give_back(PROMPTS, "a", held.entry_id, idle_s=0.0, counted=True) == 0
+    assert await bus.give_back(PROMPTS, "a", held.entry_id, idle_s=0.0) == 0
     assert await bus.give_all_back(PROMPTS, "a") == 0
     assert not await bus.hand_over(held, ROLLOUTS, builders.group(0))
     assert not await bus.drop(held, "stale")

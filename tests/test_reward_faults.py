@@ -16,6 +16,7 @@ from services.reward.scoring import Scoring
 from services.reward.service import make_scoring
 from shared import wire
 from shared.bus import Bus
+from shared.errors import StateLost
 from shared.messages import Experience, RolloutGroup
 from shared.settings import Settings
 from shared.streams import AUDIT, EXPERIENCE, ROLLOUTS
@@ -177,7 +178,7 @@ async def test_a_device_that_dies_stops_the_replica_and_another_scores_what_it_h
     await first.scoring.start()
     first.hurt(die)
     await put(bus, 3)
-    with pytest.raises(RuntimeError, match="device-side assert"):
+    with pytest.raises(StateLost, match="device-side assert"):
         await first.run()
     assert await bus.length(EXPERIENCE) == 0
     await second.scoring.start()

@@ -348,3 +348,30 @@ async def test_a_key_is_read_from_a_file(tmp_path: Path) -> None:
     async with serving(sequence(says("Rating: [[10]]"))) as endpoint:
         await judged(endpoint, "46", api_key_file=str(tmp_path / "key"))
     assert "authorization: bearer sk-1\r\n" in endpoint.heads[0].lower()
+
+
+@pytest.mark.parametrize(
+    ("reply", "detail"),
+    [
+        ((200, {}, "[" * 100_000), "found HTTP 200 without a chat message: "),
+        ((200, {}, " " * (4 * 1024**2 + 1)), "found a response of more than 4194304 bytes"),
+    ],
+)
+async def test_a_response_that_is_too_deep_or_too_large_is_no_answer_and_no_crash(reply: Reply, detail: str) -> None:
+    async with serving(sequence(reply)) as endpoint:
+        score = await judged(endpoint, "46")
+    assert (score[0].status, score[0].value) == (ScoreStatus.UNAVAILABLE, None)
+    assert score[0].detail.startswith(detail)
+
+
+async def test_a_count_of_tokens_that_no_number_holds_is_not_counted() -> None:
+    content = {"choices": [{"message": {"role": "assistant", "content": "score: 7"}}]}
+    reply = json.dumps({**content, "usage": {"prompt_tokens": 10**400}})
+    async with serving(sequence((200, {}, reply))) as endpoint:
+        assert [score.value for score in await judged(endpoint, "46")] == [0.7]
+
+
+def test_an_answer_of_nothing_but_opened_objects_holds_no_verdict() -> None:
+    reader = VerdictReader(JudgeScorer(kind="judge", url="http://x", model="m", json_field="score"))
+    assert reader.read('{"a":' * 4_000) is None
+    assert reader.read("{" * 10_000 + '{"score": 5}') == 0.5

@@ -188,8 +188,14 @@ async def test_a_prompt_waits_for_the_version_that_it_asks_for(
     ("harm", "reason"),
     [
         ({"text": None}, "expected a text in train.jsonl:8, found none"),
-        ({"sampling": Sampling(samples=0, max_new_tokens=4, temperature=1.0)}, "expected at least one sample"),
-        ({"sampling": Sampling(samples=2, max_new_tokens=4, temperature=-1.0)}, "at a temperature >= 0"),
+        (
+            {"sampling": Sampling(samples=0, max_new_tokens=4, temperature=1.0)},
+            "samples: expected a whole number from 1 to 65536, found 0",
+        ),
+        (
+            {"sampling": Sampling(samples=2, max_new_tokens=4, temperature=-1.0)},
+            "temperature: expected a finite number from 0 to 1e+06, found -1.0",
+        ),
     ],
 )
 async def test_a_prompt_that_can_never_be_generated_is_buried_with_its_reason(

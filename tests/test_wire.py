@@ -44,7 +44,7 @@ def test_bytes_written_by_schema_1_stay_readable() -> None:
 def test_a_score_written_before_there_was_code_to_run_stays_readable_and_new_statuses_survive() -> None:
     statuses = (ScoreStatus.TIMEOUT, ScoreStatus.MEMORY, ScoreStatus.OUTPUT_LIMIT, ScoreStatus.FORBIDDEN)
     scores = tuple(SampleScores((Score("answer", status, 0.0, "x"),)) for status in statuses)
-    written = wire.encode(dataclasses.replace(builders.experience(), scores=scores))
+    written = wire.encode(dataclasses.replace(builders.experience(0, (1.0, 0.0, 0.0, 0.0)), scores=scores))
     newer = b"\x85" + GOLDEN_SCORE[1:] + b"\xa7lenient\x90"  # a field came since
     assert newer in written
     assert wire.decode(written, Experience).scores == scores

@@ -2,6 +2,9 @@
 
 import asyncio
 import dataclasses
+import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -9,12 +12,12 @@ import pytest
 
 from shared import wire
 from shared.bus import Bus
-from shared.errors import NotHere, PermanentError, TemporaryError
+from shared.errors import NotHere, PermanentError, StateLost, TemporaryError
 from shared.messages import Prompt, RolloutGroup
 from shared.streams import PROMPTS, ROLLOUTS
 from shared.worker import Patience, Worker
 from tests import builders
-from tests.conftest import PATIENCE_S, until
+from tests.conftest import PATIENCE_S, Server, until
 
 QUICK = Patience(claim_after_s=0.6, max_attempts=3, retry_s=0.01, drain_s=5.0)
 Handler = Callable[[Prompt], Awaitable[RolloutGroup]]
@@ -79,7 +82,7 @@ async def test_no_more_than_concurrency_are_handled_at_once(bus: Bus) -> None:
     assert most <= 3
 
 
-async def test_what_an_earlier_process_left_is_done_with_no_more_than_concurrency_at_once(bus: Bus) -> None:
+async def test_what_an_earlier_process_left_is_done_one_at_a_time(bus: Bus) -> None:
     most, now = 0, 0
 
     async def count(prompt: Prompt) -> RolloutGroup:
@@ -95,7 +98,7 @@ async def test_what_an_earlier_process_left_is_done_with_no_more_than_concurrenc
     patient = dataclasses.replace(QUICK, claim_after_s=PATIENCE_S)  # so that nothing comes back by being reclaimed
     async with running(make(bus, count, patience=patient, concurrency=3)):
         await until(lambda: _is_length(bus, 11))
-    assert most == 3
+    assert most == 1
 
 
 async def test_a_temporary_failure_is_tried_again_and_then_buried_with_its_reason(bus: Bus) -> None:
@@ -169,15 +172,97 @@ async def test_noise_on_the_stream_is_buried_and_the_next_entry_is_handled(bus: 
     assert await bus.length(PROMPTS.dead) == 1
 
 
-async def test_a_bug_stops_the_worker_and_leaves_the_entry_to_others(bus: Bus) -> None:
+async def test_a_bug_costs_its_group_alone_which_is_buried_with_its_cause(bus: Bus) -> None:
+    bugs: list[tuple[str, str]] = []
+
+    async def note(group: str, error: str) -> None:
+        bugs.append((group, error))
+
     async def crash(prompt: Prompt) -> RolloutGroup:
-        raise ZeroDivisionError
+        if prompt.group_id == 1:
+            raise ZeroDivisionError("division by zero")
+        return await answer(prompt)
+
+    await put(bus, 4)
+    worker = Worker(bus, "a", PROMPTS, Prompt, ROLLOUTS, crash, 2, QUICK, bug=note)
+    async with running(worker):
+        await until(lambda: worker.counts.buried == 1)
+        await until(lambda: _is_length(bus, 3))
+    assert await outputs(bus) == ["0", "2", "3"]
+    assert bugs == [("1", "ZeroDivisionError: division by zero")] * 3
+    assert await _dead(bus) == [(b"1", b"ZeroDivisionError: division by zero", b"3")]
+    assert await bus.client.hgetall(bus.keys.causes) == {}
+
+
+async def test_a_result_that_cannot_be_written_costs_its_group_alone(bus: Bus) -> None:
+    async def odd(prompt: Prompt) -> RolloutGroup:
+        return dataclasses.replace(builders.group(prompt.group_id), replica=object())  # type: ignore[arg-type]
 
     await put(bus, 1)
-    with pytest.raises(ZeroDivisionError):
-        await make(bus, crash).run(asyncio.Event())
-    (delivery,) = await bus.reclaim(PROMPTS, Prompt, "b", min_idle_s=3600.0, count=1)
-    assert delivery.attempts == 2, "an entry that stops its handlers is buried in the end"
+    worker = make(bus, odd)
+    async with running(worker):
+        await until(lambda: worker.counts.buried == 1)
+    assert await _dead(bus) == [(b"0", b"TypeError: cannot write object into a message", b"3")]
+
+
+async def _dead(bus: Bus) -> list[tuple[bytes, bytes, bytes]]:
+    rows = await bus.client.xrange(bus.keys.of(PROMPTS.dead))
+    return [(fields[b"id"], fields[b"reason"], fields[b"attempts"]) for _, fields in rows]
+
+
+@pytest.mark.parametrize("error", [MemoryError(), StateLost("the engine died")])
+async def test_what_a_process_cannot_survive_ends_it_and_blames_only_who_was_alone(bus: Bus, error: Exception) -> None:
+    async def crash(prompt: Prompt) -> RolloutGroup:
+        if prompt.group_id == 1:
+            raise error
+        await asyncio.sleep(0.01)
+        return await answer(prompt)
+
+    await put(bus, 3)
+    ends = 0
+    for _ in range(2 + QUICK.max_attempts):
+        with pytest.raises(type(error)):
+            await make(bus, crash, concurrency=3).run(asyncio.Event())
+        ends += 1
+    worker = make(bus, crash, concurrency=3)
+    async with running(worker):
+        await until(lambda: worker.counts.buried == 1)
+        await until(lambda: _is_length(bus, 2))
+    assert ends == 5, "in a crowd, beside others, and three times alone"
+    assert await _dead(bus) == [(b"1", f"failed 3 times: {error!r}".encode(), b"4")]
+    assert await bus.client.hgetall(bus.keys.crashes) == {}
+
+
+@pytest.mark.parametrize("same_name", [True, False], ids=["started again", "taken over by others"])
+async def test_a_poison_group_that_kills_its_process_takes_no_honest_one_with_it(
+    bus: Bus, server: Server, *, same_name: bool
+) -> None:
+    await put(bus, 41)
+    deaths = 0
+    while True:
+        name = "a" if same_name else f"replica-{deaths}"
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.poisoned_worker", server.url, bus.keys.run_id, name, "13"]
+        )
+        try:
+            await until(lambda: _is_over(bus, process, 40), timeout_s=PATIENCE_S)
+            if process.poll() is None:
+                break
+            assert process.wait() == -signal.SIGKILL
+            deaths += 1
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait(PATIENCE_S)
+    assert deaths == 4, "in a crowd, beside others, and twice alone"
+    assert await outputs(bus) == sorted(str(group) for group in range(41) if group != 13)
+    assert await _dead(bus) == [(b"13", b"failed 2 times: its process died each time, and left no message", b"3")]
+    assert await bus.length(PROMPTS) == 0
+
+
+async def _is_over(bus: Bus, process: subprocess.Popen[bytes], results: int) -> bool:
+    ended = await bus.length(ROLLOUTS) == results and await bus.length(PROMPTS.dead) == 1
+    return ended or process.poll() is not None
 
 
 async def test_a_long_handler_keeps_its_entry(bus: Bus) -> None:
@@ -235,16 +320,3 @@ async def test_a_stopped_worker_gives_back_what_it_cannot_finish(bus: Bus) -> No
     assert worker.counts.given_back == 1
     (delivery,) = await bus.reclaim(PROMPTS, Prompt, "b", min_idle_s=3600.0, count=1)
     assert delivery.attempts == 1, "giving back costs no attempt"
-
-
-async def test_an_entry_that_killed_its_consumers_is_buried_before_it_is_handled(bus: Bus) -> None:
-    await put(bus, 1)
-    for consumer in ("a", "b", "c"):
-        if consumer == "a":
-            await bus.read(PROMPTS, Prompt, consumer, 1, block_s=0.1)
-        else:
-            await bus.reclaim(PROMPTS, Prompt, consumer, min_idle_s=0.0, count=1)
-    worker = make(bus, answer, "d", Patience(claim_after_s=0.05, max_attempts=3))
-    async with running(worker):
-        await until(lambda: worker.counts.buried == 1)
-    assert worker.counts.handed_over == 0

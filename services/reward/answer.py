@@ -20,6 +20,7 @@ import math
 import sys
 from collections.abc import Iterable
 from fractions import Fraction
+from functools import partial
 
 from services.reward import extraction, matching, plain_mathematics, plain_numbers
 from services.reward.matching import Attempt
@@ -27,6 +28,7 @@ from services.reward.notation import plain
 from services.reward.processes import Crashed, Overdue, Processes
 from services.reward.recent import Recent
 from services.reward.scorer import is_cut, unavailable, valued
+from services.reward.turns import Turns
 from shared.errors import PermanentError, SettingsError, TemporaryError
 from shared.messages import Json, Prompt, RolloutGroup, Sample, Score, ScoreStatus
 from shared.settings import scorers
@@ -76,6 +78,7 @@ class AnswerMatcher:
         self._lenient = frozenset(scorer.lenient)
         self._processes = Processes(command, scorer.processes, scorer.name, computes=True)
         self._remembered = Recent(_REMEMBERED)
+        self._turns = Turns()
 
     async def start(self) -> None:
         """Start and warm the matcher processes, where the mode needs them.
@@ -103,7 +106,7 @@ class AnswerMatcher:
             PermanentError: the prompt has no reference answer, or none that the mode can compare with.
         """
         reference = self._reference(group.prompt)
-        answers = [self._answer(sample) for sample in group.samples]
+        answers = [await self._turns.take(partial(self._answer, sample)) for sample in group.samples]
         scores = await self._scores(reference, (answer for answer in answers if isinstance(answer, str)))
         return [scores[answer] if isinstance(answer, str) else answer for answer in answers]
 
@@ -155,7 +158,7 @@ class AnswerMatcher:
         slow: dict[str, asyncio.Task[Score]] = {}
         async with asyncio.TaskGroup() as comparing:
             for answer in dict.fromkeys(answers):
-                score = self._score_at_once(reference, answer)
+                score = await self._turns.take(partial(self._score_at_once, reference, answer))
                 if score is None:
                     slow[answer] = comparing.create_task(self._compare(reference, answer))
                 else:
@@ -186,7 +189,7 @@ class AnswerMatcher:
 
     def _equal_as_written(self, reference: str, answer: str) -> Equality | None:
         """Return whether two texts that need no rewriting are equal: plain numbers, and formulas that leave nothing to compute."""
-        if matching.is_dressed(reference) or matching.is_dressed(answer):
+        if len(answer) > matching.LONGEST_FORMULA or matching.is_dressed(reference) or matching.is_dressed(answer):
             return None
         expected, given = plain_numbers.read(reference), plain_numbers.read(answer)
         if expected is not None and given is not None:

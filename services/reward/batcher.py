@@ -25,7 +25,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from shared.errors import PenstockError
+from shared.errors import PenstockError, StateLost
 from shared.settings.reward_models import ModelWork
 
 log = logging.getLogger(__name__)
@@ -137,6 +137,7 @@ class Batcher(Generic[Item, Result]):
 
         Raises:
             NoRoom: one of them does not fit into memory even alone.
+            StateLost: a forward pass failed, so the device may be gone.
         """
         assert self._working is not None, "start() comes first"
         now_s, loop = time.monotonic(), asyncio.get_running_loop()
@@ -149,7 +150,8 @@ class Batcher(Generic[Item, Result]):
         try:
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             if not results.done():
-                self._working.result()  # raises what stopped it
+                error = self._working.exception()
+                raise StateLost(f"the model of scorer {self._scorer!r} cannot go on: {error!r}") from error
             return await results
         finally:
             results.cancel()

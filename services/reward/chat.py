@@ -44,6 +44,9 @@ TOKENS = Counter(
 _PASSING = frozenset({408, 409, 425, 429})
 """What may pass, besides 5xx."""
 _LONGEST_ERROR = 120
+_LARGEST_RESPONSE_BYTES = 4 * 1024**2
+"""A larger response is not read: no verdict is so long."""
+_MOST_TOKENS = 10**9
 
 
 T = TypeVar("T")
@@ -131,7 +134,7 @@ class ChatClient:
                 REQUESTS.labels(self._scorer.name, "retried").inc()
                 raise
         SECONDS.labels(self._scorer.name).observe(time.monotonic() - started_s)
-        found = read(answer)
+        found = await asyncio.to_thread(read, answer)
         REQUESTS.labels(self._scorer.name, "ok" if found is not None else "unparsable").inc()
         if found is None:
             raise _Passing(f"found no verdict in {answer[-_LONGEST_ERROR:]!r}", ending=NoVerdict)
@@ -140,11 +143,22 @@ class ChatClient:
     async def _post(self, question: str) -> httpx.Response:
         try:
             async with asyncio.timeout(self._scorer.timeout_s):
-                return await self._http.post(self._url, json=self._body(question))
+                return await self._bounded(question)
         except TimeoutError as error:
             raise _Passing(f"found no answer within {self._scorer.timeout_s:g} s") from error
         except httpx.HTTPError as error:
             raise _Passing(f"found {type(error).__name__}: {self._shown(str(error))}") from error
+
+    async def _bounded(self, question: str) -> httpx.Response:
+        """Return the response, read up to the largest size."""
+        content = bytearray()
+        async with self._http.stream("POST", self._url, json=self._body(question)) as response:
+            async for part in response.aiter_bytes():
+                content += part
+                if len(content) > _LARGEST_RESPONSE_BYTES:
+                    raise _Passing(f"found a response of more than {_LARGEST_RESPONSE_BYTES} bytes")
+        headers = {name: value for name, value in response.headers.items() if name == "retry-after"}
+        return httpx.Response(response.status_code, headers=headers, content=bytes(content))
 
     def _body(self, question: str) -> dict[str, object]:
         messages = [{"role": "system", "content": self._scorer.system}] if self._scorer.system else []
@@ -164,18 +178,19 @@ class ChatClient:
             REQUESTS.labels(self._scorer.name, "refused").inc()
             raise NoAnswer(f"expected HTTP 200 from {self._url}, found {status}: {self._shown(response.text)}")
         try:
-            content = response.json()["choices"][0]["message"]["content"]
-        except (ValueError, LookupError, TypeError) as error:
+            answer = response.json()
+            content = answer["choices"][0]["message"]["content"]
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise _Passing(f"found HTTP 200 without a chat message: {self._shown(response.text)}") from error
         if not isinstance(content, str):
             raise _Passing("found HTTP 200 with a chat message that is no text")
-        self._count(response.json().get("usage"))
+        self._count(answer.get("usage"))
         return content
 
     def _count(self, usage: object) -> None:
         for of in ("prompt", "completion"):
             count = usage.get(f"{of}_tokens") if isinstance(usage, dict) else None
-            if isinstance(count, int) and count > 0:
+            if isinstance(count, int) and 0 < count <= _MOST_TOKENS:
                 TOKENS.labels(self._scorer.name, of).inc(count)
 
     def _shown(self, text: str) -> str:

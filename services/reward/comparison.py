@@ -21,6 +21,8 @@ from typing import Any
 
 from services.reward import answering, latex_parser
 
+_DEEPEST = 16
+"""Mathematics nested deeper is not read: the parser's time grows exponentially with the depth, to minutes at 20."""
 _MEMORY_BYTES = 2 * 1024**3
 _DIGITS = 30
 """To which two rounded formulas are evaluated."""
@@ -44,7 +46,22 @@ def read(text: str) -> list[Any]:
     """Return what math-verify understands of ``text``: expressions of sympy, and the text that it read them from."""
     from math_verify import LatexExtractionConfig, parse
 
+    if depth(text) > _DEEPEST:
+        raise ValueError(f"nested deeper than {_DEEPEST}")
     return list(parse(f"${text}$", [LatexExtractionConfig()], parsing_timeout=None, raise_on_error=True))
+
+
+def depth(text: str) -> int:
+    """Return how deep brackets of any kind are nested in ``text``, closed or not.
+
+    >>> depth(r"\\frac{1}{(2+x)}")
+    2
+    """
+    deepest = level = 0
+    for character in text:
+        level = max(level + (character in "([{") - (character in ")]}"), 0)
+        deepest = max(deepest, level)
+    return deepest
 
 
 def compare(reference: str, answer: str, tolerance: float = 0.0) -> dict[str, object]:

@@ -6,7 +6,7 @@
     it is not ──────────▶ failed(part, …)        the cause, the row and the counts, in the next heartbeat
     neither, for long ──▶ look()                 a call that may hang is named before its deadline
 
-A part is a scorer, the reference or the reward's expression. It decides nothing: what happens to the group is the worker's.
+A part is a scorer, the reference, the reward's expression, or scoring as a whole for what none of them foresaw. It decides nothing: what happens to the group is the worker's.
 """
 
 import contextlib
@@ -27,6 +27,8 @@ FAILURES = Counter(
     ["part"],
 )
 AVAILABLE = Gauge("penstock_reward_scorer_available", "1 while a scorer does its work, else 0.", ["scorer"])
+HANDLER = "scoring"
+"""The part that stands for exceptions that no scorer foresaw."""
 SILENT_S = 6.0
 """A call that takes this long, and much longer than any before it, may hang."""
 _SILENT_TIMES = 3.0

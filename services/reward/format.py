@@ -26,6 +26,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 
 import regex
@@ -33,6 +34,7 @@ import regex
 from services.reward.extraction import tagged
 from services.reward.processes import Crashed, NotReady, Overdue, Processes
 from services.reward.scorer import is_cut, unavailable, valued
+from services.reward.turns import Turns
 from shared.errors import SettingsError, TemporaryError
 from shared.messages import RolloutGroup, Sample, Score, ScoreStatus
 from shared.settings import scorers
@@ -40,6 +42,8 @@ from shared.settings.scorers import FormatRule
 
 _AT_ONCE_S = 0.002
 """How long a pattern may hold the event loop."""
+_SHORT = 4_000
+"""A text up to this length, in characters, is checked in the event loop."""
 PATTERN_TIMEOUT_S = 1.0
 """How long a pattern may take in all: status ``timeout``, value 0."""
 _JSON_COMMAND = (sys.executable, "-m", "services.reward.json_check")
@@ -64,6 +68,7 @@ class FormatChecker:
     def __init__(self, scorer: scorers.FormatScorer) -> None:
         self.name = scorer.name
         self._scorer = scorer
+        self._turns = Turns()
         self._pattern = self._compiled("pattern", scorer.pattern, regex.DOTALL) if scorer.pattern else None
         scripts = "".join(rf"\p{{Script={script}}}" for script in scorer.scripts)
         self._script = self._compiled("scripts", rf"[[{scripts}]&&\p{{L}}]", regex.V1) if scripts else None
@@ -135,7 +140,7 @@ class FormatChecker:
             await self._checkers.close()
 
     async def score(self, group: RolloutGroup) -> list[Score]:
-        """Check each sample."""
+        """Check each sample; long ones in a thread, beside the event loop."""
         return [await self._check(sample) for sample in group.samples]
 
     async def _check(self, sample: Sample) -> Score:
@@ -151,7 +156,10 @@ class FormatChecker:
             return valued(self.name, ScoreStatus.CRASHED, 0.0, f"json_schema: {error}")
         except TemporaryError as error:
             return unavailable(self.name, str(error))
-        return self._valued(list(self._rules(sample, matches, json_problem)))
+        rules = partial(self._broken, sample, matches, json_problem)
+        if len(sample.text) > _SHORT:
+            return self._valued(await asyncio.to_thread(rules))
+        return self._valued(await self._turns.take(rules))
 
     def _valued(self, rules: list[tuple[FormatRule, str]]) -> Score:
         weights = [self._scorer.weights.get(rule, 1.0) for rule, _ in rules]
@@ -176,11 +184,16 @@ class FormatChecker:
         if pattern is None:
             return True
         try:
-            return pattern.fullmatch(text, timeout=_AT_ONCE_S) is not None
+            if len(text) <= _SHORT:
+                return await self._turns.take(lambda: pattern.fullmatch(text, timeout=_AT_ONCE_S) is not None)
+            raise TimeoutError
         except TimeoutError:
             return await asyncio.to_thread(
                 lambda: pattern.fullmatch(text, timeout=PATTERN_TIMEOUT_S, concurrent=True) is not None
             )
+
+    def _broken(self, sample: Sample, matches: bool, json_problem: str) -> list[tuple[FormatRule, str]]:
+        return list(self._rules(sample, matches, json_problem))
 
     def _rules(self, sample: Sample, matches: bool, json_problem: str) -> Iterator[tuple[FormatRule, str]]:
         """Yield each declared rule's name and how it is broken, or nothing ("")."""
@@ -262,8 +275,8 @@ def _broken_length(found: int, least: int, most: int | None, unit: str) -> str:
 
 
 def _broken_script(text: str, script: "regex.Pattern[str]", rules: scorers.FormatScorer) -> str:
-    letters = len(_LETTER.findall(text))
-    share = len(script.findall(text)) / letters if letters else 1.0
+    letters = len(_LETTER.findall(text, concurrent=True))
+    share = len(script.findall(text, concurrent=True)) / letters if letters else 1.0
     if share >= rules.min_script_share:
         return ""
     return f"expected a share of {rules.min_script_share:g} of letters in {', '.join(rules.scripts)}, found {share:.3g}"

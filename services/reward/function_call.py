@@ -30,6 +30,7 @@ from shared.messages import Prompt, RolloutGroup, Sample, ScoreStatus
 
 ENTRY_POINTS = "penstock.scorers"
 _MIB = 1024**2
+_LONGEST_DETAIL = 1_000
 _LONGEST_LINE = 140
 """Characters of an error's first line that are kept, so that its place has room behind it in a score's detail."""
 _HERE = Path(__file__).resolve().parent
@@ -121,7 +122,7 @@ def _prepare() -> answering.Answerer:
             return {"error": describe(error, function)}
         status = ScoreStatus.UNAVAILABLE if result.value is None else ScoreStatus(result.status)
         value = None if result.value is None else float(result.value)
-        return {"status": status.value, "value": value, "detail": str(result.detail)}
+        return {"status": status.value, "value": value, "detail": str(result.detail)[:_LONGEST_DETAIL]}
 
     return answer
 

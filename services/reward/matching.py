@@ -77,8 +77,8 @@ class Reading:
 
 
 def attempts(reference: str, answer: str, lenient: Collection[str]) -> tuple[Attempt, ...]:
-    """Return the comparisons to make, in order; none: the answer is not the reference."""
-    return _attempts(reference, answer, frozenset(lenient))
+    """Return the comparisons to make, in order; none: the answer is not the reference. Of a long answer only the end is read."""
+    return _attempts(reference, answer[-LONGEST_PROSE:], frozenset(lenient))
 
 
 @lru_cache(maxsize=4096)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.reward.failures import AVAILABLE, Failures, Tell, part_of
+from services.reward.failures import AVAILABLE, HANDLER, Failures, Tell, part_of
 from services.reward.reference import Reference
 from services.reward.rehearsal import rehearse
 from services.reward.scorer import Scorer
@@ -114,6 +114,7 @@ class Scoring:
         scores = tuple(SampleScores(row) for row in zip(*columns, strict=True))
         rewards = await self._rewards(scores, group.prompt.problem)
         self._count(rewards)
+        self._failures.succeeded(HANDLER)
         return Experience(
             group=group,
             rewards=rewards,
@@ -152,7 +153,10 @@ class Scoring:
                 if isinstance(answer, (PermanentError, TemporaryError)):
                     await self._failures.failed(part_of(scorer.name), group.prompt.problem, str(answer))
                 raise answer
-            assert len(answer) == len(group.samples)
+            if len(answer) != len(group.samples):
+                raise RuntimeError(
+                    f"expected {len(group.samples)} scores of scorer {scorer.name!r}, found {len(answer)}: a bug in it"
+                )
             columns.append(answer)
         if isinstance(logprobs, BaseException):
             raise logprobs
@@ -172,6 +176,10 @@ class Scoring:
             if score.value is not None:
                 value.observe(score.value)
         return scores
+
+    async def note_bug(self, group: str, error: str) -> None:
+        """Note that an exception cost a group an attempt, for people."""
+        await self._failures.failed(HANDLER, f"group {group}", error)
 
     async def watch(self) -> None:
         """Name scorers that may hang, until cancelled."""

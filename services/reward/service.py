@@ -7,12 +7,13 @@
                                  ├── scorer ├──▶ reward.expression ──▶ rewards
                                  ├── scorer ┘
                                  └── reference, where it lives here ──▶ reference logprobs
-                                      └── unavailable ──▶ TemporaryError: tried again, then buried; never worth 0
+                                      └── unavailable, or a bug ──▶ tried again, then buried with the cause; never worth 0
 
 It holds nothing that it could lose: a group that was not handed over is scored again by whoever takes it.
 """
 
 import asyncio
+import gc
 
 from services.reward.answer import AnswerMatcher
 from services.reward.code.scorer import CodeTester
@@ -29,6 +30,7 @@ from services.reward.scorer import Scorer
 from services.reward.scoring import Scoring
 from shared import streams
 from shared.bus import Bus
+from shared.crowd import Crowd
 from shared.errors import SettingsError
 from shared.expression import Expression
 from shared.messages import RolloutGroup
@@ -86,6 +88,7 @@ def _teller(bus: Bus) -> Tell:
 
 async def work(context: Context, scoring: Scoring) -> None:
     """Score groups of the run and of its evaluations until told to stop."""
+    crowd = Crowd()
     workers = [
         Worker(
             bus=context.bus,
@@ -97,6 +100,8 @@ async def work(context: Context, scoring: Scoring) -> None:
             concurrency=context.settings.reward.max_groups,
             patience=context.patience,
             taking=context.cordon.taking,
+            crowd=crowd,
+            bug=scoring.note_bug,
         )
         for source, output in (
             (streams.ROLLOUTS, streams.EXPERIENCE),
@@ -122,6 +127,7 @@ async def run(settings: Settings, replica: str) -> None:
         watching = asyncio.create_task(scoring.watch())
         try:
             await scoring.start()
+            gc.freeze()  # libraries and scorers stay: a collection need not look through them while the event loop waits
             if await _rehearsed(context, scoring):
                 await work(context, scoring)
             context.status.state = "stopping"

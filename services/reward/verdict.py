@@ -15,9 +15,11 @@ from shared.messages import Prompt
 from shared.settings.scorers import JudgeScorer
 
 _PLACE = re.compile(r"\{(prompt|completion|answer|extra\.(?P<column>[^{}\s]+))\}")
-_PATTERN_TIMEOUT_S = 0.05
+_PATTERN_TIMEOUT_S = 0.5
 _LONGEST_ANSWER = 20_000
 """Of a longer answer only the end is read, in characters."""
+_MOST_OBJECTS = 200
+"""Of an answer with more opening braces only the last ones are tried as the beginning of the verdict's object."""
 
 
 def fill(template: str, prompt: Prompt, completion: str) -> str:
@@ -79,7 +81,7 @@ class VerdictReader:
         )
 
     def read(self, answer: str) -> float | None:
-        """Return the value that the answer gives: 0 to 1, or a label's; None where it holds no verdict."""
+        """Return the value that the answer gives: 0 to 1, or a label's; None where it holds no verdict. Runs in a thread."""
         answer = answer[-_LONGEST_ANSWER:]
         verdict = self._field(answer) if self._scorer.json_field else self._match(answer)
         if self._labels:
@@ -91,7 +93,7 @@ class VerdictReader:
     def _match(self, answer: str) -> str | None:
         found = None
         try:
-            for match in self._pattern.finditer(answer, timeout=_PATTERN_TIMEOUT_S):
+            for match in self._pattern.finditer(answer, timeout=_PATTERN_TIMEOUT_S, concurrent=True):
                 found = match[1]
         except TimeoutError:
             return None
@@ -100,7 +102,7 @@ class VerdictReader:
     def _field(self, answer: str) -> object:
         """Return the field of the last JSON object that has it, whatever stands around it."""
         decoder = json.JSONDecoder()
-        for start in reversed([match.start() for match in re.finditer(r"\{", answer)]):
+        for start in [match.start() for match in re.finditer(r"\{", answer)][: -_MOST_OBJECTS - 1 : -1]:
             try:
                 value, _ = decoder.raw_decode(answer, start)
             except (ValueError, RecursionError):

@@ -159,6 +159,7 @@ async def run(settings: Settings, replica: str) -> None:
     from services.rollout.service import Rollout
 
     async with service.serve(settings, "rollout", replica, settings.rollout.metrics_port) as context:
+        from services.rollout.plausibility import Plausibility
         from shared.weights.puller import Puller
 
         engine, codec = await open_engine(await context.live.refresh(), replica, context.host, context.secret)
@@ -177,6 +178,7 @@ async def run(settings: Settings, replica: str) -> None:
             group_size=settings.sampling.group_size,
             seed=settings.run.seed,
             taking=context.cordon.taking,
+            plausibility=Plausibility(context.bus, settings, context.live.refresh),
         )
         await rollout.run(context.stop, settings.telemetry.heartbeat_s)
 

@@ -23,6 +23,7 @@ Text, streams and the ledger are not an engine's business.
 import dataclasses
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from shared.errors import StateLost
 from shared.messages import FinishReason, Float32Array, Int32Array, PolicyVersion, Sampling
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class SwapReport:
     copied_bytes: int
 
 
-class EngineDied(Exception):
+class EngineDied(StateLost):
     """The engine cannot go on; a bug, or memory that ran out. The process stops and others redo what it held."""
 
 

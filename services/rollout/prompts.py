@@ -51,7 +51,6 @@ class TokenizerCodec:
 
     def encode(self, prompt: Prompt) -> Int32Array:
         """Return the token ids of a prompt (see :class:`Codec`)."""
-        check_sampling(prompt)
         token_ids = np.array(self._token_ids(prompt), dtype=np.int32)
         if len(token_ids) == 0:
             raise PermanentError(f"expected a prompt of at least one token in {prompt.problem}, found an empty one")
@@ -112,7 +111,6 @@ class CharacterCodec:
 
     def encode(self, prompt: Prompt) -> Int32Array:
         """Return the character codes of a prompt's text (see :class:`Codec`)."""
-        check_sampling(prompt)
         if not prompt.text:
             raise PermanentError(f"expected a text in {prompt.problem}, found none")
         return np.array([ord(character) for character in prompt.text], dtype=np.int32)
@@ -120,13 +118,3 @@ class CharacterCodec:
     def decode(self, completions: Sequence[Int32Array]) -> list[str]:
         """Return the texts of completions (see :class:`Codec`)."""
         return ["".join(chr(code) for code in ids.tolist() if code != self.stop) for ids in completions]
-
-
-def check_sampling(prompt: Prompt) -> None:
-    """Refuse a prompt that asks for nothing, or for what no distribution gives."""
-    sampling = prompt.sampling
-    if sampling.samples < 1 or sampling.max_new_tokens < 1 or not 0 <= sampling.temperature < float("inf"):
-        raise PermanentError(
-            f"expected at least one sample of at least one token at a temperature >= 0 in {prompt.problem}, "
-            f"found {sampling}"
-        )

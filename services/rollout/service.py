@@ -10,11 +10,12 @@ Evaluation prompts are taken while the engine serves the version that is held fo
 past a version that is kept, or cannot be pulled: those that are admitted then wait for the head.
 Order of shutdown: both workers stop taking, finish what they hold or give it back; the follower stops; the engine closes, and
 with it what it serves to other replicas.
-An engine that died fails every handler, which stops the process; what it held is redone by others.
+An engine that died ends the process; what it held is redone by others, or by the next process of this name.
 """
 
 import asyncio
 import dataclasses
+import functools
 import time
 from collections import deque
 
@@ -24,14 +25,16 @@ from prometheus_client import Counter, Gauge, Histogram
 from services.rollout.engine import Engine, GeneratedGroup, GenerationRequest
 from services.rollout.follower import Follower
 from services.rollout.hold import Hold
+from services.rollout.plausibility import Plausibility
 from services.rollout.precedence import Precedence
 from services.rollout.prompts import Codec
 from shared import streams
 from shared.bus import Bus
+from shared.crowd import Crowd
 from shared.messages import FinishReason, Prompt, Purpose, RolloutGroup, Sample
 from shared.settings import WeightsSettings
 from shared.streams import Stream
-from shared.telemetry import Status
+from shared.telemetry import HandlerFailures, Status
 from shared.weights.puller import Puller
 from shared.worker import Patience, Worker
 
@@ -77,7 +80,14 @@ class Generation:
     """The handler: from a prompt to its rollout group."""
 
     def __init__(
-        self, engine: Engine, codec: Codec, follower: Follower, precedence: Precedence, replica: str, seed: int = 0
+        self,
+        engine: Engine,
+        codec: Codec,
+        follower: Follower,
+        precedence: Precedence,
+        replica: str,
+        seed: int = 0,
+        plausibility: Plausibility | None = None,
     ) -> None:
         self._engine = engine
         self._precedence = precedence
@@ -85,19 +95,22 @@ class Generation:
         self._follower = follower
         self._replica = replica
         self._seed = seed
+        self._plausibility = plausibility
         self.rate = Rate(time.monotonic())
 
-    async def handle(self, prompt: Prompt) -> RolloutGroup:
-        """Generate the group of ``prompt``.
+    async def handle(self, prompt: Prompt, purpose: Purpose) -> RolloutGroup:
+        """Generate the group of ``prompt``, which came on the stream of ``purpose``.
 
         Raises:
             PermanentError: this prompt can never be generated.
             NotHere: the weights that it needs cannot be pulled here.
         """
         with GROUPS_IN_PROGRESS.track_inprogress():
+            if self._plausibility is not None:
+                await self._plausibility.check(prompt, purpose)
             token_ids = self._codec.encode(prompt)
             await self._follower.wait_for(prompt.min_version)
-            training = prompt.purpose is Purpose.TRAIN
+            training = purpose is Purpose.TRAIN
             async with self._precedence.turn(prompt.sampling.samples, training=training):
                 if not training:
                     await self._follower.check_kept(prompt.min_version)
@@ -144,6 +157,7 @@ class Rollout:
             ``group_size`` times as many.
         seed: the run's.
         taking: set while new prompts may be taken.
+        plausibility: says which prompts can be this run's; None: all can.
     """
 
     def __init__(
@@ -161,6 +175,7 @@ class Rollout:
         group_size: int,
         seed: int = 0,
         taking: asyncio.Event | None = None,
+        plausibility: Plausibility | None = None,
     ) -> None:
         self._engine = engine
         self._status = status
@@ -178,26 +193,41 @@ class Rollout:
             hold=self._hold,
         )
         precedence = Precedence(max_groups * group_size)
-        self._generation = Generation(engine, codec, self._follower, precedence, replica, seed)
+        self._generation = Generation(engine, codec, self._follower, precedence, replica, seed, plausibility)
         self._training, self._evaluating = asyncio.Event(), asyncio.Event()
         self._regulate()
         evaluation_groups = max(max_groups, min(max_groups * group_size, _MAX_EVALUATION_GROUPS))
 
+        crowd, failures = Crowd(), HandlerFailures("generation", bus, replica, status)
+
         def worker(
-            source: Stream, output: Stream, concurrency: int, taking: asyncio.Event
+            purpose: Purpose, source: Stream, output: Stream, concurrency: int, taking: asyncio.Event
         ) -> Worker[Prompt, RolloutGroup]:
-            return Worker(bus, replica, source, Prompt, output, self._generation.handle, concurrency, patience, taking)
+            handler = functools.partial(self._generation.handle, purpose=purpose)
+            return Worker(
+                bus,
+                replica,
+                source,
+                Prompt,
+                output,
+                handler,
+                concurrency,
+                patience,
+                taking,
+                crowd=crowd,
+                bug=failures.note,
+            )
 
         self._workers = (
-            worker(streams.PROMPTS, streams.ROLLOUTS, max_groups, self._training),
-            worker(streams.EVAL_PROMPTS, streams.EVAL_ROLLOUTS, evaluation_groups, self._evaluating),
+            worker(Purpose.TRAIN, streams.PROMPTS, streams.ROLLOUTS, max_groups, self._training),
+            worker(Purpose.EVALUATE, streams.EVAL_PROMPTS, streams.EVAL_ROLLOUTS, evaluation_groups, self._evaluating),
         )
 
     async def run(self, stop: asyncio.Event, report_s: float) -> None:
         """Serve until ``stop``; write status every ``report_s``.
 
         Raises:
-            Exception: a bug, or the engine's death, in a group; nothing that was held is lost.
+            StateLost: the engine died; nothing that was held is lost.
         """
         try:
             async with asyncio.TaskGroup() as around:

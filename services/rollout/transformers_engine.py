@@ -18,6 +18,7 @@ depends on timing. With ``alone`` each request is a batch of its own: what it gi
 
 import asyncio
 import contextlib
+import dataclasses
 import queue
 import threading
 import time
@@ -26,6 +27,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar, TypeVarTuple, Unpack
 
+import numpy as np
 import torch
 
 from services.rollout import inbox
@@ -59,7 +61,7 @@ class TransformersEngine:
 
     Args:
         opened: the model; its parameters belong to the engine from now on.
-        max_rows: samples that are decoded at a time; a request with more is a batch of its own.
+        max_rows: samples that are decoded at a time.
         alone: whether each request is a batch of its own (``rollout.reproducible``).
         threads: CPU threads of torch; 0: as torch decides.
         host: where other replicas may pull weights from this one; empty: nowhere.
@@ -110,9 +112,14 @@ class TransformersEngine:
         return self._version
 
     async def generate(self, request: GenerationRequest) -> GeneratedGroup:
-        """Return a group of completions (see :class:`Engine`)."""
-        answer: asyncio.Future[GeneratedGroup] = self._loop.create_future()
-        return await self._ask(Asked(request, answer), answer)
+        """Return a group of completions (see :class:`Engine`); one of more than ``max_rows`` samples is made in parts."""
+        samples, parts = request.sampling.samples, list[GeneratedGroup]()
+        for first in range(0, samples, self._max_rows):
+            part = _part(request, first, min(self._max_rows, samples - first))
+            answer: asyncio.Future[GeneratedGroup] = self._loop.create_future()
+            parts.append(await self._ask(Asked(part, answer), answer))
+        made = tuple(sample for part in parts for sample in part.samples)
+        return GeneratedGroup(made, parts[0].started_at_s, parts[-1].finished_at_s)
 
     @property
     def ranks(self) -> int:
@@ -303,6 +310,15 @@ class TransformersEngine:
     def _call(self, callback: Callable[[Unpack[Arguments]], object], *arguments: *Arguments) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self._loop.call_soon_threadsafe(callback, *arguments)
+
+
+def _part(request: GenerationRequest, first: int, samples: int) -> GenerationRequest:
+    """Return the request for ``samples`` of a group, from the sample ``first`` on; each part has random numbers of its own."""
+    sampling = dataclasses.replace(request.sampling, samples=samples)
+    seed = request.seed
+    if first:
+        seed = int(np.random.SeedSequence([request.seed, first]).generate_state(1, np.uint64)[0])
+    return dataclasses.replace(request, sampling=sampling, seed=seed)
 
 
 def _rows(asked: Sequence[Asked] | deque[Asked]) -> int:

@@ -10,8 +10,12 @@ them. A group leaves here without being trained when it is
     no_signal   its rewards are all equal and algorithm.dynamic_sampling is on: dropped, and admission has another
                 generated in its slot (Yu et al. 2025, DAPO, arXiv:2503.14476, §3.2)
     nonfinite   its batch gave a loss or gradient that is not finite: dropped, by the loop
-    duplicate   the group is held already: dropped
-    unreadable  or its arrays do not fit together: buried with the reason
+    duplicate   the group is held already, or was trained: dropped
+    unreadable  or of no group or version that exists, of token ids or lengths that the model does not have: buried with the reason
+
+**Suspects.** A trainer that dies names its batch by ``trying``. Groups that were in the batch at two deaths are tried alone before they are
+trained (:meth:`Intake.next_suspect`); only such an attempt counts when the trainer dies of it, so a group that ends the trainer is
+buried and takes no other with it.
 """
 
 import asyncio
@@ -20,17 +24,15 @@ import logging
 import time
 from collections import Counter
 
-import numpy as np
-
 from services.trainer.advantages import has_signal
 from services.trainer.credit import shaped_rewards
 from services.trainer.measures import LEFT
 from services.trainer.staleness import judge
 from shared.bus import Bus, Delivery
 from shared.errors import MessageError
-from shared.ledger import Ledger
+from shared.ledger import Ledger, Standing
 from shared.live import Live
-from shared.messages import Experience, GroupId, PolicyVersion
+from shared.messages import Experience, GroupId, PolicyVersion, Purpose
 from shared.settings import Settings
 from shared.streams import EXPERIENCE
 
@@ -38,6 +40,8 @@ log = logging.getLogger(__name__)
 
 CONSUMER = "trainer"  # one name for every trainer of a run: what a dead one left is taken up at once
 _PROMPT_READ_S = 0.2
+_ALONE_FROM = 2
+"""A group that was in the batch at this many deaths is tried alone."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,6 +68,13 @@ class Intake:
         self._arrived = asyncio.Event()
         self.left: Counter[str] = Counter()
         """Numbers of groups that left untrained since :meth:`take_left`, by reason."""
+        self.vocabulary: int | None = None
+        """How many token ids the model has; None: not known."""
+        self.context_tokens = 0
+        """Longest sequence that the model reads; 0: any."""
+        self._suspects: list[Taken] = []
+        self._tried: Taken | None = None
+        self._retaken = asyncio.Event()
         self._useless = 0  # groups without signal that were dropped since the last batch
 
     @property
@@ -73,28 +84,64 @@ class Intake:
 
     async def fill(self) -> None:
         """Hold whatever arrives, for ever; run it in the background."""
+        trying = await self._bus.call(lambda: self._bus.client.get(self._bus.keys.trying)) or b""
+        suspects = set(trying.decode().split())
         async for delivery in self._bus.own(EXPERIENCE, Experience, CONSUMER):
-            await self._hold(delivery)
+            await self._hold(await self._bus.note_crash(delivery) if delivery.entry_id in suspects else delivery)
+        self._retaken.set()
         while True:
             wanted = self._settings.slots - len(self._held)
             for delivery in await self._bus.read(EXPERIENCE, Experience, CONSUMER, max(1, wanted), _PROMPT_READ_S):
                 await self._hold(delivery)
 
+    async def next_suspect(self) -> Taken | None:
+        """Return a group to try alone, whose attempt is counted already; None where there is none left."""
+        await self._retaken.wait()
+        while self._suspects:
+            suspect = self._suspects.pop()
+            if await self._bus.try_alone(suspect.delivery, CONSUMER):
+                self._tried = suspect
+                return suspect
+        return None
+
+    async def note_tried(self, cause: str = "") -> None:
+        """Hold the suspect that was tried; with a ``cause``, note that the trainer ends by it."""
+        suspect, self._tried = self._tried, None
+        assert suspect is not None
+        if cause:
+            await self._bus.note_cause(suspect.delivery, cause)
+            return
+        await self._bus.try_alone(suspect.delivery, CONSUMER, passed=True)
+        self._take(suspect)
+
+    async def note_batch(self, batch: list[Taken]) -> None:
+        """Name the batch that is about to be trained, for the trainer after this one."""
+        await self._bus.write(self._bus.keys.trying, "SET", " ".join(taken.delivery.entry_id for taken in batch))
+
+    def _take(self, taken: Taken) -> None:
+        self._held[taken.experience.group_id] = taken
+        self._arrived.set()
+
     async def _hold(self, delivery: Delivery[Experience]) -> None:
         if delivery.attempts > self._settings.bus.max_attempts:
-            await self._bury(delivery, f"was in the trainer's hands {delivery.attempts - 1} times when it died")
+            cause = await self._bus.cause(delivery) or "it left no message"
+            await self._bury(
+                delivery, f"ended the trainer {delivery.attempts - 1} times when it was tried alone: {cause}"
+            )
             return
         try:
             experience = delivery.message()
-            _check(experience)
-            if self._settings.algorithm.reference_travels:
-                _check_reference(experience)
+            self._check(experience)
+            standing = await self._ledger.standing(experience.group_id)
+            _check_standing(experience, standing)
         except MessageError as error:
             await self._bury(delivery, str(error))
             return
-        group_id = experience.group.prompt.group_id
-        if group_id in self._held:
+        if experience.group_id in self._known():
             await self._drop(delivery, "duplicate", "a group of this id is held already")
+            return
+        if standing.trained:
+            await self._drop(delivery, "duplicate", "a group of this id was trained already")
             return
         if (tokens := self._longest_tokens(experience)) > self._settings.trainer.micro_batch_tokens:
             await self._drop(delivery, "too_long", f"{tokens} tokens > trainer.micro_batch_tokens")
@@ -103,8 +150,36 @@ class Intake:
             self._useless += 1
             await self._drop(delivery, "no_signal", f"all rewards are {float(experience.rewards[0]):g}")
             return
-        self._held[group_id] = Taken(delivery, experience)
-        self._arrived.set()
+        taken = Taken(delivery, experience)
+        if delivery.crashes >= _ALONE_FROM:
+            self._suspects.append(taken)
+        else:
+            self._take(taken)
+
+    def _known(self) -> set[GroupId]:
+        waiting = [*self._suspects, *([self._tried] if self._tried is not None else [])]
+        return {*self._held, *(taken.experience.group_id for taken in waiting)}
+
+    def _check(self, experience: Experience) -> None:
+        """Raise MessageError where a group is not one that this trainer's model and settings can have."""
+        group = experience.group
+        if group.prompt.purpose is not Purpose.TRAIN or len(group.prompt_token_ids) == 0:
+            raise MessageError(
+                "expected a group to train on, with a prompt, found one to evaluate, or without prompt tokens"
+            )
+        longest = len(group.prompt_token_ids) + max(len(sample.token_ids) for sample in group.samples)
+        if self.context_tokens and longest > self.context_tokens:
+            raise MessageError(f"expected sequences within the model's {self.context_tokens} tokens, found {longest}")
+        largest = max(
+            int(ids.max()) for ids in (group.prompt_token_ids, *(sample.token_ids for sample in group.samples))
+        )
+        if self.vocabulary is not None and largest >= self.vocabulary:
+            raise MessageError(f"expected token ids below the model's {self.vocabulary}, found {largest}")
+        if self._settings.algorithm.reference_travels and experience.reference_logprobs is None:
+            raise MessageError(
+                'expected reference logprobs with algorithm.reference = "reward", found none: start the reward service with '
+                'the same settings, or set algorithm.reference = "trainer"'
+            )
 
     def _is_useless(self, experience: Experience) -> bool:
         """Whether the group teaches nothing and is left out; after so many for one step, none is, so that a run ends."""
@@ -139,7 +214,8 @@ class Intake:
     async def release(self, batch: list[Taken]) -> None:
         """Forget a batch that was committed."""
         for taken in batch:
-            del self._held[taken.experience.group.prompt.group_id]
+            del self._held[taken.experience.group_id]
+            await self._forget(taken.delivery)
         self._useless = 0
 
     async def discard(self, batch: list[Taken], reason: str, detail: str) -> None:
@@ -182,6 +258,11 @@ class Intake:
         self._count(reason)
         log.info("group dropped", extra={"group": delivery.group_id, "reason": reason, "detail": detail})
         await self._bus.drop(delivery, reason, detail)
+        await self._forget(delivery)
+
+    async def _forget(self, delivery: Delivery[Experience]) -> None:
+        if delivery.crashes:
+            await self._bus.forget(delivery)
 
     def _count(self, reason: str) -> None:
         self.left[reason] += 1
@@ -191,36 +272,13 @@ class Intake:
         self._count("buried")
         log.error("group buried", extra={"group": delivery.group_id, "reason": reason})
         await self._bus.bury(delivery, reason)
+        await self._bus.forget(delivery)
 
 
-def _check(experience: Experience) -> None:
-    """Raise MessageError where the parts of a group do not fit together."""
-    group, rewards = experience.group, experience.rewards
-    if len(group.prompt_token_ids) == 0 or not group.samples or len(rewards) != len(group.samples):
-        raise MessageError(
-            f"expected a prompt and one reward a sample, found {len(group.prompt_token_ids)} prompt tokens, "
-            f"{len(group.samples)} samples and {len(rewards)} rewards"
-        )
-    if not np.isfinite(rewards).all():
-        raise MessageError(f"expected finite rewards, found {rewards.tolist()}")
-    for sample in group.samples:
-        if len(sample.token_ids) == 0 or len(sample.token_ids) != len(sample.behavior_logprobs):
-            raise MessageError(
-                f"expected one behavior logprob a token, found {len(sample.behavior_logprobs)} for "
-                f"{len(sample.token_ids)} tokens"
-            )
-        if not np.isfinite(sample.behavior_logprobs).all() or len(sample.version_spans) == 0:
-            raise MessageError("expected finite behavior logprobs and at least one version span")
-
-
-def _check_reference(experience: Experience) -> None:
-    """Raise MessageError where the reference logprobs that the reward service owes are missing, or not of these tokens."""
-    found = experience.reference_logprobs
-    if found is None:
-        raise MessageError(
-            'expected reference logprobs with algorithm.reference = "reward", found none: start the reward service with '
-            'the same settings, or set algorithm.reference = "trainer"'
-        )
-    tokens = sum(len(sample.token_ids) for sample in experience.group.samples)
-    if found.shape != (tokens,) or not np.isfinite(found).all():
-        raise MessageError(f"expected {tokens} finite reference logprobs, found an array of shape {found.shape}")
+def _check_standing(experience: Experience, standing: Standing) -> None:
+    """Raise MessageError where the bus knows no such group, or no such version."""
+    if not standing.admitted:
+        raise MessageError(f"expected a group that was admitted, found one of the id {experience.group_id}")
+    newest = experience.group.newest_version
+    if standing.newest_version is not None and newest > standing.newest_version:
+        raise MessageError(f"expected versions up to {standing.newest_version}, the newest, found samples of {newest}")

@@ -97,6 +97,8 @@ class Lead:
         if step >= self._settings.run.steps:
             self._call(self._wait_for_stop())
             return Order(Kind.IDLE)
+        if (suspect := self._call(self._next_suspect())) is not None:
+            return Order(Kind.TRY, payloads=(suspect.delivery.data,), groups=(suspect.experience,))
         with phases.measure("wait"):
             batch = self._call(self._next_batch(step))
             settings = self._call(self._live.refresh())  # what holds now holds for this step, and the journal says so
@@ -108,6 +110,7 @@ class Lead:
             return Order(Kind.CHECKPOINT)
         self._context.status.state = "working"
         self._batch, self._branch.revision = batch, self._live.revision
+        self._call(self._intake.note_batch(batch))
         return Order(
             Kind.TRAIN,
             payloads=tuple(taken.delivery.data for taken in batch),
@@ -115,6 +118,14 @@ class Lead:
             lags=self._branch.lags([taken.experience for taken in batch], step),
             learning_rate=settings.trainer.learning_rate,
         )
+
+    def limit(self, vocabulary: int, context_tokens: int) -> None:
+        """Take groups only of token ids below ``vocabulary`` and of sequences within ``context_tokens`` (0: of any length)."""
+        self._intake.vocabulary, self._intake.context_tokens = vocabulary, context_tokens
+
+    def note_tried(self, cause: str = "") -> None:
+        """Note that the group of a TRY order was run, or that the trainer ends by ``cause``."""
+        self._call(self._intake.note_tried(cause))
 
     async def _is_journal_in_the_way(self) -> bool:
         """Whether the bus is full and a checkpoint would let the journal go: no step comes that would lead to one."""
@@ -125,11 +136,23 @@ class Lead:
             async with asyncio.timeout(TURN_S):
                 await self._context.stop.wait()
 
-    async def _next_batch(self, step: int) -> list[Taken] | None:
+    async def _next_suspect(self) -> Taken | None:
+        self._fill()
+        assert self._filling is not None
+        looking = asyncio.create_task(self._intake.next_suspect())
+        await asyncio.wait([looking, self._filling], return_when=asyncio.FIRST_COMPLETED)
+        self._fill()
+        return await looking
+
+    def _fill(self) -> None:
+        """Let the intake take what arrives; raise what stopped it."""
         if self._filling is None:
             self._filling = asyncio.create_task(self._intake.fill())
         if self._filling.done():
-            self._filling.result()  # raises what stopped it
+            self._filling.result()
+
+    async def _next_batch(self, step: int) -> list[Taken] | None:
+        self._fill()
         waiting = asyncio.create_task(self._intake.next_batch(step, TURN_S))
         stopping = asyncio.create_task(self._context.stop.wait())
         await asyncio.wait([waiting, stopping], return_when=asyncio.FIRST_COMPLETED)

@@ -138,6 +138,20 @@ class Learner:
         self.plan = dataclasses.replace(made, misfits=tuple(passes.misfits))
         return measured | self._look_back(everything, measured["reference_kl"], len(lags_M))
 
+    def try_out(self, batch: Sequence[Experience]) -> None:
+        """Run what training on ``batch`` runs, up to its loss, and change nothing; every rank calls it."""
+        rewards = [shaped_rewards(e, self._algorithm, self._settings.sampling.max_new_tokens) for e in batch]
+        lags_M, pairs = [0 for e in batch for _ in e.group.samples], self._algorithm.loss == "dpo"
+        rows = _rows(batch, rewards, pairs=pairs, shares_prompt=self._policy.shares_prompts)
+        cap, ranks = self._settings.trainer.micro_batch_tokens, self._policy.ranks
+        mine = plan(rows, cap, ranks, split=not pairs, sizes=self._policy.sizes)[dist.get_rank()]
+        minibatch = self._minibatch(rows, mine, lags_M)
+        self._look(minibatch.facts, batch)
+        assign(minibatch.facts, rewards, self._algorithm, self.kl_coefficient)
+        with torch.no_grad():
+            for found in minibatch.facts:
+                objective(found, self._policy.evaluate(found.batch), self._algorithm, self.kl_coefficient)
+
     def _rate(self, step: int, peak: float) -> float:
         if self._critic is not None and step <= self._algorithm.critic.warmup_steps:
             return 0.0

@@ -50,6 +50,14 @@ class Leading(Protocol):
         """Return the next order; IDLE when there was nothing for a while."""
         ...
 
+    def limit(self, vocabulary: int, context_tokens: int) -> None:
+        """Take groups only of token ids below ``vocabulary`` and of sequences within ``context_tokens`` (0: of any length)."""
+        ...
+
+    def note_tried(self, cause: str = "") -> None:
+        """Note that the group of a TRY order was run, or that the trainer ends by ``cause``."""
+        ...
+
     def is_published(self, step: int) -> bool:
         """Whether the weights of ``step`` are the ledger's newest version already, where replicas can get them."""
         ...
@@ -147,6 +155,8 @@ class Trainer:
                 self._replay(order)
             elif order.kind is Kind.TRAIN:
                 self._train(order.groups, order.lags, order.learning_rate)
+            elif order.kind is Kind.TRY:
+                self._try(order)
             elif order.kind is Kind.CHECKPOINT:
                 self._checkpoint_new()
         self._checkpoint_new()
@@ -207,6 +217,18 @@ class Trainer:
         measured = self._learner.learn(batch, lags, self.step + 1, peak, repeated)
         self.step += 1
         return measured
+
+    def _try(self, order: Order) -> None:
+        """Run a group alone that was in the batch when the trainer died; it may die again, which the bus has counted."""
+        cause = ""
+        try:
+            self._learner.try_out(order.groups)
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            if self._lead is not None:
+                self._lead.note_tried(cause)
 
     def _replay(self, order: Order) -> None:
         """Repeat a step of the journal, to the bit where its plan is known and can be followed."""

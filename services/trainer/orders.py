@@ -30,6 +30,8 @@ class Kind(IntEnum):
     CHECKPOINT = 5
     WAIT = 6
     """Nothing yet: rank 0 finds out from where to go on."""
+    TRY = 7
+    """Run one group that may have ended the trainer, and train nothing."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from services.trainer.launcher import LAUNCHER
 from shared import log
-from shared.context import check_context, read_config
+from shared.context import check_context, own_context, read_config
 from shared.endpoints import Endpoints
 from shared.importing import importing
 from shared.parent import die_with
@@ -94,6 +94,8 @@ def train(settings: Settings, lead: "Leading | None") -> None:
         if lead is not None and tested.reason:
             lead.notify("sequences are not packed", tested.reason)
         engine = TrainingEngine(policy, settings, device)
+        if lead is not None:
+            lead.limit(engine.vocabulary, context or own_context(engine.model.config.to_dict()))
         reference: Reference | None = None
         if algorithm.needs_reference and not algorithm.reference_travels:
             if settings.policy.lora.rank:

@@ -2,7 +2,7 @@
 -- Commit: make one optimizer step durable and visible, whole, at once. Its groups move from `experience` to `journal`
 -- and its policy version is published, in one transaction. With no entries it publishes a version of the step that
 -- is already committed (the initial policy, or the weights of a resumed trainer).
--- KEYS run, experience, journal, policies, policy_states, published, steps, counts, audit, marks, prompts, rollouts
+-- KEYS run, experience, journal, policies, policy_states, published, steps, counts, audit, marks, prompts, rollouts, trained
 -- ARGV epoch, commit id, step, version, parent, record, published payload, report, group, audit length, report length,
 --      now, revision of the live settings, plan of the step, entry ids...
 -- The parent must be the tip: the newest version, or the one that a rollback went back to. Beside the version stands where
@@ -36,6 +36,9 @@ for i = 15, #ARGV do
     if fields[f] == 'id' then id = fields[f + 1] elseif fields[f] == 'data' then data = fields[f + 1] end
   end
   redis.call('XADD', KEYS[3], '*', 'id', id, 'step', ARGV[3], 'revision', ARGV[13], 'plan', i == 15 and ARGV[14] or '', 'data', data)
+  if string.match(id or '', '^%d+$') and tonumber(id) < 4294967296 then
+    redis.call('SETBIT', KEYS[13], id, 1)
+  end
   redis.call('XACK', KEYS[2], ARGV[9], ARGV[i])
   redis.call('XDEL', KEYS[2], ARGV[i])
   if tonumber(ARGV[10]) > 0 then

@@ -1,10 +1,10 @@
 #!lua flags=allow-oom
 -- Give back: let any consumer take entries once their idle time is long enough.
 -- KEYS stream
--- ARGV group, consumer, idle ms (large: at once), uncount (1: this attempt does not count), entry ids... (none: all it has)
+-- ARGV group, consumer, idle ms (large: at once), attempts that do not count, consumer to give to, entry ids... (none: all it has)
 -- Returns how many were ours to give; none when the server came back empty.
 local rows = {}
-if #ARGV == 4 then
+if #ARGV == 5 then
   local start, page = '-', nil
   repeat
     page = redis.pcall('XPENDING', KEYS[1], ARGV[1], start, '+', 1000, ARGV[2])
@@ -14,7 +14,7 @@ if #ARGV == 4 then
     end
   until #page < 1000
 else
-  for i = 5, #ARGV do
+  for i = 6, #ARGV do
     local found = redis.pcall('XPENDING', KEYS[1], ARGV[1], ARGV[i], ARGV[i], 1)
     local row = not found.err and found[1]
     if row and row[2] == ARGV[2] then
@@ -23,7 +23,7 @@ else
   end
 end
 for _, row in ipairs(rows) do
-  local attempts = math.max(0, row[4] - (ARGV[4] == '1' and 1 or 0))
-  redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, row[1], 'IDLE', ARGV[3], 'RETRYCOUNT', attempts, 'JUSTID')
+  local attempts = math.max(0, row[4] - tonumber(ARGV[4]))
+  redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[5], 0, row[1], 'IDLE', ARGV[3], 'RETRYCOUNT', attempts, 'JUSTID')
 end
 return #rows

@@ -1,0 +1,72 @@
+"""Whether a prompt can be one of this run's: what its message alone does not tell, asked of the bus only where it may not.
+
+A prompt of a group that was never admitted, of a version that does not exist, or of more samples than the settings allow would hold
+its slot for ever, or the engine; it is buried at once.
+"""
+
+from collections.abc import Awaitable, Callable
+
+from shared.bus import Bus
+from shared.errors import PermanentError
+from shared.messages import PolicyVersion, Prompt, Purpose
+from shared.settings import Settings
+
+_TIMES = 64
+"""A group may have this many times the samples that the run's file says: ``sampling.group_size`` may be raised while it runs."""
+
+
+class Plausibility:
+    """Checks prompts of one replica.
+
+    Args:
+        settings: of the run's file.
+        refresh: returns the settings as they are now.
+    """
+
+    def __init__(self, bus: Bus, settings: Settings, refresh: Callable[[], Awaitable[Settings]]) -> None:
+        self._bus = bus
+        self._refresh = refresh
+        evaluation = settings.evaluation
+        asked = [held_out.samples or 1 for held_out in evaluation.held_out]
+        self._most_samples = max([_TIMES * settings.sampling.group_size, *asked])
+        self._cursor = -1
+        self._newest = PolicyVersion(-1)
+
+    async def check(self, prompt: Prompt, purpose: Purpose) -> None:
+        """Check a prompt that came on the stream of ``purpose``.
+
+        Raises:
+            PermanentError: it is none of this run's.
+        """
+        if prompt.purpose is not purpose:
+            raise PermanentError(f"expected a prompt to {purpose} on this stream, found one to {prompt.purpose}")
+        if prompt.sampling.samples > self._most_samples:
+            await self._check_samples(prompt.sampling.samples)
+        training = purpose is Purpose.TRAIN
+        if prompt.min_version > self._newest or (training and prompt.group_id >= self._cursor):
+            await self._check_run(prompt, training=training)
+
+    async def _check_samples(self, samples: int) -> None:
+        most = max(self._most_samples, (await self._refresh()).sampling.group_size)
+        if samples > most:
+            raise PermanentError(
+                f"expected at most {most} samples of a prompt, found {samples}: {_TIMES} × sampling.group_size of the run's "
+                "file, or evaluation.samples, is the limit"
+            )
+
+    async def _check_run(self, prompt: Prompt, *, training: bool) -> None:
+        """Read how far the run is, and compare. A bus that came back empty knows nothing yet."""
+        names = ["cursor", "newest_version"]
+        cursor, newest = await self._bus.call(lambda: self._bus.client.hmget(self._bus.keys.run, names))
+        if training and cursor is not None:
+            self._cursor = int(cursor)
+            if prompt.group_id >= self._cursor:
+                raise PermanentError(
+                    f"expected a group that was admitted, one of the first {self._cursor}, found group {prompt.group_id}"
+                )
+        if newest is not None:
+            self._newest = PolicyVersion(int(newest))
+            if prompt.min_version > self._newest:
+                raise PermanentError(
+                    f"expected a policy version up to {self._newest}, the newest, found a prompt that waits for {prompt.min_version}"
+                )
