@@ -244,6 +244,9 @@ class Leader:
     def note_checkpoint(self, checkpoint: checkpoints.Checkpoint, gone: Any) -> None:
         self.said.append(("checkpoint", checkpoint.state.step))
 
+    def note_self_test(self, part: str, outcome: str) -> None:
+        self.said.append(("self-test", part))
+
     def notify(self, name: str, detail: str, **fields: float) -> None:
         self.said.append((name, detail))
 

@@ -243,6 +243,10 @@ class Lead:
         """Write an event for people."""
         self._call(tell(self._bus, "trainer", name, detail, **fields))
 
+    def note_self_test(self, part: str, outcome: str) -> None:
+        """Have the run's status say how the self-test of ``part`` went."""
+        self._call(self._ledger.note_self_test(part, outcome))
+
     def pause(self, reason: str) -> None:
         """Pause the run, and say why in its status and events."""
         paused, _ = self._call(self._ledger.transition(RunState.PAUSED, reason, [RunState.RUNNING]))

@@ -94,6 +94,10 @@ class Leading(Protocol):
         """Write an event for people."""
         ...
 
+    def note_self_test(self, part: str, outcome: str) -> None:
+        """Have the run's status say how the self-test of ``part`` went."""
+        ...
+
     def pause(self, reason: str) -> None:
         """Pause the run: something is wrong that a person should look at."""
         ...
