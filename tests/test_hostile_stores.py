@@ -3,6 +3,7 @@
 The store is moto's server over real HTTP; manifests and pickles are those that an attacker with write access would leave.
 """
 
+import asyncio
 import dataclasses
 import hashlib
 import json
@@ -31,8 +32,10 @@ from shared.messages import ChatMessage, PolicyVersion
 from shared.settings import Settings
 from shared.weights import manifest as snapshots
 from tests import builders, tiny, trainer_ranks
+from tests.conftest import PATIENCE_S, Server
 from tests.object_storage import Storage
 from tests.test_checkpoint_store import store_of, written
+from tests.test_trainer_service import GROUPS, Run, bus_of, feed
 
 CONTENT = b"owned"
 MODEL = "engine/engine/mp_rank_00_model_states.pt"
@@ -340,6 +343,34 @@ def test_the_keys_of_a_run_are_the_lines_of_its_key_file_and_appear_in_no_text(t
     found = open_signer(Settings.model_validate({"run": {"id": "r"}, "trainer": {"signing_key_file": path}}))
     assert found == signer(SECOND, FIRST)
     assert "222" not in repr(found)
+
+
+@pytest.mark.slow
+async def test_a_trainer_signs_what_it_writes_refuses_what_another_key_signed_and_goes_on_with_both(
+    tmp_path: Path, server: Server
+) -> None:
+    key = tmp_path / "run.key"
+    key.write_bytes(FIRST)
+    run = Run(tmp_path, server, "signed", checkpoint_every_steps=1, signing_key_file=f'"{key}"')
+    async with bus_of(run) as (bus, ledger):
+        await feed(bus, 0, 2 * GROUPS)
+        async with run.trainer() as process:
+            await run.reaches(ledger, 2, process)
+            await run.stops(process)
+        made = tmp_path / "runs" / "signed" / "checkpoints" / "step-000002"
+        assert checkpoints.damage(made, signer=signer(FIRST, run_id="signed")) == ""
+        refusal = "its signature is not by run signed with a key of trainer.signing_key_file"
+        assert checkpoints.damage(made, signer=signer(SECOND, run_id="signed")) == refusal
+        key.write_bytes(SECOND)
+        async with run.trainer() as process:
+            assert await asyncio.to_thread(process.wait, PATIENCE_S) == 2
+        assert f"the checkpoint of step 2 is damaged ({refusal}; " in run.log.read_text()
+        key.write_bytes(SECOND + b"\n" + FIRST)
+        await feed(bus, 2 * GROUPS, GROUPS)
+        async with run.trainer() as process:
+            await run.reaches(ledger, 3, process)
+            await run.stops(process)
+    assert checkpoints.damage(made.with_name("step-000003"), signer=signer(SECOND, run_id="signed")) == ""
 
 
 # ---------------------------------------------------------------- snapshots

@@ -62,7 +62,7 @@ class Run:
         run_id: str,
         algorithm: str = "",
         transport: str = "file",
-        **trainer: int,
+        **trainer: int | str,
     ) -> None:
         self.folder, self.server, self.run_id = folder, server, run_id
         self.config, self.log = folder / f"{run_id}.toml", folder / f"{run_id}.log"
