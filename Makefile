@@ -16,7 +16,7 @@ VENV_PYTHON := .venv/bin/python
 # A file's tests stay in one process, in their order; files are taken in that of tests/conftest.py, the longest first.
 PYTEST := $(VENV_PYTHON) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo up test faults portability storm quick check lint format types imports openapi dashboards models clean install install-dev
+.PHONY: help demo up test faults portability portability-processes storm quick check lint format types imports openapi dashboards models clean install install-dev
 
 help:
 	@echo "make demo    train the arithmetic example on this machine, from nothing"
@@ -24,6 +24,7 @@ help:
 	@echo "make test    all tests, from nothing        make quick   those that take no whole run"
 	@echo "make faults  a real run with Prometheus, and every guard and alert raised by its fault; 3 to 8 minutes"
 	@echo "make portability  what compares floats, under the instruction sets of older CPUs and other numbers of threads"
+	@echo "make portability-processes  the same for tests that start trainers; ROUNDS=10 times each, counted"
 	@echo "make storm   30 minutes of faults over a real run, then the audit; ARGS='--seed 7'"
 	@echo "make check   what CI runs: ruff, mypy, the import rule, all tests, the faults"
 	@echo "make openapi write docs/openapi.json, the description of the HTTP API"
@@ -57,6 +58,19 @@ portability: install-dev
 		ATEN_CPU_CAPABILITY=$$aten ONEDNN_MAX_CPU_ISA=$$onednn OMP_NUM_THREADS=$$threads \
 			$(PYTEST) -m "not slow and not faults" $$(grep -l tests.tolerance tests/test_*.py) $(ARGS) || exit; \
 	done
+
+# The same for tests that start trainer processes, ROUNDS times each; it runs to its end and fails if any test did. `native` sets no instruction set.
+ROUNDS ?= 1
+PROCESSES ?= $(patsubst %,tests/test_%.py,trainer_ranks trainer_nodes repeating learning trainer_service publication journal)
+PROCESS_MACHINES := default:SSE41:1 avx2:AVX2:2 native::4
+portability-processes: install-dev
+	@failed=0; for round in $$(seq $(ROUNDS)); do for machine in $(PROCESS_MACHINES); do \
+		IFS=: read -r aten onednn threads <<< "$$machine"; \
+		kernels=(); [ -z "$$onednn" ] || kernels=(ATEN_CPU_CAPABILITY=$$aten ONEDNN_MAX_CPU_ISA=$$onednn); \
+		for file in $(PROCESSES); do \
+			echo "== round $$round of $(ROUNDS), $$machine, $$file"; \
+			env "$${kernels[@]}" OMP_NUM_THREADS=$$threads $(PYTEST) "$$file" $(ARGS) || failed=$$((failed + 1)); \
+		done; done; done; echo "$$failed of the files' runs failed"; exit $$((failed > 0))
 
 storm: install-dev
 	$(VENV_PYTHON) -m benchmarks.storm --seconds 1800 $(ARGS)

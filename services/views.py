@@ -70,6 +70,8 @@ class RunView(View):
     """What it does now, in a few words."""
     notices: list[Notice] = Field(default=[])
     """The most important first."""
+    self_tests: dict[str, str] = Field(default={})
+    """How the trainer's newest self-test went, by what was tested."""
     step: int = 0
     steps: int = 0
     head: int | None = None

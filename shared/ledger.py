@@ -46,6 +46,10 @@ class PolicyState(StrEnum):
 ENDED = (RunState.STOPPED, RunState.FINISHED)
 
 
+_SELF_TEST = "self_test:"
+"""How the names of the fields begin that hold the outcomes of self-tests."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunStatus:
     """The run as the bus knows it."""
@@ -77,6 +81,8 @@ class RunStatus:
     """What the coordinator that leads does beside admitting and promoting, in words; empty: nothing."""
     closed: bool = False
     """The run has ended and its records are whole."""
+    self_tests: dict[str, str] = dataclasses.field(default_factory=dict)
+    """How the trainer's newest self-test went, in words, by what was tested: policy, critic."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -153,6 +159,10 @@ class Ledger:
     async def note(self, name: Literal["doing", "guards"], text: str) -> None:
         """Let every coordinator say what the one that leads knows; nothing where another leads by now."""
         await self._bus.script("note", [self._keys.run], [self._term(), name, text])
+
+    async def note_self_test(self, part: str, outcome: str) -> None:
+        """Let the run's status say how the trainer's self-test of ``part`` went."""
+        await self._bus.write(self._keys.run, "HSET", f"{_SELF_TEST}{part}", outcome)
 
     async def admit(
         self, prompts: Sequence[Prompt], slots: int, groups_per_step: int, steps: int, newest: PolicyVersion
@@ -387,6 +397,9 @@ def read_status(raw: Mapping[bytes, bytes]) -> RunStatus:
         bus_full=fields.get("bus_full", ""),
         doing=fields.get("doing", ""),
         closed="closed_at_s" in fields,
+        self_tests={
+            name.removeprefix(_SELF_TEST): text for name, text in sorted(fields.items()) if name.startswith(_SELF_TEST)
+        },
     )
 
 

@@ -21,7 +21,7 @@ those of transformers' own model in evaluation mode, with its "eager" attention,
 What is not on this page is tested when the trainer starts. The self-test (`services/trainer/self_test.py`) compares the policy, with the weights, number
 types, adapters and kernels of the run, with the unmodified model: logprobs and a gradient must agree to 1e-3 in float32, and within the
 spread of roundings in half precision. If packed rows differ, sequences go one by one; if these differ too, the start is refused. The result is
-an event of the run, `self-test passed`. A reward model and the reward service's reference are tested likewise: a padded batch against single inputs.
+an event of the run, `self-test passed`, and in `penstock status`. A critic's packed hidden states are compared in the same way. A reward model and the reward service's reference are tested likewise: a padded batch against single inputs.
 
 The self-test is short: it crosses sliding windows of up to 1024 tokens on a GPU and 160 on a CPU, and does not look at gradients of large
 matrices. Whether rollout and trainer agree, the weights' probe says during the run ([weights.md](weights.md)).

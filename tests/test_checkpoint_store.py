@@ -20,9 +20,10 @@ import pytest
 import torch
 
 from services.trainer import checkpoints
-from services.trainer.checkpoints import Checkpoint, CheckpointState
+from services.trainer.checkpoints import Checkpoint
 from services.trainer.copier import Copier, Job
 from services.trainer.keeper import Keeper
+from services.trainer.manifests import CheckpointState
 from services.trainer.objects import ObjectStore
 from services.trainer.resume import Resume, find_resume
 from services.trainer.stored import CheckpointStore, open_store
@@ -101,7 +102,7 @@ def test_a_large_file_goes_in_parts_and_comes_back(tmp_path: Path, storage: Stor
     objects = ObjectStore(storage.settings(), "r")
     objects.upload(path, "large")
     assert storage.client.head_object(Bucket="runs", Key="team/r/large")["ETag"].endswith('-2"'), "two parts"
-    assert objects.download("large", again)
+    assert objects.download("large", again, path.stat().st_size)
     assert again.read_bytes() == path.read_bytes()
 
 

@@ -58,8 +58,24 @@ RUN_FIELDS = {
     *("run_id", "state", "reason", "closed", "activity", "bus_full", "step", "steps", "head", "newest_version"),
     *("groups_in_flight", "slots", "cursor", "streams", "counts", "dead", "last", "lag_counts", "history"),
     *("evaluations", "tokens_per_s", "started_at_s", "training_s", "eta_s", "bus", "guards", "notices"),
-    "settings_revision",
+    *("settings_revision", "self_tests"),
 }
+
+
+async def test_the_run_says_how_the_trainers_self_tests_went(http: httpx.AsyncClient, bus: Bus) -> None:
+    assert (await http.get("/v1/run")).json()["self_tests"] == {}
+    await Ledger(bus).note_self_test("policy", "an older start's")
+    await Ledger(bus).note_self_test("policy", 'logprobs differ by 5.7e-06 nats at most; packing = "rows"')
+    await Ledger(bus).note_self_test("critic", "hidden states differ by 1e-06 at most")
+
+    async def is_shown() -> bool:
+        shown: dict[str, str] = (await http.get("/v1/run")).json()["self_tests"]
+        return shown == {
+            "critic": "hidden states differ by 1e-06 at most",
+            "policy": 'logprobs differ by 5.7e-06 nats at most; packing = "rows"',
+        }
+
+    await until(is_shown)
 
 
 async def test_the_run_has_the_names_that_its_readers_know(http: httpx.AsyncClient, bus: Bus) -> None:

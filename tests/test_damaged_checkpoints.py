@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from services.trainer import checkpoints
-from services.trainer.checkpoints import Checkpoint, CheckpointState
+from services.trainer.checkpoints import Checkpoint
+from services.trainer.manifests import CheckpointState
 from services.trainer.objects import ObjectStore
 from services.trainer.resume import Resume, find_resume
 from services.trainer.stored import CheckpointStore

@@ -18,6 +18,7 @@ from services.trainer import adapter, checkpoints
 from services.trainer.engine import TrainingEngine
 from services.trainer.export import export_version, settings_of
 from services.trainer.learner import Learner
+from services.trainer.manifests import CheckpointState
 from services.trainer.measures import Phases
 from services.trainer.objects import ObjectStore
 from services.trainer.policy import Policy, load_model
@@ -69,7 +70,7 @@ class Run:
         self.engine.save(checkpoints.beside(root, 1) / "engine")
         of = checkpoints.base_of(self.settings.policy)
         stage = self.settings.trainer.zero_stage
-        state = checkpoints.CheckpointState(1, PolicyVersion(1), 4, "", 1, stage, "", adapter_of=of)
+        state = CheckpointState(1, PolicyVersion(1), 4, "", 1, stage, "", adapter_of=of)
         return checkpoints.make_whole(root, state).folder
 
     def snapshot(self) -> Path:

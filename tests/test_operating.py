@@ -16,7 +16,7 @@ from services.coordinator.service import Coordinator
 from services.reward.service import make_scoring
 from services.rollout.scripted_engine import ScriptedEngine
 from services.trainer import checkpoints
-from services.trainer.checkpoints import CheckpointState
+from services.trainer.manifests import CheckpointState
 from shared import streams, wire
 from shared.bus import Bus
 from shared.cordon import Cordon, Word, tell_replica

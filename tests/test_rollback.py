@@ -15,7 +15,8 @@ from services.coordinator.api import make_app
 from services.coordinator.operations import OperationState
 from services.coordinator.rollback import Rollback, Stage
 from services.coordinator.service import Coordinator
-from services.trainer.checkpoints import Checkpoint, CheckpointState
+from services.trainer.checkpoints import Checkpoint
+from services.trainer.manifests import CheckpointState
 from services.trainer.resume import may_load
 from shared import streams, wire
 from shared.bus import Bus

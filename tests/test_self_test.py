@@ -13,7 +13,8 @@ from torch import nn
 
 from services.rollout.probing import gap_of
 from services.trainer import adapter, mixers, probe, self_test, unmodified
-from services.trainer.policy import Policy, load_model
+from services.trainer.critic import Critic
+from services.trainer.policy import Policy, load_model, load_trunk
 from shared.errors import SettingsError
 from shared.plain_model import ordinary_ids
 from shared.settings import PolicySettings
@@ -178,6 +179,71 @@ def test_what_transformers_cannot_run_is_refused_in_a_sentence(folders: dict[str
         SettingsError, match="that transformers can run, found that Qwen3ForCausalLM raises RuntimeError"
     ):
         self_test.run(policy, "sequences")
+
+
+# ---------------------------------------------------------------- critics
+
+
+def critic(folder: Path, packing: Any = "auto", dtype: torch.dtype = torch.float32) -> Critic:
+    trunk, width = load_trunk(PolicySettings(model="unused"), str(folder), dtype)
+    return Critic(trunk, width, packing=packing).train()
+
+
+def test_a_critic_that_computes_what_its_model_does_passes_and_is_left_as_it_was(folders: dict[str, Path]) -> None:
+    tested = critic(folders["qwen3"])
+    weights = {name: tensor.clone() for name, tensor in tested.state_dict().items()}
+    modes, random_state = [module.training for module in tested.modules()], torch.get_rng_state()
+
+    result = self_test.run(tested, "auto")
+
+    assert (result.of, result.packing, result.reason) == ("hidden states", "rows", "")
+    assert result.gap.max_nats < 1e-4  # entries of unit vectors times √32, by 2 layers of float32
+    assert result.gap.gradient < 1e-4
+    assert str(result).startswith("hidden states differ by ")
+    assert all(torch.equal(weights[name], tensor) for name, tensor in tested.state_dict().items())
+    assert [module.training for module in tested.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_a_critic_in_half_precision_passes_within_the_spread_of_its_roundings(folders: dict[str, Path]) -> None:
+    result = self_test.run(critic(folders["qwen3"], dtype=torch.bfloat16), "rows")
+    assert result.widened is not None
+    assert result.widened.mean_nats < 1e-4
+    assert 0 < result.gap.mean_nats < result.limit.mean_nats
+
+
+def test_a_critic_whose_packed_rows_differ_goes_sequence_by_sequence_or_is_refused(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blind_to_boundaries(monkeypatch)
+    tested = critic(folders["lfm2"])
+    result = self_test.run(tested, "auto")
+    assert (result.packing, tested.trunk.packing) == ("sequences", "sequences")
+    assert "the first module whose output differs is layers.0.conv" in result.reason
+    assert result.gap.max_nats < 1e-4
+    with pytest.raises(SettingsError, match=r"hidden states and .* change algorithm.critic.model or trainer.packing"):
+        self_test.run(critic(folders["lfm2"], "rows"), "rows")
+
+
+def test_a_critic_with_a_gradient_of_its_own_is_refused(folders: dict[str, Path]) -> None:
+    tested = critic(folders["qwen3"], "rows")
+    norm = tested.model.layers[1].input_layernorm
+
+    def fused(hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = _Halved.apply(type(norm).forward(norm, hidden))
+        return out
+
+    fused.__module__ = "liger_kernel.ops"
+    norm.__dict__["forward"] = fused
+    with pytest.raises(SettingsError, match=r"hidden states differ by .*, the gradient by 0"):
+        self_test.run(tested, "rows")
+
+
+def test_a_critic_that_sees_ahead_is_refused(folders: dict[str, Path]) -> None:
+    tested = critic(folders["qwen3"], "sequences")
+    tested.model.embed_tokens.register_forward_hook(lambda module, args, out: out + 0.1 * out.mean(1, keepdim=True))
+    with pytest.raises(SettingsError, match=r"depend on the tokens after it .*: change algorithm.critic.model"):
+        self_test.run(tested, "sequences")
 
 
 def test_tokens_are_ordinary_and_cross_short_windows() -> None:

@@ -17,6 +17,7 @@ import torch
 from services.trainer import checkpoints, splitting
 from services.trainer import facts as known
 from services.trainer.loop import Trainer
+from services.trainer.manifests import CheckpointState
 from services.trainer.measures import Phases
 from services.trainer.orders import Kind, Order
 from services.trainer.packing import Row, micro_batch
@@ -234,14 +235,17 @@ class Leader:
     def pause(self, reason: str) -> None:
         self.said.append(("paused", reason))
 
-    def describe(self, step: int) -> checkpoints.CheckpointState:
-        return checkpoints.CheckpointState(step, PolicyVersion(step), 0, "", 1, 0, "00")
+    def describe(self, step: int) -> CheckpointState:
+        return CheckpointState(step, PolicyVersion(step), 0, "", 1, 0, "00")
 
     def pinned(self) -> frozenset[PolicyVersion]:
         return frozenset()
 
     def note_checkpoint(self, checkpoint: checkpoints.Checkpoint, gone: Any) -> None:
         self.said.append(("checkpoint", checkpoint.state.step))
+
+    def note_self_test(self, part: str, outcome: str) -> None:
+        self.said.append(("self-test", part))
 
     def notify(self, name: str, detail: str, **fields: float) -> None:
         self.said.append((name, detail))

@@ -63,7 +63,7 @@ class Run:
         run_id: str,
         algorithm: str = "",
         transport: str = "file",
-        **trainer: int,
+        **trainer: int | str,
     ) -> None:
         self.folder, self.server, self.run_id = folder, server, run_id
         self.config, self.log = folder / f"{run_id}.toml", folder / f"{run_id}.log"
@@ -206,6 +206,9 @@ async def test_a_trainer_killed_after_a_commit_comes_back_at_its_step_with_the_s
         assert await versions(ledger) == [(0, None, 0), (1, 0, 1), (2, 1, 2), (3, 2, 3), (4, 3, 4), (5, 4, 5)]
         assert await bus.length(PUBLISHED) == published + 2, "a replayed step is not published again"
         assert await bus.counts() == {"trained": STEPS * GROUPS}
+        tested = (await ledger.status()).self_tests
+        assert set(tested) == ({"policy", "critic"} if algorithm == ACTOR_CRITIC else {"policy"})
+        assert all(" differ by " in outcome and 'packing = "rows"' in outcome for outcome in tested.values())
         found = await killed.weights(ledger)
     expected = await undisturbed
     assert found.keys() == expected.keys()

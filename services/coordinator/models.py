@@ -125,6 +125,8 @@ class RunView(Answer):
     """What is wrong with it now."""
     notices: list[NoticeView]
     """What whoever watches should know, the most important first: why the run is paused, what fails and why."""
+    self_tests: dict[str, str]
+    """How the trainer's newest self-test went, in words, by what was tested: policy, critic; empty before the first."""
     step: int
     """Committed optimizer steps."""
     steps: int

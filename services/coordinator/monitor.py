@@ -183,6 +183,7 @@ class Monitor:
             bus_full=status.bus_full,
             guards=look.guards,
             notices=compose(status, look.guards, look.evaluations, self._beats, self._standing()),
+            self_tests=status.self_tests,
             step=status.step,
             steps=steps,
             head=status.head,

@@ -23,6 +23,7 @@ from typing import TypeVar
 
 from services.trainer import checkpoints
 from services.trainer.checkpoints import Checkpoint
+from services.trainer.signatures import UNSIGNED, Signer
 from services.trainer.stored import CheckpointStore, StoredCheckpoint
 from shared.bus import Bus
 from shared.errors import SettingsError, StoreError, WeightsError
@@ -86,6 +87,7 @@ class Candidates:
         root: the folder of its checkpoints.
         status: where the ledger is; None where the bus lost the run.
         revoked: versions that a rollback left.
+        signer: verifies the checkpoints of the folder.
     """
 
     def __init__(
@@ -96,9 +98,11 @@ class Candidates:
         root: Path,
         status: RunStatus | None,
         revoked: frozenset[PolicyVersion],
+        signer: Signer = UNSIGNED,
     ) -> None:
         self._bus, self._ledger, self._store = bus, ledger, store
         self._root, self._status, self._revoked = root, status, revoked
+        self._signer = signer
         self._damages: list[Damage] = []
 
     async def choose(self) -> Choice:
@@ -138,7 +142,7 @@ class Candidates:
             found = checkpoints.read(folder)
             if (found is not None and found.state.version in self._revoked) or self._is_ahead(step):
                 continue
-            reason = await asyncio.to_thread(checkpoints.damage, folder)
+            reason = await asyncio.to_thread(checkpoints.damage, folder, signer=self._signer)
             if not reason:
                 return found
             remains = self._status is not None and str(folder) not in named
@@ -157,8 +161,8 @@ class Candidates:
     ) -> tuple[Checkpoint, StoredCheckpoint] | None:
         """Return the newest intact stored checkpoint that is newer than ``local``, fetched."""
         stored = [one for one in await self._ask(store.whole) if one.state.version not in self._revoked]
-        for name in sorted(store.unreadable):
-            reason = f"the manifest of {name} in {store.uri} is not what was written"
+        for name, why in sorted(store.unreadable.items()):
+            reason = f"the manifest of {name} in {store.uri} is refused: {why}"
             self._damages.append(Damage(f"{store.uri}checkpoints/{name}", _step_in(name), reason))
             await self._tell_damage(reason)
         for one in reversed(stored):

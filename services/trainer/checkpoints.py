@@ -9,7 +9,7 @@
                         (written last)
 
 A folder without ``state.json`` is no checkpoint. Each rank computes the digests of the files that it wrote; :func:`damage`
-compares them before a checkpoint is loaded. Ranks and ZeRO stage may not change between save and load;
+compares them before a checkpoint is loaded, and looks at the signature (``signatures``) and into the pickles (``pickles``). Ranks and ZeRO stage may not change between save and load;
 the message says what to do instead. (Weights alone are read whatever the ranks, see ``export``.)
 """
 
@@ -20,58 +20,24 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from services.trainer import manifests, pickles
+from services.trainer.manifests import CheckpointFile, CheckpointState, decode_files, decode_state, digest_of
+from services.trainer.signatures import FIELD, UNSIGNED, Signer
 from shared import durable
 from shared.errors import SettingsError
-from shared.messages import Json, PolicyVersion
 from shared.settings import PolicySettings
 
 MARKER = "state.json"
 """The file that makes a folder a checkpoint."""
 _DIGEST = "sha256"
-"""In the marker: the SHA-256 of everything else in it."""
+"""In the marker: the SHA-256 of everything else in it but the signature."""
 _MOST_READERS = 8
 _SET_ASIDE = "damaged-"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CheckpointFile:
-    """One file of a checkpoint as it was written."""
-
-    name: str
-    """Relative to the checkpoint's folder."""
-    nbytes: int
-    sha256: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CheckpointState:
-    """What a checkpoint knows beside weights and optimizer."""
-
-    step: int
-    version: PolicyVersion
-    cursor: int
-    """Prompts admitted when it was written: where the dataset goes on if the bus is lost."""
-    journal_entry: str
-    """The last journal entry that the weights contain; empty before the first."""
-    ranks: int
-    zero_stage: int
-    random_state: str = ""
-    """Not used; checkpoints of older versions have it."""
-    position: int | None = None
-    """Place in the dataset of the first prompt that was not trained; None (older checkpoints): ``cursor``."""
-    counts: dict[str, int] = dataclasses.field(default_factory=dict)
-    """How the groups of the run had ended."""
-    kl_coefficient: float | None = None
-    """What a nat away from the reference costs, where it is steered."""
-    adapter_of: str = ""
-    """With adapters: the base that they belong to, and their rank and scale; the base itself is not in the checkpoint."""
-    settings_revision: int = 0
-    live_values: dict[str, Json] = dataclasses.field(default_factory=dict)
-    """The revision of the live settings when it was written, and what differs there from the run's file."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,13 +55,19 @@ def beside(root: Path, step: int) -> Path:
     return root / f".step-{step:06d}.tmp"
 
 
-def make_whole(root: Path, state: CheckpointState, written: Mapping[Path, CheckpointFile] | None = None) -> Checkpoint:
+def make_whole(
+    root: Path,
+    state: CheckpointState,
+    written: Mapping[Path, CheckpointFile] | None = None,
+    signer: Signer = UNSIGNED,
+) -> Checkpoint:
     """Write the marker into :func:`beside`, and rename the folder into place.
 
     Args:
         root: the folder of the run's checkpoints.
         state: what the checkpoint knows beside weights and optimizer.
         written: the files whose digests are known, by path; those of the others are computed here.
+        signer: signs the marker.
 
     Raises:
         OSError: storage refused it.
@@ -107,7 +79,7 @@ def make_whole(root: Path, state: CheckpointState, written: Mapping[Path, Checkp
         if path.is_file() and path != folder / MARKER
     )
     content = {**dataclasses.asdict(state), "files": [dataclasses.asdict(one) for one in files]}
-    text = json.dumps({**content, _DIGEST: _digest_of(content)}, indent=1)
+    text = json.dumps(signer.signed({**content, _DIGEST: digest_of(content)}), indent=1)
     (folder / MARKER).write_text(text, encoding="utf-8")
     return rename(folder, root, state, files)
 
@@ -140,10 +112,6 @@ def digest(path: Path) -> CheckpointFile:
         return CheckpointFile(path.name, os.fstat(file.fileno()).st_size, sha256)
 
 
-def _digest_of(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
 # ---------------------------------------------------------------- find and verify
 
 
@@ -158,19 +126,31 @@ def find(root: Path) -> list[Checkpoint]:
 
 def read(folder: Path) -> Checkpoint | None:
     """Return the checkpoint in ``folder``; None where its marker is missing or not what was written."""
+    raw = _marker(folder)
+    return None if raw is None else _decode(folder, raw)
+
+
+def _marker(folder: Path) -> dict[str, Any] | None:
     try:
-        raw = json.loads((folder / MARKER).read_text(encoding="utf-8"))
-        written = raw.pop(_DIGEST, None)
-        if "files" in raw and written != _digest_of(raw):
-            return None
-        files = tuple(CheckpointFile(**one) for one in raw.pop("files", ()))
-        return Checkpoint(folder, CheckpointState(**raw), files)
-    except (OSError, ValueError, TypeError, AttributeError):
+        with (folder / MARKER).open("rb") as file:
+            return manifests.parse(file.read(manifests.MOST_BYTES + 1))
+    except (OSError, ValueError):
         return None
 
 
-def damage(folder: Path, ending: str = "") -> str:
-    """Return what is wrong with the checkpoint in ``folder``, in words; "" where every byte is what was written.
+def _decode(folder: Path, marker: Mapping[str, Any]) -> Checkpoint | None:
+    raw = {name: value for name, value in marker.items() if name not in (_DIGEST, FIELD)}
+    try:
+        if "files" in raw and marker.get(_DIGEST) != digest_of(raw):
+            return None
+        files = decode_files(raw.pop("files", ()))
+        return Checkpoint(folder, decode_state(raw), files)
+    except ValueError:
+        return None
+
+
+def damage(folder: Path, ending: str = "", signer: Signer = UNSIGNED) -> str:
+    """Return why the checkpoint in ``folder`` cannot be loaded, in words; "" where every byte is what was written.
 
     Reads all of it, or only the files whose names end with ``ending``, with several threads.
     """
@@ -178,20 +158,35 @@ def damage(folder: Path, ending: str = "") -> str:
         return "the folder is missing"
     if not (folder / MARKER).is_file():
         return f"{MARKER} is missing"
-    if (checkpoint := read(folder)) is None:
+    marker = _marker(folder)
+    if marker is None or (checkpoint := _decode(folder, marker)) is None:
         return f"{MARKER} is not what was written"
-    files = [one for one in checkpoint.files if one.name.endswith(ending)]
-    largest_first = sorted(files, key=lambda one: -one.nbytes)
+    if reason := signer.refusal(marker):
+        return reason
+    if checkpoint.files and (unknown := _unknown_pickle(checkpoint)):
+        return f"{unknown} is not one of the files that were written"
+    files = [file for file in checkpoint.files if file.name.endswith(ending)]
+    largest_first = sorted(files, key=lambda file: -file.nbytes)
     with concurrent.futures.ThreadPoolExecutor(min(_MOST_READERS, os.cpu_count() or 1)) as readers:
         return next(filter(None, readers.map(functools.partial(_damage_of, folder), largest_first)), "")
+
+
+def _unknown_pickle(checkpoint: Checkpoint) -> str:
+    """Return a file that DeepSpeed may load although the marker does not list it; "" where there is none."""
+    names = {path.relative_to(checkpoint.folder).as_posix() for path in checkpoint.folder.rglob(f"*{pickles.SUFFIX}")}
+    return min(names - {file.name for file in checkpoint.files}, default="")
 
 
 def _damage_of(folder: Path, file: CheckpointFile) -> str:
     path = folder / file.name
     try:
+        if path.resolve() != folder.resolve() / file.name or not stat.S_ISREG(path.lstat().st_mode):
+            return f"{file.name} is a link or no regular file"
         if (nbytes := path.stat().st_size) != file.nbytes:
             return f"{file.name} has {nbytes:,} bytes instead of {file.nbytes:,}"
-        return "" if digest(path).sha256 == file.sha256 else f"the content of {file.name} is not what was written"
+        if digest(path).sha256 != file.sha256:
+            return f"the content of {file.name} is not what was written"
+        return pickles.refusal(path) if file.name.endswith(pickles.SUFFIX) else ""
     except FileNotFoundError:
         return f"{file.name} is missing"
     except OSError as error:

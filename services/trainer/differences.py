@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from services.trainer.critic import Critic
 from services.trainer.packing import MicroBatch, Row, micro_batch
 from services.trainer.policy import Policy
 from services.trainer.unmodified import sequences, unmodified
@@ -21,7 +22,7 @@ _APART = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 """Of a module's outputs: the norm of the difference by the norm, above which they differ."""
 
 
-def first(policy: Policy, rows: Sequence[Row]) -> str:
+def first(policy: Policy | Critic, rows: Sequence[Row]) -> str:
     """Return a sentence that names the first module whose outputs differ, and by how much."""
     model, device = policy.model, next(policy.parameters()).device
     batch: MicroBatch = micro_batch(rows)

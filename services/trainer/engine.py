@@ -25,12 +25,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from services.trainer import adapter
-from services.trainer.checkpoints import CheckpointFile, digest
+from services.trainer import adapter, pickles
+from services.trainer.checkpoints import digest
 from services.trainer.flops import ModelSizes
+from services.trainer.manifests import CheckpointFile
 from services.trainer.named_tensors import Published, published, unique
 from services.trainer.optimizer import adamw
-from shared.errors import SettingsError
+from shared.errors import SettingsError, WeightsError
 from shared.importing import importing, uncompiled
 from shared.settings import Settings
 
@@ -266,8 +267,18 @@ class TrainingEngine:
         return {path: file for files in found for path, file in (files or {}).items()}
 
     def load(self, folder: Path) -> None:
-        """Read what :meth:`save` wrote; every rank calls it."""
-        found, _ = self._engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=not self._frozen)
+        """Read what :meth:`save` wrote; every rank calls it.
+
+        Raises:
+            SettingsError: a file holds code.
+        """
+        strict = not self._frozen
+        try:
+            found, _ = pickles.loading(
+                folder, lambda: self._engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=strict)
+            )
+        except WeightsError as error:
+            raise SettingsError(f"{error}: put an intact copy in its place, or roll back to another version") from error
         if found is None:
             raise RuntimeError(f"expected a DeepSpeed checkpoint in {folder}, found none")
 
@@ -275,19 +286,29 @@ class TrainingEngine:
 def saved_tensors(folder: Path, zero_stage: int) -> dict[str, Tensor]:
     """Return the tensors that :meth:`TrainingEngine.save` wrote at ``zero_stage``, whole, on the CPU, without an engine.
 
-    Names are those of the module's parameters, without ``Policy``'s own prefix. They are loaded as DeepSpeed loads them, by pickle:
-    a checkpoint is as trustworthy as who may write into the run's folder.
-    """
-    if zero_stage == 3:
-        _import_deepspeed("cpu")
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+    Names are those of the module's parameters, without ``Policy``'s own prefix.
 
-        with contextlib.redirect_stdout(sys.stderr):  # it prints
-            found = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=_TAG)
-    else:
-        path = folder / _TAG / "mp_rank_00_model_states.pt"
-        found = torch.load(path, map_location="cpu", weights_only=False)["module"]
+    Raises:
+        WeightsError: a file holds code.
+    """
+    _import_deepspeed("cpu")
+    read = _merged_parts if zero_stage == 3 else _whole_weights
+    found = pickles.loading(folder, lambda: read(folder))
     return {name.removeprefix("model."): tensor for name, tensor in found.items()}
+
+
+def _merged_parts(folder: Path) -> dict[str, Tensor]:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    with contextlib.redirect_stdout(sys.stderr):  # it prints
+        merged: dict[str, Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=_TAG)
+    return merged
+
+
+def _whole_weights(folder: Path) -> dict[str, Tensor]:
+    path = folder / _TAG / "mp_rank_00_model_states.pt"
+    weights: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)["module"]
+    return weights
 
 
 class _Writer:
@@ -353,6 +374,7 @@ def _import_deepspeed(device: str) -> Any:
     if device == "cpu":
         # An all-reduce through shared memory that would be compiled here, with a compiler that may not be there.
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    pickles.restrict_loading()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     return deepspeed
 

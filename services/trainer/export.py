@@ -31,6 +31,7 @@ from services.trainer import checkpoints
 from services.trainer.engine import saved_tensors
 from services.trainer.named_tensors import published
 from services.trainer.policy import export, export_adapter, load_model, outline
+from services.trainer.signatures import open_signer
 from services.trainer.stored import CheckpointStore, StoredCheckpoint, open_store
 from shared.errors import PenstockError, WeightsError
 from shared.exports import check_free
@@ -177,7 +178,7 @@ def _of_snapshot(folder: Path) -> Found:
 def _of_checkpoint(found: checkpoints.Checkpoint, settings: Settings) -> Found:
     checkpoints.check_base(found, settings.policy)
     weights = "" if found.state.zero_stage == 3 else "model_states.pt"
-    if reason := checkpoints.damage(found.folder, weights):
+    if reason := checkpoints.damage(found.folder, weights, open_signer(settings)):
         raise WeightsError(f"it is damaged ({reason})")
     tensors = saved_tensors(found.folder / "engine", found.state.zero_stage)
     if not settings.policy.lora.rank:

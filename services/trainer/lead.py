@@ -24,11 +24,12 @@ from typing import Any, TypeVar
 from services.trainer import measures
 from services.trainer.adapter import file_configuration
 from services.trainer.branch import Branch
-from services.trainer.checkpoints import Checkpoint, CheckpointState
+from services.trainer.checkpoints import Checkpoint
 from services.trainer.engine import TrainingEngine
 from services.trainer.exporter import Exporter
 from services.trainer.intake import Intake, Taken
 from services.trainer.keeper import Keeper
+from services.trainer.manifests import CheckpointState
 from services.trainer.measures import Phases, batch_figures, export_metrics
 from services.trainer.opening import Opening
 from services.trainer.orders import TURN_S, Kind, Order
@@ -264,6 +265,10 @@ class Lead:
     def notify(self, name: str, detail: str, **fields: float) -> None:
         """Write an event for people."""
         self._call(tell(self._bus, "trainer", name, detail, **fields))
+
+    def note_self_test(self, part: str, outcome: str) -> None:
+        """Have the run's status say how the self-test of ``part`` went."""
+        self._call(self._ledger.note_self_test(part, outcome))
 
     def pause(self, reason: str) -> None:
         """Pause the run, and say why in its status and events."""

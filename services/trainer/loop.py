@@ -32,9 +32,11 @@ import torch.distributed as dist
 from services.trainer import checkpoints
 from services.trainer.engine import TrainingEngine
 from services.trainer.learner import Learner, Reference
+from services.trainer.manifests import CheckpointFile, CheckpointState
 from services.trainer.measures import Phases
 from services.trainer.orders import Kind, Order, agree, share
 from services.trainer.probe import Prober
+from services.trainer.signatures import UNSIGNED, open_signer
 from services.trainer.tally import NotFinite
 from shared.errors import SettingsError
 from shared.messages import Experience, Probe, StepPlan
@@ -82,7 +84,7 @@ class Leading(Protocol):
         """Publish the weights of ``step`` and move its batch to the journal, with its plan; False when a rollback forbids it."""
         ...
 
-    def describe(self, step: int) -> checkpoints.CheckpointState:
+    def describe(self, step: int) -> CheckpointState:
         """Return what a checkpoint of ``step`` must know."""
         ...
 
@@ -98,6 +100,10 @@ class Leading(Protocol):
 
     def notify(self, name: str, detail: str, **fields: float) -> None:
         """Write an event for people."""
+        ...
+
+    def note_self_test(self, part: str, outcome: str) -> None:
+        """Have the run's status say how the self-test of ``part`` went."""
         ...
 
     def pause(self, reason: str) -> None:
@@ -133,6 +139,7 @@ class Trainer:
         every, context = settings.weights.probe_every_versions, settings.rollout.vllm.max_model_len
         self._prober = Prober(engine, settings.run.seed, every, context)
         self._root = settings.run_folder / "checkpoints"
+        self._signer = open_signer(settings) if lead is not None else UNSIGNED
         self._checkpointed_step = 0
         self._skipped = 0
         self._differs = False
@@ -309,12 +316,12 @@ class Trainer:
         if not refused:
             self._checkpointed_step = self.step
 
-    def _written(self) -> dict[Path, checkpoints.CheckpointFile]:
+    def _written(self) -> dict[Path, CheckpointFile]:
         """Return the digests of what all ranks wrote; every rank calls it."""
         critic = self._critic.written() if self._critic is not None else {}
         return {**self._engine.written(), **critic}
 
-    def _make_whole(self, lead: Leading, files: dict[Path, checkpoints.CheckpointFile]) -> str:
+    def _make_whole(self, lead: Leading, files: dict[Path, CheckpointFile]) -> str:
         """Make what all ranks wrote a checkpoint; return what storage refused, or ""."""
         state = dataclasses.replace(
             lead.describe(self.step),
@@ -322,7 +329,7 @@ class Trainer:
             adapter_of=checkpoints.base_of(self._settings.policy),
         )
         try:
-            checkpoint = checkpoints.make_whole(self._root, state, files)
+            checkpoint = checkpoints.make_whole(self._root, state, files, self._signer)
         except OSError as error:
             return str(error)
         lead.note_checkpoint(checkpoint, checkpoints.superfluous(self._root, self._settings.trainer.keep_last))

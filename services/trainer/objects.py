@@ -7,6 +7,7 @@ know none: ``AWS_REQUEST_CHECKSUM_CALCULATION=when_required``, of AWS's own vari
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,14 +62,14 @@ class ObjectStore:
                     found[name] = Object(one["Size"], one["LastModified"].timestamp())
         return found
 
-    def read(self, name: str) -> bytes | None:
-        """Return a small object; None where it is not there."""
+    def read(self, name: str, most_bytes: int) -> bytes | None:
+        """Return the first ``most_bytes`` of a small object; None where it is not there."""
         with self._asking(f"read {name}"):
             try:
                 answer = self._client.get_object(Bucket=self._bucket, Key=self._prefix + name)
             except self._client.exceptions.NoSuchKey:
                 return None
-            data: bytes = answer["Body"].read()
+            data: bytes = answer["Body"].read(most_bytes)
             return data
 
     def write(self, name: str, data: bytes) -> None:
@@ -81,11 +82,16 @@ class ObjectStore:
         with self._asking(f"upload {path}"):
             self._client.upload_file(str(path), self._bucket, self._prefix + name, Config=self._transfer)
 
-    def download(self, name: str, path: Path) -> bool:
-        """Write an object to ``path``; False where it is not there."""
+    def download(self, name: str, path: Path, most_bytes: int) -> bool:
+        """Write an object to ``path``; False where it is not there, or has more than ``most_bytes``."""
+        room = _Room(most_bytes)
         with self._asking(f"download {name}"):
             try:
-                self._client.download_file(self._bucket, self._prefix + name, str(path), Config=self._transfer)
+                self._client.download_file(
+                    self._bucket, self._prefix + name, str(path), Config=self._transfer, Callback=room.take
+                )
+            except _TooLarge:
+                return False
             except self._client.exceptions.ClientError as error:
                 if error.response["Error"]["Code"] not in _MISSING:
                     raise
@@ -117,6 +123,24 @@ class ObjectStore:
             code = cause.response["Error"]["Code"] if isinstance(cause, ClientError) else ""
             denied = code in _DENIED or isinstance(cause, NoCredentialsError)
             raise StoreError(f"expected to {what} in {self.uri}, found: {cause}", denied=denied) from error
+
+
+class _TooLarge(Exception):
+    """An object has more bytes than it may."""
+
+
+class _Room:
+    """Ends a download that brings more than ``nbytes``; for boto3, which reports progress from several threads."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._left_bytes = nbytes
+        self._changing = threading.Lock()
+
+    def take(self, nbytes: int) -> None:
+        with self._changing:
+            self._left_bytes -= nbytes
+            if self._left_bytes < 0:
+                raise _TooLarge
 
 
 def _open(settings: StoreSettings) -> tuple[Any, Any]:

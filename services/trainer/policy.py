@@ -8,12 +8,13 @@ import contextlib
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from services.trainer import attention, kernels
+from services.trainer import attention, kernels, pickles
 from services.trainer.logits import TokenLogprobs, token_logprobs
 from services.trainer.model_sizes import measure
 from services.trainer.noise import train_without_noise
@@ -125,6 +126,11 @@ def load_model(settings: PolicySettings, training_dtype: torch.dtype, context_to
         raise SettingsError(
             f"expected a Hugging Face causal model in {settings.model!r}, found: {str(error).strip()}: change policy.model"
         ) from error
+    except UnpicklingError as error:
+        raise SettingsError(
+            f"refused to load the weights in {settings.model!r}: {pickles.reason_of(error)}: convert them to safetensors, or change "
+            "policy.model"
+        ) from error
     check_numbers(model, settings.model)
     settle_rope(model, context_tokens)
     return model
@@ -189,7 +195,9 @@ def export(model: Any, tensors: Iterable[tuple[str, Tensor]], settings: PolicySe
 
     with _whole(folder) as beside:
         model.save_pretrained(beside, state_dict={name: tensor.to("cpu", copy=True) for name, tensor in tensors})
-        AutoTokenizer.from_pretrained(settings.tokenizer or settings.model).save_pretrained(beside)
+        AutoTokenizer.from_pretrained(
+            settings.tokenizer or settings.model, trust_remote_code=settings.trust_remote_code
+        ).save_pretrained(beside)
 
 
 def export_adapter(factors: Mapping[str, Tensor], configuration: bytes, folder: Path) -> None:

@@ -29,6 +29,7 @@ from services.trainer import checkpoints
 from services.trainer.candidates import Candidates, Choice, Damage, Journal, journal_after
 from services.trainer.checkpoints import Checkpoint
 from services.trainer.publication import noted_version
+from services.trainer.signatures import open_signer
 from services.trainer.stored import CheckpointStore, StoredCheckpoint
 from shared.bus import Bus
 from shared.errors import SettingsError
@@ -84,7 +85,8 @@ async def find_resume(
             checkpoints.delete(found)
     checkpoints.clear_unfinished(root)
     status = await ledger.status()
-    choice = await Candidates(bus, ledger, store, root, status if known else None, revoked).choose()
+    signer = open_signer(settings)
+    choice = await Candidates(bus, ledger, store, root, status if known else None, revoked, signer).choose()
     checkpoint, journal = choice.checkpoint, choice.journal
     if choice.damages and checkpoint is None and not known:
         raise SettingsError(await _pause(bus, ledger, _no_checkpoint(choice.damages)))

@@ -1,4 +1,4 @@
-"""The self-test at every start: the policy, as training runs it, against the unmodified model.
+"""The self-test at every start: the policy and the critic, as training runs them, against their unmodified models.
 
 Two groups of random token ids go through the policy in training mode, in one micro-batch, with the kernels, number types and adapters of the
 run; and one sequence at a time through the model as transformers has it (``unmodified``). Compared are the logprobs of all trained
@@ -8,6 +8,9 @@ pass reaches, and to every trained parameter of up to ``_SMALL`` numbers (norms,
     float32         max |Δ logprob| ≤ 1e-3 nats and ‖Δ gradient‖ ≤ 1e-3 ‖gradient‖
     widened         mean |Δ logprob| ≤ max(0.005 nats, 4 × spread), ‖Δ gradient‖ ≤ max(0.02, 4 × spread) ‖gradient‖; at most 0.5 of either
     half precision  mean |Δ logprob| ≤ max(0.05 nats, 4 × spread), ‖Δ gradient‖ ≤ max(0.1, 4 × spread) ‖gradient‖; at most 0.5 of either
+
+Of a critic, which has no logits, the hidden states before each trained token are compared in the place of logprobs, each divided by its root
+mean square.
 
 In half precision two right ways differ by roundings, which hide small mistakes. So a model in half precision is compared twice: with its weights
 widened to float32 for a moment, which shows whether the mathematics are the same, where memory has room for that (kernels may still
@@ -36,16 +39,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from services.trainer import differences
+from services.trainer.critic import Critic
 from services.trainer.packing import MicroBatch, Row, micro_batch
 from services.trainer.policy import Policy
 from services.trainer.trunk import Packing
-from services.trainer.unmodified import logprobs, sees_ahead_nats, unmodified, without_dropout
+from services.trainer.unmodified import (
+    hidden_states,
+    hidden_states_ahead,
+    logprobs,
+    sees_ahead_nats,
+    unit_hidden_states,
+    unmodified,
+    without_dropout,
+)
 from shared.errors import SettingsError
 from shared.messages import FinishReason, Sample
 from shared.plain_model import ordinary_ids
 
 log = logging.getLogger(__name__)
 
+Subject = Policy | Critic
 _EXACT = 1e-3
 _WIDENED_NATS, _WIDENED_GRADIENT = 0.005, 0.02
 _HALF_NATS, _HALF_GRADIENT = 0.05, 0.1
@@ -77,17 +90,22 @@ class Gap:
         mine, most = dataclasses.astuple(self), dataclasses.astuple(limit)
         return all(a <= b for a, b in zip(mine, most, strict=True))
 
-    def __str__(self) -> str:
-        return f"logprobs differ by {self.max_nats:.2g} nats at most and {self.mean_nats:.2g} on average, the gradient by {self.gradient:.2g} of its norm"
+    def words(self, of: str) -> str:
+        """Return the numbers in words; ``of`` what was compared: logprobs, or hidden states, whose unit is their root mean square."""
+        unit = " nats" if of == _LOGPROBS else ""
+        return f"{of} differ by {self.max_nats:.2g}{unit} at most and {self.mean_nats:.2g} on average, the gradient by {self.gradient:.2g} of its norm"
 
 
+_LOGPROBS, _HIDDEN_STATES = "logprobs", "hidden states"
 _BROKEN = Gap(math.inf, math.inf, math.inf)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result:
-    """What the self-test found of a policy that passed it."""
+    """What the self-test found of a policy or critic that passed it."""
 
+    of: str
+    """What was compared."""
     packing: str
     """How sequences go through the model from now on."""
     reason: str
@@ -106,23 +124,21 @@ class Result:
         return found | {"seconds": round(self.seconds, 3)}
 
     def __str__(self) -> str:
-        widened = "" if self.widened is None else f"; in float32: {self.widened}"
-        return (
-            f'{self.gap} (limit {self.limit.gradient:.2g}){widened}; packing = "{self.packing}"; {self.seconds:.2f} s'
-        )
+        widened = "" if self.widened is None else f"; in float32: {self.widened.words(self.of)}"
+        return f'{self.gap.words(self.of)} (limit {self.limit.gradient:.2g}){widened}; packing = "{self.packing}"; {self.seconds:.2f} s'
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Numbers:
-    """Logprobs (N), and the gradients with respect to embeddings, by distinct token (K × D), and to small parameters."""
+    """Logprobs (N; of a critic, hidden states in a row), and the gradients with respect to embeddings, by distinct token (K × D), and to small parameters."""
 
     logprobs_N: Tensor
     embeddings_KD: Tensor
     parameters: Mapping[str, Tensor]
 
 
-def run(policy: Policy, packing: Packing, seed: int = 0) -> Result:
-    """Compare ``policy``, on its device and in training mode, with the unmodified model; choose how sequences are packed.
+def run(policy: Subject, packing: Packing, seed: int = 0) -> Result:
+    """Compare a policy or critic, on its device and in training mode, with the unmodified model; choose how sequences are packed.
 
     Raises:
         SettingsError: it computes something else in every way that ``packing`` allows, or transformers cannot run it.
@@ -131,12 +147,36 @@ def run(policy: Policy, packing: Packing, seed: int = 0) -> Result:
     with _undisturbed(policy):
         widened = _compare_widened(policy, packing, seed)
         trial = _chosen(policy, packing, seed, _best(policy, seed))
-    return Result(
-        policy.trunk.packing, policy.trunk.reason, trial.gap, trial.limit, widened, time.perf_counter() - began
-    )
+    chosen, seconds = policy.trunk, time.perf_counter() - began
+    return Result(_compared(policy), chosen.packing, chosen.reason, trial.gap, trial.limit, widened, seconds)
 
 
-def _chosen(policy: Policy, packing: Packing, seed: int, trial: "_Trial") -> "_Trial":
+def _compared(policy: Subject) -> str:
+    return _HIDDEN_STATES if isinstance(policy, Critic) else _LOGPROBS
+
+
+def _setting(policy: Subject) -> str:
+    return "algorithm.critic.model" if isinstance(policy, Critic) else "policy.model"
+
+
+def _packed(policy: Subject, rows: Sequence[Row]) -> Tensor:
+    """Return what training computes of ``rows`` (N)."""
+    batch: MicroBatch = micro_batch(rows)
+    if isinstance(policy, Critic):
+        return unit_hidden_states(policy.trunk.hidden_states(batch))
+    logprobs_N: Tensor = policy(batch).policy_logprobs_N
+    return logprobs_N
+
+
+def _plain(policy: Subject, rows: Sequence[Row]) -> Tensor:
+    """Return the same, computed one sequence at a time by the model itself (N)."""
+    device = next(policy.parameters()).device
+    if isinstance(policy, Critic):
+        return hidden_states(policy.model, rows, device)
+    return logprobs(policy.model, rows, device)
+
+
+def _chosen(policy: Subject, packing: Packing, seed: int, trial: "_Trial") -> "_Trial":
     """Return ``trial`` where it passed, or one of sequences where ``packing`` allows them.
 
     Raises:
@@ -147,13 +187,13 @@ def _chosen(policy: Policy, packing: Packing, seed: int, trial: "_Trial") -> "_T
         trial = _best(policy, seed)
     if not trial.passed:
         raise SettingsError(
-            f"expected logprobs and gradients of the unmodified {type(policy.model).__name__}, within {trial.limit.gradient:.2g}, found that "
-            f"{_explain(policy, trial)}: change policy.model{_advice(policy)}"
+            f"expected {_compared(policy)} and gradients of the unmodified {type(policy.model).__name__}, within {trial.limit.gradient:.2g}, "
+            f"found that {_explain(policy, trial)}: change {_setting(policy)}{_advice(policy)}"
         )
     return trial
 
 
-def _compare_widened(policy: Policy, packing: Packing, seed: int) -> Gap | None:
+def _compare_widened(policy: Subject, packing: Packing, seed: int) -> Gap | None:
     """Return the gap with weights in float32, of a model in half precision; choose how sequences are packed by it.
 
     None where memory has no room, or where something does not run in float32: half precision shows then whether it runs at all.
@@ -215,7 +255,7 @@ class _Trial:
         return self.gap.within(self.limit)
 
 
-def _best(policy: Policy, seed: int, *, widened: bool = False) -> _Trial:
+def _best(policy: Subject, seed: int, *, widened: bool = False) -> _Trial:
     """Return the first trial that passes, else the last of ``_DRAWS``; on every rank the same.
 
     Where two experts score alike, a rounding decides which of them a router takes, so a right policy may miss one draw. What is wrong with the way
@@ -233,7 +273,7 @@ def _best(policy: Policy, seed: int, *, widened: bool = False) -> _Trial:
     return trial
 
 
-def _least(policy: Policy, *, widened: bool) -> Gap:
+def _least(policy: Subject, *, widened: bool) -> Gap:
     """Return how far two right ways may always be apart."""
     if widened:
         return Gap(math.inf, _WIDENED_NATS, _WIDENED_GRADIENT)
@@ -241,30 +281,27 @@ def _least(policy: Policy, *, widened: bool) -> Gap:
     return Gap(math.inf, _HALF_NATS, _HALF_GRADIENT) if half else Gap(_EXACT, _EXACT, _EXACT)
 
 
-def _limit(policy: Policy, trial: _Trial, reference: _Numbers) -> Gap:
+def _limit(policy: Subject, trial: _Trial, reference: _Numbers) -> Gap:
     """Return how far two right ways may be apart where a rounding of the embeddings moves the unmodified model itself."""
     if trial.limit.max_nats < math.inf:
         return trial.limit
-    device, model = next(policy.parameters()).device, policy.model
-    with unmodified(model):
-        spread = _gap(
-            _numbers(policy, trial.rows, lambda: logprobs(model, trial.rows, device), rounded=True), reference
-        )
+    with unmodified(policy.model):
+        spread = _gap(_numbers(policy, trial.rows, lambda: _plain(policy, trial.rows), rounded=True), reference)
     nats = min(_MOST, max(trial.limit.mean_nats, _SPREADS * spread.mean_nats))
     return Gap(math.inf, nats, min(_MOST, max(trial.limit.gradient, _SPREADS * spread.gradient)))
 
 
-def _advice(policy: Policy) -> str:
+def _advice(policy: Subject) -> str:
     return ' or trainer.packing to "sequences"' if policy.trunk.packing == "rows" else ', or trainer.kernels to "torch"'
 
 
-def _explain(policy: Policy, trial: _Trial) -> str:
+def _explain(policy: Subject, trial: _Trial) -> str:
     if trial.failure:
         return trial.failure
     try:
-        return f"{trial.gap}; {differences.first(policy, trial.rows)}"
+        return f"{trial.gap.words(_compared(policy))}; {differences.first(policy, trial.rows)}"
     except Exception as error:  # noqa: BLE001 (a part of the message only)
-        return f"{trial.gap} ({type(error).__name__} while looking for the layer)"
+        return f"{trial.gap.words(_compared(policy))} ({type(error).__name__} while looking for the layer)"
 
 
 def draw(model: Any, device: torch.device, seed: int) -> list[Row]:
@@ -302,41 +339,41 @@ def _row(prompt: Any, completions: Sequence[Any], temperature: float, place: int
 
 
 @contextlib.contextmanager
-def _undisturbed(policy: Policy) -> Iterator[None]:
+def _undisturbed(policy: Subject) -> Iterator[None]:
     """Leave random generators and gradients as they were, and no dropout in adapters."""
     devices = [torch.cuda.current_device()] if next(policy.parameters()).is_cuda else []
     with torch.random.fork_rng(devices), without_dropout(policy):
         yield
 
 
-def _reference(policy: Policy, rows: Sequence[Row]) -> _Numbers:
+def _reference(policy: Subject, rows: Sequence[Row]) -> _Numbers:
     """Return what the unmodified model computes."""
     device, model = next(policy.parameters()).device, policy.model
     half = any(parameter.dtype in _HALF for parameter in policy.parameters())
     try:
         with unmodified(model):
-            ahead = sees_ahead_nats(model, rows[0], device)
+            sees_ahead = hidden_states_ahead if isinstance(policy, Critic) else sees_ahead_nats
+            ahead = sees_ahead(model, rows[0], device)
             if ahead > (_HALF_NATS if half else _EXACT / 10):
                 raise SettingsError(
                     f"expected a causal language model, found {type(model).__name__}, in which transformers lets what a token predicts depend on "
-                    f"the tokens after it (by {ahead:.2g} nats): change policy.model"
+                    f"the tokens after it (by {ahead:.2g}{' nats' if isinstance(policy, Policy) else ''}): change {_setting(policy)}"
                 )
-            return _numbers(policy, rows, lambda: logprobs(model, rows, device))
+            return _numbers(policy, rows, lambda: _plain(policy, rows))
     except SettingsError:
         raise
     except Exception as error:
         raise SettingsError(
             f"expected a causal language model that transformers can run, found that {type(model).__name__} raises "
-            f"{type(error).__name__}: {_first_line(error)}: change policy.model"
+            f"{type(error).__name__}: {_first_line(error)}: change {_setting(policy)}"
         ) from error
 
 
-def _attempt(policy: Policy, rows: Sequence[Row], reference: _Numbers) -> tuple[Gap, str]:
+def _attempt(policy: Subject, rows: Sequence[Row], reference: _Numbers) -> tuple[Gap, str]:
     """Return how far the policy is from the reference, on the rank where it is farthest; and what failed, if something did."""
-    batch: MicroBatch = micro_batch(rows)
     gap, failure = _BROKEN, ""
     try:
-        gap = _gap(_numbers(policy, rows, lambda: policy(batch).policy_logprobs_N), reference)
+        gap = _gap(_numbers(policy, rows, lambda: _packed(policy, rows)), reference)
     except Exception as error:  # noqa: BLE001 (of any model's code)
         failure = (
             _first_line(error) if isinstance(error, SettingsError) else f"{type(error).__name__}: {_first_line(error)}"
@@ -355,7 +392,7 @@ def _worst(gap: Gap, device: torch.device) -> Gap:
     return Gap(*numbers.tolist())
 
 
-def _numbers(policy: Policy, rows: Sequence[Row], compute: Any, *, rounded: bool = False) -> _Numbers:
+def _numbers(policy: Subject, rows: Sequence[Row], compute: Any, *, rounded: bool = False) -> _Numbers:
     """Return what ``compute`` gives, and its gradients; ``rounded``: after embeddings have been moved by a rounding."""
     model = policy.model
     small = {

@@ -21,6 +21,7 @@ from shared.settings import Settings
 
 if TYPE_CHECKING:
     from services.trainer.loop import Leading
+    from services.trainer.self_test import Result
 
 
 async def run(settings: Settings, replica: str) -> int:
@@ -88,11 +89,7 @@ def train(settings: Settings, lead: "Leading | None") -> None:
     ).train()
     try:
         place(policy, settings, device)
-        tested = self_test.run(policy, packing, settings.run.seed)
-        if lead is not None:
-            lead.notify("self-test passed", str(tested), **tested.figures)
-        if lead is not None and tested.reason:
-            lead.notify("sequences are not packed", tested.reason)
+        _note(lead, "policy", self_test.run(policy, packing, settings.run.seed))
         engine = TrainingEngine(policy, settings, device)
         if lead is not None:
             lead.limit(engine.vocabulary, context or own_context(engine.model.config.to_dict()))
@@ -116,7 +113,20 @@ def train(settings: Settings, lead: "Leading | None") -> None:
         if algorithm.needs_critic:
             trunk, width = load_trunk(settings.policy, algorithm.critic.model, dtype, context)
             kernels.install(trunk, fused, device)
-            critic = TrainingEngine(Critic(trunk, width, kind=kind, packing=packing).train(), settings, device)
+            values = Critic(trunk, width, kind=kind, packing=packing).train()
+            place(values, settings, device)
+            _note(lead, "critic", self_test.run(values, packing, settings.run.seed))
+            critic = TrainingEngine(values, settings, device)
         Trainer(engine, settings, lead, critic, reference).run()
     finally:
         dist.destroy_process_group()
+
+
+def _note(lead: "Leading | None", part: str, tested: "Result") -> None:
+    """Tell the run how the self-test of a part went."""
+    if lead is None:
+        return
+    lead.note_self_test(part, str(tested))
+    lead.notify("self-test passed", f"{part}: {tested}", **tested.figures)
+    if tested.reason:
+        lead.notify("sequences are not packed", f"{part}: {tested.reason}")

@@ -8,22 +8,30 @@
             manifest.json                           the state, and every file with its size and SHA-256; written last
         policy/ adapter/                            the final policy, as in the run's folder
 
-What has no manifest is no checkpoint. The name follows from the content, so an upload that was killed goes on where it was,
+What has no manifest is no checkpoint. Whoever can write to the bucket chooses what is read here: names stay inside the checkpoint's folder
+(``manifests``), no more bytes are fetched than the manifest says and the disk has room for, and with keys an unsigned manifest is
+refused (``signatures``). The name follows from the content, so an upload that was killed goes on where it was,
 and two trainers, one of them presumed dead, cannot mix their files. A file that is missing or differs is
 found when it is fetched. Which ones are kept and when to fetch is not decided here.
 """
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
+import re
 import shutil
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
-from services.trainer import checkpoints
-from services.trainer.checkpoints import Checkpoint, CheckpointFile, CheckpointState, digest
-from services.trainer.objects import ObjectStore
+from services.trainer import checkpoints, manifests, pickles
+from services.trainer.checkpoints import Checkpoint, digest
+from services.trainer.manifests import CheckpointFile, CheckpointState
+from services.trainer.objects import Object, ObjectStore
+from services.trainer.signatures import UNSIGNED, Signer, open_signer
+from shared import durable
 from shared.errors import StoreError, WeightsError
 from shared.settings import Settings
 
@@ -32,6 +40,7 @@ log = logging.getLogger(__name__)
 _FOLDER = "checkpoints/"
 _MANIFEST = "manifest.json"
 _LETTERS = 16
+_NAME = re.compile(r"step-[0-9]{6,12}-v[0-9]{6,12}-[0-9a-f]{16}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,20 +57,21 @@ class StoredCheckpoint:
 class CheckpointStore:
     """The checkpoints of one run in ``objects``, for any thread. Every method may raise StoreError."""
 
-    def __init__(self, objects: ObjectStore) -> None:
+    def __init__(self, objects: ObjectStore, signer: Signer = UNSIGNED) -> None:
         self._objects = objects
+        self._signer = signer
         self._changing = (
             threading.Lock()
         )  # held while a field below changes or is copied, never while the store is asked
         self._known: dict[str, StoredCheckpoint] = {}
-        self._unreadable: set[str] = set()
+        self._unreadable: dict[str, str] = {}
         self._damaged: set[str] = set()
 
     @property
-    def unreadable(self) -> frozenset[str]:
-        """Checkpoints whose manifest is there and damaged, as far as is known now."""
+    def unreadable(self) -> dict[str, str]:
+        """Why a manifest is refused, by the name of its checkpoint, as far as is known now."""
         with self._changing:
-            return frozenset(self._unreadable)
+            return dict(self._unreadable)
 
     @property
     def damaged(self) -> frozenset[str]:
@@ -82,7 +92,7 @@ class CheckpointStore:
         found = {}
         for key, one in listed.items():
             name, _, rest = key.removeprefix(_FOLDER).partition("/")
-            if rest == _MANIFEST:
+            if rest == _MANIFEST and _NAME.fullmatch(name):
                 checkpoint = known.get(name) or self._open(name, one.modified_s)
                 if checkpoint is not None:
                     found[name] = checkpoint
@@ -91,20 +101,30 @@ class CheckpointStore:
         return sorted(found.values(), key=lambda one: (one.state.version, one.stored_at_s))
 
     def _open(self, name: str, stored_at_s: float) -> StoredCheckpoint | None:
-        data = self._objects.read(f"{_FOLDER}{name}/{_MANIFEST}") or b""
+        data = self._objects.read(f"{_FOLDER}{name}/{_MANIFEST}", manifests.MOST_BYTES + 1) or b""
         try:
-            if not name.endswith(_letters(data)):
-                raise ValueError(f"its digest is {_letters(data)}")
-            raw = json.loads(data)
-            files = tuple(CheckpointFile(**one) for one in raw["files"])
-            return StoredCheckpoint(name, self._uri(name), CheckpointState(**raw["state"]), files, stored_at_s)
-        except (ValueError, TypeError, KeyError) as error:
+            state, files = self._decode(name, data)
+        except ValueError as error:
             with self._changing:
                 is_new = name not in self._unreadable
-                self._unreadable.add(name)
+                self._unreadable[name] = str(error)
             if is_new:
-                log.warning("manifest of a stored checkpoint is damaged", extra={"uri": name, "error": str(error)})
+                log.warning("manifest of a stored checkpoint is refused", extra={"uri": name, "error": str(error)})
             return None
+        return StoredCheckpoint(name, self._uri(name), state, files, stored_at_s)
+
+    def _decode(self, name: str, data: bytes) -> tuple[CheckpointState, tuple[CheckpointFile, ...]]:
+        if not name.endswith(_letters(data)):
+            raise ValueError(f"its digest is {_letters(data)}")
+        raw = manifests.parse(data)
+        if reason := self._signer.refusal(raw):
+            raise ValueError(reason)
+        if not isinstance(raw.get("state"), dict):
+            raise ValueError("it has no state")
+        state, files = manifests.decode_state(raw["state"]), manifests.decode_files(raw.get("files"))
+        if name != _name(state, data):
+            raise ValueError(f"its state belongs to {_name(state, data)}")
+        return state, files
 
     def _uri(self, name: str) -> str:
         return f"{self.uri}{_FOLDER}{name}"
@@ -123,9 +143,9 @@ class CheckpointStore:
                 f"expected {names} in {checkpoint.folder} as it was written, found otherwise: it is damaged"
             )
         content = {"state": dataclasses.asdict(checkpoint.state), "files": [dataclasses.asdict(one) for one in files]}
-        manifest = json.dumps(content, sort_keys=True).encode()
+        manifest = json.dumps(self._signer.signed(content), sort_keys=True).encode()
         state = checkpoint.state
-        name = f"step-{state.step:06d}-v{state.version:06d}-{_letters(manifest)}"
+        name = _name(state, manifest)
         there = self._objects.list(f"{_FOLDER}{name}/")
         if (found := there.get(f"{_FOLDER}{name}/{_MANIFEST}")) is not None:
             return StoredCheckpoint(name, self._uri(name), state, files, found.modified_s), 0
@@ -168,27 +188,48 @@ class CheckpointStore:
         """
         beside = root / f".fetch-{stored.name}.tmp"
         for left in root.glob(".fetch-*.tmp"):
-            if left != beside:
-                shutil.rmtree(left, ignore_errors=True)
+            if left != beside or left.is_symlink():
+                _remove(left)
         try:
-            for one in stored.files:
-                self._fetch(stored, one, beside / one.name)
+            self._fetch_all(stored, beside)
         except WeightsError:
             with self._changing:
                 self._damaged.add(stored.name)
             raise
-        files = tuple(one for one in stored.files if one.name != checkpoints.MARKER)
+        files = tuple(file for file in stored.files if file.name != checkpoints.MARKER)
         return checkpoints.rename(beside, root, stored.state, files)
 
-    def _fetch(self, stored: StoredCheckpoint, one: CheckpointFile, path: Path) -> None:
-        if path.is_file() and path.stat().st_size == one.nbytes and digest(path).sha256 == one.sha256:
-            return
+    def _fetch_all(self, stored: StoredCheckpoint, beside: Path) -> None:
+        listed = self._objects.list(f"{_FOLDER}{stored.name}/")
+        for file in stored.files:
+            _check_size(file, stored, listed)
+        missing = [file for file in stored.files if not _is_there(beside / file.name, file)]
+        free_bytes = durable.free_bytes(_existing(beside)) - durable.LEAST_BYTES
+        if (nbytes := sum(file.nbytes for file in missing)) > max(0, free_bytes):
+            raise StoreError(
+                f"expected {nbytes:,} bytes of free space in {beside.parent} for {stored.uri}, found {free_bytes:,}: make room there"
+            )
+        for file in missing:
+            self._fetch(stored, file, beside / file.name)
+        marker = checkpoints.read(beside)
+        if marker is None or marker.state != stored.state or not set(marker.files) <= set(stored.files):
+            raise WeightsError(
+                f"expected {checkpoints.MARKER} of {stored.uri} to agree with its manifest: it is another's"
+            )
+        pickled = (beside / file.name for file in stored.files if file.name.endswith(pickles.SUFFIX))
+        reasons = itertools.chain(
+            [checkpoints.damage(beside, checkpoints.MARKER, self._signer)], map(pickles.refusal, pickled)
+        )
+        if reason := next(filter(None, reasons), ""):
+            raise WeightsError(f"refused to load the checkpoint in {stored.uri}: {reason}")
+
+    def _fetch(self, stored: StoredCheckpoint, file: CheckpointFile, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not self._objects.download(f"{_FOLDER}{stored.name}/{one.name}", path):
-            raise WeightsError(f"expected {one.name} in {stored.uri}, found none")
-        if (sha256 := digest(path).sha256) != one.sha256:
+        if not self._objects.download(f"{_FOLDER}{stored.name}/{file.name}", path, file.nbytes):
+            raise WeightsError(f"expected {file.name} of {file.nbytes} bytes in {stored.uri}: it is missing or larger")
+        if (sha256 := digest(path).sha256) != file.sha256:
             path.unlink()
-            raise WeightsError(f"expected SHA-256 {one.sha256} of {one.name} in {stored.uri}, found {sha256}")
+            raise WeightsError(f"expected SHA-256 {file.sha256} of {file.name} in {stored.uri}, found {sha256}")
 
     # ---------------------------------------------------------------- delete
 
@@ -219,16 +260,43 @@ def open_store(settings: Settings) -> CheckpointStore | None:
         SettingsError: boto3 is not installed, or makes no client of the settings.
     """
     store = settings.trainer.store
-    return CheckpointStore(ObjectStore(store, settings.run.id)) if store.uri else None
+    return CheckpointStore(ObjectStore(store, settings.run.id), open_signer(settings)) if store.uri else None
 
 
 def _letters(manifest: bytes) -> str:
     return hashlib.sha256(manifest).hexdigest()[:_LETTERS]
 
 
+def _name(state: CheckpointState, manifest: bytes) -> str:
+    return f"step-{state.step:06d}-v{state.version:06d}-{_letters(manifest)}"
+
+
 def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
+    return sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
 
 
 def _file(folder: Path, path: Path) -> CheckpointFile:
     return dataclasses.replace(digest(path), name=path.relative_to(folder).as_posix())
+
+
+def _check_size(file: CheckpointFile, stored: StoredCheckpoint, listed: Mapping[str, Object]) -> None:
+    there = listed.get(f"{_FOLDER}{stored.name}/{file.name}")
+    if there is None or there.nbytes != file.nbytes:
+        size = "none" if there is None else f"{there.nbytes} bytes"
+        raise WeightsError(f"expected {file.name} of {file.nbytes} bytes in {stored.uri}, found {size}")
+
+
+def _is_there(path: Path, file: CheckpointFile) -> bool:
+    """Whether an earlier fetch brought a file already."""
+    return path.is_file() and path.stat().st_size == file.nbytes and digest(path).sha256 == file.sha256
+
+
+def _existing(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)

@@ -61,6 +61,32 @@ def logprobs(model: Any, rows: Sequence[Row], device: torch.device) -> Tensor:
     return torch.cat(parts)
 
 
+def unit_hidden_states(hidden_ND: Tensor) -> Tensor:
+    """Return hidden states in one row, each divided by its root mean square, so that gaps need no scale (N·D, float32)."""
+    return torch.nn.functional.rms_norm(hidden_ND.float(), hidden_ND.shape[-1:]).flatten()
+
+
+def hidden_states(trunk: Any, rows: Sequence[Row], device: torch.device) -> Tensor:
+    """Return :func:`unit_hidden_states` before each token of the rows' completions, one sequence at a time."""
+    parts = [_hidden_states(trunk, ids[:-1], row, device) for row in rows for ids in sequences(row)]
+    return unit_hidden_states(torch.cat(parts))
+
+
+def hidden_states_ahead(trunk: Any, row: Row, device: torch.device) -> float:
+    """Return how much the hidden state of ``row``'s prompt depends on the completion that follows, in its root mean square."""
+    with torch.no_grad():
+        longest = max(sequences(row), key=len)
+        alone = longest[: len(row.prompt_token_ids)]
+        first, second = (_hidden_states(trunk, ids, row, device)[:1] for ids in (longest, alone))
+        return float((unit_hidden_states(first) - unit_hidden_states(second)).abs().mean())
+
+
+def _hidden_states(trunk: Any, ids: Int64Array, row: Row, device: torch.device) -> Tensor:
+    output = trunk(input_ids=torch.from_numpy(ids[None]).to(device), use_cache=False)
+    hidden_TD: Tensor = output.last_hidden_state[0, len(row.prompt_token_ids) - 1 :]
+    return hidden_TD
+
+
 def sees_ahead_nats(model: Any, row: Row, device: torch.device) -> float:
     """Return how much the mean logprob of words after ``row``'s prompt depends on the completion that follows: 0 in a causal model."""
     with torch.no_grad():

@@ -96,6 +96,8 @@ def _facts(run: RunView) -> RenderableType:
     facts.add_row("in flight", _flight(run))
     facts.add_row("speed", _speed(run))
     facts.add_row("streams", _streams(run))
+    for part, outcome in run.self_tests.items():
+        facts.add_row("self-test", f"{part}: {outcome}")
     return facts
 
 

@@ -5,6 +5,7 @@ the pod or machine).
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -31,6 +32,10 @@ DEEPSPEED_KEYS = {
     "zero_optimization.cpu_offload_params": "trainer.offload",
     "zero_allow_untested_optimizer": "nothing: it is always on",
     "zero_force_ds_cpu_optimizer": "nothing: it is always off",
+    "checkpoint.load_universal": "nothing: checkpoints are DeepSpeed's regular ones",
+    "checkpoint.writer": "nothing: rank by rank, by torch",
+    "datastates_ckpt": "nothing: rank by rank, by torch",
+    "nebula": "nothing: rank by rank, by torch",
     "steps_per_print": "telemetry.log_level",
     "wall_clock_breakdown": "nothing: phases are in the measures",
 }
@@ -124,6 +129,10 @@ class TrainerSettings(Section):
     """Steps between checkpoints; the journal replays what lies after the newest."""
     keep_last: PositiveInt = Field(default=2)
     """Checkpoints that are kept in the run's folder."""
+    signing_key_file: Path | None = Field(default=None)
+    """File with a secret key of the run, at least 32 characters, that signs each checkpoint; one that is not signed, in the run's folder or
+    in `trainer.store`, is then refused. Several keys, one per line: the first signs, all are accepted. Without it whoever can
+    write to either decides what is trained on."""
     store: StoreSettings = Field(default=StoreSettings())
     """Object storage that checkpoints are copied to."""
     max_skipped_steps: NonNegativeInt = Field(default=3)

@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 from typing import Any
 
 from shared.errors import WeightsError
@@ -23,6 +24,9 @@ FORMAT = 1
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
 """The number types that a snapshot may hold, with their sizes in bytes."""
+
+
+_FILE = re.compile(r"(?=.{1,255}\Z)[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,7 +107,13 @@ def _check(manifest: Manifest, where: str) -> None:
         if entry.dtype not in DTYPE_BYTES:
             raise WeightsError(f"expected a known number type for {entry.name} in {where}, found {entry.dtype!r}")
         bucket = manifest.buckets[entry.bucket] if 0 <= entry.bucket < len(manifest.buckets) else None
-        if bucket is None or entry.offset < 0 or entry.offset + entry.nbytes > bucket.nbytes:
+        negative = min(entry.offset, *entry.shape, 0) < 0
+        if bucket is None or negative or entry.offset + entry.nbytes > bucket.nbytes:
             raise WeightsError(f"expected {entry.name} to lie within its bucket in {where}, found it outside")
-    if any("/" in bucket.file or bucket.file.startswith(".") for bucket in manifest.buckets):
-        raise WeightsError(f"expected bucket files beside the manifest in {where}, found a path")
+    for bucket in manifest.buckets:
+        if not isinstance(bucket.file, str) or not _FILE.fullmatch(bucket.file):
+            raise WeightsError(f"expected bucket files beside the manifest in {where}, found {bucket.file!r}")
+        if type(bucket.nbytes) is not int or bucket.nbytes < 0:
+            raise WeightsError(f"expected the size of {bucket.file} in {where}, found {bucket.nbytes} bytes")
+    if len({bucket.file for bucket in manifest.buckets}) < len(manifest.buckets):
+        raise WeightsError(f"expected each bucket file once in {where}, found a name twice")

@@ -1,0 +1,75 @@
+"""Load checkpoints without running code that is in them.
+
+DeepSpeed writes its state by pickle, and a pickle may name any function to be called. :func:`restrict_loading` has torch read
+all pickles of this process with its weights-only unpickler, also where DeepSpeed asks for the other: tensors, plain data, and the three
+classes below. :func:`refusal` names what a file holds beyond these, before anything reads it.
+"""
+
+import importlib
+import os
+import pickle
+import re
+import zipfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from shared.errors import WeightsError
+
+T = TypeVar("T")
+SUFFIX = ".pt"
+_GLOBAL = re.compile(r"GLOBAL (\S+)")
+_ALLOWED = (
+    ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
+    ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
+    ("deepspeed.utils.tensor_fragment", "fragment_address"),
+)
+"""What DeepSpeed's optimizer state holds beside tensors and plain data: a scale, an enumeration, a pair of numbers."""
+
+
+@cache
+def restrict_loading() -> None:
+    """Have each ``torch.load`` of this process refuse code."""
+    os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
+    torch.serialization.add_safe_globals([getattr(importlib.import_module(where), name) for where, name in _ALLOWED])
+
+
+def refusal(path: Path) -> str:
+    """Return which globals the file names beyond those that are allowed, in words; "" where it names none.
+
+    What is no archive of torch is left to :func:`loading`, which refuses it.
+    """
+    if not zipfile.is_zipfile(path):
+        return ""
+    try:
+        named = set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    except (RuntimeError, ValueError, EOFError, IndexError, pickle.UnpicklingError) as error:
+        return f"{path.name} is not a file that torch.save wrote for a checkpoint: {str(error).splitlines()[0]}"
+    unknown = sorted(named - {f"{where}.{name}" for where, name in _ALLOWED})
+    return f"{path.name} would call {', '.join(unknown)}, which no checkpoint contains" if unknown else ""
+
+
+def loading(folder: Path, load: Callable[[], T]) -> T:
+    """Return what ``load`` reads of ``folder``, by the weights-only unpickler.
+
+    Raises:
+        WeightsError: a file holds more than tensors, plain data and the allowed classes.
+    """
+    restrict_loading()
+    for path in sorted(folder.rglob(f"*{SUFFIX}")):
+        if reason := refusal(path):
+            raise WeightsError(f"refused to load the checkpoint in {folder}: {reason}")
+    try:
+        return load()
+    except pickle.UnpicklingError as error:
+        raise WeightsError(f"refused to load the checkpoint in {folder}: {reason_of(error)}") from error
+
+
+def reason_of(error: pickle.UnpicklingError) -> str:
+    """Return what torch refused to load, without its advice to load it nevertheless."""
+    named = _GLOBAL.search(str(error))
+    return f"a pickle there would call {named[1]}" if named else "a pickle there holds more than tensors and plain data"

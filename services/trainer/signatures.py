@@ -1,0 +1,78 @@
+"""Signatures of checkpoints: HMAC-SHA256 with a secret key of the run, in the local marker and in the stored manifest.
+
+A digest proves that a file is the one that a manifest names; anyone who can write to the store can write both. A signature proves
+that the manifest was written by a trainer that knows a key of ``trainer.signing_key_file``. The run's id is signed too, so
+a checkpoint of another run with the same key is refused. Without keys nothing is signed or refused.
+"""
+
+import dataclasses
+import hashlib
+import hmac
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shared.errors import SettingsError
+from shared.settings import Settings
+
+FIELD = "signature"
+"""The field of a marker or manifest that holds its signature."""
+_SHORTEST = 32
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Signer:
+    """Signs with the first of its keys and accepts each of them."""
+
+    run_id: str = ""
+    keys: tuple[bytes, ...] = dataclasses.field(default=(), repr=False)
+
+    def signed(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``content`` with its signature; without keys, unchanged."""
+        return {**content, FIELD: self._sign(self.keys[0], content)} if self.keys else dict(content)
+
+    def refusal(self, content: Mapping[str, Any]) -> str:
+        """Return why ``content`` is not accepted; "" where it is."""
+        if not self.keys:
+            return ""
+        signature = content.get(FIELD)
+        if not isinstance(signature, str):
+            return f"it has no signature, and trainer.signing_key_file requires one by run {self.run_id}"
+        if not any(hmac.compare_digest(self._sign(key, content).encode(), signature.encode()) for key in self.keys):
+            return f"its signature is not by run {self.run_id} with a key of trainer.signing_key_file"
+        return ""
+
+    def _sign(self, key: bytes, content: Mapping[str, Any]) -> str:
+        plain = {name: value for name, value in content.items() if name != FIELD}
+        text = json.dumps({"run": self.run_id, "content": plain}, sort_keys=True)
+        return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
+
+
+UNSIGNED = Signer()
+
+
+def open_signer(settings: Settings) -> Signer:
+    """Return the run's signer.
+
+    Raises:
+        SettingsError: the key file cannot be read, or holds no usable key.
+    """
+    path = settings.trainer.signing_key_file
+    return Signer(settings.run.id, _keys(path) if path is not None else ())
+
+
+def _keys(path: Path) -> tuple[bytes, ...]:
+    try:
+        lines = [line.strip() for line in path.read_bytes().splitlines()]
+    except OSError as error:
+        raise SettingsError(
+            f"could not read the keys in {path} ({error.strerror}): change trainer.signing_key_file"
+        ) from error
+    keys = tuple(line for line in lines if line)
+    if not keys or min(map(len, keys)) < _SHORTEST:
+        raise SettingsError(
+            f"expected one key of at least {_SHORTEST} characters per line in {path} (openssl rand -hex 32), found "
+            f"{'a shorter one' if keys else 'no key'}: change trainer.signing_key_file"
+        )
+    return keys
