@@ -2,13 +2,11 @@
 it can cost: the outcomes that a program could feign are all worth nothing, and ``sandbox_error`` it cannot feign."""
 
 import dataclasses
-import json
 import math
 import signal
 
 from services.reward.executor.inside.runner import OUT_OF_MEMORY
 from services.reward.executor.protocol import Limits, Outcome
-from shared.messages import Json
 
 _SPENT = 0.5
 """Share of its CPU limit after which a kill that was not ours is the limit's: the kernel counts by ticks, rusage exactly, and on a
@@ -31,19 +29,20 @@ class Report:
     """What came through the report pipe: ``started`` is ours, the rest is the program's word."""
 
     started: bool
-    values: tuple[Json, ...]
+    values: tuple[str, ...]
+    """JSON text, not read here."""
     error: str
 
 
 def read_report(data: bytes, calls: int) -> Report:
     """Return the report; reading ends at the first line that is none, and one value after the last of ``calls``.
 
-    A program that reports more values than it was asked for has failed already (:func:`judge`), so the rest is not parsed:
+    A program that reports more values than it was asked for has failed already (:func:`judge`), so the rest is not read:
     100,000 of them would cost the supervisor far more than they cost the program.
     """
     first, *rest = data.decode(errors="replace").split("\n")
     started = first == "ready"
-    values: list[Json] = []
+    values: list[str] = []
     for line in rest if started else [first]:
         word, _, text = line.partition(" ")
         if word == "error":
@@ -52,10 +51,7 @@ def read_report(data: bytes, calls: int) -> Report:
             break
         if len(values) > calls:
             break
-        try:
-            values.append(json.loads(text))
-        except (ValueError, RecursionError) as error:
-            return Report(started, tuple(values), f"value cannot be read: {error}")
+        values.append(text)
     return Report(started, tuple(values), "")
 
 
