@@ -157,7 +157,9 @@ def test_a_report_is_read_up_to_the_first_line_that_is_none() -> None:
 
 
 def test_messages_survive_the_wire_and_other_content_is_refused() -> None:
-    job = Job("x", "numpy", "in", (Call("f", (1, [None]), {"a": 2**70}), Call("f", expression="f(1)")), Limits(wall_s=1.5))
+    job = Job(
+        "x", "numpy", "in", (Call("f", (1, [None]), {"a": 2**70}), Call("f", expression="f(1)")), Limits(wall_s=1.5)
+    )
     assert read_job(job_frame(3, job)) == job
     ended = Execution(Outcome.MEMORY, "out", (str(2**70), '{"a": null}'), "d", -9, 0.1, 0.2, 3, "landlock")
     assert read_execution(execution_frame(3, ended)) == ended
