@@ -38,11 +38,11 @@ _PRELUDE_STARS = ("typing", "collections", "functools", "itertools", "heapq", "b
 def prelude() -> dict[str, Any]:
     """Return the names that a program may use without importing them, as the datasets' own harnesses have them."""
     modules = {name: importlib.import_module(name) for name in _PRELUDE_MODULES}
-    names: dict[str, Any] = dict(modules)
+    names: dict[str, Any] = {"Decimal": modules["decimal"].Decimal, "Fraction": modules["fractions"].Fraction}
     for star in _PRELUDE_STARS:
         module = modules[star]
         names |= {name: getattr(module, name) for name in getattr(module, "__all__", dir(module)) if name[0] != "_"}
-    names |= {"Decimal": modules["decimal"].Decimal, "Fraction": modules["fractions"].Fraction}
+    names |= modules  # bisect is the module, which has a function of that name
     if "numpy" in sys.modules:
         names |= {"np": sys.modules["numpy"], "numpy": sys.modules["numpy"]}
     return names
