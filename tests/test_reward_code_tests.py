@@ -357,7 +357,7 @@ class _Words(list[Any]):
     def __eq__(self, other: object) -> bool:
         return True
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
 
 _Point = namedtuple("_Point", "x y")
