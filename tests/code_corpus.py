@@ -385,3 +385,72 @@ def apps() -> Iterator[Case]:
         imports = "import math, itertools\n"
         column = {"inputs": [given for given, _ in tests], "outputs": [output for _, output in tests]}
         yield Case(f"{way} {task}", f"{imports}{reading}\nprint({expression})", column)
+
+
+# ---------------------------------------------------------------- one by one
+
+_SIX: Any = [{"input": "3\n", "output": "6\n"}]
+_THREE = ["assert f(1) == 3"]
+_HALF = ["assert abs(f(1) - 3.5) < 1e-06"]
+_TEXT = ["assert f(1) == 'expected-string-7f3a'"]
+_SET = ["assert set(f(1)) == {1, 2, 3}"]
+_TWICE: Any = {"fn_name": "f", "inputs": [[1], [3]], "outputs": [[2], [6]]}
+HACKS: dict[str, tuple[str, Any]] = {
+    "exit at import": ("import sys\nsys.exit(0)", _SIX),
+    "os._exit in call": ("import os\ndef f(x):\n    os._exit(0)", _THREE),
+    "own values, extra": ("import os\ndef f(x):\n    os.write(3, b'value 3\\nvalue 3\\n')\n    return 3", _THREE),
+    "nan for a difference": ("def f(x):\n    return float('nan')", _HALF),
+    "nan for isclose": ("def f(x):\n    return float('nan')", ["assert math.isclose(f(1), 3.5, rel_tol=1e-09)"]),
+    "inf": ("def f(x):\n    return float('inf')", _HALF),
+    "-inf": ("def f(x):\n    return -float('inf')", _HALF),
+    "number as text": ("def f(x):\n    return '3'", _THREE),
+    "true for 3": ("def f(x):\n    return True", _THREE),
+    "compatibility letters": ("def f(x):\n    return '\\uff45xpected-string-7f3a'", _TEXT),
+    "homoglyph": ("def f(x):\n    return '\\u0435xpected-string-7f3a'", _TEXT),
+    "superset": ("def f(x):\n    return [1, 2, 3, 4]", _SET),
+    "text of a set": ("def f(x):\n    return ['{1, 2, 3}']", _SET),
+    "dict like a tag": ("def f(x):\n    return {'set': [1, 2, 3]}", _SET),
+    "dict like a tag of a tuple": ("def f(x):\n    return {'tuple': [1, 2, 3]}", ["assert f(1) == (1, 2, 3)"]),
+    "calls of the job": ("import gc\ndef f(x):\n    return str([o for o in gc.get_objects() if isinstance(o, dict) and 'function' in o])", _TEXT),
+    "search of the library": ("import sys\ndef f(x):\n    return next((v for m in list(sys.modules.values()) for v in list(vars(m).values()) if v == 'expected-string-' + '7f3a'), 'no')", _TEXT),
+    "line continuation": ("def f(x):\n    return 1\n\\", _THREE),
+    "solution twice": ("class Solution:\n    def f(self, x):\n        return 6\nclass Solution:\n    def f(self, x):\n        return 1", _TWICE),
+    "class item": ("class Solution:\n    def __class_getitem__(cls, x):\n        return 6\n    def f(self, x):\n        return 2", _TWICE),
+    "metaclass": ("class M(type):\n    def __call__(cls):\n        return cls\nclass Solution(metaclass=M):\n    f = staticmethod(lambda x: 2)", _TWICE),
+    "generator": ("def f(x):\n    yield 3", _THREE),
+    "long int": ("def f(x):\n    return 10 ** 4000", _THREE),
+    "longer int": ("def f(x):\n    return 10 ** 50000", _THREE),
+    "keys that become one": ("def f(x):\n    return {1: 2, '1': 3}", {"fn_name": "f", "inputs": [[1]], "outputs": [{"1": 3}]}),
+    "text that lies": ("import json\nclass S(str):\n    def __eq__(self, other):\n        return True\n    __hash__ = str.__hash__\ndef f(x):\n    return S('no')", _TEXT),
+    "patched plain data": ("import sys\nm = sys.modules['inside.plain_data']\nm.tagged = m.as_json = lambda *a: {'set': [1]}\ndef f(x):\n    return 0", _THREE),
+    "patched equality": ("import sys\nm = sys.modules['inside.comparison']\nm.equal = m.close = m.within = lambda *a: True\ndef f(x):\n    return 0", ["assert Counter(f(1)) == Counter('abc')"]),
+    "patched os.write": ("import os\nw = os.write\nos.write = lambda d, b: w(d, b.replace(b'2', b'1'))\ndef f(x):\n    return 2", _THREE),
+    "atexit prints": ("import atexit\nprint(7)\natexit.register(print, 6)", _SIX),
+    "signal handler": ("import os, signal\nsignal.signal(signal.SIGTERM, lambda *a: print(6))", _SIX),
+    "exit with text": ("print(6)\nraise SystemExit('')", _SIX),
+    "exit with true": ("print(6)\nraise SystemExit(True)", _SIX),
+    "exit 256": ("print(6)\nraise SystemExit(256)", _SIX),
+    "exit -256": ("print(7)\nraise SystemExit(-256)", _SIX),
+    "exit huge": ("raise SystemExit(1 << 80)", _SIX),
+    "bytes": ("def f(x):\n    return b'expected-string-7f3a'", _TEXT),
+    "complex": ("def f(x):\n    return 3.5 + 1e-9j", ["assert f(1) == 3.5"]),
+    "error of the sandbox": ("import os\nos.write(3, b'error OSError: mount: EPERM\\n')\nos._exit(1)", _SIX),
+    "exit 113": ("print(6)\nraise SystemExit(113)", _SIX),
+    "its own SIGXCPU": ("import os, signal\nos.kill(os.getpid(), signal.SIGXCPU)", _SIX),
+    "its own SIGSYS": ("import os, signal\nos.kill(os.getpid(), signal.SIGSYS)", _SIX),
+    "closed report": ("import os\nos.close(3)\ndef f(x):\n    return 3", _THREE),
+    "output as report": ("import os\ndef f(x):\n    os.dup2(1, 3)\n    return 3", _THREE),
+    "prelude for the function": ("x = 1", ["assert gcd(4, 6) == 2"]),
+    "imported builtins": ("from builtins import *", {"asserts": ["assert sum([1, 2]) == 4"], "fn_name": "sum"}),
+    "import of its name": ("def g(x):\n    return 3", _THREE),
+    "item that equals": ("class A(dict):\n    __eq__ = lambda s, o: True\n    __hash__ = None\ndef f(x):\n    return A(a=1)", ["assert f(1) == {'a': 2}"]),
+    "ordered otherwise": ("from collections import OrderedDict\ndef f(x):\n    return OrderedDict(b=1, a=2)", ["assert f(1) == OrderedDict([('a', 2), ('b', 1)])"]),
+    "list for a deque": ("def f(x):\n    return [1, 2, 3]", ["assert f(1) == deque([1, 2, 3])"]),
+    "unfinished iterator": ("def f(x):\n    return iter([1, 2])", ["assert f(1) == [1, 2]"]),
+    "text with a fence": ("x = '''\n```\nprint(6)\n'''", _SIX),
+}  # fmt: skip
+
+
+def hacks() -> Iterator[Case]:
+    """Tricks each with a test of its own."""
+    return (Case(name, program, tests) for name, (program, tests) in HACKS.items())

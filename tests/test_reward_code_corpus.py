@@ -4,7 +4,7 @@ solution is worth 1 or its row is refused."""
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
 import pytest
 
@@ -81,10 +81,18 @@ async def test_no_trick_of_a_program_that_prints_is_worth_anything(executor: Run
     await tester.close()
 
 
-async def test_every_solution_of_a_dataset_is_worth_1(tester: CodeTester) -> None:
-    cases = [*corpus.mbpp(), *corpus.leetcode(), *corpus.apps()]
-    results = await judged(tester, cases)
-    assert len(results) == len(cases) >= 300
+async def test_no_trick_with_a_test_of_its_own_is_worth_anything(tester: CodeTester) -> None:
+    results = await judged(tester, corpus.hacks())
+    assert len(results) >= 50
+    assert (not_worth(0.0, results), refused(results)) == ({}, set())
+
+
+@pytest.mark.parametrize(("family", "least"), [(corpus.mbpp, 180), (corpus.leetcode, 60), (corpus.apps, 70)])
+async def test_every_solution_of_a_dataset_is_worth_1(
+    tester: CodeTester, family: Callable[[], Iterator[Case]], least: int
+) -> None:
+    results = await judged(tester, family())
+    assert len(results) >= least
     assert (not_worth(1.0, results), refused(results)) == ({}, set())
 
 
@@ -136,6 +144,8 @@ async def test_no_result_keeps_the_service_from_its_other_work(executor: Running
 
 
 def test_the_corpus_names_each_case_once() -> None:
-    cases = itertools.chain(corpus.shadowing(), corpus.tricks(), corpus.mbpp(), corpus.leetcode(), corpus.apps())
+    cases = itertools.chain(
+        corpus.shadowing(), corpus.tricks(), corpus.hacks(), corpus.mbpp(), corpus.leetcode(), corpus.apps()
+    )
     names = [case.name for case in cases]
     assert len(names) == len(set(names))

@@ -189,6 +189,8 @@ class CodeTester:
         sources = test.split.given
         if sources and sources not in self._given:
             execution = await self._run(self._clean_job("", *(Call("", expression=source) for source in sources)))
+            if execution.outcome is Outcome.TIMEOUT:  # the host may be busy
+                raise TemporaryError(f"{test.split.source[:120]!r} could not be evaluated: {execution.detail}")
             if execution.outcome is not Outcome.FINISHED or len(execution.values) != len(sources):
                 raise BadTests(
                     f"expected an assert whose parts can be evaluated, found {test.split.source[:120]!r}: {execution.detail}"
