@@ -116,7 +116,7 @@ async def test_numpy_in_asserts_needs_the_profile_and_is_numpy_s_own(executor: R
 
 HEAVY = {
     "colliding set": """print('{"set": [' + ', '.join(str(n * (2**61 - 1)) for n in range(40_000)) + ']}')""",
-    "colliding dict": """print('{"dict": [' + ', '.join(f'[{n * (2**61 - 1)}, 0]' for n in range(40_000)) + ']}')""",
+    "colliding dict": """print('{"dict": [' + ', '.join(f'[{n * (2**61 - 1)}, 0]' for n in range(30_000)) + ']}')""",
     "lists": "print('[' + '[], ' * 240_000 + '[]]')",
     "numbers": "print('[' + '1, ' * 330_000 + '1]')",
     "decimals": """print('[{"Decimal": "1e999999"}, {"Decimal": "1e-999999"}]')""",

@@ -57,6 +57,8 @@ _ASK_AGAIN_S = 0.2
 _GIVEN = 4096
 """Asserts of which what they hold besides results is remembered."""
 _CLEAN_BYTES = 256 * MIB
+_CLEAN_S = 5.0
+"""A clean interpreter has at least so much memory and time, however little the programs have."""
 
 
 class Verdict(StrEnum):
@@ -203,8 +205,10 @@ class CodeTester:
     def _clean_job(self, code: str, *calls: Call) -> Job:
         """Return a job in which no program of a completion takes part."""
         memory_bytes = max(self._limits.memory_bytes, _CLEAN_BYTES)
+        seconds = max(self._scorer.timeout_s, _CLEAN_S)
+        output_bytes = max(self._limits.output_bytes, MIB)
         limits = dataclasses.replace(
-            self._limits, memory_bytes=memory_bytes, output_bytes=max(self._limits.output_bytes, MIB)
+            self._limits, wall_s=seconds, cpu_s=seconds, memory_bytes=memory_bytes, output_bytes=output_bytes
         )
         return Job(code, self._scorer.profile, calls=calls, limits=limits)
 
