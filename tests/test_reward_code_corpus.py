@@ -66,6 +66,7 @@ async def test_no_program_that_defines_how_the_expected_value_is_made_is_worth_a
     assert forms == OUR_NUMPY_FORMS | {"repr", "type", "hash", "Point", "callable"}
 
 
+@pytest.mark.slow
 async def test_no_trick_and_no_forged_result_is_worth_anything(tester: CodeTester) -> None:
     results = await judged(tester, corpus.tricks())
     assert len(results) >= 300
@@ -124,6 +125,7 @@ HEAVY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heavy", HEAVY)
 @pytest.mark.parametrize("test", ["assert set(f(1)) == {1, 2}", "assert f(1) == [1]"])
 async def test_no_result_keeps_the_service_from_its_other_work(executor: Running, heavy: str, test: str) -> None:
