@@ -265,11 +265,11 @@ ATTACKS = (
     Attack("leaves at once", "sys.exit(0)\ndef f(): return 3", ERROR, calls=(Call("f"),)),
     Attack(
         "returns what equals everything",
-        "class Any(int):\n  def __eq__(self, other): return True\n  __hash__ = int.__hash__\ndef f(): return Any(3)",
+        "class Any:\n  def __eq__(self, other): return True\n  __hash__ = object.__hash__\ndef f(): return Any()",
         ERROR,
         calls=(Call("f"),),
     ),
-    Attack("hides it in a list", "class Any(str):\n  def __eq__(self, other): return True\ndef f(): return [Any('x')]", ERROR, calls=(Call("f"),)),
+    Attack("hides it in a list", "class Any:\n  def __eq__(self, other): return True\ndef f(): return [Any()]", ERROR, calls=(Call("f"),)),
     Attack("returns a value that is no JSON", "def f(): return {1, 2}", ERROR, calls=(Call("f"),)),
     Attack("returns a value too deep to read", "def f():\n  found = []\n  for _ in range(100000): found = [found]\n  return found", ERROR, calls=(Call("f"),)),
 )  # fmt: skip

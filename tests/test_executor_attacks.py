@@ -1,5 +1,6 @@
 """Attacks on the executor, in every tier and in a container like a pod's: each is contained, and the next program finds nothing of it."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,7 +46,7 @@ async def test_an_attack_is_contained_and_the_next_program_is_clean(executor: Ru
         assert attack.prints is None or ended.stdout == attack.prints
         assert len(ended.stdout) <= attack.limits.output_bytes
         after = await client.run(Job(attacks.CLEAN, stdin="mine", calls=attacks.clean_calls()))
-        assert (after.outcome, after.values) == (Outcome.FINISHED, (attacks.SEEN,)), after
+        assert (after.outcome, after.values) == (Outcome.FINISHED, (json.dumps(attacks.SEEN),)), after
     finally:
         await client.close()
     assert executor.process.poll() is None

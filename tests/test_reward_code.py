@@ -6,6 +6,7 @@ The executor here is a script; the laws of the real one with the scorer are in `
 import asyncio
 import contextlib
 import dataclasses
+import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def executor(tmp_path: Path) -> ScriptedExecutor:
 
 
 def finished(stdout: str = "", *values: Any) -> Execution:
-    return Execution(Outcome.FINISHED, stdout, values, "", 0, 0.01, 0.01, 1 << 20, "landlock")
+    return Execution(Outcome.FINISHED, stdout, tuple(map(json.dumps, values)), "", 0, 0.01, 0.01, 1 << 20, "landlock")
 
 
 def failed(outcome: Outcome, detail: str = "") -> Execution:
@@ -212,7 +213,7 @@ async def test_a_tolerance_goes_for_outputs_results_and_asserts(executor: Script
     ("made", "sentence"),
     [
         (group("x", field="checks"), "expected tests, found the columns checks"),
-        (group("x", tests=["assert f(1"]), "expected asserts of calls of the program's functions"),
+        (group("x", tests=["assert f(1"]), "expected asserts of calls of one function of the program"),
         (group("x", tests=[{"input": "", "output": "x" * 5000}]), "expected outputs of at most 4 KiB"),
     ],
     ids=["column", "assert", "output"],

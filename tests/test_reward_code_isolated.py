@@ -78,14 +78,13 @@ CHEATS = {
     "look-around": "import gc, sys\ndef f(x):\n    frame = sys._getframe()\n    while frame:\n        for v in list(frame.f_locals.values()):\n"
     "            if isinstance(v, dict) and 'expected' in v:\n                return v['expected']\n        frame = frame.f_back\n    return 0",
     "bool-for-int": "def f(x):\n    return True",
-    "float-for-int": "def f(x):\n    return 2.0",
     "deep": "def f(x):\n    r = []\n    for _ in range(900):\n        r = [r]\n    return r",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("cheat", CHEATS)
 @pytest.mark.parametrize(
-    "tests", [["assert f(0) == 1"], [{"fn_name": "f", "input": [1], "output": 2}]], ids=["assert", "call"]
+    "tests", [["assert f(1) == 2"], [{"fn_name": "f", "input": [1], "output": 2}]], ids=["assert", "call"]
 )
 async def test_no_trick_is_worth_anything_and_the_next_program_is_judged_as_ever(
     tester: CodeTester, cheat: str, tests: Any

@@ -119,7 +119,7 @@ class CodeScorer(Section):
     max_tests: NonNegativeInt = Field(default=0)
     """Only the first so many tests of a problem are run; 0: all."""
     tolerance: NonNegativeFloat = Field(default=0.0)
-    """Numbers a and b are equal where |a - b| <= tolerance · max(1, |a|, |b|); 0: exactly, and 1 is not 1.0."""
+    """Numbers a and b are equal where |a - b| <= tolerance · max(1, |a|, |b|); 0: where Python says that they are."""
     timeout_s: Annotated[float, Field(gt=0, le=600)] = Field(default=5.0)
     """Wall time of one test, and its CPU time."""
     memory_mib: PositiveInt = Field(default=512)

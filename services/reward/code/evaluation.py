@@ -1,8 +1,8 @@
-"""Evaluate the checking part of an assert, outside the sandbox, on plain data: a small part of Python and no more.
+"""Evaluate the checking part of an assert in the service's own process, on small plain data: a small part of Python and no more.
 
 Names are what calls returned; there are no attributes, no imports and no other functions than those of :data:`FUNCTIONS`.
-``==``, ``!=``, ``in`` and ``is`` go by exact types (:mod:`plain`). Everything that a hostile value could make large
-is bounded, so that an evaluation takes no longer than the data that came out.
+``==``, ``!=`` and ``in`` are Python's own (with a tolerance: ``inside/comparison.py``). What a hostile value could make large
+raises :class:`plain.Elsewhere`: a clean interpreter, which can be killed, then evaluates the check.
 """
 
 import ast
@@ -11,11 +11,12 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from services.reward.code.plain import Plain, equal
+from services.reward.code.plain import Elsewhere, Plain
+from services.reward.executor.inside.comparison import equal, within
 
 _LARGEST_BITS = 100_000
-_LONGEST = 1_000_000
-_TYPES: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str, list, tuple, set, frozenset, dict)}
+_LONGEST = 10_000
+TYPES: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str, list, tuple, set, frozenset, dict)}
 _ORDER: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Lt: operator.lt,
     ast.LtE: operator.le,
@@ -37,15 +38,8 @@ class Refused(Exception):
 
 def _round(number: float, ndigits: int | None = None) -> float:
     if ndigits is not None and not -1000 <= ndigits <= 1000:
-        raise OverflowError("round")
+        raise Elsewhere("round")
     return round(number, ndigits)
-
-
-def _range(*bounds: int) -> list[int]:
-    numbers = range(*bounds)
-    if len(numbers) > _LONGEST:
-        raise OverflowError("range")
-    return list(numbers)
 
 
 FUNCTIONS: dict[str, Callable[..., Plain]] = {
@@ -57,29 +51,33 @@ FUNCTIONS: dict[str, Callable[..., Plain]] = {
     "float": float,
     "frozenset": frozenset,
     "int": int,
-    "isclose": math.isclose,
     "len": len,
     "list": list,
     "max": max,
     "min": min,
-    "range": _range,
-    "reversed": lambda items: list(reversed(items)),
     "round": _round,
     "set": set,
     "sorted": sorted,
     "str": str,
     "sum": sum,
     "tuple": tuple,
-    "zip": lambda *rows: list(zip(*rows, strict=False)),
+}
+"""What a bare name calls."""
+_MATHEMATICS: dict[str, Callable[..., Plain]] = {
+    "isclose": math.isclose,
+    "isfinite": math.isfinite,
+    "isinf": math.isinf,
+    "isnan": math.isnan,
 }
 
 
 def function_name(node: ast.expr) -> str | None:
     """Return which function of ours a call's ``node.func`` names, ``isinstance`` included, or None."""
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "math":
-        return "isclose" if node.attr == "isclose" else None
-    if isinstance(node, ast.Name) and (node.id in FUNCTIONS or node.id == "isinstance"):
-        return node.id
+    match node:
+        case ast.Attribute(value=ast.Name(id="math"), attr=name) if name in _MATHEMATICS:
+            return name
+        case ast.Name(id=name) if name in FUNCTIONS or name == "isinstance":
+            return name
     return None
 
 
@@ -122,7 +120,7 @@ def _check_call(name: str, args: list[ast.expr], keywords: list[ast.keyword], na
         raise Refused("sum() of more than one argument")
     if name == "isinstance":
         if len(args) != 2 or not _type_names(args[1]):
-            raise Refused(f"isinstance() but with types of {', '.join(sorted(_TYPES))}")
+            raise Refused(f"isinstance() but with types of {', '.join(sorted(TYPES))}")
         args = args[:1]
     for part in (*args, *(keyword.value for keyword in keywords)):
         check(part, names)
@@ -138,7 +136,7 @@ def _check_identity(ops: list[ast.cmpop], sides: list[ast.expr]) -> None:
 
 def _type_names(node: ast.expr) -> list[str]:
     nodes = node.elts if isinstance(node, ast.Tuple) else [node]
-    names = [part.id for part in nodes if isinstance(part, ast.Name) and part.id in _TYPES]
+    names = [part.id for part in nodes if isinstance(part, ast.Name) and part.id in TYPES]
     return names if len(names) == len(nodes) else []
 
 
@@ -147,7 +145,7 @@ class Evaluator:
 
     Args:
         names: the plain data that each name stands for.
-        tolerance: of ``==``, ``!=`` and ``in``.
+        tolerance: of ``==``, ``!=`` and ``in``; 0: none.
     """
 
     def __init__(self, names: Mapping[str, Plain], tolerance: float) -> None:
@@ -158,7 +156,8 @@ class Evaluator:
         """Return the value of ``node``.
 
         Raises:
-            ArithmeticError, LookupError, TypeError, ValueError, RecursionError: as Python would, or over a bound.
+            ArithmeticError, LookupError, TypeError, ValueError, RecursionError: as Python would.
+            Elsewhere: over a bound.
         """
         match node:
             case ast.Constant(value=value):
@@ -221,19 +220,14 @@ class Evaluator:
             case ast.NotEq():
                 return not equal(left, right, self._tolerance)
             case ast.Is():
-                return equal(left, right)
+                return left is right
             case ast.IsNot():
-                return not equal(left, right)
+                return left is not right
             case ast.In():
-                return self._contains(left, right)
+                return within(left, right, self._tolerance)
             case ast.NotIn():
-                return not self._contains(left, right)
+                return not within(left, right, self._tolerance)
         return bool(_ORDER[type(op)](left, right))
-
-    def _contains(self, member: Plain, whole: Plain) -> bool:
-        if isinstance(whole, str):
-            return member in whole
-        return any(equal(member, item, self._tolerance) for item in whole)
 
     def _unary(self, op: ast.unaryop, value: Plain) -> Plain:
         if isinstance(op, ast.Not):
@@ -244,9 +238,10 @@ class Evaluator:
         function = function_name(node.func)
         assert function is not None
         if function == "isinstance":
-            return type(self(node.args[0])) in [_TYPES[kind] for kind in _type_names(node.args[1])]
+            return isinstance(self(node.args[0]), tuple(TYPES[kind] for kind in _type_names(node.args[1])))
         keywords = {str(keyword.arg): self(keyword.value) for keyword in node.keywords}
-        return FUNCTIONS[function](*(self(part) for part in node.args), **keywords)
+        arguments = [self(part) for part in node.args]
+        return (FUNCTIONS.get(function) or _MATHEMATICS[function])(*arguments, **keywords)
 
 
 def _binary(op: ast.operator, left: Plain, right: Plain) -> Plain:
@@ -256,10 +251,10 @@ def _binary(op: ast.operator, left: Plain, right: Plain) -> Plain:
         return left - right
     if isinstance(op, ast.Mult) and isinstance(left, (str, list, tuple)) and isinstance(right, int):
         if len(left) * right > _LONGEST:
-            raise OverflowError("too long")
+            raise Elsewhere("a long product")
         return left * right
     if not isinstance(left, (int, float)) or not isinstance(right, (int, float)):
-        raise TypeError("expected numbers")
+        raise Elsewhere("operands that are not numbers")
     return _arithmetic(op, left, right)
 
 
@@ -267,7 +262,7 @@ def _arithmetic(op: ast.operator, left: float, right: float) -> Plain:
     bits = [abs(side).bit_length() for side in (left, right) if isinstance(side, int)]
     if isinstance(op, ast.Pow):
         if len(bits) == 2 and bits[0] * abs(right) > _LARGEST_BITS:
-            raise OverflowError("too large")
+            raise Elsewhere("a large number")
         return left**right
     if sum(bits) > _LARGEST_BITS:
         raise OverflowError("too large")

@@ -6,6 +6,9 @@
                      │                    └── executor away, or at fault itself ──▶ unavailable: tried again, never worth 0
                      └── none ──▶ wrong_format
 
+Where a comparison needs more than small plain data it is a further execution, in a clean interpreter. So are, once for a problem, the parts
+of its asserts that hold no result.
+
 Equal programs of a group run once. Tests of a program run in their order, up to the first that fails (``credit = "all"``), or
 all (``"share"``) up to the first that took more than it may: what is over its limits once is so again, at the full price.
 This module isolates nothing and evaluates nothing that a model wrote.
@@ -13,6 +16,7 @@ This module isolates nothing and evaluates nothing that a model wrote.
 
 import asyncio
 import dataclasses
+import json
 import logging
 import time
 from collections.abc import Sequence
@@ -20,11 +24,12 @@ from enum import StrEnum
 
 from prometheus_client import Counter, Histogram
 
+from services.reward.code import plain
 from services.reward.code.program import NoProgram, program_of
 from services.reward.code.suite import BadTests, read_tests
-from services.reward.code.tests import ProgramTest, Test
+from services.reward.code.tests import COMPARING, AssertTest, ProgramTest, Test
 from services.reward.executor.client import ExecutorClient
-from services.reward.executor.protocol import MIB, Execution, Job, Limits, Outcome
+from services.reward.executor.protocol import MIB, Call, Execution, Job, Limits, Outcome
 from services.reward.scorer import unavailable, valued
 from shared.errors import PermanentError, SettingsError, TemporaryError
 from shared.messages import Prompt, RolloutGroup, Sample, Score, ScoreStatus
@@ -49,6 +54,11 @@ TEST_SECONDS = Histogram(
     buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0),
 )
 _ASK_AGAIN_S = 0.2
+_GIVEN = 4096
+"""Asserts of which what they hold besides results is remembered."""
+_CLEAN_BYTES = 256 * MIB
+_CLEAN_S = 5.0
+"""A clean interpreter has at least so much memory and time, however little the programs have."""
 
 
 class Verdict(StrEnum):
@@ -109,6 +119,8 @@ class CodeTester:
         )
         self._client = ExecutorClient(address, scorer.in_flight)
         self._away = False
+        self._given: dict[tuple[str, ...], tuple[str, ...]] = {}
+        """By the sources of an assert's parts that hold no result: their values, as tagged JSON text."""
 
     async def start(self) -> None:
         """Nothing to load: the executor is asked when there is something to run."""
@@ -127,6 +139,10 @@ class CodeTester:
         programs = [self._program(sample) for sample in group.samples]
         different = list(dict.fromkeys(program for program in programs if isinstance(program, str)))
         self._count(programs, different)
+        try:
+            tests = await self._prepared(tests, group.prompt)
+        except TemporaryError as error:
+            return [unavailable(self.name, str(error)) if isinstance(program, str) else program for program in programs]
         tasks: list[asyncio.Task[Score]] = []
         async with asyncio.TaskGroup() as running:
             tasks = [running.create_task(self._score(program, tests)) for program in different]
@@ -140,12 +156,61 @@ class CodeTester:
                 raise BadTests(f"expected tests, found the columns {', '.join(sorted(prompt.extra)) or 'none'}")
             tests = read_tests(prompt.extra[field])
             self._check_outputs(tests)
+            self._check_profile(tests)
         except BadTests as error:
-            raise PermanentError(
-                f"scorer {self.name!r}, column {field!r} of {prompt.problem}: {error}: change the data, or tests_field "
-                "in [[reward.scorers]]"
-            ) from error
+            raise self._refusal(prompt, error) from error
         return tests[: self._scorer.max_tests or None]
+
+    def _refusal(self, prompt: Prompt, error: BadTests) -> PermanentError:
+        return PermanentError(
+            f"scorer {self.name!r}, column {self._scorer.tests_field!r} of {prompt.problem}: {error}: change the data, or tests_field "
+            "in [[reward.scorers]]"
+        )
+
+    def _check_profile(self, tests: Sequence[Test]) -> None:
+        """Refuse asserts that need numpy where there is none."""
+        for test in tests:
+            if isinstance(test, AssertTest) and test.split.uses_numpy and self._scorer.profile != "numpy":
+                raise BadTests(
+                    f'expected profile = "numpy" in [[reward.scorers]] for {test.split.source[:80]!r}, found stdlib'
+                )
+
+    async def _prepared(self, tests: tuple[Test, ...], prompt: Prompt) -> tuple[Test, ...]:
+        """Return the tests with what their asserts hold besides results evaluated.
+
+        Raises:
+            PermanentError: it cannot be evaluated.
+            TemporaryError: the executor is away, or at fault.
+        """
+        try:
+            return tuple([await self._with_given(test) if isinstance(test, AssertTest) else test for test in tests])
+        except BadTests as error:
+            raise self._refusal(prompt, error) from error
+
+    async def _with_given(self, test: AssertTest) -> AssertTest:
+        sources = test.split.given
+        if sources and sources not in self._given:
+            execution = await self._run(self._clean_job("", *(Call("", expression=source) for source in sources)))
+            if execution.outcome is Outcome.TIMEOUT:  # the host may be busy
+                raise TemporaryError(f"{test.split.source[:120]!r} could not be evaluated: {execution.detail}")
+            if execution.outcome is not Outcome.FINISHED or len(execution.values) != len(sources):
+                raise BadTests(
+                    f"expected an assert whose parts can be evaluated, found {test.split.source[:120]!r}: {execution.detail}"
+                )
+            while len(self._given) >= _GIVEN:
+                del self._given[next(iter(self._given))]
+            self._given[sources] = execution.values
+        return dataclasses.replace(test, given=self._given[sources]) if sources else test
+
+    def _clean_job(self, code: str, *calls: Call) -> Job:
+        """Return a job in which no program of a completion takes part."""
+        memory_bytes = max(self._limits.memory_bytes, _CLEAN_BYTES)
+        seconds = max(self._scorer.timeout_s, _CLEAN_S)
+        output_bytes = max(self._limits.output_bytes, MIB)
+        limits = dataclasses.replace(
+            self._limits, wall_s=seconds, cpu_s=seconds, memory_bytes=memory_bytes, output_bytes=output_bytes
+        )
+        return Job(code, self._scorer.profile, calls=calls, limits=limits)
 
     def _check_outputs(self, tests: Sequence[Test]) -> None:
         """Refuse an output that no program may write."""
@@ -191,18 +256,32 @@ class CodeTester:
 
     async def _test(self, program: str, test: Test) -> _Tested:
         job = test.job(program, self._scorer.profile, self._limits)
-        tested = self._judge(test, await self._run(job), len(job.calls))
+        tested = await self._judge(test, await self._run(job), len(job.calls))
         TESTS.labels(self.name, tested.verdict.value, tested.tier).inc()
         return tested
 
-    def _judge(self, test: Test, execution: Execution, calls: int) -> _Tested:
+    async def _judge(self, test: Test, execution: Execution, calls: int) -> _Tested:
         TEST_SECONDS.labels(self.name).observe(execution.wall_s)
         if execution.outcome is not Outcome.FINISHED:
             return _Tested(Verdict(execution.outcome.value), execution.detail, execution.tier)
         if len(execution.values) != calls:
             return _Tested(Verdict.RUNTIME_ERROR, "ended before its calls returned", execution.tier)
-        problem = test.problem(execution, self._scorer.tolerance)
+        problem = await self._problem(test, execution)
         return _Tested(Verdict.WRONG_ANSWER if problem else Verdict.PASSED, problem, execution.tier)
+
+    async def _problem(self, test: Test, execution: Execution) -> str:
+        """Return what is wrong; nothing that a program wrote keeps the event loop busy for long."""
+        tolerance = self._scorer.tolerance
+        if len(execution.stdout) > plain.LONGEST:
+            problem = await asyncio.to_thread(test.problem, execution, tolerance)
+        else:
+            problem = test.problem(execution, tolerance)
+        if isinstance(problem, str):
+            return problem
+        compared = await self._run(self._clean_job(COMPARING, problem))
+        if compared.outcome is Outcome.FINISHED and len(compared.values) == 1:
+            return str(json.loads(compared.values[0]))
+        return f"the result cannot be compared: {compared.outcome.value}: {compared.detail}"
 
     async def _run(self, job: Job) -> Execution:
         """Return what became of ``job``.

@@ -7,6 +7,7 @@
     {"inputs": ["2 3\\n", …], "outputs": ["5\\n", …]}                             programs, as APPS and TACO have them
     {"inputs": [[2, 3], …], "outputs": [5, …], "fn_name": "f"}                  calls, as APPS and TACO have them
     ["assert f(2, 3) == 5", …]                                                  asserts, as MBPP has them
+    {"asserts": ["assert f(2, 3) == 5", …], "fn_name": "f"}                     the same, and the function under test is named
 
 or a text that holds one of them as JSON, or asserts one a line. An input or output of a program may be a list of lines.
 A function's dotted name (``Solution.f``) means a method of a new object of that class.
@@ -20,7 +21,7 @@ from services.reward.code.evaluation import Refused
 from services.reward.code.tests import AssertTest, CallTest, ProgramTest, Test
 from shared.messages import Json
 
-SHAPES = '[{input, output}, …], {"inputs": […], "outputs": […], "fn_name": …} or ["assert …", …]'
+SHAPES = '[{input, output}, …], {"inputs": […], "outputs": […], "fn_name": …}, ["assert …", …] or {"asserts": […], "fn_name": …}'
 
 
 class BadTests(Exception):
@@ -37,8 +38,10 @@ def read_tests(column: Json) -> tuple[Test, ...]:
         column = _parsed(column)
     if isinstance(column, dict) and {"inputs", "outputs"} <= column.keys():
         tests = list(_columns(column["inputs"], column["outputs"], column.get("fn_name")))
+    elif isinstance(column, dict) and "asserts" in column:
+        tests = _asserts(column["asserts"], column.get("fn_name"))
     elif isinstance(column, list):
-        tests = [test for item in column for test in _row(item)]
+        tests = _rows(column)
     else:
         raise BadTests(f"expected tests as {SHAPES}, found {_shown(column)}")
     if not tests:
@@ -61,22 +64,32 @@ def _columns(inputs: Json, outputs: Json, function: Json) -> Iterator[Test]:
         yield _program(given, expected) if function is None else _call(function, given, expected, wrapped=True)
 
 
-def _row(item: Json) -> Iterator[Test]:
-    if isinstance(item, str):
-        yield from (AssertTest(split) for split in _asserts(item))
-    elif isinstance(item, dict) and {"input", "output"} <= item.keys():
-        function = item.get("fn_name")
-        given, expected = item["input"], item["output"]
-        yield _program(given, expected) if function is None else _call(function, given, expected, wrapped=False)
-    else:
+def _rows(items: list[Json]) -> list[Test]:
+    """Return the tests of a list; its asserts are read together, as they name the function under test together."""
+    texts = [item for item in items if isinstance(item, str)]
+    if len(texts) == len(items) and texts:
+        return _asserts(list(texts), None)
+    return [test for item in items for test in (_asserts([item], None) if isinstance(item, str) else [_row(item)])]
+
+
+def _row(item: Json) -> Test:
+    if not isinstance(item, dict) or not {"input", "output"} <= item.keys():
         raise BadTests(f"expected a test as {{input, output}} or an assert, found {_shown(item)}")
+    function = item.get("fn_name")
+    given, expected = item["input"], item["output"]
+    return _program(given, expected) if function is None else _call(function, given, expected, wrapped=False)
 
 
-def _asserts(text: str) -> list[asserts.SplitAssert]:
+def _asserts(texts: Json, function: Json) -> list[Test]:
+    if isinstance(texts, str):
+        texts = [texts]
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise BadTests(f"expected asserts as text, found {_shown(texts)}")
     try:
-        return asserts.split(text)
+        splits = asserts.split([str(text) for text in texts], "" if function is None else _name(function))
     except Refused as error:
         raise BadTests(f"expected asserts of {asserts.SUPPORTED}; found {error}") from error
+    return [AssertTest(split) for split in splits]
 
 
 def _program(given: Json, expected: Json) -> ProgramTest:
@@ -92,11 +105,16 @@ def _text(value: Json, what: str) -> str:
 
 
 def _call(function: Json, given: Json, expected: Json, *, wrapped: bool) -> CallTest:
+    name = _name(function)
+    if not isinstance(given, list):
+        raise BadTests(f"expected a list of arguments for {name}, found {_shown(given)}")
+    return CallTest(name, tuple(given), expected, wrapped)
+
+
+def _name(function: Json) -> str:
     if not isinstance(function, str) or not all(part.isidentifier() for part in function.split(".")):
         raise BadTests(f"expected a function's name as fn_name, found {_shown(function)}")
-    if not isinstance(given, list):
-        raise BadTests(f"expected a list of arguments for {function}, found {_shown(given)}")
-    return CallTest(function, tuple(given), expected, wrapped)
+    return function
 
 
 def _shown(value: Json) -> str:

@@ -1,26 +1,35 @@
-"""One test of a problem: what is run inside, and whether what came out is right, which is decided out here.
+"""One test of a problem: what is run inside, and whether what came out is right, which is decided outside.
 
 ::
 
     test.job(program, …) ──▶ executor ──▶ Execution ──▶ test.problem(execution, tolerance) ──▶ "" or what is wrong
+                                                                 └── or a call for a clean interpreter, which returns the same
 
 ``job`` holds no expected output, by construction: it is made of inputs alone.
 """
 
 import ast
+import contextlib
 import dataclasses
 import json
 import re
+import reprlib
+from collections.abc import Mapping
 from typing import Protocol
 
 from services.reward.code import asserts, plain
 from services.reward.code.asserts import SplitAssert
 from services.reward.code.evaluation import Evaluator
+from services.reward.code.plain import Elsewhere
+from services.reward.executor.inside import comparison
 from services.reward.executor.protocol import Call, Execution, Job, Limits
 from shared.messages import Json
 
+COMPARING = "from inside.comparison import holds, matches"
+"""The program of a clean interpreter."""
 _SOLUTION = re.compile(r"^class Solution\b", re.MULTILINE)
 _SHOWN = 60
+_WRONG = (ArithmeticError, LookupError, TypeError, ValueError, RecursionError, MemoryError)
 
 
 class Test(Protocol):
@@ -29,8 +38,8 @@ class Test(Protocol):
     def job(self, program: str, profile: str, limits: Limits) -> Job:
         """Return what is to be run."""
 
-    def problem(self, execution: Execution, tolerance: float) -> str:
-        """Return what is wrong with an execution that finished; "" where it is right."""
+    def problem(self, execution: Execution, tolerance: float) -> str | Call:
+        """Return what is wrong with an execution that finished, "" where it is right; or the call of :data:`COMPARING` that does."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,14 +78,23 @@ class CallTest:
         function = f"Solution.{self.function}" if is_method else self.function
         return Job(program, profile, calls=(Call(function, self.arguments),), limits=limits)
 
-    def problem(self, execution: Execution, tolerance: float) -> str:
-        """Return what is wrong."""
-        (found,) = execution.values
-        accepted = [self.expected]
-        if self.wrapped and isinstance(self.expected, list) and len(self.expected) == 1:
-            accepted += self.expected
-        right = any(plain.equal(expected, found, tolerance) for expected in accepted)
-        return "" if right else _differs(self.expected, found)
+    def problem(self, execution: Execution, tolerance: float) -> str | Call:
+        """Return what is wrong, or the call that does."""
+        try:
+            value = plain.read(execution.values[0])
+            right = any(comparison.equal(expected, value, tolerance) for expected in self._accepted)
+        except Elsewhere:
+            return Call(
+                "matches", (execution.values[0], [json.dumps(accepted) for accepted in self._accepted], tolerance)
+            )
+        except _WRONG as error:
+            return f"the result cannot be compared ({type(error).__name__})"
+        return "" if right else _differs(self.expected, value)
+
+    @property
+    def _accepted(self) -> list[Json]:
+        is_wrapped = self.wrapped and isinstance(self.expected, list) and len(self.expected) == 1
+        return [self.expected, *self.expected] if is_wrapped and isinstance(self.expected, list) else [self.expected]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,18 +102,28 @@ class AssertTest:
     """An assert, split: its calls run inside, its check does not."""
 
     split: SplitAssert
+    given: tuple[str, ...] = ()
+    """Tagged JSON text of each part that a clean interpreter evaluated before."""
 
     def job(self, program: str, profile: str, limits: Limits) -> Job:
         """Return what is to be run."""
-        calls = tuple(Call(f"penstock_{asserts.name(place)}") for place in range(len(self.split.calls)))
-        return Job(f"{program}\n{self.split.inside}", profile, calls=calls, limits=limits)
+        calls = tuple(Call(self.split.function, expression=call) for call in self.split.calls)
+        return Job(program, profile, calls=calls, limits=limits)
 
-    def problem(self, execution: Execution, tolerance: float) -> str:
-        """Return what is wrong."""
+    def problem(self, execution: Execution, tolerance: float) -> str | Call:
+        """Return what is wrong, or the call that does."""
+        results = {asserts.call_name(place): text for place, text in enumerate(execution.values)}
+        texts = results | {asserts.given_name(place): text for place, text in enumerate(self.given)}
+        if self.split.is_simple and sum(map(len, texts.values())) <= plain.LONGEST:
+            with contextlib.suppress(Elsewhere):
+                return self._simple_problem(texts, tolerance)
+        return Call("holds", (ast.unparse(self.split.check), dict(texts), tolerance))
+
+    def _simple_problem(self, texts: Mapping[str, str], tolerance: float) -> str:
         try:
-            names = {asserts.name(place): plain.untagged(value) for place, value in enumerate(execution.values)}
+            names = {name: plain.rebuilt(plain.read(text)) for name, text in texts.items()}
             right = bool(Evaluator(names, tolerance)(self.split.check))
-        except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError, MemoryError) as error:
+        except _WRONG as error:
             return f"{self._shown} ended in {type(error).__name__}"
         return "" if right else f"{self._shown} does not hold for {_short(list(names.values()))}"
 
@@ -110,8 +138,6 @@ def _differs(expected: Json, found: Json) -> str:
 
 
 def _short(value: object) -> str:
-    try:
-        text = json.dumps(value, default=repr, ensure_ascii=True)
-    except (ValueError, TypeError, RecursionError):  # numbers of thousands of digits, data of thousands of levels
-        text = f"a large {type(value).__name__}"
+    """Return a beginning of it, in a time that does not depend on its size."""
+    text = json.dumps(value[: _SHOWN + 1]) if isinstance(value, str) else ascii(reprlib.repr(value))[1:-1]
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

@@ -9,11 +9,10 @@
 
 Nothing here is a score. The expected output of a program never comes here: who asks compares, on plain data.
 
-Values and arguments travel as JSON text inside the MessagePack frame, because JSON's integers have no width. The executor never
-parses values, since it would do so for all programs in one thread: the client does. A value is
-*plain*: ``None``, ``bool``, ``int``, ``float``, ``str``, ``list``, ``dict``, and of exactly these types: a subclass with an
-``__eq__`` of its own is refused where it is made, inside. A tuple comes out as a list, and a key of a dict that is a number,
-a bool or ``None`` as JSON writes it (``{1: "a"}`` as ``{"1": "a"}``). ``nan`` and infinities stay what they are.
+Arguments and values travel as JSON text inside the MessagePack frame, because JSON's integers have no width. A value stays text
+until it is compared, as the program decides how large it is. Of a call it is plain JSON: a tuple, deque, range or iterator comes out
+as a list, a subclass as what it is a subclass of, and a key of a dict that is a number, a bool or ``None`` as JSON writes it
+(``{1: "a"}`` as ``{"1": "a"}``). Of an expression it is tagged (``inside/plain_data.py``). Anything else fails where it is made, inside.
 """
 
 import dataclasses
@@ -21,6 +20,7 @@ import json
 import math
 from collections.abc import Mapping
 from enum import StrEnum
+from typing import Any
 
 from shared.errors import PeerError
 from shared.frames import Frame
@@ -72,6 +72,8 @@ class Call:
     function: str
     arguments: tuple[Json, ...] = ()
     keywords: Mapping[str, Json] = dataclasses.field(default_factory=dict)
+    expression: str = ""
+    """Python source that is evaluated instead, among the program's names. The program must define ``function`` unless it is empty."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,8 +96,8 @@ class Execution:
     outcome: Outcome
     stdout: str
     """UTF-8 with replacement characters, at most ``limits.output_bytes``."""
-    values: tuple[Json, ...]
-    """Of its calls in order, up to the first that did not return plain data. Each is JSON text until the client has parsed it."""
+    values: tuple[str, ...]
+    """JSON text for each of its calls in order, up to the first that did not return plain data. The program may have written it itself."""
     detail: str
     """One line for people. The program can write what it likes here: show it, never read it."""
     exit_status: int | None
@@ -133,7 +135,7 @@ def read_job(frame: Frame) -> Job:
         PeerError: it holds none.
     """
     try:
-        calls = tuple(Call(c["function"], tuple(c["arguments"]), c["keywords"]) for c in json.loads(frame["calls"]))
+        calls = tuple(_read_call(call) for call in json.loads(frame["calls"]))
         job = Job(frame["code"], frame["profile"], frame["stdin"], calls, Limits(**frame["limits"]))
         sound = isinstance(job.code, str) and isinstance(job.profile, str) and isinstance(job.stdin, str | None)
         sound = sound and all(value > 0 and math.isfinite(value) for value in dataclasses.astuple(job.limits))
@@ -148,14 +150,14 @@ def read_job(frame: Frame) -> Job:
     return job
 
 
+def _read_call(call: dict[str, Any]) -> Call:
+    return Call(call["function"], tuple(call["arguments"]), call["keywords"], str(call["expression"]))
+
+
 def execution_frame(number: int, execution: Execution) -> Frame:
     """Return the frame that answers ``number``."""
     fields = {field.name: getattr(execution, field.name) for field in dataclasses.fields(execution)}
-    return fields | {
-        "id": number,
-        "outcome": execution.outcome.value,
-        "values": f"[{','.join(map(str, execution.values))}]",
-    }
+    return fields | {"id": number, "outcome": execution.outcome.value, "values": list(execution.values)}
 
 
 def read_execution(frame: Frame) -> Execution:
@@ -166,19 +168,7 @@ def read_execution(frame: Frame) -> Execution:
     """
     try:
         fields = {field.name: frame[field.name] for field in dataclasses.fields(Execution)}
-        return _with_values(
-            Execution(**fields | {"outcome": Outcome(fields["outcome"]), "values": ()}), fields["values"]
-        )
+        fields |= {"outcome": Outcome(fields["outcome"]), "values": tuple(map(str, fields["values"]))}
+        return Execution(**fields)
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise PeerError(f"expected what became of a program, found other content: {error!r}"[:300]) from error
-
-
-def _with_values(execution: Execution, text: str) -> Execution:
-    """Return ``execution`` with the values in ``text``; where the program wrote what is no JSON, that is its error."""
-    try:
-        return dataclasses.replace(execution, values=tuple(json.loads(text)))
-    except (ValueError, RecursionError) as error:
-        if execution.outcome is not Outcome.FINISHED:
-            return execution
-        detail = f"a value cannot be read: {error}"[:300]
-        return dataclasses.replace(execution, outcome=Outcome.RUNTIME_ERROR, detail=detail)

@@ -31,7 +31,7 @@ class Report:
 
     started: bool
     values: tuple[str, ...]
-    """JSON, as far as the program kept to it."""
+    """JSON text, not read here."""
     error: str
 
 

@@ -4,7 +4,7 @@
 
     standard input, output     the program's own
     report (descriptor 3)      ready            once the process is confined, before the program's first line
-                               value <JSON>     one a call that returned plain data
+                               value <JSON>     for each call that returned plain data
                                error <text>     why it ended, for people
 
 The program shares this process and may write any of these lines itself, except the ``ready`` that is there before it. So a
@@ -13,6 +13,7 @@ value is only what the program claims to return; whether it is right is judged e
 
 import atexit
 import builtins
+import importlib
 import io
 import json
 import os
@@ -23,14 +24,34 @@ import types
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from . import plain_data
+
 REPORT = 3
 ERROR, OUT_OF_MEMORY = 1, 113
 _DETAIL = 300
-_SCALARS = frozenset((bool, int, float, str, type(None)))
+_PRELUDE_MODULES = """
+bisect cmath collections copy datetime decimal fractions functools heapq itertools json math operator random re statistics string sys textwrap time typing
+""".split()  # noqa: SIM905
+_PRELUDE_STARS = ("typing", "collections", "functools", "itertools", "heapq", "bisect", "math")
 
 
-class NotPlain(Exception):
-    """A call returned what JSON cannot say exactly."""
+def prelude() -> dict[str, Any]:
+    """Return the names that a program may use without importing them, as the datasets' own harnesses have them."""
+    modules = {name: importlib.import_module(name) for name in _PRELUDE_MODULES}
+    names: dict[str, Any] = {"Decimal": modules["decimal"].Decimal, "Fraction": modules["fractions"].Fraction}
+    for star in _PRELUDE_STARS:
+        module = modules[star]
+        names |= {name: getattr(module, name) for name in getattr(module, "__all__", dir(module)) if name[0] != "_"}
+    names |= modules  # bisect is the module, which has a function of that name
+    if "numpy" in sys.modules:
+        names |= {"np": sys.modules["numpy"], "numpy": sys.modules["numpy"]}
+    return names
+
+
+def add_prelude() -> None:
+    """Make the prelude's names known to every program, behind the builtins and whatever the program itself defines."""
+    known = vars(builtins)
+    known.update({name: value for name, value in prelude().items() if name not in known})
 
 
 def run(code: str, calls: Sequence[dict[str, Any]]) -> NoReturn:
@@ -74,49 +95,46 @@ def _call(code: str, calls: Sequence[dict[str, Any]]) -> None:
     names = _module("program")
     exec(_compiled(code), names)
     for call in calls:
-        value = _resolved(names, call["function"])(*call["arguments"], **call["keywords"])
-        text = json.dumps(_plain(value, call["function"]))
+        text = json.dumps(_evaluated(names, call) if call["expression"] else _called(names, call))
         _report(b"value " + text.encode())
+
+
+def _called(names: dict[str, Any], call: dict[str, Any]) -> Any:
+    """Return a function's result as JSON."""
+    value = _resolved(names, call["function"])(*call["arguments"], **call["keywords"])
+    return plain_data.as_json(value, call["function"])
+
+
+def _evaluated(names: dict[str, Any], call: dict[str, Any]) -> Any:
+    """Return the tagged value of an expression; the function that it calls, where one is named, must be the program's own."""
+    if call["function"]:
+        _defined(names, call["function"].partition(".")[0])
+    expression = compile(call["expression"], "test.py", "eval", dont_inherit=True)
+    return plain_data.tagged(eval(expression, names), call["function"] or "the expression")
 
 
 def _resolved(names: dict[str, Any], dotted: str) -> Any:
     """Return a function, or a method of an object that is made for it (``Solution.add``)."""
     first, *rest = dotted.split(".")
-    if first not in names:
-        raise NameError(f"the program defines no {first!r}")
-    found = names[first]
+    target = _defined(names, first)
     for name in rest:
-        found = getattr(found() if isinstance(found, type) else found, name)
-    return found
+        target = getattr(target() if isinstance(target, type) else target, name)
+    return target
 
 
-def _plain(value: Any, where: str) -> Any:
-    """Return ``value`` in the types that JSON has, exactly; a tuple as a list."""
-    kind = type(value)
-    if kind in _SCALARS:
-        return value
-    if kind is list or kind is tuple:
-        return [_plain(item, where) for item in value]
-    if kind is dict:
-        found = {_key(key, where): _plain(item, where) for key, item in value.items()}
-        if len(found) == len(value):
-            return found
-    raise NotPlain(f"{where} returned {kind.__name__}, expected None, bool, int, float, str, list, tuple or dict")
-
-
-def _key(key: Any, where: str) -> str:
-    if type(key) is str:
-        return key
-    if type(key) not in _SCALARS:
-        raise NotPlain(f"{where} returned a dict with a key of {type(key).__name__}, expected str or a number")
-    return json.dumps(key)
+def _defined(names: dict[str, Any], name: str) -> Any:
+    if name not in names:
+        raise NameError(f"the program defines no {name!r}")
+    return names[name]
 
 
 def _told(error: BaseException) -> int:
     """Report why the program ended; return the exit status."""
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
-            return (error.code or 0) & 0xFF
+            return (
+                (error.code & 0xFF or ERROR) if error.code else 0
+            )  # 256 is a failure, although the kernel keeps 8 bits
         _report_error(f"SystemExit: {error.code}")
         return ERROR
     if isinstance(error, MemoryError):

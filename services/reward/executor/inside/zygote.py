@@ -33,7 +33,12 @@ from collections.abc import Sequence
 from importlib.machinery import FileFinder
 from typing import Any, NoReturn
 
-from . import confinement, runner, waiting
+from . import (
+    comparison,  # noqa: F401 (jobs of the code scorer import it, and later nothing can read its file)
+    confinement,
+    runner,
+    waiting,
+)
 
 _PACKET_BYTES = 1 << 16
 _STACK_BYTES = 4 << 20
@@ -214,6 +219,7 @@ def warm(profile: str, folders: list[str]) -> None:
         importlib.import_module("numpy").random.seed()
         for name in ("numpy.linalg", "numpy.fft", "numpy.polynomial"):
             importlib.import_module(name)
+    runner.add_prelude()
 
 
 def keep_listings(hidden: Sequence[str]) -> None:
