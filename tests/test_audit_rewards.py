@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def settings(folder: Path, scorers: list[dict[str, object]], **tables: object) -
     )
 
 
-async def record(run: Settings, groups: list[tuple[str, str, tuple[str, ...]]]) -> Path:
+async def record(run: Settings, groups: Sequence[tuple[str, str, tuple[str, ...]]]) -> Path:
     """Score completions as the reward service does, and record them as the coordinator does."""
     scoring: Scoring = make_scoring(run, Status())
     folder = run.run_folder

@@ -17,6 +17,7 @@ from shared.cordon import Cordon
 from shared.errors import SettingsError
 from shared.ledger import Ledger, RunState
 from shared.live import Live
+from shared.run_secret import RunSecret
 from shared.service import Context
 from shared.settings import Settings
 from shared.telemetry import Status
@@ -32,7 +33,7 @@ class Opened:
         self.root = self.of.run_folder / "checkpoints"
         self.ledger, self.stop, loop = Ledger(bus), asyncio.Event(), asyncio.get_running_loop()
         cordon = Cordon(bus, "trainer-0", lambda: None)
-        context = Context(self.of, "trainer", "trainer-0", bus, Status(), self.stop, Live(bus, self.of), cordon)
+        context = Context(self.of, "trainer", "trainer-0", bus, Status(), self.stop, Live(bus, self.of), cordon, RunSecret(bus))
         keeper = Keeper(self.of, bus, lambda work: asyncio.run_coroutine_threadsafe(work, loop).result())
         self.opening = Opening(context, Branch(bus), keeper, loop)
 

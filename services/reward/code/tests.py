@@ -139,5 +139,8 @@ def _differs(expected: Json, found: Json) -> str:
 
 def _short(value: object) -> str:
     """Return a beginning of it, in a time that does not depend on its size."""
-    text = json.dumps(value[: _SHOWN + 1]) if isinstance(value, str) else ascii(reprlib.repr(value))[1:-1]
+    try:
+        text = json.dumps(value[: _SHOWN + 1]) if isinstance(value, str) else ascii(reprlib.repr(value))[1:-1]
+    except ValueError:  # Python refuses to write integers of more than 4,300 digits
+        return "a number of more than 4,300 digits"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
