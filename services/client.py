@@ -119,6 +119,14 @@ class Coordinator:
         found: JsonObject = self._answer("POST", path, body=body, key=uuid.uuid4().hex).json()
         return found
 
+    def delete(self, path: str) -> None:
+        """Delete what is at ``path``.
+
+        Raises:
+            Refused: the coordinator will not.
+        """
+        self._answer("DELETE", path)
+
     def items(self, path: str, most: int, **query: str | int) -> list[JsonObject]:
         """Return up to ``most`` items of a list, page by page."""
         found: list[JsonObject] = []

@@ -6,6 +6,7 @@ file, the environment variable or the flag. Nothing else reads the environment.
 """
 
 import difflib
+import math
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -46,7 +47,7 @@ def loads(toml: str, name: str, flags: Sequence[str] = (), environment: Mapping[
     """
     try:
         values = tomllib.loads(toml)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: an integer of thousands of digits
         raise SettingsError(f"expected TOML in {name}, found: {error}") from error
     for key, text in (_environment(environment or {}) | _flags(flags)).items():
         _set(values, key, text)
@@ -79,10 +80,27 @@ def override(settings: Settings, changes: Mapping[str, object]) -> Settings:
 
 
 def _validated(values: dict[str, Any], name: str, sources: Mapping[str, str] = MappingProxyType({})) -> Settings:
+    _check_numbers(values, "", name)
     try:
         return Settings.model_validate(values)
     except ValidationError as error:
         raise SettingsError(_explain(error, name, sources)) from error
+
+
+def _check_numbers(value: object, key: str, name: str) -> None:
+    """Raise SettingsError where ``value`` holds an integer of more than 64 bits, which TOML has not, or a number that is not finite."""
+    if isinstance(value, Mapping):
+        for inner, part in value.items():
+            _check_numbers(part, f"{key}.{inner}" if key else str(inner), name)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            _check_numbers(part, key, name)
+    elif isinstance(value, int) and value.bit_length() > 63:
+        raise SettingsError(
+            f"{name}: expected an integer of at most 64 bits in {key}, found a larger one: change {key}"
+        )
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise SettingsError(f"{name}: expected a finite number in {key}, found {value}: change {key}")
 
 
 def dump(settings: Settings, path: Path) -> None:
@@ -144,7 +162,7 @@ def _value(text: str) -> Any:
     """Read ``text`` as a TOML value; anything that is none is a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:
         return text
 
 
