@@ -245,12 +245,14 @@ def events(
 
 def tail(run: Run = LATEST, url: Url = "", token_file: TokenFile = None, as_json: AsJson = False) -> None:
     """Show what happens, as it happens, until Ctrl-C; with `--json` one JSON object a line."""
-    from services import tables
+    from services import console, tables
 
     for event in coordinator(run, url, token_file).events():
-        print(json.dumps(event) if as_json else tables.event_line(event), flush=True)  # noqa: T201
+        console.say(json.dumps(event) if as_json else tables.event_line(event))
 
 
 def _progress(detail: str) -> None:
     if sys.stderr.isatty():
-        print(detail, file=sys.stderr)  # noqa: T201
+        from services import console
+
+        console.warn(detail)

@@ -33,6 +33,7 @@ from shared.live import Live
 from shared.messages import Json
 from shared.settings import Settings, load, loads
 from shared.telemetry import Endpoints, Presence, Status
+from shared.terminal import escaped_line
 from shared.worker import Patience
 
 _LEAVE_S = 10.0
@@ -280,7 +281,7 @@ def refuse(service: str, error: Exception) -> int:
     Each line begins with the service's name, by which `penstock up` finds it among what a launcher says.
     """
     for line in str(error).splitlines():
-        print(f"penstock {service}: {line}", file=sys.stderr)  # noqa: T201
+        print(f"penstock {service}: {escaped_line(line)}", file=sys.stderr)  # noqa: T201
     return 2
 
 
