@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from services.views import EventsPage, EventView, ReplicaView, RunView, ServicesPage, View
 from shared.errors import PenstockError
+from shared.secret_file import read_secret
 
 _TIMEOUT_S = 10.0
 _POLL_S = 0.2
@@ -66,14 +67,9 @@ def read_token(path: Path | None) -> str:
     """Return the token in a file's first line; empty where no file is given.
 
     Raises:
-        PenstockError: it cannot be read.
+        SettingsError: it cannot be read, or others can read it.
     """
-    if path is None:
-        return ""
-    try:
-        return path.read_text(encoding="utf-8").partition("\n")[0].strip()
-    except OSError as error:
-        raise PenstockError(f"expected a token in {path}, found: {error.strerror}: change --token-file") from error
+    return "" if path is None else read_secret(path, "--token-file", "token").decode("latin-1")
 
 
 class Coordinator:

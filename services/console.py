@@ -11,17 +11,18 @@ import sys
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.segment import Segment
 
+from shared.redaction import redacted
 from shared.terminal import escaped
 
 
 def say(text: str) -> None:
     """Print text, which may have several lines."""
-    print(escaped(text), flush=True)  # noqa: T201
+    print(escaped(redacted(text)), flush=True)  # noqa: T201
 
 
 def warn(text: str) -> None:
     """Print text to standard error."""
-    print(escaped(text), file=sys.stderr, flush=True)  # noqa: T201
+    print(escaped(redacted(text)), file=sys.stderr, flush=True)  # noqa: T201
 
 
 def say_json(value: object, indent: int | None = 2) -> None:

@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 
+from shared.redaction import redacted
 from shared.terminal import escaped, escaped_line
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -30,7 +31,7 @@ class JsonLines(logging.Formatter):
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return escaped(json.dumps(line, default=str, ensure_ascii=False))
+        return escaped(redacted(json.dumps(line, default=str, ensure_ascii=False)))
 
 
 class PlainLines(logging.Formatter):
@@ -42,7 +43,7 @@ class PlainLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
         values = " ".join(f"{name}={escaped_line(str(value))}" for name, value in _extra(record).items())
-        return escaped(f"{super().format(record)}  {values}".rstrip())
+        return escaped(redacted(f"{super().format(record)}  {values}".rstrip()))
 
 
 def _extra(record: logging.LogRecord) -> dict[str, object]:
