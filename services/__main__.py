@@ -4,7 +4,6 @@ Every command but ``up``, ``report`` and ``settings`` is a thin client of the co
 """
 
 import importlib.metadata
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from services import commands
+from services import commands, console
 from services.commands import LATEST, AsJson, Reason, Run, TokenFile, Url, Version, coordinator
 from shared.errors import PenstockError, SettingsError
 
@@ -46,7 +45,7 @@ def _top(
     version: Annotated[bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)] = False,
 ) -> None:
     if version:
-        print(f"penstock {_version()}")  # noqa: T201
+        console.say(f"penstock {_version()}")
         raise typer.Exit
 
 
@@ -96,11 +95,11 @@ def up(
     prepared = prepare.prepare(config, resume, flags)
     ending = run.go(prepared, run.plans_with_prometheus if prometheus else run.service_plans)
     if ending.sentence:
-        print(f"penstock up: {ending.sentence}", file=sys.stderr)  # noqa: T201
-        print(f"logs: {prepared.folder / 'logs'}", file=sys.stderr)  # noqa: T201
+        console.warn(f"penstock up: {ending.sentence}")
+        console.warn(f"logs: {prepared.folder / 'logs'}")
     else:
         interrupted = ending.code in (run.INTERRUPTED, run.TERMINATED)
-        print(f"\n{summary.text(prepared.folder, interrupted)}")  # noqa: T201
+        console.say(f"\n{summary.text(prepared.folder, interrupted)}")
     raise typer.Exit(ending.code)
 
 
@@ -114,12 +113,12 @@ def status(run: Run = LATEST, url: Url = "", token_file: TokenFile = None, as_js
 
     asked = coordinator(run, url, token_file)
     if as_json:
-        print(asked.run_json())  # noqa: T201
+        console.say(asked.run_json())
         return
     seen, replicas = asked.run(), asked.replicas()
     happened = [view.event_line(event) for event in asked.newest_events(_EVENTS)]
     rows = [view.row_of(replica) for replica in replicas]
-    Console().print(view.screen(f"penstock · {seen.run_id}", seen, rows, happened))
+    console.show(view.screen(f"penstock · {seen.run_id}", seen, rows, happened))
 
 
 @app.command()
@@ -180,14 +179,14 @@ def rollback(
 
     def tell(detail: str) -> None:
         if detail and not as_json:
-            print(detail, file=sys.stderr)  # noqa: T201
+            console.warn(detail)
 
     done = asked.finished(asked.post(f"/v1/policies/{version}/rollback", {"reason": reason}), _once(tell))
     if as_json:
-        print(json.dumps(done, indent=2))  # noqa: T201
+        console.say_json(done)
         return
     found = done["result"]
-    print(  # noqa: T201
+    console.say(
         f"version {version} is live again, as version {found['version']}: {found['revoked']} versions revoked, "
         f"{found['undone']} trained groups undone"
     )
@@ -204,7 +203,7 @@ def report(run: Run = LATEST) -> None:
     if not run.is_dir():
         raise PenstockError(f"expected a run's folder, found none at {run}: give --run RUN_FOLDER")
     try:
-        print(write_report(run))  # noqa: T201
+        console.say(str(write_report(run)))
     except OSError as error:
         raise PenstockError(f"expected to write the report in {run}, found: {error}") from error
 
@@ -242,9 +241,9 @@ def export(
     else:
         found = exports.make(run, wanted, to, adapter=adapter)
     if as_json:
-        print(json.dumps(found, indent=2))  # noqa: T201
+        console.say_json(found)
     else:
-        print(f"version {found['version']} (step {found['step']}): {found['folder']}")  # noqa: T201
+        console.say(f"version {found['version']} (step {found['step']}): {found['folder']}")
 
 
 @app.command("audit-rewards")
@@ -306,10 +305,10 @@ def _steer(command: str, body: dict[str, str], asked: "Coordinator", as_json: bo
     if "kind" in answer:
         answer = asked.finished(answer, lambda detail: None)
     if as_json:
-        print(json.dumps(answer, indent=2))  # noqa: T201
+        console.say_json(answer)
         return
     seen = asked.run()
-    print(f"{seen.run_id}: {seen.state}, step {seen.step} of {seen.steps}")  # noqa: T201
+    console.say(f"{seen.run_id}: {seen.state}, step {seen.step} of {seen.steps}")
 
 
 def _once(tell: Callable[[str], None]) -> Callable[[str], None]:
@@ -356,7 +355,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         app(args=words, prog_name="penstock")
     except PenstockError as error:
-        print(f"penstock {command}: {error}", file=sys.stderr)  # noqa: T201
+        console.warn(f"penstock {command}: {error}")
         return 2 if isinstance(error, SettingsError) else 1
     except KeyboardInterrupt:
         return 130

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from services.views import EventsPage, EventView, ReplicaView, RunView, ServicesPage, View
 from shared.errors import PenstockError
+from shared.secret_file import read_secret
 
 _TIMEOUT_S = 10.0
 _POLL_S = 0.2
@@ -66,14 +67,9 @@ def read_token(path: Path | None) -> str:
     """Return the token in a file's first line; empty where no file is given.
 
     Raises:
-        PenstockError: it cannot be read.
+        SettingsError: it cannot be read, or others can read it.
     """
-    if path is None:
-        return ""
-    try:
-        return path.read_text(encoding="utf-8").partition("\n")[0].strip()
-    except OSError as error:
-        raise PenstockError(f"expected a token in {path}, found: {error.strerror}: change --token-file") from error
+    return "" if path is None else read_secret(path, "--token-file", "token").decode("latin-1")
 
 
 class Coordinator:
@@ -118,6 +114,14 @@ class Coordinator:
         """
         found: JsonObject = self._answer("POST", path, body=body, key=uuid.uuid4().hex).json()
         return found
+
+    def delete(self, path: str) -> None:
+        """Delete what is at ``path``.
+
+        Raises:
+            Refused: the coordinator will not.
+        """
+        self._answer("DELETE", path)
 
     def items(self, path: str, most: int, **query: str | int) -> list[JsonObject]:
         """Return up to ``most`` items of a list, page by page."""

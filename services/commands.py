@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import quote
 
 import typer
 
@@ -31,10 +32,12 @@ Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why; kept
 Version = Annotated[int, typer.Argument(metavar="VERSION", min=0)]
 Replica = Annotated[str, typer.Argument(metavar="REPLICA")]
 Stream = Annotated[str, typer.Argument(metavar="STREAM")]
+RunId = Annotated[str, typer.Argument(metavar="RUN_ID")]
 Entry = Annotated[str, typer.Argument(metavar="ENTRY")]
 
 policies = typer.Typer(help="Policy versions: list, show, compare, pin, release.", invoke_without_command=True)
 services = typer.Typer(help="Replicas: list, cordon, uncordon, drain.", invoke_without_command=True)
+runs = typer.Typer(help="Runs on the bus: list, delete.", invoke_without_command=True)
 dead = typer.Typer(help="Dead letters: list, show, requeue, discard.", invoke_without_command=True)
 
 
@@ -47,7 +50,7 @@ def coordinator(run: Path, url: str, token_file: Path | None) -> "Coordinator":
 
 def add_to(app: typer.Typer) -> None:
     """Add these commands to ``app``."""
-    for name, group in (("policies", policies), ("services", services), ("dead", dead)):
+    for name, group in (("policies", policies), ("services", services), ("dead", dead), ("runs", runs)):
         app.add_typer(group, name=name)
     app.command()(events)
     app.command()(tail)
@@ -175,6 +178,18 @@ def drain_service(
     tables.show_one(asked.finished(begun, _progress), as_json=as_json)
 
 
+# ---------------------------------------------------------------- runs
+
+
+_listing(runs, "runs", "/v1/runs", "List every run on this bus.")
+
+
+@runs.command("delete")
+def delete_run(run_id: RunId, run: Run = LATEST, url: Url = "", token_file: TokenFile = None) -> None:
+    """Take a run that was registered over HTTP off the bus, with all that it has there. Its services must have ended."""
+    coordinator(run, url, token_file).delete(f"/v1/runs/{quote(run_id, safe='')}")
+
+
 # ---------------------------------------------------------------- dead letters
 
 
@@ -230,12 +245,14 @@ def events(
 
 def tail(run: Run = LATEST, url: Url = "", token_file: TokenFile = None, as_json: AsJson = False) -> None:
     """Show what happens, as it happens, until Ctrl-C; with `--json` one JSON object a line."""
-    from services import tables
+    from services import console, tables
 
     for event in coordinator(run, url, token_file).events():
-        print(json.dumps(event) if as_json else tables.event_line(event), flush=True)  # noqa: T201
+        console.say(json.dumps(event) if as_json else tables.event_line(event))
 
 
 def _progress(detail: str) -> None:
     if sys.stderr.isatty():
-        print(detail, file=sys.stderr)  # noqa: T201
+        from services import console
+
+        console.warn(detail)

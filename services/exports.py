@@ -4,6 +4,7 @@ What it returns is the same both ways: version, step, folder, adapter. A folder 
 """
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -118,11 +119,20 @@ def make(run: Path, version: int | None, to: Path | None, *, adapter: bool) -> "
     return {"version": found.version, "step": found.step, "folder": found.folder, "adapter": found.adapter}
 
 
+def _open_to_umask(folder: Path) -> None:
+    """Give what was copied out of a run's private folder the modes that this user's new files have."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in (folder, *folder.rglob("*")):
+        path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
+
+
 def _copy(made: Path, to: Path) -> None:
     beside = to.with_name(f".{to.name}.tmp")
     try:
         shutil.rmtree(beside, ignore_errors=True)
         shutil.copytree(made, beside)
+        _open_to_umask(beside)
         if to.is_dir():
             to.rmdir()
         beside.rename(to)

@@ -5,9 +5,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from services import console
+from shared.terminal import escaped, escaped_line
 
 COLUMNS: dict[str, tuple[str, ...]] = {
     "policies": ("version", "parent", "step", "state", "checkpoint", "pinned", "released", "metrics.reward_mean"),
@@ -23,34 +25,35 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 def show(command: str, items: Sequence[dict[str, Any]], *, as_json: bool) -> None:
     """Print a list."""
     if as_json:
-        print(json.dumps(list(items), indent=2))  # noqa: T201
+        console.say_json(list(items))
         return
     if not items:
-        print(f"no {command.replace('dead', 'dead letters')}")  # noqa: T201
+        console.say(f"no {command.replace('dead', 'dead letters')}")
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in COLUMNS[command]:
         table.add_column(name.rpartition(".")[2].removesuffix("_at_s").removesuffix("_s"), overflow="fold")
     for item in items:
         table.add_row(*(Text(cell(item, name)) for name in COLUMNS[command]))
-    Console().print(table)
+    console.show(table)
 
 
 def show_one(item: dict[str, Any], *, as_json: bool) -> None:
     """Print one thing."""
     if as_json:
-        print(json.dumps(item, indent=2))  # noqa: T201
+        console.say_json(item)
         return
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, value in item.items():
         shown = json.dumps(value, indent=1) if isinstance(value, (dict, list)) else cell(item, name)
-        table.add_row(name, Text(shown, overflow="fold"))
-    Console().print(table)
+        table.add_row(escaped_line(name), Text(escaped(shown), overflow="fold"))
+    console.show(table)
 
 
 def event_line(event: dict[str, Any]) -> str:
     """Return an event as one line."""
-    return f"{_clock(event['at_s'])}  {event['source']:<14} {event['name']}: {event['detail']}"
+    line = f"{_clock(event['at_s'])}  {event['source']:<14} {event['name']}: {event['detail']}"
+    return escaped_line(line)
 
 
 def cell(item: dict[str, Any], name: str) -> str:
@@ -68,7 +71,7 @@ def cell(item: dict[str, Any], name: str) -> str:
         return "yes" if value else ""
     if name.endswith("at_s"):
         return _clock(value)
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else escaped(str(value))
 
 
 def _clock(at_s: float) -> str:

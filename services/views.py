@@ -4,7 +4,11 @@ A field that is not there keeps its default and one that is not known is passed 
 be looked at too. What it really says is its own contract: ``services/coordinator/models.py``, docs/openapi.json.
 """
 
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from shared.terminal import escaped
 
 ENDED_STATES = ("stopped", "finished")
 READY_STATES = ("working", "waiting", "degraded")
@@ -14,6 +18,14 @@ class View(BaseModel):
     """Something the coordinator says."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _escape(cls, values: Any) -> Any:
+        """Escape text as it comes in, before its width is taken."""
+        if not isinstance(values, dict):
+            return values
+        return {name: escaped(value) if isinstance(value, str) else value for name, value in values.items()}
 
 
 class StreamDepth(View):

@@ -35,6 +35,7 @@ from redis.exceptions import (
 
 from shared import connection, streams, wire
 from shared.errors import BusFull, BusUnavailable, MessageError
+from shared.redaction import redact
 from shared.streams import Keys, Stream
 
 log = logging.getLogger(__name__)
@@ -141,7 +142,7 @@ class Bus:
             await bus.make_groups()
         except BusUnavailable as error:
             await bus.close()
-            raise BusUnavailable(f"{error} (bus.url = {connection.redact(url)!r})") from error
+            raise BusUnavailable(f"{error} (bus.url = {redact(url)!r})") from error
         except BaseException:
             await bus.close()
             raise

@@ -18,6 +18,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from shared.errors import BusUnavailable, SettingsError
+from shared.redaction import redact
 
 Client: TypeAlias = Any
 """A redis-py asyncio client. Its stubs describe every answer as a union of all that any option could make of it."""
@@ -32,13 +33,9 @@ _OPTIONS: dict[str, Any] = {
 }
 
 
+_ENCODE = "change bus.url; in a password, write / as %2F, @ as %40, : as %3A, # as %23, ? as %3F and % as %25"
 _MOST_CONNECTIONS = 64
 """Of one process to one server; further calls wait for a free one."""
-
-
-def redact(url: str) -> str:
-    """Return ``url`` without its password, for logs and files."""
-    return re.sub(r"://([^/@:]*):[^/@]*@", r"://\1:***@", url)
 
 
 def first_server(url: str) -> tuple[str, int] | None:
@@ -47,7 +44,10 @@ def first_server(url: str) -> tuple[str, int] | None:
     scheme, _, form = parts.scheme.partition("+")
     if scheme not in ("redis", "rediss"):
         return None
-    return _nodes(parts, 6379)[0] if form else (parts.hostname or "127.0.0.1", parts.port or 6379)
+    try:
+        return _nodes(parts, 6379)[0] if form else (parts.hostname or "127.0.0.1", parts.port or 6379)
+    except ValueError:
+        raise SettingsError(f"expected a bus URL, found {redact(url)!r}: {_ENCODE}") from None
 
 
 def open_client(url: str) -> Client:
@@ -73,8 +73,8 @@ def open_client(url: str) -> Client:
             url, max_connections=_MOST_CONNECTIONS, timeout=None, retry=Retry(NoBackoff(), 0), **_OPTIONS
         )
         return redis.Redis.from_pool(pool)
-    except ValueError as error:
-        raise SettingsError(f"expected a bus URL, found {redact(url)!r} ({error}): change bus.url") from error
+    except ValueError:  # its text may hold a part of the password
+        raise SettingsError(f"expected a bus URL, found {redact(url)!r}: {_ENCODE}") from None
 
 
 async def close_client(client: Client) -> None:

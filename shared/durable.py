@@ -13,8 +13,10 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _AGAIN_S = 1.0
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str, mode: int | None = None) -> None:
     """Write a file that nobody ever sees half written; it survives the process, not the machine (:func:`flush`).
+
+    Its mode is ``mode``, or what the process's umask leaves.
 
     Raises:
         OSError: it cannot be written; the file that was there stays, and nothing is left beside it.
@@ -22,6 +24,8 @@ def write_whole(path: Path, text: str) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.write_text(text, encoding="utf-8")
+        if mode is not None:
+            beside.chmod(mode)
         beside.replace(path)
     except OSError:
         beside.unlink(missing_ok=True)
@@ -36,15 +40,16 @@ class Kept:
         tell: says when it cannot be written, and when it can again.
     """
 
-    def __init__(self, path: Path, tell: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, tell: Callable[[str], None], mode: int | None = None) -> None:
         self._path = path
+        self._mode = mode
         self._tell = tell
         self._waiting: str | None = None
 
     def write(self, text: str) -> None:
         """Write the file whole, now or later."""
         try:
-            write_whole(self._path, text)
+            write_whole(self._path, text, self._mode)
         except OSError as error:
             if self._waiting is None:
                 self._tell(no_room(self._path, error))

@@ -36,6 +36,12 @@ CHANGEABLE = (
 )
 
 
+GROUP_GROWTH = 4
+"""A group may become this many times as large as in the run's file, for which services were sized."""
+FLIGHT_GROWTH = 16
+"""And this many times as many samples may be in flight: slots × sampling.group_size."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Revision:
     """One change of the settings."""
@@ -82,6 +88,7 @@ class Live:
         if number != self.revision:
             try:
                 settings = await self.at(number)
+                check_growth(self._file, settings)
             except SettingsError as error:
                 log.error("settings cannot be applied", extra={"revision": number, "reason": str(error)})
                 return self.settings
@@ -118,7 +125,7 @@ class Live:
         check_changeable(changes)
         before = await self.read(expected)
         values: dict[str, Json] = {**({} if before is None else before.values), **changes}
-        override(self._file, values)
+        check_growth(self._file, override(self._file, values))
         made = Revision(expected + 1, dict(changes), values, reason, time.time(), uuid.uuid4().hex)
         keys = [self._bus.keys.live, self._bus.keys.run]
         text = json.dumps(dataclasses.asdict(made))
@@ -146,6 +153,22 @@ def check_changeable(changes: Mapping[str, object]) -> None:
     if wrong:
         raise SettingsError(
             f"expected settings that may change while the run goes on ({', '.join(CHANGEABLE)}), found {', '.join(wrong)}"
+        )
+
+
+def check_growth(file: Settings, settings: Settings) -> None:
+    """Raise SettingsError where ``settings`` ask for more memory than services that were sized by ``file`` can be expected to have."""
+    most, size = GROUP_GROWTH * file.sampling.group_size, settings.sampling.group_size
+    if size > most:
+        raise SettingsError(
+            f"expected sampling.group_size of at most {most} while the run goes on ({GROUP_GROWTH} times that of its file), found {size}: "
+            "set it in the file and resume, so that services are sized for it"
+        )
+    flight = FLIGHT_GROWTH * file.slots * file.sampling.group_size
+    if settings.slots * size > flight:
+        raise SettingsError(
+            f"expected at most {flight:,} samples in flight while the run goes on ({FLIGHT_GROWTH} times those of its file), found "
+            f"{settings.slots * size:,}: lower algorithm.max_lag or sampling.group_size, or set them in the file and resume"
         )
 
 

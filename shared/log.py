@@ -1,10 +1,13 @@
 """Logging: JSON lines when nobody watches, short coloured-free lines at a terminal. Event text is constant, values go in
-``extra``."""
+``extra``. Text is escaped as for a terminal, in files too: people look at them with one."""
 
 import json
 import logging
 import sys
 import time
+
+from shared.redaction import redacted
+from shared.terminal import escaped, escaped_line
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
@@ -28,7 +31,7 @@ class JsonLines(logging.Formatter):
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str, ensure_ascii=False)
+        return escaped(redacted(json.dumps(line, default=str, ensure_ascii=False)))
 
 
 class PlainLines(logging.Formatter):
@@ -39,8 +42,8 @@ class PlainLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
-        values = " ".join(f"{name}={value}" for name, value in _extra(record).items())
-        return f"{super().format(record)}  {values}".rstrip()
+        values = " ".join(f"{name}={escaped_line(str(value))}" for name, value in _extra(record).items())
+        return escaped(redacted(f"{super().format(record)}  {values}".rstrip()))
 
 
 def _extra(record: logging.LogRecord) -> dict[str, object]:

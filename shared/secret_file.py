@@ -1,5 +1,7 @@
 """Secrets in files: tokens, and what processes of one replica share. A file's first line; never in settings, which are dumped."""
 
+import os
+import stat
 from pathlib import Path
 
 from shared.errors import SettingsError
@@ -11,15 +13,30 @@ def read_secret(path: Path, setting: str, what: str = "secret") -> bytes:
     """Return the first line of the file that ``setting`` names.
 
     Raises:
-        SettingsError: there is none, or it is too short to be a secret.
+        SettingsError: there is none, it is too short to be a secret, or others can read it.
     """
     try:
-        found = path.read_bytes().partition(b"\n")[0].strip()
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            secret = file.read().partition(b"\n")[0].strip()
     except OSError as error:
         raise SettingsError(f"expected a {what} in {path}, found: {error.strerror}: change {setting}") from error
-    if len(found) < _SHORTEST:
+    check_private(path, status, what)
+    if len(secret) < _SHORTEST:
         raise SettingsError(
-            f"expected a {what} of at least {_SHORTEST} characters in the first line of {path}, found {len(found)}: "
+            f"expected a {what} of at least {_SHORTEST} characters in the first line of {path}, found {len(secret)}: "
             f"change {setting}"
         )
-    return found
+    return secret
+
+
+def check_private(path: Path, status: os.stat_result, what: str) -> None:
+    """Raise SettingsError where other users may read or write a file.
+
+    Of another user's file (a mounted secret of Kubernetes is root's) the group may be ours, and may read it.
+    """
+    open_to = stat.S_IRWXO | (stat.S_IRWXG if status.st_uid == os.geteuid() else stat.S_IWGRP)
+    if status.st_mode & open_to:
+        raise SettingsError(
+            f"expected a {what} that no other user can read, found {path} with mode {stat.S_IMODE(status.st_mode):04o}: chmod 600 {path}"
+        )

@@ -32,9 +32,11 @@ from shared.endpoints import Endpoints
 from shared.errors import BusUnavailable, SettingsError
 from shared.live import Live
 from shared.messages import Json
+from shared.redaction import redacted
 from shared.run_secret import RunSecret
 from shared.settings import Settings, load, loads
 from shared.telemetry import Presence, Status
+from shared.terminal import escaped, escaped_line
 from shared.worker import Patience
 
 _LEAVE_S = 10.0
@@ -265,7 +267,7 @@ def main(
     except (SettingsError, BusUnavailable) as error:
         return refuse(service, error)
     except Exception:  # noqa: BLE001 (the outermost edge: the caller leaves, and no library adds its last words to the traceback)
-        traceback.print_exc()
+        print(escaped(redacted(traceback.format_exc())), file=sys.stderr)  # noqa: T201
         return 1
 
 
@@ -288,7 +290,7 @@ def refuse(service: str, error: Exception) -> int:
     Each line begins with the service's name, by which `penstock up` finds it among what a launcher says.
     """
     for line in str(error).splitlines():
-        print(f"penstock {service}: {line}", file=sys.stderr)  # noqa: T201
+        print(f"penstock {service}: {escaped_line(redacted(line))}", file=sys.stderr)  # noqa: T201
     return 2
 
 

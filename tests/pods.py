@@ -269,6 +269,8 @@ class Pod:
                 folder.mkdir(parents=True, exist_ok=True)
                 for file, text in self.cluster.content(kind, volume[key][name]).items():
                     (folder / file).write_text(self._localized(text) if self.role == "bus" else text)
+                    # A kubelet's file is root's and of the pod's group; here it is ours, so the group's bits say nothing.
+                    (folder / file).chmod(volume[key].get("defaultMode", 0o644) & 0o707)
 
     def _localized(self, text: str) -> str:
         """Replace mount paths by those on this machine."""

@@ -35,6 +35,7 @@ async def url(server: Server, tmp_path: Path) -> AsyncIterator[str]:
     """A coordinator as a process, whose run has a version, a replica and dead letters."""
     run_id, token = f"schema-{os.getpid()}", tmp_path / "token"
     token.write_text(TOKEN)
+    token.chmod(0o600)
     run = settings(tmp_path, run={"id": run_id}, coordinator={"autostart": False, "token_file": token})
     dump(run.model_copy(update={"bus": run.bus.model_copy(update={"url": server.url})}), tmp_path / "run.toml")
     bus = await Bus.connect(server.url, run_id, wait_s=PATIENCE_S)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from shared.bus import Bus, Delivery
 from shared.errors import BusUnavailable, MessageError, SettingsError
 from shared.ledger import Ledger, RunState
 from shared.messages import Experience, PolicyVersion, Prompt, RolloutGroup
+from shared.redaction import redact, redacted
 from shared.streams import EXPERIENCE, PROMPTS, ROLLOUTS
 from tests import builders
 from tests.conftest import PATIENCE_S, Server, free_port, need, until
@@ -211,9 +213,35 @@ def test_a_url_of_another_form_is_refused(url: str) -> None:
         connection.open_client(url)
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://user:s3cret@host:1/0",
+        "redis://:s3cret/x@host:1/0",
+        "redis://:x@s3cret@host:1/0",
+        "redis://:x#s3cret?y@host:1/0",
+        "unix:///tmp/x.sock?password=s3cret",
+        "redis://host:1/0?username=u&password=s3cret",
+        "redis+sentinel://:s3cret@a:1,b:2/name?sentinel_password=s3cret",
+        "rediss://host:1?ssl_password=s3cret&x=1",
+    ],
+)
+def test_no_form_of_password_is_shown(url: str) -> None:
+    for text in (redact(url), redacted(f"could not reach '{url}', nor {url}: change it")):
+        assert "s3cret" not in text
+        assert "***" in text
+    for used in (connection.open_client, connection.first_server):
+        refused: SettingsError | None = None
+        try:
+            used(url)
+        except SettingsError as error:
+            refused = error
+        assert refused is None or "s3cret" not in "".join(traceback.format_exception(refused))
+
+
 def test_a_password_is_never_shown() -> None:
-    assert connection.redact("redis://user:secret@host:1/0") == "redis://user:***@host:1/0"
-    assert connection.redact("redis://:secret@host:1/0") == "redis://:***@host:1/0"
+    assert redact("redis://user:secret@host:1/0") == "redis://user:***@host:1/0"
+    assert redact("redis://:secret@host:1/0") == "redis://:***@host:1/0"
 
 
 class _Answers:

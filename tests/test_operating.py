@@ -103,6 +103,16 @@ async def test_wrong_changes_are_refused_whole(http: httpx.AsyncClient) -> None:
         ({"sampling__group_size": 1}, "greater than or equal to 2"),
         ({"run__steps": 9}, "Extra inputs"),
         ({"reward__expression": "anser"}, "expected the name of a scorer (answer)"),
+        (
+            {"sampling__group_size": 9},
+            "expected sampling.group_size of at most 8 while the run goes on (4 times that of its file), found 9",
+        ),
+        ({"sampling__group_size": 65_536}, "less than or equal to 4096"),
+        (
+            {"algorithm__max_lag": 32},
+            "expected at most 128 samples in flight while the run goes on (16 times those of its file), found 132",
+        ),
+        ({"algorithm__max_lag": 8, "sampling__group_size": 8}, "found 144"),
         ({"algorithm__max_lag": 999_999}, "expected at most 1,000,000 groups in flight"),
         ({}, "expected at least one setting"),
     ):
@@ -146,6 +156,15 @@ async def test_a_service_learns_of_changes_and_what_they_mean_for_it(bus: Bus) -
     assert (before.rewards.tolist(), after.rewards.tolist()) == ([1.0, 0.0], [1.0, -1.0])
     assert (engine.update, reader.revision) == ("drain", 1)
     assert (await reader.at(0)).reward.expression == ""
+
+
+async def test_a_revision_on_the_bus_that_memory_cannot_hold_is_not_applied(bus: Bus) -> None:
+    live = Live(bus, Settings())
+    await live.restore(1, {"sampling.group_size": 4 * Settings().sampling.group_size})
+    assert (await live.refresh()).sampling.group_size == 64
+    await live.restore(2, {"sampling.group_size": 4000})
+    assert (await live.refresh()).sampling.group_size == 64
+    assert live.revision == 1
 
 
 async def test_two_changes_of_one_revision_are_one_change(bus: Bus) -> None:

@@ -68,6 +68,7 @@ class Node:
         self.folder, self.metrics_port = folder, free_port()
         save(folder / "policy", MODELS[0])
         (folder / "secret").write_text("only the two of us know\n")
+        (folder / "secret").chmod(0o600)
         self.config = folder / "run.toml"
         self.config.write_text(
             f"""
@@ -275,6 +276,7 @@ def test_a_secret_that_is_none_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"change rollout\.secret_file"):
         secret_of(tmp_path / "secret")
     (tmp_path / "secret").write_text("short\n" + "x" * 40)
+    (tmp_path / "secret").chmod(0o600)
     with pytest.raises(SettingsError, match=r"at least 16 characters .* found 5"):
         secret_of(tmp_path / "secret")
 

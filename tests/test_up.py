@@ -195,6 +195,20 @@ async def test_a_killed_process_comes_back_and_so_does_the_bus_with_its_data(up:
     assert "rollout-0 stopped (SIGKILL); starts again in 0.1 s" in output
 
 
+async def test_what_a_run_leaves_is_this_users_alone(up: Up) -> None:
+    up.script("coordinator-0", COORDINATOR)
+    up.start()
+    await until(lambda: up.ready("coordinator-0") and up.ready("valkey"))
+    socket = place_of_socket(up)
+    await until(lambda: any((up.run_folder / "valkey").rglob("*.aof")))
+    paths = [up.run_folder, *up.run_folder.rglob("*"), socket.parent, socket]
+    assert [path for path in paths if path.lstat().st_mode & 0o077 and not path.is_symlink()] == []
+    assert (up.run_folder.parent / ".metrics" / f"{up.run_folder.name}.json").stat().st_mode & 0o777 == 0o644
+    assert up.run_folder.parent.stat().st_mode & 0o777 == 0o755, "the folder of all runs is not the run's"
+    up.signal(signal.SIGTERM)
+    up.wait()
+
+
 async def test_what_a_dead_process_left_behind_is_ended(up: Up) -> None:
     """A rank of a killed launcher, in a session of its own."""
     up.script("coordinator-0", COORDINATOR)

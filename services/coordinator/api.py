@@ -46,7 +46,7 @@ _IDEMPOTENCY_KEY = {
 def make_app(parts: Parts) -> FastAPI:
     """Return the API over ``parts``."""
     app = make_routes(parts)
-    app.add_middleware(Conventions, access=parts.access, bus=parts.bus)
+    app.add_middleware(Conventions, access=parts.access, bus=parts.bus, routes=app.routes)
     handle_problems(app)
     return app
 
@@ -59,6 +59,7 @@ def make_routes(parts: Parts) -> FastAPI:
         version="1",
         docs_url=None,  # the usual page loads scripts from elsewhere; the description itself is at /openapi.json
         redoc_url=None,
+        redirect_slashes=False,  # a redirect would repeat the request's Host
         responses={"default": {"model": Problem}},
     )
     for routes in (run_routes, record_routes, settings_routes, operation_routes, policy_routes, service_routes):

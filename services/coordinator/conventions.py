@@ -2,12 +2,13 @@
 
 ::
 
-    X-Request-Id ─▶ Host (421) ─▶ token (401, 403; the page needs none) ─▶ Origin (403) ─▶ Accept (406) ─▶ body (413, 415) ─▶ Idempotency-Key (409, 422) ─▶ route
+    X-Request-Id ─▶ Host (400, 421) ─▶ token (401, 403; the page needs none) ─▶ Origin (403) ─▶ Accept (406) ─▶ route (404, 405)
+                                         ─▶ body (408, 413, 415, 503) ─▶ Idempotency-Key (409, 422) ─▶ the route's own answer
 
-A request that carries an id keeps it, another is given one; it stands in the answer and in the log. A POST with an ``Idempotency-Key``
+A HEAD is answered as a GET without its body. Nothing is written, and no body is read, for a request without a token or a route. A request that carries an id keeps it, another is given one; it stands in the answer and in the log. A POST with an ``Idempotency-Key``
 (draft-ietf-httpapi-idempotency-key-header) is done once: its answer is kept on the bus for a day and given again; the same key with another
 body is 422, and 409 while the first is being answered. A page of another origin may not operate: a browser sends its token-less requests
-to loopback, too. Knows no route but those that need no token.
+to loopback, too. Connections, and the heads of requests, are bounded in ``connections``.
 """
 
 import asyncio
@@ -17,14 +18,18 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any, Final
 
 from prometheus_client import Counter, Histogram
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.coordinator.access import Access, Role
+from services.coordinator.bodies import Bodies, BodyRefused
 from services.coordinator.page_routes import page_type
 from services.coordinator.problems import ANSWER_WITHIN_S, bus_away, problem
 from shared.bus import Bus
@@ -43,7 +48,6 @@ OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 """These need no token: kubelets and load balancers ask."""
 STREAM_PATH: Final = "/v1/events/stream"
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
-_LARGEST_BODY_BYTES = 1 << 20
 _KEPT_S = 86_400
 _UNDER_WAY_S = 60
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,100}")
@@ -55,16 +59,23 @@ _JSON_TYPES = ("application/json", "application/merge-patch+json")
 class Conventions:
     """Wraps an app."""
 
-    def __init__(self, app: ASGIApp, access: Access, bus: Bus) -> None:
+    def __init__(self, app: ASGIApp, access: Access, bus: Bus, routes: Sequence[BaseRoute]) -> None:
         self._app = app
         self._access = access
         self._bus = bus
+        self._routes = routes
+        self._bodies = Bodies()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, or let the app answer it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-            return
+        elif scope["method"] == "HEAD":
+            await self._answer({**scope, "method": "GET"}, receive, _HeadOnly(send))
+        else:
+            await self._answer(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
@@ -72,30 +83,37 @@ class Conventions:
         refusal = self._refusal(scope, headers)
         if refusal is not None:
             await refusal(scope, receive, answering)
-            return
-        try:
-            body = await _body(receive)
-        except _TooLarge:
-            await problem(413, f"expected a body of at most {_LARGEST_BODY_BYTES} bytes, found more")(
-                scope, receive, answering
-            )
-            return
-        if body and (wrong := _wrong_type(scope, headers)) is not None:
-            await wrong(scope, receive, answering)
-            return
-        key = headers.get("idempotency-key")
-        if scope["method"] == "POST" and key is not None and not _is_open(scope["path"]):
-            await self._once(key, body, scope, receive, answering)
+        elif not self._has_route(scope):
+            await self._app(scope, receive, answering)
         else:
-            await self._app(scope, _replayed(body, receive), answering)
+            await self._with_body(scope, receive, answering, headers)
+
+    def _has_route(self, scope: Scope) -> bool:
+        return any(route.matches(scope)[0] is Match.FULL for route in self._routes)
+
+    async def _with_body(self, scope: Scope, receive: Receive, send: "_Answering", headers: Headers) -> None:
+        try:
+            async with self._bodies.read(receive) as body:
+                wrong = _wrong_type(scope, headers) if body else None
+                key = headers.get("idempotency-key")
+                if wrong is not None:
+                    await wrong(scope, receive, send)
+                elif scope["method"] == "POST" and key is not None:
+                    await self._once(key, body, scope, receive, send)
+                else:
+                    await self._app(scope, _replayed(body, receive), send)
+        except BodyRefused as refused:
+            await refused.answer(scope, receive, send)
+        except ClientDisconnect:
+            log.debug("client left before its request was whole", extra={"path": scope["path"]})
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
         path, reads = scope["path"], scope["method"] in _READING
         hosts = headers.getlist("host")
+        if len(hosts) != 1:
+            return problem(400, f"expected one Host header in a request, and it has {len(hosts)}: send one")
         if not self._access.admits(hosts):
-            detail = (
-                f"expected a loopback address or localhost as Host without a token, found {', '.join(hosts) or 'none'}"
-            )
+            detail = f"expected a loopback address or localhost as Host without a token, found {hosts[0]!r}"
             return problem(421, f"{detail}: set coordinator.token_file to serve other names")
         page = page_type(path)
         if not _is_open(path):
@@ -194,6 +212,18 @@ class _Answering:
         await self._send(message)
 
 
+class _HeadOnly:
+    """Sends the head of an answer, and ends it there."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await self._send(message)
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
 class _Copy:
     """Sends an answer and keeps a copy of it."""
 
@@ -213,23 +243,6 @@ class _Copy:
             self.body += message.get("body", b"")
             self.whole = not message.get("more_body", False)
         await self._send(message)
-
-
-class _TooLarge(Exception):
-    """The body is."""
-
-
-async def _body(receive: Receive) -> bytes:
-    parts, size = [], 0
-    while True:
-        message = await receive()
-        part = message.get("body", b"")
-        size += len(part)
-        if size > _LARGEST_BODY_BYTES:
-            raise _TooLarge
-        parts.append(part)
-        if not message.get("more_body", False):
-            return b"".join(parts)
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

@@ -1,19 +1,24 @@
 """Events over HTTP: a list to look back, and a stream (server-sent events) to look on.
 
 The stream sends each event once, with its entry as the id, so that a client that was cut off goes on by ``Last-Event-ID`` where it was.
-It ends by itself after ``for_s``, as proxies would end it; an EventSource then comes again.
+It ends by itself after ``for_s``, as proxies would end it; an EventSource then comes again. Streams are bounded in total and per address.
 """
 
 import asyncio
+import collections
+import dataclasses
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Query
+from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
 from services.coordinator.parts import EntryCursor, Limit, Parts, page_of, soon
+from services.coordinator.problems import RETRY_AFTER_S
 from services.coordinator.resources import EventView, Page
 from shared import wire
 from shared.errors import MessageError
@@ -32,12 +37,65 @@ LastEvent = Annotated[
         description="The last event that was seen; none: only what happens from now on.",
     ),
 ]
+_STREAMED_EVENT = {
+    "type": "object",
+    "description": "One server-sent event. `data` is an event as of GET /v1/events, as JSON text.",
+    "properties": {
+        "id": {"type": "string"},
+        "event": {"type": "string"},
+        "data": {"type": "string"},
+        "retry": {"type": "integer"},
+    },
+}
 Seconds = Annotated[float, Query(gt=0, le=3600, allow_inf_nan=False, description="End after so many seconds.")]
+
+
+@dataclasses.dataclass(slots=True)
+class OpenStreams:
+    """Counts the streams that are open, by the address of the client."""
+
+    total: int = 128
+    each: int = 32
+    open: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+    def enter(self, address: str) -> Callable[[], None]:
+        """Count a stream; return what ends that.
+
+        Raises:
+            HTTPException: 503, there are as many as there may be.
+        """
+        if self.open.total() >= self.total or self.open[address] >= self.each:
+            detail = (
+                f"expected at most {self.total} event streams, {self.each} from one address, and there are as many now"
+            )
+            raise HTTPException(503, f"{detail}: close one, or try again", {"Retry-After": str(RETRY_AFTER_S)})
+        self.open[address] += 1
+        return lambda: self._leave(address)
+
+    def _leave(self, address: str) -> None:
+        self.open[address] -= 1
+        if not self.open[address]:
+            del self.open[address]
+
+
+class _Counted(StreamingResponse):
+    """A stream that counts until it ends, however that is."""
+
+    def __init__(self, content: AsyncIterator[str], leave: Callable[[], None]) -> None:
+        super().__init__(content, media_type="text/event-stream")
+        self._leave = leave
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._leave()
 
 
 def event_routes(parts: Parts) -> APIRouter:
     """Return the routes under /v1/events."""
     router = APIRouter(prefix="/v1/events", tags=["events"])
+    streams = OpenStreams()
 
     @router.get("", operation_id="listEvents", summary="What happened, newest first")
     async def events(cursor: EntryCursor = None, limit: Limit = 100) -> Page[EventView]:
@@ -48,11 +106,12 @@ def event_routes(parts: Parts) -> APIRouter:
         operation_id="streamEvents",
         summary="What happens, as it happens",
         response_class=StreamingResponse,
-        responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+        responses={200: {"content": {"text/event-stream": {"schema": _STREAMED_EVENT}}}},
     )
-    async def stream(last_event_id: LastEvent = None, for_s: Seconds = 600.0) -> StreamingResponse:
+    async def stream(request: Request, last_event_id: LastEvent = None, for_s: Seconds = 600.0) -> StreamingResponse:
         newest: str = await soon(_newest(parts))
-        return StreamingResponse(_stream(parts, last_event_id or newest, for_s), media_type="text/event-stream")
+        leave = streams.enter(request.client.host if request.client else "")
+        return _Counted(_stream(parts, last_event_id or newest, for_s), leave)
 
     return router
 

@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 PROBLEM_TYPE = "application/problem+json"
 ANSWER_WITHIN_S = 5.0
 """How long a request waits for the bus."""
+RETRY_AFTER_S = 2
+"""When to try again, of an answer 503 for want of room."""
 
 
 class Conflict(HTTPException):
@@ -60,7 +62,8 @@ async def _http(request: Request, error: Exception) -> JSONResponse:
 def _allowed(request: Request) -> str:
     """Return the methods of the request's path; the router says those of its first route only."""
     routes = [route for route in request.app.routes if route.matches(request.scope)[0] is Match.PARTIAL]
-    return ", ".join(sorted({method for route in routes for method in route.methods}))
+    methods = {method for route in routes for method in route.methods}
+    return ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set())))
 
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:

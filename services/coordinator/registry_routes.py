@@ -1,9 +1,11 @@
-"""Every run on this bus over HTTP, and the registration of a new one.
+"""Every run on this bus over HTTP, and the registration and deletion of others.
 
 A coordinator leads one run, the one that it was started with. Registering another checks its settings and writes them onto the bus under their
-run id; whoever starts services for it starts them with ``--from-bus URL --run-id ID``, a coordinator among them.
+run id; whoever starts services for it starts them with ``--from-bus URL --run-id ID``, a coordinator among them. Registered runs are bounded in
+number and size, and can be deleted while no service works for them.
 """
 
+import functools
 import time
 from typing import Annotated
 
@@ -20,6 +22,11 @@ from shared.settings import dumps, loads
 from shared.streams import RUN_ID_PATTERN, Keys
 from shared.telemetry import tell
 
+_MOST_REGISTERED = 256
+"""Runs that were registered over HTTP and are on the bus."""
+_LARGEST_BYTES = 128 * 1024
+"""Of the settings of one."""
+_AT_ONCE = 500
 _ID = f"^{RUN_ID_PATTERN.pattern}$"
 RunId = Annotated[str, Path(pattern=_ID, description="The run.")]
 After = Annotated[str | None, Query(pattern=_ID, description="`next` of the page before.")]
@@ -55,6 +62,15 @@ def registry_routes(parts: Parts) -> APIRouter:
         response.headers["Location"] = f"/v1/runs/{found.run_id}"
         return found
 
+    @router.delete(
+        "/{run_id}",
+        operation_id="deleteRun",
+        summary="Take a registered run, and all that it has on the bus, off the bus",
+        status_code=204,
+    )
+    async def delete(run_id: RunId) -> None:
+        await soon(_delete(parts, run_id))
+
     @router.get("/{run_id}", operation_id="getRunSummary", summary="One run on this bus")
     async def run(run_id: RunId) -> RunSummary:
         found = await soon(_summary(parts, run_id))
@@ -65,15 +81,17 @@ def registry_routes(parts: Parts) -> APIRouter:
     return router
 
 
-async def _ids(parts: Parts) -> list[str]:
-    found: set[str] = set()
+async def _ids(parts: Parts, kind: str = "run") -> list[str]:
+    """Return the runs that have a key of this kind."""
+    keys = await _keys(parts, f"penstock:{{*}}:{kind}")
+    return sorted({key.removeprefix("penstock:{").removesuffix(f"}}:{kind}") for key in keys})
 
-    async def scan() -> None:
-        async for key in parts.bus.client.scan_iter(match="penstock:{*}:run", count=1000):
-            found.add(key.decode().removeprefix("penstock:{").removesuffix("}:run"))
 
-    await parts.bus.call(scan)
-    return sorted(found)
+async def _keys(parts: Parts, pattern: str) -> list[str]:
+    async def scan() -> list[str]:
+        return [key.decode() async for key in parts.bus.client.scan_iter(match=pattern, count=1000)]
+
+    return await parts.bus.call(scan)
 
 
 async def _summary(parts: Parts, run_id: str) -> RunSummary | None:
@@ -94,7 +112,29 @@ async def _summary(parts: Parts, run_id: str) -> RunSummary | None:
     )
 
 
+async def _delete(parts: Parts, run_id: str) -> None:
+    """Delete a run that was registered over HTTP and for which no service works."""
+    found = await _summary(parts, run_id)
+    if found is None:
+        raise HTTPException(404, f"expected a run on this bus, found none of the id {run_id}")
+    keys = Keys(run_id)
+    if found.here:
+        raise Conflict(f"expected another run than this coordinator's own, found {run_id}")
+    if not found.registered:
+        raise Conflict(f"expected a run that was registered over HTTP, and {run_id} was not: it stays on the bus")
+    if working := await _keys(parts, keys.service("*")):
+        raise Conflict(f"expected a run without services, and {len(working)} work for {run_id}: stop them first")
+    if not await parts.bus.script("unregister", [keys.settings, keys.run], []):
+        raise Conflict(f"expected a run that is not running or paused, and {run_id} is: stop it first")
+    left = await _keys(parts, keys.named("*"))
+    for start in range(0, len(left), _AT_ONCE):
+        await parts.bus.call(functools.partial(parts.bus.client.unlink, *left[start : start + _AT_ONCE]))
+    await tell(parts.bus, "api", "run deleted", run_id, run=run_id)
+
+
 async def _register(parts: Parts, body: bytes) -> RunSummary:
+    if len(body) > _LARGEST_BYTES:
+        raise HTTPException(413, f"expected settings of at most {_LARGEST_BYTES} bytes, found {len(body)}")
     try:
         settings = loads(body.decode(), "request")
     except UnicodeDecodeError as error:
@@ -102,6 +142,11 @@ async def _register(parts: Parts, body: bytes) -> RunSummary:
     if not settings.run.id:
         raise SettingsError("request: expected run.id, found none: a run on the bus is found by it")
     keys = Keys(settings.run.id)
+    registered = await _ids(parts, "settings")
+    if settings.run.id not in registered and len(registered) >= _MOST_REGISTERED:
+        raise Conflict(
+            f"expected at most {_MOST_REGISTERED} registered runs on this bus, and there are as many now: delete one (DELETE /v1/runs/ID)"
+        )
     kept = settings.model_copy(update={"bus": settings.bus.model_copy(update={"url": "embedded"})})
     arguments: list[Argument] = [dumps(kept), time.time()]
     if not await parts.bus.script("register", [keys.settings, keys.run], arguments):

@@ -275,7 +275,7 @@ class RunSummary(Answer):
 _MaxLag = Annotated[int, Field(ge=0, le=1_000_000, alias="algorithm.max_lag")]
 _LearningRate = Annotated[float, Field(ge=0, le=10.0, alias="trainer.learning_rate")]
 _Temperature = Annotated[float, Field(ge=1e-3, le=1e3, alias="sampling.temperature")]
-_GroupSize = Annotated[int, Field(ge=2, le=65_536, alias="sampling.group_size")]
+_GroupSize = Annotated[int, Field(ge=2, le=4096, alias="sampling.group_size")]
 _Expression = Annotated[str, Field(max_length=1000, alias="reward.expression")]
 _Update = Annotated[Literal["inflight", "drain"], Field(alias="weights.update")]
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import uvicorn
 from fastapi import FastAPI
 
+from services.coordinator.connections import Bounds, Connections
 from shared.durable import write_whole
 from shared.errors import SettingsError
 
@@ -44,7 +45,8 @@ class Server:
         SettingsError: the port is taken, or the host is not one of this machine's.
     """
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, bounds: Bounds | None = None) -> None:
+        self._connections = Connections(bounds or Bounds())
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -64,8 +66,16 @@ class Server:
 
     async def run(self, app: FastAPI, announce: Path, run_id: str) -> None:
         """Serve until cancelled; then answer what is under way, and close."""
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # a stranger's broken requests are no news
         config = uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=2
+            app,
+            http=self._connections.protocol,  # type: ignore[arg-type]
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            proxy_headers=False,
+            timeout_graceful_shutdown=2,
         )
         server = _Quiet(config)
         serving = asyncio.ensure_future(server.serve(sockets=[self._socket]))

@@ -312,7 +312,8 @@ def prepare_folder(settings: Settings) -> Path:
     folder = settings.run_folder
     probe = folder / ".writable"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         probe.write_text("", encoding="utf-8")
         probe.unlink()
     except OSError as error:

@@ -137,7 +137,7 @@ class ChatClient:
         found = await asyncio.to_thread(read, answer)
         REQUESTS.labels(self._scorer.name, "ok" if found is not None else "unparsable").inc()
         if found is None:
-            raise _Passing(f"found no verdict in {answer[-_LONGEST_ERROR:]!r}", ending=NoVerdict)
+            raise _Passing(f"found no verdict in {self._hidden(answer)[-_LONGEST_ERROR:]!r}", ending=NoVerdict)
         return found
 
     async def _post(self, question: str) -> httpx.Response:
@@ -194,8 +194,11 @@ class ChatClient:
                 TOKENS.labels(self._scorer.name, of).inc(count)
 
     def _shown(self, text: str) -> str:
-        hidden = text.replace(self._key, "…") if self._key else text
-        return repr(" ".join(hidden.split())[:_LONGEST_ERROR])
+        return repr(" ".join(self._hidden(text).split())[:_LONGEST_ERROR])
+
+    def _hidden(self, text: str) -> str:
+        """Return ``text`` without the key, which an endpoint may repeat."""
+        return text.replace(self._key, "…") if self._key else text
 
 
 class Pace:

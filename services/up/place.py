@@ -4,12 +4,14 @@ One `up` holds a run at a time, by a lock that the kernel lets go when the proce
 death left (processes still stopping, a socket's folder, snapshots in memory) is ended or removed by the next `up`.
 """
 
+import contextlib
 import fcntl
 import json
 import os
 import secrets
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -46,9 +48,11 @@ def make_run_folder(settings: Settings) -> Path:
         )
     folder = settings.run_folder
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        folder.chmod(0o700)
         probe = folder / "up.lock"
-        probe.touch()
+        probe.touch(mode=0o600)
     except OSError as error:
         raise SettingsError(
             f"expected a folder that can be written for the run, found {folder} ({error.strerror}): change run.folder"
@@ -58,6 +62,16 @@ def make_run_folder(settings: Settings) -> Path:
             f"expected a new run, found one in {folder}: go on with it by `penstock up --resume {folder}`, or change run.id"
         )
     return folder
+
+
+@contextlib.contextmanager
+def private_files() -> Iterator[None]:
+    """Let what this process and its children make in the body be this user's alone."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def lock(folder: Path) -> TextIO:

@@ -21,6 +21,7 @@ from shared.context import check_context, read_config
 from shared.durable import write_whole
 from shared.errors import BusUnavailable, SettingsError
 from shared.model_source import check_source
+from shared.redaction import HIDDEN, redact
 from shared.service import own_host
 from shared.settings import Settings, dump, load, sources
 from shared.settings.reward_models import ModelScorer
@@ -72,7 +73,7 @@ def prepare(config: Path | None, resume: Path | None, flags: Sequence[str]) -> P
         settings = _with(settings, "run", id=place.new_run_id(config))
     _check(settings)
     folder = place.make_run_folder(settings)
-    with _locked(folder) as held:
+    with place.private_files(), _locked(folder) as held:
         return _placed(settings, folder, held, resumed=False)
 
 
@@ -93,7 +94,7 @@ def _resumed(folder: Path, flags: Sequence[str]) -> Prepared:
             f"expected a run's folder after --resume, found no {place.SETTINGS_FILE} in {folder}: give runs/<run id>"
         )
     folder = folder.resolve()  # `latest` may soon lead elsewhere
-    with _locked(folder) as held:
+    with place.private_files(), _locked(folder) as held:
         place.end_leftovers(folder)
         return _placed(_as_before(folder, flags), folder, held, resumed=True)
 
@@ -107,7 +108,7 @@ def _as_before(folder: Path, flags: Sequence[str]) -> Settings:
     before = load(folder / place.SETTINGS_FILE, environment={})
     settings = _resolved(load(folder / place.SETTINGS_FILE, flags))
     check_unchanged(before, settings, sources(flags, os.environ))
-    if ":***@" in settings.bus.url:
+    if HIDDEN in settings.bus.url:
         raise SettingsError(
             f"expected the bus's password, found {settings.bus.url!r}: give the URL by PENSTOCK__BUS__URL on resume too"
         )
@@ -262,7 +263,7 @@ async def _check_bus(url: str) -> None:
     except (BusUnavailable, TimeoutError) as error:
         reason = str(error.__cause__ or error) or "no answer"
         raise SettingsError(
-            f"expected a Redis or Valkey server at {connection.redact(url)}, found none that answers ({reason}): "
+            f"expected a Redis or Valkey server at {redact(url)}, found none that answers ({reason}): "
             "start one, change bus.url, or set it to 'embedded'"
         ) from error
     finally:

@@ -45,6 +45,7 @@ def plans_with_prometheus(run: Prepared, bus_url: str) -> Sequence[ProcessPlan]:
     return [*service_plans(run, bus_url), prometheus.plan(run.settings, run.folder, plan.current_environment())]
 
 
+@place.private_files()
 def go(run: Prepared, planner: Planner = service_plans, backoff: Backoff | None = None) -> Ending:
     """Run until it ends; return how. Leaves no process, no socket and no snapshot in memory behind.
 

@@ -13,8 +13,10 @@ from typing import Protocol
 from rich.console import Console
 from rich.live import Live
 
+from services.console import Escaped, say
 from services.up import view
 from services.views import Notice, RunView
+from shared.terminal import escaped_line
 
 _LINE_EVERY_S = 5.0
 _AGAIN_S = 60.0
@@ -75,12 +77,13 @@ class LiveScreen:
 
     def tell(self, text: str) -> None:
         """Add a line below."""
-        self._messages.append(f"{_now()}  {text}")
+        self._messages.append(f"{_now()}  {escaped_line(text)}")
         self._draw()
 
     def _draw(self) -> None:
         with _reader_may_be_gone():
-            self._live.update(view.screen(self._title, self._run, self._rows, tuple(self._messages)), refresh=True)
+            shown = view.screen(self._title, self._run, self._rows, tuple(self._messages))
+            self._live.update(Escaped(shown), refresh=True)
 
 
 class PlainLines:
@@ -129,7 +132,7 @@ class PlainLines:
     def tell(self, text: str) -> None:
         """Say one line."""
         with _reader_may_be_gone():
-            print(f"{_now()} {text}", flush=True)  # noqa: T201
+            say(f"{_now()} {escaped_line(text)}")
 
 
 def _now() -> str:

@@ -24,6 +24,7 @@ from services.up.process import Backoff, Child, ChildState, Failure, Surrounding
 from shared import connection
 from shared.durable import Kept
 from shared.errors import BusUnavailable, SettingsError
+from shared.redaction import redact
 
 _BUS_START_S = 30.0
 _WORTH_TELLING_S = 3.0
@@ -162,7 +163,7 @@ class Supervisor:
     def _write_table(self) -> None:
         table = {
             "pid": os.getpid(),
-            "bus": connection.redact(self._bus_url),
+            "bus": redact(self._bus_url),
             "processes": [_row(child) for child in self.children if child.state is not ChildState.ENDED],
         }
         self._table.write(json.dumps(table, indent=2) + "\n")

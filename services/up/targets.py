@@ -30,7 +30,8 @@ class Targets:
     ) -> None:
         file = targets_file(run_folder)
         file.parent.mkdir(exist_ok=True)
-        self._file = Kept(file, tell)
+        file.parent.chmod(0o755)  # addresses are no secrets, and Prometheus may be another user's
+        self._file = Kept(file, tell, mode=0o644)
         self._run_id = run_id
         self._known = {
             plan.name: (plan.service, f"{plan.address[0]}:{plan.address[1]}")

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.views import READY_STATES, Evaluation, EventView, Notice, ReplicaView, RunView
+from shared.terminal import escaped
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARKS = 24
@@ -185,7 +186,7 @@ class _Processes:
                     Text(str(row.restarts + 1), style="yellow" if row.restarts else "dim"),
                     str(row.pid or _MISSING),
                 ]
-            table.add_row(*cells, *([Text(row.note.partition("\n")[0])] if note_width else []))
+            table.add_row(*cells, *([Text(escaped(row.note.partition("\n")[0]))] if note_width else []))
         return table
 
 

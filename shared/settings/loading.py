@@ -6,6 +6,7 @@ file, the environment variable or the flag. Nothing else reads the environment.
 """
 
 import difflib
+import math
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -16,9 +17,9 @@ from typing import Any
 import tomli_w
 from pydantic import ValidationError
 
-from shared.connection import redact
 from shared.durable import write_whole
 from shared.errors import SettingsError
+from shared.redaction import SECRET_NAME, redact, redacted
 from shared.settings.root import Settings
 
 ENVIRONMENT_PREFIX = "PENSTOCK__"
@@ -46,7 +47,7 @@ def loads(toml: str, name: str, flags: Sequence[str] = (), environment: Mapping[
     """
     try:
         values = tomllib.loads(toml)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: an integer of thousands of digits
         raise SettingsError(f"expected TOML in {name}, found: {error}") from error
     for key, text in (_environment(environment or {}) | _flags(flags)).items():
         _set(values, key, text)
@@ -79,10 +80,32 @@ def override(settings: Settings, changes: Mapping[str, object]) -> Settings:
 
 
 def _validated(values: dict[str, Any], name: str, sources: Mapping[str, str] = MappingProxyType({})) -> Settings:
+    _check_values(values, "", name)
     try:
         return Settings.model_validate(values)
     except ValidationError as error:
         raise SettingsError(_explain(error, name, sources)) from error
+
+
+def _check_values(value: object, key: str, name: str) -> None:
+    """Raise SettingsError for an integer of more than 64 bits, which TOML has not, a number that is not finite, and a secret."""
+    if isinstance(value, Mapping):
+        for inner, part in value.items():
+            _check_values(part, f"{key}.{inner}" if key else str(inner), name)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            _check_values(part, key, name)
+    elif isinstance(value, int) and value.bit_length() > 63:
+        raise SettingsError(
+            f"{name}: expected an integer of at most 64 bits in {key}, found a larger one: change {key}"
+        )
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise SettingsError(f"{name}: expected a finite number in {key}, found {value}: change {key}")
+    elif isinstance(value, str) and value and SECRET_NAME.fullmatch(key.rpartition(".")[2]):
+        raise SettingsError(
+            f"{name}: expected no secret among the settings, which are written to files, and {key} is one: remove it, and give it by the "
+            "environment variable, or the file, that its program reads"
+        )
 
 
 def dump(settings: Settings, path: Path) -> None:
@@ -144,7 +167,7 @@ def _value(text: str) -> Any:
     """Read ``text`` as a TOML value; anything that is none is a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:
         return text
 
 
@@ -175,9 +198,9 @@ def _explain_one(problem: dict[str, Any]) -> str:
         hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
         return f"{key}: expected a known setting, found {where[-1]!r}; {hint}"
     if problem["type"] == "value_error":
-        return str(problem["ctx"]["error"])
+        return redacted(str(problem["ctx"]["error"]))
     message = str(problem["msg"])
-    return f"{key}: expected {_expectation(message)}, found {problem['input']!r}: change {key}"
+    return f"{key}: expected {_expectation(message)}, found {redacted(repr(problem['input']))}: change {key}"
 
 
 def _expectation(message: str) -> str:

@@ -12,8 +12,9 @@ class SamplingSettings(Section):
     """How completions are drawn. The whole distribution is sampled (no top-p or top-k), so that behavior logprobs are
     those of the distribution that the trainer computes."""
 
-    group_size: Annotated[int, Field(ge=2)] = Field(default=16)
-    """Completions per prompt. At least 2: the group is the baseline of its advantages."""
+    group_size: Annotated[int, Field(ge=2, le=4096)] = Field(default=16)
+    """Completions per prompt, 2 to 4096: the group is the baseline of its advantages. While the run goes on it may become up to 4 times what
+    the file says, and slots × group_size up to 16 times."""
     max_new_tokens: PositiveInt = Field(default=256)
     """Length limit of a completion, in tokens."""
     temperature: PositiveFloat = Field(default=1.0)

@@ -72,7 +72,8 @@ class CoordinatorSettings(Section):
     metrics_port: NonNegativeInt = Field(default=0)
     """Port of /metrics, /healthz and /readyz, which ask for no token; 0: any free one."""
     token_file: Path | None = Field(default=None)
-    """A file whose first line is the bearer token that may read and operate; needed where `host` is no loopback address."""
+    """A file, readable by you alone, whose first line is the bearer token that may read and operate; needed where `host` is no loopback
+    address, and where other people use this machine: without a token each of them may operate the run."""
     read_token_file: Path | None = Field(default=None)
     """A file whose first line is a bearer token that may only read."""
     autostart: bool = Field(default=True)

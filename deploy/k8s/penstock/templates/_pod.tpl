@@ -236,11 +236,11 @@ limits:
 - {name: cache, emptyDir: {}}
 {{- if eq .role "coordinator" }}
 - name: api
-  secret: {secretName: {{ include "penstock.apiSecret" .root }}}
+  secret: {secretName: {{ include "penstock.apiSecret" .root }}, defaultMode: 0440}
 {{- end }}
 {{- if and (eq .role "rollout") (include "penstock.leaderWorkerSet" .root) }}
 - name: engine
-  secret: {secretName: {{ include "penstock.rolloutSecret" .root }}}
+  secret: {secretName: {{ include "penstock.rolloutSecret" .root }}, defaultMode: 0440}
 {{- end }}
 {{- if has .role (list "coordinator" "trainer" "rollout") }}
 {{ include "penstock.runsVolume" .root }}

@@ -1,0 +1,31 @@
+"""Secrets out of text that others see: passwords in URLs, in their user part or in an option such as ``?password=``.
+
+Where a password was not percent-encoded, all up to the last ``@`` counts as one: too much is hidden rather than too little.
+"""
+
+import re
+
+HIDDEN = "***"
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>\\]+")
+_USER = re.compile(r"(://[^:/?#@]*):.*@")
+_OPTION = re.compile(r"([?&][^=&#]*(?:pass|secret|token|credential|api_?key)[^=&#]*=)[^&#]*", re.IGNORECASE)
+SECRET_NAME = re.compile(r"(?:.*_)?(?:password|passwd|secret|api_?key|token)", re.IGNORECASE)
+"""Names of values that are secrets, wherever a table holds names of another program's."""
+
+
+def redact(url: str) -> str:
+    """Return ``url`` without its passwords.
+
+    >>> redact("redis://user:a/b@c@host:1/0?sentinel_password=x&db=2")
+    'redis://user:***@host:1/0?sentinel_password=***&db=2'
+    """
+    return _OPTION.sub(rf"\g<1>{HIDDEN}", _USER.sub(rf"\1:{HIDDEN}@", url))
+
+
+def redacted(text: str) -> str:
+    """Return ``text`` with every URL in it redacted.
+
+    >>> redacted("expected a server at redis://:secret@host:1, found none")
+    'expected a server at redis://:***@host:1, found none'
+    """
+    return _URL.sub(lambda found: redact(found[0]), text) if "://" in text else text

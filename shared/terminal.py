@@ -1,0 +1,35 @@
+"""Text of a run on its way to a terminal: characters that steer a terminal, or reorder what it shows, become ``\\u001b``.
+
+Escapes have JSON's form, so that a line of JSON stays what it was. Escaped are the control characters C0 and C1 but for newline and tab, DEL,
+bidirectional and other invisible formatting, separators of lines and paragraphs, tags, and surrogates, which cannot be printed at all.
+"""
+
+import re
+
+_STEERING = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb"
+    "\U000e0000-\U000e0fff]"
+)
+
+
+def escaped(text: str) -> str:
+    r"""Return ``text`` as a terminal may be sent it.
+
+    >>> escaped("a\x1b[2Jb\u202ec"), escaped("two\nlines")
+    ('a\\u001b[2Jb\\u202ec', 'two\nlines')
+    """
+    return _STEERING.sub(_escape, text)
+
+
+def escaped_line(text: str) -> str:
+    r"""Return ``text`` as one line that a terminal may be sent.
+
+    >>> escaped_line("a\r\nb")
+    'a\\u000d\\nb'
+    """
+    return escaped(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def _escape(found: re.Match[str]) -> str:
+    units = found[0].encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[at] << 8 | units[at + 1]:04x}" for at in range(0, len(units), 2))
