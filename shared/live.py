@@ -25,6 +25,7 @@ from shared.messages import Json
 from shared.settings import Settings, override
 
 log = logging.getLogger(__name__)
+_UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 
 CHANGEABLE = (
     "algorithm.max_lag",
@@ -78,13 +79,14 @@ class Live:
 
         A revision that this process cannot apply is logged, and the one before it stays.
         """
-        number = await self.newest()
+        number = self.revision
+        try:
+            number = await self.newest()
+            settings = await self.at(number)
+        except (SettingsError, *_UNREADABLE) as error:
+            log.error("settings cannot be applied", extra={"revision": number, "reason": str(error)[:500]})
+            return self.settings
         if number != self.revision:
-            try:
-                settings = await self.at(number)
-            except SettingsError as error:
-                log.error("settings cannot be applied", extra={"revision": number, "reason": str(error)})
-                return self.settings
             self.settings, self.revision = settings, number
             log.info("settings changed", extra={"revision": number})
             for listener in self._listeners:

@@ -26,7 +26,7 @@ import struct
 import threading
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sized
 from typing import Any, TypeVar
 
 import msgpack
@@ -410,7 +410,7 @@ def _dict_reader(inner: _Reader, limits: Limits) -> _Reader:
     return read
 
 
-def _sized(values: Any, kind: type[T], most: int) -> T:
+def _sized(values: Any, kind: type[Sized], most: int) -> Any:
     if type(values) is not kind:
         raise TypeError(f"expected a {kind.__name__}, found {_shown(values)}")
     if len(values) > most:

@@ -20,6 +20,8 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from enum import StrEnum
 
+from pydantic import TypeAdapter
+
 from shared.bus import Bus
 from shared.errors import PenstockError
 from shared.messages import Json
@@ -113,7 +115,7 @@ class Operations:
         """Return every operation that is kept, newest first."""
         raw = await self._bus.call(lambda: self._bus.client.hgetall(self._key))
         found = [_read(text) for name, text in raw.items() if name != _NEXT.encode()]
-        return sorted(found, key=lambda operation: -operation.id)
+        return sorted((one for one in found if one is not None), key=lambda operation: -operation.id)
 
     async def run(self) -> None:
         """Do the work of every operation that is under way, also of those that an earlier coordinator began."""
@@ -174,6 +176,12 @@ class Operations:
             await self._bus.call(lambda: self._bus.client.hdel(self._key, *names))
 
 
-def _read(text: bytes) -> Operation:
-    fields = json.loads(text)
-    return Operation(**{**fields, "state": OperationState(fields["state"])})
+_OPERATION = TypeAdapter(Operation)
+
+
+def _read(text: bytes) -> Operation | None:
+    try:
+        return _OPERATION.validate_json(text)
+    except ValueError as error:
+        log.warning("unreadable operation passed over", extra={"error": str(error)[:200]})
+        return None
