@@ -20,8 +20,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from enum import StrEnum
 
-from pydantic import TypeAdapter
-
 from shared.bus import Bus
 from shared.errors import PenstockError
 from shared.messages import Json
@@ -176,12 +174,10 @@ class Operations:
             await self._bus.call(lambda: self._bus.client.hdel(self._key, *names))
 
 
-_OPERATION = TypeAdapter(Operation)
-
-
 def _read(text: bytes) -> Operation | None:
     try:
-        return _OPERATION.validate_json(text)
-    except ValueError as error:
-        log.warning("unreadable operation passed over", extra={"error": str(error)[:200]})
+        fields = json.loads(text)
+        return Operation(**{**fields, "state": OperationState(fields["state"])})
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        log.warning("unreadable operation passed over", extra={"error": repr(error)[:200]})
         return None
