@@ -258,7 +258,8 @@ class Presence:
 
 async def heartbeats(bus: Bus) -> list[Heartbeat]:
     """Return the heartbeats of every replica that is there, by name."""
-    names = sorted(name.decode() for name in await bus.call(lambda: bus.client.smembers(bus.keys.services)))
+    members = await bus.call(lambda: bus.client.smembers(bus.keys.services))
+    names = sorted(name.decode(errors="replace") for name in members)
     if not names:
         return []
     texts = await bus.call(lambda: bus.client.mget([bus.keys.service(name) for name in names]))

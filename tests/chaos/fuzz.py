@@ -198,7 +198,21 @@ class Fuzz:
                     entry = await self._bus.client.xadd(self._bus.keys.of(stream), fields)
                     self._sent.add((stream, entry))
                     self.by_stream[stream.name] += 1
+            await self._harm_keys()
             await self._run.until(self._is_taken)
+
+    async def _harm_keys(self) -> None:
+        """Write nonsense where services read what they are told."""
+        keys, client, chance = self._bus.keys, self._bus.client, self._hostile.random
+        nonsense = chance.choice(
+            (b"", b"{", b"[[[]]]", b"null", b"\xff\xfe", b"1e999", b'{"version": []}', b"[" * 3000)
+        )
+        for key in (keys.cordons, keys.operations, keys.exports, keys.rehearsal):
+            await client.hset(key, mapping={b"7777": nonsense, b"\xff": nonsense})
+        await client.hset(keys.cordons, "rollout-0", nonsense)
+        await client.sadd(keys.services, b"\xff", "stranger")
+        await client.set(keys.service("stranger"), nonsense)
+        await client.hset(keys.live, mapping={"revision": chance.choice((b"-1", b"x", b"7")), "7": nonsense})
 
     async def _is_taken(self) -> bool:
         lengths = [await self._bus.length(stream) for stream in (streams.PROMPTS, streams.ROLLOUTS, streams.EXPERIENCE)]
@@ -229,6 +243,7 @@ async def fuzz(folder: Path, seed: int, messages: int) -> Figures:
         await run.more_steps(bus, 3)
         feeder = Fuzz(run, bus, seed)
         await feeder.feed(messages)
+        await bus.client.delete(bus.keys.live)
         await run.until(feeder.gone)
         await run.more_steps(bus, 3)
         beats = await heartbeats(bus)
