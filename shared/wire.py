@@ -138,9 +138,9 @@ def decode(data: bytes, expected: type[T]) -> T:
     except (*_INVALID, msgpack.UnpackException) as error:
         raise MessageError(f"expected a MessagePack message, found {len(data)} bytes that are none: {error}") from error
     kind, schema = _kinds[expected]
-    if not isinstance(fields, dict) or fields.get("kind") != kind:
-        found = _shown(fields.get("kind")) if isinstance(fields, dict) else type(fields).__name__
-        raise MessageError(f"expected a message of kind {kind!r}, found {found}")
+    written = fields.get("kind") if type(fields) is dict else fields
+    if type(written) is not str or written != kind or type(fields) is not dict:
+        raise MessageError(f"expected a message of kind {kind!r}, found {_shown(written)}")
     if type(fields.get("schema")) is not int or not 0 <= fields["schema"] <= schema:
         raise MessageError(
             f"expected {kind!r} with schema <= {schema}, found {_shown(fields.get('schema'))}: "

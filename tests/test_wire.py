@@ -240,6 +240,9 @@ SAMPLES, PROMPT = ("group", "samples"), ("group", "prompt")
         (("rewards",), np.array([1.0, np.inf], np.float32), "rewards: expected numbers from -1e+30 to 1e+30"),
         (("rewards",), np.zeros(3, np.float32), "found 2 samples, 3 rewards and 2 scores"),
         (("reference_logprobs",), np.zeros(5, np.float32), "expected 6 reference logprobs, found 5"),
+        (("kind",), np.zeros(2, np.int32), "expected a message of kind 'experience', found ndarray"),
+        (("kind",), "prompt", "expected a message of kind 'experience', found 'prompt'"),
+        (("schema",), np.zeros(2, np.int32), "expected 'experience' with schema <= 1, found ndarray"),
         (("schema",), 1, ""),
     ],
 )
