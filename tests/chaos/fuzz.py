@@ -12,7 +12,7 @@ still write a perfect forgery of a group that is in flight; such are left out, a
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,7 @@ class Hostile:
             lambda: {"rows": 10**9},
         ]
 
-    def entry(self, honest: Mapping[bytes, bytes], others: list[Mapping[bytes, bytes]]) -> dict[bytes, bytes]:
+    def entry(self, honest: Mapping[bytes, bytes], others: Sequence[Mapping[bytes, bytes]]) -> dict[bytes, bytes]:
         """Return the fields of one hostile entry made of ``honest``, or of one of another stream."""
         self._number += 1
         draw = self.random.random()
