@@ -9,6 +9,7 @@ A mutation is bytes that are no message, a message of another kind, or a field t
 still write a perfect forgery of a group that is in flight; such are left out, as nothing but a signature tells them apart.
 """
 
+import copy
 import dataclasses
 import random
 from collections import Counter
@@ -61,7 +62,7 @@ class Hostile:
         self.random = random.Random(seed)
         self._number = 0
         self._values: list[Callable[[], Any]] = [
-            *(lambda value=value: value for value in _SCALARS),
+            *(lambda value=value: copy.deepcopy(value) for value in _SCALARS),
             lambda: "x" * 100_000,
             lambda: list(range(70_000)),
             lambda: _deep(200),
