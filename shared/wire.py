@@ -385,11 +385,17 @@ def _array_reader(dtype: np.dtype[Any], limits: Limits) -> _Reader:
             raise TypeError(f"expected an array of {dtype} with {len(shape)} dimensions, found {found}")
         if any(expected not in (None, length) for expected, length in zip(shape, value.shape, strict=True)):
             raise ValueError(f"expected an array of shape {shape}, found {value.shape}")
-        if bounded and value.size and not (least <= value.min() and value.max() <= most):  # NaN is in no order
+        if bounded and value.size and not _within(value, least, most):
             raise ValueError(f"expected numbers from {least:g} to {most:g}, found {value.min():g} to {value.max():g}")
         return value
 
     return read
+
+
+def _within(value: npt.NDArray[Any], least: float, most: float) -> bool:
+    if value.dtype == np.int32 and least == 0:
+        return bool(value.view(np.uint32).max() <= most)  # a negative number is a large one without its sign
+    return bool(least <= value.min() and value.max() <= most)  # NaN is in no order
 
 
 def _tuple_reader(inner: _Reader, limits: Limits) -> _Reader:
