@@ -96,7 +96,10 @@ class Live:
     async def newest(self) -> int:
         """Return the newest revision's number."""
         found = await self._bus.call(lambda: self._bus.client.hget(self._bus.keys.live, "revision"))
-        return int(found or 0)
+        number = int(found or 0)
+        if not 0 <= number < 1 << 53:
+            raise ValueError(f"expected a revision of the settings, found {number}")
+        return number
 
     async def at(self, number: int) -> Settings:
         """Return the settings of a revision; of one that the bus does not know any more, those of the run's file."""
