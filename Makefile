@@ -16,7 +16,7 @@ VENV_PYTHON := .venv/bin/python
 # A file's tests stay in one process, in their order; files are taken in that of tests/conftest.py, the longest first.
 PYTEST := $(VENV_PYTHON) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo up test faults portability portability-processes storm quick check lint format types imports openapi dashboards models clean install install-dev
+.PHONY: help demo up test faults fuzz portability portability-processes storm quick check lint format types imports openapi dashboards models clean install install-dev
 
 help:
 	@echo "make demo    train the arithmetic example on this machine, from nothing"
@@ -74,6 +74,9 @@ portability-processes: install-dev
 
 storm: install-dev
 	$(VENV_PYTHON) -m benchmarks.storm --seconds 1800 $(ARGS)
+
+fuzz: install-dev
+	PENSTOCK_FUZZ_MESSAGES=$${PENSTOCK_FUZZ_MESSAGES:-20000} $(VENV_PYTHON) -m pytest -s tests/chaos/test_fuzz.py
 
 quick: install-dev
 	$(PYTEST) -m "not slow" $(ARGS)

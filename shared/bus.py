@@ -364,8 +364,14 @@ class Bus:
         """Return messages of a broadcast stream after the entry ``after``; unreadable ones are passed over, logged."""
         key = self.keys.of(stream)
         block_ms = None if block_s is None else max(1, int(block_s * 1000))
-        answer = await self.call(lambda: self.client.xread({key: after}, count=count, block=block_ms))
-        return self._messages(kind, answer[0][1] if answer else [])
+        while True:
+            start = after
+            answer = await self.call(lambda: self.client.xread({key: start}, count=count, block=block_ms))  # noqa: B023 (awaited here)
+            rows = answer[0][1] if answer else []
+            messages = self._messages(kind, rows)
+            if messages or not rows:
+                return messages
+            after = _text(rows[-1][0])
 
     async def newest(self, stream: Stream, kind: type[M], count: int = 1) -> list[tuple[EntryId, M]]:
         """Return the newest messages of a stream, newest first, without taking them."""

@@ -58,7 +58,8 @@ class Cordon:
 async def cordons(bus: Bus) -> dict[str, Word]:
     """Return what each replica was told; those that were told nothing are not there."""
     raw = await bus.call(lambda: bus.client.hgetall(bus.keys.cordons))
-    return {replica.decode(): Word(word.decode()) for replica, word in raw.items()}
+    words = {word.value.encode(): word for word in Word}
+    return {replica.decode(errors="replace"): words[word] for replica, word in raw.items() if word in words}
 
 
 async def tell_replica(bus: Bus, replica: str, word: Word) -> None:

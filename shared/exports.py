@@ -13,12 +13,15 @@ an order last may answer it, nobody else. A number is that of the coordinator's 
 
 import dataclasses
 import json
+import logging
 from pathlib import Path
 
 from shared.bus import Argument, Bus
 from shared.errors import PenstockError
 from shared.messages import PolicyVersion
 from shared.settings import Settings
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,8 +87,10 @@ class Exports:
     async def orders(self) -> list[Order]:
         """Return every order, oldest first."""
         raw = await self._bus.call(lambda: self._bus.client.hgetall(self._key))
-        fields = {name.decode(): text.decode() for name, text in raw.items()}
-        return [_order(number, fields) for number in sorted(int(name) for name in fields if name.isdigit())]
+        fields = {name.decode(errors="replace"): text.decode(errors="replace") for name, text in raw.items()}
+        numbers = sorted(int(name) for name in fields if name.isascii() and name.isdigit())
+        orders = [_order(number, fields) for number in numbers]
+        return [order for order in orders if order is not None]
 
     async def take(self, number: int, taker: str) -> int:
         """Take an order, from whoever had it; return which attempt this is, 0 where the order is gone."""
@@ -97,13 +102,17 @@ class Exports:
         return bool(await self._bus.script("answer_export", [self._key], arguments))
 
 
-def _order(number: int, fields: dict[str, str]) -> Order:
-    asked, answer = json.loads(fields[str(number)]), fields.get(f"{number}:answer")
-    return Order(
-        number,
-        PolicyVersion(asked["version"]),
-        asked["adapter"],
-        fields.get(f"{number}:taker", ""),
-        int(fields.get(f"{number}:attempts", 0)),
-        None if answer is None else Answer(**json.loads(answer)),
-    )
+def _order(number: int, fields: dict[str, str]) -> Order | None:
+    try:
+        asked, answer = json.loads(fields[str(number)]), fields.get(f"{number}:answer")
+        return Order(
+            number,
+            PolicyVersion(int(asked["version"])),
+            bool(asked["adapter"]),
+            fields.get(f"{number}:taker", ""),
+            int(fields.get(f"{number}:attempts", 0)),
+            None if answer is None else Answer(**json.loads(answer)),
+        )
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        log.warning("unreadable order of an export passed over", extra={"number": number, "error": repr(error)[:200]})
+        return None

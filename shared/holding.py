@@ -12,9 +12,12 @@ let go by himself but for the time: a replica keeps a version for ``timeout_s`` 
 
 import dataclasses
 import json
+import logging
 
 from shared.bus import Bus
 from shared.messages import PolicyVersion
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,8 +43,13 @@ async def holding(bus: Bus) -> Holding | None:
     text = await bus.call(lambda: bus.client.hget(bus.keys.evaluation, "holding"))
     if text is None:
         return None
-    found = json.loads(text)
-    return Holding(PolicyVersion(found["version"]), tuple(found["replicas"]), float(found["timeout_s"]))
+    try:
+        found = json.loads(text)
+        replicas = tuple(str(name) for name in found["replicas"])
+        return Holding(PolicyVersion(int(found["version"])), replicas, float(found["timeout_s"]))
+    except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
+        log.warning("unreadable holding passed over", extra={"error": repr(error)})
+        return None
 
 
 async def appoint(bus: Bus, to_hold: Holding) -> bool:

@@ -25,6 +25,7 @@ from shared.messages import Json
 from shared.settings import Settings, override
 
 log = logging.getLogger(__name__)
+_UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 
 CHANGEABLE = (
     "algorithm.max_lag",
@@ -84,24 +85,29 @@ class Live:
 
         A revision that this process cannot apply is logged, and the one before it stays.
         """
-        number = await self.newest()
-        if number != self.revision:
-            try:
-                settings = await self.at(number)
-                check_growth(self._file, settings)
-            except SettingsError as error:
-                log.error("settings cannot be applied", extra={"revision": number, "reason": str(error)})
+        number = self.revision
+        try:
+            number = await self.newest()
+            if number == self.revision:
                 return self.settings
-            self.settings, self.revision = settings, number
-            log.info("settings changed", extra={"revision": number})
-            for listener in self._listeners:
-                listener(settings)
-        return self.settings
+            settings = await self.at(number)
+            check_growth(self._file, settings)
+        except (SettingsError, *_UNREADABLE) as error:
+            log.error("settings cannot be applied", extra={"revision": number, "reason": str(error)[:500]})
+            return self.settings
+        self.settings, self.revision = settings, number
+        log.info("settings changed", extra={"revision": number})
+        for listener in self._listeners:
+            listener(settings)
+        return settings
 
     async def newest(self) -> int:
         """Return the newest revision's number."""
         found = await self._bus.call(lambda: self._bus.client.hget(self._bus.keys.live, "revision"))
-        return int(found or 0)
+        number = int(found or 0)
+        if not 0 <= number < 1 << 53:
+            raise ValueError(f"expected a revision of the settings, found {number}")
+        return number
 
     async def at(self, number: int) -> Settings:
         """Return the settings of a revision; of one that the bus does not know any more, those of the run's file."""

@@ -28,6 +28,8 @@ MOST_SAMPLES = 65_536
 _ID = Limits(0, (1 << 53) - 1)
 _INT32 = Limits(0, (1 << 31) - 1)
 _NAME = Limits(length=1024)
+_TIME = Limits(0.0, 1e11)
+"""Unix seconds that a calendar can show."""
 _LOGPROB = Limits(-80.0, 0.1)
 """Of a token that was drawn: one of a probability below e⁻⁸⁰ never is; above 0 is rounding."""
 _ANY_LOGPROB = Limits(-1e6, 0.1)
@@ -111,7 +113,7 @@ class Prompt:
     """Every other column of the dataset row."""
     min_version: Annotated[PolicyVersion, _INT32] = PolicyVersion(0)
     purpose: Purpose = Purpose.TRAIN
-    admitted_at_s: float = 0.0
+    admitted_at_s: Annotated[float, _TIME] = 0.0
     requeues: Annotated[int, _INT32] = 0
     """How often the group came back because its samples were stale."""
     scorers: Annotated[tuple[str, ...], _NAME] = ()
@@ -181,8 +183,8 @@ class RolloutGroup:
     prompt_token_ids: Annotated[Int32Array, _INT32]
     samples: Annotated[tuple[Sample, ...], Limits(length=MOST_SAMPLES)]
     replica: Annotated[str, _NAME]
-    started_at_s: float
-    finished_at_s: float
+    started_at_s: Annotated[float, _TIME]
+    finished_at_s: Annotated[float, _TIME]
 
     def check(self) -> None:
         """Raise ValueError where there are more samples than the prompt asked for."""
@@ -251,7 +253,7 @@ class Experience:
     group: RolloutGroup
     rewards: Annotated[Float32Array, Limits(-1e30, 1e30)]
     scores: Annotated[tuple[SampleScores, ...], Limits(length=MOST_SAMPLES)]
-    scored_at_s: float
+    scored_at_s: Annotated[float, _TIME]
     score_s: float
     reference_logprobs: Annotated[Float32Array, _ANY_LOGPROB] | None = None
     """Under the frozen initial policy, at the temperature of sampling; None where the trainer computes them itself."""
@@ -343,7 +345,7 @@ class PolicyRecord:
     version: Annotated[PolicyVersion, _INT32]
     parent: Annotated[PolicyVersion, _INT32] | None
     step: Annotated[int, _ID]
-    created_at_s: float
+    created_at_s: Annotated[float, _TIME]
     manifest_digest: Annotated[str, _NAME]
     """SHA-256, hex, of what vouches for every weight: the header of a pull, or the manifest of a snapshot on disk."""
     location: str
@@ -362,7 +364,7 @@ class PolicyUpdate:
     """The coordinator's word that ``record.version`` is the head."""
 
     record: PolicyRecord
-    promoted_at_s: float
+    promoted_at_s: Annotated[float, _TIME]
     sources: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     """By replica: the addresses that it should pull from, in the order to try; the trainer's is the last."""
 
@@ -374,7 +376,7 @@ class StepReport:
 
     step: Annotated[int, _ID]
     version: Annotated[PolicyVersion, _INT32]
-    finished_at_s: float
+    finished_at_s: Annotated[float, _TIME]
     samples: Annotated[int, _ID]
     metrics: Annotated[dict[str, float], Limits(finite=False)]
     lag_counts: Annotated[dict[str, int], _ID]
@@ -386,7 +388,7 @@ class StepReport:
 class Event:
     """Something that happened, for people and audits."""
 
-    at_s: float
+    at_s: Annotated[float, _TIME]
     source: str
     name: str
     detail: str

@@ -3,11 +3,15 @@
 The coordinator, which has the data, writes them before it admits anything; a reward replica reads them when it starts.
 """
 
+import logging
 from collections.abc import Sequence
 
 from shared import wire
 from shared.bus import Bus
+from shared.errors import MessageError
 from shared.messages import Prompt
+
+log = logging.getLogger(__name__)
 
 
 async def offer(bus: Bus, prompts: Sequence[Prompt]) -> None:
@@ -18,10 +22,12 @@ async def offer(bus: Bus, prompts: Sequence[Prompt]) -> None:
 
 
 async def offered(bus: Bus) -> list[Prompt]:
-    """Return the prompts; an empty list before there are any.
-
-    Raises:
-        MessageError: they are of a newer version.
-    """
-    found = await bus.call(lambda: bus.client.hgetall(bus.keys.rehearsal))
-    return [wire.decode(found[index], Prompt) for index in sorted(found)]
+    """Return the prompts; an empty list before there are any. Those that cannot be read are passed over, logged."""
+    rows = await bus.call(lambda: bus.client.hgetall(bus.keys.rehearsal))
+    prompts = []
+    for index in sorted(rows):
+        try:
+            prompts.append(wire.decode(rows[index], Prompt))
+        except MessageError as error:
+            log.warning("unreadable prompt passed over", extra={"error": str(error)})
+    return prompts

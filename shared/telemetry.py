@@ -8,11 +8,11 @@ import math
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
 
 import psutil
 from prometheus_client import Gauge
+from pydantic import TypeAdapter
 
 from shared.bus import Bus
 from shared.messages import Event, Json, PolicyVersion
@@ -20,7 +20,6 @@ from shared.streams import EVENTS
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 
 BUS_AVAILABLE = Gauge(
     "penstock_bus_available", "1 while the bus answers this process, else 0; NaN where it needs none."
@@ -193,22 +192,25 @@ class Presence:
 
 async def heartbeats(bus: Bus) -> list[Heartbeat]:
     """Return the heartbeats of every replica that is there, by name."""
-    names = sorted(name.decode() for name in await bus.call(lambda: bus.client.smembers(bus.keys.services)))
+    members = await bus.call(lambda: bus.client.smembers(bus.keys.services))
+    names = sorted(name.decode(errors="replace") for name in members)
     if not names:
         return []
     texts = await bus.call(lambda: bus.client.mget([bus.keys.service(name) for name in names]))
-    return [_heartbeat(json.loads(text)) for text in texts if text is not None]
+    beats = [_heartbeat(text) for text in texts if text is not None]
+    return [beat for beat in beats if beat is not None]
 
 
-def _heartbeat(fields: dict[str, Any]) -> Heartbeat:
-    """Read a heartbeat; what a newer version says besides is ignored."""
-    failures = tuple(_known(Failure, failure) for failure in fields.get("failures", ()))
-    return _known(Heartbeat, {**fields, "failures": failures})
+_HEARTBEAT = TypeAdapter(Heartbeat)
 
 
-def _known(kind: type[T], fields: Mapping[str, Any]) -> T:
-    """Return a ``kind`` of those ``fields`` that it has."""
-    return kind(**{field.name: fields[field.name] for field in dataclasses.fields(kind) if field.name in fields})  # type: ignore[arg-type]
+def _heartbeat(text: bytes) -> Heartbeat | None:
+    """Read a heartbeat; what a newer version says besides is ignored, and what is none is passed over."""
+    try:
+        return _HEARTBEAT.validate_json(text)
+    except ValueError as error:
+        log.warning("unreadable heartbeat passed over", extra={"error": str(error)[:200]})
+        return None
 
 
 class HandlerFailures:

@@ -26,7 +26,7 @@ import struct
 import threading
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sized
 from typing import Any, TypeVar
 
 import msgpack
@@ -138,9 +138,9 @@ def decode(data: bytes, expected: type[T]) -> T:
     except (*_INVALID, msgpack.UnpackException) as error:
         raise MessageError(f"expected a MessagePack message, found {len(data)} bytes that are none: {error}") from error
     kind, schema = _kinds[expected]
-    if not isinstance(fields, dict) or fields.get("kind") != kind:
-        found = _shown(fields.get("kind")) if isinstance(fields, dict) else type(fields).__name__
-        raise MessageError(f"expected a message of kind {kind!r}, found {found}")
+    written = fields.get("kind") if type(fields) is dict else fields
+    if type(written) is not str or written != kind or type(fields) is not dict:
+        raise MessageError(f"expected a message of kind {kind!r}, found {_shown(written)}")
     if type(fields.get("schema")) is not int or not 0 <= fields["schema"] <= schema:
         raise MessageError(
             f"expected {kind!r} with schema <= {schema}, found {_shown(fields.get('schema'))}: "
@@ -385,11 +385,17 @@ def _array_reader(dtype: np.dtype[Any], limits: Limits) -> _Reader:
             raise TypeError(f"expected an array of {dtype} with {len(shape)} dimensions, found {found}")
         if any(expected not in (None, length) for expected, length in zip(shape, value.shape, strict=True)):
             raise ValueError(f"expected an array of shape {shape}, found {value.shape}")
-        if bounded and value.size and not (least <= value.min() and value.max() <= most):  # NaN is in no order
+        if bounded and value.size and not _within(value, least, most):
             raise ValueError(f"expected numbers from {least:g} to {most:g}, found {value.min():g} to {value.max():g}")
         return value
 
     return read
+
+
+def _within(value: npt.NDArray[Any], least: float, most: float) -> bool:
+    if value.dtype == np.int32 and least == 0:
+        return bool(value.view(np.uint32).max() <= most)  # a negative number is a large one without its sign
+    return bool(least <= value.min() and value.max() <= most)  # NaN is in no order
 
 
 def _tuple_reader(inner: _Reader, limits: Limits) -> _Reader:
@@ -410,7 +416,7 @@ def _dict_reader(inner: _Reader, limits: Limits) -> _Reader:
     return read
 
 
-def _sized(values: Any, kind: type[T], most: int) -> T:
+def _sized(values: Any, kind: type[Sized], most: int) -> Any:
     if type(values) is not kind:
         raise TypeError(f"expected a {kind.__name__}, found {_shown(values)}")
     if len(values) > most:

@@ -390,3 +390,14 @@ async def test_a_request_that_is_taken_back_leaves_its_batch() -> None:
     assert tasks[0].cancelled()
     assert steps == [2, 6, 6, 6, 2, 2]  # taken back in the third, known before the fourth, which drops its rows
     await engine.close()
+
+
+async def test_a_group_of_more_samples_than_are_decoded_at_a_time_is_made_in_parts() -> None:
+    served, rows = tiny.model(1), []
+    served.register_forward_pre_hook(lambda *call: rows.append(call[2]["input_ids"].shape[0]), with_kwargs=True)
+    engine = TransformersEngine(tiny.opened(served, stop=NEVER), max_rows=4)
+    await weights.load(engine, served.named_parameters(), 0)
+    group = await engine.generate(request(5, 6, samples=10, max_new_tokens=2))
+    assert len(group.samples) == 10
+    assert max(rows) == 4
+    await engine.close()

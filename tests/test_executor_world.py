@@ -1,6 +1,7 @@
 """What a program finds in its world: files, packages, threads, locks; the same in every tier."""
 
 import asyncio
+import json
 import sysconfig
 from collections.abc import Iterator
 
@@ -118,7 +119,7 @@ async def test_the_most_that_a_program_may_write_fits_into_a_frame(executor: Run
 
     loud, quiet = await run(executor, Job(code, calls=(Call("f"),), limits=limits), Job("print('beside it')"))
     assert (loud.outcome, len(loud.stdout)) == (Outcome.FINISHED, MAX_OUTPUT_BYTES - 100)
-    assert loud.values == (f'"{"\ufffd" * (MAX_OUTPUT_BYTES - 100)}"',)
+    assert loud.values == (json.dumps("\ufffd" * (MAX_OUTPUT_BYTES - 100), ensure_ascii=False),)
     assert quiet.stdout == "beside it\n", "the connection was not lost"
 
 

@@ -33,7 +33,9 @@ class Opened:
         self.root = self.of.run_folder / "checkpoints"
         self.ledger, self.stop, loop = Ledger(bus), asyncio.Event(), asyncio.get_running_loop()
         cordon = Cordon(bus, "trainer-0", lambda: None)
-        context = Context(self.of, "trainer", "trainer-0", bus, Status(), self.stop, Live(bus, self.of), cordon, RunSecret(bus))
+        context = Context(
+            self.of, "trainer", "trainer-0", bus, Status(), self.stop, Live(bus, self.of), cordon, RunSecret(bus)
+        )
         keeper = Keeper(self.of, bus, lambda work: asyncio.run_coroutine_threadsafe(work, loop).result())
         self.opening = Opening(context, Branch(bus), keeper, loop)
 

@@ -18,14 +18,16 @@ import torch
 
 from services.rollout.engine import EngineDied, GeneratedGroup, GenerationRequest
 from services.rollout.follower import Follower
+from services.rollout.plausibility import Plausibility
 from services.rollout.precedence import Precedence
 from services.rollout.prompts import CharacterCodec
 from services.rollout.scripted_engine import ScriptedEngine
 from services.rollout.service import Rate, Rollout, seed_of
 from shared import streams, wire
 from shared.bus import Bus, Delivery
-from shared.errors import NotHere
+from shared.errors import NotHere, PermanentError
 from shared.holding import Holding
+from shared.live import Live
 from shared.messages import (
     Event,
     FinishReason,
@@ -37,7 +39,7 @@ from shared.messages import (
     RolloutGroup,
     Sampling,
 )
-from shared.settings import WeightsSettings
+from shared.settings import Settings, WeightsSettings
 from shared.streams import Stream
 from shared.telemetry import Status, heartbeats
 from shared.weights.puller import Puller
@@ -516,3 +518,27 @@ def test_a_groups_seed_is_its_own_and_the_same_at_every_delivery() -> None:
     again = dataclasses.replace(prompt, requeues=1, min_version=PolicyVersion(3), admitted_at_s=9.0)
     assert seed_of(0, prompt) == seed_of(0, again)
     assert len({seed_of(0, prompt), seed_of(1, prompt), seed_of(0, builders.prompt(8)), seed_of(0, evaluated)}) == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"group_id": 9}, "expected a group that was admitted, one of the first 9, found group 9"),
+        ({"min_version": 5}, "expected a policy version up to 4, the newest, found a prompt that waits for 5"),
+        ({"purpose": Purpose.EVALUATE}, "expected a prompt to train on this stream, found one to evaluate"),
+        ({"sampling": Sampling(samples=1025, max_new_tokens=4, temperature=1.0)}, "expected at most 1024 samples"),
+    ],
+)
+async def test_a_prompt_that_cannot_be_one_of_the_run_is_refused(bus: Bus, change: dict[str, Any], reason: str) -> None:
+    await bus.client.hset(bus.keys.run, mapping={"cursor": 9, "newest_version": 4})
+    settings = Settings()
+    plausibility = Plausibility(bus, settings, Live(bus, settings).refresh)
+    await plausibility.check(builders.prompt(8, min_version=4), Purpose.TRAIN)
+    with pytest.raises(PermanentError, match=reason):
+        await plausibility.check(dataclasses.replace(builders.prompt(8), **change), Purpose.TRAIN)
+
+
+async def test_a_prompt_is_taken_for_one_of_the_run_where_the_bus_came_back_empty(bus: Bus) -> None:
+    settings = Settings()
+    plausibility = Plausibility(bus, settings, Live(bus, settings).refresh)
+    await plausibility.check(builders.prompt(8, min_version=4), Purpose.TRAIN)

@@ -211,6 +211,10 @@ class Leader:
         self.orders: list[Order] = []
         self.looks: Callable[[], object] = list
 
+    def limit(self, vocabulary: int, context_tokens: int) -> None: ...
+
+    def note_tried(self, cause: str = "") -> None: ...
+
     def next_order(self, step: int, phases: Phases) -> Order:
         self.looks()
         return self.orders.pop(0)

@@ -47,7 +47,7 @@ async def test_a_batch_is_the_groups_admitted_first_and_they_stay_pending(bus: B
         await put(bus, group_id)
     intake = Intake(bus, Live(bus, settings()), {V(0): 0})
     async with filling(intake):
-        await until(lambda: _held(bus, 3))
+        await until(lambda: len(intake._held) == 3)
         batch = await intake.next_batch(0, wait_s=PATIENCE_S)
     assert batch is not None
     assert [taken.experience.group.prompt.group_id for taken in batch] == [3, 5]
@@ -251,7 +251,7 @@ async def test_the_lag_bound_is_that_of_the_settings(bus: Bus, max_lag: int) -> 
     await put(bus, 9, 4)
     intake = Intake(bus, Live(bus, settings(max_lag=max_lag)), steps)
     async with filling(intake):
-        await until(lambda: _held(bus, 6))
+        await until(lambda: len(intake._held) == 6)
         batch = await intake.next_batch(4, wait_s=PATIENCE_S)
     assert batch is not None
     kept = [taken.experience.group.oldest_version for taken in batch]
@@ -278,7 +278,3 @@ async def test_a_group_without_the_reference_that_was_promised_is_buried_with_th
     assert reasons[1].endswith("expected 6 reference logprobs, found 5")
     assert reasons[2].endswith("reference_logprobs: expected numbers from -1e+06 to 0.1, found nan to nan")
     assert (await bus.counts())["dead:experience"] == 3
-
-
-async def _held(bus: Bus, count: int) -> bool:
-    return (await bus.depth(EXPERIENCE)).pending == count

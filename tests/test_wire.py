@@ -170,3 +170,104 @@ def test_a_record_written_before_there_was_a_probe_stays_readable_and_one_with_i
 def test_every_message_field_is_plain_data() -> None:
     for kind in wire._messages.values():
         assert dataclasses.is_dataclass(kind)
+
+
+def _spoiled(path: tuple[str, ...], value: object) -> bytes:
+    fields = msgpack.unpackb(wire.encode(builders.experience()), ext_hook=wire._read_array)
+    place = fields
+    for name in path[:-1]:
+        place = place[name]
+    place[path[-1]] = value
+    return bytes(msgpack.packb(fields, default=wire._plain))
+
+
+SAMPLES, PROMPT = ("group", "samples"), ("group", "prompt")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "reason"),
+    [
+        ((*SAMPLES, "rows"), float("inf"), "expected 0 to 65536 rows, found inf"),
+        ((*SAMPLES, "rows"), 10**9, "expected 0 to 65536 rows, found 1000000000"),
+        ((*SAMPLES, "text"), ["46", 5], "text: expected a text of at most 67108864 characters, found 5"),
+        ((*SAMPLES, "token_ids"), [1, 2], "token_ids: expected an array of int32 with 1 dimensions, found 1"),
+        (
+            (*SAMPLES, "token_ids"),
+            {"lengths": [3, 3], "joined": np.array([0, 1, 2, 3, 4, -1], np.int32)},
+            "token_ids: expected numbers from 0 to 2.14748e+09, found -1 to 4",
+        ),
+        (
+            (*SAMPLES, "token_ids"),
+            {"lengths": [7, -1], "joined": np.zeros(6, np.int32)},
+            "expected lengths that add up to 6",
+        ),
+        (
+            (*SAMPLES, "token_ids"),
+            {"lengths": [3, 3], "joined": np.zeros(6, np.float32)},
+            "expected an array of int32 with 1 dimensions, found float32 of shape (6,)",
+        ),
+        (
+            (*SAMPLES, "token_ids"),
+            {"lengths": [2, 4], "joined": np.zeros(6, np.int32)},
+            "expected one behavior logprob a token, found other lengths",
+        ),
+        (
+            (*SAMPLES, "behavior_logprobs"),
+            {"lengths": [3, 3], "joined": np.array([-1, -1, np.nan, -1, -1, -1], np.float32)},
+            "behavior_logprobs: expected numbers from -80 to 0.1, found nan to nan",
+        ),
+        (
+            (*SAMPLES, "version_spans"),
+            {"lengths": [2, 2], "joined": np.array([0, 7, 0, 7], np.int32)},
+            "version_spans: expected an array of int32 with 2 dimensions",
+        ),
+        (
+            (*SAMPLES, "version_spans"),
+            {"lengths": [2, 1], "joined": np.array([[0, 7], [0, 8], [0, 7]], np.int32)},
+            "expected version spans that begin at token 0 and ascend",
+        ),
+        (
+            (*SAMPLES, "version_spans"),
+            {"lengths": [2, 1], "joined": np.array([[0, 7], [3, 8], [0, 7]], np.int32)},
+            "expected version spans that begin at token 0 and ascend",
+        ),
+        ((*PROMPT, "group_id"), 2**63, "group_id: expected a whole number"),
+        ((*PROMPT, "group_id"), True, "group_id: expected a whole number"),
+        ((*PROMPT, "answer"), 46, "answer: expected a text"),
+        ((*PROMPT, "sampling", "samples"), 10**6, "samples: expected a whole number from 1 to 65536, found 1000000"),
+        ((*PROMPT, "sampling", "samples"), 1, "expected at most the 1 samples of the prompt, found 2"),
+        ((*PROMPT, "sampling", "temperature"), float("nan"), "temperature: expected a finite number"),
+        ((*PROMPT, "extra"), {"a": msgpack.Timestamp(1, 1)}, "extra: expected what JSON can say, found Timestamp"),
+        ((*PROMPT, "purpose"), "spy", "purpose: expected one of train, evaluate, found 'spy'"),
+        (("rewards",), np.array([1.0, np.inf], np.float32), "rewards: expected numbers from -1e+30 to 1e+30"),
+        (("rewards",), np.zeros(3, np.float32), "found 2 samples, 3 rewards and 2 scores"),
+        (("reference_logprobs",), np.zeros(5, np.float32), "expected 6 reference logprobs, found 5"),
+        (("kind",), np.zeros(2, np.int32), "expected a message of kind 'experience', found ndarray"),
+        (("kind",), "prompt", "expected a message of kind 'experience', found 'prompt'"),
+        (("schema",), np.zeros(2, np.int32), "expected 'experience' with schema <= 1, found ndarray"),
+        (("schema",), 1, ""),
+    ],
+)
+def test_a_field_that_holds_what_it_must_not_is_refused_with_its_name(
+    path: tuple[str, ...], value: object, reason: str
+) -> None:
+    if not reason:
+        assert wire.decode(_spoiled(path, value), Experience).group.prompt.group_id == 0
+        return
+    with pytest.raises(MessageError) as caught:
+        wire.decode(_spoiled(path, value), Experience)
+    assert reason in str(caught.value)
+
+
+def test_values_of_a_row_that_are_nested_too_deep_are_refused() -> None:
+    value: object = 0
+    for _ in range(40):
+        value = [value]
+    with pytest.raises(MessageError, match="nested at most 32 deep"):
+        wire.decode(_spoiled((*PROMPT, "extra"), {"a": value}), Experience)
+
+
+def test_an_error_shows_no_more_than_the_beginning_of_what_was_sent() -> None:
+    with pytest.raises(MessageError) as caught:
+        wire.decode(_spoiled((*PROMPT, "purpose"), "x" * 10**6), Experience)
+    assert len(str(caught.value)) < 300

@@ -239,25 +239,28 @@ async def test_a_poison_group_that_kills_its_process_takes_no_honest_one_with_it
 ) -> None:
     await put(bus, 41)
     deaths = 0
-    while True:
-        name = "a" if same_name else f"replica-{deaths}"
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.poisoned_worker", server.url, bus.keys.run_id, name, "13"]
-        )
-        try:
-            await until(lambda: _is_over(bus, process, 40), timeout_s=PATIENCE_S)
-            if process.poll() is None:
-                break
-            assert process.wait() == -signal.SIGKILL
-            deaths += 1
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait(PATIENCE_S)
+    while not await _outlives(bus, server, "a" if same_name else f"replica-{deaths}"):
+        deaths += 1
     assert deaths == 4, "in a crowd, beside others, and twice alone"
     assert await outputs(bus) == sorted(str(group) for group in range(41) if group != 13)
     assert await _dead(bus) == [(b"13", b"failed 2 times: its process died each time, and left no message", b"3")]
     assert await bus.length(PROMPTS) == 0
+
+
+async def _outlives(bus: Bus, server: Server, name: str) -> bool:
+    """Whether a process that dies of group 13 sees the end of the other 40; else it was killed."""
+    command = [sys.executable, "-m", "tests.poisoned_worker", server.url, bus.keys.run_id, name, "13"]
+    process = subprocess.Popen(command)
+    try:
+        await until(lambda: _is_over(bus, process, 40), timeout_s=PATIENCE_S)
+        if process.poll() is None:
+            return True
+        assert process.wait() == -signal.SIGKILL
+        return False
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(PATIENCE_S)
 
 
 async def _is_over(bus: Bus, process: subprocess.Popen[bytes], results: int) -> bool:

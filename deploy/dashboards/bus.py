@@ -12,6 +12,7 @@ _STREAMS = Row(
         Panel("Redeliveries", "Entries that were tried again, given back, taken over from a silent replica, or finished late.", "ops",
               (rate("penstock_bus_entries_total", "outcome", 'outcome!="handed_over"'),)),
         Panel("Dead letters", "Entries that lie aside with their reasons.", "short", (Query("max by (run) (penstock_coordinator_dead_letters<>)", "{{run}}"),)),
+        Panel("Handler errors", "Exceptions of handlers per second, by stream; each costs its group an attempt.", "ops", (rate("penstock_handler_errors_total", "stream"),), width=24),
         Panel("Bus reached", "1 while a process reaches the bus.", "short", (Query("penstock_bus_available<>"),), width=12),
         Panel("Admission", "Groups admitted per second.", "ops", (rate("penstock_coordinator_admitted_total"),), width=12),
     ),

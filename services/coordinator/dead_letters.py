@@ -108,7 +108,7 @@ def _letter(source: Source, entry: str, fields: Mapping[bytes, bytes]) -> DeadLe
     return DeadLetter(
         stream=source,
         entry=entry,
-        group=fields.get(b"id", b"").decode(),
+        group=fields.get(b"id", b"").decode(errors="replace"),
         reason=fields.get(b"reason", b"").decode(errors="replace"),
         attempts=int(fields.get(b"attempts", 0)),
         buried_at_s=int(entry.partition("-")[0]) / 1000,

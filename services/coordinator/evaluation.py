@@ -172,6 +172,9 @@ class Evaluator:
         if result.group.versions != {description.version}:  # its replica had kept the version for as long as it may
             log.warning("answer of another version left out", extra={"problem": prompt.problem})
             return
+        if prompt.group_id >= description.problems:
+            log.warning("answer to a problem that was not asked left out", extra={"problem": prompt.problem})
+            return
         above = description.set_of(prompt.group_id).correct_above
         correct = sum(float(reward) > above for reward in result.rewards)
         await self._bus.write(self._bus.keys.evaluation_answers, "HSETNX", str(prompt.group_id), str(correct))

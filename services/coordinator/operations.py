@@ -113,7 +113,7 @@ class Operations:
         """Return every operation that is kept, newest first."""
         raw = await self._bus.call(lambda: self._bus.client.hgetall(self._key))
         found = [_read(text) for name, text in raw.items() if name != _NEXT.encode()]
-        return sorted(found, key=lambda operation: -operation.id)
+        return sorted((one for one in found if one is not None), key=lambda operation: -operation.id)
 
     async def run(self) -> None:
         """Do the work of every operation that is under way, also of those that an earlier coordinator began."""
@@ -174,6 +174,10 @@ class Operations:
             await self._bus.call(lambda: self._bus.client.hdel(self._key, *names))
 
 
-def _read(text: bytes) -> Operation:
-    fields = json.loads(text)
-    return Operation(**{**fields, "state": OperationState(fields["state"])})
+def _read(text: bytes) -> Operation | None:
+    try:
+        fields = json.loads(text)
+        return Operation(**{**fields, "state": OperationState(fields["state"])})
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        log.warning("unreadable operation passed over", extra={"error": repr(error)[:200]})
+        return None

@@ -64,6 +64,7 @@ class Promotion:
     async def _promote(self, delivery: Delivery[PolicyRecord]) -> None:
         try:
             record = delivery.message()
+            await self._check(record)
         except MessageError as error:
             log.error("published version cannot be read", extra={"entry": delivery.entry_id, "reason": str(error)})
             await self._bus.bury(delivery, str(error))
@@ -74,6 +75,14 @@ class Promotion:
         published_at_s = int(delivery.entry_id.partition("-")[0]) / 1000
         PROMOTE_SECONDS.observe(max(0.0, time.time() - published_at_s))
         log.info("policy live", extra={"version": int(record.version), "step": record.step})
+
+    async def _check(self, record: PolicyRecord) -> None:
+        """Raise MessageError where no trainer committed this version with these weights."""
+        known = await self._ledger.policy(record.version)
+        if known is None or (known.manifest_digest, known.step) != (record.manifest_digest, record.step):
+            raise MessageError(
+                f"expected a version that the ledger knows, found {record.version} of step {record.step}"
+            )
 
     async def _sources(self, record: PolicyRecord) -> dict[str, tuple[str, ...]]:
         if not record.source:

@@ -177,7 +177,9 @@ class Follower:
         """
         self._status.source = self._engine.peer_address
         for entry, update in await self._bus.newest(streams.POLICY, PolicyUpdate):
-            self._after, self._wanted = entry, update
+            self._after = entry
+            if await self._exists(update.record):
+                self._wanted = update
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._listen())
             tasks.create_task(self._hold.run(self._hold_changed))
@@ -186,9 +188,21 @@ class Follower:
     async def _listen(self) -> None:
         while True:
             found = await self._bus.tail(streams.POLICY, PolicyUpdate, self._after, 64, _IDLE_S)
-            if found:
-                self._after, self._wanted = found[-1]
-                self._told.set()
+            for self._after, update in found:
+                if await self._exists(update.record):
+                    self._wanted = update
+                    self._told.set()
+
+    async def _exists(self, record: PolicyRecord) -> bool:
+        """Whether the ledger may know this version: it is no newer than the newest, and its weights are those of its record."""
+        ledger = Ledger(self._bus)
+        known, standing = await ledger.policy(record.version), await ledger.standing(0)
+        newest = standing.newest_version
+        exists = newest is None or record.version <= newest
+        if exists and (known is None or known.manifest_digest == record.manifest_digest):
+            return True
+        log.warning("update of a version that does not exist passed over", extra={"version": int(record.version)})
+        return False
 
     async def _hold_changed(self) -> None:
         self._told.set()

@@ -16,7 +16,9 @@ if redis.call('HGET', KEYS[3], ARGV[3]) == 'revoked' then
 end
 local head = redis.call('HGET', KEYS[2], 'head')
 if head and tonumber(head) >= tonumber(ARGV[3]) then
-  redis.call('HSET', KEYS[3], ARGV[3], 'retired')
+  if tonumber(head) > tonumber(ARGV[3]) then
+    redis.call('HSET', KEYS[3], ARGV[3], 'retired')
+  end
   return 0
 end
 if head and redis.call('HGET', KEYS[3], head) ~= 'revoked' then
