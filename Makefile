@@ -29,7 +29,7 @@ help:
 	@echo "make check   what CI runs: ruff, mypy, the import rule, all tests, the faults"
 	@echo "make openapi write docs/openapi.json, the description of the HTTP API"
 	@echo "make dashboards write deploy/k8s/penstock/dashboards from deploy/dashboards"
-	@echo "make models  write docs/models.md from tests/model_verdicts.toml"
+	@echo "make models  write docs/models.md from tests/support/model_verdicts.toml"
 	@echo "make format  let ruff format the code       make clean   remove .venv and caches (runs/ stays)"
 
 install:
@@ -39,10 +39,10 @@ install-dev:
 	@bash .ci/install dev
 
 demo: install
-	@$(VENV_PYTHON) -m services up config/arithmetic.toml $(ARGS)
+	@$(VENV_PYTHON) -m services.cli up config/arithmetic.toml $(ARGS)
 
 up: install
-	@$(VENV_PYTHON) -m services up "$(CONFIG)" $(ARGS)
+	@$(VENV_PYTHON) -m services.cli up "$(CONFIG)" $(ARGS)
 
 test: install-dev
 	$(PYTEST) $(ARGS)
@@ -56,7 +56,7 @@ portability: install-dev
 	@for machine in $(MACHINES); do \
 		IFS=: read -r aten onednn threads <<< "$$machine"; echo "== $$machine"; \
 		ATEN_CPU_CAPABILITY=$$aten ONEDNN_MAX_CPU_ISA=$$onednn OMP_NUM_THREADS=$$threads \
-			$(PYTEST) -m "not slow and not faults" $$(grep -l tests.tolerance tests/test_*.py) $(ARGS) || exit; \
+			$(PYTEST) -m "not slow and not faults" $$(grep -l tests.support.tolerance tests/test_*.py) $(ARGS) || exit; \
 	done
 
 # The same for tests that start trainer processes, ROUNDS times each; it runs to its end and fails if any test did. `native` sets no instruction set.
@@ -98,13 +98,13 @@ imports: install-dev
 	$(VENV_PYTHON) -c "import sys; from importlinter.cli import lint_imports_command; sys.exit(lint_imports_command())"
 
 openapi: install-dev
-	$(VENV_PYTHON) -m services.coordinator.openapi docs/openapi.json
+	$(VENV_PYTHON) -m services.coordinator.api.openapi docs/openapi.json
 
 dashboards: install-dev
 	$(VENV_PYTHON) -m deploy.dashboards
 
 models: install-dev
-	$(VENV_PYTHON) -m tests.model_page
+	$(VENV_PYTHON) -m tests.support.model_page
 
 format: install-dev
 	$(VENV_PYTHON) -m ruff check --fix .

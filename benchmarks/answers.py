@@ -29,9 +29,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import psutil
 
-from services.reward.answer import AnswerMatcher
-from shared.messages import FinishReason, GroupId, Prompt, RolloutGroup, Sample, Sampling, ScoreStatus
-from shared.settings.scorers import AnswerScorer
+from services.reward.scorers.answer.scorer import AnswerMatcher
+from shared.bus.messages import FinishReason, GroupId, Prompt, RolloutGroup, Sample, Sampling, ScoreStatus
+from shared.settings.rewards.scorers import AnswerScorer
 
 LEAST_PER_S = 300
 LEAST_SHARE_UNDER_50_MS = 0.99

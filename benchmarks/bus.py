@@ -19,9 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
-from shared import embedded, wire
-from shared.bus import Bus
-from shared.messages import (
+from shared.bus import embedded, wire
+from shared.bus.bus import Bus
+from shared.bus.messages import (
     Experience,
     FinishReason,
     GroupId,
@@ -33,7 +33,7 @@ from shared.messages import (
     Score,
     ScoreStatus,
 )
-from shared.streams import EXPERIENCE, ROLLOUTS
+from shared.bus.streams import EXPERIENCE, ROLLOUTS
 
 SAMPLES, TOKENS, TAKEN_AT_ONCE = 16, 2048, 8
 
@@ -79,7 +79,7 @@ async def through_redis_py(bus: Bus, group: RolloutGroup, groups: int) -> None:
     """Move the same bytes with the same commands, by redis-py alone."""
     client, source, output = bus.client, bus.keys.of(ROLLOUTS), bus.keys.of(EXPERIENCE)
     sent, scored = wire.encode(group), wire.encode(score(group))
-    hand_over = client.register_script((Path(embedded.__file__).parent / "lua" / "hand_over.lua").read_text())
+    hand_over = client.register_script((Path(embedded.__file__).parent / "scripts" / "hand_over.lua").read_text())
     for number in range(groups):
         await client.xadd(source, {"id": str(number), "data": sent})
         if number % TAKEN_AT_ONCE == TAKEN_AT_ONCE - 1:

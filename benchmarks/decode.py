@@ -24,13 +24,13 @@ import numpy as np
 import torch
 
 from benchmarks.shapes import SHAPES
-from services.rollout.engine import GenerationRequest
-from services.rollout.vllm_arguments import check_version, gather
-from services.rollout.vllm_engine import VllmEngine
-from services.rollout.vllm_start import open_vllm
-from shared.messages import PolicyRecord, PolicyVersion, Sampling
-from shared.weights.puller import file_offer
-from shared.weights.snapshot import write_snapshot
+from services.rollout.engines.engine import GenerationRequest
+from services.rollout.engines.vllm.arguments import check_version, gather
+from services.rollout.engines.vllm.engine import VllmEngine
+from services.rollout.engines.vllm.start import open_vllm
+from shared.bus.messages import PolicyRecord, PolicyVersion, Sampling
+from shared.weights.format.snapshot import write_snapshot
+from shared.weights.receiver.puller import file_offer
 
 PROMPT_TOKENS = 64
 

@@ -39,11 +39,11 @@ from benchmarks import hostile_texts
 from benchmarks.hostile_texts import TESTS, Family
 from services.reward.executor.client import ExecutorClient
 from services.reward.executor.protocol import Job
-from shared import embedded, wire
-from shared.bus import Bus
+from shared.bus import embedded, wire
+from shared.bus.bus import Bus
+from shared.bus.messages import Experience, FinishReason, GroupId, Json, Prompt, RolloutGroup, Sample, Sampling
+from shared.bus.streams import EXPERIENCE, ROLLOUTS
 from shared.errors import PenstockError, TemporaryError
-from shared.messages import Experience, FinishReason, GroupId, Json, Prompt, RolloutGroup, Sample, Sampling
-from shared.streams import EXPERIENCE, ROLLOUTS
 
 LONGEST_STALL_S = 0.05
 IN_FLIGHT, START_WITHIN_S, PATIENCE_S = 48, 90.0, 600.0

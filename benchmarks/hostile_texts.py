@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
-from shared.messages import Json
+from shared.bus.messages import Json
 
 Maker: TypeAlias = Callable[[random.Random], str]
 

@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.trainer.packing import MicroBatch, Row, micro_batch
-from services.trainer.policy import Policy
-from shared.messages import FinishReason, Sample
+from services.trainer.batch.packing import MicroBatch, Row, micro_batch
+from services.trainer.model.policy import Policy
+from shared.bus.messages import FinishReason, Sample
 
 LEAST_SPEEDUP = 4.0
 """The bar at 16k tokens of prompt and 8 completions of 128, on a GPU."""

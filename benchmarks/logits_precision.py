@@ -7,7 +7,7 @@ Random hidden states and an output layer in bfloat16, scaled so that logits have
 the distribution itself. The exact logprobs are those of float64 copies of the same bfloat16 numbers::
 
     model      the output layer in bfloat16: logits rounded to 8 bits
-    float32    the same products, kept as they were added up         (trainer.logits, shared/logits_projection.py)
+    float32    the same products, kept as they were added up         (trainer.logits, shared/model/logits_projection.py)
 
 ``error`` is the mean and the largest |logprob − exact|, nats, over ``--exact`` tokens. ``gap_<noise>`` is what a trainer of each kind differs by from an
 engine with bfloat16 logits, as vLLM has, whose hidden states differ by so much of their size: where they hardly differ, both round logits alike, and a
@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from services.trainer.logits import token_logprobs
-from shared.logits_projection import LogitsType
+from services.trainer.model.layers.logits import token_logprobs
+from shared.model.logits_projection import LogitsType
 
 KINDS: tuple[LogitsType, ...] = ("model", "float32")
 NOISES = (0.0, 0.002, 0.01, 0.03)

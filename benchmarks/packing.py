@@ -15,9 +15,9 @@ import time
 
 import numpy as np
 
-from services.trainer.flops import ModelSizes
-from services.trainer.packing import Row, assign_pieces
-from shared.messages import FinishReason, Int32Array, Sample
+from services.trainer.batch.flops import ModelSizes
+from services.trainer.batch.packing import Row, assign_pieces
+from shared.bus.messages import FinishReason, Int32Array, Sample
 
 MODEL = ModelSizes(linear_weights=6_525_288_448, attention_width=28 * 28 * 128, output_weights=152_064 * 3584)
 """Qwen2.5-7B."""

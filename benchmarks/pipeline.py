@@ -54,7 +54,7 @@ def run_penstock(
     }
     config = folder / f"{name}.toml"
     config.write_text(tomli_w.dumps({**settings, **told}))
-    _run([sys.executable, "-m", "services", "up", str(config), *flags], folder, wrong=lambda: _guard(folder / name))
+    _run([sys.executable, "-m", "services.cli", "up", str(config), *flags], folder, wrong=lambda: _guard(folder / name))
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     measured = lines[max(2, steps // 3) - 1 :]
     seconds = measured[-1]["finished_at_s"] - measured[0]["finished_at_s"]

@@ -35,9 +35,9 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForSequenceC
 
 from services.reward.scoring import Scoring
 from services.reward.service import make_scoring
-from shared.messages import FinishReason, GroupId, Prompt, RolloutGroup, Sample, Sampling
+from shared.bus.messages import FinishReason, GroupId, Prompt, RolloutGroup, Sample, Sampling
+from shared.process.telemetry import Status
 from shared.settings import Settings
-from shared.telemetry import Status
 
 CHARACTERS = "0123456789+-= abcdefghijklmnopqrstuvwxyz\\{}^()"
 Scorer: TypeAlias = dict[str, object]

@@ -1,4 +1,4 @@
-"""Time of the trainer's self-test at start (``services.trainer.self_test``), and how far the policy is from the unmodified model.
+"""Time of the trainer's self-test at start (``services.trainer.self_test.self_test``), and how far the policy is from the unmodified model.
 
     python -m benchmarks.self_test                                    # a toy on a CPU
     python -m benchmarks.self_test --device cuda --shape 7b           # one GPU
@@ -16,10 +16,10 @@ import torch
 
 from benchmarks.shapes import SHAPES
 from benchmarks.trainer_shapes import random_model
-from services.trainer import self_test
-from services.trainer.engine import place
-from services.trainer.policy import Policy
+from services.trainer.model.engine import place
+from services.trainer.model.policy import Policy
 from services.trainer.rank_group import start_ranks
+from services.trainer.self_test import self_test
 from shared.settings import Settings
 
 

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from shared import embedded, streams
-from shared.bus import Bus
-from shared.ledger import Ledger
-from shared.messages import PolicyRecord, PolicyVersion, Prompt
+from shared.bus import embedded, streams
+from shared.bus.bus import Bus
+from shared.bus.messages import PolicyRecord, PolicyVersion, Prompt
+from shared.bus.stores.ledger import Ledger
 from shared.settings import Settings, dump
 
 GROUPS_PER_S, CONNECTIONS, SLOTS = 400, 32, 64

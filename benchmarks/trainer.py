@@ -6,7 +6,7 @@
 
 Three ways to compute the same step (the mean logprob of all trained tokens and its gradient; both, the latter by its norm, must agree)::
 
-    packed   rows end to end, a prompt once for its completions, as the trainer does       (services/trainer/packing.py)
+    packed   rows end to end, a prompt once for its completions, as the trainer does       (services/trainer/batch/packing.py)
     padded   separate sequences in order of arrival, as many a forward pass as the longest one lets fit under the cap,
              padded to the longest of each                                                 (the field's usual way)
     sorted   separate sequences by length, as many as fit under the cap, padded likewise
@@ -34,12 +34,12 @@ import torch.distributed as dist
 from benchmarks.packing import mix
 from benchmarks.shapes import SHAPES
 from benchmarks.trainer_shapes import EitherPolicy, Padded, by_arrival, by_length, random_model
-from services.trainer import kernels
-from services.trainer.engine import TrainingEngine
-from services.trainer.flops import BACKWARD, ModelSizes
+from services.trainer.batch.flops import BACKWARD, ModelSizes
+from services.trainer.batch.packing import MicroBatch, Row, plan
 from services.trainer.launcher import launch
-from services.trainer.measures import Phases, utilisation
-from services.trainer.packing import MicroBatch, Row, plan
+from services.trainer.metrics import Phases, utilisation
+from services.trainer.model.engine import TrainingEngine
+from services.trainer.model.layers import kernels
 from services.trainer.rank_group import start_ranks
 from shared.settings import Settings, TrainerSettings
 

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.trainer import kernels
-from services.trainer.engine import built_in_parts
-from services.trainer.logits import TokenLogprobs, token_logprobs
-from services.trainer.packing import Int64Array, MicroBatch, Row
-from services.trainer.policy import Policy
+from services.trainer.batch.packing import Int64Array, MicroBatch, Row
+from services.trainer.model.engine import built_in_parts
+from services.trainer.model.layers import kernels
+from services.trainer.model.layers.logits import TokenLogprobs, token_logprobs
+from services.trainer.model.policy import Policy
 from shared.settings import Settings
 
 

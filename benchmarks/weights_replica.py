@@ -10,15 +10,16 @@ from typing import Any
 import numpy as np
 
 from benchmarks.weights_players import SECRET, Answers, Options, layout_of, serve
+from shared.bus.messages import PolicyRecord, PolicyVersion
 from shared.errors import WeightsError
-from shared.messages import PolicyRecord, PolicyVersion
 
 PROMPT_TOKENS, GROUP = 64, 16
 
 
 async def replica(connection: Connection, options: Options) -> None:
     """Serve until the pipe closes."""
-    from services.rollout import vllm_arguments, vllm_start
+    from services.rollout.engines.vllm import arguments as vllm_arguments
+    from services.rollout.engines.vllm import start as vllm_start
 
     vllm_arguments.NOT_SERVED.pop("load_format", None)  # there are no weights to load: the first version is pulled
     arguments: dict[str, Any] = {"load_format": "dummy"}
@@ -61,7 +62,7 @@ class _Replica:
     """An engine under load, and what was seen of it."""
 
     def __init__(self, engine: Any, options: Options) -> None:
-        from shared.weights.puller import Puller
+        from shared.weights.receiver.puller import Puller
 
         self._engine = engine
         self._options = options
@@ -121,8 +122,8 @@ class _Replica:
                     task.result()
 
     async def _decode(self) -> None:
-        from services.rollout.engine import GenerationRequest
-        from shared.messages import Sampling
+        from services.rollout.engines.engine import GenerationRequest
+        from shared.bus.messages import Sampling
 
         tokens = self._options.max_model_len - PROMPT_TOKENS - 1
         sampling = Sampling(samples=GROUP, max_new_tokens=tokens, temperature=1.0)

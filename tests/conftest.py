@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from shared import embedded
-from shared.bus import Bus
-from shared.importing import importing
+from shared.bus import embedded
+from shared.bus.bus import Bus
+from shared.process.importing import importing
 
 if TYPE_CHECKING:
-    from tests.object_storage import Storage
+    from tests.support.object_storage import Storage
 
 # Threads that wait for one another by spinning take the cores from the processes of the tests beside.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -202,7 +202,7 @@ def server_of_objects() -> Iterator["Storage"]:
     """A server that speaks S3's protocol, and credentials for it in the environment."""
     need_module("moto", "moto[s3]")
     need_module("flask_cors", "flask-cors")
-    from tests.object_storage import Storage
+    from tests.support.object_storage import Storage
 
     found = Storage()
     yield found

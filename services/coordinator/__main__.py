@@ -6,7 +6,7 @@ On uvloop: it sends an answer's head and body at once, and serves twice the requ
 import uvloop
 
 from services.coordinator.service import start
-from shared.service import leave, main
+from shared.process.service import leave, main
 
 if __name__ == "__main__":
     leave(main("coordinator", start, loop=uvloop.new_event_loop))

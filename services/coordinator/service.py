@@ -17,43 +17,43 @@ import dataclasses
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 
-from services.coordinator import dataset
-from services.coordinator.access import Access, open_access
-from services.coordinator.admission import Admission, terms_of
-from services.coordinator.api import make_app
-from services.coordinator.evaluation import Evaluator, Judge
-from services.coordinator.exporting import KIND as EXPORT
-from services.coordinator.exporting import Exporting
-from services.coordinator.gate import Gate
-from services.coordinator.guards import Guards
-from services.coordinator.lease import Lease
-from services.coordinator.lifecycle import Lifecycle
-from services.coordinator.models import NoticeView
-from services.coordinator.monitor import Monitor
-from services.coordinator.notices import notice
-from services.coordinator.operations import Operations
-from services.coordinator.overlap import Training
-from services.coordinator.parts import Parts
-from services.coordinator.promotion import Promotion
-from services.coordinator.recorder import Recorder
-from services.coordinator.report import DATA
-from services.coordinator.rollback import KIND as ROLLBACK
-from services.coordinator.rollback import Rollbacks, request
-from services.coordinator.server import Server
-from services.coordinator.shortage import Shortage
-from services.coordinator.steering import Steering
-from shared.bus import Bus
-from shared.durable import LEAST_BYTES, free_bytes
+from services.coordinator.admission import dataset
+from services.coordinator.admission.admission import Admission, terms_of
+from services.coordinator.admission.bus_full import Shortage
+from services.coordinator.admission.data_overlap import Training
+from services.coordinator.api.app import make_app
+from services.coordinator.api.auth import Access, open_access
+from services.coordinator.api.dependencies import Parts
+from services.coordinator.api.server import Server
+from services.coordinator.evaluation.evaluator import Evaluator, Judge
+from services.coordinator.evaluation.regression_gate import Gate
+from services.coordinator.operations.operations import Operations
+from services.coordinator.policies.exports import KIND as EXPORT
+from services.coordinator.policies.exports import Exporting
+from services.coordinator.policies.promotion import Promotion
+from services.coordinator.policies.rollback import KIND as ROLLBACK
+from services.coordinator.policies.rollback import Rollbacks, request
+from services.coordinator.records.recorder import Recorder
+from services.coordinator.records.report import DATA
+from services.coordinator.run.commands import Steering
+from services.coordinator.run.guards import Guards
+from services.coordinator.run.leader_lease import Lease
+from services.coordinator.run.lifecycle import Lifecycle
+from services.coordinator.run.monitor import Monitor
+from services.coordinator.run.notices import notice
+from services.coordinator.schemas.run import NoticeView
+from shared.bus.bus import Bus
+from shared.bus.messages import PolicyVersion
+from shared.bus.stores.ledger import Ledger, RunState
+from shared.bus.stores.live_settings import Live
+from shared.bus.stores.rehearsal import offer
 from shared.errors import SettingsError
-from shared.ledger import Ledger, RunState
-from shared.live import Live
-from shared.messages import PolicyVersion
-from shared.rehearsal import offer
-from shared.service import Context, serve
+from shared.files.durable import LEAST_BYTES, free_bytes
+from shared.process.service import Context, serve
+from shared.process.telemetry import Status, heartbeats, tell
 from shared.settings import Settings
 from shared.settings.evaluation import HeldOutSet
-from shared.settings.scorers import AnswerScorer
-from shared.telemetry import Status, heartbeats, tell
+from shared.settings.rewards.scorers import AnswerScorer
 
 _CLOSE_WITHIN_S = 8.0
 _ANNOUNCE_S = 1.0

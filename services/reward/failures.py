@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterator
 
 from prometheus_client import Counter, Gauge
 
-from shared.telemetry import Failure, Status
+from shared.process.telemetry import Failure, Status
 
 log = logging.getLogger(__name__)
 

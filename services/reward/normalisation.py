@@ -10,8 +10,8 @@ or where all are equal, values are only shifted.
 import math
 from collections.abc import Sequence
 
-from shared.bus import Bus
-from shared.messages import Prompt, Purpose
+from shared.bus.bus import Bus
+from shared.bus.messages import Prompt, Purpose
 
 _REMEMBERED_GROUPS = 10_000
 """So many groups are known to be counted; one that is redone lies among the newest."""

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from services.reward.batcher import Batcher, NoRoom
-from services.reward.model import require_libraries
+from services.reward.models.batcher import Batcher, NoRoom
+from services.reward.scorers.reward_model import require_libraries
+from shared.bus.messages import Float32Array, RolloutGroup
 from shared.errors import TemporaryError
-from shared.importing import importing
-from shared.messages import Float32Array, RolloutGroup
-from shared.model_source import check_source
+from shared.model.model_source import check_source
+from shared.process.importing import importing
 from shared.settings import Settings
 
 if TYPE_CHECKING:
-    from services.reward.frozen_policy import FrozenPolicy, TokenSequence
+    from services.reward.models.frozen_policy import FrozenPolicy, TokenSequence
 
 
 class Reference:
@@ -57,7 +57,7 @@ class Reference:
         Raises:
             TemporaryError: they cannot be computed now.
         """
-        from services.reward.frozen_policy import TokenSequence
+        from services.reward.models.frozen_policy import TokenSequence
 
         assert self._batcher is not None
         temperature = group.prompt.sampling.temperature
@@ -71,6 +71,6 @@ class Reference:
 
 def _open(settings: Settings) -> "FrozenPolicy":
     with importing():
-        from services.reward.frozen_policy import FrozenPolicy
+        from services.reward.models.frozen_policy import FrozenPolicy
 
         return FrozenPolicy(settings)

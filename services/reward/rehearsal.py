@@ -20,14 +20,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from services.reward.failures import Failures, part_of
-from services.reward.scorer import Scorer
-from shared import rehearsal
-from shared.bus import Bus
+from services.reward.scorers.scorer import Scorer
+from shared.bus.bus import Bus
+from shared.bus.messages import FinishReason, Prompt, Purpose, RolloutGroup, Sample, ScoreStatus
+from shared.bus.stores import rehearsal
+from shared.bus.streams import EVAL_ROLLOUTS, ROLLOUTS
 from shared.errors import PermanentError, SettingsError, TemporaryError
-from shared.messages import FinishReason, Prompt, Purpose, RolloutGroup, Sample, ScoreStatus
-from shared.settings.scorers import JudgeScorer, PythonScorer
-from shared.settings.scorers import Scorer as ScorerSettings
-from shared.streams import EVAL_ROLLOUTS, ROLLOUTS
+from shared.settings.rewards.scorers import JudgeScorer, PythonScorer
+from shared.settings.rewards.scorers import Scorer as ScorerSettings
 
 log = logging.getLogger(__name__)
 

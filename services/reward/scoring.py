@@ -14,12 +14,21 @@ from prometheus_client import Counter, Gauge, Histogram
 from services.reward.failures import AVAILABLE, HANDLER, Failures, Tell, part_of
 from services.reward.reference import Reference
 from services.reward.rehearsal import rehearse
-from services.reward.scorer import Scorer
+from services.reward.scorers.scorer import Scorer
+from shared.bus.messages import (
+    Experience,
+    Float32Array,
+    Prompt,
+    Purpose,
+    RolloutGroup,
+    SampleScores,
+    Score,
+    ScoreStatus,
+)
 from shared.errors import PermanentError, TemporaryError
 from shared.expression import Expression
-from shared.messages import Experience, Float32Array, Prompt, Purpose, RolloutGroup, SampleScores, Score, ScoreStatus
+from shared.process.telemetry import Status
 from shared.settings import Settings
-from shared.telemetry import Status
 
 _VALUES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 _SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)

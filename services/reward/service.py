@@ -15,32 +15,39 @@ It holds nothing that it could lose: a group that was not handed over is scored 
 import asyncio
 import gc
 
-from services.reward.answer import AnswerMatcher
-from services.reward.code.scorer import CodeTester
 from services.reward.failures import Tell
-from services.reward.format import FormatChecker
-from services.reward.function import FunctionScorer
-from services.reward.judge import Judge
-from services.reward.lot import Lot
-from services.reward.model import RewardModel
 from services.reward.normalisation import Normaliser
 from services.reward.reference import Reference
 from services.reward.rehearsal import rows
-from services.reward.scorer import Scorer
+from services.reward.scorers.answer.scorer import AnswerMatcher
+from services.reward.scorers.code.scorer import CodeTester
+from services.reward.scorers.format.scorer import FormatChecker
+from services.reward.scorers.function.scorer import FunctionScorer
+from services.reward.scorers.judge.scorer import Judge
+from services.reward.scorers.random_scorer import Lot
+from services.reward.scorers.reward_model import RewardModel
+from services.reward.scorers.scorer import Scorer
 from services.reward.scoring import Scoring
-from shared import streams
-from shared.bus import Bus
-from shared.crowd import Crowd
+from shared.bus import streams
+from shared.bus.bus import Bus
+from shared.bus.crowd import Crowd
+from shared.bus.messages import RolloutGroup
+from shared.bus.worker import Worker
 from shared.errors import SettingsError
 from shared.expression import Expression
-from shared.messages import RolloutGroup
-from shared.service import Context, serve
+from shared.process.service import Context, serve
+from shared.process.telemetry import Status, tell
 from shared.settings import Settings
-from shared.settings.reward_models import ModelScorer
-from shared.settings.scorers import AnswerScorer, CodeScorer, FormatScorer, JudgeScorer, PythonScorer, RandomScorer
-from shared.settings.scorers import Scorer as ScorerSettings
-from shared.telemetry import Status, tell
-from shared.worker import Worker
+from shared.settings.rewards.models import ModelScorer
+from shared.settings.rewards.scorers import (
+    AnswerScorer,
+    CodeScorer,
+    FormatScorer,
+    JudgeScorer,
+    PythonScorer,
+    RandomScorer,
+)
+from shared.settings.rewards.scorers import Scorer as ScorerSettings
 
 
 def make_scorer(scorer: ScorerSettings, settings: Settings, bus: Bus | None = None) -> Scorer:

@@ -7,14 +7,14 @@ import asyncio
 import importlib.util
 from typing import Any
 
-from services.rollout.engine import Engine
-from services.rollout.prompts import CharacterCodec, Codec, TokenizerCodec
-from services.rollout.vllm_hosts import Hosts, hosts_of
-from shared import service
-from shared.addresses import use_interfaces
+from services.rollout.engines.engine import Engine
+from services.rollout.engines.prompts import CharacterCodec, Codec, TokenizerCodec
+from services.rollout.engines.vllm.multihost.hosts import Hosts, hosts_of
 from shared.errors import SettingsError
-from shared.handshake import Secret
-from shared.importing import importing
+from shared.peers.addresses import use_interfaces
+from shared.peers.handshake import Secret
+from shared.process import service
+from shared.process.importing import importing
 from shared.settings import Settings, check_plain_engine, check_reproducible
 
 _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -35,7 +35,7 @@ async def open_engine(settings: Settings, replica: str, host: str, secret: Secre
     if name == "vllm":
         return await _open_vllm(settings, replica, host, secret)
     if name == "scripted":
-        from services.rollout.scripted_engine import ScriptedEngine
+        from services.rollout.engines.scripted import ScriptedEngine
 
         return ScriptedEngine(seed=settings.run.seed), CharacterCodec()
     return await _open_transformers(settings, host, secret)
@@ -69,8 +69,8 @@ def pick_engine(device: str) -> str:
 
 
 async def _open_vllm(settings: Settings, replica: str, host: str, secret: Secret) -> tuple[Engine, Codec]:
-    from services.rollout.models import check_for_vllm, open_tokenizer
-    from services.rollout.vllm_start import open_vllm
+    from services.rollout.engines.transformers.loading import check_for_vllm, open_tokenizer
+    from services.rollout.engines.vllm.start import open_vllm
 
     weights = settings.weights
     tokenizer = await asyncio.to_thread(open_tokenizer, settings.policy)
@@ -97,8 +97,8 @@ def vllm_settings(settings: Settings, replica: str, hosts: Hosts | None) -> dict
     Raises:
         SettingsError: vLLM is missing or of a version that is not known to work, or its arguments hold what they must not.
     """
-    from services.rollout.trial import seed_of
-    from services.rollout.vllm_arguments import gather
+    from services.rollout.engines.transformers.smoke_test import seed_of
+    from services.rollout.engines.vllm.arguments import gather
 
     vllm = settings.rollout.vllm
     return gather(
@@ -129,9 +129,9 @@ def vllm_arguments(settings: Settings) -> dict[str, Any]:
 
 async def _open_transformers(settings: Settings, host: str, secret: Secret) -> tuple[Engine, Codec]:
     with importing():
-        from services.rollout.models import open_model, open_tokenizer
-        from services.rollout.transformers_engine import TransformersEngine
-        from services.rollout.trial import try_out
+        from services.rollout.engines.transformers.engine import TransformersEngine
+        from services.rollout.engines.transformers.loading import open_model, open_tokenizer
+        from services.rollout.engines.transformers.smoke_test import try_out
 
     tokenizer = await asyncio.to_thread(open_tokenizer, settings.policy)
     context = settings.rollout.vllm.max_model_len
@@ -160,7 +160,7 @@ async def run(settings: Settings, replica: str) -> None:
 
     async with service.serve(settings, "rollout", replica, settings.rollout.metrics_port) as context:
         from services.rollout.plausibility import Plausibility
-        from shared.weights.puller import Puller
+        from shared.weights.receiver.puller import Puller
 
         engine, codec = await open_engine(await context.live.refresh(), replica, context.host, context.secret)
         engine.update_by(context.live.settings.weights.update)  # it may have changed while the model was loaded
@@ -184,7 +184,7 @@ async def run(settings: Settings, replica: str) -> None:
 
 
 async def _hold_workers(settings: Settings, replica: str) -> None:
-    from services.rollout.vllm_node import hold_workers
+    from services.rollout.engines.vllm.multihost.node import hold_workers
 
     choose_engine(settings)
     hosts = hosts_of(settings.rollout, service.own_host(settings))

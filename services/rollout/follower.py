@@ -24,18 +24,18 @@ import time
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.rollout.engine import Engine, EngineDied, SwapReport
-from services.rollout.hold import Hold
-from services.rollout.probing import ProbeCheck
+from services.rollout.engines.engine import Engine, EngineDied, SwapReport
+from services.rollout.probe_check import ProbeCheck
 from services.rollout.sources import Attempt, attempts, holders
-from shared import streams
-from shared.bus import Bus
+from services.rollout.version_hold import Hold
+from shared.bus import streams
+from shared.bus.bus import Bus
+from shared.bus.messages import PolicyRecord, PolicyUpdate, PolicyVersion
+from shared.bus.stores.ledger import Ledger
 from shared.errors import NotHere, WeightsError
-from shared.ledger import Ledger
-from shared.messages import PolicyRecord, PolicyUpdate, PolicyVersion
-from shared.telemetry import Status, heartbeats, tell
-from shared.weights.offer import Offer
-from shared.weights.puller import Puller, file_offer
+from shared.process.telemetry import Status, heartbeats, tell
+from shared.weights.receiver.puller import Puller, file_offer
+from shared.weights.transport.offer import Offer
 
 log = logging.getLogger(__name__)
 

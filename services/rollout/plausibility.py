@@ -6,9 +6,9 @@ its slot for ever, or the engine; it is buried at once.
 
 from collections.abc import Awaitable, Callable
 
-from shared.bus import Bus
+from shared.bus.bus import Bus
+from shared.bus.messages import PolicyVersion, Prompt, Purpose
 from shared.errors import PermanentError
-from shared.messages import PolicyVersion, Prompt, Purpose
 from shared.settings import Settings
 
 _TIMES = 64

@@ -22,21 +22,21 @@ from collections import deque
 import numpy as np
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.rollout.engine import Engine, GeneratedGroup, GenerationRequest
+from services.rollout.engines.engine import Engine, GeneratedGroup, GenerationRequest
+from services.rollout.engines.prompts import Codec
+from services.rollout.eval_priority import Precedence
 from services.rollout.follower import Follower
-from services.rollout.hold import Hold
 from services.rollout.plausibility import Plausibility
-from services.rollout.precedence import Precedence
-from services.rollout.prompts import Codec
-from shared import streams
-from shared.bus import Bus
-from shared.crowd import Crowd
-from shared.messages import FinishReason, Prompt, Purpose, RolloutGroup, Sample
+from services.rollout.version_hold import Hold
+from shared.bus import streams
+from shared.bus.bus import Bus
+from shared.bus.crowd import Crowd
+from shared.bus.messages import FinishReason, Prompt, Purpose, RolloutGroup, Sample
+from shared.bus.streams import Stream
+from shared.bus.worker import Patience, Worker
+from shared.process.telemetry import HandlerFailures, Status
 from shared.settings import WeightsSettings
-from shared.streams import Stream
-from shared.telemetry import HandlerFailures, Status
-from shared.weights.puller import Puller
-from shared.worker import Patience, Worker
+from shared.weights.receiver.puller import Puller
 
 GENERATED_TOKENS = Counter("penstock_rollout_generated_tokens_total", "Tokens generated, by purpose.", ["purpose"])
 GENERATED_SAMPLES = Counter(

@@ -13,8 +13,8 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from shared.messages import PolicyRecord, PolicyUpdate
-from shared.telemetry import Heartbeat
+from shared.bus.messages import PolicyRecord, PolicyUpdate
+from shared.process.telemetry import Heartbeat
 
 Kind = Literal["peer", "trainer", "requested_file", "file"]
 PEERS = 3

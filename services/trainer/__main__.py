@@ -5,8 +5,8 @@ import sys
 
 from services.trainer.launcher import launch
 from services.trainer.service import run
-from shared import log, service
 from shared.errors import SettingsError
+from shared.process import log, service
 
 if __name__ == "__main__":
     if "RANK" not in os.environ:

@@ -29,24 +29,24 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from services.trainer import checkpoints
-from services.trainer.engine import TrainingEngine
-from services.trainer.learner import Learner, Reference
-from services.trainer.manifests import CheckpointFile, CheckpointState
-from services.trainer.measures import Phases
-from services.trainer.orders import Kind, Order, agree, share
-from services.trainer.probe import Prober
-from services.trainer.signatures import UNSIGNED, open_signer
-from services.trainer.tally import NotFinite
+from services.trainer.algorithm.step_totals import NotFinite
+from services.trainer.algorithm.update import Learner, Reference
+from services.trainer.checkpoint import local_store
+from services.trainer.checkpoint.manifests import CheckpointFile, CheckpointState
+from services.trainer.checkpoint.signatures import UNSIGNED, open_signer
+from services.trainer.metrics import Phases
+from services.trainer.model.engine import TrainingEngine
+from services.trainer.rank0.commands import Kind, Order, agree, share
+from services.trainer.rank0.probe import Prober
+from shared.bus.messages import Experience, Probe, StepPlan
 from shared.errors import SettingsError
-from shared.messages import Experience, Probe, StepPlan
 from shared.settings import Settings
 
 log = logging.getLogger(__name__)
 
 
 class Leading(Protocol):
-    """What rank 0 does beside the loop; see :class:`services.trainer.lead.Lead`."""
+    """What rank 0 does beside the loop; see :class:`services.trainer.rank0.lead.Lead`."""
 
     def next_order(self, step: int, phases: Phases) -> Order:
         """Return the next order; IDLE when there was nothing for a while."""
@@ -89,7 +89,7 @@ class Leading(Protocol):
         ...
 
     def note_checkpoint(
-        self, checkpoint: checkpoints.Checkpoint, superfluous: Sequence[checkpoints.Checkpoint]
+        self, checkpoint: local_store.Checkpoint, superfluous: Sequence[local_store.Checkpoint]
     ) -> None:
         """Tell the ledger, delete older checkpoints that it lets go, and forget the journal that this one covers."""
         ...
@@ -276,9 +276,9 @@ class Trainer:
         self._engine.take_part(factors=self._settings.publishes_adapters)
 
     def _load(self, folder: Path) -> None:
-        (found,) = [checkpoint for checkpoint in checkpoints.find(self._root) if checkpoint.folder == folder]
-        checkpoints.check_ranks(found, self._engine.ranks, self._settings.trainer.zero_stage)
-        checkpoints.check_base(found, self._settings.policy)
+        (found,) = [checkpoint for checkpoint in local_store.find(self._root) if checkpoint.folder == folder]
+        local_store.check_ranks(found, self._engine.ranks, self._settings.trainer.zero_stage)
+        local_store.check_base(found, self._settings.policy)
         self._engine.load(folder / "engine")
         if self._critic is not None:
             if not (folder / "critic").is_dir():
@@ -300,7 +300,7 @@ class Trainer:
 
     def _checkpoint(self) -> None:
         with self._phases.measure("checkpoint"):
-            written = checkpoints.beside(self._root, self.step)
+            written = local_store.beside(self._root, self.step)
             error = self._engine.save(written / "engine")
             if self._critic is not None:
                 error = error or self._critic.save(written / "critic")
@@ -326,13 +326,13 @@ class Trainer:
         state = dataclasses.replace(
             lead.describe(self.step),
             kl_coefficient=self._learner.kl_coefficient,
-            adapter_of=checkpoints.base_of(self._settings.policy),
+            adapter_of=local_store.base_of(self._settings.policy),
         )
         try:
-            checkpoint = checkpoints.make_whole(self._root, state, files, self._signer)
+            checkpoint = local_store.make_whole(self._root, state, files, self._signer)
         except OSError as error:
             return str(error)
-        lead.note_checkpoint(checkpoint, checkpoints.superfluous(self._root, self._settings.trainer.keep_last))
+        lead.note_checkpoint(checkpoint, local_store.superfluous(self._root, self._settings.trainer.keep_last))
         return ""
 
     def _finish(self) -> None:

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, Store
 
 from services.trainer.launcher import RANKS_STORE
-from shared.addresses import rendezvous_address, use_interfaces
+from shared.peers.addresses import rendezvous_address, use_interfaces
+from shared.peers.tcp_store import connect_store, serve_store
 from shared.settings import Settings, TrainerSettings
-from shared.tcp_store import connect_store, serve_store
 
 _MEET = timedelta(minutes=30)
 

@@ -11,17 +11,17 @@ import signal
 from typing import TYPE_CHECKING
 
 from services.trainer.launcher import LAUNCHER
-from shared import log
-from shared.context import check_context, own_context, read_config
-from shared.endpoints import Endpoints
-from shared.importing import importing
-from shared.parent import die_with
-from shared.service import own_host, serve
+from shared.model.context import check_context, own_context, read_config
+from shared.process import log
+from shared.process.endpoints import Endpoints
+from shared.process.importing import importing
+from shared.process.parent import die_with
+from shared.process.service import own_host, serve
 from shared.settings import Settings
 
 if TYPE_CHECKING:
     from services.trainer.loop import Leading
-    from services.trainer.self_test import Result
+    from services.trainer.self_test.self_test import Result
 
 
 async def run(settings: Settings, replica: str) -> int:
@@ -40,7 +40,7 @@ async def run(settings: Settings, replica: str) -> int:
         return 0
     async with serve(settings, "trainer", replica, settings.trainer.metrics_port) as context:
         with importing():
-            from services.trainer.lead import Lead
+            from services.trainer.rank0.lead import Lead
 
         lead = Lead(context, asyncio.get_running_loop())
         lead.begin()
@@ -58,13 +58,15 @@ def train(settings: Settings, lead: "Leading | None") -> None:
         import torch
         import torch.distributed as dist
 
-        from services.trainer import adapter, kernels, self_test
-        from services.trainer.critic import Critic
-        from services.trainer.engine import TrainingEngine, make_deterministic, pick_device, place
-        from services.trainer.learner import AdapterOff, Reference
+        from services.trainer.algorithm.update import AdapterOff, Reference
         from services.trainer.loop import Trainer
-        from services.trainer.policy import Policy, load_model, load_reference, load_trunk
+        from services.trainer.model import adapter
+        from services.trainer.model.critic import Critic
+        from services.trainer.model.engine import TrainingEngine, make_deterministic, pick_device, place
+        from services.trainer.model.layers import kernels
+        from services.trainer.model.policy import Policy, load_model, load_reference, load_trunk
         from services.trainer.rank_group import start_ranks
+        from services.trainer.self_test import self_test
 
     if settings.trainer.threads:
         torch.set_num_threads(settings.trainer.threads)

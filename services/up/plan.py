@@ -12,9 +12,9 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from shared import embedded
-from shared.environment import FOR_PYTHON
-from shared.service import own_host
+from shared.bus import embedded
+from shared.process.environment import FOR_PYTHON
+from shared.process.service import own_host
 from shared.settings import ENVIRONMENT_PREFIX, Settings
 
 STOP_ORDER = (("rollout",), ("reward",), ("executor", "trainer"), ("coordinator",), ("valkey", "prometheus"))

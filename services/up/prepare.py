@@ -13,20 +13,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from services.up import place
+from services.up import run_folder
 from services.up.continuation import check_unchanged
 from services.up.plan import executor_address, is_own_executor, metrics_ports
-from shared import connection
-from shared.context import check_context, read_config
-from shared.durable import write_whole
+from shared.bus import connection
 from shared.errors import BusUnavailable, SettingsError
-from shared.model_source import check_source
-from shared.redaction import HIDDEN, redact
-from shared.service import own_host
+from shared.files.durable import write_whole
+from shared.model.context import check_context, read_config
+from shared.model.model_source import check_source
+from shared.process.service import own_host
 from shared.settings import Settings, dump, load, sources
-from shared.settings.reward_models import ModelScorer
-from shared.settings.scorers import Scorer
+from shared.settings.rewards.models import ModelScorer
+from shared.settings.rewards.scorers import Scorer
 from shared.settings.section import Section
+from shared.text.redaction import HIDDEN, redact
 
 EMBEDDED = "embedded"
 _BUS_CHECK_S = 6.0
@@ -51,7 +51,7 @@ class Prepared:
         Raises:
             OSError: they cannot be written.
         """
-        write_whole(self.folder / place.SETTINGS_FILE, self.config.read_text(encoding="utf-8"))
+        write_whole(self.folder / run_folder.SETTINGS_FILE, self.config.read_text(encoding="utf-8"))
 
 
 def prepare(config: Path | None, resume: Path | None, flags: Sequence[str]) -> Prepared:
@@ -70,17 +70,17 @@ def prepare(config: Path | None, resume: Path | None, flags: Sequence[str]) -> P
     assert config is not None
     settings = _resolved(load(config, flags))
     if not settings.run.id:
-        settings = _with(settings, "run", id=place.new_run_id(config))
+        settings = _with(settings, "run", id=run_folder.new_run_id(config))
     _check(settings)
-    folder = place.make_run_folder(settings)
-    with place.private_files(), _locked(folder) as held:
+    folder = run_folder.make_run_folder(settings)
+    with run_folder.private_files(), _locked(folder) as held:
         return _placed(settings, folder, held, resumed=False)
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[TextIO]:
     """Hold the run's lock, from now on; a start that is refused in the body leaves it."""
-    held = place.lock(folder)
+    held = run_folder.lock(folder)
     try:
         yield held
     except BaseException:
@@ -89,13 +89,13 @@ def _locked(folder: Path) -> Iterator[TextIO]:
 
 
 def _resumed(folder: Path, flags: Sequence[str]) -> Prepared:
-    if not (folder / place.SETTINGS_FILE).is_file():
+    if not (folder / run_folder.SETTINGS_FILE).is_file():
         raise SettingsError(
-            f"expected a run's folder after --resume, found no {place.SETTINGS_FILE} in {folder}: give runs/<run id>"
+            f"expected a run's folder after --resume, found no {run_folder.SETTINGS_FILE} in {folder}: give runs/<run id>"
         )
     folder = folder.resolve()  # `latest` may soon lead elsewhere
-    with place.private_files(), _locked(folder) as held:
-        place.end_leftovers(folder)
+    with run_folder.private_files(), _locked(folder) as held:
+        run_folder.end_leftovers(folder)
         return _placed(_as_before(folder, flags), folder, held, resumed=True)
 
 
@@ -105,35 +105,35 @@ def _as_before(folder: Path, flags: Sequence[str]) -> Settings:
     Raises:
         SettingsError: it cannot go on so.
     """
-    before = load(folder / place.SETTINGS_FILE, environment={})
-    settings = _resolved(load(folder / place.SETTINGS_FILE, flags))
+    before = load(folder / run_folder.SETTINGS_FILE, environment={})
+    settings = _resolved(load(folder / run_folder.SETTINGS_FILE, flags))
     check_unchanged(before, settings, sources(flags, os.environ))
     if HIDDEN in settings.bus.url:
         raise SettingsError(
             f"expected the bus's password, found {settings.bus.url!r}: give the URL by PENSTOCK__BUS__URL on resume too"
         )
     settings = _with(settings, "run", folder=folder.parent, id=folder.name)
-    if settings.weights.folder is not None and place.is_in_memory(settings.weights.folder):
+    if settings.weights.folder is not None and run_folder.is_in_memory(settings.weights.folder):
         settings = _with(settings, "weights", folder=None)
     _check(settings)
     return settings
 
 
 def _placed(settings: Settings, folder: Path, held: TextIO, resumed: bool) -> Prepared:
-    place.remove_dead_snapshots()
-    keep_free = place.model_bytes(Path(settings.policy.model)) * (settings.weights.keep + 2)
-    snapshots = place.snapshot_folder(settings, keep_free)
+    run_folder.remove_dead_snapshots()
+    keep_free = run_folder.model_bytes(Path(settings.policy.model)) * (settings.weights.keep + 2)
+    snapshots = run_folder.snapshot_folder(settings, keep_free)
     settings = _with(settings, "weights", folder=snapshots)
     settings = _with_executor(settings)
-    place.mark_in_memory(snapshots, folder)
-    config = folder / (place.NEXT_SETTINGS_FILE if resumed else place.SETTINGS_FILE)
+    run_folder.mark_in_memory(snapshots, folder)
+    config = folder / (run_folder.NEXT_SETTINGS_FILE if resumed else run_folder.SETTINGS_FILE)
     try:
         dump(settings, config)
     except OSError as error:
         raise SettingsError(
             f"expected room for a run in {folder}, found {error.strerror or error}: free space there, or change run.folder"
         ) from error
-    place.link_latest(folder)
+    run_folder.link_latest(folder)
     return Prepared(settings, folder, config, resumed, held)
 
 

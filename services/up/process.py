@@ -22,7 +22,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import BinaryIO
 
-from services.up import system
+from services.up import process_tree
 from services.up.plan import ProcessPlan
 
 WRONG_SETTINGS = 2
@@ -133,7 +133,7 @@ class Child:
         self._asked.set()
         self._hurry.set()
         if self.pid is not None:
-            system.kill_group(self.pid)
+            process_tree.kill_group(self.pid)
 
     # ---------------------------------------------------------------- one life
 
@@ -151,7 +151,7 @@ class Child:
         try:
             code = await self._until_gone(process)
         finally:
-            system.kill_group(process.pid)  # whatever it started and left
+            process_tree.kill_group(process.pid)  # whatever it started and left
         self.pid = None
         self._around.changed()
         return code
@@ -172,7 +172,7 @@ class Child:
             stdout=log,
             stderr=log,
             start_new_session=True,
-            preexec_fn=system.dies_with_parent(),
+            preexec_fn=process_tree.dies_with_parent(),
         )
 
     async def _until_gone(self, process: asyncio.subprocess.Process) -> int:
@@ -190,7 +190,7 @@ class Child:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.plan.stop_s):
                 await self._hurry.wait()
-        system.kill_group(process.pid)
+        process_tree.kill_group(process.pid)
 
     # ---------------------------------------------------------------- after a death
 

@@ -12,19 +12,20 @@ import shutil
 import signal
 from collections.abc import Callable, Sequence
 
-from services.client import read_token
-from services.up import place, plan, prometheus, system
+from services.client.coordinator import read_token
+from services.up import plan, process_tree, run_folder
+from services.up.disk_space import Room
+from services.up.display.screen import Screen, open_screen
+from services.up.display.view import Row
+from services.up.display.watch import Seen, Watch
+from services.up.metrics import prometheus
+from services.up.metrics.targets import Targets, targets_file
 from services.up.plan import ProcessPlan
 from services.up.prepare import EMBEDDED, Prepared
 from services.up.process import Backoff, Child, ChildState
-from services.up.room import Room
-from services.up.screen import Screen, open_screen
 from services.up.supervisor import Ending, Supervisor
-from services.up.targets import Targets, targets_file
-from services.up.view import Row
-from services.up.watch import Seen, Watch
-from shared import embedded
-from shared.durable import free_bytes
+from shared.bus import embedded
+from shared.files.durable import free_bytes
 
 INTERRUPTED, TERMINATED = 130, 143
 _SHOW_EVERY_S = 0.5
@@ -45,7 +46,7 @@ def plans_with_prometheus(run: Prepared, bus_url: str) -> Sequence[ProcessPlan]:
     return [*service_plans(run, bus_url), prometheus.plan(run.settings, run.folder, plan.current_environment())]
 
 
-@place.private_files()
+@run_folder.private_files()
 def go(run: Prepared, planner: Planner = service_plans, backoff: Backoff | None = None) -> Ending:
     """Run until it ends; return how. Leaves no process, no socket and no snapshot in memory behind.
 
@@ -59,13 +60,13 @@ def go(run: Prepared, planner: Planner = service_plans, backoff: Backoff | None 
         if socket is not None:
             plans.insert(0, plan.valkey(socket, run.folder / "valkey", plan.current_environment()))
         (run.folder / "coordinator.json").unlink(missing_ok=True)
-        system.inherit_orphans()
+        process_tree.inherit_orphans()
         return asyncio.run(_go(run, plans, url, backoff or Backoff()))
     finally:
         for file in (run.folder / "coordinator.json", targets_file(run.folder)):
             file.unlink(missing_ok=True)  # those ports may be another's tomorrow
-        (run.folder / place.NEXT_SETTINGS_FILE).unlink(missing_ok=True)
-        place.remove_snapshots(run.settings.snapshot_folder)
+        (run.folder / run_folder.NEXT_SETTINGS_FILE).unlink(missing_ok=True)
+        run_folder.remove_snapshots(run.settings.snapshot_folder)
         if socket is not None:
             shutil.rmtree(socket.parent, ignore_errors=True)
 
@@ -113,14 +114,16 @@ class _Acceptance:
         except OSError as error:
             if str(error) != self._refused:
                 self._refused = str(error)
-                self._screen.tell(f"{place.SETTINGS_FILE} keeps what it said for now: {error}: make room in run.folder")
+                self._screen.tell(
+                    f"{run_folder.SETTINGS_FILE} keeps what it said for now: {error}: make room in run.folder"
+                )
 
     def close(self) -> None:
         """Say where the settings of a resume were not accepted."""
-        settings, kept = self._run.config, self._run.folder / place.SETTINGS_FILE
+        settings, kept = self._run.config, self._run.folder / run_folder.SETTINGS_FILE
         if self._is_open and settings.read_bytes() != kept.read_bytes():
             self._screen.tell(
-                f"{place.SETTINGS_FILE} keeps what it said: the changes of this resume did not come into effect"
+                f"{run_folder.SETTINGS_FILE} keeps what it said: the changes of this resume did not come into effect"
             )
 
 
@@ -167,7 +170,7 @@ def _row(child: Child, seen: Seen) -> Row:
     replica = seen.replicas.get(child.plan.name)
     fresh = replica is not None and replica.started_at_s >= child.started_at_s and child.state is ChildState.READY
     if replica is None or not fresh:
-        used = 0 if child.pid is None else system.memory_bytes(child.pid)
+        used = 0 if child.pid is None else process_tree.memory_bytes(child.pid)
         return Row(child.plan.name, child.state.value, None, used, child.restarts, child.pid, child.last_death)
     note = replica.last_error or child.last_death
     return Row(child.plan.name, replica.state, replica.version, replica.memory_bytes, child.restarts, child.pid, note)

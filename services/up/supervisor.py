@@ -18,13 +18,13 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from services.up import system
+from services.up import process_tree
 from services.up.plan import EXECUTOR, PROMETHEUS, STOP_ORDER, STOP_ORDER_ENDED, VALKEY, ProcessPlan
 from services.up.process import Backoff, Child, ChildState, Failure, Surroundings
-from shared import connection
-from shared.durable import Kept
+from shared.bus import connection
 from shared.errors import BusUnavailable, SettingsError
-from shared.redaction import redact
+from shared.files.durable import Kept
+from shared.text.redaction import redact
 
 _BUS_START_S = 30.0
 _WORTH_TELLING_S = 3.0
@@ -100,7 +100,7 @@ class Supervisor:
             await self._stop_in_order(runs)
             for task in around:
                 task.cancel()
-        system.end_orphans(())
+        process_tree.end_orphans(())
         self._write_table()
         assert self._ending is not None
         return self._ending
@@ -154,7 +154,7 @@ class Supervisor:
         while True:
             await asyncio.sleep(1.0)
             async with self._starting:
-                system.end_orphans([child.pid for child in self.children if child.pid is not None])
+                process_tree.end_orphans([child.pid for child in self.children if child.pid is not None])
 
     def _fail(self, failure: Failure) -> None:
         self._tell(f"stopping: {failure.sentence}")  # at once: processes that are still starting take a while to end

@@ -17,12 +17,12 @@
     section.py        what every table has in common
 
 What two services must agree on stands once. Unknown keys are errors. Loaded in ``__main__``, passed down as values;
-nothing else reads the environment. What of it may change while the run goes on is ``shared.live``'s.
+nothing else reads the environment. What of it may change while the run goes on is ``shared.bus.stores.live_settings``'s.
 """
 
 from shared.settings.loading import ENVIRONMENT_PREFIX, dump, dumps, load, loads, override, sources
 from shared.settings.policy import LoraSettings, PolicySettings, WeightsSettings
-from shared.settings.reward import ExecutorSettings
+from shared.settings.rewards.reward import ExecutorSettings
 from shared.settings.rollout import RolloutSettings
 from shared.settings.root import Settings, check_plain_engine, check_reproducible
 from shared.settings.run import BusSettings, CoordinatorSettings, DataSettings

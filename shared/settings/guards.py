@@ -1,7 +1,7 @@
 """The settings of the guards: what must not go on unseen in a run, and what is done about it.
 
 One table a guard, as ``[guards.kl]``. ``action`` is what happens when it trips: ``pause`` the run, ``tell`` (status, events, a
-metric), or ``off``. How each is measured stands in ``services.coordinator.guards``.
+metric), or ``off``. How each is measured stands in ``services.coordinator.run.guards``.
 """
 
 from typing import Annotated, Literal

@@ -17,10 +17,10 @@ from typing import Any
 import tomli_w
 from pydantic import ValidationError
 
-from shared.durable import write_whole
 from shared.errors import SettingsError
-from shared.redaction import SECRET_NAME, redact, redacted
+from shared.files.durable import write_whole
 from shared.settings.root import Settings
+from shared.text.redaction import SECRET_NAME, redact, redacted
 
 ENVIRONMENT_PREFIX = "PENSTOCK__"
 

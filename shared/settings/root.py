@@ -15,7 +15,7 @@ from shared.settings.algorithm import AlgorithmSettings
 from shared.settings.evaluation import EvaluationSettings
 from shared.settings.guards import GuardsSettings
 from shared.settings.policy import PolicySettings, WeightsSettings
-from shared.settings.reward import RewardSettings
+from shared.settings.rewards.reward import RewardSettings
 from shared.settings.rollout import RolloutSettings, SamplingSettings
 from shared.settings.run import BusSettings, CoordinatorSettings, DataSettings, RunSettings, TelemetrySettings
 from shared.settings.section import Section, shown

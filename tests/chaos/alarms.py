@@ -17,14 +17,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 
 import yaml
 
-from shared.bus import Bus
-from shared.durable import write_whole
-from shared.messages import Event
-from shared.streams import EVENTS
+from shared.bus.bus import Bus
+from shared.bus.messages import Event
+from shared.bus.streams import EVENTS
+from shared.files.durable import write_whole
 from tests.chaos.hurried import hurried
 from tests.chaos.run import Run
 from tests.conftest import PATIENCE_S
-from tests.test_alerts import RULES
+from tests.deploy.test_alerts import RULES
 
 _LOOK_S = 0.1
 _PATIENCE_MINUTES = 120

@@ -14,12 +14,12 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from shared import wire
-from shared.bus import Bus
-from shared.ledger import Ledger
-from shared.messages import Experience, PolicyUpdate
-from shared.streams import AUDIT, JOURNAL, POLICY, TRAINING_STREAMS
-from shared.telemetry import heartbeats
+from shared.bus import wire
+from shared.bus.bus import Bus
+from shared.bus.messages import Experience, PolicyUpdate
+from shared.bus.stores.ledger import Ledger
+from shared.bus.streams import AUDIT, JOURNAL, POLICY, TRAINING_STREAMS
+from shared.process.telemetry import heartbeats
 
 
 async def audit_groups(bus: Bus) -> dict[str, int]:

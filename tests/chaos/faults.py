@@ -24,19 +24,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shared.bus import Bus
-from shared.cordon import Word, tell_replica
-from shared.durable import write_whole
-from shared.ledger import Ledger, RunState
-from shared.messages import PolicyVersion
-from shared.streams import EXPERIENCE
-from shared.telemetry import Heartbeat, heartbeats
-from tests import executor_process, reward_models
+from shared.bus.bus import Bus
+from shared.bus.messages import PolicyVersion
+from shared.bus.stores.cordon import Word, tell_replica
+from shared.bus.stores.ledger import Ledger, RunState
+from shared.bus.streams import EXPERIENCE
+from shared.files.durable import write_whole
+from shared.process.telemetry import Heartbeat, heartbeats
 from tests.chaos.alarms import Alarms
 from tests.chaos.run import ROOT, Run, TcpServer, answers, is_in, running
 from tests.chaos.spoiled_scorer import VARIABLE
 from tests.conftest import PATIENCE_S, free_port, until
-from tests.object_storage import Storage
+from tests.support import executor_process, reward_models
+from tests.support.object_storage import Storage
 
 SCORER = f'{{kind = "python", function = "tests.chaos.spoiled_scorer:score", environment = ["{VARIABLE}"]}}'
 MAX_LAG, LONGER_LAG, KL_STEPS = 1, 6, 5

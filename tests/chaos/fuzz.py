@@ -20,15 +20,15 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from shared import streams, wire
-from shared.bus import Bus
+from shared.bus import streams, wire
+from shared.bus.bus import Bus
+from shared.bus.messages import StepReport
+from shared.bus.stores.ledger import Ledger
+from shared.bus.streams import Stream
 from shared.errors import MessageError
-from shared.ledger import Ledger
-from shared.messages import StepReport
-from shared.streams import Stream
-from shared.telemetry import heartbeats
-from tests import builders
+from shared.process.telemetry import heartbeats
 from tests.chaos.run import Run, left_behind, running
+from tests.support import builders
 
 DATA = streams.GROUPED_STREAMS
 BROADCAST = (streams.POLICY, streams.STEPS, streams.EVENTS)

@@ -24,14 +24,14 @@ from typing import Any
 import httpx
 import pytest
 
-from shared import embedded
-from shared.bus import Bus
-from shared.ledger import Ledger, RunState
-from tests import forge
+from shared.bus import embedded
+from shared.bus.bus import Bus
+from shared.bus.stores.ledger import Ledger, RunState
 from tests.conftest import PATIENCE_S, free_port, until, words
-from tests.fault_proxy import FaultProxy
-from tests.forge import Started
-from tests.prometheus_server import Prometheus
+from tests.support import forge
+from tests.support.fault_proxy import FaultProxy
+from tests.support.forge import Started
+from tests.support.prometheus_server import Prometheus
 
 ROOT = Path(__file__).parent.parent.parent
 RUN_ID = "chaos"
@@ -281,7 +281,7 @@ async def running(
     prometheus: bool = False,
     forked: bool = True,
 ) -> AsyncIterator[Run]:
-    """A run that is ended with the body; its processes are forks (``tests/forge.py``), or ``forked`` is false."""
+    """A run that is ended with the body; its processes are forks (``tests/support/forge.py``), or ``forked`` is false."""
     run = Run(folder, bus_url, flags, config, prometheus, forked)
     try:
         yield run

@@ -20,12 +20,12 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from shared.bus import Bus
-from shared.ledger import ENDED, Ledger, PolicyState
+from shared.bus.bus import Bus
+from shared.bus.stores.ledger import ENDED, Ledger, PolicyState
 from tests.chaos.audit import Watcher, audit_groups, audit_versions, reward_means
 from tests.chaos.run import Run, TcpServer, answers, harmed
 from tests.conftest import PATIENCE_S, until
-from tests.fault_proxy import FaultProxy
+from tests.support.fault_proxy import FaultProxy
 
 log = logging.getLogger(__name__)
 

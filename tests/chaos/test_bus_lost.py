@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from services.trainer import checkpoints
-from services.trainer.checkpoints import Checkpoint
-from shared import connection
-from shared.bus import Bus
-from shared.ledger import Ledger
-from shared.messages import Event
-from shared.streams import EVENTS
+from services.trainer.checkpoint import local_store
+from services.trainer.checkpoint.local_store import Checkpoint
+from shared.bus import connection
+from shared.bus.bus import Bus
+from shared.bus.messages import Event
+from shared.bus.stores.ledger import Ledger
+from shared.bus.streams import EVENTS
 from tests.chaos.audit import audit_groups, audit_versions
 from tests.chaos.run import RUN_ID, TcpServer, answers, harmed, running
 from tests.conftest import PATIENCE_S, free_port, need, until
@@ -34,7 +34,7 @@ async def test_a_server_that_comes_back_empty_costs_what_was_in_flight_and_no_mo
         await run.more_steps(bus, 6)
         await _freeze(server)
         await run.more_steps(bus, 2)
-        await run.until(lambda: _in_flight(checkpoints.find(run.folder / "checkpoints")[-1]))
+        await run.until(lambda: _in_flight(local_store.find(run.folder / "checkpoints")[-1]))
         before = [record.version for record in await Ledger(bus).policies()]
         server.kill()
         server.empty()
@@ -42,7 +42,7 @@ async def test_a_server_that_comes_back_empty_costs_what_was_in_flight_and_no_mo
         await until(lambda: answers(server.port), timeout_s=PATIENCE_S)
         await run.until(lambda: _restored(bus))
         [restored] = await _restored(bus)
-        found = checkpoints.read(run.folder / "checkpoints" / f"step-{restored['step']:06d}")
+        found = local_store.read(run.folder / "checkpoints" / f"step-{restored['step']:06d}")
         await run.more_steps(bus, 3)
         await run.stop()
         status, counts = await Ledger(bus).account()

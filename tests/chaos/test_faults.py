@@ -14,8 +14,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from shared.ledger import RunState
-from tests import executor_process
+from shared.bus.stores.ledger import RunState
 from tests.chaos.audit import audit_groups, audit_versions
 from tests.chaos.faults import (
     ISOLATED,
@@ -35,7 +34,8 @@ from tests.chaos.faults import (
 )
 from tests.chaos.run import Run, is_in
 from tests.conftest import PATIENCE_S, need
-from tests.object_storage import Storage
+from tests.support import executor_process
+from tests.support.object_storage import Storage
 
 pytestmark = [
     pytest.mark.faults,

@@ -15,10 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shared.bus import Bus
-from shared.ledger import Ledger, RunState
-from shared.messages import Event
-from shared.streams import EVENTS
+from shared.bus.bus import Bus
+from shared.bus.messages import Event
+from shared.bus.stores.ledger import Ledger, RunState
+from shared.bus.streams import EVENTS
 from tests.chaos.audit import audit_groups, audit_versions
 from tests.chaos.run import Run, left_behind, running
 from tests.conftest import PATIENCE_S

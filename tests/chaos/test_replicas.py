@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from services.coordinator.lease import TTL_S
-from shared import streams
-from shared.bus import Bus
-from shared.telemetry import heartbeats
+from services.coordinator.run.leader_lease import TTL_S
+from shared.bus import streams
+from shared.bus.bus import Bus
+from shared.process.telemetry import heartbeats
 from tests.chaos.audit import audit_groups, audit_versions
 from tests.chaos.run import Run, harmed
 from tests.conftest import PATIENCE_S, until

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from services.reward.executor.service import run
-from shared import log
 from shared.errors import SettingsError
-from shared.service import leave, refuse
+from shared.process import log
+from shared.process.service import leave, refuse
 from shared.settings import Settings, load
 
 

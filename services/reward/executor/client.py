@@ -16,8 +16,8 @@ import itertools
 import time
 
 from services.reward.executor.protocol import Execution, Job, job_frame, read_execution
-from shared import frames
 from shared.errors import PeerError, TemporaryError
+from shared.peers import frames
 
 CONNECT_WITHIN_S = 5.0
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0

@@ -22,9 +22,9 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
+from shared.bus.messages import Json
 from shared.errors import PeerError
-from shared.frames import Frame
-from shared.messages import Json
+from shared.peers.frames import Frame
 
 MIB = 1 << 20
 MAX_OUTPUT_BYTES = 10 * MIB

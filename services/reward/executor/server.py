@@ -13,8 +13,8 @@ from pathlib import Path
 
 from services.reward.executor.executor import Executor
 from services.reward.executor.protocol import Job, execution_frame, read_job
-from shared import frames
 from shared.errors import PeerError, SettingsError
+from shared.peers import frames
 
 log = logging.getLogger(__name__)
 

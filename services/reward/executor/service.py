@@ -19,9 +19,9 @@ from prometheus_client import Gauge
 from services.reward.executor import escapes, probe
 from services.reward.executor.executor import Executor
 from services.reward.executor.server import serve
-from shared.endpoints import Endpoints
-from shared.messages import Json
-from shared.service import own_host
+from shared.bus.messages import Json
+from shared.process.endpoints import Endpoints
+from shared.process.service import own_host
 from shared.settings import ENVIRONMENT_PREFIX, Settings
 
 log = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from shared.bus import Bus
-from shared.messages import Event
+from shared.bus.bus import Bus
+from shared.bus.messages import Event
+from shared.bus.streams import Stream
 from shared.settings import load
-from shared.streams import Stream
 
 SCRATCH = Stream("check", max_entries=10)
 WORKING = ("working", "waiting", "degraded")

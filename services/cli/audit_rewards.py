@@ -1,0 +1,225 @@
+"""`penstock audit-rewards`: reads what a run recorded, audits its rewards, and shows what the audit doubts.
+
+::
+
+    RUN is a run's folder      groups from its coordinator where it runs, else from rollouts.jsonl
+    RUN is a settings file     groups from --url, or of the run that the file names
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from services.cli.export import find_alive
+from services.coordinator.admission import dataset
+from services.coordinator.records import jsonl
+from services.reward.audit import audit
+from services.reward.audit.audit import Completion, Disagreement, Group, Report
+from services.reward.executor.client import ExecutorClient
+from services.reward.executor.protocol import Job
+from shared.bus.messages import FinishReason, Json
+from shared.errors import SettingsError, TemporaryError
+from shared.settings import Settings, load
+
+if TYPE_CHECKING:
+    from services.client.coordinator import Coordinator
+
+_MOST_GROUPS, _PAGE = 5_000, 50
+_START_WITHIN_S = 60.0
+_SHOWN_TEXT, _SHOWN_DETAIL = 60, 100
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Source:
+    """Where a run's settings and groups are."""
+
+    settings: Settings
+    folder: Path
+    url: str
+    token_file: Path | None
+
+
+def source_of(run: Path, url: str, token_file: Path | None) -> Source:
+    """Return where the run that a person names keeps its settings and groups.
+
+    Raises:
+        SettingsError: there is no such run.
+    """
+    if run.is_file():
+        settings = load(run)
+        if not settings.run.id and not url:
+            raise SettingsError(
+                f"expected run.id in {run} or a coordinator's address, found neither: give the run's folder, or --url"
+            )
+        return Source(settings, settings.run_folder, url, token_file)
+    folder = run.resolve()
+    if not (folder / "settings.toml").is_file():
+        raise SettingsError(f"expected a run's folder or its settings file, found neither at {run}: change RUN")
+    return Source(load(folder / "settings.toml", environment={}), folder, url, token_file)
+
+
+def read_groups(source: Source) -> list[Group]:
+    """Return the groups that a run recorded, with the columns of their problems.
+
+    Raises:
+        SettingsError: none was recorded.
+        PenstockError: the coordinator does not answer.
+    """
+    asked = find_alive(source.folder, source.url, source.token_file)
+    if asked is None:
+        rows: list[Mapping[str, Any]] = list(jsonl.read(source.folder / "rollouts.jsonl"))
+    else:
+        rows = _pages(asked)
+    if not rows:
+        raise SettingsError(
+            f"expected recorded groups of the run in {source.folder}, found none: coordinator.sample_every_steps says how "
+            "often one is recorded"
+        )
+    columns = _columns(source.settings)
+    return [_group(row, columns) for row in rows]
+
+
+def _pages(asked: "Coordinator") -> list[Mapping[str, Any]]:
+    rows: list[Mapping[str, Any]] = []
+    page = asked.get("/v1/run/rollouts", limit=_PAGE)
+    rows += page["items"]
+    while page["next"] is not None and len(rows) < _MOST_GROUPS:
+        page = asked.get("/v1/run/rollouts", limit=_PAGE, cursor=page["next"])
+        rows += page["items"]
+    return rows
+
+
+def _columns(settings: Settings) -> dict[str, dict[str, Json]]:
+    """Return the other columns of each problem, by its name; empty where no scorer needs them."""
+    if not audit.needs_executor(settings):
+        return {}
+    names = [scorer.name for scorer in settings.reward.scorers]
+    problems = dataset.load(settings.data.path, settings.data, "data.path", names).problems
+    return {problem.source: problem.extra for problem in problems}
+
+
+def _group(row: Mapping[str, Any], columns: Mapping[str, dict[str, Json]]) -> Group:
+    asked = row["prompt"]
+    question = asked if isinstance(asked, str) else "\n".join(str(turn["content"]) for turn in asked or [])
+    return Group(
+        step=int(row["step"]),
+        group=int(row["group"]),
+        problem=str(row["problem"]),
+        question=question,
+        answer=row["answer"],
+        extra=columns.get(row["problem"], {}),
+        completions=tuple(_completion(each) for each in row["completions"]),
+    )
+
+
+def _completion(row: Mapping[str, Any]) -> Completion:
+    values = {name: float(score["value"]) for name, score in row["scores"].items() if score["value"] is not None}
+    reward = float(row["reward"]) if row["reward"] is not None else 0.0
+    return Completion(row["text"], reward, values, int(row["tokens"]), FinishReason(row["finish_reason"]))
+
+
+@contextlib.contextmanager
+def fresh_executor(settings: Settings) -> Iterator[str]:
+    """Run an executor for the audit alone and give its address; "" where no scorer runs code.
+
+    Raises:
+        SettingsError: it cannot isolate programs on this machine.
+    """
+    if not audit.needs_executor(settings):
+        yield ""
+        return
+    with tempfile.TemporaryDirectory(prefix="penstock-audit-") as folder:
+        address = f"unix:{folder}/executor.sock"
+        chosen = settings.reward.executor
+        command = [sys.executable, "-m", "services.reward.executor", "--telemetry.log_level=ERROR"]
+        command += [f"--reward.executor.address={address}", f"--reward.executor.isolation={chosen.isolation}"]
+        command += [f"--reward.executor.interpreter={chosen.interpreter}"] if chosen.interpreter else []
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK__")}
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
+        try:
+            asyncio.run(_answers(address, process))
+            yield address
+        finally:
+            process.terminate()
+            process.wait()
+
+
+async def _answers(address: str, process: "subprocess.Popen[bytes]") -> None:
+    client, until_s = ExecutorClient(address), time.monotonic() + _START_WITHIN_S
+    try:
+        while process.poll() is None and time.monotonic() < until_s:
+            with contextlib.suppress(TemporaryError):
+                await client.run(Job("print(1)"))
+                return
+            await asyncio.sleep(0.1)
+    finally:
+        await client.close()
+    raise SettingsError("expected an executor for the run's code scorers, found that it does not start: see above")
+
+
+def make(source: Source, *, above: float | None, count: int, seed: int) -> Report:
+    """Audit the rewards of a run.
+
+    Raises:
+        PenstockError: there is nothing to audit, or a scorer cannot work here.
+    """
+    groups = read_groups(source)
+    settings = source.settings
+    with fresh_executor(settings) as address:
+        return asyncio.run(audit.audit(groups, settings, above=above, count=count, seed=seed, executor=address))
+
+
+# ---------------------------------------------------------------- for people
+
+
+def as_json(report: Report, settings: Settings) -> str:
+    """Return the report as JSON."""
+    return json.dumps({"not_rescored": audit.not_rescored(settings), **dataclasses.asdict(report)}, indent=2)
+
+
+def show(report: Report, settings: Settings, console: Console) -> None:
+    """Print the report; what a model wrote appears without control characters."""
+    if report.disagreements:
+        console.print(_table(report.disagreements))
+    doubted = len({(each.step, each.group, each.sample) for each in report.disagreements})
+    parts = [
+        f"{report.completions} completions of {report.groups} groups with a reward of at least {report.above:g}: "
+        f"{doubted} with {len(report.disagreements)} disagreements"
+    ]
+    parts += [f"not judged by {check!r}: {count}" for check, count in report.unavailable.items()]
+    if names := audit.not_rescored(settings):
+        parts.append(f"scorers that are not asked again: {', '.join(names)}")
+    console.print(Text("\n".join(parts)))
+
+
+def _table(doubts: tuple[Disagreement, ...]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("check", "step", "group", "sample", "reward", "problem", "why", "completion ends"):
+        table.add_column(name, overflow="fold")
+    for each in doubts:
+        numbers = (str(each.step), str(each.group), str(each.sample), f"{each.reward:g}")
+        shown = (visible(each.problem), visible(each.detail)[:_SHOWN_DETAIL], visible(each.text[-_SHOWN_TEXT:]))
+        table.add_row(*(Text(text) for text in (each.check, *numbers, *shown)))
+    return table
+
+
+def visible(text: str) -> str:
+    r"""Return the text with every character that does not print as an escape.
+
+    >>> visible("a\x1b[2J\u202e b")
+    'a\\x1b[2J\\u202e b'
+    """
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

@@ -1,0 +1,141 @@
+"""`penstock export`: asks the coordinator of a run that goes on, and reads the files of one that does not.
+
+What it returns is the same both ways: version, step, folder, adapter. A folder that was named by a person is written whole or not at all.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shared.bus.messages import PolicyVersion
+from shared.bus.stores.exports import check_free, export_folder
+from shared.errors import PenstockError, SettingsError
+
+if TYPE_CHECKING:
+    from services.client.coordinator import Coordinator, JsonObject
+
+
+def find_alive(run: Path, url: str, token_file: Path | None) -> "Coordinator | None":
+    """Return the client of the run's coordinator; None where none answers for this run.
+
+    Raises:
+        Unreachable: ``url`` was given, and nobody answers there.
+        Refused: the coordinator wants a token.
+    """
+    from services.client.coordinator import Coordinator, Unreachable, find, read_token
+
+    if not url and not (run / "coordinator.json").is_file():
+        return None
+    asked = Coordinator(find(url, run), read_token(token_file))
+    try:
+        found = asked.run().run_id
+    except Unreachable:
+        if url:
+            raise
+        return None
+    return asked if url or found == _announced(run) else None  # another run's may have its port by now
+
+
+def _announced(run: Path) -> str:
+    try:
+        return str(json.loads((run / "coordinator.json").read_text(encoding="utf-8"))["run_id"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def number(text: str) -> int | None:
+    """Return the version that a person names; None for ``latest``.
+
+    Raises:
+        SettingsError: it is neither that nor a number.
+    """
+    if text == "latest":
+        return None
+    if not text.isdecimal():
+        raise SettingsError(f"expected a version's number or latest, found {text!r}: change --version")
+    return int(text)
+
+
+def ask(asked: "Coordinator", version: int | None, to: Path | None, *, adapter: bool) -> "JsonObject":
+    """Have the run's trainer write a version (None: the newest that it can), and wait for it; copy it to ``to`` where one is named.
+
+    Raises:
+        PenstockError: it cannot be made, or what was made is not to be seen from here.
+    """
+    if to is not None:
+        check_free(to)
+    found = _latest(asked, adapter=adapter) if version is None else _export(asked, version, adapter=adapter)
+    if to is None:
+        return found
+    made = Path(found["folder"])
+    if not made.is_dir():
+        raise PenstockError(
+            f"expected to see {made}, where the trainer wrote it, found that this machine does not: copy it from there, or "
+            "leave --to out"
+        )
+    _copy(made, to)
+    return {**found, "folder": str(to)}
+
+
+def _export(asked: "Coordinator", version: int, *, adapter: bool) -> "JsonObject":
+    begun = asked.post(f"/v1/policies/{version}/export", {"adapter": adapter})
+    found: JsonObject = asked.finished(begun, lambda detail: None)["result"]
+    return found
+
+
+def _latest(asked: "Coordinator", *, adapter: bool) -> "JsonObject":
+    """Export the head, or, where its weights are in no file, the newest version with a checkpoint."""
+    from services.client.coordinator import Refused
+
+    head = asked.run().head
+    if head is None:
+        raise PenstockError("expected a version of the policy, found that the run has none yet: wait for its first")
+    try:
+        return _export(asked, head, adapter=adapter)
+    except Refused as error:
+        known = asked.items("/v1/policies", 1_000_000)
+        kept = [int(one["version"]) for one in known if one.get("checkpoint") and one.get("state") != "revoked"]
+        if not kept or max(kept) == head:
+            raise PenstockError(f"{error}; trainer.checkpoint_every_steps says when a checkpoint is written") from error
+    return _export(asked, max(kept), adapter=adapter)
+
+
+def make(run: Path, version: int | None, to: Path | None, *, adapter: bool) -> "JsonObject":
+    """Write a version (None: the newest there is) from the run's files, in this process.
+
+    Raises:
+        PenstockError: it cannot be made, or what it needs is not installed.
+    """
+    try:
+        from services.trainer.export.huggingface import export_version, newest_version, settings_of
+    except ImportError as error:
+        raise PenstockError(f"expected penstock[trainer] for export, found {error}: install it") from error
+    settings = settings_of(run)
+    wanted = newest_version(settings, adapter=adapter) if version is None else PolicyVersion(version)
+    folder = to or export_folder(settings, wanted, adapter=adapter)
+    found = export_version(settings, wanted, folder, adapter=adapter)
+    return {"version": found.version, "step": found.step, "folder": found.folder, "adapter": found.adapter}
+
+
+def _open_to_umask(folder: Path) -> None:
+    """Give what was copied out of a run's private folder the modes that this user's new files have."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in (folder, *folder.rglob("*")):
+        path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
+
+
+def _copy(made: Path, to: Path) -> None:
+    beside = to.with_name(f".{to.name}.tmp")
+    try:
+        shutil.rmtree(beside, ignore_errors=True)
+        shutil.copytree(made, beside)
+        _open_to_umask(beside)
+        if to.is_dir():
+            to.rmdir()
+        beside.rename(to)
+    except OSError as error:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise PenstockError(f"expected to write {to}, found: {error}: change --to") from error

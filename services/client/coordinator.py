@@ -1,0 +1,253 @@
+"""The coordinator's HTTP API from outside: where it is, what it says, and what one can ask of it.
+
+What it answers is read into the models of ``services.client.views``. This module knows no service; the command line and the live view use it.
+"""
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+import httpx
+from pydantic import ValidationError
+
+from services.client.views import EventsPage, EventView, ReplicaView, RunView, ServicesPage, View
+from shared.errors import PenstockError
+from shared.files.secret_file import read_secret
+
+_TIMEOUT_S = 10.0
+_POLL_S = 0.2
+_SILENCE_S = 30.0
+
+JsonObject: TypeAlias = dict[str, Any]
+"""An answer as it came; docs/openapi.json says what is in it."""
+
+
+class Unreachable(PenstockError):
+    """No coordinator answers there."""
+
+
+class Unreadable(Unreachable):
+    """Something answers there that is no coordinator that this version understands."""
+
+
+class Refused(PenstockError):
+    """The coordinator answered that it will not; the message is its reason."""
+
+
+V = TypeVar("V", bound=View)
+
+
+def find(url: str | None, run_folder: Path) -> str:
+    """Return the coordinator's URL: the one given, else what ``coordinator.json`` in the run's folder says.
+
+    Raises:
+        Unreachable: there is no such file, or it says nothing.
+    """
+    if url:
+        return url.rstrip("/")
+    file = run_folder / "coordinator.json"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))["url"]
+    except FileNotFoundError as error:
+        raise Unreachable(
+            f"expected a run at {run_folder}, found no {file.name} there: start one with `penstock up`, "
+            "or give --run RUN_FOLDER or --url http://HOST:PORT"
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Unreachable(
+            f"expected the coordinator's URL in {file}, found none: give --url http://HOST:PORT"
+        ) from error
+    return str(found).rstrip("/")
+
+
+def read_token(path: Path | None) -> str:
+    """Return the token in a file's first line; empty where no file is given.
+
+    Raises:
+        SettingsError: it cannot be read, or others can read it.
+    """
+    return "" if path is None else read_secret(path, "--token-file", "token").decode("latin-1")
+
+
+class Coordinator:
+    """Ask one coordinator, and wait for each answer.
+
+    Args:
+        token: the bearer token; empty: none is needed.
+    """
+
+    def __init__(self, url: str, token: str = "") -> None:
+        self._url = url
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+
+    def run(self) -> RunView:
+        """Return what the run does."""
+        return _read(self._answer("GET", "/v1/run"), RunView)
+
+    def run_json(self) -> str:
+        """Return ``GET /v1/run`` as it came, with the replicas beside it, as JSON text."""
+        replicas = [replica.model_dump() for replica in self.replicas()]
+        return json.dumps({**self._answer("GET", "/v1/run").json(), "services": replicas}, indent=2)
+
+    def newest_events(self, most: int) -> list[EventView]:
+        """Return the newest events, oldest first."""
+        return _read(self._answer("GET", "/v1/events", query={"limit": most}), EventsPage).items[::-1]
+
+    def replicas(self) -> list[ReplicaView]:
+        """Return every replica that is there."""
+        return _read(self._answer("GET", "/v1/services", query={"limit": 500}), ServicesPage).services
+
+    def get(self, path: str, **query: str | int) -> JsonObject:
+        """Return the answer to ``GET path``."""
+        found: JsonObject = self._answer("GET", path, query=query).json()
+        return found
+
+    def post(self, path: str, body: JsonObject | None = None) -> JsonObject:
+        """Return the answer to ``POST path``, which is done once however often it has to be sent.
+
+        Raises:
+            Refused: the coordinator will not.
+            Unreachable: nothing answers.
+        """
+        found: JsonObject = self._answer("POST", path, body=body, key=uuid.uuid4().hex).json()
+        return found
+
+    def delete(self, path: str) -> None:
+        """Delete what is at ``path``.
+
+        Raises:
+            Refused: the coordinator will not.
+        """
+        self._answer("DELETE", path)
+
+    def items(self, path: str, most: int, **query: str | int) -> list[JsonObject]:
+        """Return up to ``most`` items of a list, page by page."""
+        found: list[JsonObject] = []
+        while len(found) < most:
+            page = self.get(path, **query, limit=min(500, most - len(found)))
+            found += page["items"]
+            if page["next"] is None:
+                break
+            query["cursor"] = page["next"]
+        return found
+
+    def finished(self, operation: JsonObject, tell: Callable[[str], None]) -> JsonObject:
+        """Wait until an operation has ended; ``tell`` hears what it waits for.
+
+        Raises:
+            Refused: it failed or was cancelled.
+        """
+        while operation["state"] == "running":
+            time.sleep(_POLL_S)
+            operation = self.get(f"/v1/operations/{operation['id']}")
+            tell(str(operation["detail"]))
+        if operation["state"] != "succeeded":
+            raise Refused(f"{operation['kind']} {operation['state']}: {operation['detail']}")
+        return operation
+
+    def events(self) -> Iterator[JsonObject]:
+        """Yield what happens from now on, for ever; after a cut it goes on with what was missed."""
+        headers, last = {**self._headers, "Accept": "text/event-stream"}, ""
+        while True:
+            more = {**headers, "Last-Event-ID": last} if last else headers
+            url = f"{self._url}/v1/events/stream"
+            try:
+                with httpx.stream("GET", url, headers=more, timeout=_SILENCE_S, trust_env=False) as answer:
+                    if not answer.is_success:
+                        answer.read()
+                        _checked(answer)
+                    for line in answer.iter_lines():
+                        if line.startswith("data: "):
+                            event: JsonObject = json.loads(line.removeprefix("data: "))
+                            last = str(event["id"])
+                            yield event
+            except httpx.RemoteProtocolError:
+                continue
+            except httpx.HTTPError as error:
+                raise Unreachable(_nobody(self._url, error)) from error
+
+    def _answer(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str | int] | None = None,
+        body: JsonObject | None = None,
+        key: str = "",
+    ) -> httpx.Response:
+        headers = {**self._headers, "Idempotency-Key": key} if key else self._headers
+        try:
+            answer = httpx.request(
+                method,
+                f"{self._url}{path}",
+                params=dict(query or {}),
+                json=body,
+                headers=headers,
+                timeout=_TIMEOUT_S,
+                trust_env=False,
+            )
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise Unreachable(_nobody(self._url, error)) from error
+        return _checked(answer)
+
+
+class AsyncCoordinator:
+    """Ask one coordinator while other things go on."""
+
+    def __init__(self, url: str, token: str = "") -> None:
+        self.url = url
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._client = httpx.AsyncClient(base_url=url, headers=headers, timeout=_TIMEOUT_S, trust_env=False)
+
+    async def run(self) -> RunView:
+        """Return what the run does."""
+        return _read(await self._get("/v1/run"), RunView)
+
+    async def replicas(self) -> list[ReplicaView]:
+        """Return every replica that is there."""
+        return _read(await self._get("/v1/services?limit=500"), ServicesPage).services
+
+    async def events(self) -> list[EventView]:
+        """Return the newest events, oldest first."""
+        return _read(await self._get("/v1/events?limit=50"), EventsPage).items[::-1]
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    async def _get(self, path: str) -> httpx.Response:
+        try:
+            answer = await self._client.get(path)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise Unreachable(_nobody(self.url, error)) from error
+        return _checked(answer)
+
+
+def _nobody(url: str, error: Exception) -> str:
+    return f"expected a coordinator at {url}, found none that answers ({error or type(error).__name__}): is the run up?"
+
+
+def _checked(answer: httpx.Response) -> httpx.Response:
+    if answer.is_success:
+        return answer
+    try:
+        reason = str(answer.json()["detail"])
+    except (ValueError, KeyError, TypeError):
+        reason = answer.text[:200] or answer.reason_phrase
+    if answer.status_code >= 500:
+        raise Unreachable(f"expected an answer from {answer.url}, found {answer.status_code}: {reason}")
+    raise Refused(reason)
+
+
+def _read(answer: httpx.Response, kind: type[V]) -> V:
+    try:
+        return kind.model_validate_json(answer.content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise Unreadable(
+            f"expected a Penstock coordinator at {answer.url}, found another answer ({where}: {first['msg']}): check --url"
+        ) from error

@@ -1,0 +1,163 @@
+"""What the coordinator's HTTP API says, as the command line and the live view read it.
+
+A field that is not there keeps its default and one that is not known is passed over, so that a newer or an older coordinator can
+be looked at too. What it really says is its own contract: ``services/coordinator/schemas/run.py``, docs/openapi.json.
+"""
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from shared.text.terminal import escaped
+
+ENDED_STATES = ("stopped", "finished")
+READY_STATES = ("working", "waiting", "degraded")
+
+
+class View(BaseModel):
+    """Something the coordinator says."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _escape(cls, values: Any) -> Any:
+        """Escape text as it comes in, before its width is taken."""
+        if not isinstance(values, dict):
+            return values
+        return {name: escaped(value) if isinstance(value, str) else value for name, value in values.items()}
+
+
+class StreamDepth(View):
+    """How much lies in one stream."""
+
+    entries: int = 0
+    pending: int = 0
+    oldest_age_s: float = 0.0
+
+
+class Evaluation(View):
+    """The accuracy of one version on the held-out problems, 0 to 1."""
+
+    step: int = 0
+    version: int = 0
+    set: str = "heldout"
+    accuracy: float | None = None
+    """None where no problem was answered."""
+    accuracy_low: float | None = None
+    accuracy_high: float | None = None
+    """Its 95 % interval."""
+    problems: int = 0
+    initial: bool = False
+    final: bool = False
+
+
+class History(View):
+    """The newest steps, one number each."""
+
+    step: list[int] = Field(default=[])
+    reward_mean: list[float | None] = Field(default=[])
+    tokens_per_s: list[float | None] = Field(default=[])
+
+
+class Notice(View):
+    """Something that whoever watches the run should know."""
+
+    about: str = ""
+    """What it is about; it stays while the text changes."""
+    level: str = "warning"
+    """error or warning."""
+    text: str = ""
+
+
+class RunView(View):
+    """``GET /v1/run``."""
+
+    run_id: str = ""
+    state: str = "created"
+    reason: str = ""
+    closed: bool = True
+    """Once ended: its records, summary and report are whole."""
+    activity: str = ""
+    """What it does now, in a few words."""
+    notices: list[Notice] = Field(default=[])
+    """The most important first."""
+    self_tests: dict[str, str] = Field(default={})
+    """How the trainer's newest self-test went, by what was tested."""
+    step: int = 0
+    steps: int = 0
+    head: int | None = None
+    newest_version: int | None = None
+    groups_in_flight: int = 0
+    slots: int = 0
+    streams: dict[str, StreamDepth] = Field(default={})
+    counts: dict[str, int] = Field(default={})
+    last: dict[str, float | None] = Field(default={})
+    """The metrics of the newest step, by name."""
+    history: History = Field(default=History())
+    evaluations: list[Evaluation] = Field(default=[])
+    tokens_per_s: float | None = None
+    started_at_s: float | None = None
+    training_s: float | None = None
+    eta_s: float | None = None
+    bus: str = ""
+    """Name and version of the bus's server."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will happen in this run; a finished one that has steps left is about to be extended."""
+        extends = self.state == "finished" and self.step < self.steps
+        return self.state in ENDED_STATES and self.closed and not extends
+
+
+class ReplicaView(View):
+    """One entry of ``GET /v1/services``: a replica's newest heartbeat."""
+
+    service: str = ""
+    replica: str = ""
+    state: str = ""
+    version: int | None = None
+    pid: int = 0
+    address: str = ""
+    started_at_s: float = 0.0
+    starts: int = 1
+    """Number of processes that this run has had under this name."""
+    seen_at_s: float = 0.0
+    memory_bytes: int = 0
+    last_error: str = ""
+    values: dict[str, float | None] = Field(default={})
+    cordon: str | None = None
+    """What it was told: to take nothing new ("cordoned"), or to leave ("draining")."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it does its work."""
+        return self.state in READY_STATES
+
+
+class ServicesPage(View):
+    """A page of replicas."""
+
+    services: list[ReplicaView] = Field(default=[])
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, found: object) -> object:
+        return {"services": found["items"]} if isinstance(found, dict) and "items" in found else found
+
+
+class EventView(View):
+    """One entry of ``GET /v1/events``."""
+
+    id: str = ""
+    at_s: float = 0.0
+    """Unix seconds."""
+    source: str = ""
+    name: str = ""
+    detail: str = ""
+
+
+class EventsPage(View):
+    """A page of events, newest first."""
+
+    items: list[EventView] = Field(default=[])

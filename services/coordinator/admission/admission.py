@@ -1,0 +1,146 @@
+"""Admission: keep as many groups in flight as there are slots, in the order of the dataset.
+
+::
+
+    wake (a version was promoted, the run was started) ─┐
+    every poll_s ───────────────────────────────────────┴─▶ room? ──▶ build that many prompts ──▶ admit (one script)
+
+Invariants: the cursor moves with the prompts in one transaction, so no two admissions share a group id (a rollback goes
+back in the dataset by a shift, never in group ids); the script looks
+at the run's state and at the slots again, so a pause holds from the moment it is written. Prompts carry the newest
+version as ``min_version``: a replica that is behind it waits, which bounds the lag. This module decides nothing about
+when a run starts.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable
+
+from prometheus_client import Counter
+
+from services.coordinator.admission.bus_full import Shortage
+from services.coordinator.admission.dataset import Dataset, Order
+from shared.bus import streams
+from shared.bus.bus import Bus
+from shared.bus.messages import PolicyVersion, Prompt, Sampling
+from shared.bus.stores.ledger import Ledger, RunState
+from shared.errors import BusFull
+from shared.settings import Settings
+
+ADMITTED = Counter("penstock_coordinator_admitted_total", "Groups admitted by this process.")
+
+_MOST_AT_ONCE = 256
+_NOT_RUNNING, _MOVED = -1, -2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Terms:
+    """How prompts are to be generated, and what bounds admission; see the settings of the same names."""
+
+    sampling: Sampling
+    slots: int
+    groups_per_step: int
+    steps: int
+
+
+def terms_of(settings: Settings) -> Terms:
+    """Return what ``settings`` say of admission."""
+    sampling = settings.sampling
+    drawn = Sampling(sampling.group_size, sampling.max_new_tokens, sampling.temperature)
+    return Terms(drawn, settings.slots, settings.algorithm.groups_per_step, settings.run.steps)
+
+
+class Admission:
+    """Admits the problems of one dataset.
+
+    Args:
+        terms: says on what terms prompts are admitted now; they may change while the run goes on.
+        gate: says whether admission may begin (the initial evaluation is in).
+        shortage: says whether the bus has memory for more.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        ledger: Ledger,
+        dataset: Dataset,
+        order: Order,
+        terms: Callable[[], Terms],
+        gate: Callable[[], bool],
+        shortage: Shortage,
+        poll_s: float = 0.03,
+    ) -> None:
+        self._bus = bus
+        self._ledger = ledger
+        self._dataset = dataset
+        self._order = order
+        self._terms = terms
+        self._gate = gate
+        self._shortage = shortage
+        self._poll_s = poll_s
+        self._wake = asyncio.Event()
+
+    def wake(self) -> None:
+        """Look for room at once."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Admit for ever."""
+        while True:
+            if not self._gate() or not await self._shortage.is_over() or await self._fill() <= 0:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._poll_s):
+                        await self._wake.wait()
+                self._wake.clear()
+
+    async def _fill(self) -> int:
+        try:
+            return await self.admit()
+        except BusFull:
+            await self._shortage.begin()
+            return 0
+
+    async def admit(self) -> int:
+        """Fill the slots that are free now, at most 256; return how many groups were admitted.
+
+        Raises:
+            BusFull: the server has no memory for them; nothing was admitted.
+        """
+        while True:
+            cursor, shift, newest, room = await self._look()
+            if newest is None or room <= 0:
+                return 0
+            count = min(room, _MOST_AT_ONCE)
+            prompts = [self._prompt(cursor + place, shift, newest) for place in range(count)]
+            terms = self._terms()
+            admitted = await self._ledger.admit(prompts, terms.slots, terms.groups_per_step, terms.steps, newest)
+            if admitted != _MOVED:
+                ADMITTED.inc(max(0, admitted))
+                return max(0, admitted)
+
+    async def _look(self) -> tuple[int, int, PolicyVersion | None, int]:
+        """Return cursor, shift, the newest version (None: not to be admitted now), and how many slots are free."""
+        fields, *lengths = await self._bus.call(self._read)
+        state, cursor, shift, newest, head, step = (None if value is None else value.decode() for value in fields)
+        if state != RunState.RUNNING or newest is None or head is None:
+            return 0, 0, None, 0
+        terms = self._terms()
+        left = (terms.steps - int(step or 0)) * terms.groups_per_step
+        room = min(terms.slots, left) - sum(lengths)
+        return int(cursor or 0), int(shift or 0), PolicyVersion(int(newest)), room
+
+    async def _read(self) -> tuple[list[bytes | None], int, int, int]:
+        pipeline = self._bus.client.pipeline(transaction=False)
+        pipeline.hmget(self._bus.keys.run, ["state", "cursor", "shift", "newest_version", "head", "step"])
+        for stream in streams.TRAINING_STREAMS:
+            pipeline.xlen(self._bus.keys.of(stream))
+        fields, prompts, rollouts, experience = await pipeline.execute()
+        return fields, prompts, rollouts, experience
+
+    def _prompt(self, group_id: int, shift: int, newest: PolicyVersion) -> Prompt:
+        problem = self._dataset.problems[self._order.index(group_id - shift)]
+        return dataclasses.replace(
+            problem.prompt(group_id, self._terms().sampling), min_version=newest, admitted_at_s=time.time()
+        )

@@ -1,0 +1,69 @@
+"""Admission's wait for memory: the bus is at its ``maxmemory``, and nothing new may come until there is room again.
+
+::
+
+    admission refused (BusFull) ──▶ begin: said in the run's status, as an event, by a gauge
+    every _LOOK_S ──▶ used memory under _ROOM of maxmemory? ──▶ over: said the same way, and admission goes on by itself
+
+What is in flight goes on meanwhile, as the scripts that move it may pass the limit; the trainer, when it has nothing left to train,
+writes a checkpoint, so that its journal can go too. This module frees nothing itself.
+"""
+
+import time
+
+from prometheus_client import Gauge
+
+from shared.bus import connection
+from shared.bus.bus import Bus
+from shared.bus.stores.ledger import Ledger
+from shared.process.telemetry import tell
+
+BUS_FULL = Gauge(
+    "penstock_coordinator_bus_full", "1 while admission waits because the bus is at its maxmemory, else 0."
+)
+
+SOURCE = "admission"
+_LOOK_S = 0.5
+_ROOM = 0.95
+"""Admission goes on when so much of maxmemory, at most, is used: it would stop and go with every entry otherwise."""
+
+
+class Shortage:
+    """Whether admission waits for memory. What it finds stands on the bus, where the next leader goes on from it."""
+
+    def __init__(self, bus: Bus, ledger: Ledger) -> None:
+        self._bus = bus
+        self._ledger = ledger
+        self._looked_s = 0.0
+        self._active: bool | None = None
+        """None: this process has not asked yet."""
+
+    async def begin(self) -> None:
+        """Say that admission waits."""
+        used, most = await self._bus.call(lambda: connection.memory_bytes(self._bus.client))
+        sentence = (
+            f"admission waits for memory: the bus uses {used / 1e6:.1f} MB of its maxmemory of {most / 1e6:.1f} MB; it goes on by itself "
+            f"under {_ROOM:.0%}: raise maxmemory, or lower algorithm.max_lag or trainer.checkpoint_every_steps"
+        )
+        self._active = True
+        BUS_FULL.set(1)
+        await self._ledger.set_bus_full(sentence)
+        await tell(self._bus, SOURCE, "bus full", sentence, used_bytes=used, maxmemory_bytes=most)
+
+    async def is_over(self) -> bool:
+        """Whether admission need not wait, or no longer."""
+        if self._active is None:
+            self._active = bool((await self._ledger.status()).bus_full)
+        if not self._active:
+            return True
+        if time.monotonic() - self._looked_s < _LOOK_S:
+            return False
+        self._looked_s = time.monotonic()
+        used, most = await self._bus.call(lambda: connection.memory_bytes(self._bus.client))
+        if most and used > _ROOM * most:
+            return False
+        self._active = False
+        BUS_FULL.set(0)
+        await self._ledger.set_bus_full("")
+        await tell(self._bus, SOURCE, "bus has room", f"the bus uses {used / 1e6:.1f} MB: admission goes on")
+        return True

@@ -1,0 +1,247 @@
+"""The dataset: files → problems in memory, and the order in which a run draws them.
+
+One row becomes one :class:`Problem`::
+
+    {"prompt": "12+34=", "answer": 46, "level": 1}     text "12+34=", answer "46", extra {"level": 1}
+    {"messages": [{"role": "user", "content": "…"}]}   chat messages
+
+A row that cannot be read is named by file and line, logged and counted; more than ``data.max_bad_rows`` of them stop the
+start. The order is a pure function of seed and cursor, so the cursor alone resumes a run exactly where it was.
+This module knows no bus. It loads whole files: a dataset must fit into memory.
+"""
+
+import dataclasses
+import functools
+import json
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from services.coordinator.admission import dataset_files
+from services.coordinator.admission.dataset_files import BadRow, Row
+from shared.bus import wire
+from shared.bus.messages import ChatMessage, GroupId, Json, Prompt, Sampling
+from shared.errors import SettingsError
+from shared.settings import DataSettings
+
+log = logging.getLogger(__name__)
+
+_SHOWN = 5
+"""How many bad rows a refusal lists."""
+_ANSWERING = ("assistant", "model")
+"""Roles of the policy in chat templates."""
+_PROBE = Sampling(samples=1, max_new_tokens=1, temperature=0.0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Problem:
+    """One row: what is asked, the reference answer, and whatever else its scorers may need."""
+
+    source: str
+    """``file:line``, for people."""
+    text: str | None
+    messages: tuple[ChatMessage, ...] | None
+    answer: str | None
+    extra: dict[str, Json]
+    scorers: tuple[str, ...] = ()
+    """Names of the scorers that apply; none: all."""
+
+    def prompt(self, group_id: int, sampling: Sampling) -> Prompt:
+        """Return the prompt that asks this problem."""
+        return Prompt(
+            group_id=GroupId(group_id),
+            problem=self.source,
+            sampling=sampling,
+            text=self.text,
+            messages=self.messages,
+            answer=self.answer,
+            extra=self.extra,
+            scorers=self.scorers,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Dataset:
+    """Every problem of one dataset, and how many rows were passed over."""
+
+    problems: tuple[Problem, ...]
+    bad_rows: int
+
+    def __len__(self) -> int:
+        """Return how many problems there are."""
+        return len(self.problems)
+
+
+class Order:
+    """Which problem stands at each place of the run: an endless walk, epoch after epoch.
+
+    ``index(cursor) = permutation(seed, cursor // problems)[cursor % problems]``; without ``shuffle`` the file's order.
+
+    >>> [Order(3, seed=0, shuffle=False).index(cursor) for cursor in range(5)]
+    [0, 1, 2, 0, 1]
+    """
+
+    def __init__(self, problems: int, seed: int, *, shuffle: bool) -> None:
+        self._problems = problems
+        self._seed = seed
+        self._shuffle = shuffle
+        self._permutation = functools.lru_cache(maxsize=2)(self._permute)
+
+    def index(self, cursor: int) -> int:
+        """Return which problem stands at place ``cursor``."""
+        epoch, place = divmod(cursor, self._problems)
+        return int(self._permutation(epoch)[place]) if self._shuffle else place
+
+    def _permute(self, epoch: int) -> npt.NDArray[np.int64]:
+        return np.random.Generator(np.random.PCG64([self._seed, epoch])).permutation(self._problems)
+
+
+def subset(problems: int, count: int, seed: int) -> list[int]:
+    """Return ``count`` of ``problems`` indices (all, where there are no more), the same for the same seed, ascending."""
+    if count >= problems:
+        return list(range(problems))
+    chosen = np.random.Generator(np.random.PCG64(seed)).choice(problems, size=count, replace=False)
+    return sorted(int(index) for index in chosen)
+
+
+def rows_to_try(problems: Sequence[Problem], scorers: Sequence[str], each: int = 3) -> list[Prompt]:
+    """Return prompts on which scorers are tried before training: ``each`` for every scorer, spread over the data."""
+    chosen: set[int] = set()
+    some_name_scorers = any(problem.scorers for problem in problems)
+    for name in scorers:
+        applying: Sequence[int] = range(len(problems))
+        if some_name_scorers:
+            applying = [i for i, problem in enumerate(problems) if not problem.scorers or name in problem.scorers]
+        last = len(applying) - 1
+        chosen.update(applying[round(last * place / max(1, each - 1))] for place in range(each) if applying)
+    return [problems[index].prompt(0, _PROBE) for index in sorted(chosen)]
+
+
+def load(
+    path: Path, data: DataSettings, setting: str, scorers: Sequence[str] = (), comparing: Collection[str] = ()
+) -> Dataset:
+    """Load the dataset at ``path``.
+
+    Args:
+        path: a file or a folder.
+        data: how its rows are read.
+        setting: the setting that named ``path``.
+        scorers: those that a row may name.
+        comparing: those that need a row's reference answer.
+
+    Raises:
+        SettingsError: nothing is there, it is of no known form, it is empty, or too many rows are bad.
+    """
+    problems: list[Problem] = []
+    bad: list[str] = []
+    for source, row in dataset_files.read(path, setting):
+        try:
+            problem = _problem(source, row, data, scorers)
+            _check_answer(problem, data.answer_field, comparing)
+            problems.append(problem)
+        except BadRow as error:
+            bad.append(f"{source}: {error}")
+            log.warning("bad row passed over", extra={"row": source, "reason": str(error)})
+            if len(bad) > max(data.max_bad_rows, _SHOWN - 1):
+                break
+    if len(bad) > data.max_bad_rows:
+        raise SettingsError(_too_many(path, bad, data.max_bad_rows, setting))
+    if not problems and bad:
+        raise SettingsError(
+            f"expected at least one row of {path} that can be used, found {len(bad)} bad ones: correct them, or change "
+            f"{setting} or the columns in [data]. The first:\n  " + "\n  ".join(bad[:_SHOWN])
+        )
+    if not problems:
+        raise SettingsError(f"expected at least one row in {path}, found none: change {setting}")
+    return Dataset(tuple(problems), len(bad))
+
+
+def _too_many(path: Path, bad: Sequence[str], limit: int, setting: str) -> str:
+    return (
+        f"expected at most {limit} bad rows in {path}, found more: correct them, change {setting} or the columns in "
+        f"[data], or raise data.max_bad_rows. The first:\n  " + "\n  ".join(bad[:_SHOWN])
+    )
+
+
+def _problem(source: str, row: Row, data: DataSettings, scorers: Sequence[str]) -> Problem:
+    if isinstance(row, BadRow):
+        raise row
+    text, messages = _question(row, data)
+    named = {data.prompt_field, data.messages_field, data.answer_field, data.scorers_field}
+    answer = _answer(row.get(data.answer_field), data.answer_field)
+    try:
+        extra = {name: dataset_files.plain(value, name) for name, value in row.items() if name not in named}
+        found = Problem(source, text, messages, answer, extra, _scorers(row, data.scorers_field, scorers))
+        wire.encode(found.prompt(0, _PROBE))
+    except (ValueError, OverflowError, TypeError, RecursionError) as error:
+        raise BadRow(f"expected values that a message can carry, found {error}") from error
+    return found
+
+
+def _question(row: Mapping[str, object], data: DataSettings) -> tuple[str | None, tuple[ChatMessage, ...] | None]:
+    for field in (data.prompt_field, data.messages_field):
+        value = row.get(field)
+        if isinstance(value, str) and field == data.prompt_field:
+            if not value:
+                raise BadRow(f"expected text in {field!r}, found none")
+            return value, None
+        if value is not None:
+            return None, tuple(_turns(value, field))
+    columns = ", ".join(sorted(repr(name) for name in row)) or "no column"
+    raise BadRow(f"expected a column {data.prompt_field!r} or {data.messages_field!r}, found {columns}")
+
+
+def _turns(value: object, field: str) -> Iterator[ChatMessage]:
+    if not isinstance(value, list) or not value:
+        raise BadRow(f"expected text or chat messages in {field!r}, found {_shown(value)}")
+    last = ""
+    for turn in value:
+        role, content = (turn.get("role"), turn.get("content")) if isinstance(turn, dict) else (None, None)
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise BadRow(f"expected {{role, content}} as texts in {field!r}, found {_shown(turn)}")
+        last = role
+        yield ChatMessage(role, content)
+    if last.lower() in _ANSWERING:
+        raise BadRow(
+            f"expected messages that end with what the policy is asked, found {last!r} as the last role in {field!r}: its text "
+            "would be shown to the policy; move the reference answer to the answer's column (data.answer_field), and give a "
+            "prefilled answer as finished text in the prompt's column (data.prompt_field)"
+        )
+
+
+def _answer(value: object, field: str) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)
+    raise BadRow(f"expected text or a number in {field!r}, found {_shown(value)}")
+
+
+def _check_answer(problem: Problem, field: str, comparing: Collection[str]) -> None:
+    """Raises BadRow where a scorer that applies has nothing to compare with: the row could never be trained on."""
+    applying = [name for name in comparing if not problem.scorers or name in problem.scorers]
+    if applying and not (problem.answer or "").strip():
+        raise BadRow(
+            f"expected a reference answer in {field!r} for scorer {applying[0]!r}, found none: add it, or change data.answer_field"
+        )
+
+
+def _scorers(row: Mapping[str, object], field: str, known: Sequence[str]) -> tuple[str, ...]:
+    value = row.get(field) if field else None
+    listed = value.split(",") if isinstance(value, str) else value or []
+    names = (
+        [name.strip() if isinstance(name, str) else name for name in listed] if isinstance(listed, list) else [listed]
+    )
+    names = [name for name in names if name != ""]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise BadRow(f"expected names of scorers ({', '.join(known)}) in {field!r}, found {_shown(unknown[0])}")
+    return tuple(str(name) for name in dict.fromkeys(names))
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value, default=str, ensure_ascii=True)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,136 @@
+"""Rows of a dataset's file, each with its name ``file:line``: JSONL, Parquet, or a Hugging Face dataset on disk.
+
+pyarrow and `datasets` stand behind this file. It knows no columns: what a row must hold is ``dataset``'s matter.
+"""
+
+import datetime
+import decimal
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from shared.bus.messages import Json
+from shared.errors import SettingsError
+
+_BATCH_ROWS = 1024
+
+
+class BadRow(Exception):
+    """A row that cannot be read; the message says what was expected and what was found."""
+
+
+Row: TypeAlias = dict[str, object] | BadRow
+
+
+def read(path: Path, setting: str) -> Iterator[tuple[str, Row]]:
+    """Yield the rows of ``path`` with their names, in order.
+
+    Raises:
+        SettingsError: nothing readable is there, or its form is not known; the message names ``setting``.
+    """
+    if not path.exists():
+        raise SettingsError(f"expected a dataset at {path}, found nothing: change {setting}")
+    try:
+        if path.is_dir():
+            yield from _saved(path, setting)
+        elif path.suffix == ".parquet":
+            yield from _parquet(path, setting)
+        elif path.suffix in (".jsonl", ".ndjson", ".json"):
+            yield from _lines(path)
+        else:
+            raise SettingsError(
+                f"expected .jsonl, .parquet, or a folder of a Hugging Face dataset, found {path}: change {setting}"
+            )
+    except OSError as error:
+        raise SettingsError(f"expected a readable dataset at {path}, found: {error}: change {setting}") from error
+
+
+def _lines(path: Path) -> Iterator[tuple[str, Row]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            if content.strip():
+                yield f"{path.name}:{number}", _line(content)
+
+
+def _line(content: bytes) -> Row:
+    try:
+        value = json.loads(content)
+    except UnicodeDecodeError as error:
+        return BadRow(f"expected UTF-8, found {error.reason} at byte {error.start + 1}")
+    except (ValueError, RecursionError) as error:
+        return BadRow(f"expected a JSON object, found no JSON ({error})")
+    if not isinstance(value, dict):
+        return BadRow(f"expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _parquet(path: Path, setting: str) -> Iterator[tuple[str, Row]]:
+    try:
+        import pyarrow as arrow
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise SettingsError(
+            f"expected the package pyarrow to read {path}, found none: pip install 'penstock[coordinator]', "
+            f"or change {setting}"
+        ) from error
+    try:
+        number = 0
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path.name}:{number}", row
+    except arrow.ArrowException as error:
+        raise SettingsError(f"expected a Parquet file at {path}, found: {error}: change {setting}") from error
+
+
+def _saved(path: Path, setting: str) -> Iterator[tuple[str, Row]]:
+    splits = path / "dataset_dict.json"
+    if splits.exists():
+        names = ", ".join(json.loads(splits.read_text(encoding="utf-8")).get("splits", []))
+        raise SettingsError(
+            f"expected one split of a Hugging Face dataset, found a DatasetDict ({names}) in {path}: "
+            f"change {setting} to the folder of one split, such as {path}/train"
+        )
+    if not (path / "dataset_info.json").exists():
+        raise SettingsError(
+            f"expected a Hugging Face dataset saved to disk, found a folder without dataset_info.json at {path}: "
+            f"change {setting}"
+        )
+    for number, row in enumerate(_load_saved(path, setting), start=1):
+        yield f"{path.name}:{number}", dict(row)
+
+
+def _load_saved(path: Path, setting: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise SettingsError(
+            f"expected the package datasets to read the folder {path}, found none: pip install 'penstock[datasets]', "
+            f"or change {setting} to a .jsonl or .parquet file"
+        ) from error
+    try:
+        return datasets.load_from_disk(str(path))
+    except (ValueError, KeyError, TypeError) as error:
+        raise SettingsError(
+            f"expected a Hugging Face dataset saved to disk at {path}, found: {error}: change {setting}"
+        ) from error
+
+
+def plain(value: object, column: str) -> Json:
+    """Return ``value`` as JSON can hold it: dates and decimals become text.
+
+    Raises:
+        BadRow: JSON cannot hold it.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (datetime.date, datetime.time, decimal.Decimal)):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(name): plain(item, column) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item, column) for item in value]
+    raise BadRow(f"expected a JSON value in {column!r}, found {type(value).__name__}")

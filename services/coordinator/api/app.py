@@ -1,0 +1,113 @@
+"""The HTTP API: look at the run, steer it, read the history of its policy. docs/api.md has every resource with an example.
+
+::
+
+    /v1/run        the live view, commands, history            /v1/services      replicas: cordon, uncordon, drain
+    /v1/run/settings   what may change while it goes on        /v1/dead-letters  what could not be handled
+    /v1/operations     commands that take a while              /v1/events        a list, and a stream
+    /v1/policies       versions, marks, comparison             /v1/runs          every run on this bus
+    /v1/run/steps, /v1/run/rollouts   what was trained     /  the page for people
+    /healthz  /readyz  /openapi.json
+
+What holds for every request lies in ``conventions``, errors in ``problems``, lists in ``parts``. Commands are idempotent: repeating one
+changes nothing. This file puts the routes together and describes them; the description is committed as docs/openapi.json.
+"""
+
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Response
+
+from services.coordinator.api.dependencies import Parts
+from services.coordinator.api.errors import PROBLEM_TYPE, handle_problems
+from services.coordinator.api.middleware import OPEN_PATHS, STREAM_PATH, Conventions
+from services.coordinator.api.routes.events import event_routes
+from services.coordinator.api.routes.page import page_routes
+from services.coordinator.api.routes.policies import policy_routes
+from services.coordinator.api.routes.records import record_routes
+from services.coordinator.api.routes.registry import registry_routes
+from services.coordinator.api.routes.run import operation_routes, run_routes, settings_routes
+from services.coordinator.api.routes.services import dead_letter_routes, service_routes
+from services.coordinator.schemas.run import Health, Problem, Readiness
+from shared.process.service import readiness
+
+_PROBLEM_ANSWER = {
+    "description": "An error, in a sentence.",
+    "content": {PROBLEM_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+}
+_IDEMPOTENCY_KEY = {
+    "name": "Idempotency-Key",
+    "in": "header",
+    "required": False,
+    "description": "Repeat a request under the same key, a UUID say, and it is done once.",
+    "schema": {"type": "string", "pattern": "^[!-~]{1,255}$"},
+}
+
+
+def make_app(parts: Parts) -> FastAPI:
+    """Return the API over ``parts``."""
+    app = make_routes(parts)
+    app.add_middleware(Conventions, access=parts.access, bus=parts.bus, routes=app.routes)
+    handle_problems(app)
+    return app
+
+
+def make_routes(parts: Parts) -> FastAPI:
+    """Return the routes with their description, without what holds for every request."""
+    app = FastAPI(
+        title="Penstock coordinator",
+        summary="Look at a run, steer it, and read the history of its policy.",
+        version="1",
+        docs_url=None,  # the usual page loads scripts from elsewhere; the description itself is at /openapi.json
+        redoc_url=None,
+        redirect_slashes=False,  # a redirect would repeat the request's Host
+        responses={"default": {"model": Problem}},
+    )
+    for routes in (run_routes, record_routes, settings_routes, operation_routes, policy_routes, service_routes):
+        app.include_router(routes(parts))
+    for routes in (dead_letter_routes, event_routes, registry_routes, _health_routes):
+        app.include_router(routes(parts))
+    app.include_router(page_routes())
+    described = app.openapi
+    app.openapi = lambda: app.openapi_schema or _described(described())  # type: ignore[method-assign]
+    return app
+
+
+def _health_routes(parts: Parts) -> APIRouter:
+    router = APIRouter(tags=["health"])
+
+    @router.get("/healthz", operation_id="getHealth", summary="The process runs")
+    async def healthz() -> Health:
+        return Health(status="ok")
+
+    @router.get(
+        "/readyz",
+        operation_id="getReadiness",
+        summary="The coordinator does its work; 503 when not",
+        responses={503: {"model": Readiness, "description": "It does not; `checks` say why."}},
+    )
+    async def readyz(response: Response) -> Readiness:
+        found = Readiness.model_validate(readiness(parts.status, parts.bus.available))
+        response.status_code = 200 if found.ready else 503
+        return found
+
+    return router
+
+
+def _described(schema: dict[str, Any]) -> dict[str, Any]:
+    """Complete FastAPI's description with what holds for every request."""
+    schemas = schema["components"]["schemas"]
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    schema["components"]["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
+    schema["security"] = [{"bearer": []}]
+    for path, operations in schema["paths"].items():
+        for method, operation in operations.items():
+            operation["responses"].pop("422", None)
+            operation["responses"]["default"] = _PROBLEM_ANSWER
+            if path in OPEN_PATHS:
+                operation["security"] = []
+            if method == "post":
+                operation.setdefault("parameters", []).append(_IDEMPOTENCY_KEY)
+            if path == STREAM_PATH:
+                operation["responses"]["200"]["content"].pop("application/json", None)
+    return schema

@@ -1,0 +1,79 @@
+"""Bodies of requests, bounded in size, in time and all together.
+
+A body is held from its first byte until its request is answered. What is over a bound is refused with the status that says so.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive
+
+from services.coordinator.api.errors import RETRY_AFTER_S, problem
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BodyBounds:
+    """Limits of the bodies that one server holds."""
+
+    each_bytes: int = 1 << 20
+    total_bytes: int = 16 << 20
+    whole_s: float = 20.0
+    """Seconds from a request's head until all of its body is there."""
+
+
+class BodyRefused(Exception):
+    """A body is over a bound."""
+
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(detail)
+        headers = {503: {"Retry-After": str(RETRY_AFTER_S)}, 408: {"Connection": "close"}}
+        self.answer: Response = problem(status, detail, headers.get(status))
+
+
+class Bodies:
+    """The bodies that are held now."""
+
+    def __init__(self, bounds: BodyBounds | None = None) -> None:
+        self._bounds = bounds or BodyBounds()
+        self._held_bytes = 0
+
+    @contextlib.asynccontextmanager
+    async def read(self, receive: Receive) -> AsyncIterator[bytes]:
+        """Give a request's whole body, which counts until the ``with`` block ends.
+
+        Raises:
+            BodyRefused: it is over a bound.
+            ClientDisconnect: the client left before it was whole.
+        """
+        parts: list[bytes] = []
+        try:
+            await self._collect(parts, receive)
+            yield b"".join(parts)
+        finally:
+            self._held_bytes -= sum(map(len, parts))
+
+    async def _collect(self, parts: list[bytes], receive: Receive) -> None:
+        try:
+            async with asyncio.timeout(self._bounds.whole_s):
+                while await self._more(parts, receive):
+                    pass
+        except TimeoutError:
+            detail = f"expected the whole body within {self._bounds.whole_s:.0f} s: send it faster"
+            raise BodyRefused(408, detail) from None
+
+    async def _more(self, parts: list[bytes], receive: Receive) -> bool:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        parts.append(message.get("body", b""))
+        self._held_bytes += len(parts[-1])
+        if sum(map(len, parts)) > self._bounds.each_bytes:
+            raise BodyRefused(413, f"expected a body of at most {self._bounds.each_bytes} bytes, found more")
+        if self._held_bytes > self._bounds.total_bytes:
+            detail = f"expected at most {self._bounds.total_bytes} bytes in the bodies of all requests together"
+            raise BodyRefused(503, f"{detail}, and there are more now: try again")
+        return bool(message.get("more_body", False))

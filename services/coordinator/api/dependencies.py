@@ -1,0 +1,71 @@
+"""What the API's routes are handed, and how each of their lists is cut into pages."""
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+from fastapi import Query
+
+from services.coordinator.api.auth import Access
+from services.coordinator.api.errors import ANSWER_WITHIN_S
+from services.coordinator.operations.operations import Operations
+from services.coordinator.policies.exports import Exporting
+from services.coordinator.policies.rollback import Rollbacks
+from services.coordinator.run.commands import Steering
+from services.coordinator.run.monitor import Monitor
+from services.coordinator.schemas.resources import Page
+from shared.bus.bus import Bus
+from shared.bus.stores.ledger import Ledger
+from shared.bus.stores.live_settings import Live
+from shared.bus.streams import Stream
+from shared.process.telemetry import Status
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+Limit = Annotated[int, Query(ge=1, le=500, description="At most so many items.")]
+EntryCursor = Annotated[
+    str | None, Query(pattern=r"^[1-9][0-9]{0,14}-[0-9]{1,15}$", description="`next` of the page before.")
+]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Parts:
+    """What the API is handed. ``folder`` holds the run's records; ``changed`` is called after each request that changed the run."""
+
+    bus: Bus
+    ledger: Ledger
+    live: Live
+    monitor: Monitor
+    operations: Operations
+    steering: Steering
+    rollbacks: Rollbacks
+    exporting: Exporting
+    access: Access
+    status: Status
+    folder: Path
+    changed: Callable[[], None]
+
+    async def newest_first(self, stream: Stream, cursor: str | None, limit: int) -> list[tuple[str, dict[str, str]]]:
+        """Return ``limit`` entries of a stream before a cursor, and one more where there are more."""
+        end = f"({cursor}" if cursor else "+"
+        key = self.bus.keys.of(stream)
+        rows = await self.bus.call(lambda: self.bus.client.xrevrange(key, max=end, count=limit + 1))
+        return [
+            (entry.decode(), {name.decode(): value.decode(errors="replace") for name, value in fields.items()})
+            for entry, fields in rows
+        ]
+
+
+async def soon(work: Awaitable[R]) -> R:
+    """Return what ``work`` gives, or raise TimeoutError: the bus does not answer."""
+    async with asyncio.timeout(ANSWER_WITHIN_S):
+        return await work
+
+
+def page_of(found: Sequence[T], limit: int, cursor: Callable[[T], str]) -> Page[T]:
+    """Return the first ``limit`` of ``found``; there is a next page where there are more."""
+    items = list(found[:limit])
+    return Page(items=items, next=cursor(items[-1]) if len(found) > limit else None)

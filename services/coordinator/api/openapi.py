@@ -1,0 +1,18 @@
+"""``python -m services.coordinator.api.openapi docs/openapi.json``: write the API's description, which follows from the code alone."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from services.coordinator.api.app import make_routes
+
+
+def description() -> str:
+    """Return the API's description as it is committed."""
+    nothing: Any = None  # routes only keep what they are handed until they are asked
+    return json.dumps(make_routes(nothing).openapi(), indent=1, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(description(), encoding="utf-8")

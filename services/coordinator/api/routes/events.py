@@ -1,0 +1,158 @@
+"""Events over HTTP: a list to look back, and a stream (server-sent events) to look on.
+
+The stream sends each event once, with its entry as the id, so that a client that was cut off goes on by ``Last-Event-ID`` where it was.
+It ends by itself after ``for_s``, as proxies would end it; an EventSource then comes again. Streams are bounded in total and per address.
+"""
+
+import asyncio
+import collections
+import dataclasses
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Query, Request
+from fastapi.responses import StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from services.coordinator.api.dependencies import EntryCursor, Limit, Parts, page_of, soon
+from services.coordinator.api.errors import RETRY_AFTER_S
+from services.coordinator.schemas.resources import EventView, Page
+from shared.bus import wire
+from shared.bus.messages import Event
+from shared.bus.streams import EVENTS
+from shared.errors import MessageError
+
+_BEAT_S = 10.0
+_WAIT_S = 0.5
+_AT_ONCE = 100
+
+LastEvent = Annotated[
+    str | None,
+    Header(
+        alias="Last-Event-ID",
+        pattern=r"^[0-9]{1,15}-[0-9]{1,15}$",
+        description="The last event that was seen; none: only what happens from now on.",
+    ),
+]
+_STREAMED_EVENT = {
+    "type": "object",
+    "description": "One server-sent event. `data` is an event as of GET /v1/events, as JSON text.",
+    "properties": {
+        "id": {"type": "string"},
+        "event": {"type": "string"},
+        "data": {"type": "string"},
+        "retry": {"type": "integer"},
+    },
+}
+Seconds = Annotated[float, Query(gt=0, le=3600, allow_inf_nan=False, description="End after so many seconds.")]
+
+
+@dataclasses.dataclass(slots=True)
+class OpenStreams:
+    """Counts the streams that are open, by the address of the client."""
+
+    total: int = 128
+    each: int = 32
+    open: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+    def enter(self, address: str) -> Callable[[], None]:
+        """Count a stream; return what ends that.
+
+        Raises:
+            HTTPException: 503, there are as many as there may be.
+        """
+        if self.open.total() >= self.total or self.open[address] >= self.each:
+            detail = (
+                f"expected at most {self.total} event streams, {self.each} from one address, and there are as many now"
+            )
+            raise HTTPException(503, f"{detail}: close one, or try again", {"Retry-After": str(RETRY_AFTER_S)})
+        self.open[address] += 1
+        return lambda: self._leave(address)
+
+    def _leave(self, address: str) -> None:
+        self.open[address] -= 1
+        if not self.open[address]:
+            del self.open[address]
+
+
+class _Counted(StreamingResponse):
+    """A stream that counts until it ends, however that is."""
+
+    def __init__(self, content: AsyncIterator[str], leave: Callable[[], None]) -> None:
+        super().__init__(content, media_type="text/event-stream")
+        self._leave = leave
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._leave()
+
+
+def event_routes(parts: Parts) -> APIRouter:
+    """Return the routes under /v1/events."""
+    router = APIRouter(prefix="/v1/events", tags=["events"])
+    streams = OpenStreams()
+
+    @router.get("", operation_id="listEvents", summary="What happened, newest first")
+    async def events(cursor: EntryCursor = None, limit: Limit = 100) -> Page[EventView]:
+        return await soon(_events(parts, cursor, limit))
+
+    @router.get(
+        "/stream",
+        operation_id="streamEvents",
+        summary="What happens, as it happens",
+        response_class=StreamingResponse,
+        responses={200: {"content": {"text/event-stream": {"schema": _STREAMED_EVENT}}}},
+    )
+    async def stream(request: Request, last_event_id: LastEvent = None, for_s: Seconds = 600.0) -> StreamingResponse:
+        newest: str = await soon(_newest(parts))
+        leave = streams.enter(request.client.host if request.client else "")
+        return _Counted(_stream(parts, last_event_id or newest, for_s), leave)
+
+    return router
+
+
+async def _events(parts: Parts, cursor: str | None, limit: int) -> Page[EventView]:
+    end, key = f"({cursor}" if cursor else "+", parts.bus.keys.of(EVENTS)
+    rows = await parts.bus.call(lambda: parts.bus.client.xrevrange(key, max=end, count=limit + 1))
+    page = page_of(rows, limit, lambda row: str(row[0].decode()))
+    found = (_view(entry.decode(), fields.get(b"data", b"")) for entry, fields in page.items)
+    return Page(items=[event for event in found if event is not None], next=page.next)
+
+
+async def _newest(parts: Parts) -> str:
+    key = parts.bus.keys.of(EVENTS)
+    rows = await parts.bus.call(lambda: parts.bus.client.xrevrange(key, count=1))
+    return str(rows[0][0].decode()) if rows else "0-0"
+
+
+def _view(entry: str, data: bytes) -> EventView | None:
+    try:
+        event = wire.decode(data, Event)
+    except MessageError:
+        return None  # of a version to come
+    return EventView(
+        id=entry, at_s=event.at_s, source=event.source, name=event.name, detail=event.detail, fields=dict(event.fields)
+    )
+
+
+async def _stream(parts: Parts, after: str, for_s: float) -> AsyncIterator[str]:
+    until_s, beat_s = time.monotonic() + for_s, time.monotonic() + _BEAT_S
+    yield "retry: 1000\n\n"
+    while (left_s := until_s - time.monotonic()) > 0:
+        found = await parts.bus.tail(EVENTS, Event, after, _AT_ONCE, None)
+        for entry, event in found:
+            after = entry
+            fields = {"at_s": event.at_s, "source": event.source, "name": event.name, "detail": event.detail}
+            text = json.dumps({"id": entry, **fields, "fields": event.fields})
+            yield f"id: {entry}\nevent: {event.name.replace(' ', '_')}\ndata: {text}\n\n"
+        if found:
+            continue
+        if time.monotonic() > beat_s:
+            beat_s = time.monotonic() + _BEAT_S
+            yield ": still here\n\n"
+        await asyncio.sleep(min(left_s, _WAIT_S))

@@ -1,0 +1,58 @@
+"""The page for people: `/`, and the files of the folder ``page`` that it is made of.
+
+::
+
+    /  ─▶ index.html ─▶ page/*.css, page/*.js (modules) ─▶ the API, with the person's token, like any other client
+
+The files hold nothing of a run, so they need no token: the page itself asks for one. It may load from, and speak to, its own origin only
+(``HEADERS``). Everything is read at the start. The page knows the API and nothing else; this module knows no run.
+"""
+
+from pathlib import Path
+
+from fastapi import APIRouter, Response
+from starlette.exceptions import HTTPException
+
+FOLDER = Path(__file__).parents[1] / "page"
+HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+_TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
+PREFIX = "/page/"
+
+
+def page_type(path: str) -> str | None:
+    """Return the media type of what lies at ``path`` of the page; None: it is not the page's.
+
+    >>> page_type("/"), page_type("/page/look.css"), page_type("/v1/run")
+    ('text/html', 'text/css', None)
+    """
+    if path == "/":
+        return "text/html"
+    return _TYPES.get(Path(path).suffix, "*/*") if path.startswith(PREFIX) else None
+
+
+def page_routes() -> APIRouter:
+    """Return the routes of the page; they are no part of the API's description."""
+    router = APIRouter(include_in_schema=False)
+    files = {file.name: file.read_bytes() for file in FOLDER.iterdir() if file.suffix in _TYPES}
+
+    @router.get("/")
+    async def index() -> Response:
+        return Response(files["index.html"], media_type="text/html", headers=HEADERS)
+
+    @router.get(PREFIX + "{name}")
+    async def file(name: str) -> Response:
+        if name not in files:
+            raise HTTPException(404, f"expected a file of the page, found none of the name {name!r}")
+        return Response(files[name], media_type=page_type(PREFIX + name), headers=HEADERS)
+
+    return router

@@ -1,0 +1,156 @@
+"""The policy's history over HTTP: versions with their lineage, marks on them, two beside each other."""
+
+import asyncio
+import dataclasses
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Query, Response
+from starlette.exceptions import HTTPException
+
+from services.coordinator.api.dependencies import Limit, Parts, page_of, soon
+from services.coordinator.api.errors import Conflict
+from services.coordinator.api.routes.run import accepted
+from services.coordinator.evaluation.results import evaluations
+from services.coordinator.policies.exports import KIND as EXPORT
+from services.coordinator.policies.lineage import compare
+from services.coordinator.run.monitor import evaluation_view, numbers
+from services.coordinator.schemas.resources import Comparison, OperationView, Page, PolicyMark, PolicyView
+from services.coordinator.schemas.run import Command, Export
+from shared.bus.messages import PolicyRecord, PolicyVersion
+from shared.bus.stores.ledger import PolicyState
+from shared.process.telemetry import tell
+
+Version = Annotated[int, Path(ge=0, le=2**53, description="The version's number.")]
+After = Annotated[str | None, Query(pattern=r"^[0-9]{1,15}$", description="`next` of the page before.")]
+Only = Annotated[PolicyState | None, Query(description="Only versions in this state.")]
+
+
+def policy_routes(parts: Parts) -> APIRouter:
+    """Return the routes under /v1/policies."""
+    router = APIRouter(prefix="/v1/policies", tags=["policies"])
+
+    @router.get("", operation_id="listPolicies", summary="Every policy version with its parent, oldest first")
+    async def policies(cursor: After = None, limit: Limit = 100, state: Only = None) -> Page[PolicyView]:
+        after = -1 if cursor is None else int(cursor)
+        found = [one for one in await soon(_policies(parts)) if one.version > after and state in (None, one.state)]
+        return page_of(found, limit, lambda one: str(one.version))
+
+    @router.get("/{version}", operation_id="getPolicy", summary="One policy version")
+    async def policy(version: Version) -> PolicyView:
+        return await soon(_policy(parts, version))
+
+    @router.get("/{version}/compare/{other}", operation_id="comparePolicies", summary="Two versions side by side")
+    async def compare_policies(version: Version, other: Version) -> Comparison:
+        return await soon(_compare(parts, version, other))
+
+    @router.post(
+        "/{version}/rollback",
+        operation_id="rollBack",
+        summary="Take the run back to it: weights, optimizer, step and place in the dataset",
+        status_code=202,
+    )
+    async def roll_back(version: Version, response: Response, command: Command | None = None) -> OperationView:
+        target = (await soon(_record(parts, version))).version
+        begun = await soon(parts.rollbacks.begin(target, command.reason if command is not None else ""))
+        return accepted(response, begun)
+
+    @router.post(
+        "/{version}/export",
+        operation_id="exportPolicy",
+        summary="Write it in Hugging Face form to the run's folder",
+        status_code=202,
+    )
+    async def export(version: Version, response: Response, command: Export | None = None) -> OperationView:
+        adapter = command is not None and command.adapter
+        record = await soon(_record(parts, version))
+        await soon(parts.exporting.check(record, adapter=adapter))
+        asked = {"version": int(record.version), "adapter": adapter}
+        return accepted(response, await soon(parts.operations.begin(EXPORT, "waiting", asked)))
+
+    @router.post("/{version}/pin", operation_id="pinPolicy", summary="Keep its checkpoint from cleanup")
+    async def pin(version: Version) -> PolicyMark:
+        return await soon(_mark(parts, version, pinned=True))
+
+    @router.post("/{version}/unpin", operation_id="unpinPolicy", summary="Let cleanup take its checkpoint")
+    async def unpin(version: Version) -> PolicyMark:
+        return await soon(_mark(parts, version, pinned=False))
+
+    @router.post("/{version}/release", operation_id="releasePolicy", summary="Say that people may use it")
+    async def release(version: Version) -> PolicyMark:
+        return await soon(_mark(parts, version, released=True))
+
+    @router.post(
+        "/{version}/withdraw", operation_id="withdrawPolicy", summary="Say that people may not use it any more"
+    )
+    async def withdraw(version: Version) -> PolicyMark:
+        return await soon(_mark(parts, version, released=False))
+
+    return router
+
+
+async def _policies(parts: Parts) -> list[PolicyView]:
+    ledger = parts.ledger
+    records, states, checkpoints, pins, released, evaluated = await asyncio.gather(
+        ledger.policies(),
+        ledger.policy_states(),
+        ledger.checkpoints(),
+        ledger.pins(),
+        ledger.released(),
+        evaluations(parts.bus),
+    )
+    return [
+        PolicyView.model_validate(
+            {
+                **{field.name: getattr(record, field.name) for field in dataclasses.fields(record)},
+                "metrics": numbers(record.metrics),
+                "state": states.get(record.version),
+                "checkpoint": checkpoints.get(record.version),
+                "evaluations": [evaluation_view(found) for found in evaluated if found.version == record.version],
+                "pinned": record.version in pins,
+                "released": record.version in released,
+            }
+        )
+        for record in records
+    ]
+
+
+async def _policy(parts: Parts, version: int) -> PolicyView:
+    await _record(parts, version)
+    return next(found for found in await _policies(parts) if found.version == version)
+
+
+async def _record(parts: Parts, version: int) -> PolicyRecord:
+    record = await parts.ledger.policy(PolicyVersion(version))
+    if record is None:
+        newest = (await parts.ledger.status()).newest_version
+        known = "none yet" if newest is None else f"versions up to {newest}"
+        raise HTTPException(
+            404, f"expected a policy version of this run, found no version {version}; there are {known}"
+        )
+    return record
+
+
+async def _compare(parts: Parts, version: int, other: int) -> Comparison:
+    left, right = await _record(parts, version), await _record(parts, other)
+    records = {record.version: record for record in await parts.ledger.policies()}
+    found = await evaluations(parts.bus)
+    accuracy = {one.version: one.accuracy for one in found if one.set == found[0].set}
+    return compare(left, right, records, accuracy)
+
+
+async def _mark(parts: Parts, number: int, *, pinned: bool | None = None, released: bool | None = None) -> PolicyMark:
+    version, ledger = (await _record(parts, number)).version, parts.ledger
+    changed, word = False, ""
+    if pinned is not None:
+        if pinned and version not in await ledger.checkpoints():
+            raise Conflict(f"expected a version with a checkpoint to keep, found version {version} without one")
+        changed, word = await ledger.pin(version, pinned=pinned), "pinned" if pinned else "unpinned"
+    if released is not None:
+        state = (await ledger.policy_states()).get(version)
+        if released and state is PolicyState.REVOKED:
+            raise Conflict(f"expected a version that was not revoked, found version {version} revoked")
+        changed, word = await ledger.release(version, released=released), "released" if released else "withdrawn"
+    if changed:
+        await tell(parts.bus, "api", f"policy {word}", f"version {version} was {word}", version=int(version))
+    pins, out = await asyncio.gather(ledger.pins(), ledger.released())
+    return PolicyMark(version=version, pinned=version in pins, released=version in out, changed=changed)

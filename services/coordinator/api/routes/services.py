@@ -1,0 +1,175 @@
+"""Replicas and dead letters over HTTP: who is there, and what could not be handled."""
+
+import dataclasses
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Query, Response
+from starlette.exceptions import HTTPException
+
+from services.coordinator.api.dependencies import Limit, Parts, page_of, soon
+from services.coordinator.api.errors import Conflict
+from services.coordinator.api.routes.run import accepted
+from services.coordinator.operations import dead_letters
+from services.coordinator.operations.dead_letters import CURSOR_PATTERN, ENTRY_PATTERN, DeadLetter, Source
+from services.coordinator.run.monitor import numbers
+from services.coordinator.schemas.resources import (
+    DeadLetterChange,
+    DeadLetterMessage,
+    DeadLetterView,
+    OperationView,
+    Page,
+    ReplicaChange,
+    ServiceView,
+)
+from services.coordinator.schemas.run import Command
+from shared.bus.stores.cordon import Word, cordons, tell_replica, uncordon
+from shared.process.telemetry import Heartbeat, heartbeats, tell
+
+Replica = Annotated[str, Path(min_length=1, max_length=200, description="The replica's name.")]
+After = Annotated[str | None, Query(min_length=1, max_length=200, description="`next` of the page before.")]
+LetterCursor = Annotated[str | None, Query(pattern=CURSOR_PATTERN, description="`next` of the page before.")]
+Entry = Annotated[str, Path(pattern=ENTRY_PATTERN, description="Its name among the stream's dead letters.")]
+_TAKING = ("rollout", "reward")
+_READY = ("working", "waiting")
+
+
+def service_routes(parts: Parts) -> APIRouter:
+    """Return the routes under /v1/services."""
+    router = APIRouter(prefix="/v1/services", tags=["services"])
+
+    @router.get("", operation_id="listServices", summary="Every replica that is there, by name")
+    async def services(cursor: After = None, limit: Limit = 100) -> Page[ServiceView]:
+        found = [one for one in await soon(_services(parts)) if cursor is None or one.replica > cursor]
+        return page_of(found, limit, lambda one: one.replica)
+
+    @router.get("/{replica}", operation_id="getService", summary="One replica")
+    async def service(replica: Replica) -> ServiceView:
+        found = [one for one in await soon(_services(parts)) if one.replica == replica]
+        if not found:
+            raise _nobody(replica)
+        return found[0]
+
+    @router.post("/{replica}/cordon", operation_id="cordonService", summary="Let it take nothing new and stay")
+    async def cordon(replica: Replica, command: Command | None = None) -> ReplicaChange:
+        return await soon(_tell(parts, replica, Word.CORDONED, command))
+
+    @router.post("/{replica}/uncordon", operation_id="uncordonService", summary="Let it take work again")
+    async def uncordon_(replica: Replica, command: Command | None = None) -> ReplicaChange:
+        return await soon(_tell(parts, replica, None, command))
+
+    @router.post(
+        "/{replica}/drain",
+        operation_id="drainService",
+        summary="Let it finish what it holds and leave",
+        status_code=202,
+    )
+    async def drain(response: Response, replica: Replica, command: Command | None = None) -> OperationView:
+        await soon(_tell(parts, replica, Word.DRAINING, command))
+        return accepted(response, await soon(parts.operations.begin("drain", "finishing", {"replica": replica})))
+
+    return router
+
+
+async def _services(parts: Parts) -> list[ServiceView]:
+    beats, told = await heartbeats(parts.bus), await cordons(parts.bus)
+    head = (await parts.ledger.status()).head
+    return [_service(beat, told.get(beat.replica), head) for beat in beats]
+
+
+def _service(beat: Heartbeat, word: Word | None, head: int | None) -> ServiceView:
+    behind = None if head is None or beat.version is None else max(0, head - beat.version)
+    return ServiceView.model_validate(
+        {
+            **dataclasses.asdict(beat),
+            "values": numbers(beat.values),
+            "versions_behind": behind,
+            "healthy": beat.state in _READY and not beat.last_error,
+            "cordon": word,
+        }
+    )
+
+
+async def _tell(parts: Parts, replica: str, word: Word | None, command: Command | None) -> ReplicaChange:
+    beats = {beat.replica: beat for beat in await heartbeats(parts.bus)}
+    before = (await cordons(parts.bus)).get(replica)
+    if replica not in beats and before is None:
+        raise _nobody(replica)
+    if replica in beats and beats[replica].service not in _TAKING:
+        raise Conflict(
+            f"expected a {' or '.join(_TAKING)} replica, found {replica}, a {beats[replica].service}: there is one of it"
+        )
+    if word is None:
+        await uncordon(parts.bus, replica)
+    else:
+        await tell_replica(parts.bus, replica, word)
+    if before is not word:
+        reason = command.reason if command is not None else ""
+        name = "replica uncordoned" if word is None else f"replica {word.value}"
+        await tell(parts.bus, "api", name, f"{replica}: {reason}" if reason else replica, replica=replica)
+    return ReplicaChange(replica=replica, cordon=word, changed=before is not word)
+
+
+def _nobody(replica: str) -> HTTPException:
+    return HTTPException(404, f"expected a replica that is there, found none of the name {replica!r}")
+
+
+# ---------------------------------------------------------------- dead letters
+
+
+def dead_letter_routes(parts: Parts) -> APIRouter:
+    """Return the routes under /v1/dead-letters."""
+    router = APIRouter(prefix="/v1/dead-letters", tags=["dead letters"])
+
+    @router.get("", operation_id="listDeadLetters", summary="What could not be handled, by stream, oldest first")
+    async def letters(
+        cursor: LetterCursor = None, limit: Limit = 100, stream: Source | None = None
+    ) -> Page[DeadLetterView]:
+        found = await soon(dead_letters.read_page(parts.bus, cursor or "", limit + 1, stream))
+        page = page_of(found, limit, lambda letter: letter.cursor)
+        return Page(items=[_letter(letter) for letter in page.items], next=page.next)
+
+    @router.get("/{stream}/{entry}", operation_id="getDeadLetter", summary="One of them, decoded")
+    async def letter(stream: Source, entry: Entry) -> DeadLetterMessage:
+        found = await soon(dead_letters.read_one(parts.bus, stream, entry))
+        if found is None:
+            raise _gone(stream, entry)
+        message, unreadable = dead_letters.decode(found)
+        return DeadLetterMessage(**_letter(found).model_dump(), message=message, unreadable=unreadable)
+
+    @router.post("/{stream}/{entry}/requeue", operation_id="requeueDeadLetter", summary="Put it back onto its stream")
+    async def requeue(stream: Source, entry: Entry) -> DeadLetterChange:
+        done = await soon(dead_letters.revive(parts.bus, stream, entry))
+        if done < 0:
+            raise Conflict("expected a run that goes on, found that it has ended: nobody would handle the group")
+        if not done:
+            raise _gone(stream, entry)
+        parts.changed()
+        await tell(parts.bus, "api", "dead letter requeued", f"{entry} of {stream.value}", stream=stream.value)
+        return DeadLetterChange(stream=stream, entry=entry, outcome="requeued")
+
+    @router.post("/{stream}/{entry}/discard", operation_id="discardDeadLetter", summary="Let it leave the run for good")
+    async def discard(stream: Source, entry: Entry, command: Command | None = None) -> DeadLetterChange:
+        reason = command.reason if command is not None else ""
+        if not await soon(dead_letters.discard(parts.bus, stream, entry, reason)):
+            raise _gone(stream, entry)
+        parts.changed()
+        await tell(parts.bus, "api", "dead letter discarded", f"{entry} of {stream.value}", stream=stream.value)
+        return DeadLetterChange(stream=stream, entry=entry, outcome="discarded")
+
+    return router
+
+
+def _letter(found: DeadLetter) -> DeadLetterView:
+    return DeadLetterView(
+        stream=found.stream,
+        entry=found.entry,
+        group=found.group,
+        reason=found.reason,
+        attempts=found.attempts,
+        buried_at_s=found.buried_at_s,
+        data_bytes=len(found.data),
+    )
+
+
+def _gone(stream: Source, entry: str) -> HTTPException:
+    return HTTPException(404, f"expected a dead letter of {stream.value}, found none at {entry}")

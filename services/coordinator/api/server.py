@@ -1,0 +1,102 @@
+"""The API's server: uvicorn in this process's event loop, on a port that is ours before anything else starts.
+
+Signals stay with the service; the address is written to <run folder>/coordinator.json once the server answers, and again by the one that leads.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+
+from services.coordinator.api.connections import Bounds, Connections
+from shared.errors import SettingsError
+from shared.files.durable import write_whole
+
+log = logging.getLogger(__name__)
+
+
+class _Quiet(uvicorn.Server):
+    """A server that leaves the process's signals alone and says when it answers."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.answers = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.answers.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Server:
+    """Serves one app.
+
+    Raises:
+        SettingsError: the port is taken, or the host is not one of this machine's.
+    """
+
+    def __init__(self, host: str, port: int, bounds: Bounds | None = None) -> None:
+        self._connections = Connections(bounds or Bounds())
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind((host, port))
+        except OSError as error:
+            self._socket.close()
+            raise SettingsError(
+                f"expected a free port for the HTTP API, found {host}:{port} not to be had ({error.strerror}): "
+                "change coordinator.port (0: any free one) or coordinator.host"
+            ) from error
+        shown = f"[{host}]" if family is socket.AF_INET6 else host.replace("0.0.0.0", "127.0.0.1")  # noqa: S104
+        self.address = f"{shown}:{self._socket.getsockname()[1]}"
+        self.url = f"http://{self.address}"
+        self.answers = asyncio.Event()
+        """Set once requests are answered."""
+
+    async def run(self, app: FastAPI, announce: Path, run_id: str) -> None:
+        """Serve until cancelled; then answer what is under way, and close."""
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # a stranger's broken requests are no news
+        config = uvicorn.Config(
+            app,
+            http=self._connections.protocol,  # type: ignore[arg-type]
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            proxy_headers=False,
+            timeout_graceful_shutdown=2,
+        )
+        server = _Quiet(config)
+        serving = asyncio.ensure_future(server.serve(sockets=[self._socket]))
+        try:
+            await server.answers.wait()
+            self.announce(announce, run_id)
+            self.answers.set()
+            await asyncio.shield(serving)
+        finally:
+            server.should_exit = True
+            await serving
+
+    def announce(self, path: Path, run_id: str) -> None:
+        """Let ``path`` lead to this server, unless it does; where there is no room for that now, the next call may."""
+        text = json.dumps({"url": self.url, "pid": os.getpid(), "run_id": run_id}) + "\n"
+        try:
+            if not path.exists() or path.read_text(encoding="utf-8") != text:
+                write_whole(path, text)
+        except OSError as error:
+            log.warning("address not announced", extra={"file": str(path), "error": str(error)})
+
+    def close(self) -> None:
+        """Give the port back."""
+        self._socket.close()

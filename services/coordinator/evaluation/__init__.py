@@ -1,0 +1,4 @@
+"""Held-out evaluation.
+
+evaluator ──▶ results ──▶ statistics ──▶ regression_gate ──▶ rollback
+"""

@@ -1,0 +1,170 @@
+"""The gate: a version whose held-out accuracy is really lower than before is revoked, and the run rolls back by itself.
+
+::
+
+    evaluation ─▶ judge: passed │ fell ──(kept with the evaluation)──▶ act: tell │ roll back │ pause
+
+A version fell where, of the gated set, ``fall = accuracy of the reference − its own`` is over ``max_fall`` and the whole 95 % interval of the
+fall (``accuracy.fall``) lies above 0; the reference is the best, or the last, version of the branch that passed. The first one passes; one with
+fewer than ``min_problems`` answers does neither. The run goes back to the newest checkpoint of a version that passed or that one which
+passed came from: what was trained after it was never found good. A version that fell is acted on once; the judgement lies with its
+evaluation and what was done about it on the bus, so a coordinator that dies in between is no matter.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from prometheus_client import Counter
+
+from services.coordinator.evaluation.results import Evaluation, evaluations
+from services.coordinator.evaluation.statistics import Estimate, fall
+from services.coordinator.operations.operations import Misfit
+from services.coordinator.policies.lineage import ancestors
+from services.coordinator.policies.rollback import Rollbacks
+from shared.bus.bus import Bus
+from shared.bus.messages import PolicyRecord, PolicyVersion
+from shared.bus.stores.ledger import Ledger, RunState, RunStatus
+from shared.process.telemetry import tell
+from shared.settings.evaluation import EvaluationSettings, GateSettings
+
+log = logging.getLogger(__name__)
+
+GATE_FALLS = Counter(
+    "penstock_coordinator_evaluation_gate_falls_total",
+    "Versions whose accuracy fell, by what was done: tell, rollback, pause.",
+    ["action"],
+)
+PASSED, FELL = "passed", "fell"
+SOURCE = "gate"
+
+
+def judge(found: Evaluation, before: Sequence[Evaluation], gate: GateSettings) -> Evaluation:
+    """Return ``found`` with what the gate says of it.
+
+    Args:
+        found: of the gated set.
+        before: evaluations of the run's branch, oldest first.
+    """
+    own = _estimate(found)
+    if own is None or found.answered < gate.min_problems:
+        return found
+    passed = [one for one in before if one.set == found.set and one.gate == PASSED and one.version < found.version]
+    if not passed:
+        return dataclasses.replace(found, gate=PASSED, gate_detail="the first: nothing to compare with")
+    reference = passed[-1] if gate.against == "last" else max(passed, key=lambda one: (one.accuracy or 0, one.version))
+    other = _estimate(reference)
+    assert other is not None
+    by = fall(other, own)
+    detail = (
+        f"accuracy {own.value:.4f} against {other.value:.4f} of version {reference.version}: a fall of {by.value:.4f} "
+        f"(95 % interval {by.low:.4f} to {by.high:.4f})"
+    )
+    fell = by.value > gate.max_fall and by.low > 0
+    return dataclasses.replace(found, gate=FELL if fell else PASSED, gate_detail=detail)
+
+
+def target(
+    found: Sequence[Evaluation],
+    records: Mapping[PolicyVersion, PolicyRecord],
+    checkpoints: Collection[PolicyVersion],
+) -> PolicyVersion | None:
+    """Return the newest version with a checkpoint that passed or that one which passed came from, if there is one."""
+    newest = max((one.version for one in found if one.gate == PASSED), default=None)
+    line = [] if newest is None else ancestors(newest, records)
+    return next((version for version in line if version in checkpoints), None)
+
+
+def _estimate(found: Evaluation) -> Estimate | None:
+    if found.accuracy is None or found.accuracy_low is None or found.accuracy_high is None:
+        return None
+    return Estimate(found.accuracy, found.accuracy_low, found.accuracy_high)
+
+
+class Gate:
+    """Judges evaluations, and acts on those that fell.
+
+    Args:
+        changed: is called when the run was paused.
+    """
+
+    def __init__(
+        self, bus: Bus, ledger: Ledger, settings: EvaluationSettings, rollbacks: Rollbacks, changed: Callable[[], None]
+    ) -> None:
+        self._bus = bus
+        self._ledger = ledger
+        self._settings = settings
+        self._rollbacks = rollbacks
+        self._changed = changed
+
+    async def judge(self, found: Evaluation) -> Evaluation:
+        """Return ``found`` with what the gate says of it; as it is where the gate does not look."""
+        if self._settings.gate.action == "off" or found.set != self._settings.gated:
+            return found
+        revoked = await self._ledger.revoked()
+        before = [one for one in await evaluations(self._bus) if one.version not in revoked]
+        return judge(found, before, self._settings.gate)
+
+    async def act(self, status: RunStatus, found: Sequence[Evaluation]) -> bool:
+        """Act on the newest version that fell, if nothing was done about it; return whether something was.
+
+        Args:
+            found: evaluations of the run's branch, oldest first.
+        """
+        gate = self._settings.gate
+        fallen = next((one for one in reversed(found) if one.gate == FELL), None)
+        if gate.action == "off" or fallen is None or status.state is not RunState.RUNNING:
+            return False
+        done = await self._done()
+        if done.get(fallen.version) in ("tell", "pause"):
+            return False
+        if gate.action == "tell":
+            await self._note(fallen, "tell", fallen.gate_detail)
+            return True
+        return await self._go_back(fallen, found, done)
+
+    async def _go_back(
+        self, fallen: Evaluation, found: Sequence[Evaluation], done: Mapping[PolicyVersion, str]
+    ) -> bool:
+        good = max((one.version for one in found if one.gate == PASSED), default=-1)
+        before = [one for one, action in done.items() if action == "rollback" and good < one < fallen.version]
+        if len(before) >= self._settings.gate.max_rollbacks:
+            why = f"{len(before)} rollbacks in a row (evaluation.gate.max_rollbacks) did not help"
+            return await self._pause(fallen, why)
+        records = {record.version: record for record in await self._ledger.policies()}
+        goal = target(found, records, await self._ledger.checkpoints())
+        if goal is None:
+            return await self._pause(fallen, "no version that passed, or that one came from, has a checkpoint")
+        await self._remember(fallen, "rollback")
+        try:
+            await self._rollbacks.begin(goal, _sentence(fallen))
+        except Misfit as error:  # people were quicker; what is left to do is seen at the next look
+            log.info("gate waits", extra={"version": int(fallen.version), "reason": str(error)})
+            return False
+        await self._note(fallen, "rollback", f"{fallen.gate_detail}; back to version {goal}")
+        return True
+
+    async def _pause(self, fallen: Evaluation, why: str) -> bool:
+        reason = f"{_sentence(fallen)}; {why}: resume, roll back, or change [evaluation.gate]"
+        paused, _ = await self._ledger.transition(RunState.PAUSED, reason, [RunState.RUNNING])
+        if paused:
+            await self._note(fallen, "pause", f"{fallen.gate_detail}; {why}")
+            self._changed()
+        return paused
+
+    async def _note(self, fallen: Evaluation, action: str, detail: str) -> None:
+        await self._remember(fallen, action)
+        GATE_FALLS.labels(action).inc()
+        log.warning("accuracy fell", extra={"version": int(fallen.version), "action": action, "detail": detail})
+        await tell(self._bus, SOURCE, "accuracy fell", detail, version=int(fallen.version), action=action)
+
+    async def _remember(self, fallen: Evaluation, action: str) -> None:
+        await self._bus.write(self._bus.keys.gate, "HSET", str(fallen.version), action)
+
+    async def _done(self) -> dict[PolicyVersion, str]:
+        raw = await self._bus.call(lambda: self._bus.client.hgetall(self._bus.keys.gate))
+        return {PolicyVersion(int(version)): action.decode() for version, action in raw.items()}
+
+
+def _sentence(fallen: Evaluation) -> str:
+    return f"gate: version {fallen.version} on {fallen.set}: {fallen.gate_detail}"

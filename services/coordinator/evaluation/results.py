@@ -1,0 +1,159 @@
+"""What evaluations ask and find: of one version, set by set, as it lies on the bus and goes into the report.
+
+A problem counts only with its answers; what an unanswered one would have been is not guessed, but its absence is noted.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from services.coordinator.evaluation.statistics import Estimate, estimate, pass_at
+from shared.bus.bus import Bus
+from shared.bus.messages import PolicyVersion
+from shared.settings.evaluation import ONLY_SET
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Asked:
+    """What of a set an evaluation asks."""
+
+    set: str
+    problems: int
+    samples: int
+    correct_above: float
+    pass_at: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Description:
+    """An evaluation that is under way. Problems are numbered through, set after set."""
+
+    version: PolicyVersion
+    step: int
+    sets: tuple[Asked, ...]
+    initial: bool
+    final: bool
+    started_at_s: float
+
+    @property
+    def problems(self) -> int:
+        """How many problems it asks, of all sets."""
+        return sum(asked.problems for asked in self.sets)
+
+    def set_of(self, problem: int) -> Asked:
+        """Return the set of the problem of a number."""
+        for asked in self.sets:
+            if problem < asked.problems:
+                return asked
+            problem -= asked.problems
+        raise IndexError(f"expected a problem below {self.problems}, found one of another evaluation: a bug")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What an evaluation found of one set."""
+
+    version: PolicyVersion
+    step: int
+    set: str
+    problems: int
+    """How many were asked."""
+    samples: int
+    """Completions of each."""
+    answered: int
+    """How many problems were answered, by ``version`` alone."""
+    correct: int
+    """Completions above the set's threshold, of answered × samples."""
+    accuracy: float | None
+    """Mean over answered problems of the share of correct completions; None when nothing was answered."""
+    accuracy_low: float | None
+    accuracy_high: float | None
+    """Its 95 % interval (``accuracy.estimate``)."""
+    pass_at: dict[str, Estimate]
+    """By k: the probability that one of k completions is correct."""
+    initial: bool
+    final: bool
+    started_at_s: float
+    seconds: float
+    note: str
+    """Why problems are without an answer; empty when all have one."""
+    gate: str = ""
+    """passed, fell, or empty where the gate did not look."""
+    gate_detail: str = ""
+    """Against what, and by how much."""
+
+
+def summarize(description: Description, answers: Mapping[int, int], why: str, now_s: float) -> list[Evaluation]:
+    """Return what ``answers`` (problem → correct completions) amount to, set by set; ``why`` says what kept the others away."""
+    found, first = [], 0
+    for asked in description.sets:
+        correct = [answers[problem] for problem in range(first, first + asked.problems) if problem in answers]
+        found.append(_of_set(description, asked, correct, why, now_s))
+        first += asked.problems
+    return found
+
+
+def _of_set(description: Description, asked: Asked, correct: Sequence[int], why: str, now_s: float) -> Evaluation:
+    samples, missing = asked.samples, asked.problems - len(correct)
+    accuracy = estimate([count / samples for count in correct], samples) if correct else None
+    passes = {str(k): [pass_at(k, samples, count) for count in correct] for k in asked.pass_at if correct}
+    note = f"{missing} of {asked.problems} problems are without an answer {why}".rstrip() if missing else ""
+    return Evaluation(
+        version=description.version,
+        step=description.step,
+        set=asked.set,
+        problems=asked.problems,
+        samples=samples,
+        answered=len(correct),
+        correct=sum(correct),
+        accuracy=None if accuracy is None else accuracy.value,
+        accuracy_low=None if accuracy is None else accuracy.low,
+        accuracy_high=None if accuracy is None else accuracy.high,
+        pass_at={k: estimate(values, samples) for k, values in passes.items()},
+        initial=description.initial,
+        final=description.final,
+        started_at_s=description.started_at_s,
+        seconds=now_s - description.started_at_s,
+        note=note,
+    )
+
+
+def sentence(found: Evaluation) -> str:
+    """Say an evaluation in words."""
+    if found.accuracy is None:
+        told = "failed"
+    else:
+        told = f"accuracy {found.accuracy:.4f} ({found.accuracy_low:.4f} to {found.accuracy_high:.4f})"
+    return f"version {found.version} on {found.set}: {told} {found.note}".rstrip()
+
+
+async def evaluations(bus: Bus) -> list[Evaluation]:
+    """Return what every evaluation of the run found, by version, in the order of the sets."""
+    raw = await bus.call(lambda: bus.client.hgetall(bus.keys.evaluations))
+    return read_evaluations(raw)
+
+
+def read_evaluations(raw: Mapping[bytes, bytes]) -> list[Evaluation]:
+    """Return the evaluations in the answer to HGETALL, by version, in the order of the sets."""
+    found = [json.loads(raw[version]) for version in sorted(raw, key=int)]
+    return [_evaluation(fields) for of_version in found for fields in _listed(of_version)]
+
+
+def read_description(fields: dict[str, Any]) -> Description:
+    """Return the evaluation under way from its fields on the bus."""
+    sets = tuple(Asked(**{**asked, "pass_at": tuple(asked["pass_at"])}) for asked in fields.pop("sets"))
+    return Description(sets=sets, **fields)
+
+
+def _listed(found: Any) -> list[dict[str, Any]]:
+    return found if isinstance(found, list) else [found]  # 0.1.0 knew one set
+
+
+def _evaluation(fields: dict[str, Any]) -> Evaluation:
+    """Read an evaluation; what 0.1.0 did not say has defaults, what it said besides is ignored."""
+    known: dict[str, Any] = {"set": ONLY_SET, "samples": 1, "accuracy_low": None, "accuracy_high": None} | fields
+    known["pass_at"] = {k: Estimate(**found) for k, found in fields.get("pass_at", {}).items()}
+    return Evaluation(
+        **{field.name: known[field.name] for field in dataclasses.fields(Evaluation) if field.name in known}
+    )

@@ -1,0 +1,183 @@
+"""Commands that take a while: a record on the bus that people poll, and the task that does the work.
+
+::
+
+    POST … ──▶ begin ──▶ 202, Location: /v1/operations/{id}          running ──▶ succeeded
+                 │                                                       ├─────▶ failed      it could not be done
+                 └──▶ the handler of its kind, phase by phase ───────────┴─────▶ cancelled   something else overtook it
+
+An operation survives its coordinator: the next one calls the handler again with the record as it stands, so a handler does nothing twice that
+was done. The same command while it is under way is the same operation. What is under way when a run ends and its services leave, ends as failed.
+This module knows no kind.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from enum import StrEnum
+
+from shared.bus.bus import Bus
+from shared.bus.messages import Json
+from shared.errors import PenstockError
+
+log = logging.getLogger(__name__)
+
+_KEPT = 1000
+_LOOK_S = 2.0
+_NEXT = "next"
+
+
+class OperationState(StrEnum):
+    """Where an operation stands."""
+
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operation:
+    """A command that takes a while."""
+
+    id: int
+    kind: str
+    state: OperationState
+    phase: str
+    """What it does now; names are the kind's own."""
+    detail: str
+    request: dict[str, Json]
+    """What was asked for."""
+    result: dict[str, Json]
+    created_at_s: float
+    changed_at_s: float
+
+
+class Misfit(PenstockError):
+    """A command does not fit the run's state; nothing was changed."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an operation ended."""
+
+    state: OperationState
+    detail: str
+    result: dict[str, Json] = dataclasses.field(default_factory=dict)
+
+
+Report = Callable[[str, str], Awaitable[None]]
+"""Write down (phase, detail)."""
+Handler = Callable[[Operation, Report], Awaitable[Outcome]]
+
+
+class Operations:
+    """The operations of a run.
+
+    Args:
+        handlers: who does what, by kind. One that raises ends its operation as failed, and the error goes on.
+    """
+
+    def __init__(self, bus: Bus, handlers: Mapping[str, Handler]) -> None:
+        self._bus = bus
+        self._key = bus.keys.operations
+        self._handlers = handlers
+        self._working: set[int] = set()
+        self._wake = asyncio.Event()
+
+    async def begin(self, kind: str, phase: str, request: Mapping[str, Json]) -> Operation:
+        """Begin an operation, or return the one of this kind and request that is under way."""
+        assert kind in self._handlers
+        known = await self.all()
+        for found in known:
+            if found.state is OperationState.RUNNING and (found.kind, found.request) == (kind, dict(request)):
+                return found
+        number = int(await self._bus.write(self._key, "HINCRBY", _NEXT, 1))
+        now_s = time.time()
+        made = Operation(number, kind, OperationState.RUNNING, phase, "", dict(request), {}, now_s, now_s)
+        await self._write(made)
+        await self._forget([old for old in known if old.state is not OperationState.RUNNING][_KEPT:])
+        self._wake.set()
+        return made
+
+    async def get(self, number: int) -> Operation | None:
+        """Return an operation."""
+        text = await self._bus.call(lambda: self._bus.client.hget(self._key, str(number)))
+        return None if text is None else _read(text)
+
+    async def all(self) -> list[Operation]:
+        """Return every operation that is kept, newest first."""
+        raw = await self._bus.call(lambda: self._bus.client.hgetall(self._key))
+        found = [_read(text) for name, text in raw.items() if name != _NEXT.encode()]
+        return sorted((one for one in found if one is not None), key=lambda operation: -operation.id)
+
+    async def run(self) -> None:
+        """Do the work of every operation that is under way, also of those that an earlier coordinator began."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                for found in await self.all():
+                    if found.state is OperationState.RUNNING and found.id not in self._working:
+                        self._working.add(found.id)
+                        tasks.create_task(self._work(found))
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_LOOK_S):
+                        await self._wake.wait()
+                self._wake.clear()
+
+    async def give_up(self, detail: str) -> None:
+        """End what is under way as failed, as nobody will come who could do it."""
+        for found in await self.all():
+            if found.state is OperationState.RUNNING:
+                await self._end(found, Outcome(OperationState.FAILED, detail))
+
+    async def _work(self, operation: Operation) -> None:
+        now = operation
+
+        async def report(phase: str, detail: str) -> None:
+            nonlocal now
+            if (now.phase, now.detail) != (phase, detail):
+                now = dataclasses.replace(now, phase=phase, detail=detail, changed_at_s=time.time())
+                await self._write(now)
+
+        handler = self._handlers.get(operation.kind)
+        try:
+            if handler is None:
+                outcome = Outcome(OperationState.FAILED, f"this version knows no operation {operation.kind!r}")
+            else:
+                outcome = await handler(operation, report)
+        except Exception as error:
+            await self._end(now, Outcome(OperationState.FAILED, str(error) or repr(error)))
+            raise
+        else:
+            await self._end(now, outcome)
+        finally:
+            self._working.discard(operation.id)
+
+    async def _end(self, now: Operation, outcome: Outcome) -> None:
+        ended = dataclasses.replace(
+            now, state=outcome.state, detail=outcome.detail, result=outcome.result, changed_at_s=time.time()
+        )
+        await self._write(ended)
+        log.info("operation ended", extra={"operation": ended.id, "kind": ended.kind, "state": ended.state.value})
+
+    async def _write(self, operation: Operation) -> None:
+        text = json.dumps(dataclasses.asdict(operation))
+        await self._bus.write(self._key, "HSET", str(operation.id), text)
+
+    async def _forget(self, old: list[Operation]) -> None:
+        if old:
+            names = [str(operation.id) for operation in old]
+            await self._bus.call(lambda: self._bus.client.hdel(self._key, *names))
+
+
+def _read(text: bytes) -> Operation | None:
+    try:
+        fields = json.loads(text)
+        return Operation(**{**fields, "state": OperationState(fields["state"])})
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        log.warning("unreadable operation passed over", extra={"error": repr(error)[:200]})
+        return None

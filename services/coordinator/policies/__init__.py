@@ -1,0 +1,1 @@
+"""The policy's history: promotion to head, relay of weights, rollback, lineage and exports."""

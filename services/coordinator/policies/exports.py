@@ -1,0 +1,112 @@
+"""Exports over HTTP: which versions can be had, and what goes on until one lies in its folder.
+
+::
+
+    POST …/export ─▶ check ─▶ operation ─▶ order on the bus ─▶ the trainer makes it (``shared.bus.stores.exports``) ─▶ folder
+                       │                        ├─▶ cancelled: a rollback revoked the version meanwhile
+                       └─▶ 409                  └─▶ failed: it could not be made, or no trainer was there for ``patience_s``
+
+The trainer makes it because the weights lie where it runs, and because the coordinator's image has no torch. This module sees no files.
+"""
+
+import asyncio
+import time
+
+from services.coordinator.operations.operations import Misfit, Operation, OperationState, Outcome, Report
+from shared.bus.bus import Bus
+from shared.bus.messages import Json, PolicyRecord, PolicyVersion
+from shared.bus.stores.exports import Answer, Exports, Order
+from shared.bus.stores.ledger import Ledger
+from shared.process.telemetry import heartbeats
+from shared.settings import Settings
+
+KIND = "export"
+"""The kind of its operation."""
+_LOOK_S = 0.3
+_PATIENCE_S = 120.0
+
+
+class Exporting:
+    """Leads exports.
+
+    Args:
+        patience_s: how long an order waits while no trainer is there: longer than one takes to start again.
+    """
+
+    def __init__(self, bus: Bus, ledger: Ledger, settings: Settings, patience_s: float = _PATIENCE_S) -> None:
+        self._bus = bus
+        self._ledger = ledger
+        self._exports = Exports(bus)
+        self._has_adapter = settings.policy.lora.rank > 0
+        self._patience_s = patience_s
+
+    async def check(self, record: PolicyRecord, *, adapter: bool) -> None:
+        """Raise Misfit where a version cannot be exported."""
+        if adapter and not self._has_adapter:
+            raise Misfit(
+                "expected a run with policy.lora.rank > 0 for an adapter, found whole weights: leave adapter out"
+            )
+        revoked, checkpoints = await asyncio.gather(self._ledger.revoked(), self._ledger.checkpoints())
+        if record.version in revoked:
+            raise Misfit(f"expected a version that was not revoked, found version {record.version} revoked")
+        initial = record.version == 0 and not adapter
+        if record.version not in checkpoints and not record.location and not initial:
+            usable = sorted({*(checkpoints.keys() - revoked), *([] if adapter else [PolicyVersion(0)])})
+            known = ", ".join(map(str, usable)) or "none yet"
+            raise Misfit(
+                f"expected a version with a checkpoint, found none of version {record.version}; there are {known} "
+                "(trainer.checkpoint_every_steps and trainer.keep_last say how many)"
+            )
+
+    async def see_through(self, operation: Operation, report: Report) -> Outcome:
+        """Order the version of an operation, and wait until the trainer has made it."""
+        version, adapter = PolicyVersion(_number(operation)), operation.request["adapter"] is True
+        seen_s = time.monotonic()
+        while True:
+            await self._exports.place(operation.id, version, adapter=adapter)
+            order = await self._exports.look(operation.id)
+            if any(beat.service == "trainer" for beat in await heartbeats(self._bus)):
+                seen_s = time.monotonic()
+            outcome = await self._outcome(version, order, time.monotonic() - seen_s)
+            if outcome is not None:
+                await self._exports.withdraw(operation.id)
+                return outcome
+            await report(*_phase(order))
+            await asyncio.sleep(_LOOK_S)
+
+    async def _outcome(self, version: PolicyVersion, order: Order | None, alone_s: float) -> Outcome | None:
+        if order is not None and order.answer is not None:
+            return _ended(order, order.answer)
+        if version in await self._ledger.revoked():
+            return Outcome(OperationState.CANCELLED, f"version {version} was revoked: a rollback left its branch")
+        if alone_s > self._patience_s:
+            detail = (
+                f"expected a trainer to make it, found none for {self._patience_s:.0f} s: start it, or where the run's "
+                "folder is, `penstock export --here`"
+            )
+            return Outcome(OperationState.FAILED, detail)
+        return None
+
+
+def _number(operation: Operation) -> int:
+    found = operation.request["version"]
+    assert isinstance(found, int)
+    return found
+
+
+def _ended(order: Order, answer: Answer) -> Outcome:
+    if not answer.done:
+        return Outcome(OperationState.FAILED, answer.detail)
+    result: dict[str, Json] = {
+        "version": int(order.version),
+        "step": answer.step,
+        "folder": answer.folder,
+        "adapter": order.adapter,
+    }
+    return Outcome(OperationState.SUCCEEDED, f"it lies in {answer.folder}: {answer.detail}", result)
+
+
+def _phase(order: Order | None) -> tuple[str, str]:
+    if order is None or not order.attempts:
+        return "waiting", "for the trainer"
+    return "writing", "" if order.attempts == 1 else f"attempt {order.attempts}: the trainer ended in the one before"

@@ -1,0 +1,93 @@
+"""Promotion: make each version that the trainer published the head, in the order of versions, and tell every replica.
+
+Blocks on ``published``, so a version is live about a millisecond after its commit. With the word goes from whom each
+replica should pull (see ``tree``), by the heartbeats of that moment; who joins later finds a source by itself. The transaction that promotes also
+acknowledges: a version is promoted once, whoever restarts when, and never behind a newer one.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+
+from prometheus_client import Histogram
+
+from services.coordinator.policies.relay_tree import serving, sources
+from shared.bus.bus import Bus, Delivery
+from shared.bus.messages import PolicyRecord, PolicyVersion
+from shared.bus.stores.holding import holding
+from shared.bus.stores.ledger import Ledger
+from shared.bus.streams import PUBLISHED
+from shared.errors import MessageError
+from shared.process.telemetry import heartbeats
+
+log = logging.getLogger(__name__)
+
+PROMOTE_SECONDS = Histogram(
+    "penstock_coordinator_promote_seconds",
+    "Seconds from a version's commit to the moment at which it was the head.",
+    buckets=(0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0),
+)
+
+CONSUMER = "coordinator"
+"""One name whatever the process: who comes next takes over what the last one left."""
+_LOST_AFTER_S = 2.0
+
+
+class Promotion:
+    """Promotes what is published.
+
+    Args:
+        fan_out: most replicas that pull from the trainer, and from each replica.
+        promoted: is told each new head.
+    """
+
+    def __init__(self, bus: Bus, ledger: Ledger, fan_out: int, promoted: Callable[[PolicyVersion], None]) -> None:
+        self._bus = bus
+        self._ledger = ledger
+        self._fan_out = fan_out
+        self._promoted = promoted
+
+    async def run(self) -> None:
+        """Promote for ever."""
+        async for delivery in self._bus.own(PUBLISHED, PolicyRecord, CONSUMER):
+            await self._promote(delivery)
+        while True:
+            deliveries = await self._bus.read(PUBLISHED, PolicyRecord, CONSUMER, 16, _LOST_AFTER_S / 2)
+            if not deliveries:  # an answer that a broken connection lost, or another process's
+                deliveries = await self._bus.reclaim(PUBLISHED, PolicyRecord, CONSUMER, _LOST_AFTER_S, 1000)
+            await self._promote_all(deliveries)
+
+    async def _promote_all(self, deliveries: list[Delivery[PolicyRecord]]) -> None:
+        for delivery in deliveries:
+            await self._promote(delivery)
+
+    async def _promote(self, delivery: Delivery[PolicyRecord]) -> None:
+        try:
+            record = delivery.message()
+            await self._check(record)
+        except MessageError as error:
+            log.error("published version cannot be read", extra={"entry": delivery.entry_id, "reason": str(error)})
+            await self._bus.bury(delivery, str(error))
+            return
+        if not await self._ledger.promote(delivery, await self._sources(record)):
+            return
+        self._promoted(record.version)
+        published_at_s = int(delivery.entry_id.partition("-")[0]) / 1000
+        PROMOTE_SECONDS.observe(max(0.0, time.time() - published_at_s))
+        log.info("policy live", extra={"version": int(record.version), "step": record.step})
+
+    async def _check(self, record: PolicyRecord) -> None:
+        """Raise MessageError where no trainer committed this version with these weights."""
+        known = await self._ledger.policy(record.version)
+        if known is None or (known.manifest_digest, known.step) != (record.manifest_digest, record.step):
+            raise MessageError(
+                f"expected a version that the ledger knows, found {record.version} of step {record.step}"
+            )
+
+    async def _sources(self, record: PolicyRecord) -> dict[str, tuple[str, ...]]:
+        if not record.source:
+            return {}
+        held = await holding(self._bus)
+        # Who keeps an older version for an evaluation has nothing to pass on; if it is let go early, it asks others.
+        beats = [beat for beat in await heartbeats(self._bus) if held is None or not held.names(beat.replica)]
+        return sources(serving(beats), self._fan_out, record.source)

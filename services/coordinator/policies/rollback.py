@@ -1,0 +1,277 @@
+"""Rollback: take the whole run back to a version, and go on from there under a new number.
+
+::
+
+    begin ── one script ──▶ loading ──▶ pulling ──▶ live
+             │              │           └ the new version is the head; until every replica serves it, or one does and the
+             │              │             others had their deadline
+             │              └ the trainer loads the checkpoint and publishes its weights as the newest version,
+             │                child of the target
+             └ at once, whole: the run pauses, every later version is revoked (its samples are fenced at the trainer's intake,
+               wherever they are), the journal of the branch is undone, the trainer is shut out, step and place in the
+               dataset are the target's. So nothing of the branch can be trained on from the moment of the answer.
+
+A run that was running runs again once the version is live. What was begun lies on the bus: whoever leads sees it through, as
+an operation that people poll. One rollback at a time; the same one asked again is the same. It ends as ``failed`` where the run is stopped, or
+where the trainer cannot load the checkpoint (``services.trainer.rank0.resume``): then the run stays paused, with nothing to go on from, until it is rolled
+back to another version, or to this one again.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from enum import StrEnum
+
+from prometheus_client import Counter
+
+from services.coordinator.operations.operations import Misfit, Operation, OperationState, Outcome, Report
+from shared.bus.bus import Argument, Bus
+from shared.bus.messages import Json, PolicyVersion
+from shared.bus.stores.ledger import ENDED, Ledger, PolicyState, RunState, RunStatus
+from shared.bus.stores.rollback import SOURCE, begin_rollback
+from shared.process.telemetry import heartbeats, tell
+
+log = logging.getLogger(__name__)
+
+ROLLBACKS = Counter("penstock_coordinator_rollbacks_total", "Rollbacks by how they ended: live, failed.", ["state"])
+for _state in ("live", "failed"):
+    ROLLBACKS.labels(_state)  # a line that is there at 0 shows the first increase
+KIND = "rollback"
+"""The kind of its operation."""
+_LOOK_S, _POLL_S = 2.0, 0.1
+
+
+class Stage(StrEnum):
+    """How far a rollback is."""
+
+    LOADING = "loading"
+    PULLING = "pulling"
+    LIVE = "live"
+    FAILED = "failed"
+
+
+OVER = (Stage.LIVE, Stage.FAILED)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rollback:
+    """One rollback."""
+
+    id: str
+    target: PolicyVersion
+    stage: Stage
+    reason: str
+    from_step: int
+    """The step at which the run was."""
+    revoked: int
+    """How many versions were revoked."""
+    undone: int
+    """How many groups were trained on the branch that was left."""
+    resumes: bool
+    """Whether the run goes on once the version is live: it was running."""
+    version: PolicyVersion | None
+    """The new version with the target's weights; None until the trainer has published it."""
+    detail: str
+    """What it waits for, or why it failed."""
+    unloadable: str
+    """Why the trainer cannot load the checkpoint; empty: it was not found so."""
+    started_at_s: float
+    changed_at_s: float
+
+    @property
+    def strands(self) -> bool:
+        """Whether it left the run with nothing to go on from."""
+        return self.stage is Stage.FAILED and bool(self.unloadable)
+
+
+def request(found: Rollback) -> dict[str, Json]:
+    """Return what the operation of a rollback was asked for."""
+    return {"version": found.target, "rollback": found.id}
+
+
+class Rollbacks:
+    """Begins rollbacks and sees them through.
+
+    Args:
+        deadline_s: how long replicas have for the new version before the run goes on without them.
+        changed: is called when the run changed.
+        operate: begins the operation of a rollback, or finds it.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        ledger: Ledger,
+        deadline_s: float,
+        changed: Callable[[], None],
+        operate: Callable[[Rollback], Awaitable[Operation]],
+    ) -> None:
+        self._bus = bus
+        self._ledger = ledger
+        self._deadline_s = deadline_s
+        self._changed = changed
+        self._operate = operate
+
+    # ---------------------------------------------------------------- begin
+
+    async def begin(self, target: PolicyVersion, reason: str) -> Operation:
+        """Take the run back to ``target``; return the operation, which has begun or was under way already.
+
+        Raises:
+            Misfit: it cannot be; nothing was changed.
+        """
+        while True:
+            if (found := await self.current()) is not None and found.stage not in OVER:
+                if found.target == target:
+                    return await self._operate(found)
+                raise Misfit(
+                    f"expected no rollback under way, found one to version {found.target} ({found.stage.value}): "
+                    "wait until it is live"
+                )
+            stranded = found is not None and found.strands
+            answer = await self._begin(target, reason, again=stranded)
+            if answer == "ok":
+                begun = await self.current()
+                assert begun is not None
+                self._changed()
+                log.info("rollback begun", extra={"target": int(target), "revoked": begun.revoked})
+                return await self._operate(begun)
+            if answer not in ("moved", "busy"):
+                raise Misfit(await self._refusal(answer, target))
+
+    async def _begin(self, target: PolicyVersion, reason: str, *, again: bool = False) -> str:
+        status = await self._ledger.status()  # before the rest: where that moves on, so does its newest version
+        records, states, checkpoints = await asyncio.gather(
+            self._ledger.policies(), self._ledger.policy_states(), self._ledger.checkpoints()
+        )
+        record = next((record for record in records if record.version == target), None)
+        if record is None or status.newest_version is None:
+            newest = max((record.version for record in records), default=None)
+            known = "none yet" if newest is None else f"versions up to {newest}"
+            raise Misfit(f"expected a policy version of this run, found no version {target}; there are {known}")
+        if states.get(target) is PolicyState.REVOKED:
+            raise Misfit(
+                f"expected a version that is not revoked, found that version {target} is: a rollback left its branch; "
+                f"{_choices(checkpoints, states)}"
+            )
+        if target == status.tip and not again:
+            raise Misfit(
+                f"expected a version before the newest, found that version {target} is the newest: there is nothing to "
+                f"go back from; {_choices(checkpoints, states)}"
+            )
+        return await begin_rollback(self._bus, self._ledger, status, records, record, reason)
+
+    async def _refusal(self, answer: str, target: PolicyVersion) -> str:
+        states, checkpoints = await asyncio.gather(self._ledger.policy_states(), self._ledger.checkpoints())
+        if answer == "no_checkpoint":
+            return (
+                f"expected a version with a checkpoint, found none of version {target}; {_choices(checkpoints, states)} "
+                "(trainer.checkpoint_every_steps and trainer.keep_last say how many there are)"
+            )
+        state = answer.partition(":")[2]
+        return f"expected a run that is running or paused, found it {state}: there is nothing to take back"
+
+    # ---------------------------------------------------------------- see it through
+
+    async def current(self) -> Rollback | None:
+        """Return the rollback under way, or the last one."""
+        raw = await self._bus.call(lambda: self._bus.client.hgetall(self._bus.keys.rollback))
+        return _read({name.decode(): value.decode() for name, value in raw.items()}) if raw else None
+
+    async def run(self) -> None:
+        """See to it that every rollback has its operation, also one whose coordinator died right after its beginning."""
+        while True:
+            found = await self.current()
+            if found is not None and found.stage not in OVER:
+                await self._operate(found)
+            await asyncio.sleep(_LOOK_S)
+
+    async def see_through(self, operation: Operation, report: Report) -> Outcome:
+        """Wait until the rollback of an operation is live, moving it on."""
+        while (found := await self.advance()) is not None and found.id == operation.request["rollback"]:
+            result: dict[str, Json] = {"version": found.version, "revoked": found.revoked, "undone": found.undone}
+            if found.stage is Stage.LIVE:
+                return Outcome(OperationState.SUCCEEDED, found.detail, result)
+            if found.stage is Stage.FAILED:
+                return Outcome(OperationState.FAILED, found.detail, result)
+            await report(found.stage, found.detail)
+            await asyncio.sleep(_POLL_S)
+        return Outcome(OperationState.CANCELLED, "the bus knows nothing of it any more")
+
+    async def keep_paused(self) -> None:
+        """Leave the run paused once the rollback under way is live."""
+        if (found := await self.current()) is not None:
+            await self._steer(found, resumes=0)
+
+    async def advance(self) -> Rollback | None:
+        """Move the rollback under way as far as it can go now; return it."""
+        found = await self.current()
+        if found is None or found.stage in OVER:
+            return found
+        status = await self._ledger.status()
+        if status.state in ENDED:
+            await self._end(found, Stage.FAILED, f"the run was {status.state.value}")
+        elif found.unloadable:
+            reason = f"rollback to version {found.target} failed: {found.unloadable}"
+            await self._ledger.transition(RunState.PAUSED, reason, [RunState.PAUSED])
+            await self._end(found, Stage.FAILED, found.unloadable)
+        elif found.stage is Stage.LOADING and status.tip not in (None, found.target):
+            await self._steer(found, state=Stage.PULLING, version=status.tip or 0, detail="replicas pull the version")
+        elif found.stage is Stage.PULLING and found.version is not None:
+            await self._wait_for_replicas(found, found.version, status)
+        return await self.current()
+
+    async def _wait_for_replicas(self, found: Rollback, version: PolicyVersion, status: RunStatus) -> None:
+        if status.head is None or status.head < version:
+            return
+        beats = [beat for beat in await heartbeats(self._bus) if beat.service == "rollout"]
+        behind = sorted(beat.replica for beat in beats if beat.version is None or beat.version < version)
+        patient = time.time() - found.changed_at_s < self._deadline_s
+        if len(behind) == len(beats) or (behind and patient):
+            return
+        if found.resumes:
+            why = found.reason.partition(": ")[2]
+            reason = f"rolled back to version {found.target}, as version {version}" + (f": {why}" if why else "")
+            await self._ledger.transition(RunState.RUNNING, reason, [RunState.PAUSED])
+        await self._end(found, Stage.LIVE, f"behind still: {', '.join(behind)}" if behind else "")
+
+    async def _steer(self, found: Rollback, **fields: str | int) -> bool:
+        arguments: list[Argument] = [found.id, time.time()]
+        for name, value in fields.items():
+            arguments += [name, value]
+        return bool(await self._bus.script("steer_rollback", [self._bus.keys.rollback], arguments))
+
+    async def _end(self, found: Rollback, stage: Stage, detail: str) -> None:
+        if not await self._steer(found, state=stage, detail=detail):
+            return
+        self._changed()
+        ROLLBACKS.labels(stage.value).inc()
+        sentence = f"to version {found.target}: {detail}" if detail else f"to version {found.target}"
+        log.info("rollback ended", extra={"target": int(found.target), "stage": stage.value, "detail": detail})
+        await tell(self._bus, SOURCE, f"rollback {stage.value}", sentence, target=int(found.target))
+
+
+def _choices(checkpoints: Mapping[PolicyVersion, str], states: Mapping[PolicyVersion, PolicyState]) -> str:
+    usable: Collection[PolicyVersion] = sorted(v for v in checkpoints if states.get(v) is not PolicyState.REVOKED)
+    return f"go back to one of {', '.join(map(str, usable))}" if usable else "no version has a checkpoint yet"
+
+
+def _read(fields: Mapping[str, str]) -> Rollback:
+    version = fields.get("version")
+    return Rollback(
+        id=fields["id"],
+        target=PolicyVersion(int(fields["target"])),
+        stage=Stage(fields["state"]),
+        reason=fields["reason"],
+        from_step=int(fields["from_step"]),
+        revoked=int(fields["revoked"]),
+        undone=int(fields["undone"]),
+        resumes=fields["resumes"] == "1",
+        version=None if version is None else PolicyVersion(int(version)),
+        detail=fields.get("detail", "the trainer loads the checkpoint"),
+        unloadable=fields.get("unloadable", ""),
+        started_at_s=float(fields["started_at_s"]),
+        changed_at_s=float(fields["changed_at_s"]),
+    )

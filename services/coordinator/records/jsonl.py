@@ -1,0 +1,116 @@
+"""Append-only files of JSON lines that survive a kill: a torn last line is cut off when the file is opened again."""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from shared.bus.messages import Json
+
+_BLOCK_BYTES = 1 << 16
+
+
+class Lines:
+    """One file of JSON objects, a line each.
+
+    >>> lines = Lines(Path("metrics.jsonl"))          # doctest: +SKIP
+    >>> lines.last                                    # doctest: +SKIP
+    {'entry': '17-0', 'step': 3}
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.last = _mend(path)
+        """The newest line; None where there is none."""
+
+    def append(self, lines: Sequence[dict[str, Json]]) -> None:
+        """Write lines, whole, behind the others. Numbers that JSON cannot hold become null.
+
+        Raises:
+            OSError: they cannot be written, all of them; the file is as it was.
+        """
+        if not lines:
+            return
+        text = "".join(f"{json.dumps(finite(line), ensure_ascii=False)}\n" for line in lines)
+        with self._path.open("ab", buffering=0) as file:
+            end = file.tell()
+            try:
+                _write_all(file, text.encode("utf-8", "replace"))
+            except OSError:
+                file.truncate(end)
+                raise
+        self.last = lines[-1]
+
+    def read(self) -> Iterator[dict[str, Json]]:
+        """Yield every line, oldest first."""
+        return read(self._path)
+
+
+def read(path: Path) -> Iterator[dict[str, Json]]:
+    """Yield every whole line of a file, oldest first; nothing where there is no file."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            if (found := _parse(line)) is not None:
+                yield found
+
+
+def newest_first(path: Path) -> Iterator[dict[str, Json]]:
+    """Yield every whole line of a file, newest first, reading no more of it than is asked for; nothing where there is no file."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        at, rest = file.seek(0, os.SEEK_END), b""
+        while at > 0:
+            size = min(_BLOCK_BYTES, at)
+            at -= size
+            file.seek(at)
+            first, *whole = (file.read(size) + rest).splitlines(keepends=True)
+            yield from (found for line in reversed(whole) if (found := _parse(line)) is not None)
+            rest = first
+        if (found := _parse(rest)) is not None:
+            yield found
+
+
+def _write_all(file: BinaryIO, data: bytes) -> None:
+    """Write ``data``, of which a disk that fills up may take a part at a time."""
+    while data:
+        data = data[file.write(data) :]
+
+
+def _mend(path: Path) -> dict[str, Json] | None:
+    """Cut off what stands behind the last whole line; return that line."""
+    last, whole = None, 0
+    if not path.exists():
+        return None
+    with path.open("r+b") as file:
+        for line in file:
+            if (found := _parse(line)) is None:
+                break
+            last, whole = found, whole + len(line)
+        file.truncate(whole)
+    return last
+
+
+def _parse(line: bytes) -> dict[str, Json] | None:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def finite(value: Json) -> Json:
+    """Return ``value`` with null in place of numbers that JSON cannot hold."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: finite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    return value

@@ -1,0 +1,204 @@
+"""The records of a run, for people: what the bus tells, as JSON lines in the run's folder.
+
+::
+
+    bus                       file                 one line is
+    steps                     metrics.jsonl        one optimizer step: step, version, samples, lag_counts, every metric
+    evaluations               evaluations.jsonl    one evaluation
+    events                    events.jsonl         one event
+    journal (newest group)    rollouts.jsonl       one trained group, each ``sample_every_steps`` steps, readable
+
+Each line of a stream carries its entry's id, and the recorder goes on behind the last one that it finds: a restart writes
+no line twice. While the disk has no room it says so and tries again; the bus keeps what is to be written. A run that was taken back to a checkpoint has two lines for a step; the later one holds. The recorder only
+reads the bus, and nothing reads the recorder but people, the summary and the report.
+"""
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
+
+from services.coordinator.evaluation.results import evaluations
+from services.coordinator.records.jsonl import Lines
+from shared.bus import streams, wire
+from shared.bus.bus import Bus
+from shared.bus.messages import Event, Experience, Json, Prompt, StepReport
+from shared.bus.streams import Stream
+from shared.errors import MessageError
+from shared.files.durable import no_room
+
+log = logging.getLogger(__name__)
+
+_BATCH = 500
+_WAIT_MS = 500
+_AGAIN_S = 1.0
+
+
+class Recorder:
+    """Writes the run's records; ``run`` for ever, ``catch_up`` once."""
+
+    def __init__(self, bus: Bus, folder: Path, sample_every_steps: int) -> None:
+        self._bus = bus
+        self._every = sample_every_steps
+        self._folder = folder
+        self._busy = asyncio.Lock()
+        self.trouble = ""
+        """Why records cannot be written now; "" when they can."""
+        self.reopen()
+
+    def reopen(self) -> None:
+        """Go on behind what the files hold now: another coordinator may have written them."""
+        folder = self._folder
+        self._metrics = Lines(folder / "metrics.jsonl")
+        self._events = Lines(folder / "events.jsonl")
+        self._evaluations = Lines(folder / "evaluations.jsonl")
+        self._rollouts = Lines(folder / "rollouts.jsonl")
+        self._after = {streams.STEPS: _entry(self._metrics), streams.EVENTS: _entry(self._events)}
+        self._evaluated = {line.get("version") for line in self._evaluations.read()}
+        self._sampled_step = _number(self._rollouts.last, "step")
+        self._step = _number(self._metrics.last, "step")
+
+    async def run(self) -> None:
+        """Record for ever."""
+        while True:
+            await self.catch_up()
+            after = {self._bus.keys.of(stream): entry for stream, entry in self._after.items()}
+            await self._bus.call(lambda after=after: self._bus.client.xread(after, count=1, block=_WAIT_MS))  # type: ignore[misc]
+
+    async def catch_up(self) -> None:
+        """Write everything that the bus has and the files have not; waits while the disk has no room."""
+        async with self._busy:
+            await self.with_room(self._catch_up)
+
+    async def with_room(self, write: Callable[[], Awaitable[None]]) -> None:
+        """Return once ``write`` did what it does; while that fails for want of room, say so in ``trouble`` and try again."""
+        while True:
+            try:
+                await write()
+            except OSError as error:
+                file = Path(error.filename) if isinstance(error.filename, str) else self._folder / "records"
+                if not self.trouble:
+                    log.warning("records cannot be written", extra={"error": str(error)})
+                self.trouble = no_room(file, error)
+                await asyncio.sleep(_AGAIN_S)
+            else:
+                self.trouble = ""
+                return
+
+    async def _catch_up(self) -> None:
+        while await self._record_steps() + await self._record_events():
+            pass
+        await self._record_evaluations()
+        await self._sample()
+
+    async def _record_steps(self) -> int:
+        entries = await self._entries(streams.STEPS)
+        reports = list(_decoded(entries, StepReport))
+        self._metrics.append([step_line(entry, report) for entry, report in reports])
+        self._pass(streams.STEPS, entries)
+        if reports:
+            self._step = reports[-1][1].step
+            self._sampled_step = min(self._sampled_step, self._step)
+        return len(entries)
+
+    async def _record_events(self) -> int:
+        entries = await self._entries(streams.EVENTS)
+        events = _decoded(entries, Event)
+        self._events.append([{"entry": entry, **dataclasses.asdict(event)} for entry, event in events])
+        self._pass(streams.EVENTS, entries)
+        return len(entries)
+
+    async def _entries(self, stream: Stream) -> list[tuple[bytes, Mapping[bytes, bytes]]]:
+        after = {self._bus.keys.of(stream): self._after[stream]}
+        answer = await self._bus.call(lambda: self._bus.client.xread(after, count=_BATCH))
+        entries: list[tuple[bytes, Mapping[bytes, bytes]]] = answer[0][1] if answer else []
+        return entries
+
+    def _pass(self, stream: Stream, entries: list[tuple[bytes, Mapping[bytes, bytes]]]) -> None:
+        """Note that these entries are written."""
+        if entries:
+            self._after[stream] = entries[-1][0].decode()
+
+    async def _record_evaluations(self) -> None:
+        count = int(await self._bus.call(lambda: self._bus.client.hlen(self._bus.keys.evaluations)))
+        if count == 0 or count <= len(self._evaluated):
+            return
+        new = [found for found in await evaluations(self._bus) if found.version not in self._evaluated]
+        self._evaluations.append([dataclasses.asdict(found) for found in new])
+        self._evaluated.update(found.version for found in new)
+
+    async def _sample(self) -> None:
+        if self._step // self._every <= self._sampled_step // self._every:
+            return
+        key = self._bus.keys.of(streams.JOURNAL)
+        newest = await self._bus.call(lambda: self._bus.client.xrevrange(key, count=1))
+        for entry, experience in _decoded(newest, Experience):  # none just after a checkpoint: the next step will do
+            step = int(newest[0][1][b"step"])
+            self._rollouts.append([rollout_line(entry, step, experience)])
+            self._sampled_step = max(step, self._step)
+
+
+def step_line(entry: str, report: StepReport) -> dict[str, Json]:
+    """Return one line of metrics.jsonl."""
+    return {
+        "entry": entry,
+        "step": report.step,
+        "version": report.version,
+        "finished_at_s": report.finished_at_s,
+        "samples": report.samples,
+        "lag_counts": dict(report.lag_counts),
+        **report.metrics,
+    }
+
+
+def rollout_line(entry: str, step: int, experience: Experience) -> dict[str, Json]:
+    """Return one line of rollouts.jsonl: a group as a person reads it."""
+    prompt = experience.group.prompt
+    completions: list[Json] = [
+        {
+            "text": sample.text,
+            "reward": float(reward),
+            "scores": {
+                score.scorer: {"status": score.status.value, "value": score.value, "detail": score.detail}
+                for score in scores.scores
+            },
+            "tokens": len(sample.token_ids),
+            "finish_reason": sample.finish_reason.value,
+            "versions": [int(version) for version in sorted(sample.versions)],
+        }
+        for sample, reward, scores in zip(experience.group.samples, experience.rewards, experience.scores, strict=True)
+    ]
+    return {
+        "entry": entry,
+        "step": step,
+        "group": int(prompt.group_id),
+        "problem": prompt.problem,
+        "prompt": _asked(prompt),
+        "answer": prompt.answer,
+        "replica": experience.group.replica,
+        "completions": completions,
+    }
+
+
+def _asked(prompt: Prompt) -> Json:
+    if prompt.messages is None:
+        return prompt.text
+    return [{"role": turn.role, "content": turn.content} for turn in prompt.messages]
+
+
+def _decoded(entries: list[tuple[bytes, Mapping[bytes, bytes]]], kind: type[wire.T]) -> Iterator[tuple[str, wire.T]]:
+    for entry, fields in entries:
+        try:
+            yield entry.decode(), wire.decode(fields.get(b"data", b""), kind)
+        except MessageError as error:
+            log.warning("unreadable record passed over", extra={"entry": entry.decode(), "reason": str(error)})
+
+
+def _entry(lines: Lines) -> str:
+    return "0-0" if lines.last is None else str(lines.last.get("entry", "0-0"))
+
+
+def _number(line: dict[str, Json] | None, name: str) -> int:
+    value = None if line is None else line.get(name)
+    return value if isinstance(value, int) else 0

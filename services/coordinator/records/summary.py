@@ -1,0 +1,173 @@
+"""The summary of a run, from what is written down (bus and metrics.jsonl), never from a process's memory.
+
+So it is right whoever was restarted, and may be made again. Times are Unix seconds; ``training_s`` runs from the first
+admission to the last commit, without pauses.
+"""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import platform
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from services.coordinator.evaluation.results import Evaluation
+from services.coordinator.records.jsonl import finite
+from shared.bus.messages import Json
+from shared.bus.stores.ledger import ENDED, RunState, RunStatus
+from shared.files.durable import write_whole
+from shared.settings import Settings
+
+_ENDS = 5
+"""Steps at the beginning and at the end over which the reward is averaged."""
+_PACKAGES = (
+    *("penstock", "numpy", "msgpack", "redis", "pydantic", "fastapi", "uvicorn", "pyarrow"),
+    *("torch", "transformers", "deepspeed", "math-verify", "vllm"),  # where they are installed here too
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Summary:
+    """What summary.json holds; None where a run has no such figure."""
+
+    run_id: str
+    state: str
+    reason: str
+    accuracy_before: float | None
+    """Held-out accuracy of the initial policy, on the first set."""
+    accuracy_after: float | None
+    """Held-out accuracy of the last evaluated version (of the final one, where the run finished)."""
+    training_s: float
+    steps: int
+    samples: int
+    samples_per_s: float
+    tokens_per_s: float
+    """Response tokens that were trained on, per second of training."""
+    reward_first: float | None
+    reward_last: float | None
+    lag_mean: float | None
+    lag_max: int | None
+    groups_admitted: int
+    counts: dict[str, int]
+    """How groups ended: trained, dropped:<reason>, dead:<stream>; requeued are not endings."""
+    head: int | None
+    evaluations: int
+    started_at_s: float
+    finished_at_s: float
+    settings_sha256: str
+    bus: str
+    versions: dict[str, str]
+
+
+def training_seconds(status: RunStatus, steps: int, now_s: float) -> float:
+    """Return the seconds from the first admission to the last commit, or until now where training goes on."""
+    if status.first_admission_s is None:
+        return 0.0
+    end_s = status.changed_at_s if status.state is RunState.PAUSED else now_s
+    if status.state in ENDED or status.step >= steps:
+        end_s = status.last_commit_s or status.first_admission_s
+    return max(0.0, end_s - status.first_admission_s - status.paused_s)
+
+
+def summarize(
+    settings: Settings,
+    status: RunStatus,
+    counts: Mapping[str, int],
+    evaluations: Sequence[Evaluation],
+    lines: Iterable[dict[str, Json]],
+    bus: str,
+) -> Summary:
+    """Return the summary of a run that has ended; ``lines`` are those of metrics.jsonl."""
+    steps = one_line_a_step(lines)
+    samples = int(sum(_figures(steps, "samples")))
+    tokens = sum(_figure(step, "samples") * _figure(step, "response_tokens_mean") for step in steps)
+    training_s = training_seconds(status, settings.run.steps, time.time())
+    rewards = _figures(steps, "reward_mean")
+    lag_mean, lag_max = _lag(steps)
+    of_first = [found for found in evaluations if found.set == evaluations[0].set]
+    return Summary(
+        run_id=settings.run.id,
+        state=status.state.value,
+        reason=status.reason,
+        accuracy_before=next((found.accuracy for found in of_first if found.initial), None),
+        accuracy_after=next((found.accuracy for found in reversed(of_first) if not found.initial), None),
+        training_s=training_s,
+        steps=status.step,
+        samples=samples,
+        samples_per_s=samples / training_s if training_s else 0.0,
+        tokens_per_s=tokens / training_s if training_s else 0.0,
+        reward_first=_mean(rewards[:_ENDS]),
+        reward_last=_mean(rewards[-_ENDS:]),
+        lag_mean=lag_mean,
+        lag_max=lag_max,
+        groups_admitted=status.cursor,
+        counts=dict(counts),
+        head=status.head,
+        evaluations=len({found.version for found in evaluations}),
+        started_at_s=status.created_at_s,
+        finished_at_s=time.time(),
+        settings_sha256=digest(settings),
+        bus=bus,
+        versions=versions(),
+    )
+
+
+def write(summary: Summary, folder: Path) -> Path:
+    """Write summary.json, whole, at once."""
+    path = folder / "summary.json"
+    write_whole(path, json.dumps(finite(dataclasses.asdict(summary)), indent=2, ensure_ascii=False) + "\n")
+    return path
+
+
+def one_line_a_step(lines: Iterable[dict[str, Json]]) -> list[dict[str, Json]]:
+    """Return the lines that hold: a run that was taken back to a checkpoint wrote some steps twice."""
+    steps: list[dict[str, Json]] = []
+    for line in lines:
+        while steps and _figure(steps[-1], "step") >= _figure(line, "step"):
+            steps.pop()
+        steps.append(line)
+    return steps
+
+
+def digest(settings: Settings) -> str:
+    """Return the SHA-256 of the resolved settings, hex: the same for runs that differ only in name and place."""
+    values = settings.model_dump(mode="json", exclude={"run": {"id", "folder"}, "bus": {"url"}, "weights": {"folder"}})
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that are installed here."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _figures(steps: Sequence[dict[str, Json]], name: str) -> list[float]:
+    values = (step.get(name) for step in steps)
+    return [float(value) for value in values if isinstance(value, (int, float))]
+
+
+def _figure(step: dict[str, Json], name: str) -> float:
+    return sum(_figures([step], name))
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _lag(steps: Sequence[dict[str, Json]]) -> tuple[float | None, int | None]:
+    counts: dict[int, int] = {}
+    for step in steps:
+        found = step.get("lag_counts")
+        for lag, samples in (found if isinstance(found, dict) else {}).items():
+            counts[int(lag)] = counts.get(int(lag), 0) + (samples if isinstance(samples, int) else 0)
+    total = sum(counts.values())
+    if not total:
+        return None, None
+    return sum(lag * samples for lag, samples in counts.items()) / total, max(counts)

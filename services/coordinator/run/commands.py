@@ -1,0 +1,127 @@
+"""Steer the run: the commands of people, which states each fits, and what goes on until a pause is complete or a replica is gone.
+
+Commands are idempotent: repeating one changes nothing. This module knows no HTTP.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+
+from services.coordinator.operations.operations import Misfit, Operation, OperationState, Outcome, Report
+from services.coordinator.policies.rollback import OVER, Rollbacks
+from shared.bus import streams
+from shared.bus.bus import Bus
+from shared.bus.stores.cordon import Word, cordons
+from shared.bus.stores.ledger import Ledger, RunState
+from shared.process.telemetry import heartbeats, tell
+
+_LOOK_S = 0.1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Order:
+    """One command: where it leads, from which states, and what to say where it does not fit."""
+
+    to: RunState
+    allowed: tuple[RunState, ...]
+    refusals: dict[RunState, str]
+
+
+_OVER = {
+    RunState.STOPPED: "the run was stopped; start a new one",
+    RunState.FINISHED: "the run has finished; start a new one, or extend it: start its services again with a larger run.steps",
+}
+ORDERS = {
+    "start": Order(
+        RunState.RUNNING, (RunState.CREATED,), {**_OVER, RunState.PAUSED: "the run is paused; POST /v1/run/resume"}
+    ),
+    "pause": Order(
+        RunState.PAUSED,
+        (RunState.RUNNING,),
+        {**_OVER, RunState.CREATED: "the run has not started; there is nothing to pause"},
+    ),
+    "resume": Order(
+        RunState.RUNNING,
+        (RunState.PAUSED,),
+        {**_OVER, RunState.CREATED: "the run has not started; POST /v1/run/start"},
+    ),
+    "stop": Order(RunState.STOPPED, (RunState.CREATED, RunState.RUNNING, RunState.PAUSED), _OVER),
+}
+
+
+class Steering:
+    """Carries out commands.
+
+    Args:
+        groups_per_step: so many groups make a step; fewer wait for the next.
+        changed: is called after each command that changed the run.
+    """
+
+    def __init__(
+        self, bus: Bus, ledger: Ledger, rollbacks: Rollbacks, groups_per_step: int, changed: Callable[[], None]
+    ) -> None:
+        self._bus = bus
+        self._ledger = ledger
+        self._rollbacks = rollbacks
+        self._groups_per_step = groups_per_step
+        self._changed = changed
+
+    async def command(self, name: str, reason: str) -> tuple[bool, RunState, str]:
+        """Start, pause, resume or stop; return whether that changed the run, its state and the reason it keeps.
+
+        Raises:
+            Misfit: the command does not fit the run's state.
+        """
+        await self._mind_rollback(name)
+        order = ORDERS[name]
+        reason = reason or f"{name} by HTTP"
+        changed, found = await self._ledger.transition(order.to, reason, order.allowed)
+        if not changed and found is not order.to:
+            raise Misfit(f"expected a run that can {name}, found it {found.value}: {order.refusals[found]}")
+        if changed:
+            self._changed()
+            await tell(self._bus, "api", f"run {order.to.value}", reason)
+        return changed, order.to, (await self._ledger.status()).reason
+
+    async def _mind_rollback(self, command: str) -> None:
+        """A rollback holds the run until its version is live: no resume before; after a pause it stays paused."""
+        if command == "pause":
+            await self._rollbacks.keep_paused()
+        found = await self._rollbacks.current() if command == "resume" else None
+        if found is not None and found.stage not in OVER:
+            raise Misfit(
+                f"expected a run that can resume, found a rollback to version {found.target} under way "
+                f"({found.stage.value}): wait until it is live"
+            )
+        if found is not None and found.strands:
+            raise Misfit(
+                f"expected a run with weights to go on from, found that the rollback to version {found.target} failed: roll back to "
+                "another version, or to this one again"
+            )
+
+    async def drain_run(self, operation: Operation, report: Report) -> Outcome:
+        """Wait until a paused run has nothing in flight but groups that are too few for a step."""
+        while True:
+            status = await self._ledger.status()
+            if status.state is not RunState.PAUSED:
+                return Outcome(OperationState.CANCELLED, f"the run is {status.state.value} again: {status.reason}")
+            prompts, rollouts, waiting = [await self._bus.length(stream) for stream in streams.TRAINING_STREAMS]
+            if prompts + rollouts == 0 and waiting < self._groups_per_step:
+                detail = f"nothing is generated or scored; {waiting} groups wait for the next step"
+                step = (await self._ledger.status()).step  # the last one may have been committed since
+                return Outcome(OperationState.SUCCEEDED, detail, {"step": step, "groups_waiting": waiting})
+            await report("draining", f"{prompts + rollouts + waiting} groups in flight")
+            await asyncio.sleep(_LOOK_S)
+
+    async def drain_replica(self, operation: Operation, report: Report) -> Outcome:
+        """Wait until a replica that was told to leave is gone."""
+        replica, first_s = str(operation.request["replica"]), operation.created_at_s
+        while True:
+            beats = [beat for beat in await heartbeats(self._bus) if beat.replica == replica]
+            if not beats or beats[0].started_at_s > first_s:
+                return Outcome(OperationState.SUCCEEDED, f"{replica} left")
+            if (await cordons(self._bus)).get(replica) is not Word.DRAINING and beats[0].state != "stopping":
+                return Outcome(OperationState.CANCELLED, f"{replica} was told to stay")
+            held = int(beats[0].values.get("held", 0))
+            await report("finishing", f"{replica} holds {held} groups")
+            await asyncio.sleep(_LOOK_S)

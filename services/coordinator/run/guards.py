@@ -1,0 +1,338 @@
+"""Guards: look at what the trainer reports of its steps, and do something about a run that goes wrong.
+
+::
+
+    step reports since the run last began to run ─▶ rules (pure) ─▶ findings ─▶ new: event, metric, status; pause where asked
+    the live view ─────────────────────────────────▶                        └▶ gone: event, metric
+
+    guard              trips when
+    no_signal          every group of the last steps has one reward throughout
+    kl                 the mean KL to what sampled the data, or to the reference, is over its ceiling
+    entropy            the mean entropy is under its floor
+    lag                more than a share of the groups left as stale
+    throughput         median tokens/s of the last steps is under a share of the median before them
+    trainer_starving   the trainer spent more than a share of its time waiting for groups
+    rollouts_starving  no prompt lay in the stream in more than a share of the looks, while groups waited for the trainer
+    unscored           groups were given up by the reward service, one after the other, and none was scored
+    probe              a replica's logprobs of the trainer's probe differ from the trainer's
+    stalled            nothing was committed for long
+
+Each step is looked at as it was when it was the last, however many were committed between two looks: one that goes wrong for an instant is found.
+
+What they find lies on the bus, so that every coordinator says it, and the next one to lead goes on from it. Only steps since the run last began to run count, so a run that is resumed after a guard has its chance. What is not finite is
+skipped, and then paused, by the trainer itself, which alone sees it.
+"""
+
+import asyncio
+import logging
+import statistics
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+
+from prometheus_client import Counter, Gauge
+from pydantic import TypeAdapter
+
+from services.coordinator.operations.dead_letters import Source, newest_reason
+from services.coordinator.schemas.run import GuardView, RunView
+from shared.bus.bus import Bus
+from shared.bus.messages import StepReport
+from shared.bus.stores.ledger import Ledger, RunState
+from shared.process.telemetry import WEIGHTS_PROBE, Heartbeat, heartbeats, tell
+from shared.settings.guards import (
+    Action,
+    EntropyGuard,
+    GuardsSettings,
+    KlGuard,
+    LagGuard,
+    NoSignalGuard,
+    RolloutsStarvingGuard,
+    StalledGuard,
+    ThroughputGuard,
+    TrainerStarvingGuard,
+    UnscoredGuard,
+)
+
+log = logging.getLogger(__name__)
+
+ACTIVE = Gauge("penstock_coordinator_guard_active", "1 while a guard finds what it looks for, else 0.", ["guard"])
+TRIPS = Counter(
+    "penstock_coordinator_guard_trips_total", "How often a guard tripped, by what was done.", ["guard", "action"]
+)
+
+_EVERY_S = 1.0
+"""As a second has one look, a window of so many seconds has as many looks."""
+_VIEWS = TypeAdapter(list[GuardView])
+Reports = Sequence[StepReport]
+
+
+# ---------------------------------------------------------------- rules: what is wrong, in a sentence, or ""
+
+
+def no_signal(reports: Reports, guard: NoSignalGuard, groups_per_step: int) -> str:
+    """Say whether every group of the last steps has one reward throughout."""
+    last = reports[-guard.steps :]
+    if len(last) < guard.steps or any(_of(report, "zero_std_groups") < groups_per_step for report in last):
+        return ""
+    mean = statistics.fmean(_of(report, "reward_mean") for report in last)
+    return (
+        f"in {guard.steps} steps no group had two different rewards (mean {mean:g}): nothing can be learned from them"
+    )
+
+
+def kl(reports: Reports, guard: KlGuard) -> str:
+    """Say whether the mean KL to the behavior policy, or to the reference, is over its ceiling."""
+    bounds = (("kl_mean", guard.ceiling_nats, "behavior"), ("reference_kl", guard.reference_ceiling_nats, "reference"))
+    for name, ceiling, other in bounds:
+        mean = _mean(reports, name, guard.steps)
+        if ceiling and mean is not None and mean > ceiling:
+            return f"mean KL to the {other} policy over {guard.steps} steps is {mean:.3g} nats, ceiling {ceiling:g}"
+    return ""
+
+
+def entropy(reports: Reports, guard: EntropyGuard) -> str:
+    """Say whether the mean entropy is under its floor."""
+    mean = _mean(reports, "entropy", guard.steps)
+    if mean is None or mean >= guard.floor_nats:
+        return ""
+    return f"mean entropy over {guard.steps} steps is {mean:.3g} nats, floor {guard.floor_nats:g}"
+
+
+def lag(reports: Reports, guard: LagGuard, groups_per_step: int) -> str:
+    """Say whether more than a share of the groups left as stale."""
+    last = reports[-guard.steps :]
+    stale = sum(_of(report, "dropped_stale") for report in last)
+    share = stale / max(1.0, stale + groups_per_step * len(last))
+    if len(last) < guard.steps or share <= guard.stale_share:
+        return ""
+    return f"{share:.0%} of the groups of {guard.steps} steps left as stale, at most {guard.stale_share:.0%} expected"
+
+
+def throughput(reports: Reports, guard: ThroughputGuard) -> str:
+    """Say whether the trained tokens per second fell under a share of what they were."""
+    speeds = [_of(report, "tokens_per_s") for report in reports]
+    now, before = speeds[-guard.steps :], speeds[-5 * guard.steps : -guard.steps]
+    if len(before) < 4 * guard.steps:
+        return ""
+    found, expected = statistics.median(now), statistics.median(before)
+    if found >= guard.least_share * expected:
+        return ""
+    return f"{found:.4g} trained tokens/s over {guard.steps} steps, {expected:.4g} before them"
+
+
+def trainer_starving(reports: Reports, guard: TrainerStarvingGuard) -> str:
+    """Say whether the trainer mostly waits."""
+    last = reports[-guard.steps :]
+    total = sum(_of(report, "step_s") for report in last)
+    waited = sum(_of(report, "phase_wait_s") for report in last)
+    if len(last) < guard.steps or waited <= guard.share * total:
+        return ""
+    return f"the trainer waited {waited / total:.0%} of {guard.steps} steps: rollout or reward is slower; add replicas"
+
+
+def rollouts_starving(looks: Sequence[bool], guard: RolloutsStarvingGuard) -> str:
+    """Say whether replicas mostly found no prompt while groups waited for the trainer."""
+    share = sum(looks) / max(1, len(looks))
+    if len(looks) < guard.window_s or share <= guard.share:
+        return ""
+    return (
+        f"in {share:.0%} of the last {guard.window_s} s no prompt was there for the replicas while groups waited for the trainer: "
+        "it is slower; give it more, or raise algorithm.max_lag"
+    )
+
+
+def unscored(given_up: int, cause: str, guard: UnscoredGuard) -> str:
+    """Say whether groups were given up in a row, none of them scored; ``cause`` is the newest one's."""
+    return "" if given_up < guard.groups else f"none of the last {given_up} groups could be scored; the newest: {cause}"
+
+
+def probe(beats: Iterable[Heartbeat], since_s: float) -> str:
+    """Say which replica's newest probe differed, of those that were checked after ``since_s``."""
+    for beat in beats:
+        for failure in beat.failures:
+            if failure.part == WEIGHTS_PROBE and failure.in_a_row and failure.at_s > since_s:
+                return f"{beat.replica}: {failure.reason}"
+    return ""
+
+
+def stalled(since_s: float, guard: StalledGuard) -> str:
+    """Say whether nothing was committed for long."""
+    return "" if since_s <= guard.after_s else f"no step was committed for {since_s:.0f} s"
+
+
+def _of(report: StepReport, name: str) -> float:
+    return report.metrics.get(name, 0.0)
+
+
+def _mean(reports: Reports, name: str, steps: int) -> float | None:
+    found = [report.metrics[name] for report in reports[-steps:] if name in report.metrics]
+    return statistics.fmean(found) if len(found) >= steps else None
+
+
+# ---------------------------------------------------------------- the watch
+
+
+def dump_guards(found: Iterable[GuardView]) -> str:
+    """Return what is wrong as every coordinator reads it."""
+    return _VIEWS.dump_json(list(found)).decode()
+
+
+def read_guards(raw: bytes) -> list[GuardView]:
+    """Return what the coordinator that leads found wrong.
+
+    >>> read_guards(b"")
+    []
+    """
+    return _VIEWS.validate_json(raw) if raw else []
+
+
+class Guards:
+    """Watches one run.
+
+    Args:
+        view: looks at the run.
+        reports: the newest step reports, oldest first.
+        changed: is called when the run was paused.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        ledger: Ledger,
+        settings: GuardsSettings,
+        groups_per_step: int,
+        view: Callable[[], Awaitable[RunView]],
+        reports: Callable[[], Reports],
+        changed: Callable[[], None],
+    ) -> None:
+        self._bus = bus
+        self._ledger = ledger
+        self._settings = settings
+        self._groups_per_step = groups_per_step
+        self._view = view
+        self._reports = reports
+        self._changed = changed
+        self._looks: deque[bool] = deque(maxlen=settings.rollouts_starving.window_s)
+        self._progress = (0.0, 0, 0)
+        """Since when the run has been running, groups scored so far, and how many had been given up when the newest was."""
+        self._judged_s = 0.0
+        """When the newest step that was looked at was finished."""
+        self.active: dict[str, GuardView] = {}
+        """What is wrong now, by guard."""
+        for name in GuardsSettings.model_fields:
+            ACTIVE.labels(name).set(0)
+            TRIPS.labels(name, getattr(settings, name).action)  # a line that is there at 0 shows the first increase
+
+    async def run(self) -> None:
+        """Watch until cancelled; then another coordinator leads, and goes on from what was wrong."""
+        try:
+            self.active = {found.guard: found for found in (await self._view()).guards}
+            self._judged_s = max((report.finished_at_s for report in self._reports()), default=0.0)
+            for name in self.active:
+                ACTIVE.labels(name).set(1)
+            while True:
+                await self.look(await self._view())
+                await asyncio.sleep(_EVERY_S)
+        finally:
+            for name in self.active:
+                ACTIVE.labels(name).set(0)
+            self.active.clear()
+
+    async def look(self, view: RunView) -> None:
+        """Look at the run once, and act."""
+        if view.state is not RunState.RUNNING:
+            self._looks.clear()
+            return  # what paused it stays in sight
+        status = await self._ledger.status()
+        found = self._find(view, status.changed_at_s, status.last_commit_s)
+        found |= await self._find_unscored(view, status.changed_at_s)
+        found |= await self._find_probe(status.changed_at_s)
+        before = self.active
+        active = {
+            name: GuardView(
+                guard=name,
+                action=action,
+                detail=sentence,
+                since_s=before[name].since_s if name in before else time.time(),
+            )
+            for name, (action, sentence) in found.items()
+        }
+        for name in [name for name in before if name not in found]:
+            ACTIVE.labels(name).set(0)
+            await tell(self._bus, "guard", f"guard {name} over", "it is as it should be again", guard=name)
+        for name in [name for name in found if name not in before]:  # what went wrong first is the reason of a pause
+            await self._trip(name, *found[name])
+        if active != before:  # at last: who leads next takes what is noted here for done
+            await self._ledger.note("guards", dump_guards(active.values()))
+        self.active = active
+
+    def _find(self, view: RunView, since_s: float, last_commit_s: float | None) -> dict[str, tuple[Action, str]]:
+        guards = self._settings
+        reports = [report for report in self._reports() if report.finished_at_s > since_s]
+        self._looks.append(
+            view.streams["prompts"].entries == 0 and view.streams["experience"].entries >= self._groups_per_step
+        )
+        quiet_s = time.time() - max(since_s, last_commit_s or 0.0)
+        found = {
+            **self._find_in_steps(reports),
+            "rollouts_starving": rollouts_starving(self._looks, guards.rollouts_starving),
+            "stalled": stalled(quiet_s, guards.stalled),
+        }
+        actions: dict[str, Action] = {name: getattr(guards, name).action for name in found}
+        return {name: (actions[name], text) for name, text in found.items() if text and actions[name] != "off"}
+
+    async def _find_unscored(self, view: RunView, since_s: float) -> dict[str, tuple[Action, str]]:
+        guard = self._settings.unscored
+        given_up = self._given_up_in_a_row(view, since_s)
+        if guard.action == "off" or given_up < guard.groups:
+            return {}
+        newest = await newest_reason(self._bus, Source.ROLLOUTS)
+        return {"unscored": (guard.action, unscored(given_up, newest or "its dead letter is gone", guard))}
+
+    async def _find_probe(self, since_s: float) -> dict[str, tuple[Action, str]]:
+        action = self._settings.probe.action
+        if action == "off":
+            return {}
+        sentence = probe(await heartbeats(self._bus), since_s)
+        return {"probe": (action, sentence)} if sentence else {}
+
+    def _given_up_in_a_row(self, view: RunView, since_s: float) -> int:
+        """Return how many groups the reward service has given up since it scored one."""
+        given_up = view.counts.get("dead:rollouts", 0)
+        # A scored group waits for the trainer, or has left it in one way or another; those that died sooner were not scored.
+        left = sum(view.counts.values()) - given_up - view.counts.get("dead:prompts", 0)
+        scored = left + view.streams["experience"].entries
+        if self._progress[0] != since_s or scored > self._progress[1]:
+            self._progress = (since_s, scored, given_up)
+        return given_up - self._progress[2]
+
+    def _find_in_steps(self, reports: Reports) -> dict[str, str]:
+        """Return what is wrong, or was at a step that is new; without a new one, what is wrong at the last."""
+        new = [end for end, report in enumerate(reports, 1) if report.finished_at_s > self._judged_s]
+        if reports:
+            self._judged_s = max(self._judged_s, reports[-1].finished_at_s)
+        found: dict[str, str] = {}
+        for end in new or [len(reports)]:
+            found |= {name: text for name, text in self._find_at(reports[:end]).items() if text}
+        return found
+
+    def _find_at(self, reports: Reports) -> dict[str, str]:
+        guards, groups = self._settings, self._groups_per_step
+        return {
+            "no_signal": no_signal(reports, guards.no_signal, groups),
+            "kl": kl(reports, guards.kl),
+            "entropy": entropy(reports, guards.entropy),
+            "lag": lag(reports, guards.lag, groups),
+            "throughput": throughput(reports, guards.throughput),
+            "trainer_starving": trainer_starving(reports, guards.trainer_starving),
+        }
+
+    async def _trip(self, name: str, action: Action, sentence: str) -> None:
+        ACTIVE.labels(name).set(1)
+        TRIPS.labels(name, action).inc()
+        log.warning("guard tripped", extra={"guard": name, "action": action, "detail": sentence})
+        await tell(self._bus, "guard", f"guard {name}", sentence, guard=name, action=action)
+        if action == "pause":
+            reason = f"guard {name}: {sentence}; resume, roll back, or change [guards.{name}]"
+            await self._ledger.transition(RunState.PAUSED, reason, [RunState.RUNNING])
+            self._changed()

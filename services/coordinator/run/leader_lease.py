@@ -1,0 +1,110 @@
+"""The lease: of several coordinators of a run, one leads.
+
+::
+
+    every third of ttl_s: take or renew ──▶ ours ──▶ lead: its term is a fencing token, which scripts check
+                                     └────▶ another's ──▶ answer reads and commands, and ask again
+    renewal late by more than ttl_s ──▶ lead no more, whatever the bus says later
+
+The lease is a key that expires. A leader that is killed is followed within ``ttl_s`` and one turn; one that stops in order
+leaves the lease at once. A leader that was frozen finds its term out of date: what it still wants to write is refused by the
+scripts themselves, so the clock of no machine decides what becomes true.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+
+from prometheus_client import Gauge
+
+from shared.bus.bus import Argument, Bus
+from shared.errors import BusUnavailable
+
+log = logging.getLogger(__name__)
+
+LEADING = Gauge("penstock_coordinator_leading", "1 while this coordinator leads the run, else 0.")
+
+TTL_S = 3.0
+
+
+class Lease:
+    """One coordinator's claim to lead.
+
+    Args:
+        replica: its name; a process that is started again under it takes over at once.
+        ttl_s: how long the lease holds without being renewed.
+    """
+
+    def __init__(self, bus: Bus, replica: str, ttl_s: float = TTL_S) -> None:
+        self._bus = bus
+        self._replica = replica
+        self._process = uuid.uuid4().hex[:8]
+        self._ttl_s = ttl_s
+        self._until_s = 0.0
+        self.term = 0
+        """The fencing token; 0 while another leads."""
+        self.leader = ""
+        """The replica that leads, as far as is known."""
+
+    @property
+    def leading(self) -> bool:
+        """Whether this coordinator leads, by its own clock."""
+        return self.term > 0 and time.monotonic() < self._until_s
+
+    async def run(self, lead: Callable[[int], Awaitable[None]]) -> None:
+        """Claim the lease until ``lead(term)``, which runs while it is held, returns by itself; cancelled when it is lost.
+
+        Raises:
+            Exception: what ``lead`` raised; the lease is left.
+        """
+        try:
+            while True:
+                await self._claim()
+                if self.leading and await self._lead(lead):
+                    return
+                await asyncio.sleep(self._ttl_s / 3)
+        finally:
+            self._set(0)
+            await self._leave()
+
+    async def _lead(self, lead: Callable[[int], Awaitable[None]]) -> bool:
+        """Lead; return whether ``lead`` came to its end, rather than the lease."""
+        term = self.term
+        log.info("leading", extra={"term": term})
+        leading = asyncio.ensure_future(lead(term))
+        try:
+            while self.leading and self.term == term and not leading.done():  # another term: the bus came back empty
+                await asyncio.wait([leading], timeout=self._ttl_s / 3)
+                with contextlib.suppress(TimeoutError, BusUnavailable):
+                    async with asyncio.timeout(max(0.0, self._until_s - time.monotonic())):
+                        await self._claim()
+        finally:
+            if not (ended := leading.done()):
+                leading.cancel()
+            self._set(0)
+            with contextlib.suppress(asyncio.CancelledError):
+                await leading
+        if not ended:
+            log.warning("leading no more", extra={"leader": self.leader})
+        return ended
+
+    async def _claim(self) -> None:
+        asked_s = time.monotonic()
+        keys = [self._bus.keys.lease, self._bus.keys.run]
+        arguments: list[Argument] = [self._replica, self._process, round(self._ttl_s * 1000)]
+        term, leader = await self._bus.script("lease", keys, arguments)
+        self.leader = leader.decode()
+        self._until_s = asked_s + self._ttl_s
+        self._set(int(term))
+
+    def _set(self, term: int) -> None:
+        self.term = term
+        LEADING.set(term > 0)
+
+    async def _leave(self) -> None:
+        with contextlib.suppress(TimeoutError, BusUnavailable):
+            async with asyncio.timeout(1.0):
+                await self._bus.script("leave_lease", [self._bus.keys.lease], [self._process])

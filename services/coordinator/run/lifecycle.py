@@ -1,0 +1,277 @@
+"""The life of a run: when it starts, when a version is evaluated, how it ends.
+
+::
+
+    created ──(version 0 is live, initial evaluation is in, autostart)──▶ running ◀──▶ paused
+    running ──(committed step = run.steps)──▶ final evaluation ──▶ close ──▶ finished
+    finished ──(run.steps is larger than when it finished)──▶ running
+    any ──(POST /v1/run/stop)──▶ stopped ──▶ close
+
+    close = drop what is left, reason `run_ended` ──▶ records up to date ──▶ summary.json ──▶ report.html
+
+Every part may be done again after a restart: the state is on the bus, and each part does nothing where it was done
+before. A paused run starts nothing. This module admits nothing and promotes nothing.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from services.coordinator.evaluation.evaluator import EVALUATION_STREAMS, Due, Evaluator, take_all
+from services.coordinator.evaluation.regression_gate import Gate
+from services.coordinator.evaluation.results import Evaluation, evaluations
+from services.coordinator.records import summary
+from services.coordinator.records.jsonl import read
+from services.coordinator.records.recorder import Recorder
+from services.coordinator.records.report import write_report
+from shared.bus import streams
+from shared.bus.bus import Bus
+from shared.bus.stores.ledger import ENDED, Ledger, RunState, RunStatus
+from shared.errors import BusFull
+from shared.process.telemetry import heartbeats, tell
+from shared.settings import Settings
+from shared.settings.evaluation import HeldOutSet
+
+log = logging.getLogger(__name__)
+
+SOURCE = "coordinator"
+ENDED_REASON = "run_ended"
+_FULL_S = 1.0
+"""An evaluation for which the bus has no memory is begun again after so long."""
+_COMPLETE = "every step is committed"
+
+
+def due(
+    status: RunStatus, head_step: int, found: Sequence[Evaluation], steps: int, sets: Sequence[HeldOutSet]
+) -> Due | None:
+    """Return the evaluation of the head that is due, if any.
+
+    The initial one is due as soon as version 0 is live, the final one when every step is committed and its version live, both of every set; one
+    between of each set whenever the head passed a multiple of its ``every_steps`` since its last.
+    """
+    names = tuple(held_out.name for held_out in sets)
+    if status.state in ENDED or status.head is None:
+        return None
+    if not any(evaluation.initial for evaluation in found) and head_step == 0 and status.step == 0:
+        return Due(names, initial=True)
+    if status.state is not RunState.RUNNING or any(evaluation.version == status.head for evaluation in found):
+        return None
+    if status.step >= steps:
+        return Due(names, final=True) if status.head == status.newest_version else None
+    late = tuple(one.name for one in sets if _passed_a_multiple(head_step, found, one))
+    return Due(late) if late else None
+
+
+def _passed_a_multiple(head_step: int, found: Sequence[Evaluation], held_out: HeldOutSet) -> bool:
+    every_steps = held_out.every_steps or 1
+    last = max((evaluation.step for evaluation in found if evaluation.set == held_out.name), default=0)
+    return head_step // every_steps > last // every_steps
+
+
+class Lifecycle:
+    """Moves the run from state to state.
+
+    Args:
+        evaluator: None where there are no held-out problems.
+        opened: is called when admission may begin.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        ledger: Ledger,
+        settings: Settings,
+        evaluator: Evaluator | None,
+        gate: Gate,
+        recorder: Recorder,
+        opened: Callable[[], None],
+        folder: Path,
+        poll_s: float = 0.1,
+    ) -> None:
+        self._bus = bus
+        self._ledger = ledger
+        self._settings = settings
+        self._evaluator = evaluator
+        self._gate = gate
+        self._recorder = recorder
+        self._opened = opened
+        self._folder = folder
+        self._poll_s = poll_s
+        self._wake = asyncio.Event()
+        self._reconnects = bus.reconnects
+        self.gate_open = False
+        """Whether admission may begin: the initial evaluation is in."""
+        self.closed = False
+        """Whether the run has ended and its records are whole."""
+
+    def wake(self) -> None:
+        """Look at once whether something is to be done."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Lead the run to its end and stay."""
+        await self._ledger.create()
+        await self._ledger.note("doing", "")  # of the leader before
+        while True:
+            if not await self.advance():
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._poll_s):
+                        await self._wake.wait()
+                self._wake.clear()
+
+    async def advance(self) -> bool:
+        """Do the next thing that is due; False when nothing is."""
+        if self._bus.reconnects != self._reconnects:  # the server may have come back empty
+            self._reconnects = self._bus.reconnects
+            await self._ledger.create()
+            await self._bus.make_groups()
+        status = await self._ledger.status()
+        if status.state is RunState.FINISHED and status.step < self._settings.run.steps:
+            return await self._extend(status.step)
+        if status.state in ENDED:
+            return await self._end(status.state)
+        if status.head is None:
+            return False
+        found = await self._evaluations()
+        if await self._evaluate(status, found) or await self._gate.act(status, found):
+            return True
+        self._open()
+        if status.state is RunState.CREATED and self._settings.coordinator.autostart:
+            return await self._start()
+        if status.state is RunState.RUNNING and status.step >= self._settings.run.steps:
+            return status.head == status.newest_version and await self._end(RunState.FINISHED)
+        return False
+
+    def _open(self) -> None:
+        if not self.gate_open:
+            self.gate_open = True
+            self._opened()
+
+    async def _start(self) -> bool:
+        started, _ = await self._ledger.transition(RunState.RUNNING, "autostart", [RunState.CREATED])
+        if started:
+            self._opened()
+            await tell(self._bus, SOURCE, "run started", "version 0 is live and the initial evaluation is in")
+        return started
+
+    async def _extend(self, step: int) -> bool:
+        """Let a finished run that has steps left by now make them."""
+        await self._bus.write(self._bus.keys.run, "HDEL", "closed_at_s")
+        reason = f"extended from {step} to {self._settings.run.steps} steps"
+        extended, _ = await self._ledger.transition(RunState.RUNNING, reason, [RunState.FINISHED])
+        self.closed = False
+        self._open()
+        if extended:
+            self._opened()
+            await tell(self._bus, SOURCE, "run extended", reason, step=step, steps=self._settings.run.steps)
+        return extended
+
+    # ---------------------------------------------------------------- evaluate
+
+    async def _evaluations(self) -> list[Evaluation]:
+        """Return the evaluations of the run's branch; those of revoked versions are history."""
+        revoked = await self._ledger.revoked()
+        return [found for found in await evaluations(self._bus) if found.version not in revoked]
+
+    async def _evaluate(self, status: RunStatus, found: list[Evaluation]) -> bool:
+        if self._evaluator is None or status.head is None:
+            return False
+        under_way = await self._evaluator.under_way()
+        version = status.head if under_way is None else under_way.version
+        record = await self._ledger.policy(version)
+        step = status.step if record is None else record.step
+        wanted = due(status, step, found, self._settings.run.steps, self._evaluator.sets)
+        if wanted is None and under_way is None:
+            return False
+        wanted = wanted or Due(())  # what is under way knows what it asks
+        if not wanted.initial and not (under_way is not None and under_way.initial):
+            self._open()
+        await self._ledger.note("doing", f"evaluating version {version}")
+        try:
+            await self._evaluator.evaluate(version, step, wanted)
+        except BusFull as error:
+            log.warning("evaluation waits for memory on the bus", extra={"error": str(error)})
+            await asyncio.sleep(_FULL_S)
+        await self._ledger.note("doing", "")
+        return True
+
+    # ---------------------------------------------------------------- end
+
+    async def _end(self, state: RunState) -> bool:
+        if await self._is_closed():
+            return False
+        await self._ledger.note("doing", "ending: waiting for the trainer")
+        await self._wait_for_trainer()
+        await self.close(state)
+        return True
+
+    async def _is_closed(self) -> bool:
+        if not self.closed:
+            self.closed = (await self._ledger.status()).closed
+        return self.closed
+
+    async def close(self, state: RunState) -> None:
+        """Drop what is left, bring the records up to date, write summary and report, and note the end."""
+        if await self._is_closed():
+            return
+        await self._ledger.note("doing", "ending: dropping what is left")
+        dropped = await drain(self._bus)
+        await self._ledger.note("doing", "ending: writing the report")
+        status = await self._ledger.status()
+        reason = _COMPLETE if state is RunState.FINISHED else status.reason
+        await tell(self._bus, SOURCE, "run ended", reason, state=state.value, dropped=dropped)
+        await self._recorder.catch_up()
+        ended_as = dataclasses.replace(status, state=state, reason=reason)
+        await self._recorder.with_room(lambda: self._write(ended_as))
+        await self._ledger.note("doing", "")
+        if state is RunState.FINISHED:
+            ended, now = await self._ledger.transition(state, reason, [RunState.RUNNING, RunState.PAUSED])
+            if not ended and now is not RunState.FINISHED:
+                return  # stopped meanwhile: the next round closes it as that
+        await self._bus.write(self._bus.keys.run, "HSET", "closed_at_s", time.time())
+        self.closed = True
+
+    async def _write(self, status: RunStatus) -> None:
+        found = await self._evaluations()
+        counts = await self._bus.counts()
+        lines = read(self._folder / "metrics.jsonl")
+        result = summary.summarize(self._settings, status, counts, found, lines, self._bus.server)
+        summary.write(result, self._folder)
+        await asyncio.to_thread(write_report, self._folder)
+
+    async def _wait_for_trainer(self) -> None:
+        """Give the trainer time to end its step or to write the final policy: at most ``bus.drain_s``.
+
+        Only a heartbeat that is younger than the last commit tells what it did after it.
+        """
+        committed_at_s = (await self._ledger.status()).last_commit_s or 0.0
+        until_s = time.monotonic() + self._settings.bus.drain_s
+        while time.monotonic() < until_s:
+            beats = [beat for beat in await heartbeats(self._bus) if beat.service == "trainer"]
+            if all(beat.state != "working" and beat.seen_at_s > committed_at_s for beat in beats):
+                return
+            await asyncio.sleep(0.1)
+
+
+async def drain(bus: Bus) -> int:
+    """Let every group that is in flight leave the run, counted under ``dropped:run_ended``; return how many left.
+
+    A replica that still works on one is told so when it hands over: its result is dropped.
+    """
+    dropped = 0
+    while True:
+        taken = 0
+        for stream in streams.TRAINING_STREAMS:
+            for delivery in await take_all(bus, stream):
+                taken += 1
+                dropped += await bus.drop(delivery, ENDED_REASON)
+        if not taken:
+            break
+    for stream in EVALUATION_STREAMS:
+        for delivery in await take_all(bus, stream):
+            await bus.acknowledge(delivery)
+    return dropped

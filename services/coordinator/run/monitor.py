@@ -1,0 +1,293 @@
+"""Looks at the run: the live view that the API answers with, and the gauges that Prometheus scrapes.
+
+One look is two round trips that move no payload, kept for ``_KEEP_S`` whoever asks; the gauges are set on a schedule,
+never in the scrape. It changes nothing.
+"""
+
+import asyncio
+import dataclasses
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from prometheus_client import Gauge
+
+from services.coordinator.evaluation.results import Evaluation, read_evaluations
+from services.coordinator.records.summary import training_seconds
+from services.coordinator.run.guards import read_guards
+from services.coordinator.run.notices import compose
+from services.coordinator.schemas.run import EvaluationView, GuardView, History, NoticeView, RunView, StreamView
+from shared.bus import streams, wire
+from shared.bus.bus import Argument, Bus, read_counts
+from shared.bus.messages import StepReport
+from shared.bus.stores.ledger import RunState, RunStatus, read_status
+from shared.bus.stores.live_settings import Live
+from shared.errors import MessageError
+from shared.process.telemetry import Heartbeat, Status, heartbeats
+
+STREAM_ENTRIES = Gauge("penstock_coordinator_stream_entries", "Entries in a stream of the run.", ["stream"])
+STREAM_PENDING = Gauge("penstock_coordinator_stream_pending", "Entries in a replica's hands.", ["stream"])
+STREAM_OLDEST_AGE = Gauge(
+    "penstock_coordinator_stream_oldest_age_seconds", "How long the oldest entry has been in the stream.", ["stream"]
+)
+GROUPS_IN_FLIGHT = Gauge("penstock_coordinator_groups_in_flight", "Groups between admission and commit.")
+SLOTS = Gauge("penstock_coordinator_slots", "How many groups may be in flight.")
+RUN_STATE = Gauge("penstock_coordinator_run_state", "1 for the state that the run is in, else 0.", ["state"])
+HEAD_VERSION = Gauge("penstock_coordinator_head_version", "The version that replicas serve; -1: none yet.")
+STEP = Gauge("penstock_coordinator_step", "Committed optimizer steps.")
+DEAD_LETTERS = Gauge("penstock_coordinator_dead_letters", "Entries among the dead letters.")
+EVALUATION_ACCURACY = Gauge(
+    "penstock_coordinator_evaluation_accuracy_ratio", "Newest held-out accuracy, 0 to 1.", ["set"]
+)
+EVALUATION_ACCURACY_LOW = Gauge(
+    "penstock_coordinator_evaluation_accuracy_low_ratio", "Lower end of its 95 % interval.", ["set"]
+)
+EVALUATION_ACCURACY_HIGH = Gauge(
+    "penstock_coordinator_evaluation_accuracy_high_ratio", "Upper end of its 95 % interval.", ["set"]
+)
+EVALUATION_PASS_AT = Gauge(
+    "penstock_coordinator_evaluation_pass_at_ratio",
+    "Newest probability that one of k completions is correct.",
+    ["set", "k"],
+)
+EVALUATION_VERSION = Gauge("penstock_coordinator_evaluation_version", "The version evaluated last.", ["set"])
+REPLICAS_VERSION = Gauge("penstock_coordinator_replicas_version", "The version that a replica holds.", ["replica"])
+
+SHOWN = (*streams.TRAINING_STREAMS, streams.JOURNAL)
+_KEEP_S = 0.1
+_EVERY_S = 1.0
+_HISTORY_STEPS = 60
+_PACE_STEPS = 20
+"""Steps from which the time that is left is guessed."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Look:
+    """What one look at the bus found."""
+
+    status: RunStatus
+    depths: dict[str, StreamView]
+    dead: int
+    counts: dict[str, int]
+    evaluations: list[Evaluation]
+    guards: list[GuardView]
+
+
+class Monitor:
+    """Looks at one run.
+
+    Args:
+        telling: this process's own heartbeat.
+        standing: returns the notices that this process knows itself.
+    """
+
+    def __init__(
+        self, bus: Bus, live: Live, telling: Status, standing: Callable[[], Sequence[NoticeView]] = tuple
+    ) -> None:
+        self._bus = bus
+        self._live = live
+        self._telling = telling
+        self._standing = standing
+        self._beats: Sequence[Heartbeat] = ()
+        self._history: deque[StepReport] = deque(maxlen=_HISTORY_STEPS)
+        self._newest_report = ""
+        self._view: RunView | None = None
+        self._text = b""
+        self._seen_at_s = -math.inf
+        self._forgotten = False
+        self._busy = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Set the gauges for ever."""
+        while True:
+            self._set_gauges(await self.view())
+            await self._set_replicas()
+            await asyncio.sleep(_EVERY_S)
+
+    def forget(self) -> None:
+        """Look anew when asked next: something was changed, perhaps under the eyes of a look that is under way."""
+        self._seen_at_s, self._forgotten = -math.inf, True
+
+    async def view(self) -> RunView:
+        """Return the run as it was at most 100 ms ago."""
+        async with self._busy:
+            if self._view is None or time.monotonic() - self._seen_at_s > _KEEP_S:
+                self._forgotten = False
+                look, _ = await asyncio.gather(self._look(), self._read_steps())
+                self._view = self._compose(look)
+                self._seen_at_s = -math.inf if self._forgotten else time.monotonic()
+                self._text = self._view.model_dump_json().encode()
+            return self._view
+
+    async def text(self) -> bytes:
+        """Return :meth:`view` as JSON, which is made once a look, whoever asks."""
+        await self.view()
+        return self._text
+
+    def reports(self) -> Sequence[StepReport]:
+        """Return the reports of the newest steps of the run's branch, oldest first."""
+        return tuple(self._history)
+
+    # ---------------------------------------------------------------- read
+
+    async def _look(self) -> Look:
+        dead = [stream.dead for stream in streams.GROUPED_STREAMS]
+        named = [*SHOWN, *dead]
+        arguments: list[Argument] = [stream.group or "" for stream in named]
+        rows = await self._bus.script("depths", [self._bus.keys.of(stream) for stream in named], arguments)
+        run, counts, found, revoked = await self._bus.call(self._read_hashes)
+        return Look(
+            status=read_status(run),
+            depths={stream.name: _depth(row) for stream, row in zip(SHOWN, rows, strict=False)},
+            dead=sum(int(row[0]) for row in rows[len(SHOWN) :]),
+            counts=read_counts(counts),
+            guards=read_guards(run.get(b"guards", b"")),
+            evaluations=[one for one in read_evaluations(found) if str(one.version).encode() not in revoked],
+        )
+
+    async def _read_hashes(self) -> tuple[dict[bytes, bytes], dict[bytes, bytes], dict[bytes, bytes], set[bytes]]:
+        pipeline = self._bus.client.pipeline(transaction=False)
+        for key in (self._bus.keys.run, self._bus.keys.counts, self._bus.keys.evaluations):
+            pipeline.hgetall(key)
+        pipeline.smembers(self._bus.keys.revoked)
+        run, counts, found, revoked = await pipeline.execute()
+        return run, counts, found, revoked
+
+    async def _read_steps(self) -> None:
+        key, start = self._bus.keys.of(streams.STEPS), f"({self._newest_report}" if self._newest_report else "-"
+        newer = await self._bus.call(lambda: self._bus.client.xrevrange(key, min=start, count=_HISTORY_STEPS))
+        for entry, fields in reversed(newer):
+            self._newest_report = entry.decode()
+            try:
+                report = wire.decode(fields.get(b"data", b""), StepReport)
+            except MessageError:
+                continue  # the recorder says so
+            while self._history and self._history[-1].step >= report.step:
+                self._history.pop()
+            self._history.append(report)
+
+    # ---------------------------------------------------------------- compose
+
+    def _compose(self, look: Look) -> RunView:
+        status, settings = look.status, self._live.settings
+        steps = settings.run.steps
+        newest = self._history[-1] if self._history else None
+        metrics = {} if newest is None else numbers(newest.metrics)
+        return RunView(
+            run_id=self._bus.keys.run_id,
+            state=status.state,
+            reason=status.reason,
+            closed=status.closed,
+            activity=activity(status),
+            bus_full=status.bus_full,
+            guards=look.guards,
+            notices=compose(status, look.guards, look.evaluations, self._beats, self._standing()),
+            self_tests=status.self_tests,
+            step=status.step,
+            steps=steps,
+            head=status.head,
+            newest_version=status.newest_version,
+            groups_in_flight=sum(look.depths[stream.name].entries for stream in streams.TRAINING_STREAMS),
+            slots=settings.slots,
+            cursor=status.cursor,
+            streams=look.depths,
+            counts=look.counts,
+            dead=look.dead,
+            last=metrics,
+            lag_counts={} if newest is None else dict(newest.lag_counts),
+            history=_history(self._history),
+            evaluations=[evaluation_view(found) for found in look.evaluations],
+            tokens_per_s=metrics.get("tokens_per_s") or 0.0,
+            started_at_s=status.created_at_s,
+            training_s=training_seconds(status, steps, time.time()),
+            eta_s=eta_s(status, steps, [report.finished_at_s for report in self._history]),
+            bus=self._bus.server,
+            settings_revision=self._live.revision,
+        )
+
+    def _set_gauges(self, view: RunView) -> None:
+        for name, depth in view.streams.items():
+            STREAM_ENTRIES.labels(name).set(depth.entries)
+            STREAM_PENDING.labels(name).set(depth.pending)
+            STREAM_OLDEST_AGE.labels(name).set(depth.oldest_age_s)
+        for state in RunState:
+            RUN_STATE.labels(state.value).set(view.state is state)
+        GROUPS_IN_FLIGHT.set(view.groups_in_flight)
+        SLOTS.set(view.slots)
+        HEAD_VERSION.set(-1 if view.head is None else view.head)
+        STEP.set(view.step)
+        DEAD_LETTERS.set(view.dead)
+        _set_evaluations(view.evaluations)
+        self._telling.values = {"step": float(view.step), "groups_in_flight": float(view.groups_in_flight)}
+
+    async def _set_replicas(self) -> None:
+        beats = self._beats = await heartbeats(self._bus)
+        REPLICAS_VERSION.clear()  # a replica that is gone leaves no line
+        for beat in beats:
+            if beat.version is not None:
+                REPLICAS_VERSION.labels(beat.replica).set(beat.version)
+
+
+def _set_evaluations(found: Sequence[EvaluationView]) -> None:
+    for evaluation in found:  # oldest first: the newest of each set stays
+        if evaluation.accuracy is None or evaluation.accuracy_low is None or evaluation.accuracy_high is None:
+            continue
+        EVALUATION_ACCURACY.labels(evaluation.set).set(evaluation.accuracy)
+        EVALUATION_ACCURACY_LOW.labels(evaluation.set).set(evaluation.accuracy_low)
+        EVALUATION_ACCURACY_HIGH.labels(evaluation.set).set(evaluation.accuracy_high)
+        EVALUATION_VERSION.labels(evaluation.set).set(evaluation.version)
+        for k, estimate in evaluation.pass_at.items():
+            EVALUATION_PASS_AT.labels(evaluation.set, k).set(estimate.value)
+
+
+def activity(status: RunStatus) -> str:
+    """Say in a few words what the run does now."""
+    if status.doing:
+        return status.doing
+    if status.state is RunState.RUNNING and status.bus_full:
+        return "waiting for memory on the bus"
+    if status.state is RunState.RUNNING:
+        return "training" if status.head is not None else "waiting for version 0"
+    if status.state is RunState.CREATED:
+        return "waiting for version 0" if status.head is None else "waiting to be started"
+    return status.state.value
+
+
+def eta_s(status: RunStatus, steps: int, finished_at_s: Sequence[float]) -> float | None:
+    """Return the seconds until the last step, at the pace of the last 20; None when nobody can tell.
+
+    >>> eta_s(running_at_step_10, 12, [100.0, 101.0, 102.0])    # doctest: +SKIP
+    2.0
+    """
+    times = list(finished_at_s)[-_PACE_STEPS:]
+    if status.state is not RunState.RUNNING or len(times) < 2:
+        return None
+    return max(0, steps - status.step) * max(0.0, times[-1] - times[0]) / (len(times) - 1)
+
+
+def numbers(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Return ``metrics`` with None in place of what JSON cannot hold."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+
+
+def _depth(row: Sequence[bytes | int]) -> StreamView:
+    entries, pending, oldest = row
+    oldest_ms = int(bytes(oldest).partition(b"-")[0] or 0) if isinstance(oldest, bytes) else 0
+    age_s = max(0.0, time.time() - oldest_ms / 1000) if oldest_ms else 0.0
+    return StreamView(entries=int(entries), pending=int(pending), oldest_age_s=age_s)
+
+
+def _history(reports: Sequence[StepReport]) -> History:
+    metrics = [numbers(report.metrics) for report in reports]
+    return History(
+        step=[report.step for report in reports],
+        reward_mean=[found.get("reward_mean") for found in metrics],
+        tokens_per_s=[found.get("tokens_per_s") for found in metrics],
+    )
+
+
+def evaluation_view(found: Evaluation) -> EvaluationView:
+    """Return an evaluation as the API says it."""
+    fields = dataclasses.asdict(found)
+    return EvaluationView.model_validate({name: fields[name] for name in EvaluationView.model_fields})

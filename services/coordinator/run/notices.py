@@ -1,0 +1,104 @@
+"""Notices: the few sentences that whoever watches a run must read, wherever that is.
+
+::
+
+    state and guards (bus) ──┐
+    heartbeats' failures ────┼──▶ notices ──▶ GET /v1/run ──▶ the console of `penstock up`, `penstock status`, the page
+    evaluations (bus) ───────┤
+    data, records (here) ────┘
+
+Pure functions from what is known to what is said. Each surface shows a notice whole, however narrow it is.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from services.coordinator.evaluation.results import Evaluation
+from services.coordinator.schemas.run import GuardView, NoticeView
+from shared.bus.stores.ledger import RunState, RunStatus
+from shared.process.telemetry import Failure, Heartbeat
+
+_RECENT_S = 600.0
+"""A part that works again is mentioned for this long after its last failure."""
+_ORDER: dict[str, int] = {"error": 0, "warning": 1}
+
+
+def notice(about: str, level: Literal["error", "warning"], text: str) -> NoticeView:
+    """Return a notice, in one line."""
+    return NoticeView(about=about, level=level, text=" ".join(text.split()))
+
+
+def compose(
+    status: RunStatus,
+    guards: Sequence[GuardView],
+    evaluations: Sequence[Evaluation],
+    beats: Sequence[Heartbeat],
+    standing: Iterable[NoticeView],
+) -> list[NoticeView]:
+    """Return every notice of a run, errors first.
+
+    Args:
+        status: state and reason of the run.
+        guards: those that are active.
+        evaluations: of the run's branch, oldest first.
+        beats: the newest heartbeats.
+        standing: what this coordinator knows itself: about its data, its records.
+    """
+    found = [*_state(status), *_guards(guards, status), *_failures(beats), *_unanswered(evaluations), *standing]
+    return sorted(found, key=lambda one: _ORDER[one.level])
+
+
+def _state(status: RunStatus) -> list[NoticeView]:
+    found = []
+    if status.state is RunState.PAUSED and status.reason:
+        found.append(notice("paused", "error", f"paused: {status.reason}"))
+    if status.bus_full:
+        found.append(notice("bus full", "error", status.bus_full))
+    return found
+
+
+def _guards(guards: Sequence[GuardView], status: RunStatus) -> list[NoticeView]:
+    """What paused the run is its reason already."""
+    paused = status.state is RunState.PAUSED
+    return [
+        notice(f"guard {one.guard}", "warning", f"guard {one.guard}: {one.detail}")
+        for one in guards
+        if not (paused and one.detail in status.reason)
+    ]
+
+
+def _failures(beats: Sequence[Heartbeat]) -> list[NoticeView]:
+    by_part: dict[str, list[Failure]] = {}
+    for beat in beats:
+        for failure in beat.failures:
+            by_part.setdefault(failure.part, []).append(failure)
+    return [found for part, failures in sorted(by_part.items()) if (found := _failure(part, failures)) is not None]
+
+
+def _failure(part: str, failures: Sequence[Failure]) -> NoticeView | None:
+    """Return what one part could not do, on all replicas together."""
+    newest = max(failures, key=lambda one: one.at_s)
+    failed, in_a_row = sum(one.failed for one in failures), sum(one.in_a_row for one in failures)
+    if not in_a_row and time.time() - newest.at_s > _RECENT_S:
+        return None
+    where = f"{newest.problem}: {newest.reason}"
+    if not failed:
+        return notice(part, "warning", f"{part}: {where}")
+    if in_a_row:
+        return notice(part, "error", f"{part} failed {failed} times, the last {in_a_row} in a row; newest at {where}")
+    return notice(part, "warning", f"{part} failed {failed} times and works again; newest at {where}")
+
+
+def _unanswered(evaluations: Sequence[Evaluation]) -> list[NoticeView]:
+    """An accuracy over a part of its problems is not what it seems."""
+    newest = {one.set: one for one in evaluations}
+    return [
+        notice(
+            f"evaluation of {one.set}",
+            "warning",
+            f"the evaluation of version {one.version} on {one.set} has answers to {one.answered} of {one.problems} problems",
+        )
+        for one in newest.values()
+        if one.answered < one.problems
+    ]

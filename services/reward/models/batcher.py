@@ -1,0 +1,280 @@
+"""Fill forward passes with samples of all groups that are being scored, up to a number of tokens, in a thread of their own.
+
+::
+
+    run(items) ──▶ waiting ──▶ sorted by length, cut by tokens; the cut that holds the oldest goes first
+                                 └── compute, in a thread
+                                       ├── NoRoom ──▶ halved and tried again; of one item: its asker gets NoRoom
+                                       └── anything else ──▶ a bug: every asker gets it
+    no work for offload_after_s ──▶ offload             the next work ──▶ restore
+
+An item's cost is ``longest × count`` tokens: what a padded rectangle takes. Items of one length lie together, whichever group
+they are of, and none waits for ever, as each pass takes the one that waited longest. What nobody waits for any more
+leaves. The event loop goes on meanwhile: torch lets go of the interpreter while it computes. Knows no model library.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Generic, Protocol, TypeVar
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from shared.errors import PenstockError, StateLost
+from shared.settings.rewards.models import ModelWork
+
+log = logging.getLogger(__name__)
+
+_SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+TOKENS = Counter("penstock_reward_model_tokens_total", "Tokens that a model read, padding left out.", ["scorer"])
+PADDING = Counter("penstock_reward_model_padding_tokens_total", "Padding that a model read.", ["scorer"])
+BUSY = Counter("penstock_reward_model_busy_seconds_total", "Time that a model spent in forward passes.", ["scorer"])
+FILL = Histogram(
+    "penstock_reward_batch_fill_ratio",
+    "Tokens of a forward pass, padding left out, as a share of batch_tokens.",
+    ["scorer"],
+    buckets=_SHARES,
+)
+WAITING = Gauge("penstock_reward_model_waiting_samples", "Samples that wait for a model.", ["scorer"])
+OFFLOADS = Counter("penstock_reward_model_offloads_total", "Times that an idle model left its device.", ["scorer"])
+NO_ROOM = Counter("penstock_reward_model_out_of_memory_total", "Forward passes that did not fit.", ["scorer"])
+
+
+class NoRoom(PenstockError):
+    """A forward pass does not fit into the device's memory now."""
+
+
+class Measured(Protocol):
+    """What has a length."""
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens it has."""
+
+
+Item = TypeVar("Item", bound=Measured)
+ItemIn = TypeVar("ItemIn", contravariant=True)
+Result = TypeVar("Result")
+ResultOut = TypeVar("ResultOut", covariant=True)
+Done = TypeVar("Done")
+
+
+class Computation(Protocol[ItemIn, ResultOut]):
+    """What a batcher computes with; called from its thread, one call at a time."""
+
+    def compute(self, batch: Sequence[ItemIn]) -> Sequence[ResultOut]:
+        """Return a result for each item.
+
+        Raises:
+            NoRoom: they do not fit into memory together.
+        """
+
+    def offload(self) -> None:
+        """Free the device."""
+
+    def restore(self) -> None:
+        """Be ready to compute again.
+
+        Raises:
+            NoRoom: the device is full.
+        """
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Waiting(Generic[Item, Result]):
+    item: Item
+    since_s: float
+    result: "asyncio.Future[Result]"
+
+    def fail(self, error: NoRoom) -> None:
+        if not self.result.done():
+            self.result.set_exception(error)
+
+    def succeed(self, result: Result) -> None:
+        if not self.result.done():
+            self.result.set_result(result)
+
+
+class Batcher(Generic[Item, Result]):
+    """Run ``computation`` over the items of all askers.
+
+    Args:
+        computation: the model.
+        work: how forward passes are filled.
+        scorer: whose it is, for metrics.
+    """
+
+    def __init__(self, computation: Computation[Item, Result], work: ModelWork, scorer: str) -> None:
+        self._computation = computation
+        self._work_settings = work
+        self._scorer = scorer
+        NO_ROOM.labels(scorer)  # a line that is there at 0 shows the first increase
+        self._waiting: list[_Waiting[Item, Result]] = []
+        self._arrived = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=scorer)
+        self._away = False
+        self._working: asyncio.Task[None] | None = None
+        WAITING.labels(scorer).set_function(lambda: len(self._waiting))
+
+    def start(self) -> None:
+        """Begin to compute what is asked."""
+        self._working = asyncio.create_task(self._work(), name=f"{self._scorer}:batches")
+
+    async def close(self) -> None:
+        """Stop; a forward pass that runs is waited for."""
+        if self._working is not None:
+            self._working.cancel()
+            await asyncio.wait([self._working])
+        await asyncio.to_thread(self._thread.shutdown)
+
+    async def run(self, items: Sequence[Item]) -> list[Result]:
+        """Return a result for each item.
+
+        Raises:
+            NoRoom: one of them does not fit into memory even alone.
+            StateLost: a forward pass failed, so the device may be gone.
+        """
+        assert self._working is not None, "start() comes first"
+        now_s, loop = time.monotonic(), asyncio.get_running_loop()
+        asked = [_Waiting[Item, Result](item, now_s, loop.create_future()) for item in items]
+        self._waiting += asked
+        self._arrived.set()
+        results = asyncio.gather(*(one.result for one in asked))
+        results.add_done_callback(_look_at)
+        first: list[asyncio.Future[Any]] = [results, self._working]
+        try:
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            if not results.done():
+                error = self._working.exception()
+                raise StateLost(f"the model of scorer {self._scorer!r} cannot go on: {error!r}") from error
+            return await results
+        finally:
+            results.cancel()
+
+    async def _work(self) -> None:
+        while True:
+            await self._some()
+            await self._enough()
+            await self._compute(self._take())
+
+    # ---------------------------------------------------------------- what comes next
+
+    async def _some(self) -> None:
+        """Wait until something waits; offload when nothing comes for long."""
+        while not self._still_wanted():
+            patience_s = self._work_settings.offload_after_s
+            try:
+                async with asyncio.timeout(patience_s if patience_s and not self._away else None):
+                    await self._next_arrival()
+            except TimeoutError:
+                await self._in_thread(self._computation.offload)
+                self._away = True
+                OFFLOADS.labels(self._scorer).inc()
+                log.info("model offloaded", extra={"scorer": self._scorer, "idle_s": patience_s})
+
+    async def _enough(self) -> None:
+        """Wait until a forward pass is full, or the oldest has waited long enough."""
+        work = self._work_settings
+        while waiting := self._still_wanted():
+            left_s = waiting[0].since_s + work.wait_s - time.monotonic()
+            if left_s <= 0 or sum(one.item.tokens for one in waiting) >= work.batch_tokens:
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self._next_arrival()
+
+    async def _next_arrival(self) -> None:
+        self._arrived.clear()
+        await self._arrived.wait()
+
+    def _still_wanted(self) -> list[_Waiting[Item, Result]]:
+        """Return what waits, oldest first; what nobody waits for any more is left out for good."""
+        self._waiting = [one for one in self._waiting if not one.result.done()]
+        return self._waiting
+
+    def _take(self) -> list[_Waiting[Item, Result]]:
+        """Take the next forward pass; empty where everybody left."""
+        waiting = self._still_wanted()
+        if not waiting:
+            return []
+        cuts = cut([one.item.tokens for one in waiting], self._work_settings.batch_tokens)
+        chosen = set(next(places for places in cuts if 0 in places))
+        self._waiting = [one for place, one in enumerate(waiting) if place not in chosen]
+        return [one for place, one in enumerate(waiting) if place in chosen]
+
+    # ---------------------------------------------------------------- the forward passes
+
+    async def _compute(self, batch: list[_Waiting[Item, Result]]) -> None:
+        parts = deque([batch] if batch and await self._is_there(batch) else [])
+        while parts:
+            part = parts.popleft()
+            try:
+                results = await self._forward([one.item for one in part])
+            except NoRoom as error:
+                NO_ROOM.labels(self._scorer).inc()
+                parts.extendleft(reversed(self._smaller(part, error)))
+            else:
+                for one, result in zip(part, results, strict=True):
+                    one.succeed(result)
+
+    async def _is_there(self, batch: list[_Waiting[Item, Result]]) -> bool:
+        """Return whether the model is on its device, after it was brought back where it had left."""
+        if self._away:
+            try:
+                await self._in_thread(self._computation.restore)
+            except NoRoom as error:
+                NO_ROOM.labels(self._scorer).inc()
+                for one in batch:
+                    one.fail(NoRoom(f"no memory for the model itself: {error}"))
+                return False
+            self._away = False
+        return True
+
+    def _smaller(self, part: list[_Waiting[Item, Result]], error: NoRoom) -> list[list[_Waiting[Item, Result]]]:
+        tokens = max(one.item.tokens for one in part)
+        log.warning("no memory", extra={"scorer": self._scorer, "samples": len(part), "tokens": tokens})
+        if len(part) == 1:
+            part[0].fail(NoRoom(f"no memory for a sample of {tokens} tokens: {error}"))
+            return []
+        middle = len(part) // 2
+        return [part[:middle], part[middle:]]
+
+    async def _forward(self, items: list[Item]) -> Sequence[Result]:
+        started_s = time.monotonic()
+        results = await self._in_thread(lambda: self._computation.compute(items))
+        BUSY.labels(self._scorer).inc(time.monotonic() - started_s)
+        tokens = sum(item.tokens for item in items)
+        TOKENS.labels(self._scorer).inc(tokens)
+        PADDING.labels(self._scorer).inc(len(items) * max(item.tokens for item in items) - tokens)
+        FILL.labels(self._scorer).observe(tokens / self._work_settings.batch_tokens)
+        return results
+
+    async def _in_thread(self, work: Callable[[], Done]) -> Done:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _look_at(done: "asyncio.Future[Any]") -> None:
+    """Look at an error, so that asyncio does not log that nobody did: its asker may have left."""
+    if not done.cancelled():
+        done.exception()
+
+
+def cut(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
+    """Return places of ``lengths`` in rectangles of at most ``batch_tokens`` (longest × count), longest first.
+
+    >>> cut([3, 8, 4, 8], 16)
+    [[1, 3], [2, 0]]
+    """
+    cuts: list[list[int]] = []
+    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+        longest = lengths[cuts[-1][0]] if cuts else 0
+        if cuts and longest * (len(cuts[-1]) + 1) <= batch_tokens:
+            cuts[-1].append(place)
+        else:
+            cuts.append([place])
+    return cuts

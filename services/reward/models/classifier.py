@@ -1,0 +1,303 @@
+"""A reward model of Hugging Face transformers: text to token ids, token ids to one value each. Imports torch.
+
+A value is what the model's own forward pass gives for the text alone. Batches are padded on the right whatever the tokenizer
+says: in a causal model nothing that is read sees the padding, in others the mask hides it. A causal classifier finds a text's end
+as the last token that is no padding, so where its config has no padding token, each batch takes one that is in none of its
+texts. Weights that the checkpoint lacks are refused: transformers would draw them by lot and warn.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from services.reward.models.placement import Placed, first_line, pick_device, pick_dtype
+from services.reward.models.self_test import LENGTHS, choose_alone
+from shared.bus.messages import Float32Array, Prompt
+from shared.errors import PermanentError, SettingsError
+from shared.model.plain_model import eager_attention, ordinary_ids
+from shared.settings.rewards.models import ModelScorer
+
+_SCALAR_HEADS = ("score", "v_head.summary", "v_head", "value_head", "reward_head", "rm_head", "regression_head")
+"""Names under which a trunk's scalar head lies in a checkpoint (TRL's is ``v_head.summary``)."""
+_UNBOUNDED_TOKENS = 1_000_000
+"""Tokenizers that know no bound name one beyond this."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Text:
+    """One completion with its prompt, as the reward model reads it."""
+
+    token_ids: tuple[int, ...]
+    cut_tokens: int = 0
+    """How many were left out at its beginning."""
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens are read."""
+        return len(self.token_ids)
+
+
+class Classifier:
+    """A sequence classifier, or a trunk with a scalar head.
+
+    Raises:
+        SettingsError: there is none that loads, or its outputs are others than the settings say.
+    """
+
+    def __init__(self, scorer: ModelScorer) -> None:
+        self._scorer = scorer
+        self._where = f"of scorer {scorer.name!r} in [[reward.scorers]]"
+        device = pick_device(scorer.device, f"device {self._where}")
+        dtype = pick_dtype(scorer.dtype, device)
+        self._tokenizer = self._load(self._open_tokenizer, "tokenizer", scorer.tokenizer or scorer.model)
+        opened = self._open_classifier if scorer.head == "classifier" else self._open_scalar
+        model = self._load(lambda: opened(dtype), "model", scorer.model)
+        self._config = model.config
+        self._config.use_cache = False
+        self._text_config = self._config.get_text_config()
+        own = self._text_config.pad_token_id
+        self._own_padding: int | None = own if own is not None and own >= 0 else None  # old configs write -1 for none
+        self._label = self._find_label()
+        self._longest = self._find_longest()
+        self._placed = Placed(model, device, scorer.threads)
+        self._alone = False
+        self._alone = self._placed.guarded(self._test)
+
+    def _test(self) -> bool:
+        """Return whether texts must go one by one."""
+        lot, ids = np.random.default_rng(0), ordinary_ids(self._config)
+        texts = [Text(tuple(lot.choice(ids, max(1, min(length, self._longest))).tolist())) for length in LENGTHS]
+
+        def reference(text: Text) -> Float32Array:
+            with eager_attention(self._placed.module):
+                return np.array(self._values([text]), dtype=np.float32)
+
+        def compute(batch: Sequence[Text]) -> list[Float32Array]:
+            return [np.array([value], dtype=np.float32) for value in self._values(batch)]
+
+        half = next(self._placed.module.parameters()).dtype != torch.float32
+        return choose_alone(texts, compute, reference, half=half, what=f"model {self._where}")
+
+    # ---------------------------------------------------------------- text to token ids
+
+    def read(self, prompt: Prompt, completions: Sequence[str]) -> list[Text]:
+        """Return what the model reads of each completion; texts that are too long lose their beginning.
+
+        Raises:
+            PermanentError: prompt and completion do not fit the chat template, or the tokenizer is another model's.
+        """
+        turns = [{"role": turn.role, "content": turn.content} for turn in prompt.messages or ()]
+        if not turns:
+            turns = [{"role": "user", "content": prompt.text or ""}]
+        if not self._uses_template():
+            start = prompt.text if prompt.text is not None else "".join(turn["content"] + "\n" for turn in turns)
+            return [self._fitted(self._tokenizer(start + completion)["input_ids"]) for completion in completions]
+        return [
+            self._fitted(self._templated([*turns, {"role": "assistant", "content": completion}], prompt.problem))
+            for completion in completions
+        ]
+
+    def _uses_template(self) -> bool:
+        return self._scorer.template == "chat" or (
+            self._scorer.template == "auto" and bool(self._scorer.chat_template or self._tokenizer.chat_template)
+        )
+
+    def _templated(self, turns: list[dict[str, str]], problem: str) -> list[int]:
+        from jinja2 import TemplateError
+
+        try:
+            found: list[int] = self._tokenizer.apply_chat_template(
+                turns, chat_template=self._scorer.chat_template or None, tokenize=True, return_dict=False
+            )
+        except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
+            raise PermanentError(
+                f"expected messages that fit the chat template {self._where} in {problem}, found others: {error}"
+            ) from error
+        return found
+
+    def _fitted(self, token_ids: Sequence[int]) -> Text:
+        """Return the end of what is too long, behind the token that begins every text, if there is one."""
+        if not token_ids:
+            raise PermanentError(f"expected a text for the model {self._where}, found an empty one")
+        if max(token_ids) >= self._text_config.vocab_size:
+            raise PermanentError(
+                f"expected token ids under the model's {self._text_config.vocab_size}, found {max(token_ids)}: the tokenizer "
+                f"is another model's; change tokenizer {self._where}"
+            )
+        over = len(token_ids) - self._longest
+        if over <= 0:
+            return Text(tuple(token_ids))
+        first = {self._tokenizer.cls_token_id, self._tokenizer.bos_token_id} - {None}
+        kept = 1 if token_ids[0] in first and self._longest > 1 else 0
+        return Text((*token_ids[:kept], *token_ids[over + kept :]), cut_tokens=over)
+
+    # ---------------------------------------------------------------- token ids to values
+
+    def compute(self, batch: Sequence[Text]) -> list[float]:
+        """Return a value for each text, in one forward pass.
+
+        Raises:
+            NoRoom: they do not fit into memory together.
+        """
+        return self._placed.guarded(lambda: self._values(batch))
+
+    def offload(self) -> None:
+        """Move the weights to the host's memory."""
+        self._placed.offload()
+
+    def restore(self) -> None:
+        """Move them back. Raises NoRoom."""
+        self._placed.restore()
+
+    def _values(self, batch: Sequence[Text]) -> list[float]:
+        pad = self._padding(batch)
+        if (pad is None or self._alone) and len(batch) > 1:
+            return [value for text in batch for value in self._values([text])]
+        self._text_config.pad_token_id = pad
+        longest, device = max(text.tokens for text in batch), self._placed.device
+        rows = [[*text.token_ids, *[pad or 0] * (longest - text.tokens)] for text in batch]
+        mask = [[1] * text.tokens + [0] * (longest - text.tokens) for text in batch]
+        outputs = self._placed.module(
+            input_ids=torch.tensor(rows, device=device), attention_mask=torch.tensor(mask, device=device)
+        )
+        values: list[float] = self._chosen(outputs.logits.float()).tolist()
+        return values
+
+    def _padding(self, batch: Sequence[Text]) -> int | None:
+        """Return the model's own padding token, else one that is in no text of ``batch``, or None where all are."""
+        if self._own_padding is not None:
+            return self._own_padding
+        used = set(itertools.chain.from_iterable(text.token_ids for text in batch))
+        return next((token for token in range(self._text_config.vocab_size) if token not in used), None)
+
+    def _chosen(self, logits_BL: Tensor) -> Tensor:
+        if self._scorer.value == "logit":
+            return logits_BL[:, self._label]
+        if logits_BL.shape[1] == 1:
+            return logits_BL[:, 0].sigmoid()
+        return logits_BL.softmax(-1)[:, self._label]
+
+    # ---------------------------------------------------------------- opening
+
+    def _load(self, opened: Callable[[], Any], what: str, source: str) -> Any:
+        """Return what ``opened`` returns; what transformers raises for a folder that holds no model is a wrong setting."""
+        from safetensors import SafetensorError
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        unusable = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError)
+        try:
+            return opened()
+        except unusable as error:
+            raise SettingsError(
+                f"expected a {what} in {source!r}, found none that loads ({first_line(error)}): "
+                f"change {what} {self._where}"
+            ) from error
+
+    def _open_tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        source = self._scorer.tokenizer or self._scorer.model
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=self._scorer.trust_remote_code)
+
+    def _open_classifier(self, dtype: torch.dtype) -> Any:
+        from transformers import AutoModelForSequenceClassification
+
+        return self._whole(AutoModelForSequenceClassification, dtype)
+
+    def _open_scalar(self, dtype: torch.dtype) -> "ScalarHead":
+        from transformers import AutoModel
+
+        weight, bias = _scalar_head(self._scorer.model)
+        return ScalarHead(self._whole(AutoModel, dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+    def _whole(self, kind: Any, dtype: torch.dtype) -> Any:
+        model, loaded = kind.from_pretrained(
+            self._scorer.model,
+            dtype=dtype,
+            trust_remote_code=self._scorer.trust_remote_code,
+            output_loading_info=True,
+        )
+        missing = sorted(loaded["missing_keys"])
+        if missing:
+            raise ValueError(f"its checkpoint lacks {missing[0]}, so it is no reward model")
+        return model
+
+    def _find_label(self) -> int:
+        """Return the number of the output that is the value."""
+        names = {number: str(name) for number, name in (getattr(self._config, "id2label", None) or {}).items()}
+        count = int(getattr(self._config, "num_labels", 1)) if self._scorer.head == "classifier" else 1
+        wanted = self._scorer.label
+        if not wanted and count == 1:
+            return 0
+        matching = [number for number in range(count) if wanted in (str(number), names.get(number))]
+        if not wanted or not matching:
+            known = ", ".join(names.get(number, str(number)) for number in range(count))
+            raise SettingsError(
+                f"expected one of the model's {count} outputs ({known}), found {wanted or 'none'!r}: change label {self._where}"
+            )
+        return matching[0]
+
+    def _find_longest(self) -> int:
+        bounds = [getattr(self._text_config, "max_position_embeddings", None), self._tokenizer.model_max_length]
+        context = min([int(bound) for bound in bounds if bound and 0 < bound < _UNBOUNDED_TOKENS], default=0)
+        if self._scorer.max_tokens and context and self._scorer.max_tokens > context:
+            raise SettingsError(
+                f"expected at most the model's context of {context} tokens, found {self._scorer.max_tokens}: "
+                f"change max_tokens {self._where}"
+            )
+        return self._scorer.max_tokens or context or _UNBOUNDED_TOKENS
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Outputs:
+    logits: Tensor
+
+
+class ScalarHead(nn.Module):
+    """A trunk and a linear layer over the hidden state of a text's last token."""
+
+    def __init__(self, trunk: Any, weight_LD: Tensor, bias_L: Tensor | None) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.config = trunk.config
+        self.weight = nn.Parameter(weight_LD, requires_grad=False)
+        self.bias = None if bias_L is None else nn.Parameter(bias_L, requires_grad=False)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> _Outputs:
+        """Return the head's outputs (B × L) of right-padded texts."""
+        hidden_BTD = self.trunk(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        last_B = attention_mask.sum(-1) - 1
+        hidden_BD = hidden_BTD[torch.arange(len(input_ids), device=hidden_BTD.device), last_B]
+        return _Outputs(nn.functional.linear(hidden_BD, self.weight, self.bias))
+
+
+def _scalar_head(source: str) -> tuple[Tensor, Tensor | None]:
+    """Return weight (1 × D) and bias of the scalar head in a checkpoint. Raises ValueError where there is none."""
+    from huggingface_hub import snapshot_download
+    from safetensors import safe_open
+
+    folder = Path(source) if Path(source).is_dir() else Path(snapshot_download(source, allow_patterns="*.safetensors"))
+    places: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            places |= dict.fromkeys(file.keys(), path)
+
+    def tensor(name: str) -> Tensor:
+        with safe_open(places[name], framework="pt") as file:
+            found: Tensor = file.get_tensor(name)
+            return found
+
+    name = next((name for name in _SCALAR_HEADS if f"{name}.weight" in places), None)
+    if name is None:
+        raise ValueError(f"none of {', '.join(_SCALAR_HEADS)} in its safetensors")
+    weight = tensor(f"{name}.weight")
+    if weight.ndim != 2 or weight.shape[0] != 1:
+        raise ValueError(f"its {name}.weight has the shape {tuple(weight.shape)}, not one row")
+    return weight, tensor(f"{name}.bias") if f"{name}.bias" in places else None

@@ -1,0 +1,159 @@
+"""The initial policy, frozen: logprobs of given tokens after given prompts. Imports torch.
+
+    logprob of token t = log_softmax(logits at t − 1 / its temperature)_t       (shared/model/logits.py)
+
+Each sequence is a row of its own, padded on the right, which a causal model's tokens do not see. Logits are computed only where a
+completion's token is predicted, and for so many tokens at a time. Whether that gives what the unmodified model gives for each sequence by
+itself is tested at the start (``self_test``); where it does not, sequences go through the whole model one by one.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.reward.models.placement import Placed, first_line, pick_device, pick_dtype
+from services.reward.models.self_test import LENGTHS, choose_alone
+from shared.bus.messages import Float32Array, Int32Array
+from shared.errors import SettingsError
+from shared.model.logits import logprobs
+from shared.model.logits_projection import projection
+from shared.model.logits_transform import logits_transform
+from shared.model.plain_model import eager_attention, ordinary_ids
+from shared.model.rope import settle_rope
+from shared.settings import Settings
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class TokenSequence:
+    """A completion after its prompt."""
+
+    prompt_token_ids: Int32Array
+    token_ids: Int32Array
+    temperature: float
+    """What the logits are divided by: the one at which it was sampled."""
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the model reads: the last one predicts nothing."""
+        return len(self.prompt_token_ids) + len(self.token_ids) - 1
+
+    @property
+    def input_ids(self) -> Int32Array:
+        """What the model reads."""
+        return np.concatenate([self.prompt_token_ids, self.token_ids[:-1]])
+
+
+class FrozenPolicy:
+    """The model in ``policy.model``.
+
+    Raises:
+        SettingsError: there is none that loads, or it scales its logits or turns its positions in a way that is not known.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        work, policy = settings.reward.reference, settings.policy
+        device = pick_device(work.device, "reward.reference.device")
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                policy.model,
+                dtype=pick_dtype(work.dtype, device, on_gpu=policy.dtype),
+                trust_remote_code=policy.trust_remote_code,
+            )
+        except (OSError, ValueError) as error:
+            raise SettingsError(
+                f"expected a Hugging Face causal model in {policy.model!r}, found: {first_line(error)}: change policy.model"
+            ) from error
+        settle_rope(model, settings.rollout.vllm.max_model_len)
+        self._transform = logits_transform(model)
+        self._chunk_tokens = work.logits_chunk_tokens
+        self._logits = settings.trainer.logits  # differences to the policy's logprobs shall be of weights alone
+        projection(model.get_output_embeddings(), self._logits)  # refuses now what it would refuse at the first group
+        self._placed = Placed(model, device, work.threads)
+        self._alone = False
+        self._alone = self._placed.guarded(self._test)
+
+    def _test(self) -> bool:
+        """Return whether sequences must go one by one."""
+        module, lot = self._placed.module, np.random.default_rng(0)
+        ids, context = (
+            ordinary_ids(module.config),
+            getattr(module.config.get_text_config(), "max_position_embeddings", 0),
+        )
+        lengths = [max(2, min(length, int(context or length))) for length in LENGTHS]
+        drawn = [(lot.choice(ids, length // 2), lot.choice(ids, length - length // 2)) for length in lengths]
+
+        def reference(one: TokenSequence) -> Float32Array:
+            with eager_attention(module):
+                return self._plainly(one)
+
+        return choose_alone(
+            [TokenSequence(prompt, completion, 1.0) for prompt, completion in drawn],
+            self._logprobs,
+            reference,
+            half=module.dtype != torch.float32,
+            what="policy.model",
+        )
+
+    def _plainly(self, one: TokenSequence) -> Float32Array:
+        """Return the logprobs of a completion from the whole model's own logits."""
+        inputs_BT = torch.from_numpy(one.input_ids[None]).long().to(self._placed.device)
+        logits_TV = self._placed.module(input_ids=inputs_BT, use_cache=False).logits[0, len(one.prompt_token_ids) - 1 :]
+        targets_T = torch.from_numpy(one.token_ids).long().to(logits_TV.device)
+        temperatures_T = torch.full(targets_T.shape, one.temperature, device=logits_TV.device)
+        found: Float32Array = logprobs(logits_TV.float(), targets_T, temperatures_T).cpu().numpy()
+        return found
+
+    def compute(self, batch: Sequence[TokenSequence]) -> list[Float32Array]:
+        """Return the logprobs of each completion's tokens (float32, nats).
+
+        Raises:
+            NoRoom: they do not fit into memory together.
+        """
+        return self._placed.guarded(lambda: self._logprobs(batch))
+
+    def offload(self) -> None:
+        """Move the weights to the host's memory."""
+        self._placed.offload()
+
+    def restore(self) -> None:
+        """Move them back. Raises NoRoom."""
+        self._placed.restore()
+
+    def _logprobs(self, batch: Sequence[TokenSequence]) -> list[Float32Array]:
+        if self._alone:
+            return [self._plainly(one) for one in batch]
+        hidden_ND = self._hidden_states(batch)
+        targets_N = torch.from_numpy(np.concatenate([one.token_ids for one in batch])).to(hidden_ND.device).long()
+        temperatures = np.repeat([one.temperature for one in batch], [len(one.token_ids) for one in batch])
+        temperatures_N = torch.from_numpy(temperatures.astype(np.float32)).to(hidden_ND.device)
+        output = projection(self._placed.module.get_output_embeddings(), self._logits)
+        parts = []
+        for start in range(0, len(targets_N), self._chunk_tokens):
+            chunk = slice(start, start + self._chunk_tokens)
+            logits_NV = self._transform.after(output(self._transform.before(hidden_ND[chunk])))
+            parts.append(logprobs(logits_NV, targets_N[chunk], temperatures_N[chunk]))
+        found: Float32Array = torch.cat(parts).cpu().numpy()
+        return np.split(found, np.cumsum([len(one.token_ids) for one in batch])[:-1])
+
+    def _hidden_states(self, batch: Sequence[TokenSequence]) -> Tensor:
+        """Return what predicts each completion's tokens (N × D), one sequence after another."""
+        inputs_BT = np.zeros((len(batch), max(one.tokens for one in batch)), dtype=np.int64)
+        mask_BT, predicts_BT = np.zeros_like(inputs_BT), np.zeros_like(inputs_BT, dtype=bool)
+        for row, one in enumerate(batch):
+            inputs_BT[row, : one.tokens] = one.input_ids
+            mask_BT[row, : one.tokens] = 1
+            predicts_BT[row, len(one.prompt_token_ids) - 1 : one.tokens] = True
+        device = self._placed.device
+        hidden_BTD: Tensor = self._placed.module.get_decoder()(
+            input_ids=torch.from_numpy(inputs_BT).to(device),
+            attention_mask=torch.from_numpy(mask_BT).to(device),
+            use_cache=False,
+        ).last_hidden_state
+        return hidden_BTD[torch.from_numpy(predicts_BT).to(device)]

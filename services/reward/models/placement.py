@@ -1,0 +1,85 @@
+"""A module on its device: put aside while it is idle, and out of memory told from other errors. Imports torch."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from services.reward.models.batcher import NoRoom
+from shared.errors import SettingsError
+from shared.process.allocation import is_out_of_memory
+
+Done = TypeVar("Done")
+
+
+class Placed:
+    """``module``, frozen, on ``device``; ``threads`` of the CPU compute (0: as torch decides)."""
+
+    def __init__(self, module: Any, device: torch.device, threads: int = 0) -> None:
+        self.module = module.eval().requires_grad_(False)
+        self.device = device
+        self._threads = threads
+        self.restore()
+
+    def offload(self) -> None:
+        """Move the weights to the host's memory."""
+        self.module.to("cpu")
+        self._empty_cache()
+
+    def restore(self) -> None:
+        """Move them back.
+
+        Raises:
+            NoRoom: the device is full.
+        """
+        self.guarded(lambda: self.module.to(self.device))
+
+    def guarded(self, work: Callable[[], Done]) -> Done:
+        """Return what ``work`` computes, without gradients.
+
+        Raises:
+            NoRoom: it does not fit into memory.
+        """
+        if self._threads:
+            torch.set_num_threads(self._threads)  # of the thread that calls
+        try:
+            with torch.no_grad():
+                return work()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = str(error).splitlines()[0]
+        # Only here, where the error with its frames is gone, are the tensors that they held gone too.
+        self._empty_cache()
+        raise NoRoom(reason)
+
+    def _empty_cache(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def pick_device(device: str, setting: str) -> torch.device:
+    """Return the device that a setting names.
+
+    Raises:
+        SettingsError: this machine has none of that name.
+    """
+    try:
+        found = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+        torch.empty(1, device=found)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise SettingsError(
+            f"expected auto, cpu or a device of this machine, found {device!r} ({first_line(error)}): change {setting}"
+        ) from error
+    return found
+
+
+def pick_dtype(dtype: str, device: torch.device, on_gpu: str = "bfloat16") -> torch.dtype:
+    """Return the number type that a setting names; ``auto``: ``on_gpu`` there, float32 on a CPU."""
+    names = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    return names[dtype if dtype != "auto" else on_gpu if device.type == "cuda" else "float32"]
+
+
+def first_line(error: BaseException) -> str:
+    """Return what an error says, in one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".:")

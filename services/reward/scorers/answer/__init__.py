@@ -1,0 +1,6 @@
+"""The answer matcher.
+
+completion ──▶ extraction ──▶ matching: attempts, the strictest first ──▶ mathematics
+                                 ▲
+        notation, relations, shapes, units, words, prose
+"""

@@ -1,0 +1,200 @@
+"""Where the answer stands in a completion. Pure functions on text, linear in its length."""
+
+import re
+from functools import lru_cache
+from typing import Literal, TypeAlias
+
+from services.reward.scorers.answer.notation import ascii_signs, last
+
+Place: TypeAlias = Literal["whole", "boxed", "hashes", "last_number", "choice", "tag", "auto"]
+"""All of the text, in ``\\boxed{}``, after ``####``, the last number, the letter of a multiple choice, in a tag, or the first of
+boxed, hashes and whole."""
+
+_NUMBER = re.compile(
+    r"(?<![A-Za-z_0-9.\\^])(?<!\^\{)(?:(?<![)\]}])[-+](?=[0-9.]))?"  # a sign, where it is no operator
+    r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+    r"(?:[eE][-+]?[0-9]{1,3}(?![0-9]))?(?:/[0-9]+)?(?:\\?%)?(?!\^|\.[0-9])"
+)
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*(?:\{|(?P<bare>[-+]?[0-9][0-9.,]*(?<![.,])|[A-Za-z]))")
+_COMMENT = re.compile(r"(?<=\s)%[^\n]*\n")
+_LONGEST_BOXED = 10_000
+"""A box that is not closed within so many characters counts as cut off."""
+_HASHES = re.compile(r"(?<!#)####(?!#)")
+_LAST_NUMBER_WITHIN = 20_000
+"""How far from the end the last number is looked for, in characters."""
+
+_CHOICE_WITHIN = 20_000
+"""How far from the end a chosen letter is looked for, in characters."""
+_LONGEST_LETTER = 40
+"""Text that is nothing but a chosen letter is no longer, dress and all, in characters."""
+
+
+def extract(text: str, place: Place, tag: str = "answer", letters: str = "ABCDE") -> str | None:
+    """Return the answer in ``text``, stripped; None where there is none.
+
+    ``tag`` counts where the place is a tag, ``letters`` where it is a choice.
+
+    >>> extract(r"so it is \\boxed{\\frac{1}{2}}.", "boxed")
+    '\\\\frac{1}{2}'
+    >>> extract("3 apples and 4 pears: 7 fruits", "last_number")
+    '7'
+    """
+    if place == "whole":
+        return text.strip() or None
+    if place == "boxed":
+        return boxed(text)
+    if place == "hashes":
+        return hashes(text)
+    if place == "last_number":
+        return last_number(text)
+    if place == "choice":
+        return choice(text, letters)
+    if place == "tag":
+        return tagged(text, tag)
+    return boxed(text) or hashes(text) or text.strip() or None
+
+
+def boxed(text: str) -> str | None:
+    r"""Return the contents of the last ``\boxed{…}``, its braces balanced; None where it is missing or cut off.
+
+    >>> boxed(r"$\boxed5$"), boxed(r"\fbox {5}")
+    ('5', '5')
+    """
+    match = last(_BOX, text)
+    if match is None:
+        return None
+    if match["bare"] is not None:
+        return match["bare"]
+    start = match.end()
+    depth, escaped = 1, False
+    for index in range(start, min(len(text), start + _LONGEST_BOXED)):
+        character = text[index]
+        if escaped:
+            escaped = False
+        elif character == "\\":
+            escaped = True
+        elif character == "{":
+            depth += 1
+        elif character == "}":
+            depth -= 1
+            if depth == 0:
+                return _COMMENT.sub("\n", text[start:index]).strip() or None
+    return None
+
+
+def tagged(text: str, tag: str) -> str | None:
+    """Return what stands in the last ``<tag>…</tag>``; None where it is missing or not closed.
+
+    >>> tagged("<think>3 + 4</think> <answer>7</answer>", "answer")
+    '7'
+    """
+    start = text.rfind(f"<{tag}>")
+    end = text.find(f"</{tag}>", start)
+    return text[start + len(tag) + 2 : end].strip() or None if 0 <= start < end else None
+
+
+def hashes(text: str) -> str | None:
+    """Return the rest of the line after the last ``####``, as GSM8K writes its answers."""
+    match = last(_HASHES, text)
+    if match is None:
+        return None
+    return text[match.end() :].partition("\n")[0].strip() or None
+
+
+def last_number(text: str) -> str | None:
+    """Return the last number, with its sign, thousands separators, exponent, denominator and percent sign.
+
+    >>> last_number("3 of ５"), last_number("v5"), last_number("5²")
+    ('5', None, None)
+    """
+    text = text[-_LAST_NUMBER_WITHIN:]
+    number = last(_NUMBER, text if text.isascii() else ascii_signs(text))
+    return None if number is None else number[0]
+
+
+def letter_alone(text: str, letters: str = "ABCDE") -> str | None:
+    """Return the letter that the last box, or else all of the text, is.
+
+    >>> letter_alone("**(B)**"), letter_alone("The answer is B")
+    ('B', None)
+    """
+    box = boxed(text)
+    if box is not None:
+        return _bare_letter(box, letters)
+    return _bare_letter(text, letters) if len(text) <= _LONGEST_LETTER else None
+
+
+def choice(text: str, letters: str = "ABCDE") -> str | None:
+    """Return the letter that is chosen; None where there is none, or where more than one is left standing.
+
+    It is in the last box; or after the last "answer is", "answer:" or "option"; or it is all of the text, its last line,
+    or the only letter in parentheses. Capital letters, but in boxes and right after "answer is (", since "a" is a word.
+
+    >>> choice("Paris is in France, so the answer is (B).")
+    'B'
+    """
+    if _BOX.search(text) is not None:
+        return letter_alone(text, letters)
+    text = text[-_CHOICE_WITHIN:]
+    statement = last(_said(letters), text)
+    if statement is not None:
+        return _decided(statement["letter"].upper(), text[statement.end() :], letters)
+    if (alone := letter_alone(text, letters)) is not None:
+        return alone
+    lines = [line for line in text.splitlines() if line.strip()]
+    listed = {letter for line in lines if (letter := _leading_letter(line, letters))}
+    if lines and len(listed) == 1 and (leading := _leading_letter(lines[-1], letters)):
+        return leading
+    in_parentheses = set(re.findall(rf"\(([{letters}])\)", text))
+    return in_parentheses.pop() if len(in_parentheses) == 1 and len(listed) < 2 else None
+
+
+def _decided(letter: str, rest: str, letters: str) -> str | None:
+    """Return the stated letter, or the one that takes its place; None where what follows leaves a second one standing."""
+    corrected = re.match(
+        rf"\W{{0,8}}(?i:no|wait)\b[:,.]?\s*(?i:it\s?(?:is|'s)\s)?\(?([{letters}])\)?(?![A-Za-z0-9'’])", rest
+    )
+    if corrected is not None:
+        return corrected[1]
+    another = rf"\(?[{letters}](?![A-Za-z0-9'’])"
+    if re.match(rf"[)\]*_.}}$\s]{{0,6}}(?:(?:[/,;&|+]|(?i:or|and)\b)\s*{another}|\([{letters}]\))", rest):
+        return None
+    sentence = re.split(
+        r"\b(?:because|since|not|rather|instead)\b|\n(?!\s*(?i:or)\b)|[.!?]\s(?!\s*(?i:or|maybe|perhaps|alternatively|no|it|could)\b)",
+        rest,
+        maxsplit=1,
+    )[0]
+    hedged = re.search(
+        rf"(?i:\b(?:or|also|alternatively|maybe|perhaps|could|might|may|either|no)\b)[^\n]{{0,60}}?(?<![A-Za-z])\(?[{letters}](?![A-Za-z0-9'’])",
+        sentence,
+    )
+    return None if hedged else letter
+
+
+@lru_cache(maxsize=8)
+def _said(letters: str) -> re.Pattern[str]:
+    """Return the pattern of "the answer is (B)"."""
+    dressed = r"[\s*_`:$\"'(\[]{0,8}(?:\\(?:textbf|text|mathrm|mathbf)\{\s*\(?)?"
+    article = r"(?!A\s+(?!because|since|as\b|and\b|or\b|by\b|for\b|with\b|in\b|which\b|due\b)[a-z])"
+    letter = rf"{article}(?P<letter>[{letters}]|(?<=\()[{letters.lower()}](?=\)))(?![A-Za-z0-9'’])"
+    surely = r"(?i:(?:definitely|clearly|certainly|therefore|thus|then|obviously|indeed|simply)\s)?"
+    before = (
+        r"(?i:\banswer\s{1,4}is|\banswer\s?[*_]{0,2}\s?[:=]|\b(?:choice|option)(?:\s{1,4}is)?)\s{0,4}"
+        rf"{surely}(?i:(?:option|choice|letter)\s)?"
+    )
+    return re.compile(before + dressed + letter)
+
+
+def _bare_letter(text: str, letters: str) -> str | None:
+    """Return the letter that ``text`` is but for its dress: ``\\text{(b)}``, ``B.``, ``(B) 7``, ``**B**``."""
+    bare = re.sub(r"\\(?:textbf|textit|text|mathrm|mathbf)\s*|[{}$*`]", "", text).strip()
+    match = re.fullmatch(rf"\(?([{letters}{letters.lower()}])(?:[).:](?P<more>\s.*)?)?\.?", bare)
+    if match is None or re.search(rf"(?<![A-Za-z])\(?[{letters}](?![A-Za-z0-9'’])", match["more"] or ""):
+        return None
+    return match[1].upper()
+
+
+def _leading_letter(line: str, letters: str) -> str | None:
+    """Return the letter that a line begins with as the choices are listed: ``B``, ``(B) 7``, ``B) 7``, ``**B.** 7``."""
+    match = re.match(rf"\s*[*_`]{{0,2}}(?:\(([{letters}])\)|([{letters}])(?:[).:]|[*_`\s.]*$))", line)
+    return (match[1] or match[2]) if match else None

@@ -1,0 +1,317 @@
+"""Which comparisons decide whether an answer is the reference. Pure functions on text; :mod:`answer` carries the comparisons out.
+
+::
+
+    reference, answer ──▶ notation ──▶ read: core, unit, percent sign, name ──▶ attempts, the strictest first
+                                                                                 └── pairs of cores, all of which must be equal
+
+Where there is no attempt the answer is wrong. An attempt names the lenient rules without which it would not be made, so that
+whichever attempt succeeds first says on which rules the verdict depends. Words, relations, lists and commands that restate the
+question are decided here, because computer algebra reads them as products of letters, as their last member, or computes them.
+"""
+
+import dataclasses
+import re
+from collections.abc import Collection, Iterator
+from fractions import Fraction
+from functools import lru_cache
+
+from services.reward.scorers.answer import relations, shapes
+from services.reward.scorers.answer.mathematics import plain_numbers
+from services.reward.scorers.answer.notation import plain, split
+from services.reward.scorers.answer.prose import LONGEST as LONGEST_PROSE
+from services.reward.scorers.answer.prose import is_prose, stated
+from services.reward.scorers.answer.units import DEGREE, Unit, split_unit
+from services.reward.scorers.answer.words import has_words, is_text, same_text, swaps_case
+
+LONGEST_FORMULA = 1_000
+"""A longer formula is not compared, in characters: no reference is so long, and reading one takes minutes."""
+
+_PERCENT = re.compile(r"\s*(?:\\?%|\\text\{\s*(?:percent|%|\\%)\s*\}|(?<=[0-9)}\s])percent)$")
+_NAME = re.compile(r"(?P<name>\\?[A-Za-z]+(?:_\{?[A-Za-z0-9]+\}?)?'?(?:\s*\(\s*[a-z](?:\s*,\s*[a-z])?\s*\))?|\([a-z],\s*[a-z](?:,\s*[a-z])?\))\s*=\s*(?P<rest>[^=].*)", re.DOTALL)  # fmt: skip
+_LEADING = re.compile(r"(?:=|\\approx(?![A-Za-z]))\s*")
+_COMPUTES = re.compile(
+    r"\\(?:sum|i{0,3}nt|oint|prod|lim|limsup|liminf|gcd|lcm|det|max|min|sup|inf|bmod|pmod|mod|nabla|partial|operatorname)(?![A-Za-z])"
+    r"|\\text\{\s*(?:lcm|gcd|det|mod)\s*\}|\\frac\s*\{\s*d[^{}]{0,20}\}\s*\{\s*d\s*[a-z]|\\begin\{[vV]matrix\}|(?<![A-Za-z\\])(?:gcd|lcm|det|max|min)\s*\("
+)
+_ARITHMETIC = re.compile(r"(?<=[0-9})%])\s*(?:[-+*/]|\\times|\\cdot|\\div)\s*(?!\s*10\s*\^)(?=[0-9(.\\{])")
+_ONLY_NUMBERS = re.compile(r"(?:[0-9.,\s(){}+*/%-]|\\(?:times|cdot|div|frac|%))+")
+_FRACTION_TEXT = re.compile(r"[-+]?\s*(?:[0-9.,]+\s*/\s*[0-9.,]+|\\frac\s*(?:\{[^{}]*\}\s*\{[^{}]*\}|[0-9]{2}))")
+_DEGREES_INSIDE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*\^\\circ")
+_FUNCTIONS = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Attempt:
+    """One way in which the answer may be the reference."""
+
+    pairs: tuple[tuple[str, str], ...]
+    """All of these must be equal, as mathematics; none: it is the reference already."""
+    rules: frozenset[str] = frozenset()
+    """The lenient rules that it takes."""
+
+    def under(self, *rules: str) -> "Attempt":
+        """Return the attempt with more rules."""
+        return dataclasses.replace(self, rules=self.rules | set(rules))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reading:
+    """What one text says.
+
+    >>> read("x = 50\\\\%").core, read("x = 50\\\\%").percent, read("x = 50\\\\%").name
+    ('50', True, 'x')
+    """
+
+    core: str
+    unit: Unit | None = None
+    percent: bool = False
+    name: str = ""
+    """The lone symbol to the left of its equals sign."""
+    chain: tuple[str, ...] = ()
+    """Members between the name and the core, which must equal it."""
+
+    @property
+    def relation(self) -> str:
+        """The text with its name."""
+        return f"{self.name}={self.core}" if self.name else self.core
+
+
+def attempts(reference: str, answer: str, lenient: Collection[str]) -> tuple[Attempt, ...]:
+    """Return the comparisons to make, in order; none: the answer is not the reference. Of a long answer only the end is read."""
+    return _attempts(reference, answer[-LONGEST_PROSE:], frozenset(lenient))
+
+
+@lru_cache(maxsize=4096)
+def _attempts(reference: str, answer: str, lenient: frozenset[str]) -> tuple[Attempt, ...]:
+    made = list[Attempt]()
+    expected = _reference(reference)
+    for text, rules in _texts(answer, lenient):
+        for attempt in _of_texts(expected, plain(text), lenient):
+            candidate = attempt.under(*rules)
+            if candidate.rules <= lenient and candidate not in made:
+                made.append(candidate)
+    return tuple(sorted(made, key=lambda attempt: len(attempt.rules)))
+
+
+@lru_cache(maxsize=1024)
+def _reference(text: str) -> str:
+    """Return a reference in plain notation; what it states, where it is prose with mathematics in it."""
+    text = plain(text)
+    if is_prose(text) and ("$" in text or re.search(r"(?i)\banswer\b", text)):
+        return plain(stated(text) or text)
+    return text
+
+
+def _texts(answer: str, lenient: frozenset[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    if len(answer) <= LONGEST_FORMULA:
+        yield answer, ()
+    if "prose" in lenient and is_prose(answer[-LONGEST_PROSE:]):
+        claim = stated(answer)
+        if claim is not None:
+            yield claim, ("prose",)
+
+
+def _of_texts(reference: str, answer: str, lenient: frozenset[str]) -> Iterator[Attempt]:
+    if not reference or not answer or len(reference) > LONGEST_FORMULA:
+        return
+    if (same := same_text(reference, answer)) is not None:
+        yield Attempt((), frozenset(same))
+        return
+    if (ratio := shapes.same_ratio(reference, answer)) is not None:
+        if ratio:
+            yield Attempt(())
+        return
+    if shapes.is_literal(reference) or shapes.is_literal(answer):
+        return
+    inequalities = relations.compare(reference, answer)
+    if inequalities is not None:
+        yield from (Attempt(pairs) for pairs in inequalities)
+        return
+    yield from _of_lists(reference, answer, lenient)
+
+
+def _of_lists(reference: str, answer: str, lenient: frozenset[str]) -> Iterator[Attempt]:
+    reference = shapes.without_thousands(reference)
+    if shapes.shape(reference) == "single":
+        answer = shapes.without_thousands(answer)
+    expected, given = shapes.plus_minus(_listed(reference)), shapes.plus_minus(_listed(answer))
+    expected, given = relations.without_names(expected, given)
+    if (pairs := relations.assignments(expected, given)) is not None:
+        yield from (Attempt(pair) for pair in pairs)
+        return
+    given = shapes.spaced_list(expected, given)
+    for shaped, rules in shapes.fitting(expected, given):
+        yield from (attempt.under(*rules) for attempt in _of_readings(read(expected), read(shaped), shaped, lenient))
+
+
+def _listed(text: str) -> str:
+    """Return ``text`` with commas for "and" and "or", where it has no other words."""
+    listed = re.sub(
+        r"\s*,?\s*(?:\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|\\lor(?![A-Za-z]))\s*",
+        ", ",
+        text,
+    )
+    return text if has_words(listed) else listed
+
+
+@lru_cache(maxsize=4096)
+def read(text: str) -> Reading:
+    """Return what ``text``, in plain notation, says."""
+    text = _LEADING.sub("", text, count=1) if text.startswith(("=", r"\approx")) else text
+    name, chain = "", tuple[str, ...]()
+    match = _NAME.fullmatch(text)
+    if match is not None and relations.is_symbol(match["name"]) and len(split(match["rest"])) == 1:
+        name, (*chain_parts, text) = (
+            match["name"],
+            (part.strip() for part in re.split(r"(?<![<>!])=|\\approx(?![A-Za-z])", match["rest"])),
+        )
+        chain = tuple(chain_parts)
+    core, percents = _PERCENT.subn("", text) if text.count("%") <= 1 else (text, 0)
+    core, unit = (core, None) if percents else split_unit(core)
+    if unit is not None and unit == DEGREE and _FUNCTIONS.search(core):
+        core, unit = text, None
+    return Reading(_parenthesised(_radians(core)).strip(), unit, bool(percents), re.sub(r"\s", "", name), chain)
+
+
+def _radians(text: str) -> str:
+    return _DEGREES_INSIDE.sub(r"{\\frac{\1\\pi}{180}}", text) if r"^\circ" in text else text
+
+
+def _parenthesised(text: str) -> str:
+    """Return ``text`` without parentheses around all of it."""
+    while text.startswith("(") and text.endswith(")") and len(split(text[1:-1])) == 1 and shapes.closed(text[1:-1]):
+        text = text[1:-1].strip()
+    return text
+
+
+def _of_readings(expected: Reading, given: Reading, answer: str, lenient: frozenset[str]) -> Iterator[Attempt]:
+    if _differently_solved(expected, given):
+        if not any(has_words(reading.core) for reading in (expected, given)):
+            yield Attempt(((expected.relation, given.relation),))
+        return
+    if not _comparable(expected, given):
+        return
+    rules = {"restating"} if restates(answer) and not restates(expected.core) else set[str]()
+    if rules - lenient:
+        return
+    chain = tuple((expected.core, member) for member in given.chain)
+    for attempt in _of_quantities(expected, given):
+        yield Attempt((*attempt.pairs, *chain), attempt.rules | rules)
+
+
+def _differently_solved(expected: Reading, given: Reading) -> bool:
+    """Whether two relations must be compared as they are: ``y = 2x`` and ``x = y/2``."""
+    if expected.name and given.name:
+        return expected.name != given.name
+    return bool(expected.name and "=" in given.core) or bool(given.name and "=" in expected.core)
+
+
+def _comparable(expected: Reading, given: Reading) -> bool:
+    """Whether two cores may be compared as mathematics: neither words nor, on one side alone, a relation or a sum with infinity."""
+    if not all(_is_mathematics(reading.core) for reading in (expected, given)):
+        return False
+    if len(expected.core) == len(given.core) == 1 and expected.core.isalpha() and given.core.isalpha():
+        return expected.core == given.core
+    if swaps_case(expected.core, given.core):
+        return False
+    related = [relations.is_relation(reading.core) for reading in (expected, given)]
+    if related[0] != related[1]:
+        return False
+    return not (related[0] and (expected.name or given.name))
+
+
+def _is_mathematics(core: str) -> bool:
+    if plain_numbers.read(core) is not None:
+        return True
+    return bool(core) and "$" not in core and not (has_words(core) or is_text(core) or shapes.beyond_infinity(core))
+
+
+def _of_quantities(expected: Reading, given: Reading) -> Iterator[Attempt]:
+    """Compare what is left when units and percent signs are taken off, in the ways that give them a meaning."""
+    pair = (expected.core, given.core)
+    if expected.percent != given.percent:
+        yield Attempt(((_share(expected), _share(given)),))
+        if _above_one(expected.core) and not (expected.unit or given.unit):
+            yield Attempt((pair,), frozenset({"percent"}))
+        return
+    yield from _of_units(expected.unit, given.unit, pair)
+    yield from _of_bases(pair)
+
+
+def _share(reading: Reading) -> str:
+    return _scaled(reading.core, Fraction(1, 100)) if reading.percent else reading.core
+
+
+def _above_one(core: str) -> bool:
+    number = plain_numbers.read(core)
+    return number is None or abs(number.value) > 1
+
+
+def _of_units(expected: Unit | None, given: Unit | None, pair: tuple[str, str]) -> Iterator[Attempt]:
+    reference, answer = pair
+    if _dimensions(expected) == _dimensions(given):
+        ratio = (expected.factor if expected else Fraction(1)) / (given.factor if given else Fraction(1))
+        yield Attempt(((_scaled(reference, ratio), answer),))
+    elif DEGREE in (expected, given) and not (_dimensions(expected) and _dimensions(given)):
+        yield Attempt(((_in_radians(reference, expected), _in_radians(answer, given)),))
+        yield Attempt((pair,), frozenset({"units"}))
+    elif not (_dimensions(expected) and _dimensions(given)):
+        yield Attempt((pair,), frozenset({"units"}))
+
+
+def _dimensions(unit: Unit | None) -> tuple[tuple[str, int], ...]:
+    return unit.dimensions if unit else ()
+
+
+def _in_radians(core: str, unit: Unit | None) -> str:
+    number = plain_numbers.read(core)
+    if unit is None:
+        return core
+    if number is not None:
+        return rf"{plain_numbers.written(number.value / 180)}\pi"
+    return rf"\frac{{({core})\pi}}{{180}}"
+
+
+def _scaled(core: str, ratio: Fraction) -> str:
+    if ratio == 1:
+        return core
+    number = plain_numbers.read(core)
+    if number is not None:
+        return plain_numbers.written(number.value * ratio)
+    return rf"({core})\cdot{plain_numbers.written(ratio)}"
+
+
+def _of_bases(pair: tuple[str, str]) -> Iterator[Attempt]:
+    """Let the digits stand alone where one side does not say its base."""
+    expected, given = (plain_numbers.read(core) for core in pair)
+    if expected is not None and given is not None and bool(expected.digits) != bool(given.digits):
+        digits = [number.digits or core.upper() for number, core in ((expected, pair[0]), (given, pair[1]))]
+        if digits[0] == digits[1]:
+            yield Attempt((), frozenset({"bases"}))
+
+
+def is_dressed(text: str) -> bool:
+    """Whether ``text`` may have a currency or a percent sign, or is a date or time rather than arithmetic."""
+    return "$" in text or "%" in text or shapes.is_literal(text)
+
+
+def restates(text: str) -> bool:
+    """Whether ``text`` leaves something to compute: a sum, a limit, a derivative, or 12+34.
+
+    >>> restates(r"\\sum_{k=1}^{9} k"), restates("12+34"), restates(r"3\\times 10^8"), restates("2^{31}-1")
+    (True, True, False, False)
+    """
+    if _COMPUTES.search(text):
+        return True
+    if _ONLY_NUMBERS.fullmatch(text) is None or _FRACTION_TEXT.fullmatch(text) or shapes.is_literal(text):
+        return False
+    return any(_ARITHMETIC.search(_without_fractions(part)) for part in split(text))
+
+
+def _without_fractions(text: str) -> str:
+    return (
+        _FRACTION_TEXT.sub(" 1", text)
+        if re.search(r"\\frac", text)
+        else re.sub(r"(?<![0-9/)])\s*([0-9]+)\s*/\s*([0-9]+)(?![0-9/])", r"\1", text)
+    )

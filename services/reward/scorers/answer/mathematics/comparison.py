@@ -1,0 +1,182 @@
+"""The program of one matcher process: asked about pairs of formulas, it says whether they are the same mathematics.
+
+::
+
+    question   {"reference": "\\\\frac{1}{2}", "answer": "0.5", "tolerance": 1e-06}
+    answer     {"status": "ok", "equal": true, "rounded": false, "detail": ""}
+
+Decimals are fractions here, so that equal means equal; where formulas are not, ``rounded`` says that they are within the tolerance.
+
+It is a process of its own because the computer algebra behind ``math-verify`` can run for ever or take all memory on what a
+model writes: whoever started it kills it when it is late (so math-verify's own deadlines, which are signals, are off). This
+is the only file that knows ``math-verify``; it knows neither messages nor settings.
+"""
+
+import contextlib
+import logging
+import sys
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+from services.reward.scorers.answer.mathematics import latex_parser
+from services.reward.subprocess_pool import child as answering
+
+_DEEPEST = 16
+"""Mathematics nested deeper is not read: the parser's time grows exponentially with the depth, to minutes at 20."""
+_MEMORY_BYTES = 2 * 1024**3
+_DIGITS = 30
+"""To which two rounded formulas are evaluated."""
+_WARM_UP = (
+    (r"\frac{1}{2}", "0.5"),
+    ("(1,2]", "[1,2]"),
+    (r"\{1,2\}", r"\{2,1\}"),
+    (r"2\sqrt{2}", r"\sqrt{8}"),
+    ("x^2+2x+1", "(x+1)^2"),
+    (r"50\%", "1/2"),
+    (r"x^2+5x+6", "(x+2)(x+3)"),
+    (r"\{1,2,-3\}", r"\{-3, 2, 1\}"),
+    (r"[1,\infty)", r"\left[1, +\infty\right)"),
+    (r"\begin{pmatrix}1&0\\1&2\end{pmatrix}", r"\begin{bmatrix} 1 & 0 \\ 1 & 2 \end{bmatrix}"),
+    (r"2\pi", r"\pi\cdot 2"),
+)
+"""Pairs of the usual forms: what the parser learns of the grammar from them it need not learn from the first answers."""
+
+
+def read(text: str) -> list[Any]:
+    """Return what math-verify understands of ``text``: expressions of sympy, and the text that it read them from."""
+    from math_verify import LatexExtractionConfig, parse
+
+    if depth(text) > _DEEPEST:
+        raise ValueError(f"nested deeper than {_DEEPEST}")
+    return list(parse(f"${text}$", [LatexExtractionConfig()], parsing_timeout=None, raise_on_error=True))
+
+
+def depth(text: str) -> int:
+    """Return how deep brackets of any kind are nested in ``text``, closed or not.
+
+    >>> depth(r"\\frac{1}{(2+x)}")
+    2
+    """
+    deepest = level = 0
+    for character in text:
+        level = max(level + (character in "([{") - (character in ")]}"), 0)
+        deepest = max(deepest, level)
+    return deepest
+
+
+def compare(reference: str, answer: str, tolerance: float = 0.0) -> dict[str, object]:
+    """Return the verdict on ``answer``: its status, whether it equals ``reference``, and why not."""
+    try:
+        candidates = read(answer)
+    except (MemoryError, RecursionError) as error:
+        return _verdict("crashed", f"reading it ended in {type(error).__name__}")
+    except Exception as error:  # noqa: BLE001 (the edge of the process: any complaint of the library is a verdict)
+        return _verdict("wrong_format", f"cannot be read: {type(error).__name__}")
+    if not candidates:
+        return _verdict("wrong_format", "no mathematics found")
+    pairs = list(product(_read_reference(reference), candidates))
+    try:
+        if any(_same(_exact(expected), _exact(given)) for expected, given in pairs):
+            return _verdict("ok", equal=True)
+        rounded = tolerance > 0 and any(_near(expected, given, tolerance) for expected, given in pairs)
+    except (MemoryError, RecursionError) as error:
+        return _verdict("crashed", f"comparing it ended in {type(error).__name__}")
+    return _verdict("ok", equal=rounded, rounded=rounded)
+
+
+@lru_cache(maxsize=256)
+def _read_reference(text: str) -> tuple[Any, ...]:
+    """Return what a reference may mean, kept for the next samples of its group; the text itself where it cannot be read."""
+    with contextlib.suppress(Exception):
+        return tuple(read(text)) or (text,)
+    return (text,)
+
+
+def _exact(expression: Any) -> Any:
+    """Return ``expression`` with the fraction that each decimal is, and with i as a number beside exponentials."""
+    from sympy import Float, I, Rational, Symbol, exp
+
+    if not hasattr(expression, "atoms"):
+        return expression
+    fractions = {number: Rational(str(number)) for number in expression.atoms(Float) if number.is_finite}
+    exact = expression.xreplace(fractions) if fractions else expression
+    if exact.has(exp):
+        exact = exact.xreplace({symbol: I for symbol in exact.atoms(Symbol) if symbol.name == "i"})
+    return exact
+
+
+def _same(reference: Any, candidate: Any) -> bool:
+    from math_verify import verify
+    from sympy import Symbol
+
+    try:
+        if isinstance(reference, Symbol) or isinstance(candidate, Symbol):  # math-verify takes x for X, and no for on
+            return bool((reference - candidate).simplify() == 0)
+        return bool(verify(reference, candidate, float_rounding=_DIGITS, timeout_seconds=None, raise_on_error=True))
+    except (MemoryError, RecursionError):
+        raise
+    except Exception:  # noqa: BLE001 (what sympy cannot compare is not shown to be equal)
+        return False
+
+
+def _near(reference: Any, candidate: Any, tolerance: float) -> bool:
+    """Whether two formulas, one of them with a decimal, are the same within a relative tolerance, member by member."""
+    from sympy import Float
+
+    if not all(hasattr(side, "atoms") for side in (reference, candidate)):
+        return False
+    if not (reference.atoms(Float) or candidate.atoms(Float)):
+        return False
+    try:
+        return _near_members(reference, candidate, tolerance)
+    except (MemoryError, RecursionError):
+        raise
+    except Exception:  # noqa: BLE001 (what cannot be evaluated is not shown to be near)
+        return False
+
+
+def _near_members(reference: Any, candidate: Any, tolerance: float) -> bool:
+    from sympy import Interval, MatrixBase, Tuple
+
+    for kind in (Tuple, MatrixBase, Interval):
+        if isinstance(reference, kind) and isinstance(candidate, kind):
+            if kind is Interval and (reference.left_open, reference.right_open) != (
+                candidate.left_open,
+                candidate.right_open,
+            ):
+                return False
+            sides = [[side.start, side.end] if kind is Interval else list(side) for side in (reference, candidate)]
+            shapes = [
+                getattr(side, "shape", len(members))
+                for side, members in zip((reference, candidate), sides, strict=True)
+            ]
+            return shapes[0] == shapes[1] and all(_near_members(a, b, tolerance) for a, b in zip(*sides, strict=True))
+    return _near_numbers(reference, candidate, tolerance)
+
+
+def _near_numbers(reference: Any, candidate: Any, tolerance: float) -> bool:
+    expected, given = _exact(reference).doit(), _exact(candidate).doit()
+    if expected == given:
+        return True
+    if expected.is_integer or given.is_integer or expected.free_symbols or given.free_symbols:
+        return False
+    a, b = complex(expected.evalf(_DIGITS)), complex(given.evalf(_DIGITS))
+    return abs(a - b) <= tolerance * max(abs(a), abs(b))
+
+
+def _verdict(status: str, detail: str = "", *, equal: bool = False, rounded: bool = False) -> dict[str, object]:
+    return {"status": status, "equal": equal, "rounded": rounded, "detail": detail}
+
+
+def _prepare() -> answering.Answerer:
+    """Load math-verify and everything that it loads late."""
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    latex_parser.predict_quickly()
+    for reference, answer in _WARM_UP:
+        compare(reference, answer)
+    return lambda question: compare(**question)
+
+
+if __name__ == "__main__":
+    answering.serve(_prepare, parent=int(sys.argv[1]), memory_bytes=_MEMORY_BYTES)

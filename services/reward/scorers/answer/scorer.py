@@ -1,0 +1,291 @@
+"""Compare a completion's answer with the reference: as text, as a number, or as mathematics.
+
+::
+
+    completion ──▶ extract ──▶ answer ──▶ attempts (:mod:`matching`), the strictest first ──▶ pairs of formulas
+                     │                        │                                └── both plain ──▶ verdict, in microseconds
+                     │                        │                                └── a killable process ──▶ in tens of milliseconds
+                     │                        └── the first whose pairs are all equal: 1, with the lenient rules that it took
+                     └── none, or cut off ──▶ wrong_format
+
+Equal answers of a group are compared once. In this process, what a model writes is read with bounds on its length, depth and
+numbers (:mod:`plain_numbers`, :mod:`plain_mathematics`) or not at all, and whatever fails here is left to a killable process.
+"""
+
+import asyncio
+import dataclasses
+import importlib.util
+import logging
+import math
+import sys
+from collections.abc import Iterable
+from fractions import Fraction
+from functools import partial
+
+from services.reward.scorers.answer import extraction, matching
+from services.reward.scorers.answer.matching import Attempt
+from services.reward.scorers.answer.mathematics import plain_mathematics, plain_numbers
+from services.reward.scorers.answer.notation import plain
+from services.reward.scorers.scorer import is_cut, unavailable, valued
+from services.reward.scorers.turns import Turns
+from services.reward.subprocess_pool.cache import Recent
+from services.reward.subprocess_pool.pool import Crashed, Overdue, Processes
+from shared.bus.messages import Json, Prompt, RolloutGroup, Sample, Score, ScoreStatus
+from shared.errors import PermanentError, SettingsError, TemporaryError
+from shared.settings.rewards import scorers
+
+log = logging.getLogger(__name__)
+
+COMMAND = (sys.executable, "-m", "services.reward.scorers.answer.mathematics.comparison")
+"""Starts one matcher process."""
+_REMEMBERED = 4096
+_STATED = "stated"
+"""Follows a letter that prose states."""
+_WANTED = {"boxed": r"\boxed{…}", "hashes": "#### before the answer", "last_number": "a number", "choice": "a letter"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Equality:
+    """Whether two formulas are equal, and the rule that it took."""
+
+    equal: bool
+    rule: str = ""
+
+
+_DIFFERENT = Equality(False)
+
+
+class AnswerMatcher:
+    """Score 1 where the answer equals the reference, else 0.
+
+    Args:
+        scorer: its settings.
+        answer_field: the dataset's column with the reference, for messages.
+        command: starts a matcher process.
+    """
+
+    def __init__(
+        self, scorer: scorers.AnswerScorer, answer_field: str = "answer", command: tuple[str, ...] = COMMAND
+    ) -> None:
+        self.name = scorer.name
+        self._scorer = scorer
+        self._answer_field = answer_field
+        if not math.isfinite(scorer.tolerance):
+            raise SettingsError(
+                f"expected a finite tolerance of scorer {scorer.name!r}, found {scorer.tolerance}: "
+                "change tolerance in [[reward.scorers]]"
+            )
+        self._tolerance = Fraction(repr(scorer.tolerance))
+        self._lenient = frozenset(scorer.lenient)
+        self._processes = Processes(command, scorer.processes, scorer.name, computes=True)
+        self._remembered = Recent(_REMEMBERED)
+        self._turns = Turns()
+
+    async def start(self) -> None:
+        """Start and warm the matcher processes, where the mode needs them.
+
+        Raises:
+            SettingsError: math-verify is not installed.
+        """
+        if self._scorer.mode != "math" or self._scorer.extract == "choice":
+            return
+        if importlib.util.find_spec("math_verify") is None:
+            raise SettingsError(
+                f"expected the package math-verify for scorer {self.name!r} with mode = 'math', found none: "
+                "pip install 'penstock[reward]', or change mode in [[reward.scorers]]"
+            )
+        await self._processes.warm()
+
+    async def close(self) -> None:
+        """Kill the matcher processes."""
+        await self._processes.close()
+
+    async def score(self, group: RolloutGroup) -> list[Score]:
+        """Compare each sample's answer with the reference answer of the prompt.
+
+        Raises:
+            PermanentError: the prompt has no reference answer, or none that the mode can compare with.
+        """
+        reference = self._reference(group.prompt)
+        answers = [await self._turns.take(partial(self._answer, sample)) for sample in group.samples]
+        scores = await self._scores(reference, (answer for answer in answers if isinstance(answer, str)))
+        return [scores[answer] if isinstance(answer, str) else answer for answer in answers]
+
+    def _reference(self, prompt: Prompt) -> str:
+        text = (prompt.answer or "").strip()
+        if not text:
+            raise PermanentError(
+                f"expected an answer for scorer {self.name!r} in the column {self._answer_field!r} of {prompt.problem}, "
+                "found none: change data.answer_field"
+            )
+        reference = self._extract(text) or text
+        if self._scorer.extract == "choice" and reference not in self._scorer.choices:
+            raise PermanentError(
+                f"expected one of the letters {self._scorer.choices} as the answer of {prompt.problem}, found "
+                f"{reference[:80]!r}: change the data, or choices of scorer {self.name!r} in [[reward.scorers]]"
+            )
+        if self._scorer.mode == "numeric" and not _is_number(reference):
+            raise PermanentError(
+                f"expected a number as the answer of {prompt.problem}, found {reference[:80]!r}: "
+                f"change the data, or mode of scorer {self.name!r} in [[reward.scorers]]"
+            )
+        return reference
+
+    def _extract(self, text: str) -> str | None:
+        return extraction.extract(text, self._scorer.extract, self._scorer.tag, self._scorer.choices)
+
+    def _answer(self, sample: Sample) -> str | Score:
+        """Return the sample's answer, or the score that says why there is none."""
+        if self._scorer.needs_stop and is_cut(sample):
+            return self._wrong_format("cut at its length limit")
+        if self._scorer.extract == "choice":
+            return self._choice(sample.text)
+        answer = self._extract(sample.text)
+        if answer is None:
+            return self._wrong_format(f"expected {_WANTED.get(self._scorer.extract, 'an answer')}, found none")
+        return answer
+
+    def _choice(self, text: str) -> str | Score:
+        letters = self._scorer.choices
+        alone = extraction.letter_alone(text, letters)
+        stated = alone if alone is not None or "prose" not in self._lenient else extraction.choice(text, letters)
+        if stated is None:
+            return self._wrong_format(f"expected {_WANTED['choice']}, found none")
+        return stated if alone is not None else f"{stated} {_STATED}"
+
+    async def _scores(self, reference: str, answers: Iterable[str]) -> dict[str, Score]:
+        """Return the score of each different answer."""
+        scores: dict[str, Score] = {}
+        slow: dict[str, asyncio.Task[Score]] = {}
+        async with asyncio.TaskGroup() as comparing:
+            for answer in dict.fromkeys(answers):
+                score = await self._turns.take(partial(self._score_at_once, reference, answer))
+                if score is None:
+                    slow[answer] = comparing.create_task(self._compare(reference, answer))
+                else:
+                    scores[answer] = score
+        return scores | {answer: task.result() for answer, task in slow.items()}
+
+    def _score_at_once(self, reference: str, answer: str) -> Score | None:
+        """Return the score where it needs no computer algebra, else None."""
+        if self._scorer.extract == "choice":
+            letter, _, stated = answer.partition(" ")
+            return self._judged(letter == reference, letter, ("prose",) if stated else ())
+        if answer == reference or self._scorer.mode == "exact":
+            return self._judged(answer == reference, answer)
+        if (equality := self._equal_as_written(reference, answer)) is not None:
+            return self._judged(equality.equal, answer, (equality.rule,) if equality.rule else ())
+        attempts = self._attempts(reference, answer)
+        if (complaint := self._unreadable(answer, attempts)) is not None:
+            return self._wrong_format(complaint)
+        for attempt in attempts:
+            equalities = [self._equal_here(*pair) for pair in attempt.pairs]
+            if _DIFFERENT in equalities:
+                continue
+            if None in equalities:
+                return self._remembered.get(reference, answer)
+            rules = {equality.rule for equality in equalities if equality is not None} - {""}
+            return self._judged(True, answer, tuple(sorted(attempt.rules | rules)))
+        return self._judged(False, answer)
+
+    def _equal_as_written(self, reference: str, answer: str) -> Equality | None:
+        """Return whether two texts that need no rewriting are equal: plain numbers, and formulas that leave nothing to compute."""
+        if len(answer) > matching.LONGEST_FORMULA or matching.is_dressed(reference) or matching.is_dressed(answer):
+            return None
+        expected, given = plain_numbers.read(reference), plain_numbers.read(answer)
+        if expected is not None and given is not None:
+            same_kind = bool(expected.digits) == bool(given.digits)
+            return self._equal_here(reference, answer) if same_kind else None
+        if self._scorer.mode == "numeric" or plain_mathematics.read(reference) is None or matching.restates(answer):
+            return None
+        return self._equal_here(reference, answer)
+
+    def _unreadable(self, answer: str, attempts: tuple[Attempt, ...]) -> str | None:
+        """Return why an answer cannot be read at all, if so."""
+        if self._scorer.mode == "numeric":
+            given = [pair[1] for attempt in attempts for pair in attempt.pairs]
+            numeric = _is_number(answer) or any(plain_numbers.read(text) is not None for text in given)
+            return None if numeric else f"expected a number, found {answer[:80]!r}"
+        if len(answer) > matching.LONGEST_FORMULA and not attempts:
+            return f"expected a formula of at most {matching.LONGEST_FORMULA} characters, or a sentence that states one"
+        return None
+
+    def _attempts(self, reference: str, answer: str) -> tuple[Attempt, ...]:
+        try:
+            return matching.attempts(reference, answer, self._lenient)
+        except Exception as error:  # noqa: BLE001 (no completion may end the service; a process has the last word)
+            log.warning("an answer is left to computer algebra", extra={"error": repr(error)})
+            return (Attempt(((reference, answer[: matching.LONGEST_FORMULA]),)),)
+
+    def _equal_here(self, reference: str, answer: str) -> Equality | None:
+        """Return whether two formulas are equal; None where only computer algebra can say so."""
+        try:
+            return self._equal_plainly(reference, answer)
+        except Exception as error:  # noqa: BLE001 (no completion may end the service; a process has the last word)
+            log.warning("an answer is left to computer algebra", extra={"error": repr(error)})
+            return None
+
+    def _equal_plainly(self, reference: str, answer: str) -> Equality | None:
+        if reference == answer:
+            return Equality(True)
+        expected, given = plain_numbers.read(reference), plain_numbers.read(answer)
+        if expected is not None and given is not None:
+            if expected.share == given.share:
+                return Equality(True)
+            if plain_numbers.close(expected, given, self._tolerance):
+                return Equality(True, "tolerance")
+            whole = "whole" in self._lenient and plain_numbers.close(expected, given, self._tolerance, whole=True)
+            return Equality(True, "whole") if whole else _DIFFERENT
+        if self._scorer.mode == "numeric":
+            return _DIFFERENT
+        equal = plain_mathematics.compare(reference, answer)
+        return None if equal is None else Equality(equal)
+
+    async def _compare(self, reference: str, answer: str) -> Score:
+        """Return the score with the help of a process."""
+        try:
+            score = await self._compare_slowly(reference, answer)
+        except Overdue as error:
+            score = valued(self.name, ScoreStatus.TIMEOUT, 0.0, str(error))
+        except Crashed as error:
+            return valued(self.name, ScoreStatus.CRASHED, 0.0, str(error))
+        except TemporaryError as error:
+            return unavailable(self.name, str(error))
+        self._remembered.put(score, reference, answer)
+        return score
+
+    async def _compare_slowly(self, reference: str, answer: str) -> Score:
+        score = self._judged(False, answer)
+        for attempt in self._attempts(reference, answer):
+            rules = set(attempt.rules)
+            for pair in attempt.pairs:
+                equality = self._equal_here(*pair) or await self._ask(*pair)
+                if isinstance(equality, Score):
+                    score = equality
+                    break
+                if not equality.equal:
+                    break
+                rules |= {equality.rule} - {""}
+            else:
+                return self._judged(True, answer, tuple(sorted(rules)))
+        return score
+
+    async def _ask(self, reference: str, answer: str) -> Equality | Score:
+        """Ask a process; return the score of an answer that it cannot compare."""
+        question: dict[str, Json] = {"reference": reference, "answer": answer, "tolerance": float(self._tolerance)}
+        verdict = await self._processes.ask(question, self._scorer.timeout_s)
+        if verdict.get("status") != "ok":
+            return valued(self.name, ScoreStatus(str(verdict.get("status"))), 0.0, str(verdict.get("detail")))
+        return Equality(verdict.get("equal") is True, "tolerance" if verdict.get("rounded") is True else "")
+
+    def _judged(self, equal: bool, answer: str, rules: tuple[str, ...] = ()) -> Score:
+        score = valued(self.name, ScoreStatus.OK, float(equal), "" if equal else f"found {answer[:80]!r}")
+        return dataclasses.replace(score, lenient=rules) if equal and rules else score
+
+    def _wrong_format(self, detail: str) -> Score:
+        return valued(self.name, ScoreStatus.WRONG_FORMAT, 0.0, detail)
+
+
+def _is_number(text: str) -> bool:
+    """Whether ``text`` is a number, whatever its unit."""
+    return plain_numbers.read(text) is not None or plain_numbers.read(matching.read(plain(text)).core) is not None

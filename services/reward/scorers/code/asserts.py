@@ -1,0 +1,236 @@
+"""Split an assert in two: the calls of the function under test, which run inside with the program, and the check, which does not.
+
+::
+
+    assert f((1, 2)) == Decimal("1.5"), "…"
+           ╰───┬───╯    ╰─────┬─────╯
+               │              given_0: evaluated once, in a clean interpreter
+               call_0: evaluated inside                              the check: call_0 == given_0, evaluated outside
+
+The arguments of a call go inside, and nothing else of the assert does. Only the function under test is the program's: the one that
+every assert of the row calls, or that the row names. So whatever name the program defines, no expected value is ever handed to it. A call
+that is given another call's result *beside* other data is refused (``check(f(1), 5)`` would carry the 5 inside).
+
+Asserts are written by whoever made the dataset. They are parsed here; a completion never is.
+"""
+
+import ast
+import dataclasses
+from collections.abc import Sequence
+from typing import cast
+
+from services.reward.scorers.code import assert_evaluation, clean_interpreter
+from services.reward.scorers.code.assert_evaluation import Refused
+
+SUPPORTED = (
+    "calls of one function of the program, compared with literals and with what the builtins and the standard library make of them and of "
+    "the results"
+)
+_NEVER_THE_PROGRAMS = clean_interpreter.BUILTINS | clean_interpreter.LIBRARY_TYPES
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SplitAssert:
+    """One assert in two."""
+
+    source: str
+    function: str
+    """The function under test; ``Solution.f`` for a method of an object that the assert makes."""
+    calls: tuple[str, ...]
+    """Python source of each call; what the i-th returned is named ``call_i`` in the check."""
+    given: tuple[str, ...]
+    """Python source of each part that holds no result and is not simple; its value is named ``given_i`` in the check."""
+    check: ast.expr
+    is_simple: bool
+    """Whether :mod:`evaluation` knows every part of the check; otherwise a clean interpreter evaluates it."""
+
+    @property
+    def uses_numpy(self) -> bool:
+        """Whether outside, too, it needs an interpreter with numpy."""
+        return clean_interpreter.uses_numpy(self.check)
+
+
+def call_name(place: int) -> str:
+    """Return the name of the result of the call at ``place``."""
+    return f"call_{place}"
+
+
+def given_name(place: int) -> str:
+    """Return the name of the value at ``place`` that holds no result."""
+    return f"given_{place}"
+
+
+def split(texts: Sequence[str], function: str = "") -> list[SplitAssert]:
+    """Return the asserts of a row, whose texts hold nothing else.
+
+    Args:
+        function: the function under test, where the row names it.
+
+    Raises:
+        Refused: it is no Python, holds another statement, or an assert that cannot be split; the message says which.
+    """
+    statements = [statement for text in texts for statement in _parsed(text)]
+    function = function or _under_test(statements)
+    return [_split(statement, function) for statement in statements]
+
+
+def _parsed(text: str) -> list[ast.Assert]:
+    try:
+        statements = ast.parse(text.strip()).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise Refused(f"text that is no Python ({error})") from error
+    asserts = [statement for statement in statements if isinstance(statement, ast.Assert)]
+    others = [statement for statement in statements if not isinstance(statement, ast.Assert)]
+    if others or not asserts:
+        raise Refused(f"{ast.unparse(others[0])[:80]!r}, which is no assert" if others else "no assert")
+    return asserts
+
+
+def _shown(statement: ast.Assert) -> str:
+    return ast.unparse(ast.Assert(test=statement.test, msg=None))
+
+
+def _under_test(statements: Sequence[ast.Assert]) -> str:
+    """Return the one function that every assert calls, and that is nobody else's."""
+    called = [_outermost(statement.test) for statement in statements]
+    for statement, names in zip(statements, called, strict=True):
+        if not names:
+            raise Refused(f"{_shown(statement)[:120]!r}, which calls no function of the program")
+    names = set.intersection(*called)
+    if len(names) > 1:
+        names = {name for name in names if name not in clean_interpreter.PRELUDE} or names
+    if len(names) > 1:
+        names = {name for name in names if not name[0].isupper()} or names
+    if len(names) != 1:
+        seen = ", ".join(sorted(set().union(*called))[:5])
+        raise Refused(
+            f"asserts of which any of {seen} may be the function under test: name it as fn_name, with the asserts as asserts"
+        )
+    return names.pop()
+
+
+def _outermost(node: ast.AST) -> set[str]:
+    """Return the functions that may be the program's and whose calls are in no other such call."""
+    name = _function(node.func) if isinstance(node, ast.Call) else ""
+    if name and name.partition(".")[0] not in _NEVER_THE_PROGRAMS:
+        return {name}
+    return set().union(*(_outermost(child) for child in ast.iter_child_nodes(node)))
+
+
+def _function(node: ast.expr) -> str:
+    """Return ``f`` for ``f``, ``Solution.f`` for ``Solution().f`` and ``Solution.f``, and "" for what names no function of a program."""
+    match node:
+        case ast.Name(id=name):
+            return name
+        case ast.Attribute(value=ast.Name(id=name) | ast.Call(func=ast.Name(id=name)), attr=method):
+            is_method = name[:1].isupper() and name not in _NEVER_THE_PROGRAMS and not method.startswith("_")
+            return (
+                f"{name}.{method}"
+                if is_method and (name == "Solution" or method not in clean_interpreter.METHODS)
+                else ""
+            )
+    return ""
+
+
+def _split(statement: ast.Assert, function: str) -> SplitAssert:
+    source = _shown(statement)
+    calls = _Calls(function)
+    given = _Given()
+    try:
+        check: ast.expr = calls.visit(statement.test)
+        if not calls.sources:
+            raise Refused(f"no call of the function under test, {function}")
+        check = cast(ast.expr, given.visit(check))
+        results = frozenset(map(call_name, range(len(calls.sources))))
+        names = results | frozenset(map(given_name, range(len(given.sources))))
+        is_simple = _is_simple(check, names)
+        if not is_simple:
+            clean_interpreter.check(check, names)
+    except Refused as error:
+        raise Refused(f"{source[:120]!r} with {error}") from error
+    return SplitAssert(source, function, tuple(calls.sources), tuple(given.sources), check, is_simple)
+
+
+def _is_simple(node: ast.expr, names: frozenset[str]) -> bool:
+    try:
+        assert_evaluation.check(node, names)
+    except Refused:
+        return False
+    return True
+
+
+class _Calls(ast.NodeTransformer):
+    """Take the outermost calls of the function under test out of an expression, and leave names in their places."""
+
+    def __init__(self, function: str) -> None:
+        self._function = function
+        self.sources: list[str] = []
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        if _function(node.func) != self._function:
+            return cast(ast.expr, self.generic_visit(node))
+        _check_inside(node)
+        self.sources.append(ast.unparse(node))
+        return ast.Name(id=call_name(len(self.sources) - 1), ctx=ast.Load())
+
+
+class _Given(ast.NodeTransformer):
+    """Take the parts that hold no result and are not simple out of a check, at places where any value may stand."""
+
+    _INTO = (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.BinOp, ast.List, ast.Tuple, ast.Set)
+
+    def __init__(self) -> None:
+        self.sources: list[str] = []
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        if not isinstance(node, ast.expr) or _is_simple(node, frozenset()):
+            return node
+        if self._is_given(node):
+            self.sources.append(ast.unparse(node))
+            return ast.Name(id=given_name(len(self.sources) - 1), ctx=ast.Load())
+        if isinstance(node, self._INTO) or (
+            isinstance(node, ast.Call) and assert_evaluation.function_name(node.func) not in (None, "isinstance")
+        ):
+            return self.generic_visit(node)
+        return node
+
+    def _is_given(self, node: ast.expr) -> bool:
+        if isinstance(node, (ast.Name, ast.Attribute, ast.Lambda, ast.Starred)) or clean_interpreter.uses_numpy(node):
+            return False
+        try:
+            clean_interpreter.check(node, frozenset())
+        except Refused:
+            return False
+        return True
+
+
+def _check_inside(call: ast.Call) -> None:
+    """Refuse a call that could carry an expected value inside, that is more than a call, or that uses what the row does not define."""
+    source = ast.unparse(call)
+    arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
+    if len(arguments) == 1 and isinstance(arguments[0], ast.Call) and not _makes(arguments[0]):
+        _check_inside(arguments[0])  # f(g(1)): there is nothing beside the result
+        return
+    parts = [part for argument in arguments for part in ast.walk(argument)]
+    called = {id(part.func) for part in parts if isinstance(part, ast.Call)}
+    bound = {part.id for part in parts if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
+    bound |= {part.arg for part in parts if isinstance(part, ast.arg)}
+    for part in parts:
+        if isinstance(part, (ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr)):
+            raise Refused(f"{ast.unparse(part)!r}")
+        if isinstance(part, ast.Call) and not _makes(part):
+            raise Refused(f"{source[:120]!r}, which is given a result beside data that may be the expected value")
+        if isinstance(part, ast.Name) and id(part) not in called and not (part.id in bound or _is_known(part.id)):
+            raise Refused(f"the name {part.id!r}, which the row does not define")
+
+
+def _is_known(name: str) -> bool:
+    return name in clean_interpreter.BUILTINS or name in clean_interpreter.PRELUDE or name[:1].isupper()
+
+
+def _makes(call: ast.Call) -> bool:
+    """Whether it makes data or an object (``Node(1)``, ``float("inf")``), rather than asking the program for a result."""
+    function = call.func
+    while isinstance(function, ast.Attribute):
+        function = function.value
+    return not isinstance(function, ast.Name) or _is_known(function.id)

@@ -1,0 +1,88 @@
+"""Which expressions of a dataset's asserts a clean interpreter may evaluate: one in which no program ever ran.
+
+It is a sandbox as well, since a dataset is a stranger's. So the rules here are not about safety; they keep out what could not mean
+there what it means in the dataset: names that the row does not define, results' types and representations (a subclass has become
+plain data), chance and time.
+"""
+
+import ast
+import builtins
+
+from services.reward.executor.inside import runner
+from services.reward.scorers.code.assert_evaluation import TYPES, Refused
+
+_BUILTINS = frozenset(
+    """
+abs all any bin bool bytearray bytes chr complex dict divmod enumerate filter float format frozenset hex int isinstance iter len list map
+max min next oct ord pow range reversed round set slice sorted str sum tuple zip
+""".split()  # noqa: SIM905
+)
+_OF_WHOLE_VALUES = frozenset(("repr", "ascii"))
+"""Only of what holds no result."""
+_UNCERTAIN_MODULES = frozenset(("random", "time", "sys"))
+_UNCERTAIN = frozenset(("now", "today", "utcnow", "random"))
+NUMPY = frozenset(("np", "numpy"))
+PRELUDE = frozenset(runner.prelude()) | NUMPY
+BUILTINS = frozenset(dir(builtins))
+LIBRARY_TYPES = frozenset(name for name in PRELUDE if name[0].isupper()) | {"deque", "defaultdict", "namedtuple"}
+"""Types of the prelude: what is called by such a name makes data."""
+_INSTANCES = frozenset(TYPES) | {"bytes", "complex", "Decimal", "Fraction"}
+METHODS = frozenset(
+    name
+    for kind in (str, bytes, list, tuple, dict, set, frozenset, int, float, complex, range)
+    for name in dir(kind)
+    if name[0] != "_"
+) | frozenset(
+    """
+year month day hour minute second microsecond days seconds microseconds total_seconds isoformat strftime weekday date time most_common
+elements subtract popleft appendleft rotate quantize numerator denominator limit_denominator all any shape tolist
+""".split()  # noqa: SIM905
+)
+"""Methods and attributes of plain data."""
+
+
+def check(node: ast.expr, results: frozenset[str]) -> None:
+    """Check that a clean interpreter evaluates ``node`` to what it means.
+
+    Args:
+        results: the names that stand for what calls of the program returned.
+
+    Raises:
+        Refused: it may not; the message says why.
+    """
+    bound = {part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
+    bound |= {part.arg for part in ast.walk(node) if isinstance(part, ast.arg)}
+    known = frozenset(bound) | results | _BUILTINS | (PRELUDE - _UNCERTAIN_MODULES)
+    if not any(isinstance(part, ast.Name) and part.id in results for part in ast.walk(node)):
+        known |= _OF_WHOLE_VALUES
+    for part in ast.walk(node):
+        _check_part(part, known)
+
+
+def _check_part(part: ast.AST, known: frozenset[str]) -> None:
+    match part:
+        case ast.Name(id=name) if name not in known:
+            raise Refused(
+                f"the name {name!r}, which the row does not define, or which has no meaning outside of the program"
+            )
+        case ast.Attribute(attr=name) if name.startswith("_") or name in _UNCERTAIN:
+            raise Refused(f"the attribute {name!r}")
+        case ast.Attribute(attr=name) if not _is_library(part) and name not in METHODS:
+            raise Refused(f"the attribute {name!r} of a result, which is plain data")
+        case ast.Call(func=ast.Name(id="isinstance"), args=[_, kinds]):
+            if not {name.id for name in ast.walk(kinds) if isinstance(name, ast.Name)} <= _INSTANCES:
+                raise Refused(f"isinstance() but with types of {', '.join(sorted(_INSTANCES))}")
+        case ast.Await() | ast.Yield() | ast.YieldFrom() | ast.NamedExpr():
+            raise Refused(f"{ast.unparse(part)!r}")
+
+
+def _is_library(node: ast.AST) -> bool:
+    """Whether it is ``datetime.datetime.strptime``: attributes of a name of the prelude."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return isinstance(node, ast.Name) and node.id in PRELUDE
+
+
+def uses_numpy(node: ast.AST) -> bool:
+    """Whether it can be evaluated where numpy is alone."""
+    return any(isinstance(part, ast.Name) and part.id in NUMPY for part in ast.walk(node))

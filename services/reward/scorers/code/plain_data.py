@@ -1,0 +1,102 @@
+r"""What a program returned or printed, read in the service's own process: small and simple data alone, so that nothing takes long.
+
+::
+
+    at most 16 KiB of text; None bool int float str list tuple set frozenset dict     read and compared here
+    more, or of another type (Counter, Decimal, an iterator, …)                       :class:`Elsewhere`: in a clean interpreter
+
+16 KiB hold at most 800 integers of the kind whose hashes all collide; a set of them is built in 2 ms, one of 40,000 in 10 s.
+"""
+
+import json
+import math
+import re
+from typing import Any, TypeAlias
+
+from services.reward.executor.inside import comparison, plain_data
+from shared.bus.messages import Json
+
+LONGEST = 16 << 10
+"""Characters of JSON text that are read here."""
+_NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|[+-]?(?:nan|inf|infinity)", re.ASCII | re.IGNORECASE)
+_LONGEST_NUMBER = 4000
+Plain: TypeAlias = Any
+"""None, bool, int, float, str, or a list, tuple, set, frozenset or dict of plain data."""
+
+
+class Elsewhere(Exception):
+    """It is not compared in this process: it is too large, or of a type that only a clean interpreter may compare."""
+
+
+def read(text: str) -> Json:
+    """Return the JSON of a text that a program may have written.
+
+    Raises:
+        Elsewhere: it is too long.
+        ValueError, RecursionError: it is no JSON.
+    """
+    if len(text) > LONGEST:
+        raise Elsewhere("long text")
+    value: Json = json.loads(text)
+    return value
+
+
+def rebuilt(value: Json) -> Plain:
+    """Return the data that JSON with tags (``inside/plain_data.py``) stands for.
+
+    Raises:
+        Elsewhere: a tag that is not simple.
+        ValueError, TypeError, RecursionError: content that does not fit its tag, or too many levels.
+    """
+    try:
+        return plain_data.rebuilt(value, plain_data.SIMPLE)
+    except LookupError as error:
+        raise Elsewhere(f"the tag {error}") from error
+
+
+def same_text(expected: str, found: str, tolerance: float = 0.0) -> bool:
+    r"""Return whether two standard outputs are the same, but for white space at the ends of lines and of the whole.
+
+    With a tolerance, words of a line (between white space) that are both decimal numbers are compared as numbers. The time
+    depends on what was expected: output that has more lines or words than that is not read to its end.
+
+    >>> same_text("1 2\n3", "1 2  \r\n3\n\n"), same_text("1 2", "1  2"), same_text("1.0 x", "1.0000001 x", 1e-6)
+    (True, False, True)
+    """
+    ours, theirs = expected.rstrip(), found.rstrip()
+    if ours == theirs:
+        return True
+    if ours.count("\n") != theirs.count("\n"):
+        return False
+    start = end = -1
+    for line in ours.split("\n"):
+        start, end = end + 1, theirs.find("\n", end + 1)
+        other = theirs[start : end if end >= 0 else None]
+        if not _same_line(line.rstrip(), other.rstrip(), tolerance):
+            return False
+    return True
+
+
+def _same_line(expected: str, found: str, tolerance: float) -> bool:
+    if expected == found or tolerance <= 0:
+        return expected == found
+    ours = expected.split()
+    theirs = found.split(maxsplit=len(ours))
+    return len(ours) == len(theirs) and all(_same_word(a, b, tolerance) for a, b in zip(ours, theirs, strict=True))
+
+
+def _same_word(expected: str, found: str, tolerance: float) -> bool:
+    if expected == found:
+        return True
+    numbers = _number(expected), _number(found)
+    return None not in numbers and comparison.close(*numbers, tolerance)
+
+
+def _number(word: str) -> float | None:
+    """Return a decimal number; None for what is none, and for one beyond floats, such as 1e400."""
+    if len(word) > _LONGEST_NUMBER or not _NUMBER.fullmatch(word):
+        return None
+    if word.lstrip("+-").isdigit():
+        return int(word)
+    value = float(word)
+    return None if math.isinf(value) and "inf" not in word.lower() else value

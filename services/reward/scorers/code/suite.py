@@ -1,0 +1,122 @@
+"""The tests of a problem, out of a column of its dataset row. These shapes are read:
+
+::
+
+    [{"input": "2 3\\n", "output": "5\\n"}, …]                                    programs: standard input, standard output
+    [{"fn_name": "f", "input": [2, 3], "output": 5}, …]                         calls: arguments, result
+    {"inputs": ["2 3\\n", …], "outputs": ["5\\n", …]}                             programs, as APPS and TACO have them
+    {"inputs": [[2, 3], …], "outputs": [5, …], "fn_name": "f"}                  calls, as APPS and TACO have them
+    ["assert f(2, 3) == 5", …]                                                  asserts, as MBPP has them
+    {"asserts": ["assert f(2, 3) == 5", …], "fn_name": "f"}                     the same, and the function under test is named
+
+or a text that holds one of them as JSON, or asserts one a line. An input or output of a program may be a list of lines.
+A function's dotted name (``Solution.f``) means a method of a new object of that class.
+"""
+
+import json
+from collections.abc import Iterator
+
+from services.reward.scorers.code import asserts
+from services.reward.scorers.code.assert_evaluation import Refused
+from services.reward.scorers.code.tests import AssertTest, CallTest, ProgramTest, Test
+from shared.bus.messages import Json
+
+SHAPES = '[{input, output}, …], {"inputs": […], "outputs": […], "fn_name": …}, ["assert …", …] or {"asserts": […], "fn_name": …}'
+
+
+class BadTests(Exception):
+    """No tests can be read; the message says what was expected and what was found."""
+
+
+def read_tests(column: Json) -> tuple[Test, ...]:
+    """Return the tests of a problem, at least one.
+
+    Raises:
+        BadTests: ``column`` is of none of the shapes, or one test is not as it should be.
+    """
+    if isinstance(column, str):
+        column = _parsed(column)
+    if isinstance(column, dict) and {"inputs", "outputs"} <= column.keys():
+        tests = list(_columns(column["inputs"], column["outputs"], column.get("fn_name")))
+    elif isinstance(column, dict) and "asserts" in column:
+        tests = _asserts(column["asserts"], column.get("fn_name"))
+    elif isinstance(column, list):
+        tests = _rows(column)
+    else:
+        raise BadTests(f"expected tests as {SHAPES}, found {_shown(column)}")
+    if not tests:
+        raise BadTests("expected at least one test, found none")
+    return tuple(tests)
+
+
+def _parsed(text: str) -> Json:
+    try:
+        found: Json = json.loads(text)
+    except (ValueError, RecursionError):
+        return [text]
+    return found
+
+
+def _columns(inputs: Json, outputs: Json, function: Json) -> Iterator[Test]:
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+        raise BadTests(f"expected as many inputs as outputs, found {_shown(inputs)} and {_shown(outputs)}")
+    for given, expected in zip(inputs, outputs, strict=True):
+        yield _program(given, expected) if function is None else _call(function, given, expected, wrapped=True)
+
+
+def _rows(items: list[Json]) -> list[Test]:
+    """Return the tests of a list; its asserts are read together, as they name the function under test together."""
+    texts = [item for item in items if isinstance(item, str)]
+    if len(texts) == len(items) and texts:
+        return _asserts(list(texts), None)
+    return [test for item in items for test in (_asserts([item], None) if isinstance(item, str) else [_row(item)])]
+
+
+def _row(item: Json) -> Test:
+    if not isinstance(item, dict) or not {"input", "output"} <= item.keys():
+        raise BadTests(f"expected a test as {{input, output}} or an assert, found {_shown(item)}")
+    function = item.get("fn_name")
+    given, expected = item["input"], item["output"]
+    return _program(given, expected) if function is None else _call(function, given, expected, wrapped=False)
+
+
+def _asserts(texts: Json, function: Json) -> list[Test]:
+    if isinstance(texts, str):
+        texts = [texts]
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise BadTests(f"expected asserts as text, found {_shown(texts)}")
+    try:
+        splits = asserts.split([str(text) for text in texts], "" if function is None else _name(function))
+    except Refused as error:
+        raise BadTests(f"expected asserts of {asserts.SUPPORTED}; found {error}") from error
+    return [AssertTest(split) for split in splits]
+
+
+def _program(given: Json, expected: Json) -> ProgramTest:
+    return ProgramTest(_text(given, "input"), _text(expected, "output"))
+
+
+def _text(value: Json, what: str) -> str:
+    if isinstance(value, list):
+        return "".join(f"{_text(line, what)}\n" for line in value)
+    if not isinstance(value, str):
+        raise BadTests(f"expected a program's {what} as text, found {_shown(value)}; a function's test has fn_name")
+    return value
+
+
+def _call(function: Json, given: Json, expected: Json, *, wrapped: bool) -> CallTest:
+    name = _name(function)
+    if not isinstance(given, list):
+        raise BadTests(f"expected a list of arguments for {name}, found {_shown(given)}")
+    return CallTest(name, tuple(given), expected, wrapped)
+
+
+def _name(function: Json) -> str:
+    if not isinstance(function, str) or not all(part.isidentifier() for part in function.split(".")):
+        raise BadTests(f"expected a function's name as fn_name, found {_shown(function)}")
+    return function
+
+
+def _shown(value: Json) -> str:
+    text = json.dumps(value, ensure_ascii=True)
+    return text if len(text) <= 80 else f"{text[:80]}…"

@@ -1,0 +1,146 @@
+"""One test of a problem: what is run inside, and whether what came out is right, which is decided outside.
+
+::
+
+    test.job(program, …) ──▶ executor ──▶ Execution ──▶ test.problem(execution, tolerance) ──▶ "" or what is wrong
+                                                                 └── or a call for a clean interpreter, which returns the same
+
+``job`` holds no expected output, by construction: it is made of inputs alone.
+"""
+
+import ast
+import contextlib
+import dataclasses
+import json
+import re
+import reprlib
+from collections.abc import Mapping
+from typing import Protocol
+
+from services.reward.executor.inside import comparison
+from services.reward.executor.protocol import Call, Execution, Job, Limits
+from services.reward.scorers.code import asserts, plain_data
+from services.reward.scorers.code.assert_evaluation import Evaluator
+from services.reward.scorers.code.asserts import SplitAssert
+from services.reward.scorers.code.plain_data import Elsewhere
+from shared.bus.messages import Json
+
+COMPARING = "from inside.comparison import holds, matches"
+"""The program of a clean interpreter."""
+_SOLUTION = re.compile(r"^class Solution\b", re.MULTILINE)
+_SHOWN = 60
+_WRONG = (ArithmeticError, LookupError, TypeError, ValueError, RecursionError, MemoryError)
+
+
+class Test(Protocol):
+    """One test."""
+
+    def job(self, program: str, profile: str, limits: Limits) -> Job:
+        """Return what is to be run."""
+
+    def problem(self, execution: Execution, tolerance: float) -> str | Call:
+        """Return what is wrong with an execution that finished, "" where it is right; or the call of :data:`COMPARING` that does."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProgramTest:
+    """A program reads standard input and writes standard output (:func:`plain.same_text`)."""
+
+    stdin: str
+    expected: str
+
+    def job(self, program: str, profile: str, limits: Limits) -> Job:
+        """Return what is to be run."""
+        return Job(program, profile, stdin=self.stdin, limits=limits)
+
+    def problem(self, execution: Execution, tolerance: float) -> str:
+        """Return what is wrong."""
+        right = plain_data.same_text(self.expected, execution.stdout, tolerance)
+        return "" if right else _differs(self.expected, execution.stdout)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallTest:
+    """A function is called with JSON and returns JSON; a tuple that it returns counts as the list that JSON makes of it.
+
+    ``function`` is a method of ``Solution`` where the program has a class of that name and the dataset names no class.
+    ``wrapped``: an expected list of one element stands for that element too, as APPS and TACO write results.
+    """
+
+    function: str
+    arguments: tuple[Json, ...]
+    expected: Json
+    wrapped: bool = False
+
+    def job(self, program: str, profile: str, limits: Limits) -> Job:
+        """Return what is to be run."""
+        is_method = "." not in self.function and _SOLUTION.search(program) is not None
+        function = f"Solution.{self.function}" if is_method else self.function
+        return Job(program, profile, calls=(Call(function, self.arguments),), limits=limits)
+
+    def problem(self, execution: Execution, tolerance: float) -> str | Call:
+        """Return what is wrong, or the call that does."""
+        try:
+            value = plain_data.read(execution.values[0])
+            right = any(comparison.equal(expected, value, tolerance) for expected in self._accepted)
+        except Elsewhere:
+            return Call(
+                "matches", (execution.values[0], [json.dumps(accepted) for accepted in self._accepted], tolerance)
+            )
+        except _WRONG as error:
+            return f"the result cannot be compared ({type(error).__name__})"
+        return "" if right else _differs(self.expected, value)
+
+    @property
+    def _accepted(self) -> list[Json]:
+        is_wrapped = self.wrapped and isinstance(self.expected, list) and len(self.expected) == 1
+        return [self.expected, *self.expected] if is_wrapped and isinstance(self.expected, list) else [self.expected]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AssertTest:
+    """An assert, split: its calls run inside, its check does not."""
+
+    split: SplitAssert
+    given: tuple[str, ...] = ()
+    """Tagged JSON text of each part that a clean interpreter evaluated before."""
+
+    def job(self, program: str, profile: str, limits: Limits) -> Job:
+        """Return what is to be run."""
+        calls = tuple(Call(self.split.function, expression=call) for call in self.split.calls)
+        return Job(program, profile, calls=calls, limits=limits)
+
+    def problem(self, execution: Execution, tolerance: float) -> str | Call:
+        """Return what is wrong, or the call that does."""
+        results = {asserts.call_name(place): text for place, text in enumerate(execution.values)}
+        texts = results | {asserts.given_name(place): text for place, text in enumerate(self.given)}
+        if self.split.is_simple and sum(map(len, texts.values())) <= plain_data.LONGEST:
+            with contextlib.suppress(Elsewhere):
+                return self._simple_problem(texts, tolerance)
+        return Call("holds", (ast.unparse(self.split.check), dict(texts), tolerance))
+
+    def _simple_problem(self, texts: Mapping[str, str], tolerance: float) -> str:
+        try:
+            names = {name: plain_data.rebuilt(plain_data.read(text)) for name, text in texts.items()}
+            right = bool(Evaluator(names, tolerance)(self.split.check))
+        except _WRONG as error:
+            return f"{self._shown} ended in {type(error).__name__}"
+        return "" if right else f"{self._shown} does not hold for {_short(list(names.values()))}"
+
+    @property
+    def _shown(self) -> str:
+        check = ast.unparse(self.split.check)
+        return check if len(check) <= _SHOWN else f"{check[:_SHOWN]}…"
+
+
+def _differs(expected: Json, found: Json) -> str:
+    return f"expected {_short(expected)}, found {_short(found)}"
+
+
+def _short(value: object) -> str:
+    """Return a beginning of it, in a time that does not depend on its size."""
+    try:
+        text = json.dumps(value[: _SHOWN + 1]) if isinstance(value, str) else ascii(reprlib.repr(value))[1:-1]
+    except ValueError:  # Python refuses to write integers of more than 4,300 digits
+        return "a number of more than 4,300 digits"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

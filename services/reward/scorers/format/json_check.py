@@ -1,0 +1,91 @@
+"""The program of one JSON checker process: asked about text, it says whether it is JSON that keeps the schema.
+
+::
+
+    question   {"text": "{\\"answer\\": 7}"}
+    answer     {"broken": ""}                 or how it breaks the schema, in one sentence
+
+It is a process of its own because a schema's patterns and ``uniqueItems`` can take for ever on what a model writes: whoever
+started it kills it when it is late. Duplicate names in an object, and NaN and Infinity, are no JSON. References lead only to
+places within the schema: nothing is fetched. This is the only file that knows ``jsonschema``.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from services.reward.subprocess_pool import child as answering
+
+LONGEST = 100_000
+"""Longer text is not read, in characters."""
+_MEMORY_BYTES = 1024**3
+_LONGEST_SENTENCE = 160
+
+
+def make_check(schema: Mapping[str, Any]) -> Callable[[str], str]:
+    """Return what says how a text breaks ``schema``: "" where it keeps it.
+
+    Raises:
+        ValueError: it is no JSON schema, or refers to something outside itself.
+    """
+    from jsonschema import exceptions, validators
+    from referencing import Registry
+
+    kind = validators.validator_for(schema, default=validators.Draft202012Validator)
+    try:
+        kind.check_schema(schema)
+    except exceptions.SchemaError as error:
+        raise ValueError(f"{error.message} at {error.json_path}") from error
+    outside = [reference for reference in _references(schema) if not reference.startswith("#")]
+    if outside:
+        raise ValueError(f"a reference to something outside the schema: {outside[0]!r}")
+    validator = kind(schema, registry=Registry())
+
+    def check(text: str) -> str:
+        if len(text) > LONGEST:
+            return f"expected JSON of at most {LONGEST} characters, found {len(text)}"
+        try:
+            value = json.loads(text, object_pairs_hook=_once, parse_constant=_refuse)
+        except (ValueError, RecursionError) as error:
+            return f"expected JSON, found {type(error).__name__}: {error}"[:_LONGEST_SENTENCE]
+        try:
+            problem = next(validator.iter_errors(value), None)
+        except RecursionError:
+            return "expected JSON that keeps the schema, found it nested too deeply"
+        if problem is None:
+            return ""
+        return f"expected JSON that keeps the schema, found at {problem.json_path}: {problem.message}"[
+            :_LONGEST_SENTENCE
+        ]
+
+    return check
+
+
+def _references(schema: object) -> list[str]:
+    if isinstance(schema, Mapping):
+        own = [value for key, value in schema.items() if key in ("$ref", "$dynamicRef") and isinstance(value, str)]
+        return own + [found for value in schema.values() for found in _references(value)]
+    if isinstance(schema, list):
+        return [found for value in schema for found in _references(value)]
+    return []
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name that stands twice in an object")
+    return found
+
+
+def _refuse(constant: str) -> object:
+    raise ValueError(f"{constant}, which is no JSON")
+
+
+def _prepare() -> answering.Answerer:
+    check = make_check(json.loads(sys.argv[1]))
+    return lambda question: {"broken": check(question["text"])}
+
+
+if __name__ == "__main__":
+    answering.serve(_prepare, parent=int(sys.argv[2]), memory_bytes=_MEMORY_BYTES)

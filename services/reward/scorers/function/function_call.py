@@ -1,0 +1,132 @@
+"""The program of one process of the user's own scorer: it imports the user's function and calls it, sample by sample.
+
+::
+
+    question   {"group": a RolloutGroup of one sample, MessagePack in base64}
+    answer     {"status": "ok", "value": 0.5, "detail": ""}       value null where the function says that it does not know
+               {"error": "ZeroDivisionError: … (mine.py:7)"}      what it raised, or returned that is no score, and where
+
+An async function keeps one event loop for the life of the process, so that a client that it opened once goes on working.
+"""
+
+import asyncio
+import base64
+import importlib
+import inspect
+import math
+import numbers
+import sys
+import sysconfig
+import traceback
+from collections.abc import Awaitable, Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+from services.reward.scorers.scorer import Result
+from services.reward.subprocess_pool import child as answering
+from shared.bus import wire
+from shared.bus.messages import Prompt, RolloutGroup, Sample, ScoreStatus
+
+ENTRY_POINTS = "penstock.scorers"
+_MIB = 1024**2
+_LONGEST_DETAIL = 1_000
+_LONGEST_LINE = 140
+"""Characters of an error's first line that are kept, so that its place has room behind it in a score's detail."""
+_HERE = Path(__file__).resolve().parent
+_LIBRARIES = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+Function: TypeAlias = Callable[[Sample, Prompt], "float | Result | Awaitable[float | Result]"]
+
+
+def load(name: str) -> Function:
+    """Return the function that ``package.module:function`` or an entry point names.
+
+    Raises:
+        ValueError: there is none.
+        Exception: whatever importing it raises.
+    """
+    if ":" in name:
+        module, _, path = name.partition(":")
+        found: Any = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    else:
+        entries = tuple(metadata.entry_points(group=ENTRY_POINTS, name=name))
+        if not entries:
+            raise ValueError(f"no entry point {name!r} in the group {ENTRY_POINTS!r}")
+        found = entries[0].load()
+    if not callable(found):
+        raise ValueError(f"{name} is no function but {type(found).__name__}")
+    return cast(Function, found)
+
+
+def as_result(returned: object) -> Result:
+    """Return what the function meant.
+
+    Raises:
+        TypeError: it is neither a number nor a Result.
+        ValueError: its value is not finite.
+    """
+    if isinstance(returned, numbers.Real):
+        returned = Result(float(returned))
+    if not isinstance(returned, Result):
+        raise TypeError(f"expected a number or a Result from the function, found {type(returned).__name__}")
+    if returned.value is not None and not math.isfinite(returned.value):
+        raise ValueError(f"expected a finite value from the function, found {returned.value}")
+    return returned
+
+
+def describe(error: BaseException, function: Function) -> str:
+    """Return an error's type and first line, and the file and line of the user's code that it came from.
+
+    >>> describe(ZeroDivisionError("division by zero"), mine)    # doctest: +SKIP
+    'ZeroDivisionError: division by zero (mine.py:7)'
+    """
+    line = (str(error).strip().splitlines() or [""])[0][:_LONGEST_LINE]
+    said = f"{type(error).__name__}: {line}" if line else type(error).__name__
+    place = _place(error) or _definition(function)
+    return f"{said} ({place})" if place else said
+
+
+def _place(error: BaseException) -> str:
+    """Return ``file:line`` of the deepest frame that is neither a library's nor this program's; "" if there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not Path(frame.filename).resolve().is_relative_to(_HERE)]
+    own = [frame for frame in theirs if not _is_library(frame.filename)]
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith("<") or any(Path(file).resolve().is_relative_to(folder) for folder in _LIBRARIES)
+
+
+def _definition(function: Function) -> str:
+    """Return ``file:line`` of where the function is defined; "" where Python does not know."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code is not None else ""
+
+
+def _prepare() -> answering.Answerer:
+    function = load(sys.argv[1])
+    runner = asyncio.Runner()
+
+    async def awaited(result: Awaitable[float | Result]) -> float | Result:
+        return await result
+
+    def answer(question: dict[str, Any]) -> dict[str, object]:
+        group = wire.decode(base64.b64decode(question["group"]), RolloutGroup)
+        try:
+            returned = function(group.samples[0], group.prompt)
+            result = as_result(runner.run(awaited(returned)) if inspect.isawaitable(returned) else returned)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (the edge: whatever the user's function raises)
+            return {"error": describe(error, function)}
+        status = ScoreStatus.UNAVAILABLE if result.value is None else ScoreStatus(result.status)
+        value = None if result.value is None else float(result.value)
+        return {"status": status.value, "value": value, "detail": str(result.detail)[:_LONGEST_DETAIL]}
+
+    return answer
+
+
+if __name__ == "__main__":
+    memory_mib, parent = int(sys.argv[2]), int(sys.argv[3])
+    answering.serve(_prepare, parent, memory_mib * _MIB if memory_mib else None)

@@ -1,0 +1,100 @@
+"""The user's own scorer: a Python function, called for each sample in a killable process of its own.
+
+::
+
+    sample, prompt ──▶ a process that imported the function ──▶ a number or a Result ──▶ its value
+                              └── raised, late, dead ──▶ on_error: unavailable (tried again, then buried), or 0
+
+A bug in the function is no word on the completion, so by default it makes the reward unknown rather than 0. The process
+sees no environment variable but those that Python needs and those that ``environment`` names. It is *no* sandbox: the
+function is the user's, as trusted as this service; programs that a model wrote belong to the code scorer.
+"""
+
+import asyncio
+import base64
+import dataclasses
+import sys
+
+from services.reward.scorers.scorer import unavailable, valued
+from services.reward.subprocess_pool.pool import Crashed, NotReady, Overdue, Processes
+from shared.bus import wire
+from shared.bus.messages import RolloutGroup, Sample, Score, ScoreStatus
+from shared.errors import SettingsError, TemporaryError
+from shared.settings.rewards.scorers import PythonScorer
+
+
+class FunctionScorer:
+    """Score what the user's function says."""
+
+    def __init__(self, scorer: PythonScorer) -> None:
+        self.name = scorer.name
+        self._scorer = scorer
+        command = (
+            sys.executable,
+            "-m",
+            "services.reward.scorers.function.function_call",
+            scorer.function,
+            str(scorer.memory_mib),
+        )
+        self._processes = Processes(command, scorer.processes, scorer.name, scorer.environment)
+        self._turns = asyncio.Semaphore(scorer.processes)
+
+    async def start(self) -> None:
+        """Start the processes, each with the function imported.
+
+        Raises:
+            SettingsError: it cannot be imported.
+        """
+        try:
+            await self._processes.warm()
+        except NotReady as error:
+            raise SettingsError(
+                f"expected a function {self._scorer.function!r} for scorer {self.name!r}, found {error}: "
+                "change function in [[reward.scorers]], or PYTHONPATH"
+            ) from error
+
+    async def close(self) -> None:
+        """Kill the processes."""
+        await self._processes.close()
+
+    async def score(self, group: RolloutGroup) -> list[Score]:
+        """Call the function for each sample, as many at a time as there are processes.
+
+        A sample without a score leaves its group without a reward, so no call is begun after the first of these.
+        """
+        lost: list[Score] = []
+
+        async def call(sample: Sample) -> Score:
+            async with self._turns:
+                if lost:
+                    return lost[0]
+                score = await self._call(group, sample)
+            if score.value is None:
+                lost.append(score)
+            return score
+
+        async with asyncio.TaskGroup() as calling:
+            tasks = [calling.create_task(call(sample)) for sample in group.samples]
+        return [task.result() for task in tasks]
+
+    async def _call(self, group: RolloutGroup, sample: Sample) -> Score:
+        alone = wire.encode(dataclasses.replace(group, samples=(sample,)))
+        try:
+            answer = await self._processes.ask({"group": base64.b64encode(alone).decode()}, self._scorer.timeout_s)
+        except Overdue as error:
+            return self._failed(ScoreStatus.TIMEOUT, f"{error} (timeout_s) from {self._scorer.function}")
+        except Crashed as error:
+            return self._failed(ScoreStatus.CRASHED, f"{error}: {self._scorer.function}")
+        except TemporaryError as error:
+            return unavailable(self.name, str(error))
+        if "error" in answer:
+            return self._failed(ScoreStatus.CRASHED, str(answer["error"]))
+        value, detail = answer["value"], str(answer["detail"])
+        if not isinstance(value, float):
+            return unavailable(self.name, detail)
+        return valued(self.name, ScoreStatus(str(answer["status"])), value, detail)
+
+    def _failed(self, status: ScoreStatus, detail: str) -> Score:
+        if self._scorer.on_error == "zero":
+            return valued(self.name, status, 0.0, detail)
+        return unavailable(self.name, detail)

@@ -1,0 +1,260 @@
+"""A client of any endpoint that speaks OpenAI's chat completions: one question, one answer, with patience and manners.
+
+::
+
+    ask ──▶ a place (concurrency) ──▶ a turn (requests_per_s) ──▶ POST {url}/chat/completions, within timeout_s
+             ▲                                                       ├── 200 with a message      ──▶ its text
+             │  wait: backoff_s, doubled each time, or as            ├── 408, 409, 425, 429, 5xx, no connection,
+             └─ Retry-After says; at most max_wait_s ────────────────┤   late, 200 without a message or without a verdict
+                                                                     └── anything else           ──▶ NoAnswer at once
+
+What ``Retry-After`` says holds for every request of this client. The key is sent and never shown: where an endpoint's
+error repeats it, it is taken out. It knows neither samples nor scores.
+"""
+
+import asyncio
+import contextlib
+import datetime
+import email.utils
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import httpx
+from prometheus_client import Counter, Histogram
+
+from shared.errors import SettingsError, TemporaryError
+from shared.settings.rewards.scorers import JudgeScorer
+
+REQUESTS = Counter(
+    "penstock_reward_judge_requests_total",
+    "Requests to a judge, by outcome: ok, retried (a failure that may pass), refused, or unparsable (answered without a verdict).",
+    ["scorer", "outcome"],
+)
+SECONDS = Histogram("penstock_reward_judge_request_seconds", "Time of one answered request to a judge.", ["scorer"])
+TOKENS = Counter(
+    "penstock_reward_judge_tokens_total",
+    "Tokens as a judge's endpoint counts them: prompt or completion.",
+    ["scorer", "of"],
+)
+
+_PASSING = frozenset({408, 409, 425, 429})
+"""What may pass, besides 5xx."""
+_LONGEST_ERROR = 120
+_LARGEST_RESPONSE_BYTES = 4 * 1024**2
+"""A larger response is not read: no verdict is so long."""
+_MOST_TOKENS = 10**9
+
+
+T = TypeVar("T")
+
+
+class NoAnswer(TemporaryError):
+    """The endpoint gave no answer, however often it was asked."""
+
+
+class NoVerdict(NoAnswer):
+    """It answered in the end, but nothing that could be read."""
+
+
+class _Passing(Exception):
+    """A failure that may pass; ``wait_s`` is what the endpoint asked for, if it did."""
+
+    def __init__(self, reason: str, wait_s: float | None = None, ending: type[NoAnswer] = NoAnswer) -> None:
+        super().__init__(reason)
+        self.wait_s = wait_s
+        self.ending = ending
+
+
+class ChatClient:
+    """Asks one model at one endpoint.
+
+    Raises:
+        SettingsError: the URL is none, or the key is not where the settings say.
+    """
+
+    def __init__(self, scorer: JudgeScorer) -> None:
+        self._scorer = scorer
+        try:
+            self._url = httpx.URL(scorer.url.rstrip("/") + "/chat/completions")
+        except httpx.InvalidURL as error:
+            raise SettingsError(
+                f"expected a URL for scorer {scorer.name!r}, found {scorer.url!r} ({error}): change url in [[reward.scorers]]"
+            ) from error
+        self._key = read_key(scorer)
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        limits = httpx.Limits(max_connections=scorer.concurrency, max_keepalive_connections=scorer.concurrency)
+        self._http = httpx.AsyncClient(headers=headers, limits=limits, timeout=scorer.timeout_s)
+        self._places = asyncio.Semaphore(scorer.concurrency)
+        self._pace = Pace(scorer.requests_per_s)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def ask(self, question: str, read: Callable[[str], T | None]) -> T:
+        """Return what ``read`` makes of the model's answer to ``question``; where that is None, it is asked again.
+
+        Raises:
+            NoVerdict: nothing that could be read, and the last request was answered.
+            NoAnswer: no answer.
+        """
+        scorer, backoff_s = self._scorer, self._scorer.backoff_s
+        for attempt in range(1, scorer.attempts + 1):
+            try:
+                return await self._ask_once(question, read)
+            except _Passing as error:
+                if attempt == scorer.attempts:
+                    raise error.ending(f"{error}, as the last of {attempt} requests") from error
+                if (error.wait_s or 0.0) > scorer.max_wait_s:
+                    raise NoAnswer(
+                        f"{error}, and to wait {error.wait_s:g} s; max_wait_s is {scorer.max_wait_s:g}"
+                    ) from error
+                await self._wait(error.wait_s, backoff_s)
+                backoff_s *= 2
+        raise AssertionError("expected at least one attempt")
+
+    async def _wait(self, asked_s: float | None, backoff_s: float) -> None:
+        if asked_s is not None:
+            self._pace.hold(asked_s)
+        else:
+            await asyncio.sleep(min(backoff_s, self._scorer.max_wait_s) * random.uniform(0.5, 1.0))
+
+    async def _ask_once(self, question: str, read: Callable[[str], T | None]) -> T:
+        async with self._places:
+            await self._pace.turn()
+            started_s = time.monotonic()
+            try:
+                response = await self._post(question)
+                answer = self._read(response)
+            except _Passing:
+                REQUESTS.labels(self._scorer.name, "retried").inc()
+                raise
+        SECONDS.labels(self._scorer.name).observe(time.monotonic() - started_s)
+        found = await asyncio.to_thread(read, answer)
+        REQUESTS.labels(self._scorer.name, "ok" if found is not None else "unparsable").inc()
+        if found is None:
+            raise _Passing(f"found no verdict in {self._hidden(answer)[-_LONGEST_ERROR:]!r}", ending=NoVerdict)
+        return found
+
+    async def _post(self, question: str) -> httpx.Response:
+        try:
+            async with asyncio.timeout(self._scorer.timeout_s):
+                return await self._bounded(question)
+        except TimeoutError as error:
+            raise _Passing(f"found no answer within {self._scorer.timeout_s:g} s") from error
+        except httpx.HTTPError as error:
+            raise _Passing(f"found {type(error).__name__}: {self._shown(str(error))}") from error
+
+    async def _bounded(self, question: str) -> httpx.Response:
+        """Return the response, read up to the largest size."""
+        content = bytearray()
+        async with self._http.stream("POST", self._url, json=self._body(question)) as response:
+            async for part in response.aiter_bytes():
+                content += part
+                if len(content) > _LARGEST_RESPONSE_BYTES:
+                    raise _Passing(f"found a response of more than {_LARGEST_RESPONSE_BYTES} bytes")
+        headers = {name: value for name, value in response.headers.items() if name == "retry-after"}
+        return httpx.Response(response.status_code, headers=headers, content=bytes(content))
+
+    def _body(self, question: str) -> dict[str, object]:
+        messages = [{"role": "system", "content": self._scorer.system}] if self._scorer.system else []
+        return {
+            "model": self._scorer.model,
+            "messages": [*messages, {"role": "user", "content": question}],
+            "max_tokens": self._scorer.max_tokens,
+            "temperature": self._scorer.temperature,
+            **self._scorer.request,
+        }
+
+    def _read(self, response: httpx.Response) -> str:
+        status = response.status_code
+        if status in _PASSING or status >= 500:
+            raise _Passing(f"found HTTP {status}: {self._shown(response.text)}", retry_after_s(response))
+        if status != 200:
+            REQUESTS.labels(self._scorer.name, "refused").inc()
+            raise NoAnswer(f"expected HTTP 200 from {self._url}, found {status}: {self._shown(response.text)}")
+        try:
+            answer = response.json()
+            content = answer["choices"][0]["message"]["content"]
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            raise _Passing(f"found HTTP 200 without a chat message: {self._shown(response.text)}") from error
+        if not isinstance(content, str):
+            raise _Passing("found HTTP 200 with a chat message that is no text")
+        self._count(answer.get("usage"))
+        return content
+
+    def _count(self, usage: object) -> None:
+        for of in ("prompt", "completion"):
+            count = usage.get(f"{of}_tokens") if isinstance(usage, dict) else None
+            if isinstance(count, int) and 0 < count <= _MOST_TOKENS:
+                TOKENS.labels(self._scorer.name, of).inc(count)
+
+    def _shown(self, text: str) -> str:
+        return repr(" ".join(self._hidden(text).split())[:_LONGEST_ERROR])
+
+    def _hidden(self, text: str) -> str:
+        """Return ``text`` without the key, which an endpoint may repeat."""
+        return text.replace(self._key, "…") if self._key else text
+
+
+class Pace:
+    """Hands out turns, at most ``per_s`` a second, evenly; 0: no limit. May be held by what an endpoint asks for."""
+
+    def __init__(self, per_s: float) -> None:
+        self._gap_s = 1 / per_s if per_s else 0.0
+        self._next_s = 0.0
+        self._held_until_s = 0.0
+
+    async def turn(self) -> None:
+        """Wait for a turn."""
+        at_s = max(time.monotonic(), self._next_s)
+        self._next_s = at_s + self._gap_s
+        while (wait_s := max(at_s, self._held_until_s) - time.monotonic()) > 0:  # noqa: ASYNC110 (held anew)
+            await asyncio.sleep(wait_s)
+
+    def hold(self, wait_s: float) -> None:
+        """Give no turn for ``wait_s`` from now."""
+        self._held_until_s = max(self._held_until_s, time.monotonic() + wait_s)
+
+
+def retry_after_s(response: httpx.Response) -> float | None:
+    """Return what ``Retry-After`` asks for: seconds, or until a date; None where it asks for nothing readable."""
+    text = response.headers.get("Retry-After", "").strip()
+    if text.isascii() and text.isdigit():
+        return float(text)
+    with contextlib.suppress(ValueError, TypeError):
+        until = email.utils.parsedate_to_datetime(text)
+        return max(0.0, (until - datetime.datetime.now(until.tzinfo)).total_seconds())
+    return None
+
+
+def read_key(scorer: JudgeScorer) -> str:
+    """Return the key of the judge's endpoint; "" where none is set.
+
+    Raises:
+        SettingsError: the variable or the file that should hold it does not.
+    """
+    if scorer.api_key_variable:
+        key, place, setting = os.environ.get(scorer.api_key_variable, ""), scorer.api_key_variable, "api_key_variable"
+    elif scorer.api_key_file is not None:
+        key, place, setting = _content(scorer.api_key_file), str(scorer.api_key_file), "api_key_file"
+    else:
+        return ""
+    key = key.strip()
+    if not key or not key.isascii() or not key.isprintable():
+        raise SettingsError(
+            f"expected a key in {place} for scorer {scorer.name!r}, found none that a header can carry: "
+            f"set it, or change {setting} in [[reward.scorers]]"
+        )
+    return key
+
+
+def _content(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""

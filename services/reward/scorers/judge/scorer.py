@@ -1,0 +1,75 @@
+"""The generative judge: a language model behind an HTTP endpoint reads each completion and gives a verdict.
+
+::
+
+    completion ──▶ template ──▶ judged lately? ──▶ the same value
+                                    └── no ──▶ the endpoint (chat) ──▶ verdict ──▶ value
+                                                   │                    └── none: asked again, then on_unparsable
+                                                   └── no answer: unavailable, never 0
+
+Equal questions of a group are asked once. What was judged is remembered, so that a group that is tried again because one
+of its samples has no verdict yet asks only for that.
+"""
+
+import asyncio
+
+from services.reward.scorers.judge.chat import ChatClient, NoAnswer, NoVerdict
+from services.reward.scorers.judge.verdict import VerdictReader, fill
+from services.reward.scorers.scorer import unavailable, valued
+from services.reward.subprocess_pool.cache import Recent
+from shared.bus.messages import RolloutGroup, Score, ScoreStatus
+from shared.settings.rewards.scorers import JudgeScorer
+
+_REMEMBERED = 16_384
+
+
+class Judge:
+    """Score what a language model thinks of a completion.
+
+    Raises:
+        SettingsError: the key or the pattern is not what it should be.
+    """
+
+    def __init__(self, scorer: JudgeScorer) -> None:
+        self.name = scorer.name
+        self._scorer = scorer
+        self._reader = VerdictReader(scorer)
+        self._client = ChatClient(scorer)
+        self._remembered = Recent(_REMEMBERED)
+
+    async def start(self) -> None:
+        """Nothing to load: an endpoint that is not there yet is waited for by the groups."""
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.close()
+
+    async def score(self, group: RolloutGroup) -> list[Score]:
+        """Let the judge read each sample.
+
+        Raises:
+            PermanentError: the template asks for what the prompt does not have.
+        """
+        questions = [fill(self._scorer.template, group.prompt, sample.text) for sample in group.samples]
+        async with asyncio.TaskGroup() as asking:
+            tasks = {question: asking.create_task(self._judge(question)) for question in dict.fromkeys(questions)}
+        return [tasks[question].result() for question in questions]
+
+    async def _judge(self, question: str) -> Score:
+        score = self._remembered.get(question)
+        if score is None:
+            score = await self._ask(question)
+            if score.value is not None:
+                self._remembered.put(score, question)
+        return score
+
+    async def _ask(self, question: str) -> Score:
+        try:
+            value = await self._client.ask(question, self._reader.read)
+        except NoVerdict as error:
+            if self._scorer.on_unparsable == "zero":
+                return valued(self.name, ScoreStatus.CRASHED, 0.0, str(error))
+            return unavailable(self.name, str(error))
+        except NoAnswer as error:
+            return unavailable(self.name, str(error))
+        return valued(self.name, ScoreStatus.OK, value)

@@ -1,0 +1,122 @@
+"""What a judge is asked and what it answered: the template filled in, the verdict read out. Pure functions.
+
+The template is filled in once, in one pass: braces in what a model wrote are text, and so are those that name nothing
+(``{"score": 7}``). A verdict is a number within the scale or one of the labels; anything else is none.
+"""
+
+import json
+import math
+import re
+
+import regex
+
+from shared.bus.messages import Prompt
+from shared.errors import PermanentError, SettingsError
+from shared.settings.rewards.scorers import JudgeScorer
+
+_PLACE = re.compile(r"\{(prompt|completion|answer|extra\.(?P<column>[^{}\s]+))\}")
+_PATTERN_TIMEOUT_S = 0.5
+_LONGEST_ANSWER = 20_000
+"""Of a longer answer only the end is read, in characters."""
+_MOST_OBJECTS = 200
+"""Of an answer with more opening braces only the last ones are tried as the beginning of the verdict's object."""
+
+
+def fill(template: str, prompt: Prompt, completion: str) -> str:
+    """Return the template with the prompt, the completion, the answer and columns of the dataset in their places.
+
+    Raises:
+        PermanentError: the prompt has no such column, or no answer.
+    """
+
+    def value(place: re.Match[str]) -> str:
+        match place[1]:
+            case "prompt":
+                return _text(prompt)
+            case "completion":
+                return completion
+            case "answer":
+                return _known(prompt.answer, "an answer", prompt)
+        return _known(prompt.extra.get(place["column"]), f"the column {place['column']!r}", prompt)
+
+    return _PLACE.sub(value, template)
+
+
+def _text(prompt: Prompt) -> str:
+    if prompt.messages is None:
+        return prompt.text or ""
+    return "\n\n".join(f"{turn.role}: {turn.content}" for turn in prompt.messages)
+
+
+def _known(value: object, what: str, prompt: Prompt) -> str:
+    if value is None:
+        raise PermanentError(
+            f"expected {what} of {prompt.problem} for a judge's template, found none: "
+            "change the data, or template in [[reward.scorers]]"
+        )
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+class VerdictReader:
+    """Reads a value from a judge's answer.
+
+    Raises:
+        SettingsError: the pattern is no regular expression with a group.
+    """
+
+    def __init__(self, scorer: JudgeScorer) -> None:
+        self._scorer = scorer
+        self._labels = {label.strip().lower(): value for label, value in scorer.labels.items()}
+        try:
+            self._pattern = regex.compile(scorer.pattern)
+        except regex.error as error:
+            raise self._refused(f"{scorer.pattern!r} ({error})") from error
+        if self._pattern.groups < 1:
+            raise self._refused(f"{scorer.pattern!r}, which has no group")
+
+    def _refused(self, found: str) -> SettingsError:
+        return SettingsError(
+            f"expected a regular expression with a group as pattern of scorer {self._scorer.name!r}, found {found}: "
+            "change pattern in [[reward.scorers]]"
+        )
+
+    def read(self, answer: str) -> float | None:
+        """Return the value that the answer gives: 0 to 1, or a label's; None where it holds no verdict. Runs in a thread."""
+        answer = answer[-_LONGEST_ANSWER:]
+        verdict = self._field(answer) if self._scorer.json_field else self._match(answer)
+        if self._labels:
+            return self._labels.get(str(verdict).strip().lower()) if isinstance(verdict, str | bool) else None
+        number = _number(verdict)
+        low, high = self._scorer.scale
+        return None if number is None or not low <= number <= high else (number - low) / (high - low)
+
+    def _match(self, answer: str) -> str | None:
+        found = None
+        try:
+            for match in self._pattern.finditer(answer, timeout=_PATTERN_TIMEOUT_S, concurrent=True):
+                found = match[1]
+        except TimeoutError:
+            return None
+        return found
+
+    def _field(self, answer: str) -> object:
+        """Return the field of the last JSON object that has it, whatever stands around it."""
+        decoder = json.JSONDecoder()
+        for start in [match.start() for match in re.finditer(r"\{", answer)][: -_MOST_OBJECTS - 1 : -1]:
+            try:
+                value, _ = decoder.raw_decode(answer, start)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(value, dict) and self._scorer.json_field in value:
+                return value[self._scorer.json_field]
+        return None
+
+
+def _number(verdict: object) -> float | None:
+    if isinstance(verdict, bool) or not isinstance(verdict, int | float | str):
+        return None
+    try:
+        number = float(verdict)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None

@@ -1,0 +1,128 @@
+"""A reward model among the scorers: it reads prompt and completion as text and says what it makes of them.
+
+::
+
+    group ──▶ token ids ──▶ Batcher, with samples of other groups ──▶ values ──▶ normalised ──▶ scores
+                                └── NoRoom, or a value that is no number ──▶ unavailable; never worth 0
+
+Replicas of the reward service each hold the model. The model itself is ``classifier``'s; no model library is imported here.
+"""
+
+import asyncio
+import importlib.util
+import logging
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from prometheus_client import Counter
+
+from services.reward.models.batcher import Batcher, NoRoom
+from services.reward.normalisation import Normaliser
+from services.reward.scorers.scorer import unavailable, valued
+from shared.bus.messages import RolloutGroup, Score, ScoreStatus
+from shared.errors import SettingsError
+from shared.model.model_source import check_source
+from shared.process.importing import importing
+from shared.settings.rewards.models import ModelScorer
+
+if TYPE_CHECKING:
+    from services.reward.models.classifier import Classifier, Text
+
+log = logging.getLogger(__name__)
+
+CUT = Counter("penstock_reward_model_cut_samples_total", "Samples that were too long for a model and cut.", ["scorer"])
+_NEEDED = ("torch", "transformers", "safetensors")
+
+
+class RewardModel:
+    """Score what a reward model gives.
+
+    Args:
+        scorer: its settings.
+        normaliser: what makes of values what is scored; None: nothing.
+
+    Raises:
+        SettingsError: there can be no such model.
+    """
+
+    def __init__(self, scorer: ModelScorer, normaliser: Normaliser | None) -> None:
+        self.name = scorer.name
+        self._scorer = scorer
+        self._normaliser = normaliser
+        require_libraries(f"scorer {scorer.name!r}")
+        check_source(scorer.model_setting, scorer.model, ("config.json",))
+        self._model: Classifier | None = None
+        self._batcher: Batcher[Text, float] | None = None
+        self._tokenizing = asyncio.Lock()  # tokenizers are no two threads' at a time
+
+    async def start(self) -> None:
+        """Load the model, beside whatever else goes on.
+
+        Raises:
+            SettingsError: there is none that loads.
+        """
+        self._model = await asyncio.to_thread(_open, self._scorer)
+        self._batcher = Batcher(self._model, self._scorer, self.name)
+        self._batcher.start()
+
+    async def close(self) -> None:
+        """Stop; the model goes with the process."""
+        if self._batcher is not None:
+            await self._batcher.close()
+
+    async def score(self, group: RolloutGroup) -> list[Score]:
+        """Return the model's value of each sample.
+
+        Raises:
+            PermanentError: the prompt does not fit the model's chat template.
+        """
+        assert self._model is not None
+        assert self._batcher is not None
+        async with self._tokenizing:
+            completions = [sample.text for sample in group.samples]
+            texts = await asyncio.to_thread(self._model.read, group.prompt, completions)
+        CUT.labels(self.name).inc(sum(text.cut_tokens > 0 for text in texts))
+        try:
+            values = await self._batcher.run(texts)
+        except NoRoom as error:
+            return self._unavailable(group, str(error))
+        if not all(map(math.isfinite, values)):
+            return self._unavailable(group, f"the model gave {next(v for v in values if not math.isfinite(v))}")
+        return [
+            valued(self.name, ScoreStatus.OK, value, _how(text, raw, value))
+            for text, raw, value in zip(texts, values, await self._normalised(group, values), strict=True)
+        ]
+
+    async def _normalised(self, group: RolloutGroup, values: Sequence[float]) -> Sequence[float]:
+        return values if self._normaliser is None else await self._normaliser.normalised(group.prompt, values)
+
+    def _unavailable(self, group: RolloutGroup, reason: str) -> list[Score]:
+        return [unavailable(self.name, reason) for _ in group.samples]
+
+
+def require_libraries(whose: str) -> None:
+    """Refuse to start without the model libraries.
+
+    Raises:
+        SettingsError: naming what to install.
+    """
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise SettingsError(
+            f"expected the package {missing[0]} for {whose}, found none: pip install 'penstock[reward-models]'"
+        )
+
+
+def _open(scorer: ModelScorer) -> "Classifier":
+    with importing():
+        from services.reward.models.classifier import Classifier
+
+        return Classifier(scorer)
+
+
+def _how(text: "Text", raw: float, value: float) -> str:
+    parts = [f"raw {raw:.6g}"] if raw != value else []
+    if text.cut_tokens:
+        parts.append(f"cut to {text.tokens} of {text.tokens + text.cut_tokens} tokens")
+    return ", ".join(parts)

@@ -1,0 +1,38 @@
+"""The scores that were given last, so that what is asked again (an equal answer, a group that is tried again) costs nothing."""
+
+import hashlib
+
+from shared.bus.messages import Score
+
+
+class Recent:
+    """At most ``size`` scores, each under the texts that it was given for; the one not used for longest goes first.
+
+    Only a digest of the texts is kept, so that long ones cost no memory.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._scores: dict[bytes, Score] = {}
+
+    def get(self, *texts: str) -> Score | None:
+        """Return the score that was given for ``texts``."""
+        key = _digest(texts)
+        score = self._scores.pop(key, None)
+        if score is not None:
+            self._scores[key] = score
+        return score
+
+    def put(self, score: Score, *texts: str) -> None:
+        """Keep the score of ``texts``."""
+        self._scores[_digest(texts)] = score
+        if len(self._scores) > self._size:
+            del self._scores[next(iter(self._scores))]
+
+
+def _digest(texts: tuple[str, ...]) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for text in texts:
+        content = text.encode("utf-8", "surrogatepass")
+        digest.update(len(content).to_bytes(8, "big") + content)
+    return digest.digest()

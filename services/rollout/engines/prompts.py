@@ -1,0 +1,120 @@
+"""Prompts to token ids and token ids to text. A prompt that can never be generated raises PermanentError: it is buried.
+
+A prompt's text is tokenized as the tokenizer does it by itself, special tokens included; messages go through its chat
+template, up to where the assistant speaks. It knows no bus and no engine.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from services.rollout.engines.transformers.loading import Tokenizer
+from shared.bus.messages import Int32Array, Prompt
+from shared.errors import PermanentError
+
+
+class Codec(Protocol):
+    """Text to token ids and back."""
+
+    def encode(self, prompt: Prompt) -> Int32Array:
+        """Return the token ids of a prompt.
+
+        Raises:
+            PermanentError: this prompt can never be generated, with the reason.
+        """
+
+    def decode(self, completions: Sequence[Int32Array]) -> list[str]:
+        """Return the texts of completions, special tokens left out."""
+
+
+class Reader(Protocol):
+    """What can be read: an opened model, or an engine that opened one."""
+
+    @property
+    def context_tokens(self) -> int:
+        """Most tokens of a prompt and its completion."""
+
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids there are."""
+
+
+class TokenizerCodec:
+    """A tokenizer of transformers, held to what the model can read."""
+
+    def __init__(self, tokenizer: Tokenizer, reader: Reader) -> None:
+        self._tokenizer = tokenizer
+        self._context_tokens = reader.context_tokens
+        self._vocabulary = reader.vocabulary
+        self._say_nothing = {tokenizer.pad_token_id, tokenizer.unk_token_id}
+
+    def encode(self, prompt: Prompt) -> Int32Array:
+        """Return the token ids of a prompt (see :class:`Codec`)."""
+        token_ids = np.array(self._token_ids(prompt), dtype=np.int32)
+        if len(token_ids) == 0:
+            raise PermanentError(f"expected a prompt of at least one token in {prompt.problem}, found an empty one")
+        longest = self._context_tokens - prompt.sampling.max_new_tokens
+        if len(token_ids) > longest:
+            raise PermanentError(
+                f"expected a prompt of at most {longest} tokens in {prompt.problem} (the model's context of "
+                f"{self._context_tokens} less {prompt.sampling.max_new_tokens} new ones), found {len(token_ids)}: "
+                "shorten it, or lower sampling.max_new_tokens"
+            )
+        if int(token_ids.max()) >= self._vocabulary:
+            raise PermanentError(
+                f"expected token ids under the model's {self._vocabulary} in {prompt.problem}, found "
+                f"{int(token_ids.max())}: the tokenizer is another model's; change policy.tokenizer"
+            )
+        if self._say_nothing.issuperset(token_ids.tolist()):
+            raise PermanentError(
+                f"expected tokens that hold the text of {prompt.problem}, found unknown ones and padding only: the "
+                "tokenizer cannot read it; change policy.tokenizer"
+            )
+        return token_ids
+
+    def decode(self, completions: Sequence[Int32Array]) -> list[str]:
+        """Return the texts of completions (see :class:`Codec`)."""
+        return self._tokenizer.batch_decode([ids.tolist() for ids in completions], skip_special_tokens=True)
+
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        if prompt.text is not None:
+            found: list[int] = self._tokenizer(prompt.text)["input_ids"]
+            return found
+        if prompt.messages is None:
+            raise PermanentError(f"expected text or messages in {prompt.problem}, found neither")
+        if self._tokenizer.chat_template is None:
+            raise PermanentError(
+                f"expected a text in {prompt.problem}, as this tokenizer has no chat template, found messages: "
+                "change data.prompt_field or policy.tokenizer"
+            )
+        return self._apply_template(prompt)
+
+    def _apply_template(self, prompt: Prompt) -> list[int]:
+        from jinja2 import TemplateError
+
+        turns = [{"role": message.role, "content": message.content} for message in prompt.messages or ()]
+        try:
+            return self._tokenizer.apply_chat_template(
+                turns, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
+            raise PermanentError(
+                f"expected messages that fit the chat template in {prompt.problem}, found others: {error}"
+            ) from error
+
+
+class CharacterCodec:
+    """Character codes as token ids, 0 to stop: the vocabulary of the scripted engine."""
+
+    stop = 0
+
+    def encode(self, prompt: Prompt) -> Int32Array:
+        """Return the character codes of a prompt's text (see :class:`Codec`)."""
+        if not prompt.text:
+            raise PermanentError(f"expected a text in {prompt.problem}, found none")
+        return np.array([ord(character) for character in prompt.text], dtype=np.int32)
+
+    def decode(self, completions: Sequence[Int32Array]) -> list[str]:
+        """Return the texts of completions (see :class:`Codec`)."""
+        return ["".join(chr(code) for code in ids.tolist() if code != self.stop) for ids in completions]

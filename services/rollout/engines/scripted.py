@@ -1,0 +1,154 @@
+"""An engine that reads its completions from a script: for tests of everything around it, without a model or torch.
+
+It is a whole :class:`Engine` otherwise: every token is one decoding step, a swap falls between two of them, and versions
+are recorded per token. Token ids are character codes, 0 stops. It holds no weights: unless a test hands it something
+that receives, whatever is offered is taken as received.
+"""
+
+import asyncio
+import random
+import re
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from services.rollout.engines.engine import (
+    EngineDied,
+    GeneratedGroup,
+    GeneratedSample,
+    GenerationRequest,
+    SwapReport,
+    UpdateMode,
+)
+from services.rollout.engines.prompts import CharacterCodec
+from shared.bus.messages import FinishReason, Float32Array, Int32Array, PolicyVersion
+from shared.weights.transport.place import Place, boot_id
+
+if TYPE_CHECKING:
+    from shared.weights.transport.offer import Offer
+
+Script = Callable[[str, PolicyVersion, random.Random], tuple[str, float]]
+"""(prompt's text, version, lot) → (completion, its probability)."""
+
+_SUM = re.compile(r"(\d+)\+(\d+)=$")
+
+
+def arithmetic(prompt: str, version: PolicyVersion, lot: random.Random) -> tuple[str, float]:
+    """Answer ``12+34=`` rightly with probability 0.5, else off by one; anything else with ``?``."""
+    found = _SUM.search(prompt)
+    if found is None:
+        return "?", 1.0
+    answer = int(found[1]) + int(found[2])
+    return str(answer if lot.random() < 0.5 else answer + 1), 0.5
+
+
+class ScriptedEngine:
+    """An :class:`Engine` that answers from ``script``.
+
+    Args:
+        script: what it says to a prompt.
+        seed: of the lot.
+        pause: awaited between two decoding steps; a test that holds it back swaps in mid-generation.
+        receive: called in a thread with each offer that is staged; may raise WeightsError.
+        peer_address: where it says that others may pull.
+        logprob: what it says of every token of a probe.
+    """
+
+    def __init__(
+        self,
+        script: Script = arithmetic,
+        *,
+        seed: int = 0,
+        pause: Callable[[], Awaitable[None]] | None = None,
+        receive: "Callable[[Offer], None] | None" = None,
+        peer_address: str = "",
+        logprob: float = 0.0,
+    ) -> None:
+        self._script = script
+        self._lot = random.Random(seed)
+        self._pause = pause
+        self._received = receive
+        self._peer_address = peer_address
+        self._logprob = logprob
+        self.torn = False
+        self.update: UpdateMode = "inflight"
+        self._version: PolicyVersion | None = None
+        self._closed = False
+
+    def update_by(self, mode: UpdateMode) -> None:
+        """Note it; a swap here is always between two decoding steps."""
+        self.update = mode
+
+    @property
+    def version(self) -> PolicyVersion | None:
+        """The version that the next token will be drawn under; None before the first swap."""
+        return self._version
+
+    async def generate(self, request: GenerationRequest) -> GeneratedGroup:
+        """Return a group of scripted completions (see :class:`Engine`)."""
+        if self._closed or self._version is None:
+            raise EngineDied("expected an open engine with weights: a bug")
+        started_at_s, sampling = time.time(), request.sampling
+        prompt = CharacterCodec().decode([request.prompt_token_ids])[0]
+        said = [self._script(prompt, self._version, self._lot) for _ in range(sampling.samples)]
+        longest = min(sampling.max_new_tokens, max(len(text) for text, _ in said) + 1)
+        versions: list[PolicyVersion] = []
+        for _ in range(longest):
+            versions.append(self._version)
+            await (asyncio.sleep(0) if self._pause is None else self._pause())
+        samples = tuple(_sample(text, probability, sampling.max_new_tokens, versions) for text, probability in said)
+        return GeneratedGroup(samples, started_at_s, time.time())
+
+    @property
+    def ranks(self) -> int:
+        """One process."""
+        return 1
+
+    @property
+    def place(self) -> Place:
+        """This machine's CPU."""
+        return Place("cpu", (), boot_id())
+
+    @property
+    def peer_address(self) -> str:
+        """Where others may pull, as the test says."""
+        return self._peer_address
+
+    async def stage(self, offer: "Offer") -> None:
+        """Take ``offer`` as received (see :class:`Engine`)."""
+        if self._received is not None:
+            await asyncio.to_thread(self._received, offer)
+
+    async def swap(self, version: PolicyVersion) -> SwapReport:
+        """Serve ``version`` from the next decoding step on (see :class:`Engine`)."""
+        if self._closed:
+            raise EngineDied("expected an open engine: a bug")
+        self._version = version
+        return SwapReport(0.0, "copy", 0)
+
+    async def logprobs(self, token_ids: Int32Array) -> Float32Array:
+        """Return what the test says (see :class:`Engine`)."""
+        return np.full(len(token_ids) - 1, self._logprob, dtype=np.float32)
+
+    async def close(self) -> None:
+        """Answer nothing any more."""
+        self._closed = True
+
+
+def _sample(text: str, probability: float, limit: int, versions: list[PolicyVersion]) -> GeneratedSample:
+    codes = [*map(ord, text), CharacterCodec.stop][:limit]
+    logprobs = np.zeros(len(codes), dtype=np.float32)
+    logprobs[0] = np.log(probability)
+    return GeneratedSample(
+        token_ids=np.array(codes, dtype=np.int32),
+        behavior_logprobs=logprobs,
+        version_spans=_spans(versions[: len(codes)]),
+        finish_reason=FinishReason.STOP if codes[-1] == CharacterCodec.stop else FinishReason.LENGTH,
+    )
+
+
+def _spans(versions: list[PolicyVersion]) -> Int32Array:
+    starts = [place for place in range(len(versions)) if place == 0 or versions[place] != versions[place - 1]]
+    return np.array([[start, versions[start]] for start in starts], dtype=np.int32)

@@ -1,0 +1,279 @@
+"""Decode one batch of groups in lockstep: one prefill per prompt, then one token for every row at a time.
+
+::
+
+    prompts, left-padded         prefill once a prompt     repeat the cache        decode, drop finished rows
+      · · 1 2 +                ┌──────────────────────┐   row 0 ┐                  row 0  4  6  ⏎
+      3 4 5 + 6           ──▶  │ logits of last token │─▶ row 1 ┘ of prompt 0  ─▶ row 1  4  ⏎
+                               └──────────────────────┘   row 2 ─ of prompt 1      row 2  9  ⏎
+
+Every row keeps its own temperature and length limit, so training and evaluation share a batch. Rows that are finished
+decode on unread until at least half of the batch is finished; then they are dropped from it (compaction).
+
+Shapes: P prompts, N rows of the whole batch (all samples of all prompts), n rows not yet dropped, L prompt tokens with
+padding, T new tokens at most, V vocabulary. Pure torch: it knows no thread, no queue and no weights.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from services.rollout.engines.engine import GeneratedSample, GenerationRequest
+from shared.bus.messages import FinishReason, Int32Array, PolicyVersion
+
+
+class Cache(Protocol):
+    """What a key-value cache of transformers must be able to do."""
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep these rows, in this order; one may come several times."""
+
+
+class ModelOutput(Protocol):
+    """What a causal language model of transformers answers."""
+
+    logits: torch.Tensor
+    past_key_values: Cache
+
+
+class LanguageModel(Protocol):
+    """A causal language model of transformers."""
+
+    def __call__(
+        self,
+        *,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor,
+        past_key_values: Cache | None,
+        use_cache: bool,
+        logits_to_keep: int,
+    ) -> ModelOutput:
+        """Return the logits of the last ``logits_to_keep`` positions, and the grown cache."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tokens:
+    """What decoding must know of the vocabulary: the ids that end a completion, and one to pad with."""
+
+    stop: tuple[int, ...]
+    padding: int = 0
+
+
+class Batch:
+    """The decoding of some requests, one :meth:`step` a token, under ``torch.inference_mode``."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        requests: Sequence[GenerationRequest],
+        tokens: Tokens,
+        device: torch.device,
+    ) -> None:
+        self._model, self._device = model, device
+        self._lots = [_Lot(request) for request in requests]
+        samplings = [request.sampling for request in requests]
+        samples = np.array([sampling.samples for sampling in samplings])
+        self._first_row = np.concatenate([[0], samples.cumsum()])
+        self._group_n = np.repeat(np.arange(len(requests)), samples)
+        limits_N = np.repeat([sampling.max_new_tokens for sampling in samplings], samples)
+        temperatures_N = np.repeat([sampling.temperature for sampling in samplings], samples)
+        rows, longest = len(limits_N), int(limits_N.max())
+
+        self._stop = torch.tensor(tokens.stop, dtype=torch.long, device=device)
+        self._limit_n = torch.from_numpy(limits_N).to(device)
+        self._choice_n = _Choice.of(torch.from_numpy(temperatures_N).to(device, torch.float32))
+        self._alive_n = torch.arange(rows, device=device)
+        self._done_n = torch.zeros(rows, dtype=torch.bool, device=device)
+        self._tokens_NT = torch.zeros(rows, longest, dtype=torch.int32, device=device)
+        self._logprobs_NT = torch.zeros(rows, longest, dtype=torch.float32, device=device)
+        self._length_N = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._stopped_N = torch.zeros(rows, dtype=torch.bool, device=device)
+
+        self._input_ids, mask_PL = _pad_left([request.prompt_token_ids for request in requests], tokens.padding, device)
+        self._padded = not bool(mask_PL.all())
+        self._mask = torch.nn.functional.pad(mask_PL, (0, longest), value=1)
+        self._position_n = mask_PL.sum(1)
+        self._prompt_length = mask_PL.shape[1]
+        self._cache: Cache | None = None
+        self._written = 0
+        self._version_spans: list[tuple[int, PolicyVersion]] = []
+        self._undelivered = set(range(len(requests)))
+
+    @property
+    def finished(self) -> bool:
+        """Whether every group was returned by :meth:`step` or dropped."""
+        return not self._undelivered
+
+    def drop(self, group: int) -> None:
+        """Forget a group that nobody waits for any more; its rows leave with the next compaction."""
+        if group in self._undelivered:
+            self._undelivered.remove(group)
+            self._done_n |= torch.from_numpy(self._group_n == group).to(self._device)
+
+    def step(self, version: PolicyVersion) -> list[tuple[int, tuple[GeneratedSample, ...]]]:
+        """Draw one token for every row under the model's weights, which are ``version``; return the groups that are whole.
+
+        Each is (place in the requests, its samples).
+        """
+        logits_nV = self._prefill() if self._cache is None else self._decode()
+        if not self._version_spans or self._version_spans[-1][1] != version:
+            self._version_spans.append((self._written, version))
+        token_n, logprob_n = self._choice_n.draw(logits_nV.float(), self._uniform())
+        self._record(token_n, logprob_n)
+        self._input_ids = token_n.unsqueeze(1)
+        done_n = self._done_n.cpu().numpy()
+        whole = self._whole(done_n)
+        if not self.finished and 2 * int(done_n.sum()) >= len(done_n):
+            self._compact(done_n)
+        return whole
+
+    def _uniform(self) -> torch.Tensor:
+        """Return a random number for every row (n × 1, float64), each group's from its own generator."""
+        uniform_N = torch.cat([lot.draw() for lot in self._lots])
+        return uniform_N.to(self._device)[self._alive_n].unsqueeze(1)
+
+    def _prefill(self) -> torch.Tensor:
+        """Run the prompts (P × L) once each; return the logits of their last tokens, repeated for every row."""
+        mask_PL = self._mask[:, : self._prompt_length]
+        output = self._model(
+            input_ids=self._input_ids,
+            attention_mask=mask_PL if self._padded else None,
+            position_ids=(mask_PL.cumsum(1) - 1).clamp(min=0),
+            past_key_values=None,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        rows = torch.from_numpy(self._group_n).to(self._device)
+        self._cache = output.past_key_values
+        self._cache.batch_select_indices(rows)
+        self._position_n, self._mask = self._position_n[rows], self._mask[rows]
+        return output.logits[:, -1][rows]
+
+    def _decode(self) -> torch.Tensor:
+        """Run the last token of every row (n × 1) on the cache; return the logits of the next."""
+        length = self._prompt_length + self._written
+        output = self._model(
+            input_ids=self._input_ids,
+            attention_mask=self._mask[:, :length] if self._padded else None,
+            position_ids=(self._position_n + (self._written - 1)).unsqueeze(1),
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1]
+
+    def _record(self, token_n: torch.Tensor, logprob_n: torch.Tensor) -> None:
+        self._tokens_NT[self._alive_n, self._written] = token_n.to(torch.int32)
+        self._logprobs_NT[self._alive_n, self._written] = logprob_n
+        self._written += 1
+        stopped_n = torch.isin(token_n, self._stop)
+        ended_n = (stopped_n | (self._limit_n <= self._written)) & ~self._done_n
+        ended = self._alive_n[ended_n]
+        self._length_N[ended] = self._written
+        self._stopped_N[ended] = stopped_n[ended_n]
+        self._done_n |= ended_n
+
+    def _whole(self, done_n: npt.NDArray[np.bool_]) -> list[tuple[int, tuple[GeneratedSample, ...]]]:
+        unfinished = set(self._group_n[~done_n].tolist())
+        groups = sorted(self._undelivered - unfinished)
+        self._undelivered.difference_update(groups)
+        return [(group, self._samples(group)) for group in groups]
+
+    def _samples(self, group: int) -> tuple[GeneratedSample, ...]:
+        rows = slice(self._first_row[group], self._first_row[group + 1])
+        token_ids = self._tokens_NT[rows].cpu().numpy()
+        logprobs = self._logprobs_NT[rows].cpu().numpy()
+        lengths: list[int] = self._length_N[rows].tolist()
+        stopped: list[bool] = self._stopped_N[rows].tolist()
+        spans = {length: self._spans(length) for length in set(lengths)}
+        return tuple(
+            GeneratedSample(
+                token_ids=token_ids[row, :length],
+                behavior_logprobs=logprobs[row, :length],
+                version_spans=spans[length],
+                finish_reason=FinishReason.STOP if stopped[row] else FinishReason.LENGTH,
+            )
+            for row, length in enumerate(lengths)
+        )
+
+    def _spans(self, length: int) -> Int32Array:
+        return np.array([span for span in self._version_spans if span[0] < length], dtype=np.int32)
+
+    def _compact(self, done_n: npt.NDArray[np.bool_]) -> None:
+        """Drop the finished rows."""
+        kept = torch.from_numpy(np.flatnonzero(~done_n)).to(self._device)
+        assert self._cache is not None
+        self._cache.batch_select_indices(kept)
+        self._group_n = self._group_n[~done_n]
+        self._choice_n = self._choice_n.select(kept)
+        self._alive_n, self._done_n, self._limit_n = self._alive_n[kept], self._done_n[kept], self._limit_n[kept]
+        self._mask, self._position_n = self._mask[kept], self._position_n[kept]
+        self._input_ids = self._input_ids[kept]
+
+
+class _Lot:
+    """The random numbers of one group: one for each of its samples at each decoding step, whether or not it is still read."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self._samples = request.sampling.samples
+        self._generator = torch.Generator().manual_seed(request.seed) if request.sampling.temperature else None
+
+    def draw(self) -> torch.Tensor:
+        """Return a number of each sample (float64, on the CPU); zeros where decoding is greedy."""
+        if self._generator is None:
+            return torch.zeros(self._samples, dtype=torch.float64)
+        return torch.rand(self._samples, generator=self._generator, dtype=torch.float64)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Choice:
+    """How each row's next token is chosen: at its temperature, or greedily where that is 0."""
+
+    temperature_n1: torch.Tensor
+    greedy_n: torch.Tensor
+    any_greedy: bool
+    all_greedy: bool
+
+    @classmethod
+    def of(cls, temperature_n: torch.Tensor) -> "_Choice":
+        greedy_n = temperature_n == 0
+        temperature_n1 = torch.where(greedy_n, 1.0, temperature_n).unsqueeze(1)
+        return cls(temperature_n1, greedy_n, bool(greedy_n.any()), bool(greedy_n.all()))
+
+    def select(self, kept: torch.Tensor) -> "_Choice":
+        greedy_n = self.greedy_n[kept]
+        return _Choice(self.temperature_n1[kept], greedy_n, bool(greedy_n.any()), bool(greedy_n.all()))
+
+    def draw(self, logits_nV: torch.Tensor, uniform_n1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a token of every row and its logprob under softmax(logits / temperature).
+
+        Drawn by inverting the cumulative distribution in float64 with a uniform number (in [0, 1)) a row: the first token whose
+        cumulative probability exceeds it. No token of probability 0 is ever drawn.
+        """
+        logprobs_nV = torch.log_softmax(logits_nV / self.temperature_n1, dim=-1)
+        if self.all_greedy:
+            token_n = logits_nV.argmax(-1)
+        else:
+            cumulative_nV = logprobs_nV.double().exp().cumsum(-1)
+            scaled_n1 = uniform_n1 * cumulative_nV[:, -1:]
+            token_n = torch.searchsorted(cumulative_nV, scaled_n1, right=True).squeeze(1)
+            token_n.clamp_(max=logits_nV.shape[1] - 1)
+            if self.any_greedy:
+                token_n = torch.where(self.greedy_n, logits_nV.argmax(-1), token_n)
+        return token_n, logprobs_nV.gather(1, token_n.unsqueeze(1)).squeeze(1)
+
+
+def _pad_left(prompts: Sequence[Int32Array], padding: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids and mask (1 where a token stands), P × L, the prompts' ends aligned."""
+    length = max(len(prompt) for prompt in prompts)
+    ids_PL = np.full((len(prompts), length), padding, dtype=np.int64)
+    mask_PL = np.zeros((len(prompts), length), dtype=np.int64)
+    for row, prompt in enumerate(prompts):
+        ids_PL[row, length - len(prompt) :] = prompt
+        mask_PL[row, length - len(prompt) :] = 1
+    return torch.from_numpy(ids_PL).to(device), torch.from_numpy(mask_PL).to(device)

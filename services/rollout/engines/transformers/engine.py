@@ -1,0 +1,325 @@
+"""The embedded engine: Hugging Face transformers in a thread of its own, weights swapped between two decoding steps.
+
+::
+
+    tasks of the event loop                      the engine's thread
+    generate ──▶ inbox ───────────────────────▶  waiting ──▶ batch: prefill, step, step, … ──▶ futures
+    swap     ──▶ inbox ──── between two steps ─▶ copy the shadow into the parameters, note the version
+    logprobs ──▶ inbox ──── between two steps ─▶ one forward pass
+    stage    ──▶ the weights' thread ──────────▶ receive into the shadow (see ``shadow``)
+
+All requests that wait are decoded as one batch, up to ``max_rows`` samples; which arrive while a batch runs wait for the
+next one. (Requests that join a running batch are what vLLM is for.) An idle engine lets requests gather until none has
+come for a moment, as one batch of sixteen costs far less than sixteen of one.
+
+Each request's random numbers come from its own seed, but products of other shapes round otherwise, and which requests share a batch
+depends on timing. With ``alone`` each request is a batch of its own: what it gives depends on its prompt, its seed and the weights only.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar, TypeVarTuple, Unpack
+
+import numpy as np
+import torch
+
+from services.rollout.engines.engine import (
+    EngineDied,
+    GeneratedGroup,
+    GeneratedSample,
+    GenerationRequest,
+    SwapReport,
+    UpdateMode,
+)
+from services.rollout.engines.transformers import inbox
+from services.rollout.engines.transformers.decoding import Batch, Tokens
+from services.rollout.engines.transformers.inbox import Answer, Asked, Close, Item, Score, Swap
+from services.rollout.engines.transformers.loading import OpenedModel
+from services.rollout.engines.transformers.shadow import Shadow
+from shared.bus.messages import Float32Array, Int32Array, PolicyVersion
+from shared.errors import WeightsError
+from shared.peers.handshake import Secret
+from shared.weights.transport.offer import Offer
+from shared.weights.transport.place import Place, boot_id, plain_uuid
+
+GATHER_S = 0.004
+"""An idle engine starts once no further request has come for so long."""
+
+R = TypeVar("R")
+Arguments = TypeVarTuple("Arguments")
+
+
+class TransformersEngine:
+    """An :class:`Engine` on a model of transformers.
+
+    Args:
+        opened: the model; its parameters belong to the engine from now on.
+        max_rows: samples that are decoded at a time.
+        alone: whether each request is a batch of its own (``rollout.reproducible``).
+        threads: CPU threads of torch; 0: as torch decides.
+        host: where other replicas may pull weights from this one; empty: nowhere.
+        secret: that of the run, which they must know.
+        deadline_s: no wait of such a pull takes longer.
+        drain: swap only once the running batch is finished.
+    """
+
+    def __init__(
+        self,
+        opened: OpenedModel,
+        *,
+        max_rows: int,
+        alone: bool = False,
+        threads: int = 0,
+        host: str = "",
+        secret: Secret = bytes,
+        deadline_s: float = 30.0,
+        drain: bool = False,
+    ) -> None:
+        self._opened = opened
+        self._max_rows = max_rows
+        self._alone = alone
+        self._threads = threads
+        self._drain = drain
+        self._shadow = Shadow(opened, host, deadline_s, secret)
+        self._receiving = ThreadPoolExecutor(1, "weights", self._set_threads)
+        self._held_swaps: list[Swap] = []
+        self._version: PolicyVersion | None = None
+        self._inbox: queue.SimpleQueue[Item | Close] = queue.SimpleQueue()
+        self._waiting: deque[Asked] = deque()
+        self._running: list[Asked] = []
+        self._closing = False
+        self._door = threading.Lock()
+        self._shut = False
+        self._death: BaseException | None = None
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
+        self._thread.start()
+
+    def update_by(self, mode: UpdateMode) -> None:
+        """Take the next versions between two decoding steps, or once the running batch is finished."""
+        self._drain = mode == "drain"
+
+    @property
+    def version(self) -> PolicyVersion | None:
+        """The version of the weights that the next token will be drawn from; None before the first swap."""
+        return self._version
+
+    async def generate(self, request: GenerationRequest) -> GeneratedGroup:
+        """Return a group of completions (see :class:`Engine`); one of more than ``max_rows`` samples is made in parts."""
+        samples, parts = request.sampling.samples, list[GeneratedGroup]()
+        for first in range(0, samples, self._max_rows):
+            part = _part(request, first, min(self._max_rows, samples - first))
+            answer: asyncio.Future[GeneratedGroup] = self._loop.create_future()
+            parts.append(await self._ask(Asked(part, answer), answer))
+        made = tuple(sample for part in parts for sample in part.samples)
+        return GeneratedGroup(made, parts[0].started_at_s, parts[-1].finished_at_s)
+
+    @property
+    def ranks(self) -> int:
+        """One process holds the model."""
+        return 1
+
+    @property
+    def place(self) -> Place:
+        """The model's device."""
+        device = self._opened.device
+        if device.type != "cuda":
+            return Place("cpu", (), boot_id())
+        return Place("cuda", (plain_uuid(torch.cuda.get_device_properties(device).uuid),), boot_id())
+
+    @property
+    def peer_address(self) -> str:
+        """``host:port`` where other replicas may pull; empty: nowhere."""
+        return self._shadow.address
+
+    @property
+    def torn(self) -> bool:
+        """Never: a swap copies what is whole."""
+        return False
+
+    async def stage(self, offer: Offer) -> None:
+        """Receive new weights beside the live ones (see :class:`Engine`)."""
+        receiving = self._loop.run_in_executor(self._receiving, self._shadow.receive, offer)
+        try:
+            await asyncio.shield(receiving)
+        except asyncio.CancelledError:
+            self._shadow.abort()
+            await asyncio.gather(receiving, return_exceptions=True)
+            raise
+
+    async def swap(self, version: PolicyVersion) -> SwapReport:
+        """Put staged weights in place between two decoding steps (see :class:`Engine`)."""
+        answer: asyncio.Future[SwapReport] = self._loop.create_future()
+        return await self._ask(Swap(version, answer), answer)
+
+    async def logprobs(self, token_ids: Int32Array) -> Float32Array:
+        """Return the logprobs of ``token_ids[1:]`` under the live weights (see :class:`Engine`)."""
+        answer: asyncio.Future[Float32Array] = self._loop.create_future()
+        return await self._ask(Score(token_ids, answer), answer)
+
+    async def close(self) -> None:
+        """Stop between two decoding steps; what still waits is cancelled."""
+        self._inbox.put(Close())
+        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._shadow.close)
+        self._receiving.shutdown(wait=False)
+
+    async def _ask(self, item: Item, answer: "asyncio.Future[R]") -> R:
+        with self._door:
+            if self._shut:
+                raise EngineDied(f"the engine's thread has ended: {self._death!r}") from self._death
+            self._inbox.put(item)
+        return await answer
+
+    # ---------------------------------------------------------------- the engine's thread
+
+    def _live(self) -> None:
+        try:
+            self._set_threads()
+            with torch.inference_mode():
+                while self._gather():
+                    self._run(self._next_batch())
+        except BaseException as error:  # noqa: BLE001 (the edge of this thread: whoever waits is told, and the process stops)
+            self._death = error
+        finally:
+            self._tell_all()
+
+    def _set_threads(self) -> None:
+        if self._threads:
+            torch.set_num_threads(self._threads)
+
+    def _gather(self) -> bool:
+        """Wait until there is something to generate; return False when it is time to close."""
+        self._swap_held()
+        while not self._waiting and not self._closing:
+            self._receive(self._inbox.get())
+        with contextlib.suppress(queue.Empty):
+            while not self._closing and _rows(self._waiting) < self._max_rows:
+                self._receive(self._inbox.get(timeout=GATHER_S))
+        return not self._closing
+
+    def _poll(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._receive(self._inbox.get_nowait())
+
+    def _receive(self, item: Item | Close) -> None:
+        if isinstance(item, Asked):
+            self._waiting.append(item)
+        elif isinstance(item, Swap) and self._drain and self._running:
+            self._held_swaps.append(item)
+        elif isinstance(item, (Swap, Score)):
+            try:
+                self._swap(item) if isinstance(item, Swap) else self._score(item)
+            except BaseException as error:
+                self._call(inbox.end, item.answer, error)
+                raise
+        else:
+            self._closing = True
+
+    def _next_batch(self) -> list[Asked]:
+        batch: list[Asked] = []
+        while self._waiting:
+            asked = self._waiting[0]
+            if batch and (self._alone or _rows(batch) + asked.request.sampling.samples > self._max_rows):
+                break
+            self._waiting.popleft()
+            if not asked.answer.done():
+                batch.append(asked)
+        return batch
+
+    def _run(self, batch: list[Asked]) -> None:
+        if not batch:
+            return
+        self._running, started_at_s = batch, time.time()
+        tokens = Tokens(self._opened.stop)
+        requests = [asked.request for asked in batch]
+        decoding = Batch(self._opened.model, requests, tokens, self._opened.device)
+        while not decoding.finished and not self._closing:
+            if self._version is None:
+                raise EngineDied("expected weights before the first request: a bug")
+            whole = decoding.step(self._version)
+            if whole:
+                self._deliver(whole, started_at_s)
+            self._poll()
+            for place, asked in enumerate(batch):
+                if asked.answer.cancelled():
+                    decoding.drop(place)
+        if decoding.finished:
+            self._running = []
+
+    def _deliver(self, whole: Sequence[tuple[int, tuple[GeneratedSample, ...]]], started_at_s: float) -> None:
+        now_s = time.time()
+        for place, samples in whole:
+            self._call(inbox.answer, self._running[place].answer, GeneratedGroup(samples, started_at_s, now_s))
+
+    def _swap_held(self) -> None:
+        held, self._held_swaps = self._held_swaps, []
+        for item in held:
+            self._swap(item)
+
+    def _swap(self, item: Swap) -> None:
+        started_s = time.perf_counter()
+        try:
+            pairs = self._shadow.pairs(item.version)
+        except WeightsError as error:
+            self._call(inbox.refuse, item.answer, error)
+            return
+        torch._foreach_copy_([parameter for parameter, _ in pairs], [value for _, value in pairs])
+        if self._opened.device.type == "cuda":
+            torch.cuda.synchronize(self._opened.device)
+        self._version = item.version
+        copied_bytes = sum(value.nbytes for _, value in pairs)
+        self._call(inbox.answer, item.answer, SwapReport(time.perf_counter() - started_s, "copy", copied_bytes))
+
+    def _score(self, item: Score) -> None:
+        ids_1T = torch.tensor(item.token_ids, dtype=torch.long, device=self._opened.device).unsqueeze(0)
+        positions_1T = torch.arange(ids_1T.shape[1], device=self._opened.device).unsqueeze(0)
+        output = self._opened.model(
+            input_ids=ids_1T,
+            attention_mask=None,
+            position_ids=positions_1T,
+            past_key_values=None,
+            use_cache=False,
+            logits_to_keep=0,
+        )
+        logprobs_TV = torch.log_softmax(output.logits[0, :-1].float(), dim=-1)
+        logprobs_T = logprobs_TV.gather(1, ids_1T[0, 1:].unsqueeze(1)).squeeze(1)
+        self._call(inbox.answer, item.answer, logprobs_T.cpu().numpy())
+
+    def _tell_all(self) -> None:
+        """Cancel what still waits, or tell it of the thread's death; nothing gets in any more."""
+        with self._door:
+            self._shut = True
+        ends: list[Answer] = [asked.answer for asked in (*self._running, *self._waiting)]
+        ends += [held.answer for held in self._held_swaps]
+        while not self._inbox.empty():
+            item = self._inbox.get()
+            if not isinstance(item, Close):
+                ends.append(item.answer)
+        for answer in ends:
+            self._call(inbox.end, answer, self._death)
+
+    def _call(self, callback: Callable[[Unpack[Arguments]], object], *arguments: *Arguments) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(callback, *arguments)
+
+
+def _part(request: GenerationRequest, first: int, samples: int) -> GenerationRequest:
+    """Return the request for ``samples`` of a group, from the sample ``first`` on; each part has random numbers of its own."""
+    sampling = dataclasses.replace(request.sampling, samples=samples)
+    seed = request.seed
+    if first:
+        seed = int(np.random.SeedSequence([request.seed, first]).generate_state(1, np.uint64)[0])
+    return dataclasses.replace(request, sampling=sampling, seed=seed)
+
+
+def _rows(asked: Sequence[Asked] | deque[Asked]) -> int:
+    return sum(one.request.sampling.samples for one in asked)

@@ -1,0 +1,69 @@
+"""What the embedded engine's thread is asked, and how answers get back to the event loop.
+
+An answer is a future of the event loop. These functions run there; one that was cancelled meanwhile is left alone.
+"""
+
+import asyncio
+import dataclasses
+from typing import TypeAlias, TypeVar
+
+from services.rollout.engines.engine import EngineDied, GeneratedGroup, GenerationRequest, SwapReport
+from shared.bus.messages import Float32Array, Int32Array, PolicyVersion
+
+R = TypeVar("R")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Asked:
+    """A group to generate."""
+
+    request: GenerationRequest
+    answer: "asyncio.Future[GeneratedGroup]"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Swap:
+    """A version to put in place."""
+
+    version: PolicyVersion
+    answer: "asyncio.Future[SwapReport]"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Score:
+    """Tokens whose logprobs are wanted."""
+
+    token_ids: Int32Array
+    answer: "asyncio.Future[Float32Array]"
+
+
+class Close:
+    """The end."""
+
+
+Item: TypeAlias = Asked | Swap | Score
+Answer: TypeAlias = "asyncio.Future[GeneratedGroup] | asyncio.Future[SwapReport] | asyncio.Future[Float32Array]"
+
+
+def answer(future: "asyncio.Future[R]", result: R) -> None:
+    """Give an answer."""
+    if not future.done():
+        future.set_result(result)
+
+
+def refuse(future: "asyncio.Future[R]", error: Exception) -> None:
+    """Answer with an error that leaves the engine as it was."""
+    if not future.done():
+        future.set_exception(error)
+
+
+def end(future: Answer, death: BaseException | None) -> None:
+    """Cancel what nobody will answer any more, or tell it of the thread's death."""
+    if future.done():
+        return
+    if death is None:
+        future.cancel()
+        return
+    error = EngineDied(f"the engine's thread died: {death!r}")
+    error.__cause__ = death
+    future.set_exception(error)

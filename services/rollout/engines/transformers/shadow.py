@@ -1,0 +1,119 @@
+"""A second copy of the weights in this process: versions arrive here beside the live ones, and are served on from here.
+
+::
+
+    trainer or peer ══▶ receive(offer) ─▶ flat snapshot ─▶ pairs() ─▶ the engine copies them in between two decoding steps
+                                              └─▶ Source ══▶ other replicas, each bucket as soon as it is there
+
+One snapshot is kept for all versions of a layout, so a new version takes the place of the one before. Peers that still
+pull that one get a moment to finish; what they read after it fails on their checksums. What came by file is not served on:
+nobody asks a peer for it.
+"""
+
+import threading
+from collections.abc import Mapping
+
+import torch
+
+from services.rollout.engines.transformers.loading import OpenedModel
+from shared.bus.messages import PolicyVersion
+from shared.errors import WeightsError
+from shared.peers.handshake import Secret
+from shared.weights.format.flat import FlatSnapshot
+from shared.weights.format.layout import Layout
+from shared.weights.receiver.receiver import Receiver
+from shared.weights.source.source import Source
+from shared.weights.transport.offer import Offer
+
+_LEAVE_S = 2.0
+"""How long peers may take to finish their pulls before a new version overwrites theirs."""
+
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+"""(parameter, its new value)."""
+
+
+class Shadow:
+    """Receives for one model of one process.
+
+    Args:
+        opened: the model that the weights are for; only looked at here.
+        host: where peers reach this process; empty: it serves nobody.
+        deadline_s: no wait of a peer's pull takes longer.
+        secret: that of the run, which peers must know.
+    """
+
+    def __init__(self, opened: OpenedModel, host: str, deadline_s: float, secret: Secret) -> None:
+        self._opened = opened
+        self._receiver = Receiver(1, 1, opened.device)
+        self._source = Source(host, 0, secret, deadline_s=deadline_s) if host else None
+        self._snapshot: FlatSnapshot | None = None
+        self._pairs: Pairs = []
+        self._closed = threading.Event()
+
+    @property
+    def address(self) -> str:
+        """``host:port`` where peers may pull; empty: nowhere."""
+        return "" if self._source is None else self._source.address
+
+    def receive(self, offer: Offer) -> None:
+        """Receive a version, and serve it on meanwhile; call it from one thread.
+
+        Raises:
+            WeightsError: it did not come whole, or is of another model.
+        """
+        if self._closed.is_set():
+            raise WeightsError("expected an open replica, found that it stops")
+        if self._source is not None:
+            self._source.withdraw(_LEAVE_S)
+        snapshot = self._snapshot_for(offer.layout)
+        if self._source is not None and offer.transport != "file":
+            snapshot.begin(offer.header)
+            self._source.offer(snapshot)
+        self._receiver.receive(offer, snapshot)
+
+    def _snapshot_for(self, layout: Layout) -> FlatSnapshot:
+        if self._snapshot is None or self._snapshot.layout != layout:
+            check(self._opened, {entry.name: entry.shape for entry in layout.tensors})
+            self._snapshot = None  # its memory is let go first
+            self._snapshot = FlatSnapshot(layout, self._opened.device)
+            self._pairs = [(self._opened.parameters[name], value) for name, value in self._snapshot.tensors().items()]
+        return self._snapshot
+
+    def pairs(self, version: PolicyVersion) -> Pairs:
+        """Return each parameter with its value in ``version``, which was received last.
+
+        Raises:
+            WeightsError: it was not.
+        """
+        found = None if self._snapshot is None or self._snapshot.header is None else self._snapshot.header.version
+        if found != version:
+            raise WeightsError(f"expected version {version} to be received before it is swapped to, found {found}")
+        return self._pairs
+
+    def abort(self) -> None:
+        """Let a receive in progress end with an error; from another thread."""
+        self._receiver.abort()
+
+    def close(self) -> None:
+        """Receive and serve no more."""
+        self._closed.set()
+        self._receiver.close()
+        if self._source is not None:
+            self._source.close()
+
+
+def check(opened: OpenedModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise WeightsError where tensors of these names and shapes are not all that ``opened`` needs."""
+    missing, unknown = opened.required - shapes.keys(), shapes.keys() - opened.parameters.keys()
+    if missing or unknown:
+        name = min(missing or unknown)
+        raise WeightsError(
+            f"expected the tensors of policy.model, found {len(missing)} missing and {len(unknown)} unknown, "
+            f"{name!r} for one: trainer and rollout must be configured with the same policy.model"
+        )
+    for name, shape in shapes.items():
+        if tuple(opened.parameters[name].shape) != tuple(shape):
+            raise WeightsError(
+                f"expected {name!r} of shape {tuple(opened.parameters[name].shape)}, found {tuple(shape)}: "
+                "trainer and rollout must be configured with the same policy.model"
+            )

@@ -1,0 +1,37 @@
+"""Before a replica of the embedded engine serves: whether its model can be decoded at all, and what seeds its lot."""
+
+import hashlib
+
+import numpy as np
+import torch
+
+from services.rollout.engines.engine import GenerationRequest
+from services.rollout.engines.transformers.decoding import Batch, Tokens
+from services.rollout.engines.transformers.loading import OpenedModel
+from shared.bus.messages import PolicyVersion, Sampling
+from shared.errors import SettingsError
+
+
+def try_out(opened: OpenedModel) -> None:
+    """Decode two tokens of two samples, so that a model that cannot be decoded like this is known at the start.
+
+    Raises:
+        SettingsError: it has no key-value cache of the usual kind, or does not fit its device.
+    """
+    request = GenerationRequest(np.zeros(1, dtype=np.int32), Sampling(samples=2, max_new_tokens=2, temperature=1.0))
+    try:
+        with torch.inference_mode():
+            decoding = Batch(opened.model, [request], Tokens(stop=()), opened.device)
+            while not decoding.finished:
+                decoding.step(PolicyVersion(0))
+    except (TypeError, AttributeError, RuntimeError, ValueError, LookupError) as error:
+        raise SettingsError(
+            f"expected a decoder-only language model with a key-value cache that fits {opened.device}, found "
+            f"{type(opened.model).__name__}, which failed to decode ({type(error).__name__}: {error}): "
+            "change policy.model or rollout.device"
+        ) from error
+
+
+def seed_of(run_seed: int, replica: str) -> int:
+    """Return a replica's seed: different for every replica of a run, the same whenever it starts."""
+    return int.from_bytes(hashlib.sha256(f"{run_seed}:{replica}".encode()).digest()[:8], "little") >> 1

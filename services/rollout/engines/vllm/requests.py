@@ -1,0 +1,159 @@
+"""One request through vLLM: what is asked, what it refuses, and what comes back joined with what its workers noted.
+
+A request's name ties vLLM's output to the rows of the workers' token records (``engine_reports``): its tokens come from vLLM, logprobs and
+versions from the rows, one a sample. With ``native`` logprobs come from vLLM too, at the cost of much of the rate.
+
+It knows neither which weights are live nor when they change: :mod:`services.rollout.engines.vllm.engine` holds requests back around that.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from services.rollout.engines.engine import EngineDied, GeneratedSample, GenerationRequest
+from services.rollout.engines.vllm.worker_channel import Reports, Row
+from shared.bus.messages import FinishReason, Float32Array, Int32Array, PolicyVersion
+from shared.errors import PermanentError
+
+_ROW_S = 60.0
+"""A finished request's row comes within milliseconds; this long means that the worker is lost."""
+_GREEDY = 1e-5
+"""vLLM's own border of greedy decoding."""
+_FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+
+
+class Requests:
+    """Asks vLLM.
+
+    Args:
+        llm: an AsyncLLM.
+        stop: token ids that end a completion.
+        native: whether logprobs are vLLM's own.
+        held: whether no step of the model is made now, so that rows may be late.
+    """
+
+    def __init__(
+        self, llm: Any, reports: Reports, *, stop: tuple[int, ...], native: bool, held: Callable[[], bool]
+    ) -> None:
+        self._llm = llm
+        self._reports = reports
+        self._stop = stop
+        self._native = native
+        self._held = held
+        self._numbers = itertools.count()
+        self.adapter: Any = None
+        """vLLM's request for the adapter that is live; none with whole weights."""
+
+    async def samples(self, request: GenerationRequest, version: PolicyVersion) -> tuple[GeneratedSample, ...]:
+        """Return the samples of ``request``; prompts share the prefix cache of ``version`` alone.
+
+        Raises:
+            PermanentError: vLLM refuses this request.
+            EngineDied: the engine cannot go on.
+        """
+        greedy = request.sampling.temperature < _GREEDY  # vLLM draws one sample of a greedy request; all are the same
+        count = 1 if greedy else request.sampling.samples
+        name = f"g{next(self._numbers)}"
+        self._reports.expect(name)
+        try:
+            finished = await self.run(name, request.prompt_token_ids, f"v{version}", self.parameters(request, count))
+            rows = await self.rows(name, count)
+        finally:
+            self._reports.forget(name)
+        outputs = sorted(finished.outputs, key=lambda output: int(output.index))
+        drawn = tuple(_sample(output, row, self._native) for output, row in zip(outputs, rows, strict=True))
+        return drawn * (request.sampling.samples // count)
+
+    async def logprobs(self, token_ids: Int32Array) -> Float32Array:
+        """Return the logprobs of ``token_ids[1:]`` under the live weights, teacher-forced at temperature 1."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        final = RequestOutputKind.FINAL_ONLY
+        parameters = SamplingParams(
+            max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False, output_kind=final
+        )
+        # As a salt, the name keeps the prefix cache out: a cached prefix has no logprobs.
+        name = f"probe{next(self._numbers)}"
+        finished = await self.run(name, token_ids, name, parameters)
+        ids = token_ids.tolist()
+        found = [finished.prompt_logprobs[place][ids[place]].logprob for place in range(1, len(ids))]
+        return np.array(found, dtype=np.float32)
+
+    def parameters(self, request: GenerationRequest, count: int) -> Any:
+        """Return vLLM's parameters for ``count`` samples of ``request``."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            n=count,
+            temperature=request.sampling.temperature,
+            max_tokens=request.sampling.max_new_tokens,
+            stop_token_ids=list(self._stop),
+            ignore_eos=True,  # what the model names is among them
+            detokenize=False,
+            logprobs=0 if self._native else None,
+            flat_logprobs=self._native,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    async def run(self, name: str, token_ids: Int32Array, salt: str, parameters: Any) -> Any:
+        """Return vLLM's one output of a request, all samples in it.
+
+        Raises:
+            PermanentError: vLLM refuses this request.
+            EngineDied: the engine cannot go on.
+        """
+        from vllm import exceptions
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        refusals = (ValueError, getattr(exceptions, "VLLMClientError", ValueError))  # the latter from 0.3x on
+        prompt = {"prompt_token_ids": token_ids.tolist(), "cache_salt": salt}
+        last: Any = None
+        try:
+            async for output in self._llm.generate(prompt, parameters, name, lora_request=self.adapter):
+                last = output
+        except refusals as error:
+            raise PermanentError(
+                f"expected a prompt that vLLM can serve, found one that it refuses: {error}"
+            ) from error
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise EngineDied(f"vLLM cannot go on: {error}") from error
+        if last is None or not last.finished:
+            raise EngineDied("expected a finished request from vLLM, found none: a bug")
+        return last
+
+    async def rows(self, name: str, count: int) -> list[Row]:
+        """Wait for what the worker noted of a finished request. It is let go with the next step, and none is made in a pause."""
+        while True:
+            held = self._held()
+            try:
+                async with asyncio.timeout(_ROW_S):
+                    return await self._reports.rows(name, count)
+            except TimeoutError as error:
+                if not held and not self._held():
+                    raise EngineDied(
+                        f"expected the logprobs of a finished request within {_ROW_S:.0f} s, found none"
+                    ) from error
+
+
+def _sample(output: Any, row: Row, native: bool) -> GeneratedSample:
+    """Join what vLLM returned of a sample with what its worker noted."""
+    token_ids = np.array(output.token_ids, dtype=np.int32)
+    length = len(token_ids)
+    logprobs = np.array(output.logprobs.logprobs, dtype=np.float32) if native else row.logprobs
+    spans = [span for span in row.versions if span[0] < length]
+    if len(logprobs) < length or output.finish_reason not in _FINISH or not spans or spans[0][0] != 0:
+        raise EngineDied(
+            f"expected {length} logprobs, versions from the first token on and an end by itself, found {len(logprobs)}, "
+            f"{spans[:1]} and {output.finish_reason!r}: a bug"
+        )
+    return GeneratedSample(
+        token_ids=token_ids,
+        behavior_logprobs=logprobs[:length].copy(),
+        version_spans=np.array(spans, dtype=np.int32),
+        finish_reason=_FINISH[output.finish_reason],
+    )

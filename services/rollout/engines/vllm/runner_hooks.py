@@ -1,0 +1,118 @@
+"""Listen to a model runner of vLLM: which requests it holds, and what its sampler draws from which logits.
+
+::
+
+    execute_model(scheduler output)   new, resumed and finished requests ─▶ record
+    sample / sampler                  the batch's order and counts, logits and tokens ─▶ record
+
+vLLM has two runners. The newer one ("V2", ``vllm.v1.worker.gpu.model_runner``) hands its sampler an input batch and gets the
+processed logits back; the older one ("V1", ``vllm.v1.worker.gpu_model_runner``, also that of the CPU) applies temperature to
+the logits in place. Both sample outside of CUDA graphs. Of a runner that is neither, only tokens are counted, which any
+scheduler's output is enough for.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from services.rollout.engines.vllm.token_record import Finished, TokenRecord
+
+
+class RunnerTap:
+    """Feeds ``record`` from ``runner`` from now on; hands finished requests to ``deliver``.
+
+    Args:
+        logits: listen to the sampler; otherwise tokens are only counted.
+    """
+
+    def __init__(self, runner: Any, record: TokenRecord, deliver: Callable[[Finished], None], logits: bool) -> None:
+        self._runner = runner
+        self._record = record
+        self._deliver = deliver
+        self._logits = logits
+        self._scheduled: dict[str, int] = {}
+        self.listening = True
+        """Off: nothing is noted of requests that come from now on. For measurements."""
+        runner.execute_model = self._around_execution(runner.execute_model)
+        if not logits:
+            return
+        if hasattr(runner, "req_states"):
+            runner.sample = self._around_batch(runner.sample)
+            runner.sampler.sample = self._around_new_sampler(runner.sampler.sample)
+        else:
+            runner.sampler.sample = self._around_old_sampler(runner.sampler.sample)
+
+    def _around_execution(self, execute: Callable[..., Any]) -> Callable[..., Any]:
+        def execute_model(scheduler_output: Any, *others: Any, **named: Any) -> Any:
+            if not named.get("dummy_run"):
+                self._follow(scheduler_output)
+            return execute(scheduler_output, *others, **named)
+
+        return execute_model
+
+    def _follow(self, scheduler_output: Any) -> None:
+        finished = self._record.release(scheduler_output.finished_req_ids)
+        if finished is not None:
+            self._deliver(finished)
+        self._scheduled = scheduler_output.num_scheduled_tokens
+        if self.listening:
+            for new in scheduler_output.scheduled_new_reqs:
+                known = new.prompt_token_ids if new.prefill_token_ids is None else new.prefill_token_ids
+                self._record.admit(new.req_id, len(new.prompt_token_ids), len(known), new.sampling_params.max_tokens)
+        cached = scheduler_output.scheduled_cached_reqs
+        if cached.resumed_req_ids:
+            for request, completion_tokens in zip(cached.req_ids, cached.num_output_tokens, strict=True):
+                if request in cached.resumed_req_ids:
+                    self._record.resume(request, completion_tokens)
+        if not self._logits:
+            self._count(scheduler_output)
+
+    def _count(self, scheduler_output: Any) -> None:
+        new, cached = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
+        requests = [*(one.req_id for one in new), *cached.req_ids]
+        computed = [*(one.num_computed_tokens for one in new), *cached.num_computed_tokens]
+        scheduled = [self._scheduled[request] for request in requests]
+        self._record.step(requests, np.array(computed, dtype=np.int64), np.array(scheduled, dtype=np.int64))
+
+    def _around_batch(self, sample: Callable[..., Any]) -> Callable[..., Any]:
+        def sample_batch(hidden_states: Any, input_batch: Any, *others: Any, **named: Any) -> Any:
+            if self.listening:
+                batch = input_batch
+                self._record.step(batch.req_ids, batch.num_computed_tokens_np, batch.num_scheduled_tokens)
+            return sample(hidden_states, input_batch, *others, **named)
+
+        return sample_batch
+
+    def _around_new_sampler(self, sample: Callable[..., Any]) -> Callable[..., Any]:
+        def sample_tokens(*arguments: Any, **named: Any) -> Any:
+            tokens, logits = sample(*arguments, **named)
+            self._record.store(logits, tokens)
+            return tokens, logits
+
+        return sample_tokens
+
+    def _around_old_sampler(self, sample: Callable[..., Any]) -> Callable[..., Any]:
+        def sample_tokens(logits: Any, *others: Any, **named: Any) -> Any:
+            batch = self._runner.input_batch
+            if self.listening and batch.req_ids:
+                requests = batch.req_ids
+                scheduled = np.fromiter(map(self._scheduled.__getitem__, requests), dtype=np.int64, count=len(requests))
+                self._record.step(requests, batch.num_computed_tokens_cpu[: len(requests)], scheduled)
+            answer = sample(logits, *others, **named)
+            self._record.store(logits, answer[0])
+            return answer
+
+        return sample_tokens
+
+
+def can_listen(runner: Any) -> str:
+    """Return why ``runner`` cannot be listened to; empty when it can."""
+    sampler = getattr(runner, "sampler", None)
+    if getattr(runner, "speculative_config", None) is not None:
+        return "speculative decoding accepts several tokens a step"
+    if not callable(getattr(sampler, "sample", None)) or not callable(getattr(runner, "execute_model", None)):
+        return f"{type(runner).__name__} has no sampler of a kind that is known"
+    if hasattr(runner, "req_states"):
+        return "" if callable(getattr(runner, "sample", None)) else "the runner does not sample by itself"
+    return "" if hasattr(runner, "input_batch") else "the runner has no batch"

@@ -1,0 +1,121 @@
+"""Start vLLM: from plain values to a running :class:`VllmEngine`, or one sentence that says which setting to change.
+
+It runs in processes of its own, started afresh (a fork would copy our threads' locks and sockets). Its metrics (``vllm:…``)
+land in this process's registry, where ``/metrics`` finds them; its log lines go through our log.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from services.rollout.engines.vllm.arguments import engine_args, serving
+from services.rollout.engines.vllm.engine import VllmEngine
+from services.rollout.engines.vllm.multihost.hosts import Hosts, secret_of
+from services.rollout.engines.vllm.worker_channel import Reports
+from shared.errors import SettingsError
+from shared.process.importing import importing
+
+log = logging.getLogger(__name__)
+
+
+async def open_vllm(
+    arguments: dict[str, Any],
+    hosts: Hosts | None = None,
+    *,
+    stop: Sequence[int] = (),
+    logprobs: Literal["captured", "native"] = "captured",
+    kv: Literal["keep", "recompute"] = "keep",
+    update: Literal["inflight", "drain"] = "inflight",
+    shadow: Literal["auto", "full", "bucketed"] = "auto",
+    peer_host: str = "",
+    peer_port: int = 0,
+    secret: bytes = b"",
+    deadline_s: float = 30.0,
+) -> VllmEngine:
+    """Return an engine; the event loop goes on while it loads. Of one that spans hosts this is the first's part; the others run ``vllm_node``.
+
+    Args:
+        arguments: what :func:`services.rollout.engines.vllm.arguments.gather` returned.
+        hosts: those that the engine spans, as gathered, where it spans several.
+        stop: token ids that end a completion, besides those that the model itself names: the tokenizer's.
+        peer_host: where to serve weights to other replicas; "": nowhere.
+        secret: that of the run, which they must know.
+        deadline_s: no wait of a peer may take longer.
+
+    Raises:
+        SettingsError: vLLM cannot serve this.
+    """
+    reports = Reports(hosts.own, secret_of(hosts.secret_file)) if hosts else Reports()
+    await reports.open()
+    llm: Any = None
+    try:
+        llm = await asyncio.to_thread(_start, arguments, hosts)
+        reporting = [reports.address, str(hosts.secret_file) if hosts else ""]
+        peers = [peer_host, peer_port, deadline_s, secret]
+        workers = await llm.collective_rpc("penstock_open", args=(reporting, logprobs == "captured", peers))
+        check(workers)
+        return VllmEngine(
+            llm,
+            reports,
+            workers,
+            stop=_stop_tokens(llm, stop),
+            kv=kv,
+            update=update,
+            bucketed=_is_bucketed(shadow, workers),
+            adapters=bool(arguments.get("enable_lora")),
+        )
+    except BaseException:
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown, 1.0)
+        await reports.close()
+        raise
+
+
+def _start(arguments: dict[str, Any], hosts: Hosts | None) -> Any:
+    with importing():
+        found = engine_args(arguments, hosts.own if hosts else "")
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+    with serving(arguments["model"]):
+        return AsyncLLM.from_engine_args(found)
+
+
+def check(workers: list[dict[str, Any]]) -> None:
+    """Refuse workers that cannot report, or that were started otherwise than the first.
+
+    Raises:
+        SettingsError: there is one.
+    """
+    for worker in workers:
+        if worker["error"]:
+            raise SettingsError(worker["error"])
+        if worker["started_with"] != workers[0]["started_with"]:
+            raise SettingsError(
+                f"expected every host of the replica to start with the same settings and replica's name, found "
+                f"{worker['started_with']} at rank {worker['rank']} and {workers[0]['started_with']} at rank 0"
+            )
+
+
+def _stop_tokens(llm: Any, stop: Sequence[int]) -> tuple[int, ...]:
+    config = llm.model_config
+    named = (
+        config.try_get_generation_config().get("eos_token_id"),
+        getattr(config.hf_text_config, "eos_token_id", None),
+    )
+    found = {*stop}
+    for value in named:
+        found.update([value] if isinstance(value, int) else value or [])
+    return tuple(sorted(found))
+
+
+def _is_bucketed(shadow: str, workers: list[dict[str, Any]]) -> bool:
+    """Return whether weights must be streamed into the live parameters, for want of memory beside them."""
+    if shadow != "auto":
+        return shadow == "bucketed"
+    tightest = min(workers, key=lambda worker: int(worker["free_bytes"] - worker["policy_bytes"]))
+    fits = tightest["device"] == "cpu" or tightest["free_bytes"] > tightest["policy_bytes"] * 1.05
+    if not fits:
+        figures = {key: tightest[key] for key in ("free_bytes", "policy_bytes")}
+        log.warning("no memory for the policy a second time: every update pauses generation", extra=figures)
+    return not fits

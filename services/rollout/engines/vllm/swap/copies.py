@@ -1,0 +1,204 @@
+"""Copies between storages as data, and how they are carried out at once.
+
+::
+
+    Copy(destination Region, source Region) × N ──▶ joined where neighbours on both sides
+                                                ──▶ grouped by number type and order ──▶ one _foreach_copy_ a group
+
+A :class:`CopyPlan` is made by :func:`services.rollout.engines.vllm.swap.copy_plan.trace`, which answers for what it covers; this module only
+moves bytes. Nothing here waits for a device.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+_WIDE = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Region:
+    """A strided view of storage number ``storage``: ``offset`` in bytes, ``strides`` in items."""
+
+    storage: int
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its items."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether its items lie one after the other in their order."""
+        wanted = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1 and stride != wanted:
+                return False
+            wanted *= size
+        return True
+
+    def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """Return the view of ``storage`` that this describes."""
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset // self.dtype.itemsize, self.shape, self.strides)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Copy:
+    """Bytes that go from the shadow into parameters."""
+
+    destination: Region
+    source: Region
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fill:
+    """Bytes of parameters that the loader sets to a constant."""
+
+    destination: Region
+    value: float
+
+
+class CopyPlan:
+    """Copies and fills on live storages; made by a trace. Keeps the storages of both sides alive."""
+
+    def __init__(
+        self,
+        copies: Sequence[Copy],
+        fills: Sequence[Fill],
+        sources: Sequence[torch.UntypedStorage],
+        destinations: Sequence[torch.UntypedStorage],
+    ) -> None:
+        self.copies = tuple(copies)
+        self.fills = tuple(fills)
+        self._sources = tuple(sources)
+        self._destinations = tuple(destinations)
+        self._filled = [(fill.destination.on(destinations[fill.destination.storage]), fill.value) for fill in fills]
+        self._groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        if all(storage.device.type != "meta" for storage in sources):
+            self._groups = self._grouped(self.copies, self._sources)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a replay copies."""
+        return sum(copy.destination.nbytes for copy in self.copies)
+
+    @property
+    def parts(self) -> int:
+        """Storages of the shadow: the buckets."""
+        return len(self._sources)
+
+    def copies_of(self, part: int) -> list[Copy]:
+        """Return the copies whose source is storage number ``part``."""
+        return [copy for copy in self.copies if copy.source.storage == part]
+
+    @torch.no_grad()
+    def replay(self) -> int:
+        """Enqueue all copies and fills on the current stream; return the bytes copied."""
+        assert self._groups, "a plan that was traced on the meta device is replayed part by part"
+        _enqueue(self._groups)
+        self.replay_fills()
+        return self.nbytes
+
+    @torch.no_grad()
+    def replay_part(self, part: int, buffer: torch.Tensor) -> int:
+        """Enqueue the copies of one part from ``buffer`` (uint8), which holds its bytes; return the bytes copied.
+
+        All parts once, in any order, and :meth:`replay_fills` are one :meth:`replay`.
+        """
+        assert buffer.dtype == torch.uint8, "a bucket is a tensor of bytes"
+        assert buffer.is_contiguous(), "a bucket lies in one piece"
+        shift = int(buffer.storage_offset())
+        copies = [
+            Copy(copy.destination, dataclasses.replace(copy.source, storage=0, offset=copy.source.offset + shift))
+            for copy in self.copies_of(part)
+        ]
+        _enqueue(self._grouped(copies, [buffer.untyped_storage()]))
+        return sum(copy.destination.nbytes for copy in copies)
+
+    @torch.no_grad()
+    def replay_fills(self) -> None:
+        """Enqueue the fills."""
+        for destination, value in self._filled:
+            destination.fill_(value)
+
+    @torch.no_grad()
+    def differences(self) -> int:
+        """Return how many copies do not equal their sources, bit by bit (cast ones: by value). Waits for the device."""
+        pairs = [pair for group in self._groups for pair in zip(*group, strict=True)]
+        return sum(not torch.equal(destination, source.to(destination.dtype)) for destination, source in pairs)
+
+    def _grouped(
+        self, copies: Iterable[Copy], sources: Sequence[torch.UntypedStorage]
+    ) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+        """Return views in groups of like number types and order: one strided pair makes a whole foreach slow."""
+        groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
+        for copy in copies:
+            to, of = self._destinations[copy.destination.storage], sources[copy.source.storage]
+            if copy.destination.dtype == torch.uint8 and copy.source.dtype == torch.uint8:
+                copy = _widened(copy, to, of)
+            destination, source = copy.destination.on(to), copy.source.on(of)
+            alike = copy.destination.contiguous and copy.source.contiguous
+            group = groups[destination.dtype, source.dtype, destination.device, source.device, alike]
+            group[0].append(destination)
+            group[1].append(source)
+        return list(groups.values())
+
+
+def _enqueue(groups: Iterable[tuple[list[torch.Tensor], list[torch.Tensor]]]) -> None:
+    for destinations, sources in groups:
+        torch._foreach_copy_(destinations, sources, non_blocking=True)
+
+
+def coalesced(copies: Iterable[Copy]) -> list[Copy]:
+    """Return ``copies``, the plain ones as bytes and joined where they are neighbours on both sides."""
+    plain: list[Copy] = []
+    others: list[Copy] = []
+    for copy in copies:
+        same = copy.destination.dtype == copy.source.dtype
+        if same and copy.destination.contiguous and copy.source.contiguous:
+            plain.append(Copy(_bytes(copy.destination), _bytes(copy.source)))
+        else:
+            others.append(copy)
+    plain.sort(key=lambda copy: (copy.source.storage, copy.source.offset))
+    joined = plain[:1]
+    for before, copy in itertools.pairwise(plain):
+        if _follows(before.source, copy.source) and _follows(before.destination, copy.destination):
+            last = joined[-1]
+            size = last.source.nbytes + copy.source.nbytes
+            joined[-1] = Copy(_resized(last.destination, size), _resized(last.source, size))
+        else:
+            joined.append(copy)
+    return joined + others
+
+
+def _bytes(region: Region) -> Region:
+    return dataclasses.replace(region, dtype=torch.uint8, shape=(region.nbytes,), strides=(1,))
+
+
+def _resized(region: Region, size: int) -> Region:
+    return dataclasses.replace(region, shape=(size,))
+
+
+def _follows(before: Region, after: Region) -> bool:
+    return before.storage == after.storage and before.offset + before.nbytes == after.offset
+
+
+def _widened(copy: Copy, to: torch.UntypedStorage, of: torch.UntypedStorage) -> Copy:
+    """Return the same copy of bytes in the widest items that fit both sides: copy kernels are paid per item."""
+    addresses = (to.data_ptr(), of.data_ptr(), copy.destination.offset, copy.source.offset, copy.source.nbytes)
+    dtype = next(dtype for dtype in _WIDE if all(value % dtype.itemsize == 0 for value in addresses))
+    shape = (copy.source.nbytes // dtype.itemsize,)
+    return Copy(
+        dataclasses.replace(copy.destination, dtype=dtype, shape=shape),
+        dataclasses.replace(copy.source, dtype=dtype, shape=shape),
+    )

@@ -1,0 +1,144 @@
+"""Mend what vLLM's layerwise reload leaves stale: what layers made of their weights the first time, and do not make again.
+
+None of these is reported by vLLM; each was found by comparing an engine's logprobs after a reload with those of transformers. See
+``tests/rollout/engines/vllm/test_weight_swap.py``, which fails without them.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from services.rollout.engines.vllm.swap.copy_plan import written_by
+from shared.errors import WeightsError
+
+
+def process_tied(model: nn.Module) -> None:
+    """Let modules that share the weight of an earlier one process it too; vLLM's layerwise reload forgets them.
+
+    On the CPU a tied output head holds its weight packed, so it would go on answering with the old one.
+    """
+    seen: set[int] = set()
+    for module in model.modules():
+        weight, method = module._parameters.get("weight"), getattr(module, "quant_method", None)
+        if weight is None or method is None:
+            continue
+        if id(weight) in seen:
+            method.process_weights_after_loading(module)
+        seen.add(id(weight))
+
+
+@contextlib.contextmanager
+def packing_experts_again(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Let the experts of a mixture be packed for the CPU as when they were loaded first.
+
+    A layer that has its kernel writes reloaded weights into the old ones' place and does not pack them, so the kernel would read
+    weights in one order that are stored in another.
+    """
+    methods: list[Any] = [getattr(module, "quant_method", None) for module in model.modules() if device.type == "cpu"]
+    kernels = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]
+    for method, _ in kernels:
+        method.moe_kernel = None
+    try:
+        yield
+    finally:
+        for method, kernel in kernels:
+            if method.moe_kernel is None:  # this layer was not reloaded
+                method.moe_kernel = kernel
+
+
+def fuse_gates_again(model: nn.Module) -> None:
+    """Write the gates of router and shared expert into the tensor that holds both, where a mixture has made one at its first step."""
+    for module in model.modules():
+        layer: Any = module
+        combined = getattr(layer, "_combined_gate_weight", None)
+        if combined is not None:
+            combined.copy_(torch.cat([layer.gate.weight, layer.shared_expert_gate.weight], dim=0))
+
+
+@contextlib.contextmanager
+def counting_direct_writes(model: nn.Module) -> Iterator[None]:
+    """Let a reload keep what the model's loader copies into parameters by itself, without the parameters' ``weight_loader``.
+
+    Between the two halves of a layerwise reload parameters have no memory, and vLLM keeps only what comes through their ``weight_loader``.
+    Loaders of models with attention sinks (GPT-OSS, MiMo-V2, MiniMax-M2) also call ``parameter.copy_``: such weights would be lost and the
+    old ones served.
+
+    Raises:
+        WeightsError: the loader changes a parameter in another way, or in both ways.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    writes = DirectWrites(model, layerwise)
+    original = layerwise.get_numel_loaded
+
+    def numel_loaded(*arguments: Any) -> Any:
+        with writes.indirectly():
+            return original(*arguments)
+
+    with mock.patch.object(layerwise, "get_numel_loaded", numel_loaded), writes:
+        yield
+
+
+class DirectWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives ``vllm``, its module ``layerwise``, each ``copy_`` in its block into a parameter of ``model`` that is on the meta device."""
+
+    def __init__(self, model: nn.Module, vllm: ModuleType) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._vllm: Any = vllm
+        self._indirect = False
+        self._owners: dict[int, tuple[nn.Module, str, torch.Tensor]] = {
+            parameter.untyped_storage()._cdata: (module, name, parameter)
+            for module in model.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameter.is_meta
+        }
+
+    @contextlib.contextmanager
+    def indirectly(self) -> Iterator[None]:
+        """Ignore writes: they are those of a ``weight_loader``, which vLLM keeps."""
+        self._indirect = True
+        try:
+            yield
+        finally:
+            self._indirect = False
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._indirect:
+            for tensor in written_by(operation, args, kwargs or {}):
+                owner = self._owners.get(tensor.untyped_storage()._cdata) if tensor.is_meta else None
+                if owner is not None:
+                    self._keep(operation, owner, args)
+                    return args[0]
+        return operation(*args, **(kwargs or {}))
+
+    def _keep(self, operation: Any, owner: tuple[nn.Module, str, torch.Tensor], args: Any) -> None:
+        module, name, parameter = owner
+        info: Any = self._vllm.get_layerwise_info(module)
+        mixed = any(kept == name and "place" not in bound.arguments for kept, bound in info.loaded_weights)
+        deferred = getattr(self._vllm, "is_deferred_attention_layer", lambda _: False)(module)
+        if operation is not torch.ops.aten.copy_.default or mixed or deferred:
+            raise WeightsError(
+                f"expected weights that vLLM can reload layer by layer, found that its loader changes {name} of {type(module).__name__} "
+                f"by {operation}: such a swap would keep old weights; change policy.model, or rollout.engine"
+            )
+        target, value = args[0], args[1].expand(args[0].shape)
+        setattr(parameter, "weight_loader", _copy_to_place)  # noqa: B010 (a tensor of vLLM's, which declares none)
+        place = (tuple(target.shape), target.stride(), target.storage_offset())
+        info.loaded_weights.append((name, inspect.signature(_copy_to_place).bind(parameter, value, place)))
+        info.load_numel += value.numel()
+        info.load_numel_total = self._vllm.get_layer_size(module)
+        if info.load_numel >= info.load_numel_total:
+            with self.indirectly():
+                self._vllm._layerwise_process(module, info)
+
+
+def _copy_to_place(param: torch.Tensor, loaded_weight: torch.Tensor, place: tuple[Any, Any, int]) -> None:
+    """Copy ``loaded_weight`` into the part of ``param`` of this (shape, strides, offset)."""
+    param.data.as_strided(*place).copy_(loaded_weight)

@@ -1,0 +1,299 @@
+"""Put pulled weights in place of the live ones of a vLLM model: by a traced plan, or by vLLM's own layerwise reload.
+
+::
+
+    prepare(views of the shadow) ──▶ trace load_weights on the live model
+                                       a plan of all bytes ──▶ path "plan":      swap = one foreach copy, enqueued
+                                       refused, with reason ─▶ path "layerwise": swap = vLLM reloads layer by layer,
+                                                               behind a pause
+    stream(buckets, layout)       ──▶ the same two paths without a shadow: bucket after bucket, behind a pause
+
+A plan writes parameters and nothing else. So it is refused too where something else was made out of the weights when the
+model was loaded (packed for the CPU, quantized, MLA's absorbed projections, fused experts): those need their layer's own
+processing, which is what the layerwise reload runs.
+
+Whatever is refused as not fitting this model leaves the live weights as they are. A stream or a layerwise reload that
+breaks in the middle leaves a model whose weights are ``torn``: whole again after the next swap that succeeds.
+
+All of it belongs between two decoding steps, in the worker's own thread; when that is, is the engine's business.
+"""
+
+import contextlib
+import logging
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+
+from services.rollout.engines.checkpoint_form import CheckpointForm
+from services.rollout.engines.vllm.swap.copies import CopyPlan
+from services.rollout.engines.vllm.swap.copy_plan import CopyPlanRefused, Writes, trace
+from services.rollout.engines.vllm.swap.reload_repairs import (
+    counting_direct_writes,
+    fuse_gates_again,
+    packing_experts_again,
+    process_tied,
+)
+from shared.errors import WeightsError
+from shared.weights.format.layout import Layout
+
+log = logging.getLogger(__name__)
+
+Path: TypeAlias = Literal["plan", "layerwise"]
+
+_PLAIN = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
+"""vLLM's methods that use parameters on the GPU as the loader left them."""
+
+
+class WeightSwapper:
+    """Swaps the weights of one worker's ``model`` (vLLM's, already loaded)."""
+
+    def __init__(self, model: nn.Module, vllm_config: Any, device: torch.device) -> None:
+        self.path: Path = "layerwise"
+        self.reason = "nothing was prepared"
+        self.torn = False
+        self._model: Any = model
+        self._config = vllm_config
+        self._device = device
+        source = vllm_config.model_config
+        self._form = CheckpointForm(source.model, trust_remote_code=source.trust_remote_code)
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._plan: CopyPlan | None = None
+        self._layout = ""
+        self._live: list[torch.Tensor] = []
+        self._addresses: list[int] = []
+
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Decide how ``tensors`` (stable views of the shadow by Hugging Face name, in the order of their layout) go in.
+
+        Cheap when neither they nor the parameters have moved since the last time.
+
+        Raises:
+            WeightsError: they do not fit this model.
+        """
+        if self._is_prepared_for(tensors):
+            return
+        plan, reason = None, ""
+        self._form.open()
+        with _loading(self._config):
+            try:
+                plan = self._traced(tensors)
+            except CopyPlanRefused as refused:
+                self._check_fit(tensors)
+                reason = str(refused)
+        self.path, self.reason = ("layerwise", reason) if plan is None else ("plan", "")
+        self._plan, self._tensors, self._layout = plan, dict(tensors), ""
+        self._live = list(self._model.parameters())
+        self._addresses = [parameter.data_ptr() for parameter in self._live]
+        self._say()
+
+    def swap(self) -> tuple[Path, int]:
+        """Make the bytes that now lie in the prepared tensors live; return the path taken and the bytes.
+
+        By the plan, the copies are enqueued on the current stream and nothing is waited for. Layerwise, the device is
+        idle before and after.
+        """
+        self.prepare(self._tensors)
+        self.torn = True
+        if self._plan is not None:
+            with torch.inference_mode(False):
+                copied = self._plan.replay()
+        else:
+            copied = self._reload(self._tensors.items())
+        self.torn = False
+        return self.path, copied
+
+    def stream(self, buckets: Iterable[tuple[int, torch.Tensor]], layout: Layout) -> int:
+        """Make a version live bucket by bucket, each applied before the next is asked for; return the bytes.
+
+        ``buckets`` are (number, uint8 tensor that may be overwritten for the next one), each of ``layout`` once.
+
+        Raises:
+            WeightsError: from ``buckets``, in the middle of which the weights are torn; or they do not fit, and are not.
+        """
+        if self._layout != layout.digest:
+            self.prepare(_meta_views(layout))
+            self._layout = layout.digest
+        self.torn = True
+        copied = self._stream_plan(self._plan, buckets) if self._plan else self._reload(_copies(buckets, layout))
+        self.torn = False
+        return copied
+
+    def differences(self) -> int | None:
+        """Return how many of the plan's copies differ from the shadow, bit by bit; None without a plan or a shadow.
+
+        For tests and measurements: it reads all weights and waits for the device.
+        """
+        return None if self._plan is None or self._layout else self._plan.differences()
+
+    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
+        """Run the model's loader on published tensors."""
+        return self._model.load_weights(self._form.convert(tensors))
+
+    # ---------------------------------------------------------------- by the plan
+
+    def _traced(self, tensors: Mapping[str, torch.Tensor]) -> CopyPlan:
+        before = _parameters(self._model)
+        plan = trace(self._load, tensors, before, dict(self._model.named_buffers()))
+        if any(before.get(name) is not parameter for name, parameter in _parameters(self._model).items()):
+            raise CopyPlanRefused("the loader registers new parameters instead of writing into those that it has")
+        derived = _derived(self._model)
+        if derived:
+            raise CopyPlanRefused(derived)
+        return plan
+
+    def _stream_plan(self, plan: CopyPlan, buckets: Iterable[tuple[int, torch.Tensor]]) -> int:
+        copied = 0
+        with torch.inference_mode(False):
+            for number, bucket in buckets:
+                copied += plan.replay_part(number, bucket)
+                self._wait()  # the buffer is written again for the next bucket
+            plan.replay_fills()
+        self._wait()
+        return copied
+
+    def _is_prepared_for(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Return whether ``tensors`` are those of before, and the parameters where they were. Costs some microseconds."""
+        return (
+            bool(self._tensors)
+            and self._tensors.keys() == tensors.keys()
+            and all(map(operator.is_, map(self._tensors.__getitem__, tensors), tensors.values()))
+            and [parameter.data_ptr() for parameter in self._live] == self._addresses
+        )
+
+    def _say(self) -> None:
+        if self._plan is not None:
+            figures = {"copies": len(self._plan.copies), "fills": len(self._plan.fills), "bytes": self._plan.nbytes}
+            log.info("weights will be swapped by a copy plan", extra=figures)
+        else:
+            log.warning("weights will be reloaded layer by layer, behind a pause", extra={"reason": self.reason})
+
+    # ---------------------------------------------------------------- layer by layer
+
+    def _reload(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> int:
+        """Run vLLM's layerwise reload; return the bytes it was given."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        given = 0
+
+        def counted() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal given
+            for name, tensor in pairs:
+                given += tensor.nbytes
+                yield name, tensor
+
+        # It warns of every layer without weights of its own: rotary embeddings, a tied head. Coverage is checked before.
+        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+        self._wait()
+        with _loading(self._config), torch.device(self._device):
+            initialize_layerwise_reload(self._model)
+            with packing_experts_again(self._model, self._device):
+                try:
+                    with counting_direct_writes(self._model):
+                        self._load(counted())
+                finally:  # also where it broke: parameters must not stay on the meta device
+                    finalize_layerwise_reload(self._model, self._config.model_config)
+            process_tied(self._model)
+            fuse_gates_again(self._model)
+        self._wait()
+        return given
+
+    def _check_fit(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Let the loader run over parameters in the checkpoint's form, none of them live, with tensors without values.
+
+        Raises:
+            WeightsError: it raised, or left a parameter as it was.
+        """
+        stand_ins = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+        live = (*self._model.parameters(), *self._model.buffers())
+        with _checkpoint_form(self._model), Writes(live) as writes:
+            try:
+                self._load(stand_ins.items())
+            except Exception as error:  # whatever a loader raises on tensors of other names and shapes
+                reason = str(error) if isinstance(error, WeightsError) else repr(error)
+                raise WeightsError(f"expected weights of this model, found others: {reason}") from error
+            missing = [name for name, parameter in self._model.named_parameters() if not writes.reached(parameter)]
+        if missing and self._config.quant_config is None:
+            raise WeightsError(
+                f"expected weights of this model, found none for {missing[0]} and {len(missing) - 1} more: vLLM would go on with the "
+                "old ones; change policy.model, or rollout.engine"
+            )
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+@contextlib.contextmanager
+def _loading(vllm_config: Any) -> Iterator[None]:
+    """Be in the state in which vLLM loads weights, whichever state its worker is in."""
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(vllm_config), torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
+def _derived(model: nn.Module) -> str:
+    """Say what was made out of the weights beside the parameters; "" where nothing was."""
+    for name, module in model.named_modules():
+        kind, method = type(module).__name__, getattr(module, "quant_method", None)
+        if method is not None and type(method).__name__ not in _PLAIN:
+            return f"{name} uses its weights through {type(method).__name__}"
+        if hasattr(module, "cpu_linear"):
+            return f"{name} holds its weight a second time, packed for the CPU"
+        processes = callable(getattr(module, "process_weights_after_loading", None))
+        if processes and (kind != "Attention" or getattr(module.impl, "sinks", None) is not None):
+            return f"{name} ({kind}) processes weights after loading"
+    return ""
+
+
+@contextlib.contextmanager
+def _checkpoint_form(model: nn.Module) -> Iterator[None]:
+    """Give ``model`` the parameters that it had before it was loaded, on the meta device, and then its own again."""
+    from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
+    from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
+    from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+    held: dict[nn.Module, dict[str, Any]] = {module: dict(module._parameters) for module in model.modules()}
+    made: dict[int, Any] = {}
+    try:
+        for module, live in held.items():
+            for name, recorded in get_layerwise_info(module).restore_metadata[0].items():
+                fresh = restore_layer_refs(to_meta_tensor(recorded), module)
+                if hasattr(fresh, "weight_loader"):  # an earlier reload has wrapped it
+                    fresh.weight_loader = _get_original_loader(fresh)
+                module._parameters[name] = made.setdefault(id(live.get(name)), fresh) if name in live else fresh
+        yield
+    finally:
+        for module, live in held.items():
+            module._parameters.clear()
+            module._parameters.update(live)
+
+
+# ---------------------------------------------------------------- buckets
+
+
+def _views(layout: Layout, bucket: int, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    for entry in layout.tensors:
+        if entry.bucket == bucket:
+            flat = buffer[entry.offset : entry.offset + entry.nbytes]
+            yield entry.name, flat.view(getattr(torch, entry.dtype)).view(entry.shape)
+
+
+def _meta_views(layout: Layout) -> dict[str, torch.Tensor]:
+    """Return tensors that stand for those of a shadow that there is none of."""
+    buckets = [torch.empty(size, dtype=torch.uint8, device="meta") for size in layout.bucket_bytes]
+    return dict(pair for number, bucket in enumerate(buckets) for pair in _views(layout, number, bucket))
+
+
+def _copies(buckets: Iterable[tuple[int, torch.Tensor]], layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of each bucket; copied, as a layer keeps them until its last one has come."""
+    for number, bucket in buckets:
+        for name, tensor in _views(layout, number, bucket):
+            yield name, tensor.clone()

@@ -1,0 +1,285 @@
+"""What Penstock does inside each worker process of vLLM: tokens are recorded, weights arrive and become live.
+
+vLLM mixes :class:`WorkerExtension` into its worker; its methods are called by name, between two steps of the model, in the
+thread that steps it::
+
+    penstock_open                reports, token record, a source for peers
+    penstock_swap(version)       shadow ─▶ live parameters, in order of the steps' stream; boundaries are noted
+    penstock_stream(offer)       bucket by bucket into the live parameters, while generation is paused
+    penstock_adapt(folder)       an adapter instead
+    penstock_held, _listen       what is recorded, and whether: for tests and measurements
+
+The methods are collective: every rank runs them between the same two steps. What need not wait for a step comes through the
+replica's socket instead: ``stage`` (a thread receives into the shadow, its end is reported, decoding goes on) and ``abort``. How tensors find their place in the model is
+``weight_swap``'s business, how they get here the receiver's.
+"""
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from services.rollout.engines.vllm.multihost.hosts import secret_of
+from services.rollout.engines.vllm.multihost.stores import bind_stores
+from services.rollout.engines.vllm.runner_hooks import RunnerTap, can_listen
+from services.rollout.engines.vllm.swap.weight_swap import WeightSwapper
+from services.rollout.engines.vllm.token_record import Finished, TokenRecord
+from services.rollout.engines.vllm.windows import check_windows
+from services.rollout.engines.vllm.worker_channel import Message, Reporter
+from shared.errors import PeerError, SettingsError, WeightsError
+from shared.process.allocation import is_out_of_memory
+from shared.process.parent import die_with
+from shared.weights.format.flat import FlatSnapshot
+from shared.weights.receiver.receiver import Receiver
+from shared.weights.source.source import Source
+from shared.weights.transport.offer import Offer
+from shared.weights.transport.place import plain_uuid
+
+log = logging.getLogger(__name__)
+
+bind_stores()  # vLLM imports this module in each worker before the workers meet
+
+_SWITCH_S = 0.0005
+"""How long the thread that steps the model may hold the interpreter while the one that receives weights wants it: Python's own
+5 ms, a dozen times a pull, cost as much as the transfer."""
+
+
+class PolicyWorker:
+    """The weights and the record of one rank. Its methods are for the thread that steps the model.
+
+    Args:
+        worker: of vLLM, its model loaded.
+        reporting: where the replica listens, and the file with the secret that it asks for, if it does.
+        capture: keep logprobs on the device; otherwise tokens are only counted.
+        peers: (host, port, deadline in seconds, secret of the run) of the source that rank 0 opens for other replicas; empty host: none.
+    """
+
+    def __init__(
+        self, worker: Any, reporting: tuple[str, str], capture: bool, peers: tuple[str, int, float, bytes]
+    ) -> None:
+        self._device: torch.device = worker.device
+        self._rank: int = worker.rank
+        self._ranks: int = worker.parallel_config.world_size
+        self._model = worker.model_runner.get_model()
+        self._config = worker.vllm_config
+        served = worker.vllm_config.model_config
+        trusted = served.trust_remote_code
+        check_windows(self._model, served.model, served.max_model_len, trust_remote_code=trusted)
+        beside = worker.parallel_config.node_rank == 0
+        # vLLM's own way to notice that a worker's parent died waits for the next step of the model, and none comes.
+        if not beside and not die_with(os.getppid(), signal.SIGKILL):
+            raise PeerError("expected the process that started this worker, found it gone")
+        address, secret_file = reporting
+        self._reporter = Reporter(
+            address,
+            self._rank,
+            self._obey,
+            secret=secret_of(Path(secret_file)) if secret_file else b"",
+            beside=beside,
+        )
+        self._swapper = WeightSwapper(self._model, worker.vllm_config, self._device)
+        self._receiver = Receiver(self._rank + 1, self._ranks, self._device)
+        self._shadow: FlatSnapshot | None = None
+        self._staged: int | None = None
+        self._swapped: torch.cuda.Event | None = None
+        self._thread: threading.Thread | None = None
+        self._patience_s = peers[2]
+        self._source: Source | None = None
+        if peers[0] and self._rank == 0:
+            self._source = Source(peers[0], peers[1], lambda: peers[3], deadline_s=peers[2])
+        self.refusal = can_listen(worker.model_runner) if capture else "rollout.vllm.logprobs says so"
+        self.record: TokenRecord | None = None
+        if self._rank == 0:  # every rank of tensor parallelism draws the same tokens
+            self.record = TokenRecord(self._device, logprobs=not self.refusal)
+            self.tap = RunnerTap(worker.model_runner, self.record, self._deliver, logits=not self.refusal)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the replica must know of this rank. ``policy_bytes`` are those of the whole policy, roughly."""
+        on_gpu = self._device.type == "cuda"
+        model = self._config.model_config
+        return {
+            "error": "",
+            "rank": self._rank,
+            "started_with": {"model": model.model, "seed": model.seed, "dtype": str(model.dtype)},
+            "device": self._device.type,
+            "gpu_uuid": plain_uuid(torch.cuda.get_device_properties(self._device).uuid) if on_gpu else "",
+            "free_bytes": torch.cuda.mem_get_info(self._device)[0] if on_gpu else 0,
+            "policy_bytes": sum(tensor.nbytes for tensor in self._model.parameters()) * self._ranks if on_gpu else 0,
+            "refusal": self.refusal,
+            "peer_address": self._source.address if self._source else "",
+        }
+
+    # ---------------------------------------------------------------- weights beside the live ones
+
+    def stage(self, offer: Offer, staging: int) -> None:
+        """Begin to receive ``offer`` into the shadow, and report the end of it as ``staging``."""
+        if self._thread is not None and self._thread.is_alive():
+            raise WeightsError("expected the staging before to have ended, found it in progress")
+        self._staged = None
+        self._thread = threading.Thread(target=self._receive, args=(offer, staging), name="staging", daemon=True)
+        self._thread.start()
+
+    def _obey(self, told: Message) -> None:
+        """Do what the replica tells between, or during, steps of the model; called in a thread of its own."""
+        if told["kind"] == "abort":
+            self._receiver.abort()
+            return
+        try:
+            self.stage(Offer.unpack(told["offer"]), told["staging"])
+        except WeightsError as error:
+            self._report(told["staging"], str(error), 0.0)
+
+    def _report(self, staging: int, error: str, seconds: float) -> None:
+        message = {"kind": "staged", "staging": staging, "rank": self._rank, "error": error, "seconds": seconds}
+        self._reporter.send(lambda: [message])
+
+    def _receive(self, offer: Offer, staging: int) -> None:
+        """The thread of a staging."""
+        error, began_s = "a bug, see the log of the engine's process", time.monotonic()
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+            self._receiver.receive(offer, self._room(offer))
+            self._staged, error = int(offer.header.version), ""
+        except WeightsError as refused:
+            error = str(refused)
+        except Exception as failed:
+            if isinstance(failed, RuntimeError) and is_out_of_memory(failed):
+                error = str(failed)
+            else:
+                log.exception("staging failed")
+                error = f"{error}: {failed!r}"
+        finally:
+            self._report(staging, error, time.monotonic() - began_s)
+
+    def _room(self, offer: Offer) -> FlatSnapshot:
+        """Return a shadow that nobody reads any more: not the last swap, and no peer."""
+        if self._source is not None:
+            self._source.withdraw(self._patience_s)
+        if self._swapped is not None:
+            self._swapped.synchronize()
+        if self._shadow is None or self._shadow.layout != offer.layout:
+            self._shadow = None
+            self._shadow = FlatSnapshot(offer.layout, self._device)
+        if self._source is not None:
+            self._source.offer(self._shadow)  # buckets go on to peers as they arrive
+        return self._shadow
+
+    # ---------------------------------------------------------------- weights into the model
+
+    def swap(self, version: int) -> tuple[str, int]:
+        """Put what was staged in place, in order of the stream that steps the model.
+
+        Returns:
+            The path that was taken, and the bytes that were copied.
+        """
+        shadow = self._shadow
+        if shadow is None or self._staged != version:
+            raise WeightsError(f"expected policy version {version} to be staged, found {self._staged}")
+        for bucket in range(len(shadow.buckets)):
+            shadow.wait(bucket, self._patience_s)
+        self._swapper.prepare(shadow.tensors())
+        path, copied_bytes = self._swapper.swap()
+        if self._device.type == "cuda":
+            self._swapped = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._swapped.record(torch.cuda.current_stream(self._device))
+        self.note(version)
+        return path, copied_bytes
+
+    def stream(self, offer: Offer) -> tuple[str, int]:
+        """Receive ``offer`` bucket by bucket straight into the live parameters; nothing may be decoded meanwhile."""
+        buffer = torch.empty(max(offer.layout.bucket_bytes), dtype=torch.uint8, device=self._device)
+        copied_bytes = self._swapper.stream(self._receiver.receive_each(offer, buffer), offer.layout)
+        self.note(int(offer.header.version))
+        return "bucketed", copied_bytes
+
+    def differences(self) -> int | None:
+        """Return how many live tensors differ from the shadow; None where there is no plan."""
+        return self._swapper.differences()
+
+    def note(self, version: int) -> None:
+        """Every token from here on is drawn by ``version``."""
+        if self.record is not None:
+            self.record.swap(version)
+
+    @property
+    def torn(self) -> bool:
+        """Whether the live weights are of no whole version."""
+        return self._swapper.torn
+
+    def _deliver(self, finished: Finished) -> None:
+        def rows() -> list[Message]:
+            return [
+                {"kind": "row", "request": request, "logprobs": logprobs, "versions": versions}
+                for request, logprobs, versions in finished.rows()
+            ]
+
+        self._reporter.send(rows)
+
+
+class WorkerExtension:
+    """The methods that vLLM's worker gets. Arguments and answers are what msgpack can carry."""
+
+    _policy: PolicyWorker
+
+    def penstock_open(self, reporting: list[str], capture: bool, peers: list[Any]) -> dict[str, Any]:
+        """Connect to the replica and begin to record tokens."""
+        sys.setswitchinterval(_SWITCH_S)
+        (address, secret_file), (host, port, deadline_s, secret) = reporting, peers
+        try:
+            self._policy = PolicyWorker(self, (address, secret_file), capture, (host, port, deadline_s, secret))
+        except (PeerError, SettingsError) as error:
+            return {"error": str(error)}
+        return self._policy.describe()
+
+    def penstock_swap(self, version: int) -> dict[str, Any]:
+        """Make the staged version live."""
+        return self._answer(lambda: self._policy.swap(version))
+
+    def penstock_stream(self, offer: dict[str, Any]) -> dict[str, Any]:
+        """Make ``offer`` live bucket by bucket."""
+        return self._answer(lambda: self._policy.stream(Offer.unpack(offer)))
+
+    def penstock_adapt(self, folder: str, version: int) -> dict[str, Any]:
+        """Load the adapter in ``folder`` in place of the one before, as ``version``."""
+
+        def adapt() -> tuple[str, int]:
+            self.add_lora(adapter_request(folder, in_place=True))  # type: ignore[attr-defined]
+            self._policy.note(version)
+            return "adapter", 0
+
+        return self._answer(adapt)
+
+    def penstock_held(self) -> dict[str, int]:
+        """Return the tokens drawn so far of every request that is held."""
+        return self._policy.record.held if self._policy.record is not None else {}
+
+    def penstock_compare(self) -> int | None:
+        """Return how many live tensors differ from what was received; None where there is no plan: for measurements."""
+        return self._policy.differences()
+
+    def penstock_listen(self, on: bool) -> None:
+        """Record the tokens of requests that come from now on, or do not: for measurements."""
+        if self._policy.record is not None:
+            self._policy.tap.listening = on
+
+    def _answer(self, call: Callable[[], tuple[str, int] | None]) -> dict[str, Any]:
+        try:
+            path, copied_bytes = call() or ("", 0)
+        except WeightsError as error:
+            return {"error": str(error), "torn": self._policy.torn}
+        return {"error": "", "torn": False, "path": path, "copied_bytes": copied_bytes}
+
+
+def adapter_request(folder: str, in_place: bool = False) -> Any:
+    """Return what vLLM needs to know of the one adapter that we use; ``in_place`` reads its folder again."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(lora_name="policy", lora_int_id=1, lora_path=folder, load_inplace=in_place)

@@ -1,0 +1,348 @@
+"""One socket between a replica and the workers of its engine: rows of finished requests, stagings, and death.
+
+::
+
+    worker (each rank)   Reporter ◀── challenge             length-prefixed msgpack
+                                  ──▶ hello                 with a proof that it knows the secret
+                                  ◀── welcome
+                                  ──▶ row, staged           one writer thread
+                                  ◀── stage, abort          a reader thread: no step of the model is waited for
+    rollout process      Reports  ──▶ per request: logprobs and versions; per staging: ok or an error of each rank
+
+Within one host it is a Unix socket in a folder that only its owner may enter. Where the engine spans hosts it is a TCP port,
+which takes nothing from a connection that has not answered its challenge: HMAC-SHA256 of it and of the rank under the secret
+(``rollout.secret_file``). What is said after that is not encrypted, as vLLM's own traffic between hosts is not.
+
+The socket is also how each side learns that the other is gone: a worker whose replica died ends itself at once, and a replica
+whose worker died is told before vLLM notices; a host that vanishes without a word is missed after ``_SILENT_S``.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import hmac
+import logging
+import os
+import queue
+import re
+import secrets
+import shutil
+import signal
+import socket
+import struct
+import tempfile
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, BinaryIO, TypeGuard
+
+import msgpack
+import numpy as np
+
+from shared.bus.messages import Float32Array
+from shared.errors import PeerError
+from shared.peers.handshake import Newcomers
+
+log = logging.getLogger(__name__)
+
+_LENGTH = struct.Struct("<I")
+_LARGEST_BYTES = 64 << 20
+_STRANGER_BYTES, _STRANGERS = 4096, 64
+"""What a connection may say before it has proved itself, and how many such there may be: one more drops the oldest."""
+_MAX_RANKS, _MAX_PIDS = 1 << 16, 16
+_GREETING_S = 10.0
+_SILENT_S = 15
+_CHILD = re.compile(r"(?:(\d+)_)?(g\d+)(?:-.*)?")
+
+Message = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """What a worker noted of one sample: logprobs (float32, T or more) and (first token, version) pairs."""
+
+    logprobs: Float32Array
+    versions: tuple[tuple[int, int], ...]
+
+
+class Reporter:
+    """A worker's end. ``obey`` gets what the replica tells, in a thread. Ends this process when the replica goes away.
+
+    Args:
+        address: :attr:`Reports.address`.
+        secret: that of the replica; none within one host.
+        beside: whether the replica runs on this host, so that the process that started this one ends with it too.
+
+    Raises:
+        PeerError: the replica cannot be reached, or does not let this worker in.
+    """
+
+    def __init__(
+        self, address: str, rank: int, obey: Callable[[Message], None], *, secret: bytes = b"", beside: bool = True
+    ) -> None:
+        self._obey = obey
+        self._beside = beside
+        try:
+            with contextlib.ExitStack() as refused:
+                self._socket = refused.enter_context(_connect(address))
+                self._stream = refused.enter_context(self._socket.makefile("rb"))
+                self._replica = self._greet(rank, secret)
+                self._socket.settimeout(None)
+                refused.pop_all()
+        except OSError as error:
+            raise PeerError(f"expected the replica at {address} to let rank {rank} in, found: {error}") from error
+        self._waiting: queue.SimpleQueue[Callable[[], Iterable[Message]]] = queue.SimpleQueue()
+        threading.Thread(target=self._write, name="reports", daemon=True).start()
+        threading.Thread(target=self._watch, name="replica watch", daemon=True).start()
+
+    def _greet(self, rank: int, secret: bytes) -> int:
+        """Prove that this is a worker of the replica; return the replica's process."""
+        challenge = _read(self._stream)
+        if challenge is None:
+            raise OSError("it hung up")
+        pids = [os.getpid(), os.getppid()] if self._beside else []
+        proof = prove(secret, challenge["nonce"], rank)
+        self._socket.sendall(_packed({"kind": "hello", "rank": rank, "pids": pids, "proof": proof}))
+        if _read(self._stream) is None:
+            raise OSError("it refused: rollout.secret_file must hold the same secret on every host")
+        return int(challenge["pid"])
+
+    def send(self, messages: Callable[[], Iterable[Message]]) -> None:
+        """Send what ``messages`` returns; it is called in the writer's thread, where it may wait for a device."""
+        self._waiting.put(messages)
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):  # the replica is gone: _watch ends the process
+            while True:
+                for message in self._waiting.get()():
+                    self._socket.sendall(_packed(message))
+
+    def _watch(self) -> None:
+        """Obey until the replica's end; then end the process that started this one, if that is not the replica, and this."""
+        parent = os.getppid()
+        with contextlib.suppress(OSError):
+            while (told := _read(self._stream)) is not None:
+                self._obey(told)
+        if self._beside and parent not in (self._replica, 1) and parent == os.getppid():
+            with contextlib.suppress(OSError):
+                os.kill(parent, signal.SIGKILL)
+        os._exit(1)
+
+
+def prove(secret: bytes, nonce: bytes, rank: int) -> bytes:
+    """Return what rank ``rank`` answers the challenge ``nonce``: HMAC-SHA256 under ``secret``."""
+    return hmac.digest(secret, nonce + _LENGTH.pack(rank), hashlib.sha256)
+
+
+def _packed(message: Message) -> bytes:
+    data: bytes = msgpack.packb(message)
+    return _LENGTH.pack(len(data)) + data
+
+
+def _read(stream: BinaryIO) -> Message | None:
+    """Return the next message; None at the end of the stream."""
+    head = stream.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack(head)
+    data = stream.read(length)
+    return msgpack.unpackb(data) if len(data) == length else None
+
+
+def _connect(address: str) -> socket.socket:
+    if address.startswith("unix:"):
+        found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        found.settimeout(_GREETING_S)
+        found.connect(address.removeprefix("unix:"))
+        return found
+    host, _, port = address.rpartition(":")
+    found = socket.create_connection((host, int(port)), _GREETING_S)
+    _keep_alive(found)
+    return found
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """Send at once, and break a TCP connection whose other host says nothing for ``_SILENT_S`` seconds."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, _SILENT_S // 3),
+        (socket.TCP_KEEPINTVL, _SILENT_S // 3),
+        (socket.TCP_KEEPCNT, 2),
+        (socket.TCP_USER_TIMEOUT, 1000 * _SILENT_S),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+class Reports:
+    """The replica's end.
+
+    Args:
+        host: where to listen for workers of other hosts too; "": all are on this one.
+        secret: what they must know.
+    """
+
+    def __init__(self, host: str = "", secret: bytes = b"") -> None:
+        self.address = ""
+        """Where workers report, once this is open: ``unix:/path`` or ``host:port``."""
+        self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Done, with what is known of it, once a worker has gone away."""
+        self.pids: set[int] = set()
+        """Processes of the engine on this host: those of the workers, and the one that started them."""
+        self._host, self._secret = host, secret
+        self._folder: Path | None = None
+        self._rows: dict[str, dict[int, Row]] = {}
+        self._stagings: dict[int, dict[int, tuple[str, float]]] = {}
+        self._changed = asyncio.Condition()
+        self._readers: set[asyncio.Task[None]] = set()
+        self._strangers = Newcomers(_STRANGERS)
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._server: asyncio.Server | None = None
+        self._closed = False
+
+    async def open(self) -> None:
+        """Listen."""
+        if self._host:
+            self._server = await asyncio.start_server(self._serve, self._host, 0)
+            self.address = f"{self._host}:{self._server.sockets[0].getsockname()[1]}"
+            return
+        self._folder = Path(tempfile.mkdtemp(prefix="penstock-engine-"))
+        path = str(self._folder / "reports")
+        self._server = await asyncio.start_unix_server(self._serve, path)
+        self.address = f"unix:{path}"
+
+    def tell(self, message: Message) -> None:
+        """Send ``message`` to every worker."""
+        data = _packed(message)
+        for writer in self._writers:
+            writer.write(data)
+
+    def expect(self, request: str) -> None:
+        """Keep the rows of ``request`` (of the form ``g<number>``) from now on; those of others are dropped."""
+        self._rows[request] = {}
+
+    def forget(self, request: str) -> None:
+        """Drop what came and comes of ``request``."""
+        self._rows.pop(request, None)
+
+    async def rows(self, request: str, samples: int) -> list[Row]:
+        """Wait for all ``samples`` rows of ``request``, in their order."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self._rows[request]) >= samples)
+        found = self._rows[request]
+        return [found[place] for place in range(samples)]
+
+    async def staged(self, staging: int, ranks: int) -> tuple[str, float]:
+        """Wait until every rank has ended staging ``staging``; return the first error or nothing, and the longest seconds."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self._stagings.get(staging, {})) >= ranks)
+        ends = self._stagings.pop(staging).values()
+        return next((error for error, _ in ends if error), ""), max(seconds for _, seconds in ends)
+
+    async def close(self) -> None:
+        """Stop listening; workers that are still there end themselves."""
+        self._closed = True
+        for reader in self._readers:
+            reader.cancel()
+        if self._readers:
+            await asyncio.wait(self._readers)
+        if self._server is not None:
+            self._server.close()
+        self.died.cancel()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._readers.add(task)
+        task.add_done_callback(self._readers.discard)
+        self._strangers.enter(task, task.cancel)
+        try:
+            rank = await self._welcome(reader, writer)
+            self._strangers.leave(task)
+            if rank is not None:
+                await self._listen(rank, reader)
+        except asyncio.CancelledError:
+            pass
+        finally:
+            self._strangers.leave(task)
+            self._writers.discard(writer)
+            writer.close()
+
+    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int | None:
+        """Let a worker in and return its rank; None for anybody else."""
+        nonce = secrets.token_bytes(32)
+        try:
+            writer.write(_packed({"kind": "challenge", "nonce": nonce, "pid": os.getpid()}))
+            async with asyncio.timeout(_GREETING_S):
+                rank, pids, proof = _hello(await _next(reader, _STRANGER_BYTES))
+        except (OSError, EOFError, TimeoutError) as error:
+            log.debug("a connection was refused that is no worker's", extra={"found": repr(error)})
+            return None
+        if not hmac.compare_digest(proof, prove(self._secret, nonce, rank)):
+            log.warning(
+                "a worker was refused: it does not know the secret in rollout.secret_file", extra={"rank": rank}
+            )
+            return None
+        if self._host:
+            _keep_alive(writer.get_extra_info("socket"))
+        self.pids.update(pids - {os.getpid()})
+        writer.write(_packed({"kind": "welcome"}))
+        self._writers.add(writer)
+        return rank
+
+    async def _listen(self, rank: int, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                await self._note(rank, await _next(reader, _LARGEST_BYTES))
+        except (OSError, EOFError, LookupError, TypeError, ValueError) as error:
+            if not self._closed and not self.died.done():
+                self.died.set_result(f"worker {rank} went away: {error}")
+
+    async def _note(self, rank: int, message: Message) -> None:
+        if message["kind"] == "staged":
+            self._stagings.setdefault(message["staging"], {})[rank] = (message["error"], message["seconds"])
+        elif not self._keep(message):
+            return
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _keep(self, message: Message) -> bool:
+        """Keep a row that is expected. vLLM names a sample ``<place>_<ours>-<random>``, without the place if it is alone."""
+        found = _CHILD.fullmatch(message["request"])
+        if found is None or found[2] not in self._rows:
+            return False
+        logprobs = np.frombuffer(message["logprobs"], dtype=np.float32)
+        versions = tuple((int(first), int(version)) for first, version in message["versions"])
+        self._rows[found[2]][int(found[1] or 0)] = Row(logprobs, versions)
+        return True
+
+
+def _hello(message: Message) -> tuple[int, set[int], bytes]:
+    """Return rank, processes and proof of a worker's greeting; raises OSError for anything else."""
+    rank, pids, proof = (message.get(name) for name in ("rank", "pids", "proof"))
+    if not _is_whole(rank, 0, _MAX_RANKS - 1) or not isinstance(pids, list) or not isinstance(proof, bytes):
+        raise OSError("a greeting without rank, processes and proof")
+    if len(pids) > _MAX_PIDS or not all(_is_whole(pid, 1, 1 << 30) for pid in pids):
+        raise OSError("a greeting with processes that are none")
+    return rank, set(pids), proof
+
+
+def _is_whole(value: object, least: int, most: int) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+async def _next(reader: asyncio.StreamReader, largest_bytes: int) -> Message:
+    """Return the next message; raises OSError or EOFError where there is none, it is too long, or no map."""
+    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    if length > largest_bytes:
+        raise OSError(f"a message of {length} bytes")
+    try:
+        message = msgpack.unpackb(await reader.readexactly(length))
+    except (ValueError, msgpack.UnpackException) as error:
+        raise OSError("a message that is no MessagePack") from error
+    if not isinstance(message, dict):
+        raise OSError("a message that is no map")
+    return message

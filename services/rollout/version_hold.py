@@ -1,0 +1,59 @@
+"""Which version this replica keeps for an evaluation: what the bus says (``shared.bus.stores.holding``), and for how long at most.
+
+It is looked at before every swap, and a few times a second besides, to know when to answer evaluation prompts and when to let go.
+It moves no weights.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from prometheus_client import Gauge
+
+from shared.bus.bus import Bus
+from shared.bus.messages import PolicyVersion
+from shared.bus.stores.holding import Holding, holding
+
+HELD_VERSION = Gauge(
+    "penstock_rollout_held_version", "The version that this replica keeps for an evaluation; -1: none."
+)
+_LOOK_S = 0.1
+
+
+class Hold:
+    """One replica's side of an evaluation."""
+
+    def __init__(self, bus: Bus, replica: str) -> None:
+        self._bus = bus
+        self._replica = replica
+        self._seen: Holding | None = None
+        self._until_s = 0.0
+        self._untold = False
+        """Whether somebody who looked in between saw a change that ``run`` has not told: it may be over by its next look."""
+
+    @property
+    def version(self) -> PolicyVersion | None:
+        """The version to keep; None: go with the head."""
+        if self._seen is None or not self._seen.names(self._replica) or time.monotonic() >= self._until_s:
+            return None
+        return self._seen.version
+
+    async def refresh(self) -> None:
+        """Learn what is held now."""
+        found = await holding(self._bus)
+        known = self._seen
+        if found is not None and (known is None or known.version != found.version):
+            self._until_s = time.monotonic() + found.timeout_s
+        self._untold |= found != known
+        self._seen = found
+
+    async def run(self, changed: Callable[[], Awaitable[None]]) -> None:
+        """Look for ever; call ``changed`` after each change."""
+        told: PolicyVersion | None = None
+        while True:
+            await self.refresh()
+            if self._untold or self.version != told:
+                told, self._untold = self.version, False
+                HELD_VERSION.set(-1 if told is None else told)
+                await changed()
+            await asyncio.sleep(_LOOK_S)

@@ -1,0 +1,130 @@
+"""Advantages from rewards: how much better than expected a sample, or a token, was. Pure numpy; no model, no settings.
+
+Within a group (``S`` samples of one prompt; ``r_i`` the reward of sample i, mean and std over the group)::
+
+    grpo      A_i = (r_i − mean) / (std + ε)          Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, eq. 4
+    dr_grpo   A_i = r_i − mean                        Liu et al. 2025, arXiv:2503.20783, §3.2
+    rloo      A_i = r_i − mean of the others          Ahmadian et al. 2024, arXiv:2402.14740
+    maxrl     A_i = (r_i − mean) / mean               Tajwar et al. 2026, arXiv:2602.02710 (rewards ≥ 0)
+
+Of each token (``N`` tokens, sample after sample, ``lengths_S`` of them each; ``r_t`` is a token's own reward, with the
+sample's at its last token; ``V_t`` what the critic expected before token t)::
+
+    gae                    δ_t = r_t + γ V_{t+1} − V_t,  A_t = Σ_l (γλ)^l δ_{t+l}     Schulman et al. 2015, arXiv:1506.02438
+    reinforce_pp           A_t = Σ_{i≥t} r_i                                          Hu et al. 2025, arXiv:2501.03262
+    reinforce_pp_baseline  the same, after the group's mean was taken off its rewards (there §3.2)
+
+The last two are ``gae`` with V = 0 and γ = λ = 1. All three are then normalised over the tokens of the whole batch
+(:func:`normalise`). std is that of the S samples themselves (divided by S, not S − 1).
+"""
+
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from shared.bus.messages import Float32Array
+
+Float64Array = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+GroupAdvantage = Literal["grpo", "dr_grpo", "rloo", "maxrl"]
+GROUP_ADVANTAGES: frozenset[str] = frozenset(get_args(GroupAdvantage))
+"""Those that are one number a sample, from the rewards of its group alone."""
+
+_EPSILON = 1e-4  # as in the reference implementations; keeps the division defined where rewards do not vary
+
+
+def group_advantages(rewards_S: Float32Array, kind: GroupAdvantage) -> Float32Array:
+    """Return one advantage per sample of one group (float32, S); the formulas are the module's.
+
+    Equal rewards give advantages of exactly 0, whatever their value.
+
+    >>> group_advantages(np.array([1, 0, 0, 1], dtype=np.float32), "dr_grpo").tolist()
+    [0.5, -0.5, -0.5, 0.5]
+    """
+    centred_S = centred(rewards_S)
+    scale = 1.0
+    if kind == "rloo":
+        scale = max(1, len(rewards_S) - 1) / len(rewards_S)
+    elif kind == "grpo":
+        scale = float(centred_S.std()) + _EPSILON
+    elif kind == "maxrl":
+        scale = float(rewards_S[0]) - float(centred_S[0]) + _EPSILON
+    return (centred_S / scale).astype(np.float32)
+
+
+def centred(rewards_S: Float32Array) -> Float64Array:
+    """Return the rewards minus their mean (float64, S); exactly 0 where all of them are equal.
+
+    ``r − mean(r) = (r − r_0) − mean(r − r_0)``: differences of equal numbers are 0, and so is the mean of zeros, while a
+    rounded mean of equal rewards is not always that reward.
+    """
+    shifted_S = rewards_S.astype(np.float64) - np.float64(rewards_S[0])
+    result_S: Float64Array = shifted_S - shifted_S.mean()
+    return result_S
+
+
+def has_signal(rewards_S: Float32Array) -> bool:
+    """Say whether a group teaches anything: without two different rewards, every advantage within it is 0."""
+    return bool((rewards_S != rewards_S[0]).any())
+
+
+def overlong_penalty(lengths_S: IntArray, max_tokens: int, buffer_tokens: int) -> Float32Array:
+    """Return DAPO's soft punishment of long samples, 0 to −1 (Yu et al. 2025, arXiv:2503.14476, eq. 13).
+
+    With L the length: 0 up to ``max − buffer``, then ``((max − buffer) − L) / buffer``, and −1 over ``max``. A buffer of 0
+    punishes nothing.
+    """
+    if buffer_tokens == 0:
+        return np.zeros(len(lengths_S), dtype=np.float32)
+    over_S = (max_tokens - buffer_tokens) - lengths_S
+    return np.clip(over_S / buffer_tokens, -1.0, 0.0).astype(np.float32)
+
+
+def token_rewards(rewards_S: Float64Array, penalties_N: Float64Array, lengths_S: IntArray) -> Float64Array:
+    """Return the reward of each token: minus its penalty, plus the sample's reward at its last token (float64, N)."""
+    rewards_N = -penalties_N
+    rewards_N[np.cumsum(lengths_S) - 1] += rewards_S
+    return rewards_N
+
+
+def gae(
+    rewards_N: Float64Array, values_N: Float64Array, lengths_S: IntArray, discount: float, decay: float
+) -> Float64Array:
+    """Return generalised advantages of each token (float64, N); the value after a sample's last token is 0.
+
+    Args:
+        rewards_N: each token's own reward.
+        values_N: the critic's value of the state before each token.
+        lengths_S: tokens of each sample, at least 1.
+        discount: γ.
+        decay: λ.
+    """
+    rewards_ST, values_ST = _by_sample(rewards_N, lengths_S), _by_sample(values_N, lengths_S)
+    advantages_ST = np.zeros_like(rewards_ST)
+    following_S, value_after_S = np.zeros(len(lengths_S)), np.zeros(len(lengths_S))
+    for t in reversed(range(rewards_ST.shape[1])):
+        inside_S = t < lengths_S
+        delta_S = rewards_ST[:, t] + discount * value_after_S - values_ST[:, t]
+        following_S = np.where(inside_S, delta_S + discount * decay * following_S, 0.0)
+        value_after_S = np.where(inside_S, values_ST[:, t], 0.0)
+        advantages_ST[:, t] = following_S
+    return advantages_ST[_inside(lengths_S)]
+
+
+def normalise(values_N: Float64Array, mean: float, deviation: float) -> Float32Array:
+    """Return ``(x − mean) / (deviation + ε)`` in float32; mean and deviation are those of the whole batch's tokens."""
+    return ((values_N - mean) / (deviation + _EPSILON)).astype(np.float32)
+
+
+def _inside(lengths_S: IntArray) -> npt.NDArray[np.bool_]:
+    inside: npt.NDArray[np.bool_] = np.arange(int(lengths_S.max(initial=0)))[None, :] < lengths_S[:, None]
+    return inside
+
+
+def _by_sample(values_N: Float64Array, lengths_S: IntArray) -> Float64Array:
+    inside_ST = _inside(lengths_S)
+    values_ST = np.zeros(inside_ST.shape, dtype=np.float64)
+    values_ST[inside_ST] = values_N
+    return values_ST

@@ -1,0 +1,59 @@
+"""Cut a micro-batch that did not fit into memory in two, with all that is known of its tokens. Pure; no model, no engine.
+
+Samples stay in their order, so the parts' figures are slices of the whole's. A pair of samples (preferences) stays together.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from services.trainer.batch.packing import Row, micro_batch
+from services.trainer.batch.token_data import Facts
+
+
+def rows_by_place(rows: Sequence[Row]) -> dict[int, Row]:
+    """Return the row in which each sample of the batch stands."""
+    return {place: row for row in rows for place in row.places}
+
+
+def halves(found: Facts, rows: Mapping[int, Row], *, together: int = 1) -> list[Facts]:
+    """Return ``found`` in two parts of about equally many samples, the second perhaps empty.
+
+    Args:
+        found: what did not fit.
+        rows: of :func:`rows_by_place`.
+        together: so many neighbouring samples are not parted: 2 with preferences.
+    """
+    samples = len(found.batch.places_S)
+    middle = -(-samples // (2 * together)) * together
+    return [part(found, rows, 0, min(middle, samples)), part(found, rows, min(middle, samples), samples)]
+
+
+def part(found: Facts, rows: Mapping[int, Row], start: int, end: int) -> Facts:
+    """Return the samples ``start`` … ``end − 1`` of ``found`` as a micro-batch of their own; none: one that trains nothing."""
+    places = [int(place) for place in found.batch.places_S[start:end]]
+    batch = micro_batch(_rows(places, rows))
+    assert batch.places_S.tolist() == places
+    first, last = int(found.batch.lengths_S[:start].sum()), int(found.batch.lengths_S[:end].sum())
+    tensors = {field.name: getattr(found, field.name) for field in dataclasses.fields(found) if field.name != "batch"}
+    cut: dict[str, Any] = {
+        name: None if tensor is None else tensor[start:end] if name.endswith("_S") else tensor[first:last]
+        for name, tensor in tensors.items()
+    }
+    return Facts(batch=batch, **cut)
+
+
+def _rows(places: Sequence[int], rows: Mapping[int, Row]) -> list[Row]:
+    """Return rows with the samples at ``places`` only, neighbours of one prompt side by side."""
+    runs: list[list[int]] = []
+    for place in places:
+        if runs and rows[runs[-1][0]] is rows[place]:
+            runs[-1].append(place)
+        else:
+            runs.append([place])
+    return [_row(rows[run[0]], run) for run in runs]
+
+
+def _row(row: Row, places: Sequence[int]) -> Row:
+    samples = dict(zip(row.places, row.samples, strict=True))
+    return dataclasses.replace(row, samples=tuple(samples[place] for place in places), places=tuple(places))

@@ -1,0 +1,267 @@
+"""Put the groups of a step into forward passes. Pure numpy; no model, no settings object.
+
+A group is a :class:`Row`: its prompt once, then its completions side by side. Completions see the prompt and themselves, not
+one another, and their positions start where the prompt ends, so the logprobs are those of separate sequences while the prompt
+is computed once. The rows of a micro-batch lie end to end; nothing is padded::
+
+    tokens      12+34=  4 6  4 7  5    98-1=  7        each prompt, then each completion without its last token (which
+    segments    0       1    2    3    4      5        predicts nothing)
+    positions   012345  6 7  6 7  6    01234  5
+    sees also           0    0    0           4        a segment sees itself, causally, and all of its prompt
+
+A model that cannot do that computes each sequence by itself (``trainer.packing``). Its rows repeat the prompt for each completion, so
+that tokens and costs are what is computed, and everything else stays the same.
+
+A row that would exceed the cap is split between completions. Pieces go to ranks by their cost (``flops``), costliest first to
+the rank that has least; on a rank, first-fit-decreasing says how few micro-batches hold them, and costs are spread evenly over
+so many. Every rank computes the same plan and has the same number of micro-batches (some may be empty).
+
+Shapes: ``B`` 1 (models want it), ``T`` tokens of the micro-batch, ``K`` segments, ``N`` trained tokens, ``S`` samples.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from services.trainer.batch.flops import ModelSizes, forward_flops
+from shared.bus.messages import Float32Array, Int32Array, Sample
+
+Int64Array = npt.NDArray[np.int64]
+
+TOKENS_ALONE = ModelSizes()
+"""Costs are tokens."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """A prompt and some of its completions, with the place of each in the batch."""
+
+    prompt_token_ids: Int32Array
+    samples: tuple[Sample, ...]
+    places: tuple[int, ...]
+    temperature: float = 1.0
+    """At which the completions were sampled."""
+    shares_prompt: bool = True
+    """Whether the prompt is computed once, not once for each completion."""
+
+    @property
+    def prompts(self) -> int:
+        """How often the prompt is computed."""
+        return 1 if self.shares_prompt else max(1, len(self.samples))
+
+    @property
+    def tokens(self) -> int:
+        """How long the row is."""
+        return self.prompts * len(self.prompt_token_ids) + sum(len(sample.token_ids) - 1 for sample in self.samples)
+
+    @property
+    def visible_pairs(self) -> int:
+        """How many pairs of a position and one that it sees, itself included."""
+        return self.pairs_within(self.tokens)
+
+    def pairs_within(self, window: int) -> int:
+        """Return :attr:`visible_pairs` of a layer whose positions see ``window`` tokens at most, themselves included."""
+        prompt = len(self.prompt_token_ids)
+        ends = [prompt + len(sample.token_ids) - 1 for sample in self.samples]
+        before = _causal_pairs(prompt, window)
+        return self.prompts * before + sum(_causal_pairs(end, window) - before for end in ends)
+
+    def unshared(self) -> list["Row"]:
+        """Return the row as rows that each compute their prompt once: itself, or one for each completion."""
+        if self.shares_prompt or len(self.samples) < 2:
+            return [self]
+        return [part(self, index, index + 1) for index in range(len(self.samples))]
+
+    def flops(self, sizes: ModelSizes) -> float:
+        """Operations of its forward pass."""
+        predicted = sum(len(sample.token_ids) for sample in self.samples)
+        windowed = [self.pairs_within(window) for window, _ in sizes.windows]
+        return forward_flops(self.tokens, self.visible_pairs, predicted, sizes, windowed)
+
+
+def _causal_pairs(tokens: int, window: int) -> int:
+    """Return how many pairs a sequence has, when each position sees itself and those before it, ``window`` at most."""
+    inside = min(tokens, window)
+    return inside * (inside + 1) // 2 + (tokens - inside) * window
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Segments:
+    """Where prompts and completions lie in the row, in its order; together they are all of it, and none is empty."""
+
+    starts_K: Int64Array
+    lengths_K: Int64Array
+    prompt_starts_K: Int64Array
+    """Where the tokens lie that a segment sees beside itself."""
+    prompt_lengths_K: Int64Array
+    """How many these are; 0 for a prompt."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One forward pass on one rank. ``columns_N`` say which position predicts each trained token.
+
+    Trained tokens lie sample after sample: the first ``lengths_S[0]`` belong to the first, and so on.
+    """
+
+    input_ids_BT: Int64Array
+    position_ids_BT: Int64Array
+    segments: Segments
+    columns_N: Int64Array
+    targets_N: Int64Array
+    behavior_logprobs_N: Float32Array
+    temperatures_N: Float32Array
+    """At which each trained token was sampled."""
+    lengths_S: Int64Array
+    """Trained tokens of each sample."""
+    places_S: Int64Array
+    """The place of each sample in the batch."""
+    flops: float = 0.0
+    """Operations of the forward pass, as the plan's model sizes have it."""
+
+    @property
+    def tokens(self) -> int:
+        """Computed positions."""
+        return int(self.input_ids_BT.size)
+
+
+def split_row(row: Row, max_tokens: int) -> list[Row]:
+    """Return ``row`` in pieces of at most ``max_tokens``; a single completion that is longer stands alone."""
+    pieces: list[Row] = []
+    start = 0
+    for index in range(1, len(row.samples)):
+        if part(row, start, index + 1).tokens > max_tokens:
+            pieces.append(part(row, start, index))
+            start = index
+    pieces.append(part(row, start, len(row.samples)))
+    return pieces
+
+
+def part(row: Row, start: int, end: int) -> Row:
+    """Return ``row`` with its samples ``start`` … ``end − 1`` only."""
+    return dataclasses.replace(row, samples=row.samples[start:end], places=row.places[start:end])
+
+
+def plan(
+    rows: Sequence[Row], max_tokens: int, ranks: int, *, split: bool = True, sizes: ModelSizes = TOKENS_ALONE
+) -> list[list[MicroBatch]]:
+    """Return the micro-batches of each rank, equally many for each.
+
+    Args:
+        rows: the groups.
+        max_tokens: most tokens of a micro-batch; only a row that cannot be split is longer.
+        ranks: how many there are.
+        split: whether a row may be split between completions.
+        sizes: the model, whose costs are balanced over ranks and micro-batches.
+    """
+    shares = assign_pieces(rows, max_tokens, ranks, split=split, sizes=sizes)
+    return [[micro_batch(chunk, sizes) for chunk in share] for share in shares]
+
+
+def assign_pieces(
+    rows: Sequence[Row], max_tokens: int, ranks: int, *, split: bool = True, sizes: ModelSizes = TOKENS_ALONE
+) -> list[list[list[Row]]]:
+    """Return what :func:`plan` lays out: of each rank, of each micro-batch, the pieces."""
+    pieces = [piece for row in rows for piece in (split_row(row, max_tokens) if split else [row])]
+    shares: list[list[Row]] = [[] for _ in range(ranks)]
+    loads = [0.0] * ranks
+    for piece in sorted(pieces, key=lambda piece: -piece.flops(sizes)):  # stable: the order of the batch breaks ties
+        lightest = loads.index(min(loads))
+        shares[lightest].append(piece)
+        loads[lightest] += piece.flops(sizes)
+    fitted = [_first_fit(share, max_tokens) for share in shares]
+    count = max(1, *(len(chunks) for chunks in fitted))
+    return [_spread(share, chunks, count, max_tokens, sizes) for share, chunks in zip(shares, fitted, strict=True)]
+
+
+def _first_fit(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
+    """Put each row, longest first, into the first chunk that has room."""
+    chunks: list[list[Row]] = []
+    rooms: list[int] = []
+    for row in sorted(rows, key=lambda row: -row.tokens):
+        place = next((place for place, room in enumerate(rooms) if room >= row.tokens), len(chunks))
+        if place == len(chunks):
+            chunks.append([])
+            rooms.append(max_tokens)
+        chunks[place].append(row)
+        rooms[place] -= row.tokens
+    return chunks
+
+
+def _spread(
+    rows: Sequence[Row], fitted: list[list[Row]], count: int, max_tokens: int, sizes: ModelSizes
+) -> list[list[Row]]:
+    """Put ``rows``, costliest first, into ``count`` chunks of even cost; as ``fitted`` where the cap does not let them."""
+    chunks: list[list[Row]] = [[] for _ in range(count)]
+    rooms, loads = [max_tokens] * count, [0.0] * count
+    for row in rows:
+        possible = [place for place in range(count) if rooms[place] >= row.tokens]
+        if not possible:
+            return fitted + [[] for _ in range(count - len(fitted))]
+        lightest = min(possible, key=loads.__getitem__)
+        chunks[lightest].append(row)
+        rooms[lightest] -= row.tokens
+        loads[lightest] += row.flops(sizes)
+    return chunks
+
+
+def micro_batch(rows: Sequence[Row], sizes: ModelSizes = TOKENS_ALONE) -> MicroBatch:
+    """Lay rows end to end; without rows, one position that trains nothing."""
+    single = [one for row in rows for one in row.unshared()]
+    input_ids, positions, columns = _lay_out(single) if rows else (np.zeros(1, np.int64), np.zeros(1, np.int64), [])
+    samples = [sample for row in rows for sample in row.samples]
+    return MicroBatch(
+        input_ids_BT=input_ids[None],
+        position_ids_BT=positions[None],
+        segments=_segments(single),
+        columns_N=_join(columns, np.int64),
+        targets_N=_join([sample.token_ids for sample in samples], np.int64),
+        behavior_logprobs_N=_join([sample.behavior_logprobs for sample in samples], np.float32),
+        temperatures_N=_join(
+            [np.full(len(sample.token_ids), row.temperature) for row in rows for sample in row.samples], np.float32
+        ),
+        lengths_S=np.array([len(sample.token_ids) for sample in samples], dtype=np.int64),
+        places_S=np.array([place for row in rows for place in row.places], dtype=np.int64),
+        flops=sum(row.flops(sizes) for row in rows),
+    )
+
+
+def _lay_out(rows: Sequence[Row]) -> tuple[Int64Array, Int64Array, list[Int64Array]]:
+    input_ids: list[Int32Array] = []
+    positions: list[Int64Array] = []
+    columns: list[Int64Array] = []
+    start = 0
+    for row in rows:
+        prompt = len(row.prompt_token_ids)
+        input_ids.append(row.prompt_token_ids)
+        positions.append(np.arange(prompt))
+        last, start = start + prompt - 1, start + prompt
+        for sample in row.samples:
+            length = len(sample.token_ids) - 1
+            input_ids.append(sample.token_ids[:-1])
+            positions.append(np.arange(prompt, prompt + length))
+            columns.append(np.concatenate(([last], np.arange(start, start + length))))
+            start += length
+    return _join(input_ids, np.int64), _join(positions, np.int64), columns
+
+
+def _segments(rows: Sequence[Row]) -> Segments:
+    found: list[tuple[int, int, int, int]] = []
+    start = 0
+    for row in rows:
+        prompt_start, prompt = start, len(row.prompt_token_ids)
+        found.append((start, prompt, prompt_start, 0))
+        start += prompt
+        for sample in row.samples:
+            length = len(sample.token_ids) - 1
+            if length:
+                found.append((start, length, prompt_start, prompt))
+            start += length
+    return Segments(*np.array(found or [(0, 1, 0, 0)], dtype=np.int64).T.copy())
+
+
+def _join(parts: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:
+    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype=dtype)

@@ -1,0 +1,67 @@
+"""What is known of the tokens of a micro-batch before they are trained on, on the device of the rank that trains them."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.trainer.batch.packing import MicroBatch
+from shared.bus.messages import Experience, Float32Array
+from shared.errors import SettingsError
+
+
+@dataclasses.dataclass(slots=True)
+class Facts:
+    """Filled in the order of the fields; None where the run's algorithm does not need it.
+
+    ``N`` trained tokens, sample after sample, ``lengths_S`` of them each. Logprobs are in nats.
+    """
+
+    batch: MicroBatch
+    lengths_S: Tensor
+    behavior_logprobs_N: Tensor
+    lags_N: Tensor
+    """Steps between the head and the oldest token of the token's group."""
+    proximal_logprobs_N: Tensor | None = None
+    """Under the weights before this step."""
+    reference_logprobs_N: Tensor | None = None
+    values_N: Tensor | None = None
+    """The critic's, before this step's updates."""
+    advantages_N: Tensor | None = None
+    returns_N: Tensor | None = None
+
+
+def of(batch: MicroBatch, lags_M: Sequence[int], device: torch.device) -> Facts:
+    """Return what the micro-batch itself tells; ``lags_M`` is the lag of every sample of the batch."""
+    lags_S = np.array([lags_M[place] for place in batch.places_S], dtype=np.float32)
+    return Facts(
+        batch=batch,
+        lengths_S=torch.from_numpy(batch.lengths_S).to(device),
+        behavior_logprobs_N=torch.from_numpy(batch.behavior_logprobs_N).to(device),
+        lags_N=torch.from_numpy(np.repeat(lags_S, batch.lengths_S)).to(device),
+    )
+
+
+def add_reference(everything: Sequence[Facts], batch: Sequence[Experience]) -> None:
+    """Give every token the reference logprob that came with its group.
+
+    Raises:
+        SettingsError: a group of the journal, from before the setting was changed, came without.
+    """
+    logprobs_M = [logprobs for experience in batch for logprobs in _reference_of_samples(experience)]
+    for found in everything:
+        parts = [logprobs_M[place] for place in found.batch.places_S]
+        logprobs_N = np.concatenate([np.zeros(0, np.float32), *parts])
+        found.reference_logprobs_N = torch.from_numpy(logprobs_N).to(found.behavior_logprobs_N.device)
+
+
+def _reference_of_samples(experience: Experience) -> list[Float32Array]:
+    if experience.reference_logprobs is None:
+        raise SettingsError(
+            f"expected reference logprobs with group {experience.group.prompt.group_id} in the journal, found none: it was "
+            'trained with algorithm.reference = "trainer"; set that'
+        )
+    ends = np.cumsum([len(sample.token_ids) for sample in experience.group.samples])
+    return np.split(experience.reference_logprobs, ends[:-1])

@@ -1,0 +1,205 @@
+"""The newest intact checkpoint of a run, in its folder or in object storage.
+
+::
+
+    run folder, newest first ──▶ intact? ──▶ the journal continues it ──────────────────────▶ this one
+                     └ damaged: noted, the next older one      └ it does not: the store, newest first, where it has a newer one
+                                                                     └ damaged: noted, the next older one
+
+A checkpoint of the folder is verified by the digests that were written with it, one of the store while it is fetched. Steps that the journal
+holds after a checkpoint it also holds after a newer one, so the newest intact checkpoint is always the one that loses least.
+
+While the store does not answer and is needed, the search waits; where it denies access, it is refused. Nothing is changed or loaded here.
+"""
+
+import asyncio
+import dataclasses
+import functools
+import logging
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from services.trainer.checkpoint import local_store
+from services.trainer.checkpoint.local_store import Checkpoint
+from services.trainer.checkpoint.remote_store import CheckpointStore, StoredCheckpoint
+from services.trainer.checkpoint.signatures import UNSIGNED, Signer
+from shared.bus.bus import Bus
+from shared.bus.messages import PolicyVersion
+from shared.bus.stores.ledger import JournalEntry, Ledger, RunStatus
+from shared.errors import SettingsError, StoreError, WeightsError
+from shared.process.telemetry import tell
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Journal = tuple[tuple[JournalEntry, ...], ...]
+"""The groups of each step after a checkpoint, up to the ledger's step."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Damage:
+    """A checkpoint that cannot be loaded."""
+
+    place: str
+    """Its folder or URI."""
+    step: int
+    reason: str
+
+    def __str__(self) -> str:
+        """Say what is damaged, and how."""
+        return f"the checkpoint of step {self.step} is damaged ({self.reason}; it is {self.place})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """The newest intact checkpoint."""
+
+    checkpoint: Checkpoint | None
+    """None: there is none."""
+    stored: StoredCheckpoint | None
+    """Where it was fetched from; None: it was in the folder."""
+    journal: Journal | None
+    """None: steps between the checkpoint and the ledger are in no journal."""
+    damages: tuple[Damage, ...]
+    """Newer checkpoints that are damaged, newest first."""
+
+
+async def journal_after(ledger: Ledger, checkpoint: Checkpoint | None, status: RunStatus) -> Journal | None:
+    """Return the groups of each step from the checkpoint to the ledger's step; None where the journal lacks one."""
+    by_step: dict[int, list[JournalEntry]] = defaultdict(list)
+    for entry in await ledger.journal(checkpoint.state.journal_entry if checkpoint is not None else ""):
+        by_step[entry.step].append(entry)
+    start = checkpoint.state.step if checkpoint is not None else 0
+    steps = [step for step in sorted(by_step) if step > start]
+    return tuple(tuple(by_step[step]) for step in steps) if steps == list(range(start + 1, status.step + 1)) else None
+
+
+class Candidates:
+    """The checkpoints of one run.
+
+    Args:
+        bus: of the run.
+        ledger: of the run.
+        store: its object storage, where it has one.
+        root: the folder of its checkpoints.
+        status: where the ledger is; None where the bus lost the run.
+        revoked: versions that a rollback left.
+        signer: verifies the checkpoints of the folder.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        ledger: Ledger,
+        store: CheckpointStore | None,
+        root: Path,
+        status: RunStatus | None,
+        revoked: frozenset[PolicyVersion],
+        signer: Signer = UNSIGNED,
+    ) -> None:
+        self._bus, self._ledger, self._store = bus, ledger, store
+        self._root, self._status, self._revoked = root, status, revoked
+        self._signer = signer
+        self._damages: list[Damage] = []
+
+    async def choose(self) -> Choice:
+        """Return the newest intact checkpoint.
+
+        Raises:
+            SettingsError: object storage is needed, and denies access.
+        """
+        local = await self._newest_of_folder()
+        journal = await self._journal(local)
+        newer = None
+        if self._store is not None and (self._status is None or journal is None):
+            newer = await self._newest_of_store(self._store, local)
+        if newer is None:
+            return self._choice(local, None, journal)
+        checkpoint, stored = newer
+        return self._choice(checkpoint, stored, await self._journal(checkpoint))
+
+    def _choice(
+        self, checkpoint: Checkpoint | None, stored: StoredCheckpoint | None, journal: Journal | None
+    ) -> Choice:
+        least = -1 if checkpoint is None else checkpoint.state.step
+        damages = (one for one in self._damages if one.step >= least)
+        return Choice(checkpoint, stored, journal, tuple(sorted(damages, key=lambda one: -one.step)))
+
+    async def _journal(self, checkpoint: Checkpoint | None) -> Journal | None:
+        return () if self._status is None else await journal_after(self._ledger, checkpoint, self._status)
+
+    # ---------------------------------------------------------------- the folder
+
+    async def _newest_of_folder(self) -> Checkpoint | None:
+        named = {where for v, where in (await self._ledger.checkpoints()).items() if v not in self._revoked}
+        folders = {Path(where) for where in named if Path(where).parent == self._root}
+        folders |= set(self._root.glob("step-*")) if self._root.is_dir() else set()
+        steps = {folder: step for folder in folders if (step := local_store.step_of(folder)) is not None}
+        for folder, step in sorted(steps.items(), key=lambda item: -item[1]):
+            found = local_store.read(folder)
+            if (found is not None and found.state.version in self._revoked) or self._is_ahead(step):
+                continue
+            reason = await asyncio.to_thread(local_store.damage, folder, signer=self._signer)
+            if not reason:
+                return found
+            remains = self._status is not None and str(folder) not in named
+            if found is not None or not remains or (folder / local_store.MARKER).is_file():
+                self._damages.append(Damage(str(folder), step, reason))
+        return None
+
+    def _is_ahead(self, step: int) -> bool:
+        """Whether a step is after the ledger's: the bus came back with older data."""
+        return self._status is not None and step > self._status.step
+
+    # ---------------------------------------------------------------- the store
+
+    async def _newest_of_store(
+        self, store: CheckpointStore, local: Checkpoint | None
+    ) -> tuple[Checkpoint, StoredCheckpoint] | None:
+        """Return the newest intact stored checkpoint that is newer than ``local``, fetched."""
+        stored = [one for one in await self._ask(store.whole) if one.state.version not in self._revoked]
+        for name, why in sorted(store.unreadable.items()):
+            reason = f"the manifest of {name} in {store.uri} is refused: {why}"
+            self._damages.append(Damage(f"{store.uri}checkpoints/{name}", _step_in(name), reason))
+            await self._tell_damage(reason)
+        for one in reversed(stored):
+            if local is not None and local.state.version >= one.state.version:
+                break
+            if self._is_ahead(one.state.step):
+                continue
+            try:
+                return await self._ask(functools.partial(store.fetch, one, self._root)), one
+            except WeightsError as error:
+                self._damages.append(Damage(one.uri, one.state.step, str(error)))
+                await self._tell_damage(str(error))
+        return None
+
+    async def _tell_damage(self, detail: str) -> None:
+        await tell(self._bus, "trainer", "stored checkpoint damaged", f"{detail}: the next older one is tried")
+
+    async def _ask(self, work: Callable[[], T]) -> T:
+        """Return what the store answers, as soon as it does."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                return await asyncio.to_thread(work)
+            except StoreError as error:
+                if error.denied:
+                    raise SettingsError(
+                        f"{error}: the run's folder alone does not say where to go on; change trainer.store or the credentials "
+                        "in the environment"
+                    ) from error
+                log.warning("waiting for object storage", extra={"error": str(error)})
+                if pause_s == _FIRST_PAUSE_S:
+                    await tell(self._bus, "trainer", "waiting for object storage", str(error))
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _step_in(name: str) -> int:
+    """Return the step in the name of a stored checkpoint; 0 where it says none."""
+    words = name.split("-")
+    return int(words[1]) if len(words) > 1 and words[1].isdecimal() else 0

@@ -1,0 +1,253 @@
+"""Checkpoints on disk: written beside, made whole by one rename, newest kept.
+
+::
+
+    <run folder>/checkpoints/step-000020/
+        engine/         DeepSpeed: model and optimizer, one file a rank; with adapters, theirs only
+        critic/         the same of the critic, where there is one
+        state.json      step, version, cursor, last journal entry, ranks, ZeRO stage; size and SHA-256 of every file
+                        (written last)
+
+A folder without ``state.json`` is no checkpoint. Each rank computes the digests of the files that it wrote; :func:`damage`
+compares them before a checkpoint is loaded, and looks at the signature (``signatures``) and into the pickles (``pickles``). Ranks and ZeRO stage may not change between save and load;
+the message says what to do instead. (Weights alone are read whatever the ranks, see ``export``.)
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import shutil
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from services.trainer.checkpoint import manifests, pickles
+from services.trainer.checkpoint.manifests import CheckpointFile, CheckpointState, decode_files, decode_state, digest_of
+from services.trainer.checkpoint.signatures import FIELD, UNSIGNED, Signer
+from shared.errors import SettingsError
+from shared.files import durable
+from shared.settings import PolicySettings
+
+MARKER = "state.json"
+"""The file that makes a folder a checkpoint."""
+_DIGEST = "sha256"
+"""In the marker: the SHA-256 of everything else in it but the signature."""
+_MOST_READERS = 8
+_SET_ASIDE = "damaged-"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A whole checkpoint."""
+
+    folder: Path
+    state: CheckpointState
+    files: tuple[CheckpointFile, ...] = ()
+    """Every file but ``state.json``; empty for a checkpoint of a Penstock that wrote no digests, which cannot be verified."""
+
+
+def beside(root: Path, step: int) -> Path:
+    """Return the folder in which the checkpoint of ``step`` is written before it is made whole."""
+    return root / f".step-{step:06d}.tmp"
+
+
+def make_whole(
+    root: Path,
+    state: CheckpointState,
+    written: Mapping[Path, CheckpointFile] | None = None,
+    signer: Signer = UNSIGNED,
+) -> Checkpoint:
+    """Write the marker into :func:`beside`, and rename the folder into place.
+
+    Args:
+        root: the folder of the run's checkpoints.
+        state: what the checkpoint knows beside weights and optimizer.
+        written: the files whose digests are known, by path; those of the others are computed here.
+        signer: signs the marker.
+
+    Raises:
+        OSError: storage refused it.
+    """
+    folder, known = beside(root, state.step), written or {}
+    files = tuple(
+        dataclasses.replace(known.get(path) or digest(path), name=path.relative_to(folder).as_posix())
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path != folder / MARKER
+    )
+    content = {**dataclasses.asdict(state), "files": [dataclasses.asdict(one) for one in files]}
+    text = json.dumps(signer.signed({**content, _DIGEST: digest_of(content)}), indent=1)
+    (folder / MARKER).write_text(text, encoding="utf-8")
+    return rename(folder, root, state, files)
+
+
+def rename(written: Path, root: Path, state: CheckpointState, files: tuple[CheckpointFile, ...]) -> Checkpoint:
+    """Make the folder ``written``, which holds all of a checkpoint, the one of its step under ``root``."""
+    folder = root / f"step-{state.step:06d}"
+    for path in [*written.rglob("*"), written]:
+        durable.flush(path)
+    shutil.rmtree(folder, ignore_errors=True)
+    written.rename(folder)
+    durable.flush(root)
+    return Checkpoint(folder, state, files)
+
+
+def clear_unfinished(root: Path) -> None:
+    """Delete what a trainer that was killed while it wrote a checkpoint left."""
+    for folder in root.glob(".step-*.tmp"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def digest(path: Path) -> CheckpointFile:
+    """Return the size and the SHA-256 of a file, under its own name.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        return CheckpointFile(path.name, os.fstat(file.fileno()).st_size, sha256)
+
+
+# ---------------------------------------------------------------- find and verify
+
+
+def find(root: Path) -> list[Checkpoint]:
+    """Return the whole checkpoints under ``root``, oldest first. Their files are not read, see :func:`damage`."""
+    found = []
+    for folder in sorted(root.glob("step-*")) if root.is_dir() else ():
+        if (checkpoint := read(folder)) is not None:
+            found.append(checkpoint)
+    return found
+
+
+def read(folder: Path) -> Checkpoint | None:
+    """Return the checkpoint in ``folder``; None where its marker is missing or not what was written."""
+    raw = _marker(folder)
+    return None if raw is None else _decode(folder, raw)
+
+
+def _marker(folder: Path) -> dict[str, Any] | None:
+    try:
+        with (folder / MARKER).open("rb") as file:
+            return manifests.parse(file.read(manifests.MOST_BYTES + 1))
+    except (OSError, ValueError):
+        return None
+
+
+def _decode(folder: Path, marker: Mapping[str, Any]) -> Checkpoint | None:
+    raw = {name: value for name, value in marker.items() if name not in (_DIGEST, FIELD)}
+    try:
+        if "files" in raw and marker.get(_DIGEST) != digest_of(raw):
+            return None
+        files = decode_files(raw.pop("files", ()))
+        return Checkpoint(folder, decode_state(raw), files)
+    except ValueError:
+        return None
+
+
+def damage(folder: Path, ending: str = "", signer: Signer = UNSIGNED) -> str:
+    """Return why the checkpoint in ``folder`` cannot be loaded, in words; "" where every byte is what was written.
+
+    Reads all of it, or only the files whose names end with ``ending``, with several threads.
+    """
+    if not folder.is_dir():
+        return "the folder is missing"
+    if not (folder / MARKER).is_file():
+        return f"{MARKER} is missing"
+    marker = _marker(folder)
+    if marker is None or (checkpoint := _decode(folder, marker)) is None:
+        return f"{MARKER} is not what was written"
+    if reason := signer.refusal(marker):
+        return reason
+    if checkpoint.files and (unknown := _unknown_pickle(checkpoint)):
+        return f"{unknown} is not one of the files that were written"
+    files = [file for file in checkpoint.files if file.name.endswith(ending)]
+    largest_first = sorted(files, key=lambda file: -file.nbytes)
+    with concurrent.futures.ThreadPoolExecutor(min(_MOST_READERS, os.cpu_count() or 1)) as readers:
+        return next(filter(None, readers.map(functools.partial(_damage_of, folder), largest_first)), "")
+
+
+def _unknown_pickle(checkpoint: Checkpoint) -> str:
+    """Return a file that DeepSpeed may load although the marker does not list it; "" where there is none."""
+    names = {path.relative_to(checkpoint.folder).as_posix() for path in checkpoint.folder.rglob(f"*{pickles.SUFFIX}")}
+    return min(names - {file.name for file in checkpoint.files}, default="")
+
+
+def _damage_of(folder: Path, file: CheckpointFile) -> str:
+    path = folder / file.name
+    try:
+        if path.resolve() != folder.resolve() / file.name or not stat.S_ISREG(path.lstat().st_mode):
+            return f"{file.name} is a link or no regular file"
+        if (nbytes := path.stat().st_size) != file.nbytes:
+            return f"{file.name} has {nbytes:,} bytes instead of {file.nbytes:,}"
+        if digest(path).sha256 != file.sha256:
+            return f"the content of {file.name} is not what was written"
+        return pickles.refusal(path) if file.name.endswith(pickles.SUFFIX) else ""
+    except FileNotFoundError:
+        return f"{file.name} is missing"
+    except OSError as error:
+        return f"{file.name} cannot be read: {error.strerror}"
+
+
+def step_of(folder: Path) -> int | None:
+    """Return the step that the name of a checkpoint's folder says; None where it is no such name."""
+    prefix, _, number = folder.name.partition("-")
+    return int(number) if prefix == "step" and number.isdecimal() else None
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename the folder of a damaged checkpoint, so that it is none any more; return where it is now.
+
+    Raises:
+        OSError: it cannot be renamed, or is missing.
+    """
+    aside = folder.with_name(f"{_SET_ASIDE}{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    return folder.rename(aside)
+
+
+def check_ranks(checkpoint: Checkpoint, ranks: int, zero_stage: int) -> None:
+    """Raise SettingsError where a checkpoint was written by another number of ranks or ZeRO stage."""
+    state = checkpoint.state
+    if (state.ranks, state.zero_stage) != (ranks, zero_stage):
+        raise SettingsError(
+            f"expected to resume {checkpoint.folder} with {state.ranks} ranks (trainer.ranks × trainer.nodes) and trainer.zero_stage = "
+            f"{state.zero_stage}, which wrote it, found {ranks} and {zero_stage}: change them back, or start a new run from "
+            f"what `penstock export --version {state.version}` writes"
+        )
+
+
+def base_of(policy: PolicySettings) -> str:
+    """Return what adapters belong to, in words; "" without any."""
+    lora = policy.lora
+    return f"{policy.model} (rank {lora.rank}, alpha {lora.alpha:g}, {lora.target_modules})" if lora.rank else ""
+
+
+def check_base(checkpoint: Checkpoint, policy: PolicySettings) -> None:
+    """Raise SettingsError where a checkpoint's adapters are not those of the settings."""
+    found, expected = base_of(policy), checkpoint.state.adapter_of
+    if found != expected:
+        raise SettingsError(
+            f"expected to resume {checkpoint.folder} with {expected or 'no adapters'}, which wrote it, found "
+            f"{found or 'no adapters'}: change policy.model or policy.lora back"
+        )
+
+
+def superfluous(root: Path, keep_last: int) -> list[Checkpoint]:
+    """Return all but the newest ``keep_last`` checkpoints."""
+    return find(root)[:-keep_last]
+
+
+def is_there(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is still whole on disk, and its folder not another's by now."""
+    return read(checkpoint.folder) == checkpoint
+
+
+def delete(checkpoint: Checkpoint) -> None:
+    """Delete a checkpoint: first its marker, so that half of one is none."""
+    (checkpoint.folder / MARKER).unlink(missing_ok=True)
+    shutil.rmtree(checkpoint.folder, ignore_errors=True)

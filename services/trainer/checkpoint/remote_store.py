@@ -1,0 +1,302 @@
+"""Checkpoints in object storage: files first, the manifest last, and by its digest nothing is ever written over.
+
+::
+
+    <trainer.store.uri>/<run id>/
+        checkpoints/step-000020-v000025-0f3a…/      the last part is the SHA-256 of the manifest (its beginning)
+            engine/… critic/… state.json            as in the run's folder
+            manifest.json                           the state, and every file with its size and SHA-256; written last
+        policy/ adapter/                            the final policy, as in the run's folder
+
+What has no manifest is no checkpoint. Whoever can write to the bucket chooses what is read here: names stay inside the checkpoint's folder
+(``manifests``), no more bytes are fetched than the manifest says and the disk has room for, and with keys an unsigned manifest is
+refused (``signatures``). The name follows from the content, so an upload that was killed goes on where it was,
+and two trainers, one of them presumed dead, cannot mix their files. A file that is missing or differs is
+found when it is fetched. Which ones are kept and when to fetch is not decided here.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import logging
+import re
+import shutil
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from services.trainer.checkpoint import local_store, manifests, pickles
+from services.trainer.checkpoint.local_store import Checkpoint, digest
+from services.trainer.checkpoint.manifests import CheckpointFile, CheckpointState
+from services.trainer.checkpoint.s3 import Object, ObjectStore
+from services.trainer.checkpoint.signatures import UNSIGNED, Signer, open_signer
+from shared.errors import StoreError, WeightsError
+from shared.files import durable
+from shared.settings import Settings
+
+log = logging.getLogger(__name__)
+
+_FOLDER = "checkpoints/"
+_MANIFEST = "manifest.json"
+_LETTERS = 16
+_NAME = re.compile(r"step-[0-9]{6,12}-v[0-9]{6,12}-[0-9a-f]{16}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredCheckpoint:
+    """A checkpoint whose manifest is there."""
+
+    name: str
+    uri: str
+    state: CheckpointState
+    files: tuple[CheckpointFile, ...]
+    stored_at_s: float
+
+
+class CheckpointStore:
+    """The checkpoints of one run in ``objects``, for any thread. Every method may raise StoreError."""
+
+    def __init__(self, objects: ObjectStore, signer: Signer = UNSIGNED) -> None:
+        self._objects = objects
+        self._signer = signer
+        self._changing = (
+            threading.Lock()
+        )  # held while a field below changes or is copied, never while the store is asked
+        self._known: dict[str, StoredCheckpoint] = {}
+        self._unreadable: dict[str, str] = {}
+        self._damaged: set[str] = set()
+
+    @property
+    def unreadable(self) -> dict[str, str]:
+        """Why a manifest is refused, by the name of its checkpoint, as far as is known now."""
+        with self._changing:
+            return dict(self._unreadable)
+
+    @property
+    def damaged(self) -> frozenset[str]:
+        """Checkpoints of which a file turned out to be missing or damaged, as far as is known now."""
+        with self._changing:
+            return frozenset(self._damaged)
+
+    @property
+    def uri(self) -> str:
+        """Where the run lies."""
+        return self._objects.uri
+
+    def whole(self) -> list[StoredCheckpoint]:
+        """Return the checkpoints whose manifest is there, oldest version first."""
+        listed = self._objects.list(_FOLDER)
+        with self._changing:
+            known = dict(self._known)
+        found = {}
+        for key, one in listed.items():
+            name, _, rest = key.removeprefix(_FOLDER).partition("/")
+            if rest == _MANIFEST and _NAME.fullmatch(name):
+                checkpoint = known.get(name) or self._open(name, one.modified_s)
+                if checkpoint is not None:
+                    found[name] = checkpoint
+        with self._changing:
+            self._known = found
+        return sorted(found.values(), key=lambda one: (one.state.version, one.stored_at_s))
+
+    def _open(self, name: str, stored_at_s: float) -> StoredCheckpoint | None:
+        data = self._objects.read(f"{_FOLDER}{name}/{_MANIFEST}", manifests.MOST_BYTES + 1) or b""
+        try:
+            state, files = self._decode(name, data)
+        except ValueError as error:
+            with self._changing:
+                is_new = name not in self._unreadable
+                self._unreadable[name] = str(error)
+            if is_new:
+                log.warning("manifest of a stored checkpoint is refused", extra={"uri": name, "error": str(error)})
+            return None
+        return StoredCheckpoint(name, self._uri(name), state, files, stored_at_s)
+
+    def _decode(self, name: str, data: bytes) -> tuple[CheckpointState, tuple[CheckpointFile, ...]]:
+        if not name.endswith(_letters(data)):
+            raise ValueError(f"its digest is {_letters(data)}")
+        raw = manifests.parse(data)
+        if reason := self._signer.refusal(raw):
+            raise ValueError(reason)
+        if not isinstance(raw.get("state"), dict):
+            raise ValueError("it has no state")
+        state, files = manifests.decode_state(raw["state"]), manifests.decode_files(raw.get("files"))
+        if name != _name(state, data):
+            raise ValueError(f"its state belongs to {_name(state, data)}")
+        return state, files
+
+    def _uri(self, name: str) -> str:
+        return f"{self.uri}{_FOLDER}{name}"
+
+    # ---------------------------------------------------------------- write
+
+    def put(self, checkpoint: Checkpoint) -> tuple[StoredCheckpoint, int]:
+        """Copy a whole checkpoint from disk; return it and the bytes sent, 0 where it was there.
+
+        What an upload that was broken off left is not sent again.
+        """
+        files = tuple(_file(checkpoint.folder, path) for path in _files(checkpoint.folder))
+        if other := set(checkpoint.files) - set(files):
+            names = ", ".join(sorted(one.name for one in other))
+            raise StoreError(
+                f"expected {names} in {checkpoint.folder} as it was written, found otherwise: it is damaged"
+            )
+        content = {"state": dataclasses.asdict(checkpoint.state), "files": [dataclasses.asdict(one) for one in files]}
+        manifest = json.dumps(self._signer.signed(content), sort_keys=True).encode()
+        state = checkpoint.state
+        name = _name(state, manifest)
+        there = self._objects.list(f"{_FOLDER}{name}/")
+        if (found := there.get(f"{_FOLDER}{name}/{_MANIFEST}")) is not None:
+            return StoredCheckpoint(name, self._uri(name), state, files, found.modified_s), 0
+        sent_bytes = 0
+        for one in files:
+            key = f"{_FOLDER}{name}/{one.name}"
+            if key not in there or there[key].nbytes != one.nbytes:
+                self._objects.upload(checkpoint.folder / one.name, key)
+                sent_bytes += one.nbytes
+        if not local_store.is_there(checkpoint):
+            raise StoreError(f"expected {checkpoint.folder} to stay as it was, found it gone or another's")
+        stored_at_s = self._finish(name, files, manifest)
+        return StoredCheckpoint(name, self._uri(name), state, files, stored_at_s), sent_bytes
+
+    def _finish(self, name: str, files: tuple[CheckpointFile, ...], manifest: bytes) -> float:
+        """Write the manifest where every file is there in full length; return when."""
+        there = self._objects.list(f"{_FOLDER}{name}/")
+        for one in files:
+            found = there.get(f"{_FOLDER}{name}/{one.name}")
+            if found is None or found.nbytes != one.nbytes:
+                raise StoreError(f"expected {one.name} of {one.nbytes} bytes in {self._uri(name)}, found {found}")
+        self._objects.write(f"{_FOLDER}{name}/{_MANIFEST}", manifest)
+        return self._objects.list(f"{_FOLDER}{name}/{_MANIFEST}")[f"{_FOLDER}{name}/{_MANIFEST}"].modified_s
+
+    def put_folder(self, folder: Path) -> int:
+        """Copy a folder, such as ``policy``, under its own name; return the bytes."""
+        for path in _files(folder):
+            self._objects.upload(path, f"{folder.name}/{path.relative_to(folder).as_posix()}")
+        return sum(path.stat().st_size for path in _files(folder))
+
+    # ---------------------------------------------------------------- fetch
+
+    def fetch(self, stored: StoredCheckpoint, root: Path) -> Checkpoint:
+        """Bring a checkpoint to ``root``, whole by one rename, as one that was written there.
+
+        Files that a fetch before it brought are not fetched again. Needs room for the whole checkpoint.
+
+        Raises:
+            WeightsError: a file is missing or not what was written.
+        """
+        beside = root / f".fetch-{stored.name}.tmp"
+        for left in root.glob(".fetch-*.tmp"):
+            if left != beside or left.is_symlink():
+                _remove(left)
+        try:
+            self._fetch_all(stored, beside)
+        except WeightsError:
+            with self._changing:
+                self._damaged.add(stored.name)
+            raise
+        files = tuple(file for file in stored.files if file.name != local_store.MARKER)
+        return local_store.rename(beside, root, stored.state, files)
+
+    def _fetch_all(self, stored: StoredCheckpoint, beside: Path) -> None:
+        listed = self._objects.list(f"{_FOLDER}{stored.name}/")
+        for file in stored.files:
+            _check_size(file, stored, listed)
+        missing = [file for file in stored.files if not _is_there(beside / file.name, file)]
+        free_bytes = durable.free_bytes(_existing(beside)) - durable.LEAST_BYTES
+        if (nbytes := sum(file.nbytes for file in missing)) > max(0, free_bytes):
+            raise StoreError(
+                f"expected {nbytes:,} bytes of free space in {beside.parent} for {stored.uri}, found {free_bytes:,}: make room there"
+            )
+        for file in missing:
+            self._fetch(stored, file, beside / file.name)
+        marker = local_store.read(beside)
+        if marker is None or marker.state != stored.state or not set(marker.files) <= set(stored.files):
+            raise WeightsError(
+                f"expected {local_store.MARKER} of {stored.uri} to agree with its manifest: it is another's"
+            )
+        pickled = (beside / file.name for file in stored.files if file.name.endswith(pickles.SUFFIX))
+        reasons = itertools.chain(
+            [local_store.damage(beside, local_store.MARKER, self._signer)], map(pickles.refusal, pickled)
+        )
+        if reason := next(filter(None, reasons), ""):
+            raise WeightsError(f"refused to load the checkpoint in {stored.uri}: {reason}")
+
+    def _fetch(self, stored: StoredCheckpoint, file: CheckpointFile, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not self._objects.download(f"{_FOLDER}{stored.name}/{file.name}", path, file.nbytes):
+            raise WeightsError(f"expected {file.name} of {file.nbytes} bytes in {stored.uri}: it is missing or larger")
+        if (sha256 := digest(path).sha256) != file.sha256:
+            path.unlink()
+            raise WeightsError(f"expected SHA-256 {file.sha256} of {file.name} in {stored.uri}, found {sha256}")
+
+    # ---------------------------------------------------------------- delete
+
+    def delete(self, stored: StoredCheckpoint) -> None:
+        """Delete a checkpoint: first its manifest, so that half of one is none."""
+        self._objects.delete(f"{_FOLDER}{stored.name}/{_MANIFEST}")
+        for one in stored.files:
+            self._objects.delete(f"{_FOLDER}{stored.name}/{one.name}")
+
+    def clear_remains(self, before_step: int) -> None:
+        """Delete what is no checkpoint of steps before ``before_step``: uploads that nobody goes on with, unreadable manifests."""
+        listed = self._objects.list(_FOLDER)
+        folders = {key.removeprefix(_FOLDER).partition("/")[0] for key in listed}
+        unreadable = self.unreadable
+        for name in sorted(folders):
+            words = name.split("-")
+            older = len(words) == 4 and words[1].isdecimal() and int(words[1]) < before_step
+            if older and (name in unreadable or f"{_FOLDER}{name}/{_MANIFEST}" not in listed):
+                self._objects.abort_uploads(f"{_FOLDER}{name}/")
+                for key in [key for key in listed if key.startswith(f"{_FOLDER}{name}/")]:
+                    self._objects.delete(key)
+
+
+def open_store(settings: Settings) -> CheckpointStore | None:
+    """Return the run's object storage; None where it has none.
+
+    Raises:
+        SettingsError: boto3 is not installed, or makes no client of the settings.
+    """
+    store = settings.trainer.store
+    return CheckpointStore(ObjectStore(store, settings.run.id), open_signer(settings)) if store.uri else None
+
+
+def _letters(manifest: bytes) -> str:
+    return hashlib.sha256(manifest).hexdigest()[:_LETTERS]
+
+
+def _name(state: CheckpointState, manifest: bytes) -> str:
+    return f"step-{state.step:06d}-v{state.version:06d}-{_letters(manifest)}"
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+
+
+def _file(folder: Path, path: Path) -> CheckpointFile:
+    return dataclasses.replace(digest(path), name=path.relative_to(folder).as_posix())
+
+
+def _check_size(file: CheckpointFile, stored: StoredCheckpoint, listed: Mapping[str, Object]) -> None:
+    there = listed.get(f"{_FOLDER}{stored.name}/{file.name}")
+    if there is None or there.nbytes != file.nbytes:
+        size = "none" if there is None else f"{there.nbytes} bytes"
+        raise WeightsError(f"expected {file.name} of {file.nbytes} bytes in {stored.uri}, found {size}")
+
+
+def _is_there(path: Path, file: CheckpointFile) -> bool:
+    """Whether an earlier fetch brought a file already."""
+    return path.is_file() and path.stat().st_size == file.nbytes and digest(path).sha256 == file.sha256
+
+
+def _existing(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,1 @@
+"""Export a policy version in Hugging Face form: ``python -m services.trainer.export RUN --version V --to FOLDER``."""

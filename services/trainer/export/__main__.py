@@ -1,0 +1,51 @@
+"""An export as a process of its own, which a trainer starts beside its steps (``exporter``), and anybody may::
+
+    python -m services.trainer.export RUN --version N --to FOLDER [--adapter] [--checkpoint FOLDER]
+
+prints one JSON object on stdout, or one sentence on stderr and exits 1. RUN is the run's folder, a TOML file with its settings where no
+``penstock up`` noted them, or ``-``: these come by stdin. Before it loads anything it asks the kernel to end it with its parent.
+"""
+
+import argparse
+import dataclasses
+import json
+import signal
+import sys
+from pathlib import Path
+
+from shared.bus.messages import PolicyVersion
+from shared.errors import PenstockError
+from shared.process.parent import die_with
+from shared.settings import loads
+
+
+def main() -> int:
+    """Export as the command line says; return the exit code."""
+    parser = argparse.ArgumentParser(description="Write a version of a run's policy in Hugging Face form.")
+    parser.add_argument("run")
+    parser.add_argument("--version", type=int, required=True)
+    parser.add_argument("--to", type=Path, required=True)
+    parser.add_argument("--adapter", action="store_true")
+    parser.add_argument(
+        "--checkpoint", default="", help="folder or URI of a checkpoint that holds it under another number"
+    )
+    parser.add_argument("--dies-with", type=int, metavar="PID", help="end with this parent")
+    asked = parser.parse_args()
+    if asked.dies_with is not None and not die_with(asked.dies_with, signal.SIGKILL):
+        return 1
+    from services.trainer.export.huggingface import export_version, settings_of
+
+    try:
+        settings = loads(sys.stdin.read(), "stdin") if asked.run == "-" else settings_of(Path(asked.run))
+        found = export_version(
+            settings, PolicyVersion(asked.version), asked.to, adapter=asked.adapter, checkpoint=asked.checkpoint
+        )
+    except PenstockError as error:
+        print(f"export: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    print(json.dumps(dataclasses.asdict(found)))  # noqa: T201
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

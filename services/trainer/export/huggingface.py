@@ -1,0 +1,226 @@
+"""Write one version of a run's policy in Hugging Face form: config, safetensors, tokenizer; or its adapter alone, for PEFT.
+
+::
+
+    snapshot of N on disk      weights.folder/v00000N, as replicas read it; each file's hash is checked
+    checkpoint of N            <run folder>/checkpoints, of any ZeRO stage and number of ranks
+    stored checkpoint of N     trainer.store, fetched to a temporary folder (TMPDIR) that needs room for it
+    version 0                  the initial policy, policy.model
+
+A version is found where the first of these has it, and comes out as it was published: the same bits, in ``policy.dtype``,
+adapters merged in. Reads files and objects only, so a run may go on meanwhile, be over, or have lost its bus; what is deleted while it is
+read is not used. Writes the folder whole or not at all. It replays no journal: other versions are refused, with a list of
+those that are there.
+
+The CLI calls it (``penstock export``); for the trainer it is a process of its own (``export_process``).
+"""
+
+import dataclasses
+import functools
+import itertools
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from services.trainer.checkpoint import local_store
+from services.trainer.checkpoint.remote_store import CheckpointStore, StoredCheckpoint, open_store
+from services.trainer.checkpoint.signatures import open_signer
+from services.trainer.model import adapter as adapters
+from services.trainer.model.engine import saved_tensors
+from services.trainer.model.named_tensors import published
+from services.trainer.model.policy import export, export_adapter, load_model, outline
+from shared.bus.messages import PolicyVersion
+from shared.bus.stores.exports import check_free
+from shared.errors import PenstockError, WeightsError
+from shared.settings import Settings, load
+from shared.weights.format import manifest
+from shared.weights.format.snapshot import MANIFEST, committed, read_snapshot
+
+_ADAPTER = "adapter_config.json"
+SETTINGS_FILE = "settings.toml"
+"""Where ``penstock up`` notes a run's settings, in its folder."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written."""
+
+    version: int
+    step: int
+    source: str
+    """What it was made from: a snapshot's or a checkpoint's folder, or ``policy.model``."""
+    folder: str
+    adapter: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Found:
+    """Weights of a version: whole ones by Hugging Face name, or the factors of an adapter by PEFT name."""
+
+    step: int
+    tensors: dict[str, Tensor]
+    """None of them: the initial policy."""
+    adapter: bool = False
+
+
+def export_version(
+    settings: Settings,
+    version: PolicyVersion,
+    folder: Path,
+    *,
+    adapter: bool = False,
+    checkpoint: str = "",
+) -> Exported:
+    """Write version ``version`` of the run to ``folder``.
+
+    Args:
+        settings: of the run.
+        version: which one.
+        folder: must not exist yet, or be empty.
+        adapter: write the adapter alone instead of whole weights with it merged in.
+        checkpoint: folder or URI of what holds the version, perhaps under another number: a rollback published its weights again.
+
+    Raises:
+        PenstockError: the version cannot be made (any more), the run trains no adapter, or ``folder`` holds something.
+    """
+    if adapter and not settings.policy.lora.rank:
+        raise PenstockError("expected a run with policy.lora.rank > 0 for --adapter, found whole weights: leave it out")
+    check_free(folder)
+    sources = _sources(settings, version, checkpoint, adapter=adapter)
+    reasons = []
+    for source in itertools.chain(sources.get(version, []), _stored_sources(settings, version, checkpoint)):
+        try:
+            found = source.read()
+        except (WeightsError, OSError) as error:  # deleted meanwhile, or damaged
+            reasons.append(f"{source.name}: {error}")
+            continue
+        _write(found, settings, folder, adapter=adapter)
+        return Exported(int(version), found.step, source.name, str(folder), adapter)
+    raise PenstockError(_refusal(settings, version, sources.keys(), reasons))
+
+
+def newest_version(settings: Settings, *, adapter: bool = False) -> PolicyVersion:
+    """Return the newest version that :func:`export_version` can write from files or objects; never the initial policy.
+
+    Raises:
+        PenstockError: there is none.
+    """
+    known = [version for version in _sources(settings, PolicyVersion(-1), "", adapter=adapter) if version > 0]
+    store = None if known else open_store(settings)
+    known += [one.state.version for one in store.whole()] if store is not None else []
+    if not known:
+        raise PenstockError(
+            f"expected a trained version of run {settings.run.id}, found no snapshot and no checkpoint in {settings.run_folder}: "
+            "trainer.checkpoint_every_steps says when one is written; --version 0 is the initial policy"
+        )
+    return max(known)
+
+
+def _refusal(settings: Settings, version: PolicyVersion, known: Collection[PolicyVersion], reasons: list[str]) -> str:
+    there = ", ".join(str(one) for one in sorted(known)) or "none"
+    why = "; ".join(reasons) or "no snapshot and no checkpoint holds it"
+    return (
+        f"expected weights of version {version} of run {settings.run.id}, found none ({why}). Versions that can be "
+        f"exported: {there}. weights.keep and trainer.keep_last say how many are kept"
+    )
+
+
+# -------------------------------------------------------------------- where versions are
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Source:
+    name: str
+    read: Callable[[], Found]
+
+
+def _sources(
+    settings: Settings, wanted: PolicyVersion, known: str, *, adapter: bool
+) -> dict[PolicyVersion, list[_Source]]:
+    """Return what each version can be read from, best first; the checkpoint ``known`` holds ``wanted``, too. Reads no weights."""
+    found: dict[PolicyVersion, list[_Source]] = defaultdict(list)
+    for version, folder in committed(settings.snapshot_folder):
+        if not adapter or (folder / _ADAPTER).is_file():
+            found[version].append(_Source(str(folder), functools.partial(_of_snapshot, folder)))
+    for one in local_store.find(settings.run_folder / "checkpoints"):
+        source = _Source(str(one.folder), functools.partial(_of_checkpoint, one, settings))
+        for version in {one.state.version, wanted} if source.name == known else {one.state.version}:
+            found[version].append(source)
+    if not adapter:
+        found[PolicyVersion(0)].append(_Source(settings.policy.model, lambda: Found(0, {})))
+    return dict(found)
+
+
+def _stored_sources(settings: Settings, version: PolicyVersion, known: str) -> Iterator[_Source]:
+    """Yield what object storage has of a version, perhaps ``known`` by its URI; asks it only when it is come to."""
+    if (store := open_store(settings)) is None:
+        return
+    for one in store.whole():
+        if one.state.version == version or one.uri == known:
+            yield _Source(one.uri, functools.partial(_of_stored, one, store, settings))
+
+
+def _of_stored(one: StoredCheckpoint, store: CheckpointStore, settings: Settings) -> Found:
+    with tempfile.TemporaryDirectory(prefix="penstock-export-") as folder:
+        return _of_checkpoint(store.fetch(one, Path(folder)), settings)
+
+
+def _of_snapshot(folder: Path) -> Found:
+    data = (folder / MANIFEST).read_bytes()
+    tensors = read_snapshot(folder, manifest.digest(data))
+    return Found(manifest.decode(data, str(folder)).step, tensors, adapter=(folder / _ADAPTER).is_file())
+
+
+def _of_checkpoint(found: local_store.Checkpoint, settings: Settings) -> Found:
+    local_store.check_base(found, settings.policy)
+    weights = "" if found.state.zero_stage == 3 else "model_states.pt"
+    if reason := local_store.damage(found.folder, weights, open_signer(settings)):
+        raise WeightsError(f"it is damaged ({reason})")
+    tensors = saved_tensors(found.folder / "engine", found.state.zero_stage)
+    if not settings.policy.lora.rank:
+        return Found(found.state.step, tensors)
+    factors = {adapters.file_name(name): tensor for name, tensor in tensors.items() if adapters.is_factor(name)}
+    return Found(found.state.step, factors, adapter=True)
+
+
+# -------------------------------------------------------------------- writing
+
+
+def _write(found: Found, settings: Settings, folder: Path, *, adapter: bool) -> None:
+    policy, dtype = settings.policy, getattr(torch, settings.policy.dtype)
+    tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in found.tensors.items()}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if adapter:
+        configuration = adapters.file_configuration(adapters.add(outline(policy), policy))
+        export_adapter(tensors, configuration, folder)
+        return
+    model = load_model(policy, dtype)
+    if found.adapter:
+        model = adapters.add(model, policy)
+        adapters.take(model, tensors)
+    initial = {part.name: part for part in published(model)}
+    whole = {} if found.adapter else tensors
+    missing = sorted(initial.keys() - whole.keys()) if whole else []
+    if missing:
+        raise PenstockError(
+            f"expected {missing[0]} and {len(missing) - 1} more tensors of {policy.model} in {settings.run_folder}, found "
+            "none: policy.model is no longer what the run was started with"
+        )
+    export(model, ((name, whole[name] if whole else part.merged()) for name, part in initial.items()), policy, folder)
+
+
+def settings_of(run: Path) -> Settings:
+    """Return the settings of the run in folder ``run``, which may have moved; or those in the TOML file ``run``.
+
+    Raises:
+        SettingsError: there are none.
+    """
+    if run.is_file():
+        return load(run)
+    folder = run.resolve()
+    found = load(folder / SETTINGS_FILE, environment={})
+    return found.model_copy(update={"run": found.run.model_copy(update={"folder": folder.parent, "id": folder.name})})

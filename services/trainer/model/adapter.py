@@ -1,0 +1,253 @@
+"""Low-rank adapters behind one file: the only one that knows peft.
+
+An adapter of rank r beside a weight W (out × in) makes it ``W + scale · B · A``, with A (r × in) drawn at random, B (out × r)
+zero at first and ``scale = alpha / r`` (Hu et al. 2021, arXiv:2106.09685). Only A and B are trained. The model keeps its class; peft
+puts its layers inside, so names change, and :func:`plain_name` changes them back::
+
+    model.layers.0.self_attn.q_proj.base_layer.weight        →  model.layers.0.self_attn.q_proj.weight       (W)
+    model.layers.0.self_attn.q_proj.lora_A.default.weight    →  base_model.model.⟨…⟩.q_proj.lora_A.weight    (a PEFT file's)
+
+Mixtures of experts keep the weights of all E experts of a layer in one tensor (E × out × in, in some models E × in × out). There peft
+wraps the module once for each such parameter, the wrappers nested, and keeps the factors of all experts in two matrices, A
+(E·r × in; rows ordered by expert) and B (out × r·E; columns ordered by rank, then expert)::
+
+    ⟨…⟩.experts.base_layer.base_layer.gate_up_proj           →  ⟨…⟩.experts.gate_up_proj                     (W)
+    ⟨…⟩.experts.base_layer.lora_A.default.weight                its A
+    ⟨…⟩.experts.lora_A.default.weight                           A of down_proj, which the outer wrapper is for
+
+Which factors belong to which weight is therefore read off the modules (:func:`updates`), never guessed from names. What :func:`add` returns is
+trained and published completely: an adapter whose change could not be merged into a published weight is refused.
+
+It knows no ZeRO: callers that merge or copy pass whole tensors.
+"""
+
+import contextlib
+import dataclasses
+import json
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shared.errors import PenstockError, SettingsError
+from shared.process.importing import uncompiled
+from shared.settings import PolicySettings
+
+_NAME = "default"
+_FACTOR_A, _FACTOR_B = f".lora_A.{_NAME}.weight", f".lora_B.{_NAME}.weight"
+_WRAPPED = re.compile(r"(\.base_layer)+\.")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Update:
+    """The low-rank change of one weight."""
+
+    factor_a: nn.Parameter
+    factor_b: nn.Parameter
+    scale: float
+    """alpha / r."""
+    experts: int = 1
+    """How many experts a three-dimensional weight holds."""
+    transposed: bool = False
+    """Whether the weight is stored as (…, in, out)."""
+
+    @property
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """A and B."""
+        return self.factor_a, self.factor_b
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """Return ``W + scale · B · A``, computed in float32, in W's number type; W is not changed."""
+        a, b = (factor.detach().float() for factor in self.factors)
+        if weight.ndim == 3:
+            a = a.reshape(self.experts, -1, a.shape[-1])  # (E, r, in)
+            b = b.reshape(b.shape[0], -1, self.experts).permute(2, 0, 1)  # (E, out, r)
+        change = self.scale * (b @ a)
+        return (weight.detach().float() + (change.mT if self.transposed else change)).to(weight.dtype)
+
+
+def add(model: Any, settings: PolicySettings, zero_stage: int = 0, *, published_alone: bool = False) -> Any:
+    """Return ``model`` with adapters in it, which alone are trained; with ``policy.lora.rank = 0``, as it is.
+
+    Args:
+        model: a Hugging Face causal model.
+        settings: the policy's.
+        zero_stage: how weights are partitioned over ranks.
+        published_alone: whether replicas get the adapter and merge it themselves.
+
+    Raises:
+        SettingsError: peft is not installed, or these adapters cannot be trained or published with these settings.
+    """
+    lora = settings.lora
+    if not lora.rank:
+        return model
+    try:
+        with uncompiled():  # it imports bitsandbytes where that is installed
+            from peft import get_peft_model
+    except ImportError as error:
+        raise SettingsError(
+            "expected peft for policy.lora.rank > 0, found none: install penstock[trainer] or set it to 0"
+        ) from error
+    try:
+        with (
+            warnings.catch_warnings()
+        ):  # peft looks for its own pattern of experts' ranks among modules only, and does use it
+            warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
+            adapted = get_peft_model(model, _configuration(settings)).base_model.model
+    except ValueError as error:
+        setting = "policy.lora.dropout" if "lora_dropout" in str(error) else "policy.lora.target_modules"
+        raise SettingsError(
+            f"expected layers named {lora.target_modules!r} in {settings.model!r} that adapters can be added to, found: {error}: "
+            f"change {setting}"
+        ) from error
+    if reason := _reason_to_refuse(adapted, zero_stage, published_alone):
+        raise SettingsError(f"adapters cannot be trained on {lora.target_modules!r} of {settings.model!r}: {reason}")
+    return adapted
+
+
+def _reason_to_refuse(model: Any, zero_stage: int, published_alone: bool) -> str:
+    """Return why the adapters of ``model`` cannot be trained or published, with the setting to change; "" where they can."""
+    change = "change policy.lora.target_modules"
+    if unpublished := _unpublished(model):
+        return f"{unpublished} would be trained, but does not change any weight that is published on its own: {change}"
+    if zero_stage == 3 and any(model.get_output_embeddings().children()):
+        return (
+            "at trainer.zero_stage = 3 the output layer's adapter would be gathered once for each chunk of logits, of which ranks "
+            f"have different numbers: {change}, or trainer.zero_stage"
+        )
+    wrapped = next((name for name, module in model.named_modules() if _wraps_a_parameter(module)), "")
+    if wrapped and published_alone:
+        return (
+            f"adapters of a mixture's experts and routers ({wrapped}) are published to vLLM merged only: set "
+            f'weights.lora = "merged", or {change}'
+        )
+    return ""
+
+
+def _unpublished(model: Any) -> str:
+    """Return the name of a trained parameter that changes no weight which :func:`updates` could merge it into; "" without any.
+
+    A weight that is tied to another would change that one, too.
+    """
+    owners = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
+    own = {name for name, parameter in model.named_parameters() if owners.count(id(parameter)) == 1}
+    covered = {id(factor) for name, update in updates(model).items() if name in own for factor in update.factors}
+    trained = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    return next((name for name, parameter in trained if id(parameter) not in covered), "")
+
+
+def _wraps_a_parameter(module: nn.Module) -> bool:
+    from peft.tuners.lora.layer import ParamWrapper
+
+    return isinstance(module, ParamWrapper)
+
+
+def updates(module: nn.Module) -> dict[str, Update]:
+    """Return the changes that the adapters in ``module`` make, by the names of the parameters which they change.
+
+    Adapters of another kind than a matrix product beside a weight (an embedding's, a convolution's) are not among them.
+    """
+    if not any(is_factor(name) for name, _ in module.named_parameters()):
+        return {}
+    from peft.tuners.lora.layer import Linear, ParamWrapper
+
+    found: dict[str, Update] = {}
+    for path, layer in module.named_modules():
+        if type(layer) is ParamWrapper:
+            stored_in_out = layer._param_ndim == 3 and not layer._did_swap_in_out_features
+            name = f"{_base_path(path, layer)}.{layer.parameter_name}"
+            found[name] = _update(layer, layer.num_experts, stored_in_out)
+        elif type(layer) is Linear:
+            found[f"{_base_path(path, layer)}.weight"] = _update(layer, 1, layer.fan_in_fan_out)
+    return found
+
+
+def _base_path(path: str, layer: Any) -> str:
+    """Return where the module is that the wrappers at ``path``, perhaps nested, are around."""
+    while hasattr(layer, "base_layer"):
+        path, layer = f"{path}.base_layer", layer.base_layer
+    return path
+
+
+def _update(layer: Any, experts: int, transposed: bool) -> Update:
+    a, b = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
+    return Update(a, b, layer.scaling[_NAME], experts, transposed)
+
+
+def _configuration(settings: PolicySettings) -> Any:
+    from peft import LoraConfig
+
+    lora = settings.lora
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules),
+        bias="none",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=settings.model,
+    )
+
+
+@contextlib.contextmanager
+def off(module: nn.Module) -> Iterator[None]:
+    """Make ``module`` the initial policy for the length of the body; its gradients and optimizer see nothing of it."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
+    for layer in layers:
+        layer._disable_adapters = True  # peft's own enable_adapters would also switch requires_grad, under DeepSpeed
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def is_factor(name: str) -> bool:
+    """Whether a parameter of this name is an adapter's."""
+    return name.endswith((_FACTOR_A, _FACTOR_B))
+
+
+def plain_name(name: str) -> str:
+    """Return the name that a parameter of the base has without adapters."""
+    return _WRAPPED.sub(".", name)
+
+
+def file_name(name: str) -> str:
+    """Return what a PEFT file calls the factor ``name``."""
+    return f"base_model.model.{name.replace(f'.{_NAME}.', '.')}"
+
+
+def take(model: nn.Module, factors: Mapping[str, Tensor]) -> None:
+    """Copy ``factors`` (names of a PEFT file) into the adapters of ``model``.
+
+    Raises:
+        PenstockError: they are not of the same names and shapes.
+    """
+    own = {file_name(name): factor for name, factor in model.named_parameters() if is_factor(name)}
+    expected, given = ({name: tuple(tensor.shape) for name, tensor in those.items()} for those in (own, factors))
+    if differing := sorted(expected.items() ^ given.items()):
+        name = differing[0][0]
+        raise PenstockError(
+            f"expected the adapter's {name} of shape {expected.get(name)}, found {given.get(name)}: policy.model or policy.lora is "
+            "no longer what the run was started with"
+        )
+    with torch.no_grad():
+        for name, factor in own.items():
+            factor.copy_(factors[name])
+
+
+def file_configuration(model: Any) -> bytes:
+    """Return ``adapter_config.json`` for the adapters in ``model``, with layers by their names, as inference engines want them."""
+    from peft.tuners.lora.layer import Linear
+
+    found = model.peft_config[_NAME].to_dict()
+    layers = {name.rpartition(".")[2] for name, module in model.named_modules() if type(module) is Linear}
+    parameters = sorted(found["target_parameters"] or ()) or None
+    found |= {"inference_mode": True, "target_modules": sorted(layers), "target_parameters": parameters}
+    found = {key: value for key, value in found.items() if not isinstance(value, set)}
+    return json.dumps(found | {"peft_type": "LORA"}, indent=1, sort_keys=True, default=str).encode()

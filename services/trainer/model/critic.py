@@ -1,0 +1,59 @@
+"""The critic: what reward is still to come, before each token. A language model's trunk with one output, and its loss.
+
+The head starts at 0, so a fresh critic expects nothing and GAE starts as plain returns. It knows no policy and no
+advantages; ``policy.load_trunk`` opens its model.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from services.trainer.batch.packing import MicroBatch
+from services.trainer.model.layers import attention
+from services.trainer.model.stochastic_layers import train_without_noise
+from services.trainer.model.trunk import Packing, Trunk
+
+
+class Critic(nn.Module):
+    """A value of the state before each trained token.
+
+    Args:
+        trunk: a Hugging Face model without its output layer.
+        width: size of its hidden states.
+        kind: which attention.
+        packing: how sequences go through the model (``trunk``).
+    """
+
+    def __init__(self, trunk: Any, width: int, *, kind: attention.Kind = "auto", packing: Packing = "auto") -> None:
+        super().__init__()
+        self.model = trunk
+        self.trunk = Trunk(trunk, kind, packing)
+        self.value_head = nn.Linear(width, 1, dtype=next(trunk.parameters()).dtype)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    def train(self, mode: bool = True) -> "Critic":
+        """Prepare to train, without dropout and the like (``noise``), or not to."""
+        super().train(mode)
+        train_without_noise(self.model, mode)
+        return self
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        """Return the value before each trained token (N, float32)."""
+        hidden_ND = self.trunk.hidden_states(batch)
+        values_N: Tensor = self.value_head(hidden_ND).float().squeeze(-1)
+        return values_N
+
+
+def value_loss(values_N: Tensor, earlier_values_N: Tensor, returns_N: Tensor, clip: float) -> Tensor:
+    """Return the critic's loss per token (N): half the squared error, pessimistic about large moves.
+
+    ``½ max((V − R)², (clip(V, V_earlier ± clip) − R)²)``, V_earlier before this step's updates (Schulman et al. 2017's
+    implementation; Engstrom et al. 2020, arXiv:2005.12729). A clip of 0 does not bound.
+    """
+    error_N = (values_N - returns_N).square()
+    if clip:
+        near_N = earlier_values_N + (values_N - earlier_values_N).clamp(-clip, clip)
+        error_N = torch.maximum(error_N, (near_N - returns_N).square())
+    return 0.5 * error_N

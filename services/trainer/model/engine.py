@@ -1,0 +1,404 @@
+"""DeepSpeed behind one file: gradients of a step over micro-batches and ranks, the optimizer, and its checkpoints.
+
+The loss of a step is a sum over tokens divided by the tokens of the *global* batch, so every trained token weighs the
+same whatever rank or micro-batch it lies in. DeepSpeed averages gradients over ranks, hence the factor ``ranks``.
+Nothing is compiled at run time: the optimizer is torch's or bitsandbytes' (``optimizer``), gloo or NCCL as torch brings them.
+
+At ZeRO stage 3 a rank holds a part of each weight. Whoever looks at whole ones goes through :meth:`TrainingEngine.tensors`,
+which gathers about a bucket at a time; every rank walks through it at the same point of its loop, and rank 0 alone keeps
+copies.
+
+With adapters (see ``adapter``) the frozen weights are in no optimizer and no checkpoint; :meth:`TrainingEngine.tensors` gives
+them merged, one at a time, and changes nothing in the model.
+"""
+
+import contextlib
+import logging
+import math
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from services.trainer.batch.flops import ModelSizes
+from services.trainer.checkpoint import pickles
+from services.trainer.checkpoint.local_store import digest
+from services.trainer.checkpoint.manifests import CheckpointFile
+from services.trainer.model import adapter
+from services.trainer.model.named_tensors import Published, published, unique
+from services.trainer.model.optimizer import adamw
+from shared.errors import SettingsError, WeightsError
+from shared.process.importing import importing, uncompiled
+from shared.settings import Settings
+
+_TAG = "engine"
+_CHECKPOINTING = {"use_reentrant": False}
+_READ_FROM_OUTSIDE = frozenset({"dt_proj"})
+_GATHER_BYTES = 256 << 20
+"""About so much of the weights is whole on every rank at a time, at ZeRO stage 3."""
+
+
+def built_in_parts(zero_stage: int, device: str, dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:
+    """Return what a model is built under on ``device``; at ZeRO stage 3 no rank ever holds more than its part and a layer."""
+    place = torch.device(device, torch.cuda.current_device() if device == "cuda" else 0)
+    if zero_stage < 3:
+        return place
+    found: contextlib.AbstractContextManager[object] = _import_deepspeed(device).zero.Init(
+        dtype=dtype,
+        mem_efficient_linear=False,  # the engine decides that
+    )
+    return found
+
+
+def pick_device(setting: str) -> str:
+    """Return ``cuda`` or ``cpu``.
+
+    Raises:
+        SettingsError: torch sees no GPU, and the setting asks for one.
+    """
+    if setting == "cuda" and not torch.cuda.is_available():
+        raise SettingsError(
+            "expected a GPU for trainer.device = 'cuda', found none that torch can use: change trainer.device"
+        )
+    return "cuda" if setting == "cuda" or (setting == "auto" and torch.cuda.is_available()) else "cpu"
+
+
+def make_deterministic(device: str) -> None:
+    """Have torch use operations on GPUs that repeat to the bit; it raises RuntimeError where it has none. To be called before the first of them.
+
+    On a CPU they do anyway.
+    """
+    if device == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # for debugging, and slow
+
+
+def place(policy: nn.Module, settings: Settings, device: str) -> nn.Module:
+    """Return ``policy`` on ``device``, computing layers again in the backward pass where the settings say so; once more changes nothing."""
+    placed = policy.to(torch.device(device))
+    if settings.trainer.gradient_checkpointing:
+        model: Any = placed.model
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=_CHECKPOINTING)
+    return placed
+
+
+class TrainingEngine:
+    """A policy and its optimizer, over all ranks.
+
+    Args:
+        policy: the module to train; its forward pass takes a micro-batch.
+        settings: the run's settings.
+        device: ``cuda`` or ``cpu``.
+    """
+
+    def __init__(self, policy: nn.Module, settings: Settings, device: str) -> None:
+        deepspeed = _import_deepspeed(device)
+        self.ranks = dist.get_world_size()
+        self.device = torch.device(device)
+        self.policy = place(policy, settings, device)
+        self.policy.train()  # which modules that concerns depends on checkpointing (``noise``)
+        parameters = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
+        with uncompiled():  # DeepSpeed imports an optimizer that asks for torch's compiler, and so does bitsandbytes
+            engine, _, _, _ = deepspeed.initialize(
+                model=self.policy,
+                model_parameters=parameters,
+                optimizer=adamw(parameters, settings.trainer, device),
+                config=_config(settings),
+            )
+        self._engine: Any = engine
+        self._sharded = settings.trainer.zero_stage == 3
+        if self._sharded:
+            _gather_with_parents(self.policy)
+        self._plain_optimizer = settings.trainer.zero_stage == 0 and settings.policy.dtype == "float32"
+        self._frozen = not all(parameter.requires_grad for parameter in self.policy.parameters())
+        self._writer = _Writer(engine.checkpoint_engine)
+
+    def forward(self, batch: object) -> Any:
+        """Run the policy on a micro-batch."""
+        return self._engine(batch)
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add a micro-batch's gradients; ``last`` reduces them over ranks."""
+        self._engine.set_gradient_accumulation_boundary(is_boundary=last)
+        self._engine.backward(loss, scale_wrt_gas=False)
+        if not last:
+            self._engine.step()  # counts the micro-batch, changes nothing
+
+    def step(self, learning_rate: float) -> float:
+        """Update the weights; return the global gradient norm before clipping.
+
+        Where that is not finite, on every rank alike, weights and optimizer stay as they are.
+        """
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+        if self._plain_optimizer:
+            return self._step_plainly()
+        self._engine.step()
+        norm = self._engine.get_global_grad_norm()
+        if not self._engine.was_step_applied():
+            return math.inf
+        return float(norm) if norm is not None else 0.0
+
+    def _step_plainly(self) -> float:
+        """Without ZeRO in float32, DeepSpeed neither tells the norm nor looks at it; gradients are whole on every rank."""
+        gradients = [parameter.grad for parameter in self.policy.parameters() if parameter.grad is not None]
+        norm = float(torch.stack([gradient.norm() for gradient in gradients]).norm()) if gradients else 0.0
+        if not math.isfinite(norm):
+            self._engine.zero_grad()
+            return math.inf
+        self._engine.step()
+        return norm
+
+    @property
+    def recovers(self) -> bool:
+        """Whether a forward pass may fail on one rank: at ZeRO stage 3 other ranks would wait in the middle of it."""
+        return not self._sharded
+
+    def on_any_rank(self, found: bool) -> bool:
+        """Return whether ``found`` on any rank; every rank calls it."""
+        if self.ranks == 1:
+            return found
+        flag = torch.tensor([int(found)], dtype=torch.int64, device=self.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+    def ranks_where(self, found: bool) -> tuple[int, ...]:
+        """Return the ranks on which ``found``, ascending; every rank calls it."""
+        if self.ranks == 1:
+            return (0,) if found else ()
+        flags = torch.zeros(self.ranks, dtype=torch.int64, device=self.device)
+        flags[dist.get_rank()] = int(found)
+        dist.all_reduce(flags)
+        return tuple(rank for rank, flag in enumerate(flags.tolist()) if flag)
+
+    @property
+    def model(self) -> Any:
+        """The Hugging Face model inside the policy, perhaps with adapters."""
+        return self.policy.model
+
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids there are."""
+        return int(self.model.config.get_text_config().vocab_size)
+
+    @property
+    def sizes(self) -> ModelSizes:
+        """What a forward pass of the policy costs depends on."""
+        policy: Any = self.policy
+        sizes: ModelSizes = policy.sizes
+        return sizes
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether the policy computes a group's prompt once for all its completions."""
+        policy: Any = self.policy
+        return bool(policy.trunk.packing == "rows")
+
+    def evaluate(self, batch: object) -> Any:
+        """Run the module on a micro-batch without gradients or dropout; every rank calls it."""
+        self._engine.eval()
+        try:
+            with torch.no_grad():
+                return self._engine(batch)
+        finally:
+            self._engine.train()
+
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """Return the model's tensors whole, under their Hugging Face names, tied ones once, adapters merged in.
+
+        A list; at ZeRO stage 3 an iterator that every rank must go through to its end, where a tensor is whole only until
+        the next is asked for; with adapters an iterator as well.
+        """
+        whole = self._whole(published(self.model))
+        return whole if self._sharded or self._frozen else list(whole)
+
+    def factors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the adapters' tensors whole, under their names in a PEFT file; as :meth:`tensors`."""
+        named = [(name, tensor) for name, tensor in unique(self.model) if adapter.is_factor(name)]
+        return self._whole([Published(adapter.file_name(name), tensor) for name, tensor in named])
+
+    def _whole(self, parts: Iterable[Published]) -> Iterator[tuple[str, Tensor]]:
+        for group in _groups(parts):
+            with self._gathered([tensor for part in group for tensor in part.needed]):
+                for part in group:
+                    yield part.name, part.merged()
+
+    def shapes(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """Yield name, number type and whole shape of each of :meth:`tensors`, in their order; gathers nothing."""
+        for part in published(self.model):
+            yield part.name, part.tensor.dtype, tuple(getattr(part.tensor, "ds_shape", part.tensor.shape))
+
+    def take_part(self, *, factors: bool = False) -> None:
+        """Do a rank's share while rank 0 goes through :meth:`tensors`, or through :meth:`factors`."""
+        if self._sharded:
+            for _ in self.factors() if factors else self.tensors():
+                pass
+
+    def _gathered(self, tensors: list[Tensor]) -> contextlib.AbstractContextManager[object]:
+        if not self._sharded:
+            return contextlib.nullcontext()
+        import deepspeed
+
+        gathered: contextlib.AbstractContextManager[object] = deepspeed.zero.GatheredParameters(
+            [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
+        )
+        return gathered
+
+    def save(self, folder: Path) -> str:
+        """Write model and optimizer state, without what is frozen; return what storage refused on this rank, or "".
+
+        Every rank calls it, and all of them come back even where one could not write.
+        """
+        self._writer.begin()
+        self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False, exclude_frozen_parameters=self._frozen)
+        return self._writer.error
+
+    def written(self) -> dict[Path, CheckpointFile]:
+        """Return the digests of the files that :meth:`save` wrote on every rank, by path; every rank calls it."""
+        if self.ranks == 1:
+            return self._writer.files
+        found: list[dict[Path, CheckpointFile] | None] = [None] * self.ranks
+        dist.all_gather_object(found, self._writer.files)
+        return {path: file for files in found for path, file in (files or {}).items()}
+
+    def load(self, folder: Path) -> None:
+        """Read what :meth:`save` wrote; every rank calls it.
+
+        Raises:
+            SettingsError: a file holds code.
+        """
+        strict = not self._frozen
+        try:
+            found, _ = pickles.loading(
+                folder, lambda: self._engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=strict)
+            )
+        except WeightsError as error:
+            raise SettingsError(f"{error}: put an intact copy in its place, or roll back to another version") from error
+        if found is None:
+            raise RuntimeError(f"expected a DeepSpeed checkpoint in {folder}, found none")
+
+
+def saved_tensors(folder: Path, zero_stage: int) -> dict[str, Tensor]:
+    """Return the tensors that :meth:`TrainingEngine.save` wrote at ``zero_stage``, whole, on the CPU, without an engine.
+
+    Names are those of the module's parameters, without ``Policy``'s own prefix.
+
+    Raises:
+        WeightsError: a file holds code.
+    """
+    _import_deepspeed("cpu")
+    read = _merged_parts if zero_stage == 3 else _whole_weights
+    found = pickles.loading(folder, lambda: read(folder))
+    return {name.removeprefix("model."): tensor for name, tensor in found.items()}
+
+
+def _merged_parts(folder: Path) -> dict[str, Tensor]:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    with contextlib.redirect_stdout(sys.stderr):  # it prints
+        merged: dict[str, Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=_TAG)
+    return merged
+
+
+def _whole_weights(folder: Path) -> dict[str, Tensor]:
+    path = folder / _TAG / "mp_rank_00_model_states.pt"
+    weights: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)["module"]
+    return weights
+
+
+class _Writer:
+    """Keeps what storage refused from interrupting DeepSpeed between two barriers, where other ranks would wait for ever.
+
+    It also computes the digest of each file as soon as that is written, while it is still in the page cache.
+    """
+
+    def __init__(self, checkpoint_engine: Any) -> None:
+        self._write = checkpoint_engine.save
+        checkpoint_engine.save = self.save
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the checkpoint before."""
+        self.error = ""
+        self.files: dict[Path, CheckpointFile] = {}
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Write, unless a file before was refused."""
+        if self.error:
+            return
+        try:
+            self._write(state_dict, path)
+            self.files[Path(path)] = digest(Path(path))
+        except (OSError, RuntimeError) as error:  # torch's own writer raises RuntimeError
+            self.error = f"{path}: {error}".splitlines()[0]
+
+
+def _groups(parts: Iterable[Published]) -> Iterator[list[Published]]:
+    """Cut into runs of about ``_GATHER_BYTES``."""
+    group: list[Published] = []
+    held_bytes = 0
+    for part in parts:
+        nbytes = sum(getattr(tensor, "ds_numel", tensor.numel()) * tensor.element_size() for tensor in part.needed)
+        if group and held_bytes + nbytes > _GATHER_BYTES:
+            yield group
+            group, held_bytes = [], 0
+        group.append(part)
+        held_bytes += nbytes
+    if group:
+        yield group
+
+
+def _gather_with_parents(policy: nn.Module) -> None:
+    """Have DeepSpeed gather weights that a recurrent layer reads from a module inside it, which it never calls, with the layer's own."""
+    import deepspeed
+
+    for layer in policy.modules():
+        for name, inner in layer.named_children():
+            if isinstance(inner, nn.Conv1d) or name in _READ_FROM_OUTSIDE:
+                for parameter in inner.parameters():
+                    deepspeed.zero.register_external_parameter(layer, parameter)
+
+
+def _import_deepspeed(device: str) -> Any:
+    os.environ.setdefault("DS_ACCELERATOR", device)
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    with importing():
+        import deepspeed
+        from deepspeed import ops
+
+    if device == "cpu":
+        # An all-reduce through shared memory that would be compiled here, with a compiler that may not be there.
+        ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    pickles.restrict_loading()
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    return deepspeed
+
+
+def _config(settings: Settings) -> dict[str, Any]:
+    trainer = settings.trainer
+    zero: dict[str, Any] = {"stage": trainer.zero_stage}
+    # DeepSpeed's own linear layer keeps no whole weight until the backward pass; but it computes its product before it says what it keeps, so a
+    # checkpointed layer's last product, which nobody needs, would be computed again. Checkpointed layers keep nothing anyway.
+    linear = {"memory_efficient_linear": not trainer.gradient_checkpointing}
+    pinned = {"device": "cpu", "pin_memory": pick_device(trainer.device) == "cuda"}
+    if trainer.offload != "none":
+        zero["offload_optimizer"] = pinned
+    if trainer.offload == "all":
+        zero["offload_param"] = pinned
+    return {
+        **trainer.deepspeed,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,  # boundaries are set by hand
+        "gradient_clipping": trainer.max_grad_norm,
+        "bf16": {"enabled": settings.policy.dtype == "bfloat16"},
+        "zero_optimization": {**linear, **trainer.deepspeed.get("zero_optimization", {}), **zero},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own for the host is compiled at run time
+        "steps_per_print": 2**31 - 1,
+    }

@@ -1,0 +1,374 @@
+"""Attention over rows that lie end to end, without padding and without a mask of all tokens by all tokens.
+
+Installed as a model's attention and as its masks, through transformers' two interfaces. While a packed row goes through the model,
+the mask that its layers are given is a :class:`Seen`: the row's layout and the layer's pattern (``layout``), which is read off the
+mask function that transformers would have evaluated. So a window or chunk is where the unmodified model has one. A segment then attends
+to its prompt and to itself::
+
+    varlen   torch's ``varlen_attn`` (flash attention) over segments of different lengths; keys and values of a prompt are
+             copied for each of its completions. CUDA, half precision; causal layers, windows, sinks without a window.
+    mask     segments of about the same size are gathered into one rectangle and go through scaled_dot_product_attention
+             with a mask; a short row goes as a whole. Anywhere, and everything that ``attention_math`` knows.
+
+``auto`` takes ``varlen`` where it runs, layer by layer. Both give the outputs of separate sequences. What a model passes to its attention
+and this module does not know is refused (:class:`CannotPack`), never ignored.
+
+Shapes: ``B`` 1, ``H`` heads, ``T`` tokens, ``N`` trained tokens, ``D`` a head's size.
+"""
+
+import contextvars
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from services.trainer.batch.packing import MicroBatch, Segments
+from services.trainer.model.layers.attention_layout import (
+    CAUSAL,
+    Pattern,
+    Ragged,
+    Rectangle,
+    positions,
+    ragged,
+    rectangles,
+)
+from services.trainer.model.layers.attention_math import (
+    PLAIN,
+    Extras,
+    attend_masked,
+    attend_ragged,
+    padded_size,
+    parameters_of,
+    with_ragged_sink_key,
+)
+from services.trainer.model.layers.gather import gather_rows
+from shared.errors import SettingsError
+
+Kind = Literal["auto", "mask", "varlen"]
+NAME = "penstock_segments"
+_HARMLESS = frozenset(
+    [
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "return_dict",
+        "output_hidden_states",
+        "output_attentions",
+        "output_router_logits",
+        "num_items_in_batch",
+        "logits_to_keep",
+    ]
+)
+"""Arguments that say nothing about what attention computes."""
+_DEFAULTS: Mapping[str, tuple[Any, ...]] = {"is_causal": (True,), "deterministic": (True, False)}
+"""Values of other arguments, besides None, that ask for what is done anyway."""
+
+
+class CannotPack(SettingsError):
+    """The model cannot go through packed rows exactly; its sequences, one by one, still may."""
+
+
+class Layout:
+    """How the tokens of one micro-batch see one another; made once and used by every layer.
+
+    Args:
+        segments: of the micro-batch.
+        kind: which attention.
+        device: where the model is.
+    """
+
+    def __init__(self, segments: Segments, kind: Kind, device: torch.device) -> None:
+        self._segments = segments
+        self._kind = kind
+        self._device = device
+        self._rectangles: dict[tuple[Pattern, bool], tuple[list[Rectangle], Tensor]] = {}
+        self._ragged: dict[bool, Ragged] = {}
+        self.used = 0
+        """How many layers have attended through it."""
+        self.longest = int((segments.prompt_lengths_K + segments.lengths_K).max())
+        """Tokens of the longest sequence."""
+        self.positions_T = positions(segments, device)
+
+    def attend(
+        self,
+        query_BHTD: Tensor,
+        key_BHTD: Tensor,
+        value_BHTD: Tensor,
+        pattern: Pattern = CAUSAL,
+        extras: Extras = PLAIN,
+    ) -> Tensor:
+        """Return what attention gives, B × T × H × the value's size."""
+        self.used += 1
+        query, key, value = (tensor.transpose(1, 2).squeeze(0) for tensor in (query_BHTD, key_BHTD, value_BHTD))
+        if self._by_varlen(query, value, pattern, extras):
+            return self._by_length(query, key, value, pattern, extras)[None]
+        return self._by_rectangle(query, key, value, pattern, extras)[None]
+
+    def _by_varlen(self, query: Tensor, value: Tensor, pattern: Pattern, extras: Extras) -> bool:
+        sinks = extras.sinks_H is not None
+        exact = extras.softcap is None and (pattern.kind == "causal" or (pattern.kind == "window" and not sinks))
+        if self._kind == "mask" or not exact:
+            return False
+        return self._kind == "varlen" or runs_varlen(query, padded_size(query, value, sinks=sinks))
+
+    def _by_length(self, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, extras: Extras) -> Tensor:
+        sinks = extras.sinks_H is not None
+        if sinks:
+            key, value = with_ragged_sink_key(key, value)
+        if sinks not in self._ragged:
+            self._ragged[sinks] = ragged(self._segments, self._device, first_keys=int(sinks))
+        return attend_ragged(query, key, value, self._ragged[sinks], extras, pattern.size)
+
+    def _by_rectangle(self, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, extras: Extras) -> Tensor:
+        masked = extras.softcap is not None or extras.sinks_H is not None
+        if (pattern, masked) not in self._rectangles:
+            self._rectangles[pattern, masked] = rectangles(self._segments, self._device, pattern, masked=masked)
+        found, places_T = self._rectangles[pattern, masked]
+        parts = [_attend(rectangle, query, key, value, extras) for rectangle in found]
+        whole = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return whole.index_select(0, places_T)
+
+
+def _attend(rectangle: Rectangle, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, extras: Extras) -> Tensor:
+    mask = None if rectangle.mask_GQK is None else rectangle.mask_GQK[:, None]
+    key, value = (_gather(tensor, rectangle.keys_GK) for tensor in (key_THD, value_THD))
+    out_GHQD = attend_masked(_gather(query_THD, rectangle.queries_GQ), key, value, mask, extras)
+    return out_GHQD.transpose(1, 2).flatten(0, 1)
+
+
+def _gather(tensor_THD: Tensor, places_GQ: Tensor) -> Tensor:
+    gathered = gather_rows(tensor_THD, places_GQ.flatten())
+    return gathered.view(*places_GQ.shape, *tensor_THD.shape[1:]).transpose(1, 2)
+
+
+def runs_varlen(query: Tensor, size: int) -> bool:
+    """Whether torch (2.11 and later) has variable-length causal attention for such a query, of heads of ``size``."""
+    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16) or size > 256:
+        return False
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return "window_size" in parameters_of(varlen_attn)
+
+
+# ---------------------------------------------------------------- transformers' interfaces
+
+
+class Seen:
+    """What a layer is given for a mask while a packed row goes through the model; a model that computes with it cannot be packed."""
+
+    __slots__ = ("layout", "pattern")
+    layout: Layout
+    pattern: Pattern | None
+    """None: another than is known here, which matters to a layer that uses it (Qwen2-MoE makes a window of 0 tokens that none does)."""
+
+    def __init__(self, layout: Layout, pattern: Pattern | None) -> None:
+        self.layout, self.pattern = layout, pattern
+
+    def __getitem__(self, key: object) -> NoReturn:
+        _refuse("a model that leaves attention's mask alone, found one that slices it")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        _refuse(f"a model that leaves attention's mask alone, found one that reads the mask's {name}")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        _refuse(f"a model that leaves attention's mask alone, found one that computes {function.__name__} of it")
+
+
+_PACKED: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("packed", default=None)
+"""The layout of the row that is going through the model."""
+
+
+def see(
+    *,
+    mask_function: Callable[..., Any],
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **others: Any,
+) -> Any:
+    """Be transformers' mask: a :class:`Seen` while a packed row goes through the model, otherwise the mask of sdpa.
+
+    Raises:
+        CannotPack: the mask is one of the model's own.
+    """
+    layout = _PACKED.get()
+    if layout is None:
+        from transformers.masking_utils import sdpa_mask
+
+        options = {"local_size": local_size, "use_vmap": use_vmap, "device": device}
+        return sdpa_mask(mask_function=mask_function, **options, **others)
+    if use_vmap:
+        _refuse("a model with a causal mask, a window or chunks, found one with a mask of its own")
+    pattern = _read(mask_function, local_size, layout.longest, torch.device(device))
+    return Seen(layout, CAUSAL if pattern is not None and pattern.size >= layout.longest else pattern)
+
+
+def _read(
+    mask_function: Callable[..., Any], local_size: int | None, longest: int, device: torch.device
+) -> Pattern | None:
+    """Return the pattern that agrees with ``mask_function`` around its edges, or at positions of all magnitudes; None: none does."""
+    size = local_size or 0
+    edges = {multiple * size for multiple in range(4)} if size else {longest - 1, *(1 << i for i in range(20))}
+    around = {edge + shift for edge in (0, *edges) for shift in (-1, 0, 1)}
+    places = torch.tensor(sorted(place for place in around if 0 <= place < max(longest, 3 * size + 2)))
+    query, key, zero = places[:, None], places[None, :], torch.zeros(1, 1, dtype=torch.long, device=device)
+    seen = torch.as_tensor(mask_function(zero, zero, query.to(device), key.to(device))).cpu()
+    candidates = (CAUSAL,) if local_size is None else (Pattern("window", size), Pattern("chunk", size))
+    for pattern in candidates:
+        if torch.equal(seen.expand(len(places), len(places)), pattern.sees(query, key)):
+            return pattern
+    return None
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Be transformers' attention, for a packed row where the mask is a :class:`Seen`, otherwise for sequences as they are.
+
+    Raises:
+        CannotPack: the model asks for something that is not known here.
+    """
+    if isinstance(attention_mask, Seen):
+        extras = _extras(others, scaling, dropout)
+        layout, pattern = attention_mask.layout, attention_mask.pattern
+        if pattern is None:
+            _refuse("a model with a causal mask, a window or chunks, found one with another mask")
+        _check_window(others.get("sliding_window"), pattern, layout.longest)
+        tokens = (1, len(layout.positions_T))
+        if (query.shape[0], query.shape[2]) != tokens or (key.shape[0], key.shape[2]) != tokens:
+            _refuse(
+                f"attention whose queries and keys are the tokens of the row, found {key.shape[2]} keys of {tokens[1]} tokens"
+            )
+        query = _at_positions(module, query, layout.positions_T)
+        return layout.attend(query, key, value, pattern, extras), None
+    if _PACKED.get() is not None:
+        _refuse("a model whose mask is made by transformers' mask interface, found one that makes its own")
+    return _attend_unpacked(module, query, key, value, attention_mask, scaling, dropout, others), None
+
+
+def _attend_unpacked(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    others: Mapping[str, Any],
+) -> Tensor:
+    if others.get("softcap") is None and others.get("s_aux") is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        out: Tensor = sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **others)[0]
+        return out
+    if mask is None:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+        mask = mask.tril(key.shape[2] - query.shape[2])
+    if mask.dtype != torch.bool:
+        _refuse(f"a mask of booleans, found one of {mask.dtype}")
+    return attend_masked(query, key, value, mask, _extras(others, scaling, dropout)).transpose(1, 2)
+
+
+def _extras(others: Mapping[str, Any], scaling: float | None, dropout: float) -> Extras:
+    """Return what is asked for beside plain attention.
+
+    Raises:
+        CannotPack: it is nothing that is known here.
+    """
+    if dropout:
+        _refuse(f"attention without dropout, found {dropout}")
+    for name, value in others.items():
+        known = name in ("softcap", "s_aux", "sliding_window") or name in _HARMLESS
+        if not known and value is not None and not any(value is default for default in _DEFAULTS.get(name, ())):
+            _refuse(f"attention that is causal, windowed or chunked, with sinks or a cap at most, found {name}")
+    return Extras(scale=scaling, softcap=others.get("softcap"), sinks_H=others.get("s_aux"))
+
+
+def _at_positions(module: nn.Module, query_BHTD: Tensor, positions_T: Tensor) -> Tensor:
+    """Return queries with Llama 4's temperature of their positions: its layers without rope scale them by their place in the row."""
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+        return query_BHTD
+    floor, strength = float(module.floor_scale), float(module.attn_scale)  # type: ignore[arg-type]  # numbers of its config
+
+    def factor(places_T: Tensor) -> Tensor:
+        return torch.log1p(torch.floor((places_T.float() + 1.0) / floor)) * strength + 1.0
+
+    ratio_T = factor(positions_T) / factor(torch.arange(len(positions_T), device=positions_T.device))
+    return (query_BHTD * ratio_T[:, None]).to(query_BHTD.dtype)
+
+
+def _check_window(window: int | None, pattern: Pattern, longest: int) -> None:
+    """Refuse a layer whose window is not its mask's: transformers' own functions would disagree about it."""
+    own = pattern.size if pattern.kind == "window" else longest
+    if window is not None and min(window, longest) != own:
+        _refuse(f"a layer whose mask has its sliding window of {window}, found one of {own}")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise CannotPack(f"expected {what}: packed rows cannot train it; change policy.model")
+
+
+def install(model: Any) -> None:
+    """Make ``model`` attend through this file; without a packed row it attends as transformers' sdpa does."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, see)
+    model.set_attn_implementation(NAME)
+
+
+# ---------------------------------------------------------------- rows through a model
+
+
+def decoder_of(model: Any) -> Any:
+    """Return the part of a causal language model that gives hidden states: its embedding and layers, without the output layer.
+
+    Raises:
+        CannotPack: there is no such part.
+    """
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    for part in (model.get_decoder(), getattr(model, "base_model", None), getattr(model, "model", None)):
+        parts = set(part.modules()) if isinstance(part, nn.Module) else set()
+        if embedding in parts and part is not embedding and (output is None or output not in parts):
+            return part
+    _refuse(f"a model of an embedding, layers and an output layer, found {type(model).__name__}")
+
+
+def hidden_states(trunk: Any, batch: MicroBatch, kind: Kind) -> Tensor:
+    """Return the hidden state that predicts each trained token of ``batch`` (N × hidden size).
+
+    Raises:
+        CannotPack: the model does not attend through transformers' interfaces, or has what packed rows cannot do.
+    """
+    if "position_ids" not in inspect.signature(trunk.forward).parameters:
+        _refuse(f"a model that takes positions, found {type(trunk).__name__}")
+    device = next(trunk.parameters()).device
+    layout = Layout(batch.segments, kind, device)
+    input_ids_BT = torch.from_numpy(batch.input_ids_BT).to(device)
+    token = _PACKED.set(layout)
+    try:
+        hidden_BTD: Tensor = trunk(
+            input_ids=input_ids_BT,
+            attention_mask=torch.ones_like(input_ids_BT),  # else transformers guesses sequences from positions
+            position_ids=torch.from_numpy(batch.position_ids_BT).to(device),
+            use_cache=False,
+        ).last_hidden_state
+    finally:
+        _PACKED.reset(token)
+    if not layout.used:
+        _refuse(f"a model that attends through transformers' attention interface, found {type(trunk).__name__}")
+    return gather_rows(hidden_BTD[0], torch.from_numpy(batch.columns_N).to(device))

@@ -1,0 +1,200 @@
+"""Attention itself, with what model families add to it: sinks, capped scores, values of another size than queries.
+
+    scores_h  = scale · q kᵀ,  or  cap · tanh(scale · q kᵀ / cap)  with a cap (Gemma 2, arXiv:2408.00118)
+    weights_h = softmax over the visible keys and, with sinks, over one more of score ``sink_h`` and value 0 (gpt-oss,
+                arXiv:2508.10925)
+
+A sink is a key: queries get two more dimensions that hold ``sink_h / scale``, as a number of the query's type and the rest that
+this leaves, keys get 0 there, and one more key has 1 there and 0 elsewhere. So every function that computes attention, and its
+gradient, computes sinks. Sizes are padded with zeros, which change no score and no output. Knows no model and no row.
+
+Shapes: ``G`` sequences, ``H`` heads (keys and values may have fewer, each shared by as many), ``Q`` queries, ``K`` keys, ``D`` a
+head's size, ``T`` tokens of all sequences together.
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from services.trainer.model.layers.attention_layout import Ragged
+from services.trainer.model.layers.gather import gather_rows
+
+_SINK_SIZES = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Extras:
+    """What a layer's attention has besides queries, keys and values."""
+
+    scale: float | None = None
+    """None: the inverse root of the query's size."""
+    softcap: float | None = None
+    sinks_H: Tensor | None = None
+
+
+PLAIN = Extras()
+
+
+def attend_masked(
+    query_GHQD: Tensor, key_GHKD: Tensor, value_GHKD: Tensor, mask: Tensor | None, extras: Extras
+) -> Tensor:
+    """Return attention's outputs (G × H × Q × the value's size).
+
+    Args:
+        query_GHQD: queries.
+        key_GHKD: keys.
+        value_GHKD: values.
+        mask: what is seen (bool, broadcast to G × H × Q × K); None: causal, with as many keys as queries.
+        extras: what the layer adds.
+    """
+    size, scale = value_GHKD.shape[-1], _scale(query_GHQD, extras)
+    if mask is None and (extras.softcap is not None or extras.sinks_H is not None):
+        mask = torch.ones(query_GHQD.shape[2], key_GHKD.shape[2], dtype=torch.bool, device=query_GHQD.device).tril()
+    if extras.softcap is not None:
+        assert mask is not None
+        return _capped(query_GHQD, key_GHKD, value_GHKD, mask, scale, extras)
+    if extras.sinks_H is not None:
+        assert mask is not None
+        query_GHQD = torch.cat((query_GHQD, _sink_query(query_GHQD, extras.sinks_H[:, None], scale)), -1)
+        key_GHKD, value_GHKD = with_sink_key(key_GHKD, value_GHKD)
+        mask = F.pad(mask, (1, 0), value=True)
+    query, key, value = _of_equal_sizes(query_GHQD, key_GHKD, value_GHKD)
+    key, value = _of_equal_heads(query.shape[1], key, value)
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale)
+    return out[..., :size]
+
+
+def attend_ragged(
+    query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, where: Ragged, extras: Extras, window: int = 0
+) -> Tensor:
+    """Return attention's outputs (T × H × the value's size) by torch's variable-length attention: causal, from the lower right.
+
+    Args:
+        query_THD: queries.
+        key_THD: keys, with the sink's before all others (:func:`with_sink_key`) where there are sinks.
+        value_THD: values, likewise.
+        where: which of them belong together.
+        extras: what the layer adds; no cap.
+        window: how many keys a query sees, itself included; 0: all.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    assert extras.softcap is None
+    assert extras.sinks_H is None or not window, "a sink is the first key, which a window would hide"
+    size, scale = value_THD.shape[-1], _scale(query_THD, extras)
+    if extras.sinks_H is not None:
+        query_THD = torch.cat((query_THD, _sink_query(query_THD, extras.sinks_H, scale)), -1)
+    key, value = gather_rows(key_THD, where.keys), gather_rows(value_THD, where.keys)
+    query, key, value = _of_equal_sizes(query_THD, key, value)
+    options = dict[str, Any]()
+    if query.shape[1] > key.shape[1] and "enable_gqa" in parameters_of(varlen_attn):
+        options["enable_gqa"] = True
+    else:  # torch 2.11
+        key, value = _of_equal_heads(query.shape[1], key, value)
+    out: Tensor = varlen_attn(
+        query.contiguous(),
+        key,
+        value,
+        where.query_ends,
+        where.key_ends,
+        where.longest_query,
+        where.longest_key,
+        scale=scale,
+        window_size=(
+            window - 1 if window else -1,
+            0,
+        ),  # earlier keys and later ones; a completion's queries are its last keys
+        **options,
+    )  # type: ignore[assignment]  # a tuple only where more is asked for
+    return out[..., :size]
+
+
+def with_sink_key(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``key`` with the sizes that meet a sink's query, and a key and value of the sink before all others (dimension −2).
+
+    A ragged batch has its tokens in the first dimension: see :func:`with_ragged_sink_key`.
+    """
+    key = F.pad(key, (0, _SINK_SIZES))
+    sink = torch.zeros_like(key[..., :1, :])
+    sink[..., -_SINK_SIZES:] = 1
+    return torch.cat((sink, key), -2), F.pad(value, (0, 0, 1, 0))
+
+
+def with_ragged_sink_key(key_THD: Tensor, value_THD: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the same of keys and values whose first dimension is the token's."""
+    key, value = with_sink_key(key_THD.transpose(0, 1), value_THD.transpose(0, 1))
+    return key.transpose(0, 1), value.transpose(0, 1)
+
+
+def padded_size(query: Tensor, value: Tensor, *, sinks: bool) -> int:
+    """Return the head size that kernels are given: the larger of query and value, with the sinks' sizes, to a multiple of 8."""
+    largest = max(query.shape[-1] + (_SINK_SIZES if sinks else 0), value.shape[-1])
+    return -(-largest // 8) * 8
+
+
+@functools.cache
+def parameters_of(function: Callable[..., Any]) -> frozenset[str]:
+    """Return the names of a function's parameters."""
+    return frozenset(inspect.signature(function).parameters)
+
+
+def _scale(query: Tensor, extras: Extras) -> float:
+    return float(query.shape[-1] ** -0.5 if extras.scale is None else extras.scale)
+
+
+def _sink_query(query: Tensor, sinks: Tensor, scale: float) -> Tensor:
+    """Return what a query has in the sizes of the sink (… × 2): their scaled sum is the sink's score."""
+    exact = sinks.float() / scale
+    rounded = exact.to(query.dtype)
+    rest = (exact - rounded.float()).detach().to(query.dtype)  # the gradient goes through the first alone
+    return torch.stack((rounded, rest), -1).expand(*query.shape[:-1], _SINK_SIZES)
+
+
+def _of_equal_sizes(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Pad queries, keys and values with zeros to one size, a multiple of 8 on GPUs, whose fast kernels want that."""
+    sizes = {tensor.shape[-1] for tensor in tensors}
+    largest = max(sizes)
+    if tensors[0].is_cuda:
+        largest = -(-largest // 8) * 8
+    if sizes == {largest}:
+        return tensors
+    return tuple(F.pad(tensor, (0, largest - tensor.shape[-1])) for tensor in tensors)
+
+
+def _of_equal_heads(heads: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Repeat keys and values for the queries that share them; heads are dimension 1."""
+    return tuple(
+        tensor if tensor.shape[1] == heads else tensor.repeat_interleave(heads // tensor.shape[1], 1)
+        for tensor in tensors
+    )
+
+
+def _capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, extras: Extras) -> Tensor:
+    """Return attention with capped scores; those are computed again in the backward pass instead of kept."""
+    assert extras.softcap is not None
+    compute = functools.partial(_softmax_of_capped, scale=scale, cap=extras.softcap)
+    tensors = (query, key, value, mask, extras.sinks_H)
+    if not torch.is_grad_enabled():
+        return compute(*tensors)
+    out: Tensor = checkpoint(compute, *tensors, use_reentrant=False, preserve_rng_state=False)
+    return out
+
+
+def _softmax_of_capped(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks_H: Tensor | None, *, scale: float, cap: float
+) -> Tensor:
+    key, value = _of_equal_heads(query.shape[1], key, value)
+    scores = cap * torch.tanh(query.float() @ key.float().transpose(-1, -2) * (scale / cap))
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks_H is not None:
+        sinks = sinks_H.float()[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat((sinks, scores), -1)
+    weights = torch.softmax(scores, -1)
+    return (weights[..., 1:] if sinks_H is not None else weights).to(value.dtype) @ value

@@ -1,0 +1,93 @@
+"""Fused kernels for what lies between a model's matrix products: RMS norm, rotary embedding and gated MLP, one Triton kernel each.
+
+They are Liger's (Hsu et al. 2024, arXiv:2410.10989; extra ``fused-kernels``), put into a model that was loaded, on a GPU. The rotary one
+is put into transformers' module of that model type, so all its models in this process use it. Attention (``attention``) and the way from
+logits to logprobs (``shared.model.logits``) are ours.
+"""
+
+import contextlib
+import importlib.util
+import inspect
+import logging
+import sys
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from shared.errors import SettingsError
+
+log = logging.getLogger(__name__)
+
+Kind = Literal["auto", "torch", "liger"]
+_UNWANTED = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+"""The logits' own kernels: see ``logits``."""
+_REPLACED: dict[str, dict[str, Any]] = {}
+"""What fusing replaced in transformers' modules, by module and name."""
+
+
+def install(model: Any, kind: Kind, device: str) -> bool:
+    """Fuse what can be fused in ``model``; return whether anything was.
+
+    Args:
+        model: a Hugging Face model, or its trunk; not yet in an engine.
+        kind: ``auto`` fuses where it can be done, ``torch`` does not.
+        device: ``cuda`` or ``cpu``.
+
+    Raises:
+        SettingsError: ``liger`` is asked for and cannot be had.
+    """
+    if kind == "torch":
+        return False
+    missing = _missing(model, device)
+    if missing and kind == "liger":
+        raise SettingsError(f'expected {missing} for trainer.kernels = "liger": change it to "auto" or "torch"')
+    if missing:
+        return False
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    fuse = MODEL_TYPE_TO_APPLY_LIGER_FN[model.config.model_type]
+    known = inspect.signature(fuse).parameters
+    source = vars(sys.modules[type(model).__module__])
+    before = dict(source)
+    fuse(model=model, **{name: value for name, value in _UNWANTED.items() if name in known})
+    _REPLACED.setdefault(
+        type(model).__module__, {name: value for name, value in before.items() if source[name] is not value}
+    )
+    log.info("fused kernels installed", extra={"model_type": model.config.model_type})
+    return True
+
+
+@contextlib.contextmanager
+def unfused(model: Any) -> Iterator[None]:
+    """Give ``model`` its own functions back within the block: those of its modules, and those of the file that its class is from."""
+    own = [module for module in model.modules() if _is_fused(module.__dict__.get("forward"))]
+    forwards = [module.__dict__.pop("forward") for module in own]
+    source = vars(sys.modules[type(model).__module__])
+    replaced = _REPLACED.get(type(model).__module__, {})
+    fused = {name: source[name] for name in replaced}
+    source.update(replaced)
+    try:
+        yield
+    finally:
+        source.update(fused)
+        for module, forward in zip(own, forwards, strict=True):
+            module.__dict__["forward"] = forward
+
+
+def _is_fused(forward: Any) -> bool:
+    return str(getattr(forward, "__module__", "")).startswith("liger_kernel")
+
+
+def fuses_logits(kind: Kind) -> bool:
+    """Return whether one kernel may make logprobs of logits, on a GPU."""
+    return kind != "torch"
+
+
+def _missing(model: Any, device: str) -> str:
+    if device != "cuda":
+        return f"a GPU, found {device},"
+    if importlib.util.find_spec("liger_kernel") is None:
+        return "liger-kernel, found none (install penstock[fused-kernels]),"
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    found = model.config.model_type
+    return "" if found in MODEL_TYPE_TO_APPLY_LIGER_FN else f"a model type that Liger knows, found {found!r},"

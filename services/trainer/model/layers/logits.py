@@ -1,0 +1,99 @@
+"""Logprobs and entropies of tokens from hidden states, without the logits of all tokens at once.
+
+    logits_V = output(hidden_D), scaled or capped as the model has it     (shared/model/logits_transform.py)
+    logprob and entropy of them at the token's temperature                (shared/model/logits.py)
+
+Tokens are taken in chunks. Where gradients are wanted, a chunk's logits are computed again in the backward pass instead of
+kept, so that memory holds ``chunk × vocabulary`` numbers and not ``tokens × vocabulary``; the output layer is computed once
+more for it. The output layer is called as a module once, whatever the number of chunks: ZeRO stage 3 gathers its weights then, and ranks
+that gathered different numbers of times would wait for one another for ever. Knows no micro-batch and no model.
+
+Shapes: ``N`` tokens, ``D`` hidden size, ``V`` vocabulary. Logprobs and entropies are in nats, float32.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shared.model.logits import logprobs_and_entropies
+from shared.model.logits_projection import LogitsType, projection
+from shared.model.logits_transform import PLAIN, LogitsTransform
+
+
+@dataclasses.dataclass(frozen=True)  # without slots: ZeRO stage 3 looks through the output's __dict__
+class TokenLogprobs:
+    """Of each trained token: its logprob, and the entropy of the distribution it was drawn from, nats."""
+
+    policy_logprobs_N: Tensor
+    entropy_N: Tensor
+
+
+def token_logprobs(
+    hidden_ND: Tensor,
+    output: nn.Module,
+    targets_N: Tensor,
+    temperatures_N: Tensor,
+    chunk_tokens: int = 0,
+    *,
+    transform: LogitsTransform = PLAIN,
+    entropy_gradient: bool = False,
+    fused: bool = True,
+    kind: LogitsType = "model",
+) -> TokenLogprobs:
+    """Return logprob and entropy of each target.
+
+    Args:
+        hidden_ND: what predicts each target.
+        output: the output layer, hidden states to logits.
+        targets_N: token ids (int64).
+        temperatures_N: what the logits of each are divided by, float32.
+        chunk_tokens: how many tokens a chunk has; 0: all.
+        transform: what the model does to hidden states before, and to logits after, the output layer.
+        entropy_gradient: whether entropies carry a gradient.
+        fused: whether one kernel may make them of the logits, on a GPU.
+        kind: in which type the logits are.
+    """
+    logits = projection(output, kind)
+
+    def of(hidden_ND: Tensor, targets_N: Tensor, temperatures_N: Tensor) -> tuple[Tensor, Tensor]:
+        return logprobs_and_entropies(
+            transform.after(logits(transform.before(hidden_ND))),
+            targets_N,
+            temperatures_N,
+            entropy_gradient=entropy_gradient,
+            fused=fused,
+        )
+
+    def in_chunks(*whole: Tensor) -> tuple[Tensor, Tensor]:
+        if not chunk_tokens or len(targets_N) <= chunk_tokens:
+            return of(*whole)
+        chunks = zip(*(torch.split(one, chunk_tokens) for one in whole), strict=True)
+        parts = [_recomputed(of, *chunk) if torch.is_grad_enabled() else of(*chunk) for chunk in chunks]
+        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+    with _forward(output, in_chunks):
+        return TokenLogprobs(*output(hidden_ND, targets_N, temperatures_N))
+
+
+@contextlib.contextmanager
+def _forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let ``module``, called within, do ``forward`` between its hooks."""
+    before = module.__dict__.get("forward")
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        del module.__dict__["forward"]
+        if before is not None:
+            module.__dict__["forward"] = before
+
+
+def _recomputed(of: Callable[..., tuple[Tensor, Tensor]], *chunk: Tensor) -> tuple[Tensor, Tensor]:
+    # The shapes of ZeRO stage 3's weights change while they are away, which the check would take for a mistake.
+    found: tuple[Tensor, Tensor] = checkpoint(of, *chunk, use_reentrant=False, determinism_check="none")
+    return found

@@ -1,0 +1,222 @@
+"""The policy as the trainer sees it: a Hugging Face causal model that gives the logprobs of given tokens.
+
+It computes logits only where a trained token is predicted, and not all of them at once (``logits``). Only this file and
+``attention`` know transformers.
+"""
+
+import contextlib
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from services.trainer.batch.packing import MicroBatch
+from services.trainer.checkpoint import pickles
+from services.trainer.model.layers import attention, kernels
+from services.trainer.model.layers.logits import TokenLogprobs, token_logprobs
+from services.trainer.model.sizes import measure
+from services.trainer.model.stochastic_layers import train_without_noise
+from services.trainer.model.trunk import Packing, Trunk
+from shared.errors import SettingsError
+from shared.model.logits_projection import LogitsType, projection
+from shared.model.logits_transform import logits_transform
+from shared.model.model_source import check_source
+from shared.model.rope import settle_rope
+from shared.process.importing import importing
+from shared.settings import PolicySettings
+
+
+class Policy(nn.Module):
+    """A causal language model whose forward pass takes a micro-batch; logits are divided by each token's temperature.
+
+    Args:
+        model: a Hugging Face causal model.
+        entropy_gradient: whether entropies carry a gradient, for an entropy bonus.
+        kind: which attention.
+        chunk_tokens: logits of so many tokens are there at a time; 0: of all.
+        fused_logits: whether one kernel may make logprobs of logits, on a GPU.
+        logits: in which type the logits are.
+        packing: how sequences go through the model (``trunk``).
+
+    Raises:
+        CannotPack: ``packing`` is "rows", and the model has a module that cannot be packed.
+        SettingsError: the model scales its logits in a way that is not known here.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        entropy_gradient: bool = False,
+        kind: attention.Kind = "auto",
+        chunk_tokens: int = 0,
+        fused_logits: bool = True,
+        logits: LogitsType = "model",
+        packing: Packing = "auto",
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.sizes = measure(model)
+        """What its forward pass costs depends on."""
+        self.trunk = Trunk(model, kind, packing)
+        self._entropy_gradient = entropy_gradient
+        self._chunk_tokens = chunk_tokens
+        self._fused_logits = fused_logits
+        self._logits: LogitsType = logits
+        projection(model.get_output_embeddings(), logits)  # refuses now what it would refuse at the first batch
+        self._transform = logits_transform(model)
+
+    def train(self, mode: bool = True) -> "Policy":
+        """Prepare to train, without dropout and the like (``noise``), or not to."""
+        super().train(mode)
+        train_without_noise(self.model, mode)
+        return self
+
+    def forward(self, batch: MicroBatch) -> TokenLogprobs:
+        """Return the logprobs of ``batch``'s trained tokens under the current weights."""
+        hidden_ND = self.trunk.hidden_states(batch)
+        return token_logprobs(
+            hidden_ND,
+            self.model.get_output_embeddings(),
+            torch.from_numpy(batch.targets_N).to(hidden_ND.device),
+            torch.from_numpy(batch.temperatures_N).to(hidden_ND.device),
+            self._chunk_tokens,
+            transform=self._transform,
+            entropy_gradient=self._entropy_gradient,
+            fused=self._fused_logits,
+            kind=self._logits,
+        )
+
+
+def load_model(settings: PolicySettings, training_dtype: torch.dtype, context_tokens: int = 0) -> Any:
+    """Return the Hugging Face model in ``policy.model``.
+
+    Args:
+        settings: of the policy.
+        training_dtype: number type of its weights.
+        context_tokens: the run's longest sequence (``shared.model.rope``); 0: the model's own.
+
+    Raises:
+        SettingsError: there is none, or its rotary embeddings are of a kind that is not known.
+    """
+    check_source("policy.model", settings.model, ("config.json",))
+    with importing():
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            settings.model,
+            dtype=training_dtype,
+            trust_remote_code=settings.trust_remote_code,
+        )
+    except (
+        OSError,
+        ValueError,
+        ImportError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+    ) as error:  # of any model's code
+        raise SettingsError(
+            f"expected a Hugging Face causal model in {settings.model!r}, found: {str(error).strip()}: change policy.model"
+        ) from error
+    except UnpicklingError as error:
+        raise SettingsError(
+            f"refused to load the weights in {settings.model!r}: {pickles.reason_of(error)}: convert them to safetensors, or change "
+            "policy.model"
+        ) from error
+    check_numbers(model, settings.model)
+    settle_rope(model, context_tokens)
+    return model
+
+
+def check_numbers(model: nn.Module, source: str) -> None:
+    """Refuse weights that cannot be trained: quantised ones.
+
+    Raises:
+        SettingsError: there are some.
+    """
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point() or parameter.itemsize < 2:
+            raise SettingsError(
+                f"expected weights in bfloat16, float16 or float32 in {source!r}, found {name} in {parameter.dtype}, which is quantised: "
+                "save the model dequantised and change policy.model"
+            )
+
+
+def outline(settings: PolicySettings) -> Any:
+    """Return the model in ``policy.model`` without weights: its modules, with parameters on the meta device."""
+    check_source("policy.model", settings.model, ("config.json",))
+    with importing():
+        from transformers import AutoConfig, AutoModelForCausalLM
+    trust = settings.trust_remote_code
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(settings.model, trust_remote_code=trust), trust_remote_code=trust
+        )
+
+
+def load_reference(
+    settings: PolicySettings,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    kind: attention.Kind = "auto",
+    fused: kernels.Kind = "auto",
+    chunk_tokens: int = 0,
+    logits: LogitsType = "model",
+    packing: Packing = "auto",
+    context_tokens: int = 0,
+) -> Policy:
+    """Return the initial policy, frozen, on this rank's device: whole on every rank, whatever the ZeRO stage."""
+    model = load_model(settings, dtype, context_tokens)
+    kernels.install(model, fused, device)
+    fuses = kernels.fuses_logits(fused)
+    reference = Policy(model, kind=kind, chunk_tokens=chunk_tokens, fused_logits=fuses, logits=logits, packing=packing)
+    return reference.to(torch.device(device)).eval().requires_grad_(False)
+
+
+def load_trunk(settings: PolicySettings, model: str, dtype: torch.dtype, context_tokens: int = 0) -> tuple[Any, int]:
+    """Return ``model`` (empty: the policy's) without its output layer, for a critic, and its hidden states' width."""
+    chosen = settings.model_copy(update={"model": model or settings.model})
+    whole = load_model(chosen, dtype, context_tokens)
+    return attention.decoder_of(whole), int(whole.config.get_text_config().hidden_size)
+
+
+def export(model: Any, tensors: Iterable[tuple[str, Tensor]], settings: PolicySettings, folder: Path) -> None:
+    """Write ``model`` with ``tensors`` (copied one by one) and the tokenizer in Hugging Face form, whole or not at all."""
+    from transformers import AutoTokenizer
+
+    with _whole(folder) as beside:
+        model.save_pretrained(beside, state_dict={name: tensor.to("cpu", copy=True) for name, tensor in tensors})
+        AutoTokenizer.from_pretrained(
+            settings.tokenizer or settings.model, trust_remote_code=settings.trust_remote_code
+        ).save_pretrained(beside)
+
+
+def export_adapter(factors: Mapping[str, Tensor], configuration: bytes, folder: Path) -> None:
+    """Write an adapter's ``factors`` (names of a PEFT file) with its ``adapter_config.json`` in PEFT form, whole or not at all."""
+    from safetensors.torch import save_file
+
+    with _whole(folder) as beside:
+        (beside / "adapter_config.json").write_bytes(configuration)
+        copies = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in factors.items()}
+        save_file(copies, beside / "adapter_model.safetensors")
+
+
+@contextlib.contextmanager
+def _whole(folder: Path) -> Iterator[Path]:
+    """Give the block a folder to write, which takes the place of ``folder`` when all is written."""
+    beside = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    yield beside
+    shutil.rmtree(folder, ignore_errors=True)
+    beside.rename(folder)

@@ -1,0 +1,139 @@
+"""A model without its output layer, run on micro-batches: packed in rows, or sequence by sequence.
+
+::
+
+    rows        a group's prompt once, completions beside it; attention (``attention``) and recurrent layers (``mixers``) know where
+                sequences are. For models in which both are known.
+    sequences   each prompt + completion by itself through the model as transformers runs it, with its own attention. Exact for every causal
+                model, and slower: a prompt is computed once for each of its completions, and short sequences fill a GPU badly.
+
+Both take any micro-batch and return the same hidden states. It knows no logits, no loss and no settings object.
+
+Shapes: ``B`` 1, ``T`` tokens of a micro-batch, ``N`` trained tokens, ``D`` hidden size.
+"""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from services.trainer.batch.packing import MicroBatch
+from services.trainer.model.layers import attention, mixers, spans
+from services.trainer.model.layers.attention import CannotPack
+from services.trainer.model.layers.gather import gather_rows
+from shared.errors import SettingsError
+
+log = logging.getLogger(__name__)
+
+Packing = Literal["auto", "rows", "sequences"]
+
+
+class Trunk:
+    """Gives hidden states; the model stays its owner's.
+
+    Args:
+        model: a Hugging Face causal model, or a trunk of one.
+        kind: which attention packed rows take.
+        packing: how sequences go through it; ``auto``: in rows where every module that mixes tokens is known, else sequence by sequence.
+
+    Raises:
+        CannotPack: rows are asked for, and a module is not known.
+    """
+
+    def __init__(self, model: Any, kind: attention.Kind, packing: Packing) -> None:
+        self._model = model
+        self._module = attention.decoder_of(model)
+        self._kind: attention.Kind = kind
+        self._own_attention = str(model.config._attn_implementation)
+        self._boundaries: mixers.Boundaries | None = None
+        self.reason = ""
+        """Why ``auto`` did not choose rows; "" where it did, or did not choose."""
+        unknown = "" if packing == "sequences" else mixers.unpackable(self._module)
+        if unknown and packing == "rows":
+            raise CannotPack(f'{_explain(unknown)}: change trainer.packing to "auto" or "sequences"')
+        if unknown:
+            self.fall_back(_explain(unknown))
+        else:
+            self.use("sequences" if packing == "sequences" else "rows")
+
+    def use(self, packing: Literal["rows", "sequences"]) -> None:
+        """Run the model in this way from now on; its weights stay as they are."""
+        self.packing: Literal["rows", "sequences"] = packing
+        if packing == "rows":
+            self._boundaries = mixers.install(self._module)
+            attention.install(self._model)
+        elif self._model.config._attn_implementation == attention.NAME:
+            self._model.set_attn_implementation(self._own_attention)
+
+    def fall_back(self, reason: str) -> None:
+        """Run the model sequence by sequence from now on, as rows cannot be used for ``reason``."""
+        self.use("sequences")
+        self.reason = f"{reason}; {_COST}"
+        log.warning("sequences are not packed", extra={"detail": self.reason})
+
+    @contextlib.contextmanager
+    def attending_by(self, kind: attention.Kind) -> Iterator[None]:
+        """Let packed rows take another attention within the block."""
+        before, self._kind = self._kind, kind
+        try:
+            yield
+        finally:
+            self._kind = before
+
+    def hidden_states(self, batch: MicroBatch) -> Tensor:
+        """Return the hidden state that predicts each trained token of ``batch`` (N × D).
+
+        Raises:
+            CannotPack: the model has what packed rows cannot do.
+            SettingsError: it is no causal model.
+        """
+        if self.packing == "sequences":
+            return self._one_by_one(batch)
+        with self._bounded(batch):
+            return attention.hidden_states(self._module, batch, self._kind)
+
+    def _bounded(self, batch: MicroBatch) -> contextlib.AbstractContextManager[None]:
+        if self._boundaries is None:
+            return contextlib.nullcontext()
+        return self._boundaries.of(batch.segments, self._device, sharded=self._sharded)
+
+    def _one_by_one(self, batch: MicroBatch) -> Tensor:
+        plan = spans.alone(batch.segments, self._device)
+        ids_BT = torch.from_numpy(batch.input_ids_BT).to(self._device)
+        more = spans.idle_calls(len(plan.spans), self._device) if self._sharded else 0
+        hidden = [self._plain(ids_BT[:, span.places_GW[0]]) for span in plan.spans]
+        idle = [self._plain(ids_BT[:, :1]) for _ in range(more)]
+        hidden_BTD: Tensor = mixers.with_idle(spans.scatter(hidden, plan), idle)
+        return gather_rows(hidden_BTD[0], torch.from_numpy(batch.columns_N).to(self._device))
+
+    def _plain(self, ids_BT: Tensor) -> Tensor:
+        hidden_BTD = getattr(self._module(input_ids=ids_BT, use_cache=False), "last_hidden_state", None)
+        if not isinstance(hidden_BTD, Tensor) or hidden_BTD.shape[:2] != ids_BT.shape:
+            raise SettingsError(
+                f"expected a causal language model, found {type(self._model).__name__}, which gives no hidden state for each token: "
+                "change policy.model"
+            )
+        return hidden_BTD
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = next(self._module.parameters()).device
+        return device
+
+    @property
+    def _sharded(self) -> bool:
+        """Whether ranks have parts of the weights (ZeRO stage 3), which every call of a module gathers."""
+        return any(hasattr(parameter, "ds_id") for parameter in self._module.parameters())
+
+
+_COST = (
+    "each prompt is computed once for each of its completions, so a step with long prompts takes several times as long "
+    '(trainer.packing = "sequences" says so without this warning)'
+)
+
+
+def _explain(unknown: str) -> str:
+    return f"{unknown} reads other tokens in a way that is not known to keep packed sequences apart"

@@ -1,0 +1,284 @@
+"""Take experience off the bus: whole, fresh, unfenced, each group once. Rank 0 only.
+
+Groups are held until a step has enough, and those admitted first are used first: one that was overtaken on its way does
+not wait until it is stale. They stay pending on the bus until the step is committed, so a trainer that dies loses none of
+them. A group leaves here without being trained when it is
+
+    stale       its lag is over ``max_lag``: dropped, or sent back to the prompts (``on_stale``)
+    fenced      a token was written under a revoked version: dropped
+    too_long    a sample (with preferences: a pair) does not fit into a forward pass: dropped
+    no_signal   its rewards are all equal and algorithm.dynamic_sampling is on: dropped, and admission has another
+                generated in its slot (Yu et al. 2025, DAPO, arXiv:2503.14476, §3.2)
+    nonfinite   its batch gave a loss or gradient that is not finite: dropped, by the loop
+    duplicate   the group is held already, or was trained: dropped
+    unreadable  or of no group or version that exists, of token ids or lengths that the model does not have: buried with the reason
+
+**Suspects.** A trainer that dies names its batch by ``trying``. Groups that were in the batch at two deaths are tried alone before they are
+trained (:meth:`Intake.next_suspect`); only such an attempt counts when the trainer dies of it, so a group that ends the trainer is
+buried and takes no other with it.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections import Counter
+
+from services.trainer.algorithm.advantages import has_signal
+from services.trainer.algorithm.token_advantages import shaped_rewards
+from services.trainer.batch.staleness import judge
+from services.trainer.metrics import LEFT
+from shared.bus.bus import Bus, Delivery
+from shared.bus.messages import Experience, GroupId, PolicyVersion, Purpose
+from shared.bus.stores.ledger import Ledger, Standing
+from shared.bus.stores.live_settings import Live
+from shared.bus.streams import EXPERIENCE
+from shared.errors import MessageError
+from shared.settings import Settings
+
+log = logging.getLogger(__name__)
+
+CONSUMER = "trainer"  # one name for every trainer of a run: what a dead one left is taken up at once
+_PROMPT_READ_S = 0.2
+_ALONE_FROM = 2
+"""A group that was in the batch at this many deaths is tried alone."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Taken:
+    """A group in the trainer's hands."""
+
+    delivery: Delivery[Experience]
+    experience: Experience
+
+
+class Intake:
+    """Fills the batch of the next step.
+
+    It belongs to the event loop: all of its methods are coroutines, which the training thread runs there.
+    ``steps_of_versions`` is shared with the publisher: it grows with every version.
+    """
+
+    def __init__(self, bus: Bus, live: Live, steps_of_versions: dict[PolicyVersion, int]) -> None:
+        self._bus = bus
+        self._ledger = Ledger(bus)
+        self._live = live
+        self._steps_of_versions = steps_of_versions
+        self._held: dict[GroupId, Taken] = {}
+        self._arrived = asyncio.Event()
+        self.left: Counter[str] = Counter()
+        """Numbers of groups that left untrained since :meth:`take_left`, by reason."""
+        self.vocabulary: int | None = None
+        """How many token ids the model has; None: not known."""
+        self.context_tokens = 0
+        """Longest sequence that the model reads; 0: any."""
+        self._suspects: list[Taken] = []
+        self._tried: Taken | None = None
+        self._retaken = asyncio.Event()
+        self._useless = 0  # groups without signal that were dropped since the last batch
+
+    @property
+    def _settings(self) -> Settings:
+        """As they are now: ``max_lag`` may change while the run goes on."""
+        return self._live.settings
+
+    async def fill(self) -> None:
+        """Hold whatever arrives, for ever; run it in the background."""
+        trying = await self._bus.call(lambda: self._bus.client.get(self._bus.keys.trying)) or b""
+        suspects = set(trying.decode().split())
+        async for delivery in self._bus.own(EXPERIENCE, Experience, CONSUMER):
+            await self._hold(await self._bus.note_crash(delivery) if delivery.entry_id in suspects else delivery)
+        self._retaken.set()
+        while True:
+            wanted = self._settings.slots - len(self._held)
+            for delivery in await self._bus.read(EXPERIENCE, Experience, CONSUMER, max(1, wanted), _PROMPT_READ_S):
+                await self._hold(delivery)
+
+    async def next_suspect(self) -> Taken | None:
+        """Return a group to try alone, whose attempt is counted already; None where there is none left."""
+        await self._retaken.wait()
+        while self._suspects:
+            suspect = self._suspects.pop()
+            if await self._bus.try_alone(suspect.delivery, CONSUMER):
+                self._tried = suspect
+                return suspect
+        return None
+
+    async def note_tried(self, cause: str = "") -> None:
+        """Hold the suspect that was tried; with a ``cause``, note that the trainer ends by it."""
+        suspect, self._tried = self._tried, None
+        assert suspect is not None
+        if cause:
+            await self._bus.note_cause(suspect.delivery, cause)
+            return
+        await self._bus.try_alone(suspect.delivery, CONSUMER, passed=True)
+        self._take(suspect)
+
+    async def note_batch(self, batch: list[Taken]) -> None:
+        """Name the batch that is about to be trained, for the trainer after this one."""
+        await self._bus.write(self._bus.keys.trying, "SET", " ".join(taken.delivery.entry_id for taken in batch))
+
+    def _take(self, taken: Taken) -> None:
+        self._held[taken.experience.group_id] = taken
+        self._arrived.set()
+
+    async def _hold(self, delivery: Delivery[Experience]) -> None:
+        if delivery.attempts > self._settings.bus.max_attempts:
+            cause = await self._bus.cause(delivery) or "it left no message"
+            await self._bury(
+                delivery, f"ended the trainer {delivery.attempts - 1} times when it was tried alone: {cause}"
+            )
+            return
+        try:
+            experience = delivery.message()
+            self._check(experience)
+            standing = await self._ledger.standing(experience.group_id)
+            _check_standing(experience, standing)
+        except MessageError as error:
+            await self._bury(delivery, str(error))
+            return
+        if experience.group_id in self._known():
+            await self._drop(delivery, "duplicate", "a group of this id is held already")
+            return
+        if standing.trained:
+            await self._drop(delivery, "duplicate", "a group of this id was trained already")
+            return
+        if (tokens := self._longest_tokens(experience)) > self._settings.trainer.micro_batch_tokens:
+            await self._drop(delivery, "too_long", f"{tokens} tokens > trainer.micro_batch_tokens")
+            return
+        if self._is_useless(experience):
+            self._useless += 1
+            await self._drop(delivery, "no_signal", f"all rewards are {float(experience.rewards[0]):g}")
+            return
+        taken = Taken(delivery, experience)
+        if delivery.crashes >= _ALONE_FROM:
+            self._suspects.append(taken)
+        else:
+            self._take(taken)
+
+    def _known(self) -> set[GroupId]:
+        waiting = [*self._suspects, *([self._tried] if self._tried is not None else [])]
+        return {*self._held, *(taken.experience.group_id for taken in waiting)}
+
+    def _check(self, experience: Experience) -> None:
+        """Raise MessageError where a group is not one that this trainer's model and settings can have."""
+        group = experience.group
+        if group.prompt.purpose is not Purpose.TRAIN or len(group.prompt_token_ids) == 0:
+            raise MessageError(
+                "expected a group to train on, with a prompt, found one to evaluate, or without prompt tokens"
+            )
+        longest = len(group.prompt_token_ids) + max(len(sample.token_ids) for sample in group.samples)
+        if self.context_tokens and longest > self.context_tokens:
+            raise MessageError(f"expected sequences within the model's {self.context_tokens} tokens, found {longest}")
+        largest = max(
+            int(ids.max()) for ids in (group.prompt_token_ids, *(sample.token_ids for sample in group.samples))
+        )
+        if self.vocabulary is not None and largest >= self.vocabulary:
+            raise MessageError(f"expected token ids below the model's {self.vocabulary}, found {largest}")
+        if self._settings.algorithm.reference_travels and experience.reference_logprobs is None:
+            raise MessageError(
+                'expected reference logprobs with algorithm.reference = "reward", found none: start the reward service with '
+                'the same settings, or set algorithm.reference = "trainer"'
+            )
+
+    def _is_useless(self, experience: Experience) -> bool:
+        """Whether the group teaches nothing and is left out; after so many for one step, none is, so that a run ends."""
+        algorithm = self._settings.algorithm
+        if not algorithm.dynamic_sampling:
+            return False
+        if self._useless >= algorithm.dynamic_sampling_rounds * algorithm.groups_per_step:
+            return False
+        return not has_signal(shaped_rewards(experience, algorithm, self._settings.sampling.max_new_tokens))
+
+    def _longest_tokens(self, experience: Experience) -> int:
+        """Return the longest row that cannot be split: the prompt with its longest sample, or with its longest pair."""
+        together = 2 if self._settings.algorithm.loss == "dpo" else 1
+        lengths = sorted(len(sample.token_ids) for sample in experience.group.samples)
+        return len(experience.group.prompt_token_ids) + sum(lengths[-together:])
+
+    async def next_batch(self, step: int, wait_s: float) -> list[Taken] | None:
+        """Return the groups of the step after ``step``, or None when there were not enough within ``wait_s``."""
+        deadline_s = time.monotonic() + wait_s
+        while True:
+            self._arrived.clear()
+            wanted = self._settings.algorithm.groups_per_step
+            fresh = await self._sort_out(step) if len(self._held) >= wanted else []
+            if len(fresh) >= wanted:
+                return [self._held[group_id] for group_id in sorted(fresh)[:wanted]]
+            try:
+                async with asyncio.timeout(deadline_s - time.monotonic()):
+                    await self._arrived.wait()
+            except TimeoutError:
+                return None
+
+    async def release(self, batch: list[Taken]) -> None:
+        """Forget a batch that was committed."""
+        for taken in batch:
+            del self._held[taken.experience.group_id]
+            await self._forget(taken.delivery)
+        self._useless = 0
+
+    async def discard(self, batch: list[Taken], reason: str, detail: str) -> None:
+        """Let a batch leave untrained: each of its groups by itself, so a crash in the middle loses none of the others."""
+        for taken in batch:
+            await self._drop(taken.delivery, reason, detail)
+        await self.release(batch)
+
+    async def take_left(self) -> Counter[str]:
+        """Return the numbers of groups that left untrained since the last call, by reason."""
+        left, self.left = self.left, Counter()
+        return left
+
+    async def _sort_out(self, step: int) -> list[GroupId]:
+        """Let go what is stale or fenced; return what is fresh. What arrives meanwhile is not looked at, so it is neither."""
+        revoked = await self._ledger.revoked()
+        max_lag = self._settings.algorithm.max_lag
+        fresh: list[GroupId] = []
+        for group_id, taken in list(self._held.items()):
+            group = taken.experience.group
+            verdict = judge(group, step, self._steps_of_versions, revoked, max_lag)
+            if verdict == "fresh":
+                fresh.append(group_id)
+                continue
+            del self._held[group_id]
+            if verdict == "stale" and self._settings.algorithm.on_stale == "requeue":
+                await self._requeue(taken)
+            else:
+                await self._drop(taken.delivery, verdict, f"oldest version {group.oldest_version} at step {step}")
+        return fresh
+
+    async def _requeue(self, taken: Taken) -> None:
+        prompt = taken.experience.group.prompt
+        newest = max(self._steps_of_versions, default=PolicyVersion(0))
+        again = dataclasses.replace(prompt, requeues=prompt.requeues + 1, min_version=newest)
+        self._count("requeued")
+        await self._bus.requeue(taken.delivery, again)
+
+    async def _drop(self, delivery: Delivery[Experience], reason: str, detail: str) -> None:
+        self._count(reason)
+        log.info("group dropped", extra={"group": delivery.group_id, "reason": reason, "detail": detail})
+        await self._bus.drop(delivery, reason, detail)
+        await self._forget(delivery)
+
+    async def _forget(self, delivery: Delivery[Experience]) -> None:
+        if delivery.crashes:
+            await self._bus.forget(delivery)
+
+    def _count(self, reason: str) -> None:
+        self.left[reason] += 1
+        LEFT.labels(reason).inc()
+
+    async def _bury(self, delivery: Delivery[Experience], reason: str) -> None:
+        self._count("buried")
+        log.error("group buried", extra={"group": delivery.group_id, "reason": reason})
+        await self._bus.bury(delivery, reason)
+        await self._bus.forget(delivery)
+
+
+def _check_standing(experience: Experience, standing: Standing) -> None:
+    """Raise MessageError where the bus knows no such group, or no such version."""
+    if not standing.admitted:
+        raise MessageError(f"expected a group that was admitted, found one of the id {experience.group_id}")
+    newest = experience.group.newest_version
+    if standing.newest_version is not None and newest > standing.newest_version:
+        raise MessageError(f"expected versions up to {standing.newest_version}, the newest, found samples of {newest}")

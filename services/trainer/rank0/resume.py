@@ -1,0 +1,284 @@
+"""Find out from where a trainer continues: the newest intact checkpoint of the ledger's branch, and the journal after it.
+
+::
+
+    bus knows the run     newest intact checkpoint ──▶ the journal holds every step after it: these are replayed
+                                                  └──▶ it does not: the run is rolled back to the checkpoint's version
+    bus is empty          newest intact checkpoint ──▶ the ledger is restored from it; what was in flight is counted as lost
+    neither               the initial policy
+
+``candidates`` says which checkpoint that is. With object storage (``trainer.store``) it is taken from the run's folder where that and the
+journal are enough, so a start does not need the store; on a new machine it is fetched.
+
+A damaged checkpoint is reported as an event, with the steps that are trained again, and its folder is renamed to ``damaged-step-…``.
+Where no checkpoint is intact the start is refused in a sentence, and nothing is changed: a copy may be put back.
+
+Checkpoints of revoked versions are deleted first: a rollback left their branch. Where a rollback waits for a checkpoint that is damaged, or
+that the trainer died of ``MOST_LOADS`` times, it is given up (:func:`may_load`): the coordinator ends it, and people choose another
+version. Nothing is loaded here; rank 0 only.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from services.trainer.checkpoint import local_store
+from services.trainer.checkpoint.candidates import Candidates, Choice, Damage, Journal, journal_after
+from services.trainer.checkpoint.local_store import Checkpoint
+from services.trainer.checkpoint.remote_store import CheckpointStore, StoredCheckpoint
+from services.trainer.checkpoint.signatures import open_signer
+from services.trainer.rank0.publication import noted_version
+from shared.bus.bus import Bus
+from shared.bus.messages import PolicyRecord, PolicyVersion
+from shared.bus.stores.ledger import ENDED, Ledger, RunState, RunStatus
+from shared.bus.stores.live_settings import Live
+from shared.bus.stores.rollback import begin_rollback
+from shared.errors import SettingsError
+from shared.process.telemetry import tell
+from shared.settings import Settings
+
+log = logging.getLogger(__name__)
+
+MOST_LOADS = 3
+"""How often the trainer begins to load the checkpoint of one rollback: less than ``up`` lets a process die in a row."""
+_UNKNOWN_VERSIONS = 100_000
+"""How many version numbers are skipped where bus and folder were lost together, and with them the newest one."""
+_LOOK_S = 0.2
+_CANNOT_CONTINUE = "the run cannot continue: "
+"""How the reason begins for which a run is paused that has nothing to continue from."""
+_PAUSED_BEFORE = "; the run was paused before: "
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Resume:
+    """From where to continue."""
+
+    checkpoint: Checkpoint | None
+    journal: Journal
+    """The groups of each step after the checkpoint."""
+    status: RunStatus
+    stored: StoredCheckpoint | None = None
+    """Where the checkpoint was fetched from, if it was."""
+    went_back: bool = False
+    """Whether the run was rolled back to the checkpoint, which ended the trainer's epoch."""
+    stranded: bool = False
+    """Whether there is nothing to load: the checkpoint of a rollback is damaged, or the run has ended."""
+
+
+async def find_resume(
+    bus: Bus, ledger: Ledger, live: Live, settings: Settings, store: CheckpointStore | None = None
+) -> Resume:
+    """Return from where the run continues; restores the ledger of a run whose bus was lost.
+
+    Raises:
+        SettingsError: no checkpoint is intact and the journal does not reach back to the start, or object storage is needed
+            and denies access.
+    """
+    root = settings.run_folder / "checkpoints"
+    known = await bus.call(lambda: bus.client.hexists(bus.keys.run, "step"))
+    revoked = await ledger.revoked()
+    for found in local_store.find(root):
+        if found.state.version in revoked and await ledger.forget_checkpoint(str(found.folder)):
+            local_store.delete(found)
+    local_store.clear_unfinished(root)
+    status = await ledger.status()
+    signer = open_signer(settings)
+    choice = await Candidates(bus, ledger, store, root, status if known else None, revoked, signer).choose()
+    checkpoint, journal = choice.checkpoint, choice.journal
+    if choice.damages and checkpoint is None and not known:
+        raise SettingsError(await _pause(bus, ledger, _no_checkpoint(choice.damages)))
+    if journal is None:
+        return await _go_back(bus, ledger, settings, choice)
+    if checkpoint is not None and not known:
+        await _restore(bus, ledger, live, checkpoint, settings.run_folder)
+        status = await ledger.status()
+        journal = await journal_after(ledger, checkpoint, status) or ()
+    status = await _unpause(ledger, status)
+    await _report_damage(bus, ledger, choice, "nothing is lost" if known else _lost(choice))
+    await _tell_replay(bus, checkpoint, journal)
+    return Resume(checkpoint, journal, status, choice.stored)
+
+
+async def may_load(bus: Bus, checkpoint: Checkpoint) -> bool:
+    """Whether ``checkpoint`` can be tried. Where a rollback waits for it, each try is counted, and after the last it is given up."""
+    key = bus.keys.rollback
+    target, state, unloadable = await _rollback(bus)
+    if target != str(checkpoint.state.version) or (state != "loading" and not unloadable):
+        return True
+    if not unloadable and int(await bus.write(key, "HINCRBY", "loads", 1)) <= MOST_LOADS:
+        return True
+    await _give_up(
+        bus,
+        f"expected the checkpoint {checkpoint.folder} to load, found that the trainer ended {MOST_LOADS} times in it: it is "
+        "larger than this machine's memory, or not what this trainer can read (see its log); roll back to another version, or mend "
+        "it and roll back to this one again",
+    )
+    return False
+
+
+async def _rollback(bus: Bus) -> tuple[str, str, str]:
+    """Return target, state and why it cannot be loaded of the rollback under way, or of the last; empty where there was none."""
+    fields = ["target", "state", "unloadable"]
+    found = await bus.call(lambda: bus.client.hmget(bus.keys.rollback, fields))
+    target, state, unloadable = ("" if value is None else value.decode() for value in found)
+    return target, state, unloadable
+
+
+async def _give_up(bus: Bus, sentence: str) -> None:
+    """Say of the rollback under way that its checkpoint cannot be loaded: the coordinator ends it."""
+    log.error("checkpoint given up", extra={"detail": sentence})
+    rollback = await bus.call(lambda: bus.client.hget(bus.keys.rollback, "id")) or b""
+    arguments = [rollback.decode(), time.time(), "unloadable", sentence]
+    await bus.script("steer_rollback", [bus.keys.rollback], arguments)
+
+
+# ---------------------------------------------------------------- go back
+
+
+async def _go_back(bus: Bus, ledger: Ledger, settings: Settings, choice: Choice) -> Resume:
+    """Roll the run back to the chosen checkpoint, as the journal does not continue it.
+
+    Raises:
+        SettingsError: there is no checkpoint to go back to.
+    """
+    while True:
+        _, state, unloadable = await _rollback(bus)
+        status = await ledger.status()
+        if choice.damages and (state in ("loading", "pulling") or (state == "failed" and unloadable)):
+            await _give_up(
+                bus, f"{choice.damages[0]}: roll back to another version, or mend it and roll back to this one again"
+            )
+            return Resume(None, (), status, stranded=True)
+        if status.state is RunState.STOPPED or (status.state in ENDED and status.step >= settings.run.steps):
+            return Resume(None, (), status, stranded=True)
+        records = await ledger.policies()
+        target = await _target(ledger, choice, records)
+        if target is None and choice.damages:
+            raise SettingsError(await _pause(bus, ledger, _no_checkpoint(choice.damages)))
+        if target is None or choice.checkpoint is None or status.state is RunState.CREATED:
+            sentence = await _no_journal(ledger, choice.checkpoint, status, settings)
+            raise SettingsError(await _pause(bus, ledger, sentence))
+        status = await _unpause(ledger, status)
+        lost = _lost(choice, status.step)
+        answer = await begin_rollback(bus, ledger, status, records, target, f"{_why(choice)}: {lost}")
+        if answer == "ok":
+            await _report_damage(bus, ledger, choice, lost)
+            return Resume(choice.checkpoint, (), await ledger.status(), choice.stored, went_back=True)
+        await asyncio.sleep(_LOOK_S)  # moved, or a finished run of which steps are left: the coordinator opens it again
+
+
+async def _target(ledger: Ledger, choice: Choice, records: Sequence[PolicyRecord]) -> PolicyRecord | None:
+    """Return the newest version that has the weights of the chosen checkpoint; the ledger knows its checkpoint afterwards."""
+    if choice.checkpoint is None:
+        return None
+    known, revoked = await ledger.checkpoints(), await ledger.revoked()
+    folder = str(choice.checkpoint.folder)
+    places = {folder, choice.stored.uri if choice.stored is not None else folder}
+    versions = {version for version, where in known.items() if where in places} | {choice.checkpoint.state.version}
+    usable = [record for record in records if record.version in versions and record.version not in revoked]
+    if not usable:
+        return None
+    target = max(usable, key=lambda record: record.version)
+    if target.version not in known:
+        await ledger.set_checkpoint(target.version, choice.stored.uri if choice.stored is not None else folder)
+    return target
+
+
+# ---------------------------------------------------------------- say what was lost
+
+
+def _why(choice: Choice) -> str:
+    return "; ".join(map(str, choice.damages)) or "the journal does not hold the steps after its checkpoint"
+
+
+def _lost(choice: Choice, step: int | None = None) -> str:
+    """Say which steps have to be trained again, up to ``step``; without one, up to the newest damaged checkpoint."""
+    start = 0 if choice.checkpoint is None else choice.checkpoint.state.step
+    end = max((one.step for one in choice.damages), default=start) if step is None else step
+    return f"steps {start + 1} to {end} are trained again" if end > start else "nothing is lost"
+
+
+async def _report_damage(bus: Bus, ledger: Ledger, choice: Choice, lost: str) -> None:
+    """Report each damaged checkpoint, and let nothing find it any more."""
+    start = 0 if choice.checkpoint is None else choice.checkpoint.state.step
+    for one in choice.damages:
+        if choice.checkpoint is not None and one.place == str(choice.checkpoint.folder):
+            aside = f" and was replaced by the copy in {choice.stored.uri}" if choice.stored is not None else ""
+        else:
+            await ledger.drop_checkpoint(one.place)
+            aside = await asyncio.to_thread(_set_aside, one)
+        detail = f"{one}{aside}; going on from the checkpoint of step {start}: {lost}"
+        log.warning("checkpoint damaged", extra={"detail": detail})
+        await tell(bus, "trainer", "checkpoint damaged", detail, step=one.step, resumed_step=start)
+
+
+def _set_aside(damage: Damage) -> str:
+    folder = Path(damage.place)
+    if not folder.is_dir():
+        return ""
+    try:
+        return f" and was renamed to {local_store.set_aside(folder).name}, which may be deleted"
+    except OSError as error:
+        return f" and could not be renamed ({error.strerror})"
+
+
+async def _pause(bus: Bus, ledger: Ledger, sentence: str) -> str:
+    """Pause the run with ``sentence`` as its reason until a trainer can continue it; return the sentence."""
+    status = await ledger.status()
+    if not status.reason.startswith(sentence):
+        _, mark, before = status.reason.partition(_PAUSED_BEFORE)
+        if status.state is RunState.PAUSED and not status.reason.startswith(_CANNOT_CONTINUE):
+            mark, before = _PAUSED_BEFORE, status.reason
+        await ledger.transition(RunState.PAUSED, f"{sentence}{mark}{before}", [RunState.RUNNING, RunState.PAUSED])
+        await tell(bus, "trainer", "run cannot continue", sentence)
+    return sentence
+
+
+async def _unpause(ledger: Ledger, status: RunStatus) -> RunStatus:
+    """Undo :func:`_pause`: the run goes on, or is paused for the reason of before."""
+    if status.state is RunState.PAUSED and status.reason.startswith(_CANNOT_CONTINUE):
+        _, mark, before = status.reason.partition(_PAUSED_BEFORE)
+        state, reason = (RunState.PAUSED, before) if mark else (RunState.RUNNING, "its checkpoints were put back")
+        await ledger.transition(state, reason, [RunState.PAUSED])
+    return await ledger.status()
+
+
+def _no_checkpoint(damages: Sequence[Damage]) -> str:
+    found = "; ".join(map(str, damages))
+    return (
+        f"{_CANNOT_CONTINUE}no checkpoint is intact: {found}: put an intact copy in its place and resume again, or "
+        "start a new run with policy.model set to what `penstock export` can still write of this one"
+    )
+
+
+async def _no_journal(ledger: Ledger, checkpoint: Checkpoint | None, status: RunStatus, settings: Settings) -> str:
+    start = checkpoint.state.step if checkpoint is not None else 0
+    entries = await ledger.journal(checkpoint.state.journal_entry if checkpoint is not None else "")
+    steps = sorted({entry.step for entry in entries if entry.step > start})
+    places = " and ".join(filter(None, (str(settings.run_folder), settings.trainer.store.uri)))
+    return (
+        f"{_CANNOT_CONTINUE}expected the journal to hold steps {start + 1} to {status.step} after the newest checkpoint, found "
+        f"{steps}, in {places}: put its checkpoints back, or start a new run with policy.model set to what "
+        "`penstock export` can still write of this one"
+    )
+
+
+async def _restore(bus: Bus, ledger: Ledger, live: Live, checkpoint: Checkpoint, folder: Path) -> None:
+    state = checkpoint.state
+    noted = noted_version(folder)
+    newest_version = noted if noted >= state.version else PolicyVersion(state.version + _UNKNOWN_VERSIONS)
+    position = state.cursor if state.position is None else state.position
+    await ledger.restore(state.step, state.cursor, position, newest_version, state.counts)
+    await live.restore(state.settings_revision, state.live_values)
+    detail = f"the bus was empty; going on from the checkpoint of step {state.step}"
+    await tell(bus, "trainer", "run restored", detail, step=state.step, cursor=state.cursor, position=position)
+
+
+async def _tell_replay(bus: Bus, checkpoint: Checkpoint | None, journal: Journal) -> None:
+    if journal:
+        start, end = checkpoint.state.step if checkpoint is not None else 0, journal[-1][0].step
+        detail = f"replaying {len(journal)} steps from the journal after the checkpoint of step {start}"
+        await tell(bus, "trainer", "journal replayed", detail, start=start, end=end)

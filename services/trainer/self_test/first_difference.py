@@ -1,0 +1,86 @@
+"""Where a policy's forward pass first differs from the unmodified model's: for the message of a self-test that failed.
+
+Modules that return a hidden state for every token of a packed row, and one for every token of a sequence, are compared in the order in which they
+finish. The first that differs is where a difference begins: what runs inside it is among the modules that agree.
+
+Shapes: ``T`` tokens of the row, ``D`` a module's outputs.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.trainer.batch.packing import MicroBatch, Row, micro_batch
+from services.trainer.model.critic import Critic
+from services.trainer.model.policy import Policy
+from services.trainer.self_test.unmodified_model import sequences, unmodified
+
+_APART = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+"""Of a module's outputs: the norm of the difference by the norm, above which they differ."""
+
+
+def first(policy: Policy | Critic, rows: Sequence[Row]) -> str:
+    """Return a sentence that names the first module whose outputs differ, and by how much."""
+    model, device = policy.model, next(policy.parameters()).device
+    batch: MicroBatch = micro_batch(rows)
+    limit = _APART.get(next(policy.parameters()).dtype, 1e-3)
+    if policy.trunk.packing != "rows":
+        return "each sequence goes through the model by itself, so a kernel or the output layer differs"
+    packed = _outputs(model, lambda: policy(batch), batch.tokens)
+    with unmodified(model):
+        for ids, places in zip([ids[:-1] for row in rows for ids in sequences(row)], _places(rows), strict=True):
+            inputs = torch.from_numpy(ids[None]).to(device)
+            alone = _outputs(model, lambda inputs=inputs: model(input_ids=inputs, use_cache=False), len(ids))  # type: ignore[misc]
+            for name, output_TD in alone.items():
+                if name in packed and (apart := _relative(packed[name][places], output_TD)) > limit:
+                    return f"the first module whose output differs is {name} ({_kind(model, name)}), by {apart:.2g} of its norm"
+    return "all hidden states agree, so the output layer or the scale of logits differs"
+
+
+def _kind(model: Any, name: str) -> str:
+    return type(model.get_submodule(name)).__name__
+
+
+def _places(rows: Sequence[Row]) -> list[Any]:
+    """Return where in the packed row the tokens of each sequence are, its last one left out."""
+    found, start = [], 0
+    for row in rows:
+        prompt = np.arange(start, start + len(row.prompt_token_ids))
+        start += len(prompt)
+        for sample in row.samples:
+            found.append(np.concatenate((prompt, np.arange(start, start + len(sample.token_ids) - 1))))
+            start += len(sample.token_ids) - 1
+    return found
+
+
+def _outputs(model: Any, compute: Callable[[], Any], tokens: int) -> dict[str, Tensor]:
+    """Return what each module gave that runs once and returns 1 × ``tokens`` × D, in the order in which they finished."""
+    found, twice = dict[str, Tensor](), set[str]()
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(module: Any, args: Any, output: Any) -> None:
+            if name in found:
+                twice.add(name)
+            hidden = output[0] if isinstance(output, tuple) else output
+            if isinstance(hidden, Tensor) and hidden.ndim == 3 and hidden.shape[:2] == (1, tokens):
+                found[name] = hidden[0].detach().float()
+
+        return hook
+
+    hooks = [module.register_forward_hook(keep(name)) for name, module in model.named_modules() if name]
+    try:
+        with torch.no_grad():
+            compute()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {name: output for name, output in found.items() if name not in twice}
+
+
+def _relative(found_TD: Tensor, reference_TD: Tensor) -> float:
+    if found_TD.shape != reference_TD.shape:
+        return 0.0  # not the same thing
+    return float((found_TD - reference_TD).norm() / reference_TD.norm().clamp(min=1e-30))

@@ -1,0 +1,459 @@
+"""The self-test at every start: the policy and the critic, as training runs them, against their unmodified models.
+
+Two groups of random token ids go through the policy in training mode, in one micro-batch, with the kernels, number types and adapters of the
+run; and one sequence at a time through the model as transformers has it (``unmodified``). Compared are the logprobs of all trained
+tokens, and the gradient of a weighted sum of them: with respect to the embedding of each token, which every layer's backward
+pass reaches, and to every trained parameter of up to ``_SMALL`` numbers (norms, biases, sinks, decays, convolutions, adapters).
+
+    float32         max |Δ logprob| ≤ 1e-3 nats and ‖Δ gradient‖ ≤ 1e-3 ‖gradient‖
+    widened         mean |Δ logprob| ≤ max(0.005 nats, 4 × spread), ‖Δ gradient‖ ≤ max(0.02, 4 × spread) ‖gradient‖; at most 0.5 of either
+    half precision  mean |Δ logprob| ≤ max(0.05 nats, 4 × spread), ‖Δ gradient‖ ≤ max(0.1, 4 × spread) ‖gradient‖; at most 0.5 of either
+
+Of a critic, which has no logits, the hidden states before each trained token are compared in the place of logprobs, each divided by its root
+mean square.
+
+In half precision two right ways differ by roundings, which hide small mistakes. So a model in half precision is compared twice: with its weights
+widened to float32 for a moment, which shows whether the mathematics are the same, where memory has room for that (kernels may still
+multiply with the 10 bits of TF32); and as it is trained, which shows whether the kernels work. ``spread`` is how far the unmodified model
+differs from itself after one rounding of its embeddings. Families whose packed rows used to be wrong were off by 0.09 nats and by 8 % of the
+gradient or more in float32.
+
+Where packed rows differ, and ``trainer.packing`` leaves the choice, the sequences go one by one instead; what differs even so is refused, with the
+numbers and the first module whose output differs. It runs before ranks share the weights, alike on every rank; they agree on the worst. It
+leaves no gradient, and no random generator moves. Not covered: windows beyond ``_LONGEST_WINDOW`` tokens, the gradients of large
+matrices, and ZeRO itself. CI covers the first two for small models (docs/models.md).
+"""
+
+import contextlib
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from services.trainer.batch.packing import MicroBatch, Row, micro_batch
+from services.trainer.model.critic import Critic
+from services.trainer.model.policy import Policy
+from services.trainer.model.trunk import Packing
+from services.trainer.self_test import first_difference
+from services.trainer.self_test.unmodified_model import (
+    hidden_states,
+    hidden_states_ahead,
+    logprobs,
+    sees_ahead_nats,
+    unit_hidden_states,
+    unmodified,
+    without_dropout,
+)
+from shared.bus.messages import FinishReason, Sample
+from shared.errors import SettingsError
+from shared.model.plain_model import ordinary_ids
+
+log = logging.getLogger(__name__)
+
+Subject = Policy | Critic
+_EXACT = 1e-3
+_WIDENED_NATS, _WIDENED_GRADIENT = 0.005, 0.02
+_HALF_NATS, _HALF_GRADIENT = 0.05, 0.1
+_SPREADS, _MOST = 4.0, 0.5
+_HALF = (torch.bfloat16, torch.float16)
+_ROOM_BYTES = 4 << 30
+"""Left for activations and logits while weights are widened."""
+_SMALL = 1 << 16
+_DRAWS = 3
+_LONGEST_WINDOW = {"cpu": 160, "cuda": 1024}
+"""Windows up to here are crossed, by the type of the device."""
+_PROMPT_TOKENS = 140
+_COMPLETIONS = ((40, 1, 23), (12, 3))
+"""Tokens of each completion, by group."""
+_WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size", "local_attention")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gap:
+    """How far two ways of computing the same are apart."""
+
+    max_nats: float
+    mean_nats: float
+    gradient: float
+    """Norm of the difference, divided by the norm: the larger one of embeddings and parameters."""
+
+    def within(self, limit: "Gap") -> bool:
+        """Whether no number is above that of ``limit``, or is no number."""
+        mine, most = dataclasses.astuple(self), dataclasses.astuple(limit)
+        return all(a <= b for a, b in zip(mine, most, strict=True))
+
+    def words(self, of: str) -> str:
+        """Return the numbers in words; ``of`` what was compared: logprobs, or hidden states, whose unit is their root mean square."""
+        unit = " nats" if of == _LOGPROBS else ""
+        return f"{of} differ by {self.max_nats:.2g}{unit} at most and {self.mean_nats:.2g} on average, the gradient by {self.gradient:.2g} of its norm"
+
+
+_LOGPROBS, _HIDDEN_STATES = "logprobs", "hidden states"
+_BROKEN = Gap(math.inf, math.inf, math.inf)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """What the self-test found of a policy or critic that passed it."""
+
+    of: str
+    """What was compared."""
+    packing: str
+    """How sequences go through the model from now on."""
+    reason: str
+    """Why not in rows, where ``auto`` would have taken them; else ""."""
+    gap: Gap
+    limit: Gap
+    widened: Gap | None
+    """The gap with weights in float32, of a model in half precision; None where it was not or could not be compared."""
+    seconds: float
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Its numbers by name, for a log."""
+        widened = {} if self.widened is None else dataclasses.asdict(self.widened)
+        found = {**dataclasses.asdict(self.gap), **{f"widened_{name}": value for name, value in widened.items()}}
+        return found | {"seconds": round(self.seconds, 3)}
+
+    def __str__(self) -> str:
+        widened = "" if self.widened is None else f"; in float32: {self.widened.words(self.of)}"
+        return f'{self.gap.words(self.of)} (limit {self.limit.gradient:.2g}){widened}; packing = "{self.packing}"; {self.seconds:.2f} s'
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Numbers:
+    """Logprobs (N; of a critic, hidden states in a row), and the gradients with respect to embeddings, by distinct token (K × D), and to small parameters."""
+
+    logprobs_N: Tensor
+    embeddings_KD: Tensor
+    parameters: Mapping[str, Tensor]
+
+
+def run(policy: Subject, packing: Packing, seed: int = 0) -> Result:
+    """Compare a policy or critic, on its device and in training mode, with the unmodified model; choose how sequences are packed.
+
+    Raises:
+        SettingsError: it computes something else in every way that ``packing`` allows, or transformers cannot run it.
+    """
+    began = time.perf_counter()
+    with _undisturbed(policy):
+        widened = _compare_widened(policy, packing, seed)
+        trial = _chosen(policy, packing, seed, _best(policy, seed))
+    chosen, seconds = policy.trunk, time.perf_counter() - began
+    return Result(_compared(policy), chosen.packing, chosen.reason, trial.gap, trial.limit, widened, seconds)
+
+
+def _compared(policy: Subject) -> str:
+    return _HIDDEN_STATES if isinstance(policy, Critic) else _LOGPROBS
+
+
+def _setting(policy: Subject) -> str:
+    return "algorithm.critic.model" if isinstance(policy, Critic) else "policy.model"
+
+
+def _packed(policy: Subject, rows: Sequence[Row]) -> Tensor:
+    """Return what training computes of ``rows`` (N)."""
+    batch: MicroBatch = micro_batch(rows)
+    if isinstance(policy, Critic):
+        return unit_hidden_states(policy.trunk.hidden_states(batch))
+    logprobs_N: Tensor = policy(batch).policy_logprobs_N
+    return logprobs_N
+
+
+def _plain(policy: Subject, rows: Sequence[Row]) -> Tensor:
+    """Return the same, computed one sequence at a time by the model itself (N)."""
+    device = next(policy.parameters()).device
+    if isinstance(policy, Critic):
+        return hidden_states(policy.model, rows, device)
+    return logprobs(policy.model, rows, device)
+
+
+def _chosen(policy: Subject, packing: Packing, seed: int, trial: "_Trial") -> "_Trial":
+    """Return ``trial`` where it passed, or one of sequences where ``packing`` allows them.
+
+    Raises:
+        SettingsError: none passes.
+    """
+    if not trial.passed and packing == "auto" and policy.trunk.packing == "rows":
+        policy.trunk.fall_back(_explain(policy, trial))
+        trial = _best(policy, seed)
+    if not trial.passed:
+        raise SettingsError(
+            f"expected {_compared(policy)} and gradients of the unmodified {type(policy.model).__name__}, within {trial.limit.gradient:.2g}, "
+            f"found that {_explain(policy, trial)}: change {_setting(policy)}{_advice(policy)}"
+        )
+    return trial
+
+
+def _compare_widened(policy: Subject, packing: Packing, seed: int) -> Gap | None:
+    """Return the gap with weights in float32, of a model in half precision; choose how sequences are packed by it.
+
+    None where memory has no room, or where something does not run in float32: half precision shows then whether it runs at all.
+    """
+    narrow = [tensor for tensor in (*policy.parameters(), *policy.buffers()) if tensor.dtype in _HALF]
+    if not narrow or not _has_room(narrow):
+        return None
+    with _widened(narrow), policy.trunk.attending_by("mask"):
+        try:
+            trial = _best(policy, seed, widened=True)
+        except SettingsError as error:
+            log.info("self-test in float32 left out", extra={"detail": str(error)})
+            return None
+        if trial.failure:
+            log.info("self-test in float32 left out", extra={"detail": trial.failure})
+            return None
+        return _chosen(policy, packing, seed, trial).gap
+
+
+def _has_room(narrow: Sequence[Tensor]) -> bool:
+    """Return whether every rank has memory for ``narrow`` in float32."""
+    more = sum(tensor.numel() * (4 - tensor.element_size()) for tensor in narrow)
+    largest = max(tensor.numel() for tensor in narrow) * 4
+    on_gpu = narrow[0].is_cuda
+    free = torch.cuda.mem_get_info()[0] if on_gpu else psutil.virtual_memory().available
+    has = torch.tensor([int(free >= more + largest + _ROOM_BYTES)], device=narrow[0].device)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(has, op=dist.ReduceOp.MIN)
+    return bool(has.item())
+
+
+@contextlib.contextmanager
+def _widened(narrow: Sequence[Tensor]) -> Iterator[None]:
+    """Hold ``narrow`` in float32 within the block; to widen and to narrow again changes no number."""
+    dtypes = [tensor.dtype for tensor in narrow]
+    try:
+        for tensor in narrow:
+            tensor.data = tensor.data.float()
+        yield
+    finally:
+        for tensor, dtype in zip(narrow, dtypes, strict=True):
+            tensor.data = tensor.data.to(dtype)
+        if narrow[0].is_cuda:
+            torch.cuda.empty_cache()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Trial:
+    """What one draw of tokens showed."""
+
+    rows: Sequence[Row]
+    gap: Gap
+    limit: Gap
+    failure: str
+    """What the policy raised; else ""."""
+
+    @property
+    def passed(self) -> bool:
+        return self.gap.within(self.limit)
+
+
+def _best(policy: Subject, seed: int, *, widened: bool = False) -> _Trial:
+    """Return the first trial that passes, else the last of ``_DRAWS``; on every rank the same.
+
+    Where two experts score alike, a rounding decides which of them a router takes, so a right policy may miss one draw. What is wrong with the way
+    that sequences are packed misses all.
+    """
+    for number in range(_DRAWS):
+        rows = draw(policy.model, next(policy.parameters()).device, seed + number)
+        reference = _reference(policy, rows)
+        gap, failure = _attempt(policy, rows, reference)
+        trial = _Trial(rows, gap, _least(policy, widened=widened), failure)
+        if not trial.passed and not failure:
+            trial = dataclasses.replace(trial, limit=_limit(policy, trial, reference))
+        if trial.passed or failure:
+            break
+    return trial
+
+
+def _least(policy: Subject, *, widened: bool) -> Gap:
+    """Return how far two right ways may always be apart."""
+    if widened:
+        return Gap(math.inf, _WIDENED_NATS, _WIDENED_GRADIENT)
+    half = any(parameter.dtype in _HALF for parameter in policy.parameters())
+    return Gap(math.inf, _HALF_NATS, _HALF_GRADIENT) if half else Gap(_EXACT, _EXACT, _EXACT)
+
+
+def _limit(policy: Subject, trial: _Trial, reference: _Numbers) -> Gap:
+    """Return how far two right ways may be apart where a rounding of the embeddings moves the unmodified model itself."""
+    if trial.limit.max_nats < math.inf:
+        return trial.limit
+    with unmodified(policy.model):
+        spread = _gap(_numbers(policy, trial.rows, lambda: _plain(policy, trial.rows), rounded=True), reference)
+    nats = min(_MOST, max(trial.limit.mean_nats, _SPREADS * spread.mean_nats))
+    return Gap(math.inf, nats, min(_MOST, max(trial.limit.gradient, _SPREADS * spread.gradient)))
+
+
+def _advice(policy: Subject) -> str:
+    return ' or trainer.packing to "sequences"' if policy.trunk.packing == "rows" else ', or trainer.kernels to "torch"'
+
+
+def _explain(policy: Subject, trial: _Trial) -> str:
+    if trial.failure:
+        return trial.failure
+    try:
+        return f"{trial.gap.words(_compared(policy))}; {first_difference.first(policy, trial.rows)}"
+    except Exception as error:  # noqa: BLE001 (a part of the message only)
+        return f"{trial.gap.words(_compared(policy))} ({type(error).__name__} while looking for the layer)"
+
+
+def draw(model: Any, device: torch.device, seed: int) -> list[Row]:
+    """Return two groups of random token ids, none of them special, whose first crosses the model's window where that is short."""
+    lot, ids = np.random.default_rng(seed), ordinary_ids(model.config)
+    crossed = [window for window in windows(model.config) if window <= _LONGEST_WINDOW.get(device.type, 0)]
+    context = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20)
+    completions = [[max(1, min(length, context // 3)) for length in lengths] for lengths in _COMPLETIONS]
+    longest = max(2, context - max(map(max, completions)))
+    prompts = [min(longest, max([_PROMPT_TOKENS, *(window + 8 for window in crossed)])), min(longest, 9)]
+    return [
+        _row(lot.choice(ids, prompt), [lot.choice(ids, length) for length in lengths], temperature, place)
+        for prompt, lengths, temperature, place in zip(prompts, completions, (1.0, 0.7), (0, 3), strict=True)
+    ]
+
+
+def windows(config: Any) -> list[int]:
+    """Return how many tokens the windows and chunks of a model have, by its configuration; none where attention is full."""
+    found = (getattr(config.get_text_config(), name, None) for name in _WINDOWS)
+    return [window for window in found if isinstance(window, int) and window > 0]
+
+
+def _row(prompt: Any, completions: Sequence[Any], temperature: float, place: int) -> Row:
+    samples = tuple(
+        Sample(
+            token_ids=ids,
+            behavior_logprobs=np.zeros(len(ids), np.float32),
+            version_spans=np.zeros((1, 2), np.int32),
+            finish_reason=FinishReason.LENGTH,
+            text="",
+        )
+        for ids in completions
+    )
+    return Row(prompt, samples, tuple(range(place, place + len(samples))), temperature)
+
+
+@contextlib.contextmanager
+def _undisturbed(policy: Subject) -> Iterator[None]:
+    """Leave random generators and gradients as they were, and no dropout in adapters."""
+    devices = [torch.cuda.current_device()] if next(policy.parameters()).is_cuda else []
+    with torch.random.fork_rng(devices), without_dropout(policy):
+        yield
+
+
+def _reference(policy: Subject, rows: Sequence[Row]) -> _Numbers:
+    """Return what the unmodified model computes."""
+    device, model = next(policy.parameters()).device, policy.model
+    half = any(parameter.dtype in _HALF for parameter in policy.parameters())
+    try:
+        with unmodified(model):
+            sees_ahead = hidden_states_ahead if isinstance(policy, Critic) else sees_ahead_nats
+            ahead = sees_ahead(model, rows[0], device)
+            if ahead > (_HALF_NATS if half else _EXACT / 10):
+                raise SettingsError(
+                    f"expected a causal language model, found {type(model).__name__}, in which transformers lets what a token predicts depend on "
+                    f"the tokens after it (by {ahead:.2g}{' nats' if isinstance(policy, Policy) else ''}): change {_setting(policy)}"
+                )
+            return _numbers(policy, rows, lambda: _plain(policy, rows))
+    except SettingsError:
+        raise
+    except Exception as error:
+        raise SettingsError(
+            f"expected a causal language model that transformers can run, found that {type(model).__name__} raises "
+            f"{type(error).__name__}: {_first_line(error)}: change {_setting(policy)}"
+        ) from error
+
+
+def _attempt(policy: Subject, rows: Sequence[Row], reference: _Numbers) -> tuple[Gap, str]:
+    """Return how far the policy is from the reference, on the rank where it is farthest; and what failed, if something did."""
+    gap, failure = _BROKEN, ""
+    try:
+        gap = _gap(_numbers(policy, rows, lambda: _packed(policy, rows)), reference)
+    except Exception as error:  # noqa: BLE001 (of any model's code)
+        failure = (
+            _first_line(error) if isinstance(error, SettingsError) else f"{type(error).__name__}: {_first_line(error)}"
+        )
+    return _worst(gap, next(policy.parameters()).device), failure
+
+
+def _worst(gap: Gap, device: torch.device) -> Gap:
+    """Return the largest gaps over all ranks; what is no number counts as infinite."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return gap
+    numbers = torch.tensor(dataclasses.astuple(gap), dtype=torch.float32, device=device).nan_to_num(
+        nan=math.inf, posinf=math.inf
+    )
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+    return Gap(*numbers.tolist())
+
+
+def _numbers(policy: Subject, rows: Sequence[Row], compute: Any, *, rounded: bool = False) -> _Numbers:
+    """Return what ``compute`` gives, and its gradients; ``rounded``: after embeddings have been moved by a rounding."""
+    model = policy.model
+    small = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.numel() <= _SMALL
+    }
+    calls = list[tuple[Tensor, Tensor]]()
+
+    def keep(module: Any, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+        embedded = output.detach()
+        if rounded:
+            noise = torch.rand(embedded.shape, generator=torch.Generator().manual_seed(len(calls))) * 2 - 1
+            embedded = embedded * (1 + torch.finfo(embedded.dtype).eps * noise.to(embedded))
+        calls.append((args[0] if args else kwargs["input"], embedded.requires_grad_()))
+        return embedded.clone()  # some models change it in place
+
+    hook = model.get_input_embeddings().register_forward_hook(keep, with_kwargs=True)
+    try:
+        logprobs_N = compute()
+    finally:
+        hook.remove()
+    weights_N = torch.randn(len(logprobs_N), generator=torch.Generator().manual_seed(1)).to(logprobs_N.device)
+    inputs = [embedded for _, embedded in calls] + list(small.values())
+    found = torch.autograd.grad(logprobs_N @ weights_N, inputs, allow_unused=True)
+    filled = [torch.zeros_like(one) if grad is None else grad for one, grad in zip(inputs, found, strict=True)]
+    by_token = _by_token([ids for ids, _ in calls], filled[: len(calls)], rows)
+    return _Numbers(logprobs_N.detach(), by_token, dict(zip(small, filled[len(calls) :], strict=True)))
+
+
+def _by_token(ids: Sequence[Tensor], gradients: Sequence[Tensor], rows: Sequence[Row]) -> Tensor:
+    """Return the sum of the gradients of each distinct token of ``rows`` (K × D, float32)."""
+    distinct = np.unique(
+        np.concatenate([np.r_[row.prompt_token_ids, *[one.token_ids for one in row.samples]] for row in rows])
+    )
+    known = torch.from_numpy(distinct).to(gradients[0].device)
+    summed = torch.zeros(len(known), gradients[0].shape[-1], device=known.device)
+    for ids_BT, gradient_BTD in zip(ids, gradients, strict=True):
+        places = torch.searchsorted(known, ids_BT.flatten().to(known.dtype))
+        summed.index_add_(0, places, gradient_BTD.flatten(0, -2).float())
+    return summed
+
+
+def _gap(found: _Numbers, reference: _Numbers) -> Gap:
+    apart_N = (found.logprobs_N - reference.logprobs_N).abs()
+    names = list(reference.parameters)
+    return Gap(
+        float(apart_N.max()),
+        float(apart_N.mean()),
+        max(
+            _relative([found.embeddings_KD], [reference.embeddings_KD]),
+            _relative([found.parameters[name] for name in names], [reference.parameters[name] for name in names]),
+        ),
+    )
+
+
+def _relative(found: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
+    apart = sum(float((a.float() - b.float()).square().sum()) for a, b in zip(found, reference, strict=True))
+    whole = sum(float(b.float().square().sum()) for b in reference)
+    return math.sqrt(apart / whole) if whole else (0.0 if not apart else math.inf)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "")

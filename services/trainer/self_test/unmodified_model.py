@@ -1,0 +1,103 @@
+"""The model as transformers runs it: without packing, our attention, our token mixers, or fused kernels.
+
+It is the reference of the self-test (``self_test``). The weights are the trainer's own, so nothing is loaded twice; what the trainer put into
+the model is switched off for as long as :func:`unmodified` lasts, and is back afterwards.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from services.trainer.batch.packing import Int64Array, Row
+from services.trainer.model.layers import kernels
+from shared.model.plain_model import eager_attention
+
+
+@contextlib.contextmanager
+def unmodified(model: Any) -> Iterator[None]:
+    """Run ``model`` within the block as transformers does, in evaluation mode."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        model.eval()
+        with eager_attention(model), kernels.unfused(model):
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextlib.contextmanager
+def without_dropout(module: nn.Module) -> Iterator[None]:
+    """Switch off dropout layers within the block, those of adapters included, which would make any two runs differ."""
+    dropouts = [
+        inner for inner in module.modules() if isinstance(inner, nn.modules.dropout._DropoutNd) and inner.training
+    ]
+    for inner in dropouts:
+        inner.training = False
+    try:
+        yield
+    finally:
+        for inner in dropouts:
+            inner.training = True
+
+
+def sequences(row: Row) -> list[Int64Array]:
+    """Return the token ids of each prompt with one of its completions."""
+    return [np.concatenate((row.prompt_token_ids, one.token_ids)).astype(np.int64) for one in row.samples]
+
+
+def logprobs(model: Any, rows: Sequence[Row], device: torch.device) -> Tensor:
+    """Return the logprobs of the rows' completions under ``model``, one sequence at a time (N, float32, nats)."""
+    parts = list[Tensor]()
+    for row in rows:
+        for ids in sequences(row):
+            all_TV = _all_logprobs(model, ids[:-1], row, device)
+            targets_T = torch.from_numpy(ids[len(row.prompt_token_ids) :]).to(device)
+            parts.append(all_TV.gather(-1, targets_T[:, None])[:, 0])
+    return torch.cat(parts)
+
+
+def unit_hidden_states(hidden_ND: Tensor) -> Tensor:
+    """Return hidden states in one row, each divided by its root mean square, so that gaps need no scale (N·D, float32)."""
+    return torch.nn.functional.rms_norm(hidden_ND.float(), hidden_ND.shape[-1:]).flatten()
+
+
+def hidden_states(trunk: Any, rows: Sequence[Row], device: torch.device) -> Tensor:
+    """Return :func:`unit_hidden_states` before each token of the rows' completions, one sequence at a time."""
+    parts = [_hidden_states(trunk, ids[:-1], row, device) for row in rows for ids in sequences(row)]
+    return unit_hidden_states(torch.cat(parts))
+
+
+def hidden_states_ahead(trunk: Any, row: Row, device: torch.device) -> float:
+    """Return how much the hidden state of ``row``'s prompt depends on the completion that follows, in its root mean square."""
+    with torch.no_grad():
+        longest = max(sequences(row), key=len)
+        alone = longest[: len(row.prompt_token_ids)]
+        first, second = (_hidden_states(trunk, ids, row, device)[:1] for ids in (longest, alone))
+        return float((unit_hidden_states(first) - unit_hidden_states(second)).abs().mean())
+
+
+def _hidden_states(trunk: Any, ids: Int64Array, row: Row, device: torch.device) -> Tensor:
+    output = trunk(input_ids=torch.from_numpy(ids[None]).to(device), use_cache=False)
+    hidden_TD: Tensor = output.last_hidden_state[0, len(row.prompt_token_ids) - 1 :]
+    return hidden_TD
+
+
+def sees_ahead_nats(model: Any, row: Row, device: torch.device) -> float:
+    """Return how much the mean logprob of words after ``row``'s prompt depends on the completion that follows: 0 in a causal model."""
+    with torch.no_grad():
+        longest = max(sequences(row), key=len)
+        with_completion_V = _all_logprobs(model, longest, row, device)[0]
+        alone_V = _all_logprobs(model, longest[: len(row.prompt_token_ids)], row, device)[0]
+        return float((with_completion_V - alone_V).abs().mean())
+
+
+def _all_logprobs(model: Any, ids: Int64Array, row: Row, device: torch.device) -> Tensor:
+    """Return the logprob of every word at every place from the prompt's last one on (T × vocabulary, float32)."""
+    output = model(input_ids=torch.from_numpy(ids[None]).to(device), use_cache=False)
+    logits_TV: Tensor = output.logits[0, len(row.prompt_token_ids) - 1 :].float()
+    return torch.log_softmax(logits_TV / row.temperature, dim=-1)

@@ -1,0 +1,47 @@
+"""Room on the disk of a run's folder: said when it runs out and when it is back.
+
+Logs, records, checkpoints and the embedded bus's data all lie there. Each part waits or does without by itself; this says why.
+"""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from shared.files.durable import LEAST_BYTES
+
+_LOOK_EVERY_S = 1.0
+
+
+class Room:
+    """Watches the free space of one folder.
+
+    Args:
+        folder: the run's.
+        tell: says a line to whoever watches.
+        free_bytes: returns the free space of a folder.
+    """
+
+    def __init__(self, folder: Path, tell: Callable[[str], None], free_bytes: Callable[[Path], int]) -> None:
+        self._folder = folder
+        self._tell = tell
+        self._free_bytes = free_bytes
+        self._full = False
+
+    async def run(self) -> None:
+        """Look again and again, until cancelled."""
+        while True:
+            self.look()
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    def look(self) -> None:
+        """Look once, and say what has changed."""
+        free_bytes = self._free_bytes(self._folder)
+        full = free_bytes < LEAST_BYTES * (2 if self._full else 1)
+        if full and not self._full:
+            self._tell(
+                f"no room: {free_bytes / 2**20:.1f} MiB are free on the disk of {self._folder}. The run waits where it must write; "
+                "free space there (or move run.folder), and it continues by itself"
+            )
+        if self._full and not full:
+            self._tell(f"room again: {free_bytes / 2**20:.0f} MiB are free on the disk of {self._folder}")
+        self._full = full

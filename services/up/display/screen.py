@@ -1,0 +1,148 @@
+"""Show a run while it goes: a live screen at a terminal, plain lines elsewhere. A reader that went away never stops a run."""
+
+import contextlib
+import math
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console
+from rich.live import Live
+
+from services.client.views import Notice, RunView
+from services.up.display import view
+from services.up.display.console import Escaped, say
+from shared.text.terminal import escaped_line
+
+_LINE_EVERY_S = 5.0
+_AGAIN_S = 60.0
+"""A notice whose text has changed is said again after this long."""
+_MESSAGES = 4
+
+
+class Screen(Protocol):
+    """Where a run is shown."""
+
+    def __enter__(self) -> "Screen":
+        """Begin."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave the terminal as it was."""
+
+    def show(self, run: RunView | None, rows: Sequence[view.Row]) -> None:
+        """Show what is known now."""
+
+    def tell(self, text: str) -> None:
+        """Say that something happened."""
+
+
+def open_screen(title: str) -> Screen:
+    """Return a live screen at a terminal, else plain lines."""
+    console = Console()
+    if console.is_terminal and not console.is_dumb_terminal:
+        return LiveScreen(title, console)
+    return PlainLines()
+
+
+class LiveScreen:
+    """Redraws in place."""
+
+    def __init__(self, title: str, console: Console) -> None:
+        self._title = title
+        self._messages: deque[str] = deque(maxlen=_MESSAGES)
+        self._run: RunView | None = None
+        self._rows: Sequence[view.Row] = ()
+        self._live = Live(console=console, auto_refresh=False, transient=False, redirect_stdout=False)
+
+    def __enter__(self) -> "LiveScreen":
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with _reader_may_be_gone():
+            self._live.stop()
+
+    def show(self, run: RunView | None, rows: Sequence[view.Row]) -> None:
+        """Draw again."""
+        self._run, self._rows = run, rows
+        self._draw()
+
+    def tell(self, text: str) -> None:
+        """Add a line below."""
+        self._messages.append(f"{_now()}  {escaped_line(text)}")
+        self._draw()
+
+    def _draw(self) -> None:
+        with _reader_may_be_gone():
+            shown = view.screen(self._title, self._run, self._rows, tuple(self._messages))
+            self._live.update(Escaped(shown), refresh=True)
+
+
+class PlainLines:
+    """A line every few seconds, one for each change of state and evaluation, and one for each new notice.
+
+    A notice that stays is said again from time to time, as its figures grow.
+    """
+
+    def __init__(self, every_s: float = _LINE_EVERY_S) -> None:
+        self._every_s = every_s
+        self._next_s = 0.0
+        self._known: tuple[str, int] | None = None
+        self._said: dict[str, tuple[str, float]] = {}
+        """Text of each notice that was said, and when (monotonic seconds), by what it is about and its level."""
+
+    def __enter__(self) -> "PlainLines":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def show(self, run: RunView | None, rows: Sequence[view.Row]) -> None:
+        """Say a line where there is something worth one."""
+        if run is None:
+            return
+        self._say_notices(run.notices)
+        known = (run.state, len(run.evaluations))
+        if known == self._known and time.monotonic() < self._next_s:
+            return
+        self._known, self._next_s = known, time.monotonic() + self._every_s
+        self.tell(view.line(run))
+
+    def _say_notices(self, notices: Sequence[Notice]) -> None:
+        now_s = time.monotonic()
+        keys = {f"{notice.level} {notice.about}": notice for notice in notices}
+        self._said = {key: said for key, said in self._said.items() if key in keys}
+        for key, notice in keys.items():
+            text, said_s = self._said.get(key, ("", -math.inf))
+            if text == notice.text or now_s - said_s < _AGAIN_S:
+                continue
+            self._said[key] = (notice.text, now_s)
+            self.tell(view.notice_line(notice))
+
+    def tell(self, text: str) -> None:
+        """Say one line."""
+        with _reader_may_be_gone():
+            say(f"{_now()} {escaped_line(text)}")
+
+
+def _now() -> str:
+    return time.strftime("%H:%M:%S")
+
+
+@contextlib.contextmanager
+def _reader_may_be_gone() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SystemExit):  # rich turns a broken pipe into SystemExit
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

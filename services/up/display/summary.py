@@ -1,0 +1,72 @@
+"""What is said when a run has ended: what came of it, where it lies, and what one can do next."""
+
+import json
+from pathlib import Path
+
+from services.up.display import view
+
+
+def text(run_folder: Path, resumable: bool) -> str:
+    """Return the closing words on the run in ``run_folder``; ``resumable`` when it was interrupted before its end."""
+    folder = _short(run_folder)
+    parts = [_figures(_read(run_folder / "summary.json"))] if not resumable else []
+    parts.append(_places(run_folder, folder))
+    parts.append(_next(run_folder, folder, resumable))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _figures(summary: dict[str, object]) -> str:
+    if not summary:
+        return ""
+    before, after = _number(summary, "accuracy_before"), _number(summary, "accuracy_after")
+    lines = [f"{summary.get('state', 'ended')}: {summary.get('steps', 0)} steps"]
+    if before is not None and after is not None:
+        lines.append(f"held-out accuracy   {before:.3f} → {after:.3f}")
+    lines.append(f"training time       {view.duration(_number(summary, 'training_s'))}")
+    lines.append(f"samples/s           {view.number(_number(summary, 'samples_per_s'), 0)}")
+    return "\n".join(lines)
+
+
+def _places(run_folder: Path, folder: str) -> str:
+    known = (
+        ("report.html", "curves and rollouts; open it in a browser"),
+        ("policy", "the trained policy in Hugging Face form"),
+        ("summary.json", "the figures above, and more"),
+        ("logs", "what each process said"),
+    )
+    found = [(f"{folder}/{name}", what) for name, what in known if (run_folder / name).exists()]
+    width = max((len(place) for place, _ in found), default=0)
+    return "\n".join(f"{place:<{width}}  {what}" for place, what in found)
+
+
+def _next(run_folder: Path, folder: str, resumable: bool) -> str:
+    if resumable:
+        return f"go on where it was:\n  penstock up --resume {_quoted(folder)}"
+    if not (run_folder / "policy").is_dir():
+        return ""
+    load = f'from transformers import AutoModelForCausalLM as M; print(M.from_pretrained("{folder}/policy"))'
+    return f"load the policy:\n  python -c '{load}'"
+
+
+def _read(file: Path) -> dict[str, object]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _number(summary: dict[str, object], name: str) -> float | None:
+    value = summary.get(name)
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _short(folder: Path) -> str:
+    try:
+        return str(folder.relative_to(Path.cwd()))
+    except ValueError:
+        return str(folder)
+
+
+def _quoted(folder: str) -> str:
+    return f"'{folder}'" if " " in folder else folder

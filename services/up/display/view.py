@@ -1,0 +1,277 @@
+"""Draw a run: one screen for people, one line for logs. Pure functions from what is known to what is shown."""
+
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from services.client.views import READY_STATES, Evaluation, EventView, Notice, ReplicaView, RunView
+from shared.text.terminal import escaped
+
+_BARS = "▁▂▃▄▅▆▇█"
+_SPARKS = 24
+_STATE_STYLES = {
+    "running": "bold green",
+    "finished": "bold green",
+    "paused": "bold yellow",
+    "stopped": "bold yellow",
+    "created": "bold cyan",
+}
+_NOTICE_STYLES = {"error": "bold red", "warning": "yellow"}
+_MARK = "▲"
+_MISSING = "–"
+_GAP = 2
+"""Columns between two columns of that table."""
+_WIDE = 72
+"""Columns that the whole table of processes needs."""
+_GOOD = frozenset({*READY_STATES, "ready"} - {"degraded"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """One process as it is shown."""
+
+    name: str
+    state: str
+    version: int | None = None
+    memory_bytes: int = 0
+    restarts: int = 0
+    pid: int | None = None
+    note: str = ""
+
+
+def row_of(replica: ReplicaView) -> Row:
+    """Return the row of a replica that is known by its heartbeat alone."""
+    return Row(
+        replica.replica,
+        replica.state,
+        replica.version,
+        replica.memory_bytes,
+        restarts=max(0, replica.starts - 1),
+        pid=replica.pid,
+        note=replica.last_error,
+    )
+
+
+# ---------------------------------------------------------------- the screen
+
+
+def screen(title: str, run: RunView | None, rows: Sequence[Row], messages: Sequence[str] = ()) -> RenderableType:
+    """Return all of it, for a terminal of 60 columns or more."""
+    parts: list[RenderableType] = [_facts(run) if run is not None else Text("starting …", style="cyan")]
+    if run is not None and run.notices:
+        parts += [Text(), *(_notice(notice) for notice in run.notices)]
+    if rows:
+        parts += [Text(), _Processes(rows)]
+    if messages:
+        parts += [Text(), *(Text(message, style="dim") for message in messages)]
+    return Panel(Group(*parts), title=Text(title, style="bold"), box=box.ROUNDED, border_style="dim", padding=(0, 1))
+
+
+def _notice(notice: Notice) -> Text:
+    """Return a notice whole, over as many lines as it needs."""
+    return Text(f"{_MARK} {notice.text}", style=_NOTICE_STYLES.get(notice.level, "yellow"))
+
+
+def notice_line(notice: Notice) -> str:
+    """Return a notice as one line for a log."""
+    return f"{notice.level}: {notice.text}"
+
+
+def _facts(run: RunView) -> RenderableType:
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim", no_wrap=True, min_width=9)
+    facts.add_column(no_wrap=True, overflow="ellipsis")
+    facts.add_row("run", _state(run))
+    facts.add_row("step", _progress(run))
+    facts.add_row("reward", _curve(last(run, "reward_mean"), run.history.reward_mean))
+    facts.add_row("held-out", _accuracies(run.evaluations))
+    facts.add_row("in flight", _flight(run))
+    facts.add_row("speed", _speed(run))
+    facts.add_row("streams", _streams(run))
+    for part, outcome in run.self_tests.items():
+        facts.add_row("self-test", f"{part}: {outcome}")
+    return facts
+
+
+def _state(run: RunView) -> Text:
+    line = Text(run.state, style=_STATE_STYLES.get(run.state, "bold"))
+    told = any(run.reason and run.reason in notice.text for notice in run.notices)
+    for extra in ("" if told else run.reason, run.activity):
+        if extra and extra != run.state:
+            line.append(f"  {extra}", style="dim")
+    return line
+
+
+def _progress(run: RunView) -> RenderableType:
+    done = Table.grid(padding=(0, 2))
+    bar = ProgressBar(total=max(1, run.steps), completed=run.step, width=20)
+    eta = f"eta {duration(run.eta_s)}" if run.eta_s is not None and not run.ended else ""
+    done.add_row(f"{run.step:,}/{run.steps:,}", bar, f"{run.step / max(1, run.steps):.0%}", eta)
+    return done
+
+
+def _curve(value: float | None, values: Sequence[float | None]) -> Text:
+    line = Text(number(value), style="bold")
+    return line.append("  ").append(spark(values, _SPARKS), style="cyan")
+
+
+def _accuracies(evaluations: Sequence[Evaluation]) -> Text:
+    if not evaluations:
+        return Text(_MISSING)
+    of_first = [evaluation for evaluation in evaluations if evaluation.set == evaluations[0].set]
+    values, last_one = [evaluation.accuracy for evaluation in of_first], of_first[-1]
+    line = Text(number(values[-1]), style="bold").append("  ").append(spark(values, _SPARKS), style="green")
+    if last_one.accuracy_low is not None:
+        line.append(f"  {number(last_one.accuracy_low)} to {number(last_one.accuracy_high)}", style="dim")
+    line.append(f"  from {number(values[0])}, at step {last_one.step}", style="dim")
+    others = {evaluation.set: evaluation.accuracy for evaluation in evaluations if evaluation.set != last_one.set}
+    return line.append("".join(f"  {name} {number(value)}" for name, value in others.items()))
+
+
+def _newest_accuracy(evaluations: Sequence[Evaluation]) -> float | None:
+    return next((one.accuracy for one in reversed(evaluations) if one.set == evaluations[0].set), None)
+
+
+def _flight(run: RunView) -> Text:
+    lag = f"lag {number(last(run, 'lag_mean'), 2)}, at most {number(last(run, 'lag_max'), 0)}"
+    return Text(f"{run.groups_in_flight} of {run.slots} groups  {lag}  head {_version(run.head)}")
+
+
+def _speed(run: RunView) -> Text:
+    line = f"{number(run.tokens_per_s, 0)} tokens/s  {number(last(run, 'samples_per_s'), 0)} samples/s"
+    return Text(f"{line}  for {duration(run.training_s)}")
+
+
+def _streams(run: RunView) -> Text:
+    names = ("prompts", "rollouts", "experience", "journal")
+    found = [(name, run.streams[name]) for name in names if name in run.streams]
+    return Text(" · ".join(f"{name} {depth.entries}" for name, depth in found) or _MISSING)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Processes:
+    """The table of processes; what there is no room for is left out."""
+
+    rows: Sequence[Row]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if options.max_width < _WIDE:
+            yield self._table(wide=False)
+            return
+        taken = console.measure(self._table(wide=True), options=options).maximum
+        yield self._table(wide=True, note_width=max(0, options.max_width - taken - _GAP))
+
+    def _table(self, *, wide: bool, note_width: int = 0) -> Table:
+        """Return the table, with notes cut to ``note_width`` columns: what matters of them is a notice."""
+        table = Table(box=None, padding=(0, _GAP, 0, 0), header_style="dim", expand=False)
+        for name in ("process", "state"):
+            table.add_column(name, no_wrap=True)
+        for name in ("version", "memory", "starts", "pid") if wide else ("version", "memory"):
+            table.add_column(name, justify="right", no_wrap=True)
+        if note_width:
+            table.add_column("", no_wrap=True, overflow="ellipsis", style="dim", max_width=note_width)
+        for row in self.rows:
+            cells: list[Text | str] = [row.name, _health(row), _version(row.version), memory(row.memory_bytes)]
+            if wide:
+                cells += [
+                    Text(str(row.restarts + 1), style="yellow" if row.restarts else "dim"),
+                    str(row.pid or _MISSING),
+                ]
+            table.add_row(*cells, *([Text(escaped(row.note.partition("\n")[0]))] if note_width else []))
+        return table
+
+
+def _health(row: Row) -> Text:
+    good = row.state in _GOOD
+    return Text("● ", style="green" if good else "yellow").append(row.state, style="none")
+
+
+def event_line(event: EventView) -> str:
+    """Return an event as a message below the screen."""
+    return f"{time.strftime('%H:%M:%S', time.localtime(event.at_s))}  {event.name}: {event.detail}"
+
+
+# ---------------------------------------------------------------- one line
+
+
+def line(run: RunView) -> str:
+    """Return the run as one line for a log."""
+    if run.state == "created":
+        return f"{run.state:<8} {run.activity}".rstrip()
+    parts = [f"{run.state:<8} step {run.step}/{run.steps}", f"head {_version(run.head)}"]
+    parts.append(f"reward {number(last(run, 'reward_mean'))}")
+    parts.append(f"held-out {number(_newest_accuracy(run.evaluations))}")
+    parts.append(f"in flight {run.groups_in_flight}/{run.slots}")
+    parts.append(f"lag {number(last(run, 'lag_mean'), 2)}")
+    parts.append(f"{number(run.tokens_per_s, 0)} tokens/s")
+    if run.eta_s is not None and not run.ended:
+        parts.append(f"eta {duration(run.eta_s)}")
+    return "  ".join(parts)
+
+
+# ---------------------------------------------------------------- figures
+
+
+def spark(values: Sequence[float | None], width: int) -> str:
+    """Return a curve of at most ``width`` characters, lowest to highest; neighbours are averaged.
+
+    >>> spark([0.0, 0.5, 1.0], 8)
+    '▁▅█'
+    """
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    if not finite:
+        return ""
+    count = min(width, len(finite))
+    edges = [round(index * len(finite) / count) for index in range(count + 1)]
+    means = [sum(finite[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low, high = min(means), max(means)
+    if high - low < 1e-12:
+        return _BARS[3] * count
+    return "".join(_BARS[round((mean - low) / (high - low) * (len(_BARS) - 1))] for mean in means)
+
+
+def last(run: RunView, name: str) -> float | None:
+    """Return a metric of the newest step."""
+    return run.last.get(name)
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Return a figure with thousands' commas; a dash where there is none."""
+    return _MISSING if value is None or not math.isfinite(value) else f"{value:,.{digits}f}"
+
+
+def duration(seconds: float | None) -> str:
+    """Return a time span.
+
+    >>> duration(5), duration(95), duration(7300)
+    ('5s', '1m35s', '2h01m')
+    """
+    if seconds is None or not math.isfinite(seconds):
+        return _MISSING
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def memory(count: int) -> str:
+    """Return bytes in MiB or GiB."""
+    if count <= 0:
+        return _MISSING
+    mebibytes = count / 2**20
+    return f"{mebibytes:,.0f} MiB" if mebibytes < 1024 else f"{mebibytes / 1024:.1f} GiB"
+
+
+def _version(version: int | None) -> str:
+    return _MISSING if version is None else str(version)

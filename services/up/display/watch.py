@@ -1,0 +1,99 @@
+"""Follow the coordinator: what the run does, who is there, and when it has ended.
+
+The coordinator may be dead at any moment; then what it said last stays, and is marked as old.
+"""
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from services.client.coordinator import AsyncCoordinator, Refused, Unreachable, Unreadable, find
+from services.client.views import EventView, ReplicaView, RunView
+from shared.errors import PenstockError
+
+POLL_S = 1.0
+
+
+@dataclasses.dataclass(slots=True)
+class Seen:
+    """What the coordinator said last; None before it said anything."""
+
+    run: RunView | None = None
+    replicas: dict[str, ReplicaView] = dataclasses.field(default_factory=dict)
+    at_s: float = 0.0
+    """When it said so, Unix seconds."""
+
+
+class Watch:
+    """Poll the coordinator of one run folder."""
+
+    def __init__(self, run_folder: Path, tell: Callable[[str], None], token: str = "") -> None:
+        self.seen = Seen()
+        self._tell = tell
+        self._told = ""
+        self._token = token
+        self._run_folder = run_folder
+        self._asking = asyncio.Lock()
+        self._started_at_s = time.time()
+        self._last_event = (0, 0)
+        """The id of the newest event that was told."""
+        self._coordinator: AsyncCoordinator | None = None
+
+    async def run(self, on_news: Callable[[Seen], None]) -> None:
+        """Ask again and again, and call ``on_news`` after each answer."""
+        try:
+            while True:
+                if await self.ask():
+                    on_news(self.seen)
+                await asyncio.sleep(POLL_S)
+        finally:
+            await self._forget()
+
+    async def ask(self) -> bool:
+        """Ask once; return whether there was an answer."""
+        async with self._asking:
+            try:
+                coordinator = self._find()
+                run, replicas = await coordinator.run(), await coordinator.replicas()
+                self._tell_events(await coordinator.events())
+            except (Unreachable, Refused) as error:
+                await self._forget()
+                self._tell_once(error)
+                return False
+            self.seen = Seen(run, {replica.replica: replica for replica in replicas}, time.time())
+            return True
+
+    async def finished(self) -> bool:
+        """Whether the run has no step left to make, so that a service may end by itself."""
+        await self.ask()
+        run = self.seen.run
+        return run is not None and (run.ended or 0 < run.steps <= run.step)
+
+    def _tell_events(self, events: Sequence[EventView]) -> None:
+        """Say each event once that happened since this ``penstock up`` was started; those of guards are among the run's notices."""
+        for event in events:
+            time_ms, _, number = event.id.partition("-")
+            place = (int(time_ms or 0), int(number or 0))
+            if event.at_s >= self._started_at_s and place > self._last_event:
+                self._last_event = place
+                if event.source != "guard":
+                    self._tell(f"{event.name}: {event.detail}")
+
+    def _tell_once(self, error: PenstockError) -> None:
+        """That nobody answers is normal while processes start; an answer that makes no sense is not."""
+        if isinstance(error, (Unreadable, Refused)) and str(error) != self._told:
+            self._told = str(error)
+            self._tell(self._told)
+
+    def _find(self) -> AsyncCoordinator:
+        if self._coordinator is None:
+            self._coordinator = AsyncCoordinator(find(None, self._run_folder), self._token)
+        return self._coordinator
+
+    async def _forget(self) -> None:
+        """The next coordinator has another port."""
+        if self._coordinator is not None:
+            coordinator, self._coordinator = self._coordinator, None
+            await coordinator.close()

@@ -1,0 +1,91 @@
+"""A Prometheus of the run's own: its configuration in the run's folder, its process like the others'.
+
+It finds the services by ``targets``, evaluates the chart's alert rules where they are beside this code (a checkout has them, an installed
+package does not), and keeps its data in the run's folder, so that ``penstock up --resume --prometheus`` goes on with the same curves.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from services.up.metrics.targets import targets_file
+from services.up.plan import PROMETHEUS, ProcessPlan, free_port
+from shared.errors import SettingsError
+from shared.settings import Settings
+
+RULES = Path(__file__).parents[3] / "deploy" / "k8s" / "penstock" / "rules"
+_HOST = "127.0.0.1"
+_SCRAPE_EVERY = "2s"
+_EVALUATE_EVERY = "5s"
+
+
+def find_program() -> str:
+    """Return the path of Prometheus.
+
+    Raises:
+        SettingsError: it is not installed.
+    """
+    program = shutil.which("prometheus")
+    if program is None:
+        raise SettingsError(
+            "expected a program named prometheus for --prometheus, found none on PATH: install it (Debian and Ubuntu: "
+            "the package prometheus), or leave --prometheus out"
+        )
+    return program
+
+
+def plan(settings: Settings, run_folder: Path, environment: Mapping[str, str]) -> ProcessPlan:
+    """Write the configuration; return the process.
+
+    Raises:
+        SettingsError: it is not installed, or ``telemetry.prometheus_port`` is taken.
+    """
+    program, folder = find_program(), run_folder / "prometheus"
+    folder.mkdir(exist_ok=True)
+    config = folder / "prometheus.yml"
+    config.write_text(json.dumps(configuration(run_folder), indent=2) + "\n", encoding="utf-8")  # JSON is YAML
+    port = _port(settings.telemetry.prometheus_port)
+    return ProcessPlan(
+        name=PROMETHEUS,
+        service=PROMETHEUS,
+        command=(
+            program,
+            f"--config.file={config}",
+            f"--storage.tsdb.path={folder / 'data'}",
+            f"--web.listen-address={_HOST}:{port}",
+            "--log.level=warn",
+        ),
+        environment=dict(environment),
+        address=(_HOST, port),
+    )
+
+
+def configuration(run_folder: Path) -> dict[str, object]:
+    """Return what Prometheus is told: whom to scrape, and which alerts to evaluate."""
+    return {
+        "global": {"scrape_interval": _SCRAPE_EVERY, "evaluation_interval": _EVALUATE_EVERY},
+        "rule_files": [str(rules) for rules in sorted(RULES.glob("*.yaml"))],
+        "scrape_configs": [
+            {
+                "job_name": "penstock",
+                "file_sd_configs": [{"files": [str(targets_file(run_folder))], "refresh_interval": "5s"}],
+            }
+        ],
+    }
+
+
+def _port(wanted: int) -> int:
+    try:
+        return free_port(_HOST, wanted)
+    except OSError as error:
+        raise SettingsError(
+            f"expected a free port for Prometheus, found {_HOST}:{wanted} not free ({error.strerror}): "
+            "change telemetry.prometheus_port (0: any free one)"
+        ) from error
+
+
+def url(process: ProcessPlan) -> str:
+    """Return where its pages are."""
+    assert process.address is not None
+    return f"http://{process.address[0]}:{process.address[1]}"

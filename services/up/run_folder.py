@@ -1,0 +1,186 @@
+"""Where a run lies on this machine: its folder with the lock on it, the link `latest`, its socket, its snapshots.
+
+One `up` holds a run at a time, by a lock that the kernel lets go when the process is gone, however it died. Whatever such a
+death left (processes still stopping, a socket's folder, snapshots in memory) is ended or removed by the next `up`.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from services.up import process_tree
+from shared.bus.streams import RUN_ID_PATTERN
+from shared.errors import SettingsError
+from shared.settings import Settings
+
+SETTINGS_FILE = "settings.toml"
+NEXT_SETTINGS_FILE = "settings.next.toml"
+"""The settings of a resume, which become the run's once its services work with them."""
+_MEMORY = Path("/dev/shm")  # noqa: S108
+_SAME_START_S = 2.0
+_LEFTOVER_S = 10.0
+
+
+def new_run_id(config: Path) -> str:
+    """Return a fresh id from the file's name and the time, as `arithmetic-20261121-101500-3f9c`."""
+    stem = "".join(
+        letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "-" for letter in config.stem
+    )
+    return f"{stem.strip('._-')[:40] or 'run'}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
+
+
+def make_run_folder(settings: Settings) -> Path:
+    """Make the folder of a new run; return it.
+
+    Raises:
+        SettingsError: it cannot be written, or holds a run already.
+    """
+    if RUN_ID_PATTERN.fullmatch(settings.run.id) is None:
+        raise SettingsError(
+            f"expected a run id of 1 to 64 letters, digits, '.', '_' or '-', found {settings.run.id!r}: change run.id"
+        )
+    folder = settings.run_folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        folder.chmod(0o700)
+        probe = folder / "up.lock"
+        probe.touch(mode=0o600)
+    except OSError as error:
+        raise SettingsError(
+            f"expected a folder that can be written for the run, found {folder} ({error.strerror}): change run.folder"
+        ) from error
+    if (folder / SETTINGS_FILE).exists():
+        raise SettingsError(
+            f"expected a new run, found one in {folder}: go on with it by `penstock up --resume {folder}`, or change run.id"
+        )
+    return folder
+
+
+@contextlib.contextmanager
+def private_files() -> Iterator[None]:
+    """Let what this process and its children make in the body be this user's alone."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def lock(folder: Path) -> TextIO:
+    """Hold the run until this process ends; keep what is returned.
+
+    Raises:
+        SettingsError: another `up` holds it.
+    """
+    held = (folder / "up.lock").open("w")
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        held.close()
+        raise SettingsError(
+            f"expected a run that nobody runs, found another `penstock up` on {folder}: stop that one first"
+        ) from error
+    return held
+
+
+def link_latest(folder: Path) -> None:
+    """Let `latest`, beside the run's folder, lead to it."""
+    link, beside = folder.parent / "latest", folder.parent / f".latest-{folder.name}"
+    if link.exists() and not link.is_symlink():
+        return
+    beside.unlink(missing_ok=True)
+    beside.symlink_to(folder.name)
+    beside.replace(link)
+
+
+def end_leftovers(folder: Path) -> int:
+    """End what a killed `up` of this run left behind, before its bus is opened again; return how many processes."""
+    try:
+        table = json.loads((folder / "up.json").read_text(encoding="utf-8"))
+        found = [(int(row["pid"]), float(row["started_at_s"])) for row in table["processes"] if row["pid"]]
+        socket = Path(str(table["bus"]).removeprefix("unix://"))
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+    alive = [pid for pid, started_s in found if _is_same(pid, started_s)]
+    for pid in alive:
+        process_tree.kill_group(pid)
+    deadline = time.monotonic() + _LEFTOVER_S
+    while any(process_tree.is_alive(pid) for pid in alive) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if socket.parent.name.startswith("penstock-"):
+        shutil.rmtree(socket.parent, ignore_errors=True)
+    return len(alive)
+
+
+def _is_same(pid: int, started_s: float) -> bool:
+    found_s = process_tree.started_at_s(pid)
+    return found_s is not None and abs(found_s - started_s) < _SAME_START_S and process_tree.is_alive(pid)
+
+
+# ---------------------------------------------------------------- snapshots
+
+
+def snapshot_folder(settings: Settings, keep_free: int) -> Path:
+    """Return where the run's snapshots lie: as set, else in shared memory where it has ``keep_free`` bytes for them, else
+    in the run's folder."""
+    if settings.weights.folder is not None:
+        return settings.weights.folder.absolute()
+    in_memory = settings.snapshot_folder
+    try:
+        if not _MEMORY.is_dir() or shutil.disk_usage(_MEMORY).free < keep_free:
+            raise OSError("too small")
+        in_memory.parent.mkdir(mode=0o700, exist_ok=True)
+        in_memory.mkdir(mode=0o700, exist_ok=True)
+        if in_memory.parent.stat().st_uid != os.getuid():
+            raise OSError("somebody else's")
+    except OSError:
+        return settings.run_folder.absolute() / "weights"
+    return in_memory
+
+
+def mark_in_memory(folder: Path, run_folder: Path) -> None:
+    """Write beside snapshots in shared memory whose they are, so that they can be removed when that run is dead."""
+    if is_in_memory(folder):
+        folder.with_name(f"{folder.name}.run").write_text(str(run_folder), encoding="utf-8")
+
+
+def remove_snapshots(folder: Path) -> None:
+    """Remove snapshots in shared memory; those on disk stay."""
+    if is_in_memory(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.with_name(f"{folder.name}.run").unlink(missing_ok=True)
+
+
+def remove_dead_snapshots() -> None:
+    """Remove what runs whose `up` was killed left in shared memory."""
+    for mark in (_MEMORY / f"penstock-{os.getuid()}").glob("*.run"):
+        try:
+            run_folder = Path(mark.read_text(encoding="utf-8"))
+            if not (run_folder / "up.lock").exists():
+                raise FileNotFoundError
+            held = lock(run_folder)
+        except SettingsError:
+            continue  # it runs
+        except OSError:
+            held = None
+        remove_snapshots(mark.with_suffix(""))
+        if held is not None:
+            held.close()
+
+
+def model_bytes(model: Path) -> int:
+    """Return the size of a model's weights on disk; 0 when they are elsewhere."""
+    return sum(file.stat().st_size for file in model.glob("*.safetensors")) if model.is_dir() else 0
+
+
+def is_in_memory(folder: Path) -> bool:
+    """Whether snapshots there are ours to make and remove: in shared memory, in this user's own folder."""
+    return folder.is_relative_to(_MEMORY / f"penstock-{os.getuid()}")

@@ -1,0 +1,540 @@
+"""Move messages: publish, read, hand over, leave, commit. Every change of more than one key is one Lua script.
+
+Delivery is at least once, effect is exactly once: an entry stays pending until the script that publishes its result
+acknowledges it, and the script does nothing when somebody else was first. A consumer that was presumed dead and
+finishes late is told so and its result is dropped.
+
+The bus outlives its server: every call waits for it with capped exponential backoff. That is safe because a script
+that ran although its answer was lost changes nothing when it runs again.
+
+It also outlives its server's ``maxmemory``. Only what makes a run grow (admission, the start of an evaluation) is refused then;
+every other write is a script that may go over the limit (``allow-oom``), because what is in flight must be able to leave.
+"""
+
+import asyncio
+import dataclasses
+import hashlib
+import logging
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from importlib import resources
+from typing import Any, Generic, NewType, TypeAlias, TypeVar
+
+from redis.exceptions import (
+    BusyLoadingError,
+    ClusterDownError,
+    ConnectionError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    ResponseError,
+    TimeoutError,
+    TryAgainError,
+)
+
+from shared.bus import connection, streams, wire
+from shared.bus.streams import Keys, Stream
+from shared.errors import BusFull, BusUnavailable, MessageError
+from shared.text.redaction import redact
+
+log = logging.getLogger(__name__)
+
+Argument: TypeAlias = str | bytes | int | float
+M = TypeVar("M")
+R = TypeVar("R")
+EntryId = NewType("EntryId", str)
+
+_UNAVAILABLE = (
+    ConnectionError,
+    TimeoutError,
+    BusyLoadingError,
+    ReadOnlyError,
+    ClusterDownError,
+    TryAgainError,
+    OSError,
+)
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
+_PAGE_ENTRIES = 256
+_GIVEN_BACK = "given-back"
+"""The consumer of entries that were given back; what any other consumer leaves alone was in its hands when it died."""
+_LONGEST_REASON = 2000
+_AT_ONCE_MS = 86_400_000
+_SCRIPTS = {
+    path.name.removesuffix(".lua"): path.read_text()
+    for path in resources.files("shared.bus").joinpath("scripts").iterdir()
+    if path.name.endswith(".lua")
+}
+_DIGESTS = {name: hashlib.sha1(text.encode()).hexdigest() for name, text in _SCRIPTS.items()}  # noqa: S324 (Redis names scripts so)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Delivery(Generic[M]):
+    """One entry in this consumer's hands.
+
+    ``attempts`` numbers this attempt. Those before it ended with an error, or with a process that died while it worked on nothing else.
+    """
+
+    stream: Stream
+    entry_id: EntryId
+    group_id: str
+    attempts: int
+    data: bytes
+    kind: type[M]
+    crashes: int = 0
+    """How many processes died, or fell silent, while they held it among others."""
+
+    def message(self) -> M:
+        """Decode it. Raises :class:`MessageError`, upon which the worker buries the entry."""
+        message = wire.decode(self.data, self.kind)
+        written = getattr(message, "group_id", None)
+        if written is not None and str(written) != self.group_id:
+            raise MessageError(
+                f"expected a message of group {self.group_id[:40]!r}, as its entry says, found one of {written}"
+            )
+        return message
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Depth:
+    """How much lies in a stream: entries, those in a consumer's hands, and the age of the oldest in seconds."""
+
+    entries: int
+    pending: int
+    oldest_age_s: float
+
+
+class Bus:
+    """One run's streams on one server.
+
+    Args:
+        client: from :func:`connection.open_client`.
+        run_id: the run; all keys carry it as their hash tag.
+        wait_s: how long a call waits for a server that does not answer; None: for ever.
+        audit_entries: how many endings of groups ``audit`` keeps; 0: none.
+    """
+
+    def __init__(
+        self, client: connection.Client, run_id: str, *, wait_s: float | None = None, audit_entries: int = 100_000
+    ) -> None:
+        self.keys = Keys(run_id)
+        self.client = client
+        self.reconnects = 0
+        self.available = True
+        self._wait_s = wait_s
+        self.audit_entries = audit_entries
+        self.server = ""
+        """The server's name and version, once connected."""
+
+    @classmethod
+    async def connect(
+        cls, url: str, run_id: str, *, wait_s: float | None = None, audit_entries: int = 100_000
+    ) -> "Bus":
+        """Open the bus of ``run_id``, check its server, and make the consumer groups.
+
+        Raises:
+            SettingsError: the URL or the server cannot serve Penstock.
+            BusUnavailable: nothing answered within ``wait_s``.
+        """
+        bus = cls(connection.open_client(url), run_id, wait_s=wait_s, audit_entries=audit_entries)
+        try:
+            bus.server = await bus.call(lambda: connection.check_server(bus.client))
+            await bus.make_groups()
+        except BusUnavailable as error:
+            await bus.close()
+            raise BusUnavailable(f"{error} (bus.url = {redact(url)!r})") from error
+        except BaseException:
+            await bus.close()
+            raise
+        return bus
+
+    def wait_for_ever(self) -> None:
+        """From now on wait for a server that went away until it is back."""
+        self._wait_s = None
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await connection.close_client(self.client)
+
+    async def make_groups(self) -> None:
+        """Make the consumer group of every grouped stream, at its beginning, where it does not exist."""
+        for stream in streams.GROUPED_STREAMS:
+            await self.script("make_group", [self.keys.of(stream)], [stream.group or ""])
+
+    # ---------------------------------------------------------------- waiting for the server
+
+    async def call(self, command: Callable[[], Awaitable[R]]) -> R:
+        """Run ``command``, again after each failure to reach the server, with capped exponential backoff.
+
+        A server that cannot write its data to disk takes no writes: it is waited for in the same way.
+
+        Raises:
+            BusUnavailable: the server did not answer for ``wait_s``.
+        """
+        started_s, wait_s = time.monotonic(), _FIRST_WAIT_S
+        cancels = _cancels()
+        while True:
+            try:
+                result = await _answered(command)
+                _raise_swallowed(cancels)
+            except (*_UNAVAILABLE, BusUnavailable) as error:
+                waited_s = time.monotonic() - started_s
+                if self._wait_s is not None and waited_s > self._wait_s:
+                    raise BusUnavailable(
+                        f"expected a Redis or Valkey server to answer within {self._wait_s:.0f} s, found: {error}"
+                    ) from error
+                self._note_lost(error)
+                _raise_swallowed(cancels)
+                await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
+                wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+            else:
+                self._note_back()
+                return result
+
+    def _note_lost(self, error: BaseException) -> None:
+        if self.available:
+            self.available = False
+            log.warning("bus unavailable, waiting", extra={"error": str(error)})
+
+    def _note_back(self) -> None:
+        if not self.available:
+            self.available = True
+            self.reconnects += 1
+            log.info("bus available again", extra={"reconnects": self.reconnects})
+
+    async def script(self, name: str, keys: Sequence[str], arguments: Sequence[Argument]) -> Any:
+        """Run one of ``shared/bus/scripts`` atomically.
+
+        Raises:
+            BusFull: the server is at its maxmemory, and this script adds to what is in flight.
+        """
+        try:
+            return await self.call(lambda: self._script(name, keys, arguments))
+        except OutOfMemoryError as error:
+            raise BusFull(f"expected a server with room, found {error}: raise its maxmemory") from error
+
+    async def write(self, key: str, command: str, *arguments: Argument) -> Any:
+        """Run one command that writes ``key``, also while the server is at its maxmemory: what a run says of itself is small."""
+        return await self.script("write", [key], [command, *arguments])
+
+    async def _script(self, name: str, keys: Sequence[str], arguments: Sequence[Argument]) -> Any:
+        try:
+            return await self.client.evalsha(_DIGESTS[name], len(keys), *keys, *arguments)
+        except NoScriptError:  # a server that is new, or restarted
+            return await self.client.eval(_SCRIPTS[name], len(keys), *keys, *arguments)
+
+    # ---------------------------------------------------------------- publish and read
+
+    async def publish(self, stream: Stream, message: object, group_id: str = "") -> EntryId:
+        """Append a message. For broadcast and trimmed streams; data streams are written by scripts."""
+        fields: dict[Any, Any] = {"id": group_id, "data": wire.encode(message)}
+        return await self.append(stream, fields)
+
+    async def append(self, stream: Stream, fields: Mapping[Any, Any]) -> EntryId:
+        """Append raw fields."""
+        trim: list[Argument] = [] if stream.max_entries is None else ["MAXLEN", "~", stream.max_entries]
+        pairs = [word for pair in fields.items() for word in pair]
+        return EntryId(_text(await self.write(self.keys.of(stream), "XADD", *trim, "*", *pairs)))
+
+    async def read(
+        self, stream: Stream, kind: type[M], consumer: str, count: int, block_s: float | None
+    ) -> list[Delivery[M]]:
+        """Take up to ``count`` entries that nobody has; wait up to ``block_s`` for the first (None: not at all)."""
+        rows = await self._read_rows(stream, consumer, count, block_s)
+        return [self._delivery(stream, kind, entry_id, 1, fields) for entry_id, fields in rows if fields]
+
+    async def own(
+        self, stream: Stream, kind: type[M], consumer: str, page_entries: int = _PAGE_ENTRIES, *, suspect: bool = False
+    ) -> AsyncIterator[Delivery[M]]:
+        """Take again everything that an earlier process of the same name left unfinished, oldest first, a page at a time.
+
+        It counts as no attempt. An entry that is no longer in the stream is passed over.
+
+        Args:
+            suspect: note on each entry that a process died while it held it.
+        """
+        start, keys = "-", [self.keys.of(stream), self.keys.crashes]
+        while True:
+            arguments: list[Argument] = [stream.group or "", consumer, start, page_entries, stream.name, int(suspect)]
+            rows = await self._unless_empty(lambda: self.script("retake", keys, arguments))  # noqa: B023 (awaited here)
+            for entry_id, attempts, crashes, fields in rows:
+                if fields:
+                    yield self._delivery(stream, kind, entry_id, int(attempts), _pairs(fields), int(crashes))
+            if len(rows) < page_entries:
+                return
+            start = f"({_text(rows[-1][0])}"
+
+    async def _unless_empty(self, command: Callable[[], Awaitable[list[Any]]]) -> list[Any]:
+        """Return the rows; none, and the consumer groups are made, where the server came back empty."""
+        try:
+            return await command()
+        except ResponseError as error:
+            if "NOGROUP" not in str(error):
+                raise
+            await self.make_groups()
+            return []
+
+    async def _read_rows(
+        self, stream: Stream, consumer: str, count: int, block_s: float | None
+    ) -> list[tuple[bytes, Mapping[Any, Any]]]:
+        key = self.keys.of(stream)
+        block_ms = None if block_s is None else max(1, int(block_s * 1000))
+        answer = await self._unless_empty(
+            lambda: self.call(
+                lambda: self.client.xreadgroup(stream.group, consumer, {key: ">"}, count=count, block=block_ms)
+            )
+        )
+        return list(answer[0][1]) if answer else []
+
+    async def reclaim(
+        self, stream: Stream, kind: type[M], consumer: str, min_idle_s: float, count: int, *, suspect: bool = False
+    ) -> list[Delivery[M]]:
+        """Take over entries that their consumer has not renewed for ``min_idle_s``, or that were given back.
+
+        Args:
+            suspect: note on those of a silent consumer that it may have died of them.
+        """
+        keys = [self.keys.of(stream), self.keys.crashes]
+        arguments: list[Argument] = [
+            stream.group or "",
+            consumer,
+            int(min_idle_s * 1000),
+            count,
+            _GIVEN_BACK,
+            stream.name,
+        ]
+        rows = await self._unless_empty(lambda: self.script("reclaim", keys, [*arguments, int(suspect)]))
+        return [
+            self._delivery(stream, kind, entry_id, int(attempts), _pairs(fields), int(crashes))
+            for entry_id, attempts, crashes, fields in rows
+        ]
+
+    async def try_alone(self, delivery: Delivery[Any], consumer: str, *, passed: bool = False) -> bool:
+        """Count this attempt before the entry is worked on alone; False where it is no longer ours.
+
+        Args:
+            passed: it was worked on, and the attempt does not count.
+        """
+        stream = delivery.stream
+        attempts = delivery.attempts + (not passed)
+        arguments: list[Argument] = [stream.group or "", consumer, delivery.entry_id, attempts]
+        return bool(await self.script("try_alone", [self.keys.of(stream)], arguments))
+
+    async def note_crash(self, delivery: Delivery[M]) -> Delivery[M]:
+        """Note that a process died while it worked on the entry among others; return it so."""
+        crashes = int(await self.write(self.keys.crashes, "HINCRBY", _field(delivery), 1))
+        return dataclasses.replace(delivery, crashes=crashes)
+
+    async def note_cause(self, delivery: Delivery[Any], cause: str) -> None:
+        """Note why an attempt failed, for the process that buries the entry once this one is gone."""
+        await self.write(self.keys.causes, "HSET", _field(delivery), cause[:_LONGEST_REASON])
+
+    async def cause(self, delivery: Delivery[Any]) -> str:
+        """Return why the newest attempt failed; "" where its process died without a word."""
+        noted = await self.call(lambda: self.client.hget(self.keys.causes, _field(delivery)))
+        return "" if noted is None else _text(noted)
+
+    async def forget(self, delivery: Delivery[Any]) -> None:
+        """Forget crashes and causes of an entry that left its stream."""
+        for key in (self.keys.crashes, self.keys.causes):
+            await self.write(key, "HDEL", _field(delivery))
+
+    def _delivery(
+        self,
+        stream: Stream,
+        kind: type[M],
+        entry_id: bytes | str,
+        attempts: int,
+        fields: Mapping[Any, Any],
+        crashes: int = 0,
+    ) -> Delivery[M]:
+        return Delivery(
+            stream=stream,
+            entry_id=EntryId(_text(entry_id)),
+            group_id=_text(fields.get(b"id", b"")),
+            attempts=attempts,
+            data=fields.get(b"data", b""),
+            kind=kind,
+            crashes=crashes,
+        )
+
+    async def tail(
+        self, stream: Stream, kind: type[M], after: str, count: int, block_s: float | None
+    ) -> list[tuple[EntryId, M]]:
+        """Return messages of a broadcast stream after the entry ``after``; unreadable ones are passed over, logged."""
+        key = self.keys.of(stream)
+        block_ms = None if block_s is None else max(1, int(block_s * 1000))
+        while True:
+            start = after
+            answer = await self.call(lambda: self.client.xread({key: start}, count=count, block=block_ms))  # noqa: B023 (awaited here)
+            rows = answer[0][1] if answer else []
+            messages = self._messages(kind, rows)
+            if messages or not rows:
+                return messages
+            after = _text(rows[-1][0])
+
+    async def newest(self, stream: Stream, kind: type[M], count: int = 1) -> list[tuple[EntryId, M]]:
+        """Return the newest messages of a stream, newest first, without taking them."""
+        entries = await self.call(lambda: self.client.xrevrange(self.keys.of(stream), count=count))
+        return self._messages(kind, entries)
+
+    def _messages(self, kind: type[M], entries: Sequence[tuple[Any, Mapping[Any, Any]]]) -> list[tuple[EntryId, M]]:
+        found: list[tuple[EntryId, M]] = []
+        for entry_id, fields in entries:
+            try:
+                found.append((EntryId(_text(entry_id)), wire.decode(fields.get(b"data", b""), kind)))
+            except MessageError as error:
+                log.warning("unreadable message passed over", extra={"entry": _text(entry_id), "error": str(error)})
+        return found
+
+    # ---------------------------------------------------------------- finish an entry
+
+    async def hand_over(self, delivery: Delivery[Any], output: Stream, result: object) -> bool:
+        """Publish ``result``, a message or its bytes, and acknowledge the input in one transaction.
+
+        Returns False when another consumer finished the entry first: nothing was published.
+        """
+        arguments: list[Argument] = [
+            delivery.stream.group or "",
+            delivery.entry_id,
+            delivery.group_id,
+            result if isinstance(result, bytes) else wire.encode(result),
+        ]
+        keys = [self.keys.of(delivery.stream), self.keys.of(output)]
+        return bool(await self.script("hand_over", keys, arguments))
+
+    async def drop(self, delivery: Delivery[Any], reason: str, detail: str = "") -> bool:
+        """Let a group leave the run, counted under ``dropped:<reason>``."""
+        return await self._leave(delivery, f"dropped:{reason}", detail, keep=False)
+
+    async def bury(self, delivery: Delivery[Any], reason: str) -> bool:
+        """Move an entry that cannot be handled to the dead letters, counted under ``dead:<stream>``."""
+        return await self._leave(delivery, f"dead:{delivery.stream.name}", reason, keep=True)
+
+    async def acknowledge(self, delivery: Delivery[Any]) -> bool:
+        """Take an entry off a stream that ends here (evaluation results)."""
+        return await self._leave(delivery, "", "", keep=False)
+
+    async def _leave(self, delivery: Delivery[Any], outcome: str, detail: str, *, keep: bool) -> bool:
+        stream = delivery.stream
+        counted = stream in streams.TRAINING_STREAMS
+        keys = [self.keys.of(stream), self.keys.counts, self.keys.of(streams.AUDIT), self.keys.of(stream.dead)]
+        arguments: list[Argument] = [
+            stream.group or "",
+            delivery.entry_id,
+            delivery.group_id,
+            outcome,
+            detail[:_LONGEST_REASON],
+            delivery.attempts,
+            int(keep),
+            self.audit_entries,
+            int(counted),
+        ]
+        return bool(await self.script("leave", keys, arguments))
+
+    async def requeue(self, delivery: Delivery[Any], prompt: object) -> bool:
+        """Send the group of a stale experience back to the prompts, in one transaction."""
+        keys = [self.keys.of(delivery.stream), self.keys.of(streams.PROMPTS), self.keys.counts]
+        arguments: list[Argument] = [
+            delivery.stream.group or "",
+            delivery.entry_id,
+            delivery.group_id,
+            wire.encode(prompt),
+        ]
+        return bool(await self.script("requeue", keys, arguments))
+
+    async def renew(self, stream: Stream, consumer: str, entries: Sequence[EntryId]) -> set[EntryId]:
+        """Say that ``entries`` are still being worked on; return those that are still this consumer's."""
+        if not entries:
+            return set()
+        ours = await self.script("renew", [self.keys.of(stream)], [stream.group or "", consumer, *entries])
+        return {EntryId(_text(entry)) for entry in ours}
+
+    async def give_back(
+        self, stream: Stream, consumer: str, entry_id: EntryId, *, idle_s: float, uncounted: int = 0
+    ) -> int:
+        """Let any consumer take an entry, ``idle_s`` of its idle time already counted as passed.
+
+        Args:
+            uncounted: how many of its attempts do not count.
+        """
+        arguments: list[Argument] = [stream.group or "", consumer, int(idle_s * 1000), uncounted, _GIVEN_BACK, entry_id]
+        return int(await self.script("give_back", [self.keys.of(stream)], arguments))
+
+    async def give_all_back(self, stream: Stream, consumer: str) -> int:
+        """Let others take at once everything that ``consumer`` has, this attempt not counted; return how many entries."""
+        arguments: list[Argument] = [stream.group or "", consumer, _AT_ONCE_MS, 1, _GIVEN_BACK]
+        return int(await self.script("give_back", [self.keys.of(stream)], arguments))
+
+    async def leave_suspects(self, stream: Stream, consumer: str) -> int:
+        """Let others take at once everything that ``consumer`` has, as what its process died of; return how many entries."""
+        arguments: list[Argument] = [stream.group or "", consumer, _AT_ONCE_MS, 0, consumer]
+        return int(await self.script("give_back", [self.keys.of(stream)], arguments))
+
+    # ---------------------------------------------------------------- look
+
+    async def length(self, stream: Stream) -> int:
+        """Return how many entries lie in a stream."""
+        return int(await self.call(lambda: self.client.xlen(self.keys.of(stream))))
+
+    async def depth(self, stream: Stream) -> Depth:
+        """Return how much lies in a stream and how old its oldest entry is."""
+        key = self.keys.of(stream)
+        entries = await self.length(stream)
+        first = await self.call(lambda: self.client.xrange(key, count=1))
+        pending = 0
+        if stream.group is not None and entries:
+            pending = int((await self.call(lambda: self.client.xpending(key, stream.group)))["pending"])
+        oldest_ms = int(_text(first[0][0]).split("-")[0]) if first else None
+        age_s = 0.0 if oldest_ms is None else max(0.0, time.time() - oldest_ms / 1000)
+        return Depth(entries=entries, pending=pending, oldest_age_s=age_s)
+
+    async def counts(self) -> dict[str, int]:
+        """Return how groups ended: ``trained``, ``dropped:<reason>``, ``dead:<stream>``, ``requeued``."""
+        return read_counts(await self.call(lambda: self.client.hgetall(self.keys.counts)))
+
+
+def read_counts(raw: Mapping[Any, Any]) -> dict[str, int]:
+    """Return how groups ended, from the answer to HGETALL."""
+    return {_text(name): int(value) for name, value in raw.items()}
+
+
+async def _answered(command: Callable[[], Awaitable[R]]) -> R:
+    """Return the answer to ``command``.
+
+    Raises:
+        BusUnavailable: the server refuses writes because its own to disk fail.
+    """
+    try:
+        return await command()
+    except ResponseError as error:
+        if "MISCONF" not in str(error):
+            raise
+        raise BusUnavailable(f"the server cannot write its data to disk, so it takes no writes: {error}") from error
+
+
+def _cancels() -> int:
+    task = asyncio.current_task()
+    return 0 if task is None else task.cancelling()
+
+
+def _raise_swallowed(cancels: int) -> None:
+    """Raise the cancellation that redis-py swallowed since there were ``cancels``.
+
+    It sends through ``asyncio.wait_for``, which before Python 3.12 may swallow a cancellation that comes just as the
+    command was sent: a loop over the bus would never stop.
+    """
+    if _cancels() > cancels:
+        raise asyncio.CancelledError
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode(errors="backslashreplace") if isinstance(value, bytes) else value
+
+
+def _field(delivery: Delivery[Any]) -> str:
+    return f"{delivery.stream.name}:{delivery.entry_id}"
+
+
+def _pairs(flat: Sequence[Any]) -> dict[Any, Any]:
+    return dict(zip(flat[::2], flat[1::2], strict=True))

@@ -1,0 +1,164 @@
+"""Reach Redis or Valkey from a URL, and say in one sentence why it cannot be used. The only file that opens connections.
+
+redis://[user:password@]host:port/db        one server            rediss://…          the same over TLS
+unix:///path/to/socket                      one server on this machine
+redis+sentinel://host:port,host:port/name   the primary that Sentinel names (rediss+sentinel: TLS to the servers)
+redis+cluster://host:port,host:port         a cluster; one run lives in one slot (rediss+cluster: TLS)
+"""
+
+import re
+from typing import Any, TypeAlias
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+import redis.asyncio as redis
+from redis.asyncio.cluster import ClusterNode, RedisCluster
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from shared.errors import BusUnavailable, SettingsError
+from shared.text.redaction import redact
+
+Client: TypeAlias = Any
+"""A redis-py asyncio client. Its stubs describe every answer as a union of all that any option could make of it."""
+
+_OLDEST = {"redis": 7, "valkey": 8}
+_EVICTING = re.compile(r"allkeys|volatile")
+_OPTIONS: dict[str, Any] = {
+    "socket_connect_timeout": 5.0,
+    "socket_timeout": 30.0,  # longer than any blocking read
+    "health_check_interval": 15,
+    "protocol": 2,
+}
+
+
+_ENCODE = "change bus.url; in a password, write / as %2F, @ as %40, : as %3A, # as %23, ? as %3F and % as %25"
+_MOST_CONNECTIONS = 64
+"""Of one process to one server; further calls wait for a free one."""
+
+
+def first_server(url: str) -> tuple[str, int] | None:
+    """Return host and port of the first server that ``url`` names; None where it is a socket, or embedded."""
+    parts = urlsplit(url)
+    scheme, _, form = parts.scheme.partition("+")
+    if scheme not in ("redis", "rediss"):
+        return None
+    try:
+        return _nodes(parts, 6379)[0] if form else (parts.hostname or "127.0.0.1", parts.port or 6379)
+    except ValueError:
+        raise SettingsError(f"expected a bus URL, found {redact(url)!r}: {_ENCODE}") from None
+
+
+def open_client(url: str) -> Client:
+    """Return a client for ``url``; it connects on its first command.
+
+    Raises:
+        SettingsError: the URL is of no known form.
+    """
+    scheme, _, form = urlsplit(url).scheme.partition("+")
+    if (scheme not in ("redis", "rediss", "unix") or form not in ("", "sentinel", "cluster")) or (
+        scheme == "unix" and form
+    ):
+        raise SettingsError(
+            f"expected a URL redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://, found {redact(url)!r}: "
+            "change bus.url"
+        )
+    try:
+        if form == "sentinel":
+            return _sentinel(urlsplit(url), tls=scheme == "rediss")
+        if form == "cluster":
+            return _cluster(urlsplit(url), tls=scheme == "rediss")
+        pool = redis.BlockingConnectionPool.from_url(
+            url, max_connections=_MOST_CONNECTIONS, timeout=None, retry=Retry(NoBackoff(), 0), **_OPTIONS
+        )
+        return redis.Redis.from_pool(pool)
+    except ValueError:  # its text may hold a part of the password
+        raise SettingsError(f"expected a bus URL, found {redact(url)!r}: {_ENCODE}") from None
+
+
+async def close_client(client: Client) -> None:
+    """Close a client's connections, those to its sentinels too."""
+    manager = getattr(getattr(client, "connection_pool", None), "sentinel_manager", None)
+    for sentinel in manager.sentinels if manager is not None else ():
+        await sentinel.aclose()
+    await client.aclose()
+
+
+def _nodes(url: SplitResult, default_port: int) -> list[tuple[str, int]]:
+    hosts = url.netloc.rpartition("@")[2].split(",")
+    return [(host or "127.0.0.1", int(port or default_port)) for host, _, port in (h.partition(":") for h in hosts)]
+
+
+def _credentials(url: SplitResult) -> dict[str, str]:
+    user, _, password = url.netloc.rpartition("@")[0].partition(":")
+    found = {"username": unquote(user), "password": unquote(password)}
+    return {name: value for name, value in found.items() if value}
+
+
+def _sentinel(url: SplitResult, tls: bool) -> Client:
+    name, _, db = url.path.strip("/").partition("/")
+    query = dict(parse_qsl(url.query))
+    sentinel: Any = Sentinel(  # type: ignore[no-untyped-call]
+        _nodes(url, 26379), sentinel_kwargs={"password": query.get("sentinel_password"), "protocol": 2}
+    )
+    options = {
+        **_OPTIONS,
+        **_credentials(url),
+        "db": int(db or 0),
+        "retry": Retry(NoBackoff(), 0),
+        "max_connections": 1000,
+    }
+    return sentinel.master_for(name or "mymaster", ssl=tls, **_tls_files(query if tls else {}), **options)
+
+
+def _cluster(url: SplitResult, tls: bool) -> Client:
+    options = {**_OPTIONS, **_credentials(url), **_tls_files(dict(parse_qsl(url.query)) if tls else {})}
+    nodes = [ClusterNode(host, port) for host, port in _nodes(url, 6379)]
+    return RedisCluster(startup_nodes=nodes, ssl=tls, max_connections=1000, **options)
+
+
+def _tls_files(query: dict[str, str]) -> dict[str, Any]:
+    return {name: value for name, value in query.items() if name.startswith("ssl_")}
+
+
+async def check_server(client: Client) -> str:
+    """Return the server's name and version, as ``valkey 9.1.2``.
+
+    Raises:
+        SettingsError: the server is too old, or may evict data.
+        BusUnavailable: it does not answer.
+    """
+    try:
+        info = await client.info("server")
+        memory = await client.info("memory")
+    except (RedisError, OSError) as error:
+        raise BusUnavailable(f"expected a Redis or Valkey server, found none that answers: {error}") from error
+    info, memory = _one_node(info), _one_node(memory)
+    name = "valkey" if "valkey_version" in info else "redis"
+    version = str(info.get(f"{name}_version", info.get("redis_version", "0")))
+    if int(version.split(".")[0]) < _OLDEST[name]:
+        raise SettingsError(
+            f"expected Redis >= {_OLDEST['redis']} or Valkey >= {_OLDEST['valkey']}, found {name} {version}: "
+            "update the server or change bus.url"
+        )
+    policy = str(memory.get("maxmemory_policy", "noeviction"))
+    if int(memory.get("maxmemory", 0)) > 0 and _EVICTING.match(policy):
+        raise SettingsError(
+            f"expected a server that never evicts, found maxmemory-policy {policy}: set it to noeviction, "
+            "or change bus.url"
+        )
+    return f"{name} {version}"
+
+
+async def memory_bytes(client: Client) -> tuple[int, int]:
+    """Return what counts against the server's maxmemory, and maxmemory itself (0: none), in bytes."""
+    found = _one_node(await client.info("memory"))
+    used = int(found.get("used_memory", 0)) - int(found.get("mem_not_counted_for_evict", 0))
+    return used, int(found.get("maxmemory", 0))
+
+
+def _one_node(info: dict[str, Any]) -> dict[str, Any]:
+    """A cluster answers per node: take one."""
+    first = next(iter(info.values()), None)
+    return first if isinstance(first, dict) and "redis_version" not in info and "maxmemory" not in info else info

@@ -1,0 +1,395 @@
+"""What travels on the bus. Each type below is one message or a part of one; it knows no bus, no settings, no service.
+
+A prompt becomes a rollout group, a rollout group becomes experience, experience becomes a policy version::
+
+    Prompt ──▶ RolloutGroup(prompt, samples) ──▶ Experience(group, rewards) ──▶ PolicyRecord ──▶ PolicyUpdate
+
+Times are Unix seconds. Token ids are int32, logprobs are float32 in nats under the distribution that was sampled from
+(after temperature). ``T`` is a completion's length in tokens, ``P`` a prompt's, ``K`` a number of spans.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Annotated, NewType, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from shared.bus.wire import Joined, Limits, columns, message, record
+
+GroupId = NewType("GroupId", int)
+"""The place of a prompt in the run's order of admission: 0, 1, 2, …; never reused in a run."""
+PolicyVersion = NewType("PolicyVersion", int)
+"""The number of one set of weights in the ledger; never reused. 0 is the initial policy."""
+
+MOST_SAMPLES = 65_536
+"""Hard limit of the samples of a group; ``sampling.group_size`` and those of evaluations are below it."""
+_ID = Limits(0, (1 << 53) - 1)
+_INT32 = Limits(0, (1 << 31) - 1)
+_NAME = Limits(length=1024)
+_TIME = Limits(0.0, 1e11)
+"""Unix seconds that a calendar can show."""
+_LOGPROB = Limits(-80.0, 0.1)
+"""Of a token that was drawn: one of a probability below e⁻⁸⁰ never is; above 0 is rounding."""
+_ANY_LOGPROB = Limits(-1e6, 0.1)
+
+Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
+Int32Array: TypeAlias = npt.NDArray[np.int32]
+Float32Array: TypeAlias = npt.NDArray[np.float32]
+
+
+class Purpose(StrEnum):
+    """Why a prompt is generated."""
+
+    TRAIN = "train"
+    EVALUATE = "evaluate"
+
+
+class FinishReason(StrEnum):
+    """Why a completion ended: at a stop token, or at its length limit."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class ScoreStatus(StrEnum):
+    """What a scorer can say. All but ``UNAVAILABLE`` carry a value.
+
+    ``TIMEOUT``, ``CRASHED``, ``MEMORY``, ``OUTPUT_LIMIT`` and ``FORBIDDEN`` mean that the *completion* made its own check fail
+    (an endless expression, a program that takes too much or what it must not); ``UNAVAILABLE`` means that the scorer could
+    not do its work: the group is tried again, then buried, never scored 0.
+    """
+
+    OK = "ok"
+    WRONG_FORMAT = "wrong_format"
+    TIMEOUT = "timeout"
+    CRASHED = "crashed"
+    MEMORY = "memory"
+    OUTPUT_LIMIT = "output_limit"
+    FORBIDDEN = "forbidden"
+    UNAVAILABLE = "unavailable"
+
+
+@record
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One turn of a conversation."""
+
+    role: Annotated[str, _NAME]
+    content: str
+
+
+@record
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to generate. ``temperature`` 0 is greedy.
+
+    >>> Sampling(samples=16, max_new_tokens=4, temperature=1.0)
+    Sampling(samples=16, max_new_tokens=4, temperature=1.0)
+    """
+
+    samples: Annotated[int, Limits(1, MOST_SAMPLES)]
+    max_new_tokens: Annotated[int, Limits(1, (1 << 31) - 1)]
+    temperature: Annotated[float, Limits(0.0, 1e6)]
+
+
+@message("prompt", schema=1)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prompt:
+    """One problem: text or messages, the reference answer, and what its scorers may need.
+
+    A replica must hold at least ``min_version`` before it generates, which is what bounds the lag.
+    """
+
+    group_id: Annotated[GroupId, _ID]
+    problem: Annotated[str, Limits(length=65_536)]
+    """Where the problem stands in its dataset, ``file:line``, for people."""
+    sampling: Sampling
+    text: str | None = None
+    messages: Annotated[tuple[ChatMessage, ...], Limits(length=65_536)] | None = None
+    answer: str | None = None
+    extra: dict[str, Json] = dataclasses.field(default_factory=dict)
+    """Every other column of the dataset row."""
+    min_version: Annotated[PolicyVersion, _INT32] = PolicyVersion(0)
+    purpose: Purpose = Purpose.TRAIN
+    admitted_at_s: Annotated[float, _TIME] = 0.0
+    requeues: Annotated[int, _INT32] = 0
+    """How often the group came back because its samples were stale."""
+    scorers: Annotated[tuple[str, ...], _NAME] = ()
+    """Names of the scorers that apply; none: all of the run."""
+
+
+def _check_samples(arrays: Mapping[str, Joined]) -> None:
+    """Raise ValueError where the arrays of samples do not belong together; vectorised over all samples of a group."""
+    missing = {"token_ids", "behavior_logprobs", "version_spans"} - arrays.keys()
+    if missing:
+        raise ValueError(f"expected arrays as {', '.join(sorted(missing))}, found others")
+    tokens, spans = arrays["token_ids"].lengths, arrays["version_spans"]
+    if tokens != arrays["behavior_logprobs"].lengths:
+        raise ValueError("expected one behavior logprob a token, found other lengths")
+    if min(tokens) < 1 or min(spans.lengths) < 1:
+        raise ValueError("expected at least one token and one version span in each sample, found fewer")
+    starts, ends = spans.joined[:, 0], np.cumsum(spans.lengths)
+    firsts = ends - spans.lengths
+    ascends = np.diff(starts) > 0
+    ascends[ends[:-1] - 1] = True  # from one sample to the next
+    if starts[firsts].any() or not ascends.all() or not (starts[ends - 1] < tokens).all():
+        raise ValueError(
+            "expected version spans that begin at token 0 and ascend below the sample's length, found others"
+        )
+
+
+@columns(_check_samples)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """One completion with its tokens and behavior logprobs.
+
+    ``version_spans`` (int32, K × 2) says which policy wrote which tokens: rows of (first token, version). Tokens 0–2
+    under version 7 and the rest under 8::
+
+        token_ids          41  9  3 17  2
+        version_spans      [[0, 7], [3, 8]]        oldest_version 7, newest_version 8
+    """
+
+    token_ids: Annotated[Int32Array, _INT32]
+    behavior_logprobs: Annotated[Float32Array, _LOGPROB]
+    version_spans: Annotated[Int32Array, Limits(0, (1 << 31) - 1, shape=(None, 2))]
+    finish_reason: FinishReason
+    text: str
+
+    @property
+    def oldest_version(self) -> PolicyVersion:
+        """The oldest version that wrote a token."""
+        return PolicyVersion(int(self.version_spans[:, 1].min()))
+
+    @property
+    def newest_version(self) -> PolicyVersion:
+        """The newest version that wrote a token."""
+        return PolicyVersion(int(self.version_spans[:, 1].max()))
+
+    @property
+    def versions(self) -> frozenset[PolicyVersion]:
+        """Every version that wrote a token."""
+        return frozenset(PolicyVersion(int(version)) for version in self.version_spans[:, 1])
+
+
+@message("rollout_group", schema=1)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class RolloutGroup:
+    """All samples of one prompt, not yet scored."""
+
+    prompt: Prompt
+    prompt_token_ids: Annotated[Int32Array, _INT32]
+    samples: Annotated[tuple[Sample, ...], Limits(length=MOST_SAMPLES)]
+    replica: Annotated[str, _NAME]
+    started_at_s: Annotated[float, _TIME]
+    finished_at_s: Annotated[float, _TIME]
+
+    def check(self) -> None:
+        """Raise ValueError where there are more samples than the prompt asked for."""
+        if len(self.samples) > self.prompt.sampling.samples:
+            raise ValueError(
+                f"expected at most the {self.prompt.sampling.samples} samples of the prompt, found {len(self.samples)}"
+            )
+
+    @property
+    def group_id(self) -> GroupId:
+        """The prompt's."""
+        return self.prompt.group_id
+
+    @property
+    def newest_version(self) -> PolicyVersion:
+        """The newest version in any sample."""
+        return max(sample.newest_version for sample in self.samples)
+
+    @property
+    def oldest_version(self) -> PolicyVersion:
+        """The oldest version in any sample."""
+        return min(sample.oldest_version for sample in self.samples)
+
+    @property
+    def versions(self) -> frozenset[PolicyVersion]:
+        """Every version in any sample."""
+        return frozenset().union(*(sample.versions for sample in self.samples))
+
+
+@record
+@dataclasses.dataclass(frozen=True, slots=True)
+class Score:
+    """What one scorer says of one sample. ``value`` is None exactly when ``status`` is ``UNAVAILABLE``."""
+
+    scorer: Annotated[str, _NAME]
+    status: ScoreStatus
+    value: float | None
+    detail: str = ""
+    lenient: tuple[str, ...] = ()
+    """The lenient rules without which the value would be 0 (docs/rewards.md, "Leniency")."""
+
+    def check(self) -> None:
+        """Raise ValueError where the value does not fit the status."""
+        if (self.value is None) != (self.status is ScoreStatus.UNAVAILABLE):
+            raise ValueError(
+                f"expected a value exactly of a scorer that did its work, found {self.value} as {self.status}"
+            )
+
+
+@record
+@dataclasses.dataclass(frozen=True, slots=True)
+class SampleScores:
+    """What every scorer that applies says of one sample, in the order of the settings."""
+
+    scores: Annotated[tuple[Score, ...], Limits(length=1024)]
+
+
+@message("experience", schema=1)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Experience:
+    """A group with its rewards: ``rewards[i]`` (float32) and ``scores[i]`` belong to ``group.samples[i]``.
+
+    ``reference_logprobs`` are those of all samples' tokens, one sample after another: of samples of 3 and 2 tokens, five.
+    """
+
+    group: RolloutGroup
+    rewards: Annotated[Float32Array, Limits(-1e30, 1e30)]
+    scores: Annotated[tuple[SampleScores, ...], Limits(length=MOST_SAMPLES)]
+    scored_at_s: Annotated[float, _TIME]
+    score_s: float
+    reference_logprobs: Annotated[Float32Array, _ANY_LOGPROB] | None = None
+    """Under the frozen initial policy, at the temperature of sampling; None where the trainer computes them itself."""
+
+    def check(self) -> None:
+        """Raise ValueError where rewards, scores and reference logprobs are not those of the group's samples."""
+        samples = len(self.group.samples)
+        if not samples or len(self.rewards) != samples or len(self.scores) != samples:
+            raise ValueError(
+                f"expected samples, a reward and scores of each, found {samples} samples, {len(self.rewards)} rewards and "
+                f"{len(self.scores)} scores"
+            )
+        if self.reference_logprobs is not None:
+            tokens = sum(len(sample.token_ids) for sample in self.group.samples)
+            if len(self.reference_logprobs) != tokens:
+                raise ValueError(f"expected {tokens} reference logprobs, found {len(self.reference_logprobs)}")
+
+    @property
+    def group_id(self) -> GroupId:
+        """The prompt's."""
+        return self.group.group_id
+
+
+@record
+@dataclasses.dataclass(frozen=True, slots=True)
+class Misfit:
+    """A forward pass of a step's updates that did not fit into memory: all ranks cut it in two.
+
+    A single sample that does not fit is left out on the ranks in ``ranks``.
+    """
+
+    attempt: Annotated[int, _INT32]
+    """Which pass, counted from 0 over the step's updates; failed ones count."""
+    ranks: Annotated[tuple[int, ...], _INT32]
+    """The ranks without memory for it, ascending."""
+
+
+@message("step_plan", schema=1)
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepPlan:
+    """How a step's samples were spread over forward passes; a replay that follows it repeats the step to the bit."""
+
+    micro_batch_tokens: Annotated[int, Limits(1, (1 << 53) - 1)]
+    """The value of ``trainer.micro_batch_tokens``."""
+    layout: str
+    """Digest of which samples lay in which micro-batch of which rank, before any was cut."""
+    misfits: tuple[Misfit, ...] = ()
+
+
+@record
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Probe:
+    """A few sequences and what the trainer makes of them, so that a replica can check the weights that it serves.
+
+    Sequences stand one after another: of lengths [3, 2], ``token_ids`` holds five, and ``logprobs`` three, as nothing
+    predicts a first token::
+
+        token_ids   41  9  3 | 17  2
+        logprobs        a  b |     c        nats, teacher-forced at temperature 1
+    """
+
+    token_ids: Annotated[Int32Array, _INT32]
+    lengths: Annotated[Int32Array, Limits(1, (1 << 31) - 1)]
+    logprobs: Annotated[Float32Array, _ANY_LOGPROB]
+
+    def check(self) -> None:
+        """Raise ValueError where lengths and logprobs are not those of the tokens."""
+        tokens, sequences = len(self.token_ids), len(self.lengths)
+        if int(self.lengths.sum(dtype=np.int64)) != tokens or len(self.logprobs) != tokens - sequences:
+            raise ValueError(
+                f"expected lengths and logprobs of {tokens} tokens, found {sequences} sequences and {len(self.logprobs)} logprobs"
+            )
+
+    def sequences(self) -> list[tuple[Int32Array, Float32Array]]:
+        """Return (token ids, logprobs of all but the first) of each sequence."""
+        ends = np.cumsum(self.lengths).tolist()
+        starts = [0, *ends[:-1]]
+        return [
+            (self.token_ids[start:end], self.logprobs[start - place : end - place - 1])
+            for place, (start, end) in enumerate(zip(starts, ends, strict=True))
+        ]
+
+
+@message("policy_record", schema=1)
+@dataclasses.dataclass(frozen=True, slots=True)
+class PolicyRecord:
+    """What the ledger keeps of a version, written once."""
+
+    version: Annotated[PolicyVersion, _INT32]
+    parent: Annotated[PolicyVersion, _INT32] | None
+    step: Annotated[int, _ID]
+    created_at_s: Annotated[float, _TIME]
+    manifest_digest: Annotated[str, _NAME]
+    """SHA-256, hex, of what vouches for every weight: the header of a pull, or the manifest of a snapshot on disk."""
+    location: str
+    """The folder of the snapshot on disk; empty where there is none."""
+    metrics: Annotated[dict[str, float], Limits(finite=False)] = dataclasses.field(default_factory=dict)
+    source: Annotated[str, _NAME] = ""
+    """``host:port`` where the trainer serves this version; empty: by file only."""
+    probe: Probe | None = None
+    settings_revision: Annotated[int, _ID] = 0
+    """Under which revision of the live settings its step was trained."""
+
+
+@message("policy_update", schema=1)
+@dataclasses.dataclass(frozen=True, slots=True)
+class PolicyUpdate:
+    """The coordinator's word that ``record.version`` is the head."""
+
+    record: PolicyRecord
+    promoted_at_s: Annotated[float, _TIME]
+    sources: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    """By replica: the addresses that it should pull from, in the order to try; the trainer's is the last."""
+
+
+@message("step_report", schema=1)
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one optimizer step measured. Names in ``metrics`` are listed in docs/architecture.md."""
+
+    step: Annotated[int, _ID]
+    version: Annotated[PolicyVersion, _INT32]
+    finished_at_s: Annotated[float, _TIME]
+    samples: Annotated[int, _ID]
+    metrics: Annotated[dict[str, float], Limits(finite=False)]
+    lag_counts: Annotated[dict[str, int], _ID]
+    """Samples by lag in steps: {"0": 480, "1": 32}."""
+
+
+@message("event", schema=1)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened, for people and audits."""
+
+    at_s: Annotated[float, _TIME]
+    source: str
+    name: str
+    detail: str
+    fields: dict[str, Json] = dataclasses.field(default_factory=dict)

@@ -1,0 +1,422 @@
+"""The run's state and the policy's history on the bus. Every change is one script; this module only asks and tells.
+
+::
+
+    created ──▶ running ◀──▶ paused          published ──▶ live ──▶ retired
+        └──────────┴──────────┴──▶ stopped                    └──────────┴──▶ revoked
+                   └──▶ finished (and running again, where run.steps is raised)
+
+The trainer publishes versions under its *epoch*: starting a trainer takes the next epoch, and a commit under an older one is
+refused, so a trainer that was presumed dead cannot write history.
+"""
+
+import dataclasses
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any, Literal
+
+from shared.bus import streams, wire
+from shared.bus.bus import Argument, Bus, Delivery, EntryId, read_counts
+from shared.bus.messages import Experience, PolicyRecord, PolicyUpdate, PolicyVersion, Prompt, StepPlan, StepReport
+from shared.errors import Fenced
+
+
+class RunState(StrEnum):
+    """What the run does."""
+
+    CREATED = "created"
+    RUNNING = "running"
+    PAUSED = "paused"
+    STOPPED = "stopped"
+    FINISHED = "finished"
+
+
+class PolicyState(StrEnum):
+    """What a version is."""
+
+    PUBLISHED = "published"
+    LIVE = "live"
+    RETIRED = "retired"
+    REVOKED = "revoked"
+
+
+ENDED = (RunState.STOPPED, RunState.FINISHED)
+
+
+_SELF_TEST = "self_test:"
+"""How the names of the fields begin that hold the outcomes of self-tests."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunStatus:
+    """The run as the bus knows it."""
+
+    state: RunState
+    reason: str
+    created_at_s: float
+    changed_at_s: float
+    step: int
+    """Committed optimizer steps."""
+    cursor: int
+    """Prompts admitted so far; the next group id, which is never used again."""
+    shift: int
+    """The next prompt stands at place ``cursor - shift`` of the dataset: rollbacks go back in it, group ids do not."""
+    head: PolicyVersion | None
+    """The version that replicas serve."""
+    newest_version: PolicyVersion | None
+    """The version of the newest commit; the coordinator makes it the head."""
+    tip: PolicyVersion | None
+    """The parent of the next version: the newest one, or the one that a rollback went back to."""
+    trainer_epoch: int
+    first_admission_s: float | None
+    last_commit_s: float | None
+    paused_s: float
+    """How long the run was paused, over all pauses that ended."""
+    bus_full: str = ""
+    """Why admission waits for memory on the bus; empty: it does not."""
+    doing: str = ""
+    """What the coordinator that leads does beside admitting and promoting, in words; empty: nothing."""
+    closed: bool = False
+    """The run has ended and its records are whole."""
+    self_tests: dict[str, str] = dataclasses.field(default_factory=dict)
+    """How the trainer's newest self-test went, in words, by what was tested: policy, critic."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JournalEntry:
+    """A group that a committed step was made of."""
+
+    entry: EntryId
+    step: int
+    settings_revision: int
+    """Under which revision of the live settings the step was trained."""
+    data: bytes
+    """The experience, encoded."""
+    plan: StepPlan | None = None
+    """How the step was laid out; None where an older version of Penstock committed it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Standing:
+    """What the bus knows of a group's id."""
+
+    admitted: bool
+    """Whether a prompt of this id was admitted; a bus that came back empty does not know, and takes every id for one."""
+    trained: bool
+    """Whether its experience was committed."""
+    newest_version: PolicyVersion | None
+    """The newest version that exists; None where the bus knows none."""
+
+
+_MOST_BITS = (1 << 32) - 1
+
+
+class Ledger:
+    """One run's state and history."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._keys = bus.keys
+        self.term: int | None = None
+        """Under which term this coordinator leads; None: nobody asks."""
+
+    def _term(self) -> Argument:
+        return "" if self.term is None else self.term
+
+    # ---------------------------------------------------------------- run
+
+    async def create(self) -> None:
+        """Make the run, in state ``created``, unless it exists."""
+        await self._bus.write(self._keys.run, "HSETNX", "created_at_s", time.time())
+        await self._bus.write(self._keys.run, "HSETNX", "state", RunState.CREATED.value)
+
+    async def status(self) -> RunStatus:
+        """Return the run's status."""
+        raw = await self._bus.call(lambda: self._bus.client.hgetall(self._keys.run))
+        return read_status(raw)
+
+    async def account(self) -> tuple[RunStatus, dict[str, int]]:
+        """Return the run's status and how its groups ended, both of one moment: what is missing from the cursor is in flight."""
+
+        async def both() -> list[dict[bytes, bytes]]:
+            async with self._bus.client.pipeline(transaction=True) as pipeline:
+                pipeline.hgetall(self._keys.run).hgetall(self._keys.counts)
+                return list(await pipeline.execute())
+
+        run, ended = await self._bus.call(both)
+        return read_status(run), read_counts(ended)
+
+    async def transition(self, to: RunState, reason: str, allowed: Sequence[RunState]) -> tuple[bool, RunState]:
+        """Change the run's state if it is one of ``allowed``; return whether, and the state that was found."""
+        arguments: list[Argument] = [to.value, reason, time.time(), *(state.value for state in allowed)]
+        keys = [self._keys.run, self._keys.of(streams.HISTORY)]
+        changed, found = await self._bus.script("transition", keys, arguments)
+        return bool(changed), RunState(found.decode() or "created")
+
+    async def note(self, name: Literal["doing", "guards"], text: str) -> None:
+        """Let every coordinator say what the one that leads knows; nothing where another leads by now."""
+        await self._bus.script("note", [self._keys.run], [self._term(), name, text])
+
+    async def note_self_test(self, part: str, outcome: str) -> None:
+        """Let the run's status say how the trainer's self-test of ``part`` went."""
+        await self._bus.write(self._keys.run, "HSET", f"{_SELF_TEST}{part}", outcome)
+
+    async def admit(
+        self, prompts: Sequence[Prompt], slots: int, groups_per_step: int, steps: int, newest: PolicyVersion
+    ) -> int:
+        """Admit as many of ``prompts`` as there are free slots, in order; their group ids start at the cursor.
+
+        Returns how many; -1 when the run is not running or another coordinator leads it; -2 when the cursor or the newest version moved meanwhile.
+        Never admits more than the steps that are left can use.
+        """
+        keys = [self._keys.run, *(self._keys.of(stream) for stream in streams.TRAINING_STREAMS)]
+        cursor = prompts[0].group_id if prompts else 0
+        arguments: list[Argument] = [
+            slots,
+            groups_per_step,
+            steps,
+            cursor,
+            newest,
+            time.time(),
+            self._term(),
+            *(wire.encode(p) for p in prompts),
+        ]
+        return int(await self._bus.script("admit", keys, arguments))
+
+    async def set_bus_full(self, sentence: str) -> None:
+        """Say why admission waits for memory; "" when it no longer does."""
+        await self._bus.write(self._keys.run, "HSET", "bus_full", sentence)
+
+    async def in_flight(self) -> int:
+        """Return the number of groups in flight."""
+        return sum([await self._bus.length(stream) for stream in streams.TRAINING_STREAMS])
+
+    # ---------------------------------------------------------------- trainer
+
+    async def take_epoch(self) -> int:
+        """Start as the run's only trainer: whatever an older one still tries to commit is refused from now on."""
+        return int(await self._bus.write(self._keys.run, "HINCRBY", "trainer_epoch", 1))
+
+    async def restore(
+        self, step: int, cursor: int, position: int, newest: PolicyVersion, counts: Mapping[str, int]
+    ) -> bool:
+        """Tell an empty bus what a checkpoint knows of the run; return False when the bus knows the run already.
+
+        Groups that were in flight when it was written are counted as ``dropped:bus_lost``; their prompts are drawn again.
+        """
+        lost = cursor - sum(count for name, count in counts.items() if name != "requeued")
+        fields = {"step": step, "cursor": cursor, "shift": cursor - position, "newest_version": newest}
+        ended = {**counts, "dropped:bus_lost": counts.get("dropped:bus_lost", 0) + max(0, lost)}
+        arguments: list[Argument] = [len(fields)]
+        for name, value in (*fields.items(), *ended.items()):
+            arguments += [name, value]
+        return bool(await self._bus.script("restore", [self._keys.run, self._keys.counts], arguments))
+
+    async def mark(self, version: PolicyVersion) -> tuple[int, int] | None:
+        """Return what was so when ``version`` was committed: how many groups were trained, and the place in the dataset of the
+        first prompt that was not."""
+        mark = await self._bus.call(lambda: self._bus.client.hget(self._keys.marks, str(version)))
+        if mark is None:
+            return None
+        trained, position = (int(word) for word in mark.split())
+        return trained, position
+
+    async def commit(
+        self,
+        epoch: int,
+        record: PolicyRecord,
+        deliveries: Sequence[Delivery[Experience]],
+        report: StepReport | None,
+        plan: StepPlan | None = None,
+    ) -> None:
+        """Move ``deliveries`` to the journal, with the ``plan`` of their step, and publish ``record``, in one transaction.
+
+        Without deliveries ``record`` is a version of the step that is committed already.
+
+        Raises:
+            Fenced: another trainer took over, the ledger stands at another step, or an entry is no longer ours.
+        """
+        named = (streams.EXPERIENCE, streams.JOURNAL)
+        keys = [self._keys.run, *(self._keys.of(stream) for stream in named), self._keys.policies]
+        keys += [self._keys.policy_states, *(self._keys.of(s) for s in (streams.PUBLISHED, streams.STEPS))]
+        keys += [self._keys.counts, self._keys.of(streams.AUDIT), self._keys.marks]
+        keys += [*(self._keys.of(stream) for stream in (streams.PROMPTS, streams.ROLLOUTS)), self._keys.trained]
+        payload = wire.encode(record)
+        arguments: list[Argument] = [
+            epoch,
+            uuid.uuid4().hex,
+            record.step,
+            record.version,
+            "" if record.parent is None else record.parent,
+            payload,
+            payload,
+            b"" if report is None else wire.encode(report),
+            streams.EXPERIENCE.group or "",
+            self._bus.audit_entries,
+            streams.STEPS.max_entries or 0,
+            time.time(),
+            record.settings_revision,
+            b"" if plan is None else wire.encode(plan),
+        ]
+        answer = await self._bus.script("commit", keys, [*arguments, *(entry.entry_id for entry in deliveries)])
+        if answer != b"ok":
+            raise Fenced(f"expected to commit step {record.step} as version {record.version}, found {answer.decode()}")
+
+    async def standing(self, group_id: int) -> Standing:
+        """Return what the bus knows of a group's id, and of the versions that exist."""
+
+        async def look() -> list[Any]:
+            async with self._bus.client.pipeline(transaction=False) as pipeline:
+                pipeline.hmget(self._keys.run, ["cursor", "newest_version"])
+                pipeline.getbit(self._keys.trained, min(group_id, _MOST_BITS))
+                return list(await pipeline.execute())
+
+        (cursor, newest), trained = await self._bus.call(look)
+        return Standing(
+            admitted=cursor is None or group_id < int(cursor),
+            trained=bool(trained),
+            newest_version=None if newest is None else PolicyVersion(int(newest)),
+        )
+
+    async def journal(self, after: str) -> list[JournalEntry]:
+        """Return the journal after an entry, in the order of commits."""
+        rows = await self._bus.call(
+            lambda: self._bus.client.xrange(self._keys.of(streams.JOURNAL), min=f"({after}" if after else "-")
+        )
+        return [_journal_entry(entry, fields) for entry, fields in rows]
+
+    async def trim_journal(self, through: str) -> None:
+        """Forget the journal through an entry, which a checkpoint covers."""
+        key = self._keys.of(streams.JOURNAL)
+        milliseconds, _, sequence = through.partition("-")
+        after = f"{milliseconds}-{int(sequence or 0) + 1}"
+        await self._bus.call(lambda: self._bus.client.xtrim(key, minid=after, approximate=False))
+
+    async def set_checkpoint(self, version: PolicyVersion, folder: str) -> None:
+        """Note that a version has a checkpoint, in a folder or under a URI."""
+        await self._bus.write(self._keys.checkpoints, "HSET", str(version), folder)
+
+    async def drop_checkpoint(self, place: str) -> None:
+        """Note that the checkpoint in a folder or under a URI is damaged: no version has it any more, pinned or not."""
+        for version, where in (await self.checkpoints()).items():
+            if where == place:
+                await self._bus.write(self._keys.checkpoints, "HDEL", str(version))
+
+    async def forget_checkpoint(self, folder: str) -> bool:
+        """Note that a checkpoint is about to be deleted; False where it has to stay (it is pinned, or a rollback goes back to it)."""
+        keys = [self._keys.run, self._keys.checkpoints, self._keys.pins]
+        return bool(await self._bus.script("forget_checkpoint", keys, [folder]))
+
+    # ---------------------------------------------------------------- policies
+
+    async def promote(
+        self, delivery: Delivery[PolicyRecord], sources: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    ) -> bool:
+        """Make a published version the head and tell every replica; False when it, or a newer one, was promoted before.
+
+        ``sources`` are told with it: by replica, the addresses to pull from.
+        """
+        record = delivery.message()
+        keys = [self._keys.of(streams.PUBLISHED), self._keys.run]
+        keys += [self._keys.policy_states, self._keys.of(streams.POLICY)]
+        update = wire.encode(PolicyUpdate(record=record, promoted_at_s=time.time(), sources=dict(sources)))
+        arguments: list[Argument] = [streams.PUBLISHED.group or "", delivery.entry_id, record.version, update]
+        return bool(
+            await self._bus.script("promote", keys, [*arguments, streams.POLICY.max_entries or 0, self._term()])
+        )
+
+    async def policy(self, version: PolicyVersion) -> PolicyRecord | None:
+        """Return a version's record."""
+        data = await self._bus.call(lambda: self._bus.client.hget(self._keys.policies, str(version)))
+        return None if data is None else wire.decode(data, PolicyRecord)
+
+    async def policies(self) -> list[PolicyRecord]:
+        """Return every version's record, oldest first."""
+        raw = await self._bus.call(lambda: self._bus.client.hgetall(self._keys.policies))
+        return sorted((wire.decode(data, PolicyRecord) for data in raw.values()), key=lambda record: record.version)
+
+    async def policy_states(self) -> dict[PolicyVersion, PolicyState]:
+        """Return every version's state."""
+        raw = await self._bus.call(lambda: self._bus.client.hgetall(self._keys.policy_states))
+        return {PolicyVersion(int(version)): PolicyState(state.decode()) for version, state in raw.items()}
+
+    async def checkpoints(self) -> dict[PolicyVersion, str]:
+        """Return where the checkpoint of every version that has one is: a folder, or a URI."""
+        raw = await self._bus.call(lambda: self._bus.client.hgetall(self._keys.checkpoints))
+        return {PolicyVersion(int(version)): folder.decode() for version, folder in raw.items()}
+
+    async def pins(self) -> frozenset[PolicyVersion]:
+        """Return the versions whose checkpoints are kept from cleanup."""
+        return await self._versions(self._keys.pins)
+
+    async def released(self) -> frozenset[PolicyVersion]:
+        """Return the versions that people may use."""
+        return await self._versions(self._keys.released)
+
+    async def pin(self, version: PolicyVersion, *, pinned: bool) -> bool:
+        """Keep a version's checkpoint from cleanup, or no longer; return whether that is new."""
+        return await self._mark(self._keys.pins, version, marked=pinned)
+
+    async def release(self, version: PolicyVersion, *, released: bool) -> bool:
+        """Say that people may use a version, or no longer; return whether that is new."""
+        return await self._mark(self._keys.released, version, marked=released)
+
+    async def _mark(self, key: str, version: PolicyVersion, *, marked: bool) -> bool:
+        return bool(await self._bus.write(key, "SADD" if marked else "SREM", str(version)))
+
+    async def _versions(self, key: str) -> frozenset[PolicyVersion]:
+        names = await self._bus.call(lambda: self._bus.client.smembers(key))
+        return frozenset(PolicyVersion(int(name)) for name in names)
+
+    async def revoked(self) -> frozenset[PolicyVersion]:
+        """Return the versions whose samples must not be trained on."""
+        return await self._versions(self._keys.revoked)
+
+
+def read_status(raw: Mapping[bytes, bytes]) -> RunStatus:
+    """Return the status in the run's hash."""
+    fields = {name.decode(): value.decode() for name, value in raw.items()}
+    return RunStatus(
+        state=RunState(fields.get("state", "created")),
+        reason=fields.get("reason", ""),
+        created_at_s=float(fields.get("created_at_s", 0)),
+        changed_at_s=float(fields.get("changed_at_s", 0)),
+        step=int(fields.get("step", 0)),
+        cursor=int(fields.get("cursor", 0)),
+        shift=int(fields.get("shift", 0)),
+        head=_version(fields.get("head")),
+        newest_version=_version(fields.get("newest_version")),
+        tip=_version(fields.get("tip", fields.get("newest_version"))),
+        trainer_epoch=int(fields.get("trainer_epoch", 0)),
+        first_admission_s=_optional_float(fields.get("first_admission_s")),
+        last_commit_s=_optional_float(fields.get("last_commit_s")),
+        paused_s=float(fields.get("paused_s", 0)),
+        bus_full=fields.get("bus_full", ""),
+        doing=fields.get("doing", ""),
+        closed="closed_at_s" in fields,
+        self_tests={
+            name.removeprefix(_SELF_TEST): text for name, text in sorted(fields.items()) if name.startswith(_SELF_TEST)
+        },
+    )
+
+
+def _journal_entry(entry: bytes, fields: Mapping[bytes, bytes]) -> JournalEntry:
+    plan = fields.get(b"plan")
+    return JournalEntry(
+        entry=EntryId(entry.decode()),
+        step=int(fields[b"step"]),
+        settings_revision=int(fields.get(b"revision", 0)),
+        data=fields[b"data"],
+        plan=wire.decode(plan, StepPlan) if plan else None,
+    )
+
+
+def _version(text: str | None) -> PolicyVersion | None:
+    return None if text is None else PolicyVersion(int(text))
+
+
+def _optional_float(text: str | None) -> float | None:
+    return None if text is None else float(text)

@@ -1,0 +1,185 @@
+"""Settings that may change while the run goes on: kept on the bus as numbered revisions, read by every service.
+
+::
+
+    PATCH /v1/run/settings ──▶ change(expected revision) ──▶ live: revision, revision → {changes, values, reason, …}
+                                                               │ read with every heartbeat; by the trainer before every step
+                                                               ▼
+                                       settings(revision) = the run's file + the values of that revision
+
+Revision 0 is the run's file. A revision holds all values that differ from it, so one alone says what held, and the journal notes under
+which revision a step was trained: a replay repeats it. What is not in ``CHANGEABLE`` never changes in a run. This module applies nothing:
+who holds a :class:`Live` looks at ``settings`` when it next needs a value, or listens.
+"""
+
+import dataclasses
+import json
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping
+
+from shared.bus.bus import Bus
+from shared.bus.messages import Json
+from shared.errors import SettingsError
+from shared.settings import Settings, override
+
+log = logging.getLogger(__name__)
+_UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+
+CHANGEABLE = (
+    "algorithm.max_lag",
+    "trainer.learning_rate",
+    "sampling.temperature",
+    "sampling.group_size",
+    "reward.expression",
+    "weights.update",
+)
+
+
+GROUP_GROWTH = 4
+"""A group may become this many times as large as in the run's file, for which services were sized."""
+FLIGHT_GROWTH = 16
+"""And this many times as many samples may be in flight: slots × sampling.group_size."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Revision:
+    """One change of the settings."""
+
+    revision: int
+    changes: dict[str, Json]
+    """What was asked for: dotted key → new value."""
+    values: dict[str, Json]
+    """Everything that differs from the run's file since."""
+    reason: str
+    at_s: float
+    change_id: str = ""
+    step: int = 0
+    """Steps that were committed when it was asked for; those after it are trained under it, or under a later one, but for one
+    whose batch was taken already."""
+
+
+class Live:
+    """The settings of a run as they are now.
+
+    Args:
+        settings: as the run's file has them.
+    """
+
+    def __init__(self, bus: Bus, settings: Settings) -> None:
+        self._bus = bus
+        self._file = settings
+        self._listeners: list[Callable[[Settings], None]] = []
+        self.settings = settings
+        """As they are now, as far as this process knows."""
+        self.revision = 0
+        """Which revision that is."""
+
+    def listen(self, listener: Callable[[Settings], None]) -> None:
+        """Call ``listener`` with the settings after each change that this process learns of."""
+        self._listeners.append(listener)
+
+    async def refresh(self) -> Settings:
+        """Learn of the newest revision; return the settings.
+
+        A revision that this process cannot apply is logged, and the one before it stays.
+        """
+        number = self.revision
+        try:
+            number = await self.newest()
+            if number == self.revision:
+                return self.settings
+            settings = await self.at(number)
+            check_growth(self._file, settings)
+        except (SettingsError, *_UNREADABLE) as error:
+            log.error("settings cannot be applied", extra={"revision": number, "reason": str(error)[:500]})
+            return self.settings
+        self.settings, self.revision = settings, number
+        log.info("settings changed", extra={"revision": number})
+        for listener in self._listeners:
+            listener(settings)
+        return settings
+
+    async def newest(self) -> int:
+        """Return the newest revision's number."""
+        found = await self._bus.call(lambda: self._bus.client.hget(self._bus.keys.live, "revision"))
+        number = int(found or 0)
+        if not 0 <= number < 1 << 53:
+            raise ValueError(f"expected a revision of the settings, found {number}")
+        return number
+
+    async def at(self, number: int) -> Settings:
+        """Return the settings of a revision; of one that the bus does not know any more, those of the run's file."""
+        if number == self.revision:
+            return self.settings
+        revision = await self.read(number)
+        return self._file if revision is None else override(self._file, revision.values)
+
+    async def read(self, number: int) -> Revision | None:
+        """Return a revision; None for 0 and for those that do not exist."""
+        keys = [str(number), f"step:{number}"]
+        text, step = await self._bus.call(lambda: self._bus.client.hmget(self._bus.keys.live, keys))
+        return None if text is None else Revision(**{**json.loads(text), "step": int(step or 0)})
+
+    async def change(self, expected: int, changes: Mapping[str, Json], reason: str) -> Revision | None:
+        """Make the next revision of ``changes`` upon ``expected``; None where another one was first.
+
+        Raises:
+            SettingsError: a value is wrong, may not change, or contradicts the other settings.
+        """
+        check_changeable(changes)
+        before = await self.read(expected)
+        values: dict[str, Json] = {**({} if before is None else before.values), **changes}
+        check_growth(self._file, override(self._file, values))
+        made = Revision(expected + 1, dict(changes), values, reason, time.time(), uuid.uuid4().hex)
+        keys = [self._bus.keys.live, self._bus.keys.run]
+        text = json.dumps(dataclasses.asdict(made))
+        done = await self._bus.script("change_settings", keys, [expected, text])
+        if not done:
+            return None
+        await self.refresh()
+        return await self.read(expected + 1)
+
+    async def restore(self, number: int, values: Mapping[str, Json]) -> None:
+        """Give an empty bus back the revision that a checkpoint knows."""
+        if number:
+            found = Revision(number, {}, dict(values), "restored from a checkpoint", time.time())
+            text = json.dumps(dataclasses.asdict(found))
+            await self._bus.write(self._bus.keys.live, "HSET", "revision", number, str(number), text)
+
+    def values(self) -> dict[str, Json]:
+        """Return the value of everything that may change, as it is now."""
+        return {key: value_of(self.settings, key) for key in CHANGEABLE}
+
+
+def check_changeable(changes: Mapping[str, object]) -> None:
+    """Raise SettingsError where one of ``changes`` may not be changed while the run goes on."""
+    wrong = [key for key in changes if key not in CHANGEABLE]
+    if wrong:
+        raise SettingsError(
+            f"expected settings that may change while the run goes on ({', '.join(CHANGEABLE)}), found {', '.join(wrong)}"
+        )
+
+
+def check_growth(file: Settings, settings: Settings) -> None:
+    """Raise SettingsError where ``settings`` ask for more memory than services that were sized by ``file`` can be expected to have."""
+    most, size = GROUP_GROWTH * file.sampling.group_size, settings.sampling.group_size
+    if size > most:
+        raise SettingsError(
+            f"expected sampling.group_size of at most {most} while the run goes on ({GROUP_GROWTH} times that of its file), found {size}: "
+            "set it in the file and resume, so that services are sized for it"
+        )
+    flight = FLIGHT_GROWTH * file.slots * file.sampling.group_size
+    if settings.slots * size > flight:
+        raise SettingsError(
+            f"expected at most {flight:,} samples in flight while the run goes on ({FLIGHT_GROWTH} times those of its file), found "
+            f"{settings.slots * size:,}: lower algorithm.max_lag or sampling.group_size, or set them in the file and resume"
+        )
+
+
+def value_of(settings: Settings, key: str) -> Json:
+    """Return the value of a dotted key."""
+    table, name = key.split(".")
+    value: Json = getattr(getattr(settings, table), name)
+    return value

@@ -1,0 +1,33 @@
+"""Rows on which every scorer is tried before training.
+
+The coordinator, which has the data, writes them before it admits anything; a reward replica reads them when it starts.
+"""
+
+import logging
+from collections.abc import Sequence
+
+from shared.bus import wire
+from shared.bus.bus import Bus
+from shared.bus.messages import Prompt
+from shared.errors import MessageError
+
+log = logging.getLogger(__name__)
+
+
+async def offer(bus: Bus, prompts: Sequence[Prompt]) -> None:
+    """Write the prompts; they replace those that were there."""
+    await bus.write(bus.keys.rehearsal, "DEL")
+    fields = [part for index, prompt in enumerate(prompts) for part in (str(index), wire.encode(prompt))]
+    await bus.write(bus.keys.rehearsal, "HSET", *fields)
+
+
+async def offered(bus: Bus) -> list[Prompt]:
+    """Return the prompts; an empty list before there are any. Those that cannot be read are passed over, logged."""
+    rows = await bus.call(lambda: bus.client.hgetall(bus.keys.rehearsal))
+    prompts = []
+    for index in sorted(rows):
+        try:
+            prompts.append(wire.decode(rows[index], Prompt))
+        except MessageError as error:
+            log.warning("unreadable prompt passed over", extra={"error": str(error)})
+    return prompts

@@ -1,0 +1,30 @@
+"""The secret of a run, by which its processes know each other on ports beside the bus. It is a key on the bus, so every process that can use the bus has it.
+
+The first process of a run creates it. With every heartbeat each process restores a key that is missing, so a bus that lost its data gets
+the same secret back; if a new process created another in between, all processes adopt the one on the bus.
+"""
+
+import secrets
+
+from shared.bus.bus import Bus
+
+
+class RunSecret:
+    """The secret of the run of ``bus``; empty until :meth:`refresh` has returned. It is in no settings, arguments or logs."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._value = b""
+
+    def __call__(self) -> bytes:
+        """Return it as it was last read."""
+        return self._value
+
+    def __repr__(self) -> str:
+        return "RunSecret(…)"
+
+    async def refresh(self) -> None:
+        """Read it, after writing it where there is none."""
+        key = self._bus.keys.secret
+        await self._bus.write(key, "SET", self._value or secrets.token_hex(32), "NX")
+        self._value = await self._bus.call(lambda: self._bus.client.get(key)) or self._value

@@ -1,0 +1,358 @@
+"""A service as a function from one message to another: take, handle, hand over, at most ``concurrency`` at a time.
+
+::
+
+    read ──▶ attempts > max? ──▶ bury
+      │            │
+      │      handler(message) ──▶ result ──▶ hand over (dropped if another consumer was first)
+      │            ├── TemporaryError ──▶ given back, tried again after a growing delay, counted as an attempt
+      │            ├── NotHere        ──▶ given back, and not counted: it is no fault of the entry
+      │            ├── PermanentError ──▶ bury
+      │            ├── ENDS_PROCESS   ──▶ the process ends; what it held is suspect
+      │            └── anything else  ──▶ a bug: logged with its traceback, then as TemporaryError
+      ├── renew: every third of ``claim_after_s``; what is no longer ours is cancelled
+      └── reclaim: what was given back, and what others have not renewed for ``claim_after_s``
+
+An exception in a handler costs its group and never the process, except those of ``ENDS_PROCESS``: memory ran out, an engine or a device
+is gone (``StateLost``), the settings are wrong, or another process took this one's place (``Fenced``).
+
+**Suspects.** What a process held when it died, or fell silent, may be what it died of. One suspect at a time is worked on beside other
+entries; one that was held at two such deaths is worked on alone in its process (``crowd``). Only an attempt that was made alone counts
+when the process dies of it, so an entry that ends its handlers is buried and takes no other with it.
+
+While ``taking`` is not set it takes nothing new and finishes what it holds.
+Order of shutdown: stop taking; wait up to ``drain_s`` for what is held; cancel the rest and give it back uncounted.
+The worker knows no service and no message type.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, TypeVar
+
+from prometheus_client import Counter
+
+from shared.bus import wire
+from shared.bus.bus import Bus, Delivery, EntryId
+from shared.bus.crowd import Crowd
+from shared.bus.streams import Stream
+from shared.errors import Fenced, NotHere, PermanentError, SettingsError, StateLost, TemporaryError
+
+log = logging.getLogger(__name__)
+
+ENTRIES = Counter(
+    "penstock_bus_entries_total",
+    "Entries of a stream by what this process did with them: handed_over, late (somebody else was first), retried, buried, "
+    "given_back, reclaimed (taken over from a silent replica).",
+    ["stream", "outcome"],
+)
+HANDLER_ERRORS = Counter(
+    "penstock_handler_errors_total",
+    "Exceptions of handlers that are bugs, by the stream of their entry and the exception's type. Each costs its group an attempt.",
+    ["stream", "error"],
+)
+
+ENDS_PROCESS = (MemoryError, StateLost, SettingsError, Fenced)
+"""What ends the process when a handler raises it; anything else costs the group alone."""
+_ALONE_FROM = 2
+"""An entry that was held at this many deaths is worked on alone."""
+_LOOK_S = 0.05
+_AT_ONCE_S = 86_400.0
+
+Bug = Callable[[str, str], Awaitable[None]]
+"""Is told of a handler's bug: the group, and the exception in words."""
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Patience:
+    """How long and how often a worker tries."""
+
+    claim_after_s: float = 30.0
+    """An entry that its consumer has not renewed for so long is taken over."""
+    max_attempts: int = 5
+    """An entry that failed so often is buried."""
+    retry_s: float = 0.5
+    """The first wait after a temporary failure; it doubles with each attempt, up to ``claim_after_s``."""
+    drain_s: float = 20.0
+    """How long a shutdown waits for what is held."""
+
+
+@dataclasses.dataclass(slots=True)
+class WorkCounts:
+    """What a worker did since it started."""
+
+    handed_over: int = 0
+    late: int = 0
+    """Results that were dropped because somebody else finished the entry first."""
+    retried: int = 0
+    buried: int = 0
+    given_back: int = 0
+    reclaimed: int = 0
+    last_error: str = ""
+
+    def add(self, stream: Stream, outcome: str, entries: int = 1) -> None:
+        """Count ``entries`` that ended as the field ``outcome`` says, here and for Prometheus."""
+        setattr(self, outcome, getattr(self, outcome) + entries)
+        ENTRIES.labels(stream.name, outcome).inc(entries)
+
+
+class Worker(Generic[In, Out]):
+    """Run ``handler`` over one stream until told to stop.
+
+    Args:
+        crowd: shared by the workers of one process.
+        bug: is told of exceptions that are bugs.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        consumer: str,
+        source: Stream,
+        kind: type[In],
+        output: Stream,
+        handler: Callable[[In], Awaitable[Out]],
+        concurrency: int,
+        patience: Patience,
+        taking: asyncio.Event | None = None,
+        *,
+        crowd: Crowd | None = None,
+        bug: Bug | None = None,
+    ) -> None:
+        self._bus = bus
+        self._consumer = consumer
+        self._source = source
+        self._kind = kind
+        self._output = output
+        self._handler = handler
+        self._concurrency = concurrency
+        self._patience = patience
+        self._taking = taking or _always()
+        self._crowd = crowd or Crowd()
+        self._bug = bug
+        self._held: dict[EntryId, asyncio.Task[None]] = {}
+        self._suspects: deque[Delivery[In]] = deque()
+        self._tried: asyncio.Task[None] | None = None
+        """The suspect that is worked on now."""
+        self._alone: Delivery[In] | None = None
+        """The entry whose attempt was counted before it began."""
+        self._leaving: set[EntryId] = set()
+        """Handled, and on their way off the stream: no longer ours is no news of them."""
+        self._free = asyncio.Event()
+        self._broken: asyncio.Future[None] | None = None
+        self.counts = WorkCounts()
+        for outcome in ("handed_over", "late", "retried", "buried", "given_back", "reclaimed"):
+            ENTRIES.labels(source.name, outcome)  # a line that is there at 0 shows the first increase
+        self.resting = False
+        """Whether it reads nothing, as it was told to take nothing new."""
+
+    @property
+    def held(self) -> int:
+        """How many entries are being handled now."""
+        return len(self._held)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Work until ``stop`` is set, then drain.
+
+        Raises:
+            Exception: one of ``ENDS_PROCESS``, or what the bus raised.
+        """
+        self._broken = asyncio.get_running_loop().create_future()
+        loops: list[asyncio.Task[Any]] = [asyncio.create_task(self._take()), asyncio.create_task(self._keep())]
+        stopping: asyncio.Task[Any] = asyncio.create_task(stop.wait())
+        try:
+            waited: list[asyncio.Future[Any]] = [*loops, stopping, self._broken]
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            await _cancel([loops[0]])
+            if not self._broken.done():
+                await self._drain()
+        finally:
+            await _cancel([stopping, *loops])
+            await self._release()
+        for finished in (*loops, self._broken):
+            if finished.done() and not finished.cancelled() and (error := finished.exception()) is not None:
+                raise error
+
+    async def _take(self) -> None:
+        async for delivery in self._bus.own(self._source, self._kind, self._consumer, suspect=True):
+            self._suspects.append(delivery)
+        patience_s, reclaim_at_s = min(1.0, self._patience.claim_after_s / 2), 0.0
+        while True:
+            room = await self._room()
+            self.resting = not self._taking.is_set()
+            await self._taking.wait()
+            self.resting = False
+            if self._suspects and (self._tried is None or self._tried.done()):
+                self._tried = await self._start(self._suspects.popleft())
+                continue
+            block_s = _LOOK_S if self._suspects else patience_s
+            if time.monotonic() >= reclaim_at_s:
+                deliveries = await self._reclaim(max(1, room - len(self._suspects)))
+                reclaim_at_s = 0.0 if deliveries else time.monotonic() + patience_s
+            else:
+                deliveries = await self._bus.read(self._source, self._kind, self._consumer, room, block_s)
+            for delivery in deliveries:
+                if delivery.crashes:
+                    self._suspects.append(delivery)
+                else:
+                    await self._start(delivery)
+
+    async def _reclaim(self, room: int) -> list[Delivery[In]]:
+        after_s = self._patience.claim_after_s
+        reclaimed = await self._bus.reclaim(self._source, self._kind, self._consumer, after_s, room, suspect=True)
+        self.counts.add(self._source, "reclaimed", len(reclaimed))
+        known = self._held.keys() | {delivery.entry_id for delivery in self._suspects}
+        return [delivery for delivery in reclaimed if delivery.entry_id not in known]
+
+    async def _room(self) -> int:
+        while len(self._held) >= self._concurrency:
+            self._free.clear()
+            await self._free.wait()
+        return self._concurrency - len(self._held)
+
+    async def _start(self, delivery: Delivery[In]) -> asyncio.Task[None] | None:
+        if delivery.entry_id in self._held:
+            return None
+        if delivery.attempts > self._patience.max_attempts:
+            cause = await self._bus.cause(delivery) or "its process died each time, and left no message"
+            await self._bury(delivery, f"failed {delivery.attempts - 1} times: {cause}")
+            return None
+        work = self._handle_alone if delivery.crashes >= _ALONE_FROM else self._handle_beside
+        task = asyncio.create_task(work(delivery), name=f"{self._source.name}:{delivery.entry_id}")
+        self._held[delivery.entry_id] = task
+        task.add_done_callback(lambda done: self._finished(delivery.entry_id, done))
+        return task
+
+    async def _handle_beside(self, delivery: Delivery[In]) -> None:
+        async with self._crowd.shared():
+            await self._handle(delivery)
+
+    async def _handle_alone(self, delivery: Delivery[In]) -> None:
+        async with self._crowd.alone():
+            if not await self._bus.try_alone(delivery, self._consumer):
+                return
+            self._alone = delivery
+            log.warning("suspect tried alone", extra={"stream": self._source.name, "group": delivery.group_id})
+            await self._handle(delivery)
+            self._alone = None
+
+    def _finished(self, entry_id: EntryId, task: asyncio.Task[None]) -> None:
+        if self._held.get(entry_id) is task:
+            del self._held[entry_id]
+        self._leaving.discard(entry_id)
+        self._free.set()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            assert self._broken is not None
+            if not self._broken.done():
+                self._broken.set_exception(error)
+
+    async def _handle(self, delivery: Delivery[In]) -> None:
+        try:
+            result = wire.encode(await self._handler(delivery.message()))
+        except PermanentError as error:
+            await self._bury(delivery, str(error))
+        except NotHere as error:
+            self.counts.add(self._source, "given_back")
+            await self._try_later(delivery, str(error), counted=False)
+        except TemporaryError as error:
+            await self._retry_later(delivery, str(error))
+        except ENDS_PROCESS as error:
+            await self._bus.note_cause(delivery, repr(error))
+            raise
+        except Exception as error:  # noqa: BLE001 (the edge of a handler: what it did not foresee costs its group alone)
+            await self._note_bug(delivery, error)
+            await self._retry_later(delivery, _words(error))
+        else:
+            await self._hand_over(delivery, result)
+
+    async def _hand_over(self, delivery: Delivery[In], result: bytes) -> None:
+        self._leaving.add(delivery.entry_id)
+        if await self._bus.hand_over(delivery, self._output, result):
+            self.counts.add(self._source, "handed_over")
+        else:
+            self.counts.add(self._source, "late")
+            log.info("late result dropped", extra={"stream": self._source.name, "entry": delivery.entry_id})
+        if delivery.crashes or delivery.attempts > 1:
+            await self._bus.forget(delivery)
+
+    async def _note_bug(self, delivery: Delivery[In], error: Exception) -> None:
+        HANDLER_ERRORS.labels(self._source.name, type(error).__name__).inc()
+        log.error("bug in a handler", exc_info=error, extra={"stream": self._source.name, "group": delivery.group_id})
+        if self._bug is not None:
+            await self._bug(delivery.group_id, _words(error))
+
+    async def _bury(self, delivery: Delivery[In], reason: str) -> None:
+        self.counts.add(self._source, "buried")
+        self.counts.last_error = reason
+        log.error("entry buried", extra={"stream": self._source.name, "group": delivery.group_id, "reason": reason})
+        await self._bus.bury(delivery, reason)
+        await self._bus.forget(delivery)
+
+    async def _retry_later(self, delivery: Delivery[In], reason: str) -> None:
+        self.counts.add(self._source, "retried")
+        self.counts.last_error = reason
+        if delivery.attempts >= self._patience.max_attempts:
+            await self._bury(delivery, reason)
+            return
+        await self._bus.note_cause(delivery, reason)
+        await self._try_later(delivery, reason, counted=True)
+
+    async def _try_later(self, delivery: Delivery[In], reason: str, *, counted: bool) -> None:
+        wait_s = min(self._patience.retry_s * 2 ** (delivery.attempts - 1), self._patience.claim_after_s)
+        log.warning(
+            "entry will be tried again",
+            extra={"stream": self._source.name, "group": delivery.group_id, "reason": reason, "wait_s": wait_s},
+        )
+        idle_s = max(0.0, self._patience.claim_after_s - wait_s)
+        uncounted = int(not counted) + int(self._alone is delivery)
+        await self._bus.give_back(self._source, self._consumer, delivery.entry_id, idle_s=idle_s, uncounted=uncounted)
+
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(self._patience.claim_after_s / 3)
+            held = {entry_id: task for entry_id, task in self._held.items() if entry_id not in self._leaving}
+            suspects = [delivery.entry_id for delivery in self._suspects]
+            ours = await self._bus.renew(self._source, self._consumer, [*held, *suspects])
+            self._suspects = deque(delivery for delivery in self._suspects if delivery.entry_id in ours)
+            for entry_id in held.keys() - ours - self._leaving:
+                if self._held.get(entry_id) is held[entry_id]:
+                    log.warning("entry was taken over", extra={"stream": self._source.name, "entry": entry_id})
+                    held[entry_id].cancel()
+
+    async def _drain(self) -> None:
+        if self._held:
+            await asyncio.wait(self._held.values(), timeout=self._patience.drain_s)
+
+    async def _release(self) -> None:
+        await _cancel(list(self._held.values()))
+        if self._broken is not None and self._broken.done():
+            await self._bus.leave_suspects(self._source, self._consumer)
+            return
+        if self._alone is not None:
+            await self._bus.give_back(
+                self._source, self._consumer, self._alone.entry_id, idle_s=_AT_ONCE_S, uncounted=2
+            )
+        given_back = await self._bus.give_all_back(self._source, self._consumer)
+        self.counts.add(self._source, "given_back", given_back)
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _always() -> asyncio.Event:
+    taking = asyncio.Event()
+    taking.set()
+    return taking
+
+
+async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,1 @@
+"""Files that are whole and durable, and files that hold secrets."""

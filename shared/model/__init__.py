@@ -1,0 +1,1 @@
+"""Parts of models that trainer, reward and rollout share: logits, rotary embeddings, context length, model folders."""

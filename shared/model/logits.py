@@ -1,0 +1,92 @@
+"""Logprobs and entropies of tokens from their logits: in torch's operations, or on a GPU in one pass over the logits as they are.
+
+    x_V = logits_V / the token's temperature,  p = softmax(x),  logprob = x_target − log Σ e^x,  entropy = −Σ p_V log p_V
+
+Torch writes a float32 of each logit several times over on the way: a third of a training step of a 0.5B model with 152k words
+(``benchmarks/trainer.py``). The fused way (Triton; :mod:`shared.model.logits_kernel`) reads each logit in its own type once for both numbers, and once more for the
+gradient, which it has from x and log Σ e^x alone::
+
+    ∂ logprob / ∂ x_v = [v = target] − p_v              ∂ entropy / ∂ x_v = −p_v (log p_v + entropy)
+
+Shapes: ``N`` tokens, ``V`` vocabulary. Logprobs and entropies are in nats, float32. Knows no model; whoever has many tokens takes
+them in chunks.
+"""
+
+import functools
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def logprobs_and_entropies(
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    temperatures_N: Tensor,
+    *,
+    entropy_gradient: bool = False,
+    fused: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Return each target's logprob, and the entropy of the distribution that it is from.
+
+    Args:
+        logits_NV: of any floating type.
+        targets_N: token ids (int64).
+        temperatures_N: what the logits of each are divided by, float32.
+        entropy_gradient: whether entropies carry a gradient.
+        fused: whether one kernel may do it, where there is one.
+    """
+    if fused and logits_NV.is_cuda and _has_triton():
+        found: tuple[Tensor, Tensor] = _Fused.apply(  # type: ignore[no-untyped-call]
+            logits_NV, targets_N, temperatures_N, entropy_gradient
+        )
+        return found
+    logprobs_NV = _all_logprobs(logits_NV, temperatures_N)
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        finite_NV = logprobs_NV.clamp(min=torch.finfo(torch.float32).min)  # 0 · log 0 is 0, and so is its gradient
+        entropy_N = -(finite_NV.exp() * finite_NV).sum(-1)
+    return _chosen(logprobs_NV, targets_N), entropy_N
+
+
+def logprobs(logits_NV: Tensor, targets_N: Tensor, temperatures_N: Tensor) -> Tensor:
+    """Return each target's logprob alone; arguments as above."""
+    if logits_NV.is_cuda and _has_triton():
+        return logprobs_and_entropies(logits_NV, targets_N, temperatures_N)[0]
+    return _chosen(_all_logprobs(logits_NV, temperatures_N), targets_N)
+
+
+def _all_logprobs(logits_NV: Tensor, temperatures_N: Tensor) -> Tensor:
+    return torch.log_softmax(logits_NV.float() / temperatures_N[:, None], dim=-1)
+
+
+def _chosen(logprobs_NV: Tensor, targets_N: Tensor) -> Tensor:
+    return logprobs_NV.gather(-1, targets_N[:, None]).squeeze(-1)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+class _Fused(torch.autograd.Function):
+    """The same by :mod:`shared.model.logits_kernel`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_NV: Tensor, targets_N: Tensor, temperatures_N: Tensor, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
+        from shared.model import logits_kernel
+
+        chosen_N, entropy_N, normalizer_N = logits_kernel.forward(logits_NV, targets_N, temperatures_N)
+        ctx.save_for_backward(logits_NV, targets_N, temperatures_N, normalizer_N, entropy_N)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy_N)
+        return chosen_N, entropy_N
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        from shared.model import logits_kernel
+
+        return logits_kernel.backward(*ctx.saved_tensors, *gradients), None, None, None

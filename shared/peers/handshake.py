@@ -1,0 +1,102 @@
+"""Two processes that prove to each other that they know a secret, before anything else is said on their connection.
+
+::
+
+    server ──▶ {challenge: 32 bytes}
+    client ──▶ {challenge: 32 bytes, proof: HMAC-SHA256 of both challenges as "client"}
+    server ──▶ {proof: HMAC-SHA256 of both challenges as "server"}
+
+The secret is never sent. What is said afterwards is neither encrypted nor signed: this keeps strangers out, not an attacker who can change packets.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from typing import Literal
+
+from shared.errors import PeerError
+from shared.peers import frames
+
+Secret = Callable[[], bytes]
+"""Returns the secret of the run as it is now."""
+_NONCE_BYTES = 32
+_STRANGER_BYTES = 4096
+"""Longest frame that is read of a peer that has proved nothing yet."""
+
+
+def admit(connection: socket.socket, secret: bytes, deadline_s: float) -> None:
+    """Let a client in that knows ``secret``, within twice the deadline.
+
+    Raises:
+        PeerError: it does not, it left, or it was too slow.
+    """
+    ours = secrets.token_bytes(_NONCE_BYTES)
+    frames.send(connection, {"challenge": ours}, deadline_s)
+    answer = frames.receive(connection, deadline_s, _STRANGER_BYTES)
+    theirs = _nonce(answer)
+    _check(answer, secret, "client", ours + theirs)
+    frames.send(connection, {"proof": _prove(secret, "server", ours + theirs)}, deadline_s)
+
+
+async def introduce(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
+    """Prove to a server that we know ``secret``, and see that it does; the caller sets the deadline.
+
+    Raises:
+        PeerError: it does not, it does not let us in, or it left.
+    """
+    theirs = _nonce(await frames.receive_async(reader, _STRANGER_BYTES))
+    ours = secrets.token_bytes(_NONCE_BYTES)
+    writer.write(frames.pack({"challenge": ours, "proof": _prove(secret, "client", theirs + ours)}))
+    await writer.drain()
+    try:
+        answer = await frames.receive_async(reader, _STRANGER_BYTES)
+    except PeerError as error:
+        raise PeerError(f"the peer did not let this process in: do both belong to the same run? ({error})") from error
+    _check(answer, secret, "server", theirs + ours)
+
+
+def _nonce(frame: frames.Frame) -> bytes:
+    nonce = frame.get("challenge")
+    if not isinstance(nonce, bytes) or len(nonce) != _NONCE_BYTES:
+        raise PeerError("expected a challenge of 32 bytes of the peer, found other content")
+    return nonce
+
+
+def _prove(secret: bytes, role: Literal["client", "server"], nonces: bytes) -> bytes:
+    return hmac.digest(secret, f"penstock {role}".encode() + nonces, hashlib.sha256)
+
+
+def _check(frame: frames.Frame, secret: bytes, role: Literal["client", "server"], nonces: bytes) -> None:
+    proof = frame.get("proof")
+    if not secret or not isinstance(proof, bytes) or not hmac.compare_digest(proof, _prove(secret, role, nonces)):
+        raise PeerError("expected a peer that knows the secret of this run, found another")
+
+
+class Newcomers:
+    """Connections that have not been identified yet. One more than ``limit`` drops the oldest, so silent ones do not block others."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._drops: dict[object, Callable[[], object]] = {}
+
+    def __len__(self) -> int:
+        return len(self._drops)
+
+    def enter(self, connection: object, drop: Callable[[], object]) -> None:
+        """Count ``connection``; ``drop`` ends it, and may be called from another thread."""
+        with self._lock:
+            self._drops[connection] = drop
+            oldest = next(iter(self._drops)) if len(self._drops) > self._limit else None
+            dropped = None if oldest is None else self._drops.pop(oldest)
+        if dropped is not None:
+            dropped()
+
+    def leave(self, connection: object) -> None:
+        """Stop counting ``connection``: it is identified or closed."""
+        with self._lock:
+            self._drops.pop(connection, None)

@@ -1,0 +1,36 @@
+"""torch's TCPStore on one address: by itself it listens on all of them, whatever host it is given.
+
+A store has no password: any process that can connect may read, change and delete its keys. Only the processes that meet there should be
+able to reach it.
+"""
+
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
+
+from shared.peers.addresses import listen
+
+
+def serve_store(host: str, port: int, setting: str, timeout: timedelta, **options: Any) -> TCPStore:
+    """Return a store that this process serves on ``host``:``port`` (0: any free one), and nowhere else.
+
+    Raises:
+        SettingsError: nothing can listen there; ``setting`` decides the port.
+    """
+    listener = listen(host, port, setting)
+    bound = listener.getsockname()[1]
+    return TCPStore(
+        host,
+        bound,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+        **options,
+    )
+
+
+def connect_store(host: str, port: int, timeout: timedelta) -> TCPStore:
+    """Return a connection to the store at ``host``:``port``. May block for longer than ``timeout`` where its process is stopped."""
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)

@@ -1,0 +1,153 @@
+"""/metrics, /healthz and /readyz of a process over HTTP, for kubelets, Prometheus and people.
+
+A daemon thread of the standard library serves them, so that every image has it. ``/healthz`` needs nothing and says that the process
+runs; ``/readyz`` is 200 when ``ready()`` says so, else 503, with the same JSON.
+
+They ask for no token, so a web page whose name resolves to this machine (DNS rebinding) must not read them from a browser: ``Host`` must be
+an IP address, which no such page can have, ``localhost``, this machine's name, or ``run.host``. Prometheus and kubelets name the pod's address.
+A connection has seconds for each thing it says, and one more than ``MAX_CONNECTIONS`` ends the oldest.
+"""
+
+import contextlib
+import importlib.metadata
+import ipaddress
+import json
+import logging
+import platform
+import re
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, Gauge, generate_latest
+
+from shared.bus.messages import Json
+from shared.errors import SettingsError
+from shared.peers.handshake import Newcomers
+
+log = logging.getLogger(__name__)
+
+BUILD = Gauge("penstock_build_info", "1 for the version of Penstock that this process runs.", ["version", "python"])
+MAX_CONNECTIONS = 64
+"""At a time, each with a thread."""
+_TIMEOUT_S = 5.0
+_Answer = tuple[int, str, bytes]
+
+
+class Endpoints:
+    """/metrics, /healthz and /readyz on one port.
+
+    Raises:
+        SettingsError: the port is taken.
+    """
+
+    def __init__(self, host: str, port: int, setting: str, ready: Callable[[], Mapping[str, Json]]) -> None:
+        names = frozenset({host.lower(), socket.gethostname().lower()})
+
+        def answer(path: str, hosts: list[str]) -> _Answer:
+            return _answer(path, ready) if admits(hosts, names) else _problem(421, _misdirected(hosts))
+
+        try:
+            self._server = _Server((host, port), _handler(answer))
+        except OSError as error:
+            raise SettingsError(
+                f"expected a free port for /metrics, found {host}:{port} taken ({error}): change {setting}"
+            ) from error
+        BUILD.labels(_version(), platform.python_version()).set(1)
+        self.address = f"{host}:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, name="endpoints", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def admits(hosts: list[str], names: frozenset[str]) -> bool:
+    """Whether a request with these ``Host`` headers may be answered by the machine of these ``names``.
+
+    >>> [admits([host], frozenset({"gpu-7"})) for host in ("10.0.0.7:9400", "[fd00::7]", "localhost:9400", "GPU-7:9400", "evil.example")]
+    [True, True, True, True, False]
+    """
+    if len(hosts) != 1:
+        return False
+    name = re.sub(r":[0-9]*$", "", hosts[0].strip()).strip("[]").lower()
+    return name == "localhost" or name in names or _is_address(name)
+
+
+def _is_address(name: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(name))
+    return False
+
+
+def _answer(path: str, ready: Callable[[], Mapping[str, Json]]) -> _Answer:
+    if path == "/metrics":
+        return 200, CONTENT_TYPE_LATEST, generate_latest(REGISTRY)
+    if path == "/healthz":
+        return 200, "application/json", b'{"status": "ok"}'
+    if path == "/readyz":
+        checks = dict(ready())
+        return (200 if checks.get("ready") else 503), "application/json", json.dumps(checks).encode()
+    return _problem(404, "no such path; try /metrics, /healthz or /readyz")
+
+
+def _misdirected(hosts: list[str]) -> str:
+    given = ", ".join(hosts)[:200] or "none"
+    return f"expected an IP address, localhost or this machine's name as Host, found {given}: set run.host to serve another name"
+
+
+def _problem(status: int, detail: str) -> _Answer:
+    return status, "application/json", json.dumps({"status": detail}).encode()
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("penstock")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self._connections = Newcomers(MAX_CONNECTIONS)
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._connections.enter(request, lambda: _hang_up(request))
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._connections.leave(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        log.debug("a request broke", exc_info=True)
+
+
+def _hang_up(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _handler(answer: Callable[[str, list[str]], _Answer]) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        timeout = _TIMEOUT_S
+
+        def do_GET(self) -> None:
+            status, kind, body = answer(self.path.partition("?")[0], self.headers.get_all("Host", []))
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            log.debug("request", extra={"said": format % args})
+
+    return Handler

@@ -1,0 +1,59 @@
+"""Logging: JSON lines when nobody watches, short coloured-free lines at a terminal. Event text is constant, values go in
+``extra``. Text is escaped as for a terminal, in files too: people look at them with one."""
+
+import json
+import logging
+import sys
+import time
+
+from shared.text.redaction import redacted
+from shared.text.terminal import escaped, escaped_line
+
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: time, level, logger, event, and the values in ``extra``."""
+
+    def __init__(self, replica: str) -> None:
+        super().__init__()
+        self._replica = replica
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        line = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname,
+            "replica": self._replica,
+            "logger": record.name,
+            "event": record.getMessage(),
+            **_extra(record),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return escaped(redacted(json.dumps(line, default=str, ensure_ascii=False)))
+
+
+class PlainLines(logging.Formatter):
+    """``12:30:01 WARNING rollout-0 entry was taken over  stream=prompts entry=17-0``."""
+
+    def __init__(self, replica: str) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s " + replica + " %(message)s", "%H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        values = " ".join(f"{name}={escaped_line(str(value))}" for name, value in _extra(record).items())
+        return escaped(redacted(f"{super().format(record)}  {values}".rstrip()))
+
+
+def _extra(record: logging.LogRecord) -> dict[str, object]:
+    return {name: value for name, value in vars(record).items() if name not in _STANDARD}
+
+
+def set_up(level: str, replica: str) -> None:
+    """Log to standard error from now on."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(PlainLines(replica) if sys.stderr.isatty() else JsonLines(replica))
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+    for noisy in ("httpx", "httpcore", "uvicorn.access", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -1,0 +1,299 @@
+"""What every service does around its work: read its flags, connect, listen for SIGTERM, tell that it is there, stop in order.
+
+::
+
+    main("rollout", start)             one sentence on stderr and exit 2 for wrong settings; no traceback
+      └── start(context)               the service's own coroutine; returns when it has stopped in order
+            context.stop               set by SIGTERM, SIGINT and when people drain the replica
+            context.live, context.cordon   what the replica is told while it runs, read with every heartbeat
+"""
+
+import argparse
+import asyncio
+import atexit
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from shared.bus import connection
+from shared.bus.bus import Bus
+from shared.bus.messages import Json
+from shared.bus.stores.cordon import Cordon
+from shared.bus.stores.live_settings import Live
+from shared.bus.stores.run_secret import RunSecret
+from shared.bus.worker import Patience
+from shared.errors import BusUnavailable, SettingsError
+from shared.process import event_loop, log
+from shared.process.endpoints import Endpoints
+from shared.process.telemetry import Presence, Status
+from shared.settings import Settings, load, loads
+from shared.text.redaction import redacted
+from shared.text.terminal import escaped, escaped_line
+
+_LEAVE_S = 10.0
+"""A process that was told to stop is ended so long after ``bus.drain_s``, by the kernel, whatever it waits for."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Context:
+    """What a service is handed when it starts."""
+
+    settings: Settings
+    service: str
+    replica: str
+    """Its name on the bus: stays the same when a supervisor restarts it."""
+    bus: Bus
+    status: Status
+    stop: asyncio.Event
+    live: Live
+    cordon: Cordon
+    secret: RunSecret
+    """By which processes of the run know each other on ports beside the bus."""
+
+    @property
+    def host(self) -> str:
+        """The address at which others reach this process."""
+        return own_host(self.settings)
+
+    @property
+    def patience(self) -> Patience:
+        """How the workers of this run try and drain."""
+        bus = self.settings.bus
+        return Patience(claim_after_s=bus.claim_after_s, max_attempts=bus.max_attempts, drain_s=bus.drain_s)
+
+
+def parse(service: str, arguments: Sequence[str]) -> tuple[Settings, str]:
+    """Return the settings and the replica's name from a service's command line.
+
+    Raises:
+        SettingsError: the settings are wrong.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m services.{service}",
+        description=f"Run one {service} replica of Penstock. Any setting can be given as a flag: --run.steps 10",
+    )
+    start = parser.add_mutually_exclusive_group(required=True)
+    start.add_argument("--config", type=Path, help="the run's TOML file")
+    start.add_argument(
+        "--from-bus", metavar="URL", help="take the settings that were registered there by POST /v1/runs"
+    )
+    parser.add_argument("--run-id", default="", help="with --from-bus: which run")
+    parser.add_argument("--replica", default="", help="name on the bus, stable over restarts; default: the host's name")
+    known, flags = parser.parse_known_args(arguments)
+    settings = load(known.config, flags) if known.config else _registered(known.from_bus, known.run_id, flags)
+    if not settings.run.id:
+        raise SettingsError(
+            "expected run.id, found none: services of one run agree on it; set run.id, or start with `penstock up`"
+        )
+    return _beside_up(settings), known.replica or f"{service}-{socket.gethostname()}"
+
+
+def _beside_up(settings: Settings) -> Settings:
+    """Return settings whose bus is a server: where it is embedded, that of the ``penstock up`` that runs this run."""
+    if settings.bus.url != "embedded":
+        return settings
+    table = settings.run_folder / "up.json"
+    try:
+        url = str(json.loads(table.read_text(encoding="utf-8"))["bus"])
+    except (OSError, ValueError, KeyError) as error:
+        raise SettingsError(
+            f"expected bus.url to name a server, or a `penstock up` of this run, found 'embedded' and no {table}: start "
+            "`penstock up` first, or change bus.url"
+        ) from error
+    return settings.model_copy(update={"bus": settings.bus.model_copy(update={"url": url})})
+
+
+def _registered(url: str, run_id: str, flags: Sequence[str]) -> Settings:
+    """Return the settings of a run that was registered on the bus; ``bus.url`` is the one given."""
+
+    async def fetch() -> str:
+        bus = await Bus.connect(url, run_id, wait_s=30.0)
+        try:
+            found = await bus.call(lambda: bus.client.get(bus.keys.settings))
+        finally:
+            await bus.close()
+        if found is None:
+            raise SettingsError(f"expected a run {run_id!r} on that bus, found none: register it by POST /v1/runs")
+        return bytes(found).decode()
+
+    try:
+        toml = asyncio.run(fetch())
+    except BusUnavailable as error:
+        raise SettingsError(f"{error}: check --from-bus") from error
+    return loads(toml, f"run {run_id}", [*flags, "--bus.url", url], os.environ)
+
+
+@contextlib.asynccontextmanager
+async def serve(settings: Settings, service: str, replica: str, metrics_port: int) -> AsyncIterator[Context]:
+    """Connect to the bus, serve metrics and beat while the body runs; SIGTERM and SIGINT set ``stop``.
+
+    A process that was told to stop and cannot (its bus is gone for good, say) ends ``_LEAVE_S`` after ``bus.drain_s``.
+    """
+    stop, told_to_stop = _listen_for_stop(settings.bus.drain_s)
+    status = Status()
+    bus = await Bus.connect(
+        settings.bus.url, settings.run.id, wait_s=settings.bus.start_wait_s, audit_entries=settings.bus.audit_entries
+    )
+    bus.wait_for_ever()
+
+    live, cordon, secret = Live(bus, settings), Cordon(bus, replica, told_to_stop), RunSecret(bus)
+
+    async def hear() -> None:
+        await cordon.refresh()
+        await live.refresh()
+        await secret.refresh()
+        status.settings_revision, status.taking = live.revision, cordon.taking.is_set()
+
+    endpoints = Endpoints(
+        own_host(settings), metrics_port, f"{service}.metrics_port", lambda: readiness(status, bus.available)
+    )
+    status.address = endpoints.address
+    await cordon.begin()
+    await secret.refresh()
+    presence = Presence(bus, service, replica, settings.telemetry.heartbeat_s, status, hear)
+    beating = asyncio.Event()
+    beats = asyncio.create_task(presence.run(beating))
+    try:
+        async with event_loop.watched():
+            yield Context(settings, service, replica, bus, status, stop, live, cordon, secret)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(2.0):
+                await presence.leave()
+    finally:
+        beating.set()
+        beats.cancel()
+        await asyncio.gather(beats, return_exceptions=True)
+        endpoints.close()
+        await bus.close()
+        signal.alarm(0)
+
+
+@contextlib.asynccontextmanager
+async def attend(settings: Settings, service: str, metrics_port: int) -> AsyncIterator[tuple[asyncio.Event, Status]]:
+    """Serve metrics while the body runs, without a bus; SIGTERM and SIGINT set the event. It ends as :func:`serve` says."""
+    stop, _ = _listen_for_stop(settings.bus.drain_s)
+    status = Status()
+    setting = f"{service}.metrics_port"
+    endpoints = Endpoints(
+        own_host(settings), metrics_port, setting, lambda: {"ready": status.ready, "state": status.state}
+    )
+    status.address = endpoints.address
+    try:
+        async with event_loop.watched():
+            yield stop, status
+    finally:
+        endpoints.close()
+        signal.alarm(0)
+
+
+def _listen_for_stop(drain_s: float) -> tuple[asyncio.Event, Callable[[], None]]:
+    """Return an event that SIGTERM and SIGINT set, and what sets it too; either begins the time to leave in."""
+    stop = asyncio.Event()
+
+    def told_to_stop() -> None:
+        if not stop.is_set():
+            stop.set()
+            signal.alarm(math.ceil(drain_s + _LEAVE_S))
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, told_to_stop)
+    return stop, told_to_stop
+
+
+def seconds_left() -> float:
+    """Return how long this process has before :func:`serve` ends it; 0 where it was not told to stop."""
+    return signal.getitimer(signal.ITIMER_REAL)[0]
+
+
+def readiness(status: Status, bus_available: bool) -> dict[str, Json]:
+    """Return what /readyz says: ``ready``, the service's state, and each check by name."""
+    checks: dict[str, Json] = {
+        "bus": {"ok": bus_available, "detail": "answers" if bus_available else "does not answer"},
+        "work": {"ok": status.ready, "detail": status.last_error or status.state},
+    }
+    return {"ready": status.ready and bus_available, "state": status.state, "checks": checks}
+
+
+def own_host(settings: Settings) -> str:
+    """Return the address at which others reach this process: ``run.host``, else its pod's, else that of the route to the bus.
+
+    Raises:
+        SettingsError: nothing names it, and there is no route to the bus.
+    """
+    if named := settings.run.host or os.environ.get("POD_IP"):
+        return named
+    server = connection.first_server(settings.bus.url)
+    return "127.0.0.1" if server is None else _address_towards(*server)
+
+
+def _address_towards(host: str, port: int) -> str:
+    """Return this machine's address on its route to a server; sends nothing."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise SettingsError(
+            f"expected a route to the bus, by which this machine finds its own address, found none to {host}:{port} ({error}): change "
+            "bus.url, or set run.host to the address at which others reach this machine"
+        ) from error
+
+
+def main(
+    service: str,
+    run: Callable[[Settings, str], Awaitable[int | None]],
+    arguments: Sequence[str] | None = None,
+    *,
+    loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> int:
+    """Run a service from its command line; return its exit code (0 stopped in order, 2 wrong settings, 1 a bug).
+
+    ``run`` may return another code for having stopped in order. ``loop`` makes another event loop than asyncio's own.
+    """
+    try:
+        settings, replica = parse(service, sys.argv[1:] if arguments is None else arguments)
+        log.set_up(settings.telemetry.log_level, replica)
+        with asyncio.Runner(loop_factory=loop) as runner:
+            return runner.run(_awaited(run(settings, replica))) or 0
+    except (SettingsError, BusUnavailable) as error:
+        return refuse(service, error)
+    except Exception:  # noqa: BLE001 (the outermost edge: the caller leaves, and no library adds its last words to the traceback)
+        print(escaped(redacted(traceback.format_exc())), file=sys.stderr)  # noqa: T201
+        return 1
+
+
+def leave(code: int) -> NoReturn:
+    """End the process with ``code``: exit handlers run, output is flushed, nothing else is waited for.
+
+    A thread that a library holds for ever (a rendezvous with a process that was stopped) would make the interpreter's own end
+    an abort: it dies in C++ when it asks for an interpreter that is gone.
+    """
+    atexit._run_exitfuncs()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def refuse(service: str, error: Exception) -> int:
+    """Say why a service cannot start, one sentence a line; return its exit code.
+
+    Each line begins with the service's name, by which `penstock up` finds it among what a launcher says.
+    """
+    for line in str(error).splitlines():
+        print(f"penstock {service}: {escaped_line(redacted(line))}", file=sys.stderr)  # noqa: T201
+    return 2
+
+
+async def _awaited(work: Awaitable[int | None]) -> int | None:
+    return await work

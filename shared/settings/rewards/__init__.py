@@ -1,0 +1,1 @@
+"""Settings of the reward service and of its scorers."""

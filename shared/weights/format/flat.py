@@ -1,0 +1,168 @@
+"""One version of a policy in flat buckets on one device, and which buckets hold their bytes already.
+
+::
+
+    trainer   fill(tensors)      void ─▶ copy, cast, checksums ─▶ begin(header) ─▶ every bucket marked
+    replica   begin(header)      bucket 0 arrives ─▶ mark(0), bucket 1 arrives ─▶ mark(1), …      or void(reason)
+    a Source's threads           wait(0) ─▶ send, wait(1) ─▶ send, …
+
+Each mark is a point in the order of the device's stream, so nobody waits for the device itself. Storage never moves: views by
+:meth:`FlatSnapshot.tensors` stay valid for the life of the snapshot. One thread writes (fill, begin, mark, void), any
+number wait. Nothing here protects bytes from being overwritten while they are read: readers compare checksums.
+"""
+
+import threading
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from shared.bus.messages import PolicyVersion
+from shared.errors import WeightsError
+from shared.weights.format.checksum import checksum, text
+from shared.weights.format.layout import Header, Layout
+from shared.weights.format.manifest import TensorEntry
+from shared.weights.stream_order import Point
+from shared.weights.waits import Interrupt, uninterrupted
+
+_INTERRUPT_EVERY_S = 0.05
+
+
+class FlatSnapshot:
+    """Buckets of one layout on one device.
+
+    Raises:
+        WeightsError: the layout holds nothing.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        if not layout.bucket_bytes:
+            raise WeightsError("expected a layout of at least one tensor, found none")
+        self.layout = layout
+        self.layout_digest = layout.digest
+        self.device = device
+        self.buckets = tuple(torch.zeros(size, dtype=torch.uint8, device=device) for size in layout.bucket_bytes)
+        self.header: Header | None = None
+        """None: it holds no whole or arriving version."""
+        self._tensors = {entry.name: view(self.buckets[entry.bucket], entry) for entry in layout.tensors}
+        self._changed = threading.Condition()
+        self._marked = [False] * len(self.buckets)
+        self._points = [Point(device) for _ in self.buckets]
+        self._reason = "it was never filled"
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors by Hugging Face name, as views of the buckets; always the same storage."""
+        return dict(self._tensors)
+
+    @property
+    def whole(self) -> bool:
+        """Whether every bucket holds its bytes."""
+        with self._changed:
+            return self.header is not None and all(self._marked)
+
+    def fill(self, tensors: Iterable[tuple[str, torch.Tensor]], version: PolicyVersion, step: int) -> Header:
+        """Copy ``tensors`` (name, tensor on any device) in, cast to the layout's types, and return the new header.
+
+        An iterator is consumed lazily and each tensor is copied before the next is asked for. Waits once for the device,
+        at the end, for the checksums.
+
+        Raises:
+            WeightsError: a tensor is missing, unknown or of another shape.
+        """
+        self.void(f"version {version} took its place: the pull is torn")
+        self._copy(tensors)
+        checksums = torch.stack([checksum(bucket) for bucket in self.buckets]).cpu()
+        header = Header(version, step, self.layout_digest, tuple(text(value) for value in checksums))
+        self.begin(header)
+        for bucket in range(len(self.buckets)):
+            self.mark(bucket)
+        return header
+
+    def begin(self, header: Header) -> None:
+        """Forget which buckets are there: those of ``header``'s version will arrive."""
+        if header.layout != self.layout_digest:
+            raise WeightsError(
+                f"expected a version of the layout {self.layout_digest[:12]}…, found {header.layout[:12]}…: "
+                "this snapshot was made for another model"
+            )
+        with self._changed:
+            self._marked = [False] * len(self.buckets)
+            self.header = header
+            self._changed.notify_all()
+
+    def mark(self, bucket: int) -> None:
+        """Say that the bytes of ``bucket`` are there, in the order of the current stream."""
+        with self._changed:
+            self._points[bucket].set()
+            self._marked[bucket] = True
+            self._changed.notify_all()
+
+    def void(self, reason: str) -> None:
+        """Say that this holds no version any more; whoever waits for a bucket gets ``reason``."""
+        with self._changed:
+            self.header = None
+            self._reason = reason
+            self._marked = [False] * len(self.buckets)
+            self._changed.notify_all()
+
+    def wait(
+        self, bucket: int, deadline_s: float, header: Header | None = None, interrupt: Interrupt = uninterrupted
+    ) -> None:
+        """Block until ``bucket`` is marked, and let the current stream wait for its bytes.
+
+        With ``header``, only that version counts.
+
+        Raises:
+            WeightsError: not marked within ``deadline_s``, interrupted, void, or another version by now.
+        """
+        wanted = header if header is not None else self.header
+        left_s = deadline_s
+        while not self._ready(bucket, wanted, min(left_s, _INTERRUPT_EVERY_S)):
+            interrupt()
+            left_s -= _INTERRUPT_EVERY_S
+            if left_s <= 0:
+                raise WeightsError(f"expected bucket {bucket} within {deadline_s:g} s, found that it has not arrived")
+
+    def _ready(self, bucket: int, wanted: Header | None, timeout_s: float) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self.header is not wanted or self._marked[bucket], timeout_s)
+            self._check(wanted)
+            if self._marked[bucket]:
+                self._points[bucket].follow()
+            return self._marked[bucket]
+
+    def _check(self, wanted: Header | None) -> None:
+        if self.header is None or wanted is None:
+            raise WeightsError(f"expected a version of the weights, found none: {self._reason}")
+        if self.header is not wanted:
+            raise WeightsError(
+                f"expected version {wanted.version} of the weights, found that version {self.header.version} "
+                "took its place: the pull is torn"
+            )
+
+    def _copy(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        missing = dict(self._tensors)
+        with torch.no_grad():
+            if isinstance(tensors, Sequence):
+                pairs = [(_take(missing, name, tensor), tensor.detach()) for name, tensor in tensors]
+                if pairs:
+                    torch._foreach_copy_([into for into, _ in pairs], [tensor for _, tensor in pairs])
+            else:
+                for name, tensor in tensors:
+                    _take(missing, name, tensor).copy_(tensor.detach())
+        if missing:
+            raise WeightsError(f"expected every tensor of the layout, found none for {', '.join(sorted(missing)[:5])}")
+
+
+def view(bucket: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+    """Return the tensor at ``entry`` as a view of its bucket (uint8)."""
+    flat = bucket[entry.offset : entry.offset + entry.nbytes]
+    return flat.view(getattr(torch, entry.dtype)).view(entry.shape)
+
+
+def _take(missing: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> torch.Tensor:
+    into = missing.pop(name, None)
+    if into is None:
+        raise WeightsError(f"expected only tensors of the layout and each once, found {name!r}")
+    if into.shape != tensor.shape:
+        raise WeightsError(f"expected {name} of shape {tuple(into.shape)}, found {tuple(tensor.shape)}")
+    return into

@@ -1,0 +1,126 @@
+"""Where each tensor of a policy lies in flat memory, and what a version's bytes must add up to. Pure data, no torch.
+
+A layout belongs to a model, a header to a version of it::
+
+    Layout   {"format": 1, "tensors": [{"name", "dtype", "shape", "offset", "bucket"}, …], "bucket_bytes": [268435456, …]}
+    Header   {"format": 1, "version": 12, "step": 12, "layout": <digest>, "checksums": ["9f86…", …]}
+
+The layout travels once per puller and model; the header with every version. The header's digest (SHA-256) is what the
+ledger keeps as ``manifest_digest``, so one short string vouches for every weight of a pull, as it does for a file.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable
+
+from shared.bus.messages import PolicyVersion
+from shared.errors import WeightsError
+from shared.weights.format.manifest import DTYPE_BYTES, FORMAT, TensorEntry
+
+BUCKET_BYTES = 512 << 20
+"""Most bytes of a bucket, unless a single tensor is larger."""
+ALIGNMENT_BYTES = 256
+"""Every tensor starts at a multiple of this within its bucket: what the widest copy kernels want."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """Tensors by their Hugging Face names, packed into buckets of ``bucket_bytes[i]`` bytes."""
+
+    tensors: tuple[TensorEntry, ...]
+    bucket_bytes: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buckets."""
+        return sum(self.bucket_bytes)
+
+    def encode(self) -> bytes:
+        """Return the canonical bytes of the layout."""
+        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, sort_keys=True).encode()
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the canonical bytes, hex."""
+        return hashlib.sha256(self.encode()).hexdigest()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Header:
+    """One version of a layout: the checksum (hex) of each bucket."""
+
+    version: PolicyVersion
+    step: int
+    layout: str
+    """Digest of the layout."""
+    checksums: tuple[str, ...]
+
+    def encode(self) -> bytes:
+        """Return the canonical bytes of the header."""
+        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, sort_keys=True).encode()
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the canonical bytes, hex."""
+        return hashlib.sha256(self.encode()).hexdigest()
+
+
+def plan_layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]], bucket_bytes: int = BUCKET_BYTES) -> Layout:
+    """Pack (name, dtype, shape) in their order into buckets of at most ``bucket_bytes``; a larger tensor stands alone.
+
+    Raises:
+        WeightsError: a name came twice, or a number type is unknown.
+    """
+    entries: dict[str, TensorEntry] = {}
+    sizes: list[int] = []
+    for name, dtype, shape in tensors:
+        if name in entries:
+            raise WeightsError(f"expected every tensor of a policy once, found {name!r} twice")
+        if dtype not in DTYPE_BYTES:
+            raise WeightsError(f"expected a known number type for {name}, found {dtype!r}")
+        entry = TensorEntry(name, dtype, tuple(shape), 0, 0)
+        start = -(-sizes[-1] // ALIGNMENT_BYTES) * ALIGNMENT_BYTES if sizes else 0
+        if not sizes or start + entry.nbytes > bucket_bytes:
+            sizes.append(0)
+            start = 0
+        entries[name] = dataclasses.replace(entry, offset=start, bucket=len(sizes) - 1)
+        sizes[-1] = start + entry.nbytes
+    return Layout(tuple(entries.values()), tuple(-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes))
+
+
+def decode_layout(data: bytes) -> Layout:
+    """Return the layout in ``data``.
+
+    Raises:
+        WeightsError: these bytes are none, or its tensors do not lie within their buckets.
+    """
+    try:
+        fields = json.loads(data)
+        tensors = tuple(TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in fields["tensors"])
+        layout = Layout(tensors, tuple(int(size) for size in fields["bucket_bytes"]))
+        if fields["format"] != FORMAT or not all(_lies_within(entry, layout.bucket_bytes) for entry in tensors):
+            raise ValueError("another format, or tensors outside their buckets")
+    except (ValueError, KeyError, TypeError) as error:
+        raise WeightsError(f"expected a layout of weights from the source, found other content: {error!r}") from error
+    return layout
+
+
+def _lies_within(entry: TensorEntry, bucket_bytes: tuple[int, ...]) -> bool:
+    known = entry.dtype in DTYPE_BYTES and 0 <= entry.bucket < len(bucket_bytes) and entry.offset >= 0
+    return known and entry.offset + entry.nbytes <= bucket_bytes[entry.bucket]
+
+
+def decode_header(data: bytes) -> Header:
+    """Return the header in ``data``.
+
+    Raises:
+        WeightsError: these bytes are none.
+    """
+    try:
+        fields = json.loads(data)
+        if fields.pop("format") != FORMAT:
+            raise ValueError("another format")
+        return Header(**{**fields, "checksums": tuple(str(text) for text in fields["checksums"])})
+    except (ValueError, KeyError, TypeError) as error:
+        raise WeightsError(f"expected a header of weights from the source, found other content: {error!r}") from error

@@ -1,0 +1,286 @@
+"""Snapshots by file: write one whole or not at all, and read it whole or not at all.
+
+::
+
+    <folder>/.v000012.4711.tmp/   being written by process 4711
+    <folder>/v000012/             committed, by the one rename
+        manifest.json             what lies where; its SHA-256 is the snapshot's digest, which the ledger keeps
+        bucket-00000.safetensors  at most BUCKET_BYTES each, but for a single larger tensor
+        ...
+
+An adapter alone is a snapshot whose files have the names that PEFT gives them, so that an inference engine reads the folder::
+
+    <folder>/v000012/
+        manifest.json, adapter_model.safetensors, adapter_config.json
+
+A reader is handed location and digest by the ledger. It uses exactly the bytes that it has hashed, so a file that is torn,
+exchanged or deleted meanwhile raises :class:`WeightsError` and never yields other weights.
+
+Tied parameters stand once, under the name of the first; ``module.named_parameters()`` gives them like that. Whoever loads a
+snapshot copies into parameters, so ties hold there by themselves. Only number types change on the way: floating point
+tensors are written as the ``dtype`` asked for, others as they are.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from shared.bus.messages import PolicyVersion
+from shared.errors import WeightsError
+from shared.files import durable
+from shared.weights.format import manifest as manifests
+from shared.weights.format.manifest import BucketEntry, Manifest, TensorEntry
+
+BUCKET_BYTES = 1 << 30
+"""Largest bucket, in bytes of tensors."""
+_READERS = 4
+MANIFEST = "manifest.json"
+ADAPTER = "adapter_model.safetensors"
+_COMMITTED = re.compile(r"v(\d{6,})")
+_UNFINISHED = re.compile(r"\.v(\d{6,})\.[^/]*\.tmp")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A committed snapshot: its folder, the digest of its manifest, and its size in bytes, manifest included."""
+
+    location: Path
+    digest: str
+    nbytes: int
+
+
+def write_snapshot(
+    folder: Path,
+    version: PolicyVersion,
+    step: int,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    dtype: torch.dtype | None,
+) -> Snapshot:
+    """Write ``tensors`` (Hugging Face name, tensor on any device) as ``folder``/v<version>, visible whole or not at all.
+
+    ``tensors`` is consumed lazily and each tensor is copied before the next is asked for, so a generator may gather them
+    one by one. Without ``dtype`` floating point stays as it is, too. A snapshot of the same number that a dead trainer left is replaced.
+
+    Raises:
+        WeightsError: the storage refused (full, read-only), or a name came twice.
+    """
+    return _write_whole(folder, version, lambda beside: _write_buckets(beside, version, step, tensors, dtype))
+
+
+def write_adapter(
+    folder: Path,
+    version: PolicyVersion,
+    step: int,
+    factors: Iterable[tuple[str, torch.Tensor]],
+    configuration: bytes,
+    dtype: torch.dtype,
+) -> Snapshot:
+    """Write an adapter (names of a PEFT file) as ``folder``/v<version>, visible whole or not at all; ``factors`` as ``tensors``.
+
+    Args:
+        configuration: the bytes of adapter_config.json.
+
+    Raises:
+        WeightsError: the storage refused (full, read-only).
+    """
+
+    def fill(beside: Path) -> Manifest:
+        tensors = {name: _copied(tensor, dtype) for name, tensor in factors}
+        bucket, offsets = _write_bucket(beside / ADAPTER, tensors)
+        entries = [TensorEntry(n, dtype_name(t.dtype), tuple(t.shape), offsets[n], 0) for n, t in tensors.items()]
+        _write(beside / "adapter_config.json", configuration)
+        digest = hashlib.sha256(configuration).hexdigest()
+        settings = BucketEntry("adapter_config.json", len(configuration), digest)
+        return Manifest(version=version, step=step, tensors=tuple(entries), buckets=(bucket, settings))
+
+    return _write_whole(folder, version, fill)
+
+
+def _write_whole(folder: Path, version: PolicyVersion, fill: Callable[[Path], Manifest]) -> Snapshot:
+    location = folder / f"v{version:06d}"
+    unfinished = folder / f".{location.name}.{os.getpid()}.tmp"
+    try:
+        _make_private(folder)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(mode=0o700)
+        manifest = fill(unfinished)
+        data = manifest.encode()
+        _write(unfinished / MANIFEST, data)
+        durable.flush(unfinished)
+        _commit(unfinished, location)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise WeightsError(
+            f"expected to write the snapshot {location}, found: {error}: make room there or change weights.folder"
+        ) from error
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    nbytes = len(data) + sum(bucket.nbytes for bucket in manifest.buckets)
+    return Snapshot(location=location, digest=manifests.digest(data), nbytes=nbytes)
+
+
+def read_snapshot(location: Path, digest: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of the snapshot at ``location`` by name, on the CPU, in their order of writing.
+
+    Raises:
+        WeightsError: it is missing, torn or corrupt, or not the snapshot with this digest.
+    """
+    try:
+        data = (location / MANIFEST).read_bytes()
+    except OSError as error:
+        raise WeightsError(f"expected a snapshot at {location}, found: {error.strerror or error}") from error
+    if manifests.digest(data) != digest:
+        raise WeightsError(
+            f"expected the manifest {digest[:12]}… at {location}, found {manifests.digest(data)[:12]}…: "
+            "it is corrupt, or another trainer's snapshot of the same number"
+        )
+    manifest = manifests.decode(data, str(location))
+    with ThreadPoolExecutor(_READERS) as pool:  # hashing takes longest, and lets other threads run
+        buckets = list(pool.map(lambda bucket: _read_bucket(location, bucket), manifest.buckets))
+    return {entry.name: _view(buckets[entry.bucket], entry) for entry in manifest.tensors}
+
+
+def committed(folder: Path) -> list[tuple[PolicyVersion, Path]]:
+    """Return the snapshots that are whole in ``folder``, oldest first."""
+    return [(PolicyVersion(number), path) for number, path in sorted(_numbered(folder, _COMMITTED))]
+
+
+def keep_newest(folder: Path, keep: int) -> None:
+    """Delete all but the ``keep`` newest snapshots, and what dead trainers left unfinished of versions that exist."""
+    whole = committed(folder)
+    newest = whole[-1][0] if whole else -1
+    old = [path for _, path in whole[: max(0, len(whole) - keep)]]
+    stale = [path for number, path in _numbered(folder, _UNFINISHED) if number <= newest]
+    for path in (*old, *stale):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _numbered(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
+    with contextlib.suppress(FileNotFoundError):
+        names = [(pattern.fullmatch(path.name), path) for path in folder.iterdir()]
+        return [(int(found[1]), path) for found, path in names if found is not None]
+    return []
+
+
+# -------------------------------------------------------------------- writing
+
+
+def _write_buckets(
+    folder: Path,
+    version: PolicyVersion,
+    step: int,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    dtype: torch.dtype | None,
+) -> Manifest:
+    entries: dict[str, TensorEntry] = {}
+    buckets: list[BucketEntry] = []
+    held: dict[str, torch.Tensor] = {}
+    held_bytes = 0
+
+    def flush() -> None:
+        bucket, offsets = _write_bucket(folder / f"bucket-{len(buckets):05d}.safetensors", held)
+        for name, tensor in held.items():
+            entries[name] = TensorEntry(
+                name, dtype_name(tensor.dtype), tuple(tensor.shape), offsets[name], len(buckets)
+            )
+        buckets.append(bucket)
+        held.clear()
+
+    for name, tensor in tensors:
+        if name in held or name in entries:
+            raise WeightsError(f"expected every tensor of a snapshot once, found {name!r} twice")
+        copied = _copied(tensor, dtype)
+        if held and held_bytes + copied.nbytes > BUCKET_BYTES:
+            flush()
+            held_bytes = 0
+        held[name] = copied
+        held_bytes += copied.nbytes
+    if held:
+        flush()
+    return Manifest(version=version, step=step, tensors=tuple(entries.values()), buckets=tuple(buckets))
+
+
+def _copied(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    return tensor.detach().to(device="cpu", dtype=target, copy=True).contiguous()
+
+
+def _write_bucket(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[BucketEntry, dict[str, int]]:
+    """Write one file; return its entry and the byte offset of each tensor in it."""
+    save_file(tensors, path)
+    path.chmod(0o600)
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(header_bytes))
+        file.seek(0)
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        os.fsync(file.fileno())
+    offsets = {name: 8 + header_bytes + int(header[name]["data_offsets"][0]) for name in tensors}
+    return BucketEntry(path.name, path.stat().st_size, sha256), offsets
+
+
+def _commit(unfinished: Path, committed: Path) -> None:
+    if committed.exists():  # a dead trainer's: a reader that wants it has another digest and is refused anyway
+        aside = unfinished.with_name(f"{unfinished.name.removesuffix('.tmp')}.old.tmp")
+        committed.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+    unfinished.rename(committed)
+    durable.flush(committed.parent)
+
+
+def _make_private(folder: Path) -> None:
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    for path in reversed(missing):
+        path.mkdir(mode=0o700, exist_ok=True)
+
+
+def _write(path: Path, data: bytes) -> None:
+    with open(path, "xb", opener=_private) as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+# -------------------------------------------------------------------- reading
+
+
+def _read_bucket(location: Path, bucket: BucketEntry) -> torch.Tensor:
+    """Return the bytes (uint8) of a bucket's file after checking their number and their hash."""
+    path = location / bucket.file
+    content = bytearray(bucket.nbytes)
+    try:
+        with path.open("rb") as file:
+            found_bytes = os.fstat(file.fileno()).st_size
+            if found_bytes != bucket.nbytes or file.readinto(content) != bucket.nbytes:
+                raise WeightsError(f"expected {bucket.nbytes} bytes in {path}, found {found_bytes}: it is torn")
+    except OSError as error:
+        raise WeightsError(f"expected a bucket of weights at {path}, found: {error.strerror or error}") from error
+    if hashlib.sha256(content).hexdigest() != bucket.sha256:
+        raise WeightsError(f"expected the checksum {bucket.sha256[:12]}… for {path}, found another: it is corrupt")
+    return torch.frombuffer(content, dtype=torch.uint8)
+
+
+def _view(bucket: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+    flat = bucket[entry.offset : entry.offset + entry.nbytes]
+    return flat.view(getattr(torch, entry.dtype)).view(entry.shape)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return what manifests and layouts call a number type."""
+    return str(dtype).removeprefix("torch.")

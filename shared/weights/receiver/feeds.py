@@ -1,0 +1,91 @@
+"""Where a receiver's buckets come from, one class for each transport. Buckets are asked for in order, each once.
+
+``start(n, into)`` begins to move bucket ``n`` (at most ``ahead`` of them before the oldest is landed), ``land(n)`` returns when its
+bytes are there in the order of the current stream. Nothing here checks the bytes.
+"""
+
+from collections import deque
+from pathlib import Path
+
+import torch
+
+from shared.errors import WeightsError
+from shared.weights.format.flat import view
+from shared.weights.format.layout import Layout
+from shared.weights.format.manifest import TensorEntry
+from shared.weights.format.snapshot import read_snapshot
+from shared.weights.transport.group import Group, Transfer
+from shared.weights.transport.offer import Offer
+from shared.weights.waits import FILE_DEADLINES, Interrupt, bounded
+
+
+class Feed:
+    """The buckets of one version, in order."""
+
+    ahead = 1
+
+    def start(self, number: int, into: torch.Tensor) -> None:
+        """Begin to move bucket ``number`` into ``into`` (uint8); raises WeightsError."""
+        raise NotImplementedError
+
+    def land(self) -> None:
+        """Return when the oldest bucket that was started is there; raises WeightsError."""
+
+
+class GroupFeed(Feed):
+    """Buckets that a source broadcasts through a group."""
+
+    def __init__(self, group: Group, deadline_s: float, interrupt: Interrupt) -> None:
+        self.ahead = group.window
+        self._group = group
+        self._deadline_s = deadline_s
+        self._interrupt = interrupt
+        self._under_way: deque[Transfer] = deque()
+
+    def start(self, number: int, into: torch.Tensor) -> None:
+        """Begin to move bucket ``number``."""
+        self._under_way.append(self._group.broadcast(into))
+
+    def land(self) -> None:
+        """Poll for the oldest bucket."""
+        self._under_way.popleft().land(self._deadline_s, self._interrupt)
+
+
+class MappedFeed(Feed):
+    """Buckets of another process on the same GPU."""
+
+    def __init__(self, buckets: tuple[torch.Tensor, ...]) -> None:
+        self._buckets = buckets
+
+    def start(self, number: int, into: torch.Tensor) -> None:
+        """Begin to move bucket ``number``."""
+        into.copy_(self._buckets[number][: into.numel()], non_blocking=True)
+
+
+class FileFeed(Feed):
+    """Buckets put together from a snapshot by file, whose own digest was checked when it was read."""
+
+    def __init__(self, offer: Offer, interrupt: Interrupt) -> None:
+        self._tensors = bounded(
+            lambda: read_snapshot(Path(offer.source), offer.manifest_digest),
+            FILE_DEADLINES * offer.deadline_s,
+            f"the snapshot at {offer.source}",
+            interrupt,
+        )
+        self._entries = _by_bucket(offer.layout)
+
+    def start(self, number: int, into: torch.Tensor) -> None:
+        """Begin to move bucket ``number``."""
+        into.zero_()  # what lies between tensors is part of a bucket's checksum
+        for entry in self._entries.get(number, ()):
+            tensor = self._tensors.get(entry.name)
+            if tensor is None or tuple(tensor.shape) != entry.shape or str(tensor.dtype) != f"torch.{entry.dtype}":
+                raise WeightsError(f"expected {entry.name} as the layout says in the snapshot, found otherwise")
+            view(into, entry).copy_(tensor)
+
+
+def _by_bucket(layout: Layout) -> dict[int, list[TensorEntry]]:
+    found: dict[int, list[TensorEntry]] = {}
+    for entry in layout.tensors:
+        found.setdefault(entry.bucket, []).append(entry)
+    return found

@@ -1,0 +1,227 @@
+"""Asks sources for versions and tells them how it ended: the control side of a pull, in the rollout process. No torch.
+
+::
+
+    offer = await puller.ask(source, record)       ← its header must be the one that the ledger vouches for
+    await engine.stage(offer)                      ← every rank's Receiver joins the group and receives
+    await puller.finish(offer, error=None)         ← or the error: then the session is dropped, the next one is new
+
+One connection a source stays open between pulls; it is the session, and the group of the ranks lives as long as it.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import logging
+from pathlib import Path
+
+from shared.bus.messages import PolicyRecord
+from shared.errors import PeerError, WeightsError
+from shared.peers import frames
+from shared.peers.handshake import Secret, introduce
+from shared.weights.format import manifest
+from shared.weights.format.layout import Header, Layout, plan_layout
+from shared.weights.transport.offer import Offer
+from shared.weights.transport.place import Place
+from shared.weights.transport.sockets import tune
+from shared.weights.waits import FILE_DEADLINES
+
+log = logging.getLogger(__name__)
+
+__all__ = ["Place", "Puller", "file_offer"]
+
+_KNOWN_LAYOUTS = 4
+_REASON_S = 0.1
+
+
+@dataclasses.dataclass(slots=True)
+class _Session:
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+
+class Puller:
+    """Asks on behalf of a replica of ``ranks`` processes at ``place``, by the run's ``secret``; no answer may take longer than ``deadline_s``."""
+
+    def __init__(self, place: Place, ranks: int, deadline_s: float, secret: Secret) -> None:
+        self._place = place
+        self._ranks = ranks
+        self._deadline_s = deadline_s
+        self._secret = secret
+        self._sessions: dict[str, _Session] = {}
+        self._layouts: dict[str, Layout] = {}
+        """By digest, the newest last."""
+
+    async def ask(self, source: str, record: PolicyRecord) -> Offer:
+        """Return what ``source`` (host:port) offers of ``record``'s version; the source waits for the ranks from now on.
+
+        Raises:
+            WeightsError: the source is gone, has not that version, or has other weights of that number.
+        """
+        return await self._question("ask", source, record, self._deadline_s)
+
+    async def ask_for_file(self, source: str, record: PolicyRecord) -> Offer:
+        """Let ``source`` write the version to shared storage, and return where: the last resort over a broken fabric.
+
+        Raises:
+            WeightsError: as for :meth:`ask`, or the source could not write.
+        """
+        return await self._question("file", source, record, FILE_DEADLINES * self._deadline_s)
+
+    async def finish(self, offer: Offer, error: str | None) -> None:
+        """Tell the source that the pull ended; after an error the session is dropped. Never raises for a source that is gone."""
+        session = self._sessions.get(offer.source)
+        if session is None or offer.transport == "file":
+            return
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                session.writer.write(frames.pack({"verb": "done", "ok": error is None, "error": error or ""}))
+                await session.writer.drain()
+        except (OSError, TimeoutError):
+            self._drop(offer.source)
+        if error is not None:
+            await self._hear(session, offer)
+            self._drop(offer.source)
+
+    async def _hear(self, session: _Session, offer: Offer) -> None:
+        """Log what the source says of a pull that failed, where it said so: it may know why."""
+        with contextlib.suppress(OSError, TimeoutError, PeerError):
+            async with asyncio.timeout(min(_REASON_S, self._deadline_s)):
+                said = await frames.receive_async(session.reader)
+            log.warning("the source ended a pull", extra={"source": offer.source, "reason": str(said.get("error"))})
+
+    async def close(self) -> None:
+        """Close all sessions."""
+        for source in list(self._sessions):
+            self._drop(source)
+
+    async def _question(self, verb: str, source: str, record: PolicyRecord, deadline_s: float) -> Offer:
+        try:
+            async with asyncio.timeout(deadline_s):
+                fields = await self._exchange(verb, source, record)
+            if "error" in fields:
+                refusal = str(fields["error"])
+            else:
+                return self._understood(fields, source, record)
+        except TimeoutError as error:
+            self._drop(source)
+            raise WeightsError(f"expected an answer of {source} within {deadline_s:g} s, found silence") from error
+        except (OSError, PeerError) as error:
+            self._drop(source)
+            raise WeightsError(f"expected a source of weights at {source}, found: {error}") from error
+        except BaseException:
+            self._drop(source)
+            raise
+        raise WeightsError(f"{source}: {refusal}")  # the session goes on
+
+    async def _exchange(self, verb: str, source: str, record: PolicyRecord) -> frames.Frame:
+        """Ask; a session that was left idle and died meanwhile is replaced once."""
+        fresh = source not in self._sessions
+        try:
+            return await self._asked(verb, source, record)
+        except (OSError, PeerError):
+            if fresh:
+                raise
+            self._drop(source)
+            return await self._asked(verb, source, record)
+
+    async def _asked(self, verb: str, source: str, record: PolicyRecord) -> frames.Frame:
+        session = self._sessions.get(source)
+        if session is None:
+            session = self._sessions[source] = await _connect(source, self._secret())
+        question = {
+            "verb": verb,
+            "version": record.version,
+            "ranks": self._ranks,
+            "known_layout": next(reversed(self._layouts), ""),
+            "place": self._place.pack(),
+        }
+        session.writer.write(frames.pack(question))
+        await session.writer.drain()
+        return await frames.receive_async(session.reader)
+
+    def _understood(self, fields: frames.Frame, source: str, record: PolicyRecord) -> Offer:
+        try:
+            offer = Offer.unpack(fields["offer"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise WeightsError(f"expected an offer of {source}, found other content: {error!r}") from error
+        offer = dataclasses.replace(offer, layout=self._layout(offer))
+        if offer.transport != "file":
+            offer = dataclasses.replace(offer, source=source)
+        _check(offer, record, source)
+        return offer
+
+    def _layout(self, offer: Offer) -> Layout:
+        """Return the offered layout, from memory where the source left it out."""
+        if not offer.layout.tensors:
+            known = self._layouts.get(offer.header.layout)
+            if known is None:
+                raise WeightsError("expected the layout of the weights, found that the source left it out")
+            return known
+        digest = offer.layout.digest
+        if digest != offer.header.layout:
+            raise WeightsError("expected the layout that the header names, found another")
+        self._layouts.pop(digest, None)
+        self._layouts[digest] = offer.layout
+        while len(self._layouts) > _KNOWN_LAYOUTS:
+            del self._layouts[next(iter(self._layouts))]
+        return offer.layout
+
+    def _drop(self, source: str) -> None:
+        session = self._sessions.pop(source, None)
+        if session is not None:
+            with contextlib.suppress(OSError, RuntimeError):
+                session.writer.close()
+
+
+def file_offer(record: PolicyRecord, deadline_s: float) -> Offer:
+    """Return ``record``'s snapshot by file as an offer; blocks for the manifest only.
+
+    Its header has no checksums of buckets: what vouches for the bytes is the manifest, whose digest the ledger keeps.
+
+    Raises:
+        WeightsError: it is missing, or another snapshot than the ledger's.
+    """
+    location = Path(record.location)
+    try:
+        data = (location / "manifest.json").read_bytes()
+    except OSError as error:
+        raise WeightsError(f"expected a snapshot at {location}, found: {error.strerror or error}") from error
+    if hashlib.sha256(data).hexdigest() != record.manifest_digest:
+        raise WeightsError(f"expected the manifest {record.manifest_digest[:12]}… at {location}, found another")
+    found = manifest.decode(data, str(location))
+    layout = plan_layout((entry.name, entry.dtype, entry.shape) for entry in found.tensors)
+    return Offer(
+        source=record.location,
+        transport="file",
+        layout=layout,
+        header=Header(found.version, found.step, layout.digest, ()),
+        deadline_s=deadline_s,
+        manifest_digest=record.manifest_digest,
+    )
+
+
+async def _connect(source: str, secret: bytes) -> _Session:
+    host, _, port = source.rpartition(":")
+    if not port.isdigit():
+        raise WeightsError(f"expected host:port of a source of weights, found {source!r}")
+    reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 20)
+    try:
+        tune(writer.get_extra_info("socket"))
+        await introduce(reader, writer, secret)
+    except BaseException:
+        writer.close()
+        raise
+    return _Session(reader, writer)
+
+
+def _check(offer: Offer, record: PolicyRecord, source: str) -> None:
+    header = offer.header
+    if header.version != record.version or header.digest != record.manifest_digest:
+        raise WeightsError(
+            f"expected version {record.version} with digest {record.manifest_digest[:12]}… at {source}, found version "
+            f"{header.version} with {header.digest[:12]}…: other weights of that number"
+        )
+    if len(header.checksums) != len(offer.layout.bucket_bytes):
+        raise WeightsError(f"expected a checksum of each bucket of {source}, found {len(header.checksums)}")

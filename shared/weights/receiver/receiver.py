@@ -1,0 +1,263 @@
+"""Receives one version of the weights into a rank of a replica: every bucket, whole and verified, or an error.
+
+::
+
+    GroupFeed (NCCL, gloo) ┐
+    MappedFeed (IPC)       ├─ start ─▶ land ─▶ shadow.mark ─▶ checksum ──▶ all checksums to the host, compared
+    FileFeed               ┘     several buckets ahead, on a CUDA stream of its own
+
+Blocking calls for a thread that is not the decoding one. The host only enqueues and polls; memory that the checksums need is
+taken before a byte moves, so that no allocation waits for a transfer. After any failure the shadow is void and the session's
+group is thrown away: neither is trusted again. This asks no source and answers none; see ``puller``.
+"""
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator
+
+import torch
+
+from shared.errors import WeightsError
+from shared.weights.format.checksum import add_checksum, text
+from shared.weights.format.flat import FlatSnapshot
+from shared.weights.format.layout import Header
+from shared.weights.receiver.feeds import Feed, FileFeed, GroupFeed, MappedFeed
+from shared.weights.stream_order import Lane, Point
+from shared.weights.transport import alarm, ipc
+from shared.weights.transport.group import Group, open_group
+from shared.weights.transport.offer import Offer
+from shared.weights.transport.rendezvous import connect_store
+from shared.weights.transport.sockets import own_address
+from shared.weights.waits import poll
+
+_MAX_SOURCES = 4
+"""Sources whose groups stay open; the one that was used least recently goes."""
+
+_WARM_UP_S = 60.0
+_MAX_MAPPED = 2
+"""Snapshots of one source that stay mapped: a trainer has two."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Session:
+    """What is kept of one session with a source between pulls."""
+
+    name: str
+    group: Group | None = None
+    mapped: dict[tuple[ipc.Handle, ...], tuple[torch.Tensor, ...]] = dataclasses.field(default_factory=dict)
+
+
+class Receiver:
+    """Rank ``rank`` (from 1) of a replica of ``ranks`` processes, on ``device``. One receive at a time."""
+
+    def __init__(self, rank: int, ranks: int, device: torch.device) -> None:
+        self._rank = rank
+        self._ranks = ranks
+        self._device = device
+        self._lane = Lane(device)
+        _warm_up(device)
+        self._sessions: dict[str, _Session] = {}
+        """By source, the least recently used first."""
+        self._aborted = threading.Event()
+        self._quiet = True
+        """Whether nothing that failed may still write into a shadow."""
+
+    def receive(self, offer: Offer, shadow: FlatSnapshot) -> None:
+        """Fill ``shadow`` with the offered version and verify it; its buckets are marked as they arrive.
+
+        Nothing on the device may still read or write the shadow when this begins.
+
+        Raises:
+            WeightsError: the shadow is void then, and may hold anything.
+        """
+        self._prepare(offer)
+        if shadow.layout != offer.layout:
+            raise WeightsError("expected a shadow of the offered layout, found another: make a new one")
+        shadow.begin(offer.header)
+        try:
+            with self._lane.entered():
+                self._receive(offer, shadow)
+        except BaseException as error:
+            shadow.void(f"receiving version {offer.header.version} failed: {error}")
+            self._drop(offer.source)
+            raise
+
+    def receive_each(self, offer: Offer, buffer: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (number, bytes) of bucket after bucket, each verified, all through ``buffer`` (uint8, as long as the largest).
+
+        The bytes are there in the order of the stream that is current in the caller, and stay until the next is asked for;
+        a caller who reads them on another stream waits for it first.
+
+        Raises:
+            WeightsError: a bucket did not come, or came damaged; what was yielded before was sound.
+        """
+        self._prepare(offer)
+        if buffer.numel() < max(offer.layout.bucket_bytes):
+            raise WeightsError(f"expected a buffer of {max(offer.layout.bucket_bytes)} bytes, found {buffer.numel()}")
+        try:
+            yield from self._receive_each(offer, buffer)
+        except BaseException:  # a caller who stops in the middle, too: the source would go on sending
+            self._drop(offer.source)
+            raise
+
+    def abort(self) -> None:
+        """End a receive in progress with WeightsError; for another thread."""
+        self._aborted.set()
+
+    def close(self) -> None:
+        """Throw all groups away."""
+        self._aborted.set()
+        for source in list(self._sessions):
+            self._drop(source)
+
+    # -------------------------------------------------------------- receiving
+
+    def _receive(self, offer: Offer, shadow: FlatSnapshot) -> None:
+        expected = _expected(offer.header, len(shadow.buckets))
+        found = _Figures(len(shadow.buckets), self._device)
+        with self._feed(offer) as feed:
+            self._take(feed, shadow, found)
+        values = found.texts(offer.deadline_s, self._check_aborted)
+        if expected:
+            _compare(expected, values, offer)
+        else:  # a file whose own digest was verified: the shadow gets a header of its own
+            shadow.header = dataclasses.replace(offer.header, checksums=values)
+
+    def _take(self, feed: Feed, shadow: FlatSnapshot, found: "_Figures") -> None:
+        for number in range(len(shadow.buckets) + feed.ahead - 1):
+            if number < len(shadow.buckets):
+                feed.start(number, shadow.buckets[number])
+            landed = number - feed.ahead + 1
+            if landed >= 0:
+                feed.land()
+                shadow.mark(landed)
+                found.add(landed, shadow.buckets[landed])
+
+    def _receive_each(self, offer: Offer, buffer: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        sizes = offer.layout.bucket_bytes
+        expected = _expected(offer.header, len(sizes))
+        found = _Figures(len(sizes), self._device)
+        with self._feed(offer) as feed:
+            for number, size in enumerate(sizes):
+                bucket = buffer[:size]
+                feed.start(number, bucket)
+                feed.land()
+                found.add(number, bucket)
+                values = found.texts(offer.deadline_s, self._check_aborted)[number : number + 1]
+                if expected:
+                    _compare(expected[number : number + 1], values, offer, number)
+                yield number, bucket
+
+    @contextlib.contextmanager
+    def _feed(self, offer: Offer) -> Iterator[Feed]:
+        if offer.transport == "file":
+            yield FileFeed(offer, self._check_aborted)
+            return
+        session = self._session(offer)
+        if offer.transport == "ipc":
+            if offer.handles not in session.mapped:
+                if len(session.mapped) >= _MAX_MAPPED:
+                    session.mapped.clear()
+                session.mapped[offer.handles] = ipc.map_buckets(offer.handles, self._device)
+            yield MappedFeed(session.mapped[offer.handles])
+            return
+        if session.group is None:
+            session.group = self._open(offer)
+        with alarm.listening(session.group.store, offer.pull) as given_up:
+
+            def interrupt() -> None:
+                self._check_aborted()
+                given_up()
+
+            session.group.meet(offer.pull, interrupt)
+            yield GroupFeed(session.group, offer.deadline_s, interrupt)
+
+    def _open(self, offer: Offer) -> Group:
+        assert offer.transport in ("nccl", "gloo")
+        return open_group(
+            offer.transport,
+            lambda: connect_store(offer.store, offer.session, offer.deadline_s),
+            self._rank,
+            1 + self._ranks,
+            offer.deadline_s,
+            self._device,
+            own_address(*offer.store),
+            self._check_aborted,
+        )
+
+    # ---------------------------------------------------------------- keeping
+
+    def _prepare(self, offer: Offer) -> None:
+        self._aborted.clear()
+        if not self._quiet:
+            raise WeightsError(
+                "expected a GPU that ended an earlier transfer, found one that hangs: restart this replica"
+            )
+        if offer.transport != "file" and not offer.header.checksums:
+            raise WeightsError(f"expected checksums of version {offer.header.version}, found none")
+
+    def _session(self, offer: Offer) -> _Session:
+        known = self._sessions.get(offer.source)
+        if known is None or known.name != offer.session:
+            self._drop(offer.source)
+            known = _Session(offer.session)
+        self._sessions.pop(offer.source, None)
+        self._sessions[offer.source] = known
+        while len(self._sessions) > _MAX_SOURCES:
+            self._drop(next(iter(self._sessions)))
+        return known
+
+    def _drop(self, source: str) -> None:
+        session = self._sessions.pop(source, None)
+        if session is not None and session.group is not None and not session.group.abort():
+            self._quiet = False
+
+    def _check_aborted(self) -> None:
+        if self._aborted.is_set():
+            raise WeightsError("expected to receive the weights to their end, found that it was aborted")
+
+
+class _Figures:
+    """Checksums of ``count`` buckets, gathered on the device and read on the host by polling."""
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._on_device = torch.zeros(count, 2, dtype=torch.int64, device=device)  # 16 bytes apart: kernels ask
+        self._on_host = torch.zeros(count, 2, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._copied = Point(device)
+
+    def add(self, number: int, bucket: torch.Tensor) -> None:
+        add_checksum(bucket, self._on_device[number, 0])
+
+    def texts(self, deadline_s: float, interrupt: Callable[[], None]) -> tuple[str, ...]:
+        """Return them as text; raises WeightsError when the device takes longer than ``deadline_s``."""
+        self._on_host.copy_(self._on_device, non_blocking=True)
+        self._copied.set()
+        poll(self._copied.reached, deadline_s, "the checksums of the device", interrupt)
+        return tuple(text(value) for value in self._on_host[:, 0])
+
+
+def _warm_up(device: torch.device) -> None:
+    """Load every kernel that a pull uses: a first launch waits for the device, on which NCCL may wait for a peer by then."""
+    figures = _Figures(2, device)
+    for number in (0, 1):
+        figures.add(number, torch.zeros(256, dtype=torch.uint8, device=device))
+    figures.texts(_WARM_UP_S, lambda: None)
+
+
+def _expected(header: Header, buckets: int) -> tuple[str, ...]:
+    if header.checksums and len(header.checksums) != buckets:
+        raise WeightsError(f"expected {buckets} checksums in the header, found {len(header.checksums)}")
+    return header.checksums
+
+
+def _compare(expected: tuple[str, ...], found: tuple[str, ...], offer: Offer, first: int = 0) -> None:
+    wrong = [first + place for place, pair in enumerate(zip(expected, found, strict=True)) if pair[0] != pair[1]]
+    if not wrong:
+        return
+    names = [entry.name for entry in offer.layout.tensors if entry.bucket == wrong[0]]
+    raise WeightsError(
+        f"expected the checksum of the source {offer.source} for bucket {wrong[0]} ({names[0]} … {names[-1]}) of version "
+        f"{offer.header.version}, found another, as for {len(wrong)} of {len(offer.layout.bucket_bytes)} buckets: "
+        "it was overwritten while it was sent, or damaged"
+    )

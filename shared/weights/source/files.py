@@ -1,0 +1,38 @@
+"""The last resort of a source: what it serves, written as a snapshot by file for a puller that no group reaches."""
+
+import threading
+from pathlib import Path
+
+import torch
+
+from shared.errors import WeightsError
+from shared.weights.format.flat import FlatSnapshot
+from shared.weights.format.layout import Header
+from shared.weights.format.snapshot import Snapshot, write_snapshot
+
+
+class Files:
+    """Writes what is served as a snapshot by file, once a version, when a puller asks for it."""
+
+    def __init__(self, folder: Path | None, dtype: torch.dtype | None) -> None:
+        self._folder = folder
+        self._dtype = dtype
+        self._lock = threading.Lock()
+        self._written: tuple[Header, Snapshot] | None = None
+
+    def write(self, snapshot: FlatSnapshot, header: Header) -> Snapshot:
+        """Return the snapshot's files, written now or before.
+
+        Raises:
+            WeightsError: no folder is set, the storage refused, or the weights changed meanwhile.
+        """
+        if self._folder is None:
+            raise WeightsError("expected a folder for snapshots at this source, found none: set weights.folder")
+        with self._lock:
+            if self._written is None or self._written[0] != header or not self._written[1].location.exists():
+                tensors = snapshot.tensors().items()
+                written = write_snapshot(self._folder, header.version, header.step, tensors, self._dtype)
+                if snapshot.header is not header:
+                    raise WeightsError(f"expected version {header.version} to stay while it was written: it is torn")
+                self._written = (header, written)
+            return self._written[1]

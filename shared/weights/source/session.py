@@ -1,0 +1,306 @@
+"""One puller's connection at a source, served by one thread: its questions, its group, its pulls.
+
+::
+
+    ask ─▶ look on the shelf ─▶ offer ─▶ open or reuse the group ─▶ meet ─▶ bucket 0 … n ─▶ wait for done
+     ▲                                                                                              │
+     └──────────────────────── the same group, the next version ◀───────────────────────────────────┘
+
+    puller                                                        source
+      (each proves that it knows the secret of the run: ``shared.peers.handshake``)
+      {verb: ask, version, ranks, known_layout, place}  ──▶
+                                                      ◀──  {offer} | {error}
+      (bytes move through the group, or IPC)
+      {verb: done, ok, error}                         ──▶
+      {verb: file, version, ranks, place}             ──▶
+                                                      ◀──  {offer} | {error}
+
+Any failure ends the session: the connection closes, the group is thrown away, and the puller comes back with a new one. While
+bytes move the connection is watched, so that a puller that dies or gives up ends its pull at once.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import socket
+import uuid
+from collections import deque
+from typing import Any, TypeGuard
+
+import torch
+from prometheus_client import Counter
+
+from shared.bus.messages import PolicyVersion
+from shared.errors import PeerError, WeightsError
+from shared.peers import frames
+from shared.weights.format.flat import FlatSnapshot
+from shared.weights.format.layout import Header, Layout
+from shared.weights.source.files import Files
+from shared.weights.source.shelf import Shelf
+from shared.weights.stream_order import Lane, Point
+from shared.weights.transport import alarm, ipc
+from shared.weights.transport.group import Group, Transfer, open_group
+from shared.weights.transport.offer import Offer, Transport
+from shared.weights.transport.place import Place, boot_id, plain_uuid
+from shared.weights.transport.rendezvous import Rendezvous
+from shared.weights.transport.sockets import tune
+from shared.weights.waits import Interrupt, poll
+
+log = logging.getLogger(__name__)
+
+PULLS_SERVED = Counter("penstock_weights_pulls_served_total", "Pulls that ended with verified weights at the puller.")
+PULL_FAILURES = Counter("penstock_weights_pull_failures_total", "Pulls that this process offered and that failed.")
+SENT_BYTES = Counter("penstock_weights_sent_bytes_total", "Bytes of weights that this process sent to pullers.")
+
+_MAX_RANKS = 64
+_NO_LAYOUT = Layout((), ())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Question:
+    version: PolicyVersion
+    ranks: int
+    known_layout: str
+    place: Place
+
+
+class Session:
+    """Serve the puller at the other end of ``connection`` until it leaves or misbehaves."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        shelf: Shelf,
+        rendezvous: Rendezvous,
+        files: Files,
+        address: str,
+        deadline_s: float,
+        idle_s: float,
+    ) -> None:
+        self.connection = connection
+        self._shelf = shelf
+        self._rendezvous = rendezvous
+        self._files = files
+        self._address = address
+        self._deadline_s = deadline_s
+        self._name = uuid.uuid4().hex
+        self._idle_s = idle_s
+        self._asked = False
+        """Whether the peer has asked for something."""
+        self._pulls = 0
+        self._done: frames.Frame | None = None
+        self._group: Group | None = None
+        self._group_kind: tuple[Transport, int] = ("gloo", 0)
+        self._lanes: dict[torch.device, Lane] = {}
+
+    def run(self) -> None:
+        """Answer until the puller leaves; whatever a peer does ends here."""
+        try:
+            tune(self.connection)
+            while self._next():
+                pass
+        except (WeightsError, OSError) as error:
+            log.warning("a session with a puller failed", extra={"session": self._name, "error": str(error)})
+        finally:
+            self.connection.close()
+            self._drop_group()
+
+    def _next(self) -> bool:
+        """Handle one question; return False when the puller left between two, or said nothing for ``idle_s``: it may come back."""
+        if not frames.readable(self.connection, self._idle_s if self._asked else self._deadline_s):
+            if self._asked:
+                return False
+            raise WeightsError("expected a question of the peer, found silence until the deadline")
+        if not self.connection.recv(1, socket.MSG_PEEK):
+            return False
+        frame = self._said()
+        try:
+            question = _question(frame)
+        except WeightsError as error:
+            self._answer({"error": str(error)})
+            raise
+        self._asked = True
+        handle = {"ask": self._ask, "file": self._file}[frame["verb"]]
+        handle(question)
+        return True
+
+    def _said(self) -> frames.Frame:
+        try:
+            return frames.receive(self.connection, self._deadline_s)
+        except PeerError as error:
+            raise WeightsError(str(error)) from error
+
+    def _answer(self, frame: frames.Frame) -> None:
+        try:
+            frames.send(self.connection, frame, self._deadline_s)
+        except PeerError as error:
+            raise WeightsError(str(error)) from error
+
+    # ------------------------------------------------------------------ verbs
+
+    def _ask(self, question: _Question) -> None:
+        self._done = None
+        with contextlib.ExitStack() as until_done:
+            try:
+                snapshot, header = self._shelf.find(question.version, self._watch)
+                withdrawn = until_done.enter_context(self._shelf.pull(snapshot))
+            except WeightsError as error:
+                self._answer({"error": str(error)})
+                return
+            try:
+                self._pull(question, snapshot, header, withdrawn)
+            except WeightsError as error:
+                PULL_FAILURES.inc()
+                if self._group is not None:
+                    alarm.sound(self._group.store, self._pulls)
+                with contextlib.suppress(WeightsError):
+                    self._answer({"error": str(error)})
+                raise
+            PULLS_SERVED.inc()
+
+    def _pull(self, question: _Question, snapshot: FlatSnapshot, header: Header, withdrawn: Interrupt) -> None:
+        def interrupt() -> None:
+            withdrawn()
+            self._watch()
+
+        transport = choose_transport(question.place, question.ranks, snapshot.device)
+        self._pulls += 1
+        offer = Offer(
+            source=self._address,
+            transport=transport,
+            layout=snapshot.layout if question.known_layout != snapshot.layout_digest else _NO_LAYOUT,
+            header=header,
+            deadline_s=self._deadline_s,
+            session=self._name,
+            pull=self._pulls,
+            store=(self.connection.getsockname()[0], self._rendezvous.port),
+            handles=self._handles(snapshot, header, interrupt) if transport == "ipc" else (),
+        )
+        self._answer({"offer": offer.pack()})
+        if transport != "ipc":
+            self._send(offer, question.ranks, snapshot, interrupt)
+        poll(lambda: self._done is not None, self._deadline_s, "the puller to say that it is done", interrupt)
+
+    def _file(self, question: _Question) -> None:
+        self._done = None
+        try:
+            snapshot, header = self._shelf.find(question.version, self._watch)
+            with self._shelf.pull(snapshot):
+                self._all_there(snapshot, header, self._watch)
+                written = self._files.write(snapshot, header)
+        except WeightsError as error:
+            self._answer({"error": str(error)})
+            return
+        offer = Offer(
+            source=str(written.location),
+            transport="file",
+            layout=snapshot.layout,
+            header=header,
+            deadline_s=self._deadline_s,
+            manifest_digest=written.digest,
+        )
+        self._answer({"offer": offer.pack()})
+
+    # ------------------------------------------------------------- what moves
+
+    def _send(self, offer: Offer, ranks: int, snapshot: FlatSnapshot, interrupt: Interrupt) -> None:
+        with self._lane(snapshot.device).entered():
+            group = self._opened(offer, ranks, snapshot.device, interrupt)
+            group.meet(offer.pull, interrupt)
+            under_way: deque[Transfer] = deque()
+            for number, bucket in enumerate(snapshot.buckets):
+                snapshot.wait(number, self._deadline_s, offer.header, interrupt)
+                under_way.append(group.broadcast(bucket))
+                SENT_BYTES.inc(bucket.numel())
+                if len(under_way) >= group.window:
+                    under_way.popleft().land(self._deadline_s, interrupt)
+            while under_way:
+                under_way.popleft().land(self._deadline_s, interrupt)
+
+    def _opened(self, offer: Offer, ranks: int, device: torch.device, interrupt: Interrupt) -> Group:
+        assert offer.transport in ("nccl", "gloo")
+        kind = (offer.transport, ranks)
+        if self._group is None or self._group_kind != kind:
+            self._drop_group()
+            host = offer.store[0]
+            self._group = open_group(
+                offer.transport,
+                lambda: self._rendezvous.connect(host, offer.session),
+                0,
+                1 + ranks,
+                self._deadline_s,
+                device,
+                host,
+                interrupt,
+            )
+            self._group_kind = kind
+        return self._group
+
+    def _lane(self, device: torch.device) -> Lane:
+        if device not in self._lanes:
+            self._lanes[device] = Lane(device)
+        return self._lanes[device]
+
+    def _drop_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+    def _handles(self, snapshot: FlatSnapshot, header: Header, interrupt: Interrupt) -> tuple[tuple[Any, ...], ...]:
+        self._all_there(snapshot, header, interrupt)
+        return ipc.share(snapshot)
+
+    def _all_there(self, snapshot: FlatSnapshot, header: Header, interrupt: Interrupt) -> None:
+        with self._lane(snapshot.device).entered():
+            for number in range(len(snapshot.buckets)):
+                snapshot.wait(number, self._deadline_s, header, interrupt)
+            arrived = Point(snapshot.device)
+            arrived.set()
+            poll(arrived.reached, self._deadline_s, "the last bucket", interrupt)
+
+    def _watch(self) -> None:
+        """Read what the puller says during its pull.
+
+        Raises:
+            WeightsError: it left, gave up, or says what does not belong here.
+        """
+        if self._done is None and frames.readable(self.connection):
+            frame = self._said()
+            if frame.get("verb") != "done":
+                raise WeightsError("expected the puller to say done, found another verb")
+            if frame.get("ok") is not True:
+                raise WeightsError(f"expected the puller to receive, found: {str(frame.get('error'))[:300]}")
+            self._done = frame
+
+
+def choose_transport(place: Place, ranks: int, device: torch.device) -> Transport:
+    """Return how bytes travel from ``device`` to ``place``: NCCL between GPUs, IPC within one, else through the hosts."""
+    if place.device == "cpu" or device.type == "cpu":
+        return "gloo"
+    own = plain_uuid(torch.cuda.get_device_properties(device).uuid)
+    if own not in {plain_uuid(uuid) for uuid in place.gpu_uuids}:
+        return "nccl"
+    return "ipc" if ranks == 1 and place.boot_id == boot_id() else "gloo"  # NCCL refuses two ranks on one GPU
+
+
+def _question(frame: frames.Frame) -> _Question:
+    verb, version, ranks, place = (frame.get(name) for name in ("verb", "version", "ranks", "place"))
+    uuids = place.get("gpu_uuids") if isinstance(place, dict) else None
+    if verb not in ("ask", "file"):
+        raise WeightsError(f"expected the verb ask or file, found {str(verb)[:40]!r}")
+    if not _whole_number(version, 0, 1 << 62) or not _whole_number(ranks, 1, _MAX_RANKS) or not isinstance(place, dict):
+        raise WeightsError("expected a version, 1 to 64 ranks and a place, found other content")
+    return _Question(
+        version=PolicyVersion(version),
+        ranks=ranks,
+        known_layout=str(frame.get("known_layout", "")),
+        place=Place(
+            device="cuda" if place.get("device") == "cuda" else "cpu",
+            gpu_uuids=tuple(str(uuid) for uuid in uuids) if isinstance(uuids, list) else (),
+            boot_id=str(place.get("boot_id", "")),
+        ),
+    )
+
+
+def _whole_number(value: object, least: int, most: int) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most

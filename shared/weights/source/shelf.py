@@ -1,0 +1,94 @@
+"""What a source serves, and how many pulls of it are under way: the one thing that its owner and its sessions share.
+
+The owner's calls take a lock for an instant and never wait, but for ``clear``, which is told how long it may.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from shared.bus.messages import PolicyVersion
+from shared.errors import WeightsError
+from shared.weights.format.flat import FlatSnapshot
+from shared.weights.format.layout import Header
+from shared.weights.waits import Interrupt, poll
+
+
+class Shelf:
+    """What a source serves, if anything, and how many pulls of it are under way."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._changed = threading.Condition()
+        self._snapshot: FlatSnapshot | None = None
+        self._pulls = 0
+        self._cut = 0
+        """Pulls that began before so many withdrawals are over."""
+
+    def put(self, snapshot: FlatSnapshot | None) -> None:
+        """Serve ``snapshot`` from now on."""
+        with self._changed:
+            self._snapshot = snapshot
+
+    def clear(self, wait_s: float) -> None:
+        """Serve nothing, give pulls ``wait_s`` to end, then make what is left fail."""
+        with self._changed:
+            self._snapshot = None
+            self._changed.wait_for(lambda: self._pulls == 0, wait_s)
+            self._cut += 1
+
+    def find(self, version: PolicyVersion, interrupt: Interrupt) -> tuple[FlatSnapshot, Header]:
+        """Return the snapshot that holds or receives ``version``; a newer one than is here may come for a moment.
+
+        Raises:
+            WeightsError: it is gone, or not there yet.
+        """
+        found: list[tuple[FlatSnapshot, Header]] = []
+
+        def decided() -> bool:
+            held = self._held()
+            if held is not None and held[1].version >= version:
+                found.append(held)
+            return bool(found)
+
+        with contextlib.suppress(WeightsError):
+            poll(decided, self._patience_s, f"version {version}", interrupt)
+        if not found:
+            held = self._held()
+            holds = "nothing" if held is None else f"version {held[1].version}"
+            raise WeightsError(f"expected version {version} at this source, found {holds}: it is not there yet")
+        if found[0][1].version != version:
+            raise WeightsError(
+                f"expected version {version} at this source, found version {found[0][1].version}: it is gone"
+            )
+        return found[0]
+
+    def _held(self) -> tuple[FlatSnapshot, Header] | None:
+        with self._changed:
+            snapshot = self._snapshot
+        header = snapshot.header if snapshot is not None else None
+        return (snapshot, header) if snapshot is not None and header is not None else None
+
+    @contextlib.contextmanager
+    def pull(self, snapshot: FlatSnapshot) -> Iterator[Interrupt]:
+        """Count the block as a pull under way; what it gets raises when the snapshot was withdrawn too long ago.
+
+        Raises:
+            WeightsError: the snapshot left the shelf since it was found.
+        """
+        with self._changed:
+            if self._snapshot is not snapshot:
+                raise WeightsError("expected the weights that were found, found that they just left this source")
+            self._pulls += 1
+            began = self._cut
+
+        def interrupt() -> None:
+            if self._cut != began:
+                raise WeightsError("expected the snapshot to stay until the end of the pull, found it withdrawn")
+
+        try:
+            yield interrupt
+        finally:
+            with self._changed:
+                self._pulls -= 1
+                self._changed.notify_all()

@@ -1,0 +1,166 @@
+"""Serves the newest snapshot of one process to pullers: a TCP server, and a thread with its own process group for each.
+
+::
+
+    owner (the trainer's loop, a replica's worker)      threads of the source
+      offer(snapshot) ──▶ Shelf ◀── look ── Session 1 ═══ group ═══ replica
+      withdraw(wait_s)             ◀── look ── Session 2 ═══ group ═══ replica
+                                              TCPStore: where groups meet
+
+The owner never waits for a puller: ``offer`` puts a reference on the shelf. Whoever overwrites a snapshot that is still
+being pulled makes that pull fail, by its checksums at the latest. A snapshot may be offered while it still arrives; its buckets
+are sent on as they are marked.
+"""
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from shared.errors import PeerError
+from shared.peers.addresses import listen
+from shared.peers.handshake import Newcomers, Secret, admit
+from shared.weights.format.flat import FlatSnapshot
+from shared.weights.source.files import Files
+from shared.weights.source.session import Session
+from shared.weights.source.shelf import Shelf
+from shared.weights.transport.rendezvous import Rendezvous
+from shared.weights.transport.sockets import reachable
+
+log = logging.getLogger(__name__)
+
+MAX_SESSIONS = 256
+"""Pullers at a time; more are refused."""
+MAX_STRANGERS = 64
+"""Connections that have not proved yet that they know the secret; one more drops the oldest."""
+IDLE_S = 1800.0
+"""A puller that has asked for nothing for so long is dropped; it connects again when it wants to."""
+_PATIENCE_S = 2.0
+"""How long a puller that is told of a version before this process has it may wait for it here."""
+
+
+class Source:
+    """Serves those who know ``secret`` on ``host``:``port`` (0: any free one) until closed; no wait of it takes longer than ``deadline_s``,
+    but for the next question of a puller, ``idle_s``.
+
+    ``file_folder`` and ``file_dtype`` (None: as they are) are for pullers that ask for a file.
+
+    Raises:
+        SettingsError: the port is taken.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        secret: Secret,
+        *,
+        deadline_s: float,
+        idle_s: float = IDLE_S,
+        file_folder: Path | None = None,
+        file_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._deadline_s, self._idle_s = deadline_s, idle_s
+        self._secret = secret
+        self._shelf = Shelf(min(_PATIENCE_S, deadline_s / 2))
+        self._files = Files(file_folder, file_dtype)
+        self._listener = listen(host, port, "weights.source_port")
+        self._rendezvous = Rendezvous(host, deadline_s)
+        self._strangers = Newcomers(MAX_STRANGERS)
+        self._connections: set[socket.socket] = set()
+        self._pullers: set[socket.socket] = set()
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+        self.address = f"{reachable(host)}:{self._listener.getsockname()[1]}"
+        self._spawn(self._accept, "source")
+
+    def offer(self, snapshot: FlatSnapshot) -> None:
+        """Serve ``snapshot`` from now on, whatever it holds or will hold; returns at once.
+
+        Pulls of another snapshot go on, and fail by themselves when that is overwritten.
+        """
+        self._shelf.put(snapshot)
+
+    def withdraw(self, wait_s: float) -> None:
+        """Serve nothing more; return when no pull is under way, or after ``wait_s``: what is left then fails."""
+        self._shelf.clear(wait_s)
+
+    def close(self) -> None:
+        """Stop serving; pulls in progress fail. Returns within about the deadline."""
+        self._closed = True
+        self._shelf.clear(0.0)
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for connection in list(self._connections):
+            _hang_up(connection)
+        ends_at_s = time.monotonic() + self._deadline_s
+        for thread in self._threads:
+            thread.join(max(0.0, ends_at_s - time.monotonic()))
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection, _ = self._listener.accept()
+                self._serve(connection)
+            except (OSError, RuntimeError):  # out of file descriptors or threads, say
+                if not self._closed:
+                    log.warning("accepting a puller failed", exc_info=True)
+                    time.sleep(0.1)
+
+    def _serve(self, connection: socket.socket) -> None:
+        """Serve a connection in a thread of its own.
+
+        Raises:
+            RuntimeError: no thread can be started.
+        """
+
+        def run() -> None:
+            try:
+                self._answer(connection)
+            except PeerError as error:
+                log.debug("a connection was refused that is no puller's", extra={"reason": str(error)})
+            except Exception:
+                log.exception("a session with a puller broke")
+            finally:
+                self._forget(connection)
+
+        self._connections.add(connection)
+        self._strangers.enter(connection, lambda: _hang_up(connection))
+        try:
+            self._spawn(run, "source session")
+        except RuntimeError:
+            self._forget(connection)
+            raise
+
+    def _answer(self, connection: socket.socket) -> None:
+        """Raises PeerError for a peer that does not know the secret."""
+        admit(connection, self._secret(), self._deadline_s)
+        self._strangers.leave(connection)
+        if len(self._pullers) >= MAX_SESSIONS:
+            raise PeerError(f"{MAX_SESSIONS} pullers are connected already")
+        self._pullers.add(connection)
+        Session(
+            connection, self._shelf, self._rendezvous, self._files, self.address, self._deadline_s, self._idle_s
+        ).run()
+
+    def _forget(self, connection: socket.socket) -> None:
+        connection.close()
+        self._strangers.leave(connection)
+        self._pullers.discard(connection)
+        self._connections.discard(connection)
+
+    def _spawn(self, run: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        thread.start()
+        self._threads = [known for known in self._threads if known.is_alive()] + [thread]
+
+
+def _hang_up(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

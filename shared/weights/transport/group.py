@@ -1,0 +1,297 @@
+"""A source and the ranks of one replica, as a process group: the only place that makes one for weights.
+
+Rank 0 is the source, 1…TP are the replica's. A group belongs to a session and is used for pull after pull; after any failure it
+is thrown away, since neither NCCL nor gloo can be trusted with the next message then. It never touches torch's default
+group. Steps of a pull, the same on both ends::
+
+    meet(pull)       through the store: bytes move only when every rank is there, so that no GPU spins for one that is not
+    broadcast(b) …   enqueued, at most ``window`` of them ahead of the oldest
+    transfer.land()  by polling, with a deadline: then the bytes are there in the order of the current stream
+
+Facts of torch that this stands on (2.11 to 2.13): a rendezvous and a store's question to a stopped process may block for ever,
+so both run in ``bounded`` threads; ``ProcessGroupGloo.abort`` leaves a pending receive pending, so gloo receives into memory of
+the group's own and a late message cannot reach a snapshot; an operation of ``ProcessGroupNCCL`` first waits for the caller's
+stream, and its watchdog ends the process on errors unless the environment at construction says otherwise.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from shared.errors import WeightsError
+from shared.weights.stream_order import Lane, Point
+from shared.weights.waits import Interrupt, bounded, first_line, poll, uninterrupted
+
+_NCCL_WINDOW = 64
+"""Broadcasts in flight: with 256 MiB over NVLink about 45 ms, more than a thread may wait for the GIL."""
+_GLOO_WINDOW = 2
+_MAX_CTAS = 32
+"""Of the GPU's multiprocessors (132 on an H200), what a broadcast may take from decoding and training."""
+_WARM_UP_BYTES = 1 << 20
+_ERROR_GRACE_S = 0.25
+_QUIET = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # its monitor would ask the store, which may be a stopped process's
+    "TORCH_NCCL_BLOCKING_WAIT": None,
+    "NCCL_ASYNC_ERROR_HANDLING": None,
+    "NCCL_BLOCKING_WAIT": None,
+}
+_environment = threading.Lock()
+
+
+class Transfer:
+    """One broadcast that was enqueued."""
+
+    def land(self, deadline_s: float, interrupt: Interrupt = uninterrupted) -> None:
+        """Return when its bytes are there in the order of the current stream.
+
+        Raises:
+            WeightsError: not within ``deadline_s``, interrupted, or the peer is gone.
+        """
+        raise NotImplementedError
+
+
+class Group:
+    """A process group of one session. One thread uses it at a time; any may abort it."""
+
+    window: int
+
+    def __init__(self, store: Store, rank: int, ranks: int, deadline_s: float) -> None:
+        self.rank = rank
+        self.store = store
+        self._ranks = ranks
+        self._deadline_s = deadline_s
+        self._backend: Any = None
+
+    def meet(self, pull: int, interrupt: Interrupt = uninterrupted) -> None:
+        """Return when every rank of the group has come to this pull.
+
+        Raises:
+            WeightsError: one did not within the deadline, or interrupted.
+        """
+        left = threading.Event()
+
+        def leave() -> None:
+            if left.is_set():
+                raise WeightsError("nobody waits any more")
+
+        try:
+            bounded(lambda: self._meet(pull, leave), self._deadline_s, "the peers of a pull", interrupt)
+        finally:
+            left.set()
+
+    def _meet(self, pull: int, interrupt: Interrupt) -> None:
+        here = [f"pull/{pull}/{rank}" for rank in range(self._ranks)]
+        wanted = here[1:] if self.rank == 0 else here[:1]
+        if self.rank:
+            self.store.set(here[self.rank], "here")
+        poll(lambda: self.store.check(wanted), self._deadline_s, "every rank of the replica and its source", interrupt)
+        if self.rank == 0:
+            self.store.set(here[0], "go")
+            for rank in range(self._ranks):
+                self.store.delete_key(f"pull/{pull - 1}/{rank}")
+
+    def broadcast(self, bucket: torch.Tensor) -> Transfer:
+        """Enqueue ``bucket`` (uint8) from rank 0 to all; raises WeightsError when the group is broken."""
+        raise NotImplementedError
+
+    def _enqueue(self, tensor: torch.Tensor) -> Any:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        try:
+            return self._backend.broadcast([tensor], options)
+        except RuntimeError as error:
+            raise WeightsError(f"expected to move a bucket, found: {first_line(error)}") from error
+
+    def abort(self) -> bool:
+        """End whatever is under way and free the group, without waiting longer than twice the deadline; never raises.
+
+        Return whether nothing writes into a bucket any more.
+        """
+        raise NotImplementedError
+
+
+def open_group(
+    transport: Literal["nccl", "gloo"],
+    store: Callable[[], Store],
+    rank: int,
+    ranks: int,
+    deadline_s: float,
+    device: torch.device,
+    host: str,
+    interrupt: Interrupt = uninterrupted,
+) -> Group:
+    """Return the group of ``ranks`` processes; all of them must open it within ``deadline_s``.
+
+    ``store`` connects to the rendezvous (it may block); ``host`` is this process's own address, for gloo.
+
+    Raises:
+        WeightsError: a rank did not come, the store is gone, or the library refused.
+    """
+
+    def opened() -> Group:
+        if transport == "nccl":
+            return _NcclGroup(store(), rank, ranks, deadline_s, device)
+        return _GlooGroup(store(), rank, ranks, deadline_s, host)
+
+    what = f"a {transport} group of {ranks} ranks"
+    return bounded(opened, deadline_s, what, interrupt, discard=_discard)
+
+
+def _discard(late: Group) -> None:
+    late.abort()
+
+
+# ----------------------------------------------------------------------- gloo
+
+
+class _GlooGroup(Group):
+    window = _GLOO_WINDOW
+
+    def __init__(self, store: Store, rank: int, ranks: int, deadline_s: float, host: str) -> None:
+        super().__init__(store, rank, ranks, deadline_s)
+        backend: Any = dist.ProcessGroupGloo
+        options = backend._Options()
+        options._timeout = timedelta(seconds=deadline_s)
+        options._devices = [backend.create_device(hostname=host)]
+        options._threads = _GLOO_WINDOW
+        self._backend = backend(store, rank, ranks, options)
+
+    def broadcast(self, bucket: torch.Tensor) -> Transfer:
+        if self.rank == 0:
+            return _GlooTransfer(self._enqueue(bucket.cpu()), None, None)
+        arriving = torch.empty(bucket.shape, dtype=torch.uint8)
+        return _GlooTransfer(self._enqueue(arriving), arriving, bucket)
+
+    def abort(self) -> bool:
+        last = [self._backend]  # dropping it waits for what is pending: that must be no thread that does other work
+        self._backend = None
+        threading.Thread(target=lambda: _end(last.pop(), threading.Event()), name="end gloo", daemon=True).start()
+        return True
+
+
+class _GlooTransfer(Transfer):
+    def __init__(self, work: Any, arriving: torch.Tensor | None, bucket: torch.Tensor | None) -> None:
+        self._work = work
+        self._arriving = arriving
+        self._bucket = bucket
+
+    def land(self, deadline_s: float, interrupt: Interrupt = uninterrupted) -> None:
+        poll(self._work.is_completed, deadline_s, "a bucket", interrupt)
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise WeightsError(f"expected a bucket, found: {first_line(error)}") from error
+        if self._bucket is not None and self._arriving is not None:
+            self._bucket.copy_(self._arriving)
+
+
+# ----------------------------------------------------------------------- nccl
+
+
+class _NcclGroup(Group):
+    window = _NCCL_WINDOW
+
+    def __init__(self, store: Store, rank: int, ranks: int, deadline_s: float, device: torch.device) -> None:
+        super().__init__(store, rank, ranks, deadline_s)
+        self._device = device
+        with torch.cuda.device(device):
+            self._fence = Lane(device)
+            self._newest = Point(device)
+            self._backend = _make_nccl(store, rank, ranks, deadline_s)
+            try:
+                self._warm_up(deadline_s)
+            except WeightsError:
+                self.abort()
+                raise
+
+    def _warm_up(self, deadline_s: float) -> None:
+        """Build the communicator and its connections, which happens in the first broadcast and may block."""
+        with Lane(self._device).entered():
+            self.broadcast(torch.zeros(_WARM_UP_BYTES, dtype=torch.uint8, device=self._device)).land(deadline_s)
+
+    def broadcast(self, bucket: torch.Tensor) -> Transfer:
+        work = self._enqueue(bucket)
+        with self._fence.entered():
+            work.wait()  # lets the fence wait, not this thread
+            arrived = Point(self._device)
+            arrived.set()
+        self._newest = arrived
+        return _NcclTransfer(work, arrived)
+
+    def abort(self) -> bool:
+        aborted = threading.Event()
+        last = [self._backend]  # dropping it joins its threads, and one may wait for the store: not here
+        self._backend = None
+        threading.Thread(target=lambda: _end(last.pop(), aborted), name="end an NCCL group", daemon=True).start()
+        try:
+            poll(aborted.is_set, self._deadline_s, "the end of an NCCL group")
+            poll(self._newest.reached, self._deadline_s, "the end of NCCL's kernels")
+        except WeightsError:  # a thread that hangs in NCCL is left behind
+            return False
+        return True
+
+
+class _NcclTransfer(Transfer):
+    def __init__(self, work: Any, arrived: Point) -> None:
+        self._work = work
+        self._arrived = arrived
+        self._completed_at_s = 0.0
+
+    def land(self, deadline_s: float, interrupt: Interrupt = uninterrupted) -> None:
+        poll(self._landed, deadline_s, "a bucket", interrupt)
+        self._arrived.follow()
+
+    def _landed(self) -> bool:
+        if self._arrived.reached():
+            return True
+        if self._work.is_completed():  # NCCL saw an error: the event will not come, unless both came just now
+            self._completed_at_s = self._completed_at_s or time.monotonic()
+            if time.monotonic() - self._completed_at_s > _ERROR_GRACE_S:
+                raise WeightsError("expected a bucket, found that NCCL lost the peer")
+        return False
+
+
+def _make_nccl(store: Store, rank: int, ranks: int, deadline_s: float) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=2 * deadline_s)  # ours comes first
+    options.config.max_ctas = _MAX_CTAS
+    with _quiet_watchdog():
+        return dist.ProcessGroupNCCL(store, rank, ranks, options)
+
+
+@contextlib.contextmanager
+def _quiet_watchdog() -> Iterator[None]:
+    """Let groups made in the block leave this process alone when they fail; others keep their own settings."""
+    with _environment:
+        before = {name: os.environ.get(name) for name in _QUIET}
+        _set_environment(_QUIET)
+        try:
+            yield
+        finally:
+            _set_environment(before)
+
+
+def _set_environment(values: dict[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _end(backend: Any, aborted: threading.Event) -> None:
+    if backend is not None:
+        with contextlib.suppress(RuntimeError):
+            backend.abort()
+    aborted.set()

@@ -1,0 +1,52 @@
+"""Weights between two processes on one GPU: CUDA IPC handles of whole buckets, without pickle."""
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+
+from shared.errors import WeightsError
+from shared.weights.format.flat import FlatSnapshot
+from shared.weights.waits import first_line
+
+Handle = tuple[Any, ...]
+_shared: "weakref.WeakKeyDictionary[FlatSnapshot, tuple[Handle, ...]]" = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def share(snapshot: FlatSnapshot) -> tuple[Handle, ...]:
+    """Return a handle for each bucket, made once for each snapshot: torch keeps account of every one that it makes.
+
+    Raises:
+        WeightsError: this allocator's memory cannot be shared.
+    """
+    with _lock:
+        if snapshot not in _shared:
+            storages: list[Any] = [bucket.untyped_storage() for bucket in snapshot.buckets]
+            try:
+                with torch.cuda.device(snapshot.device):
+                    _shared[snapshot] = tuple(tuple(storage._share_cuda_()) for storage in storages)
+            except RuntimeError as error:
+                raise WeightsError(f"expected memory that CUDA IPC can share, found: {first_line(error)}") from error
+        return _shared[snapshot]
+
+
+def map_buckets(handles: tuple[Handle, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Return the buckets (uint8) behind ``handles`` as this process sees them on ``device``, the same GPU.
+
+    Raises:
+        WeightsError: their process is gone, or they are of another GPU.
+    """
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    try:
+        with torch.cuda.device(index):
+            return tuple(_map(handle, index) for handle in handles)
+    except (RuntimeError, TypeError) as error:
+        raise WeightsError(f"expected to map the source's memory, found: {first_line(error)}") from error
+
+
+def _map(handle: Handle, index: int) -> torch.Tensor:
+    # the first number is the source's name of the GPU, which may have another one here
+    storage = torch.UntypedStorage._new_shared_cuda(index, *handle[1:])
+    return torch.empty(0, dtype=torch.uint8, device=f"cuda:{index}").set_(storage)

@@ -1,0 +1,434 @@
+"""Laws of the command line: thin clients of a coordinator, and a sentence for everything that is wrong."""
+
+import http.server
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from services.cli import settings_help
+from services.cli.__main__ import main
+from services.client.views import RunView
+from services.up.display import view
+from services.up.prepare import prepare
+
+ROOT = Path(__file__).parents[2]
+
+RUN = {
+    "run_id": "arithmetic-20261121-101500-3f9c",
+    "state": "running",
+    "reason": "",
+    "activity": "evaluating version 100",
+    "step": 100,
+    "steps": 250,
+    "head": 100,
+    "newest_version": 100,
+    "groups_in_flight": 61,
+    "slots": 64,
+    "streams": {
+        name: {"entries": entries, "pending": 0, "oldest_age_s": 0.1}
+        for name, entries in (("prompts", 9), ("rollouts", 2), ("experience", 50), ("journal", 320))
+    },
+    "last": {"reward_mean": 0.71234, "lag_mean": 0.75, "lag_max": 1.0, "samples_per_s": 1012.7},
+    "history": {"step": [98, 99, 100], "reward_mean": [0.6, None, 0.71], "tokens_per_s": [3000.0, 3100.0, 3200.0]},
+    "evaluations": [
+        {"step": 0, "version": 0, "accuracy": 0.364, "problems": 500, "initial": True, "final": False},
+        {"step": 100, "version": 100, "accuracy": 0.745, "problems": 200, "initial": False, "final": False},
+    ],
+    "tokens_per_s": 3200.0,
+    "training_s": 65.0,
+    "eta_s": 95.0,
+    "a_field_of_tomorrow": {"x": 1},
+}
+SERVICES = {
+    "services": [
+        {
+            "service": "rollout",
+            "replica": "rollout-0",
+            "state": "working",
+            "version": 100,
+            "pid": 4711,
+            "starts": 3,
+            "memory_bytes": 2**28,
+        }
+    ]
+}
+
+
+EVENTS = {
+    "items": [
+        {"id": "2-0", "at_s": 2.0, "source": "trainer", "name": "checkpoint damaged", "detail": "of step 8"},
+        {"id": "1-0", "at_s": 1.0, "source": "trainer", "name": "service restarted", "detail": "trainer-0"},
+    ],
+    "next": None,
+}
+
+
+class Coordinator:
+    """A small real HTTP server that answers as the coordinator does."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.read: list[str] = []
+        self.answers: dict[str, object] = {"/v1/run": RUN, "/v1/events": EVENTS}
+        self.bodies: list[object] = []
+        outer = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                outer.read.append(self.path)
+                items = {"items": SERVICES["services"], "next": None}
+                self.answer(200, outer.answers.get(self.path.partition("?")[0], items))
+
+            def do_POST(self) -> None:
+                outer.asked.append(self.path)
+                outer.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"null"))
+                if self.path.endswith("/stop"):
+                    self.answer(409, {"title": "Conflict", "status": 409, "detail": "the run is finished already"})
+                elif self.path.endswith("/export"):
+                    result = {"version": int(self.path.split("/")[3]), "step": 80, "folder": "there", "adapter": False}
+                    state = "succeeded" if result["version"] == 80 else "failed"
+                    self.answer(202, {"kind": "export", "state": state, "detail": "no file has it", "result": result})
+                else:
+                    self.answer(200, {"state": "paused", "changed": True, "reason": ""})
+
+            def answer(self, status: int, body: object) -> None:
+                data = json.dumps(body).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.02,))
+        self.thread.start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
+
+
+@pytest.fixture
+def coordinator() -> Iterator[Coordinator]:
+    found = Coordinator()
+    yield found
+    found.close()
+
+
+def penstock(*words: str, folder: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "services.cli", *words],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100", **environment},
+    )
+
+
+# ---------------------------------------------------------------- clients
+
+
+def test_status_shows_the_run_and_its_replicas(coordinator: Coordinator, tmp_path: Path) -> None:
+    (tmp_path / "coordinator.json").write_text(json.dumps({"url": coordinator.url}))
+    shown = penstock("status", "--run", str(tmp_path))
+    assert shown.returncode == 0
+    for piece in (
+        "running",
+        "evaluating version 100",
+        "100/250",
+        "eta 1m35s",
+        "0.712",
+        "0.745",
+        "61 of 64",
+        "rollout-0",
+        "4711",
+    ):
+        assert piece in shown.stdout
+    (replica,) = [line for line in shown.stdout.splitlines() if "rollout-0" in line]
+    assert replica.split()[-3:-1] == ["3", "4711"], "its starts and its pid"
+    assert max(len(line) for line in shown.stdout.splitlines()) <= 100
+
+
+def test_status_is_json_for_scripts(coordinator: Coordinator) -> None:
+    shown = penstock("status", "--url", coordinator.url, "--json")
+    assert json.loads(shown.stdout)["step"] == 100
+    assert json.loads(shown.stdout)["services"][0]["replica"] == "rollout-0"
+
+
+def test_a_command_asks_the_coordinator_and_tells_the_state(coordinator: Coordinator) -> None:
+    shown = penstock("pause", "--url", coordinator.url)
+    assert coordinator.asked == ["/v1/run/pause"]
+    assert coordinator.bodies == [{"reason": "", "mode": "admission"}]
+    assert shown.stdout == "arithmetic-20261121-101500-3f9c: running, step 100 of 250\n"
+
+
+def test_a_refusal_is_told_in_its_own_words(coordinator: Coordinator) -> None:
+    shown = penstock("stop", "--url", coordinator.url)
+    assert (shown.returncode, shown.stderr) == (1, "penstock stop: the run is finished already\n")
+
+
+def test_nobody_there_is_one_sentence(tmp_path: Path) -> None:
+    missing = penstock("status", "--run", str(tmp_path / "none"))
+    dead = penstock("pause", "--url", "http://127.0.0.1:1")
+    for shown, piece in ((missing, "found no coordinator.json there"), (dead, "found none that answers")):
+        assert shown.returncode == 1
+        assert piece in shown.stderr
+        assert len(shown.stderr.splitlines()) == 1
+
+
+# ---------------------------------------------------------------- help
+
+
+def test_every_setting_is_explained() -> None:
+    entries = settings_help.entries()
+    assert [entry.key for entry in entries if not entry.text] == []
+    found = {entry.key: (entry.kind, entry.default) for entry in entries}
+    assert found["trainer.learning_rate"] == ("number", "1e-06")
+    assert found["sampling.group_size"] == ("integer", "16")
+    assert found["algorithm.on_stale"] == ("'drop' | 'requeue'", '"drop"')
+    assert found["reward.scorers[answer].needs_stop"] == ("true | false", "false")
+    assert found["evaluation.path"] == ("path", "none")
+
+
+def test_help_names_the_commands_and_shows_examples() -> None:
+    top, up = penstock("--help").stdout, penstock("up", "--help").stdout
+    for command in (
+        *("up", "status", "pause", "resume", "stop", "start", "report", "settings"),
+        *("policies", "services", "dead", "events", "tail"),
+    ):
+        assert f"│ {command} " in top
+    assert "penstock up config/arithmetic.toml --run.steps 50" in up
+    assert "penstock up --resume runs/latest" in up
+
+
+@pytest.mark.parametrize("width", [40, 60, 100, 200])
+def test_the_view_fits_its_terminal(width: int) -> None:
+    console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None, legacy_windows=False)
+    rows = [view.Row(f"rollout-{index}", "working", 100, 2**30, 1, 4711, "no source " * 20) for index in range(3)]
+    console.print(
+        view.screen("penstock · a-run", RunView.model_validate(RUN), rows, ["12:00:00  rollout-0 stopped " * 5])
+    )
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    lines = file.getvalue().splitlines()
+    assert {len(line) for line in lines} == {width}
+    assert sum("rollout-" in line for line in lines) >= 3, "names are not cut for a long note"
+    assert all(line.endswith(("│", "╮", "╯")) for line in lines)
+
+
+def test_a_run_is_one_line_in_a_log() -> None:
+    assert view.line(RunView.model_validate(RUN)) == (
+        "running  step 100/250  head 100  reward 0.712  held-out 0.745  in flight 61/64  lag 0.75  3,200 tokens/s  eta 1m35s"
+    )
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A settings file with which nothing is wrong."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "a-file").write_text("")
+    (tmp_path / "run.toml").write_text('policy.model = "model"\ndata.path = "train.jsonl"\n')
+    return tmp_path
+
+
+BAD = {
+    "unknown key": (["--trainer.learnin_rate", "1"], "did you mean 'learning_rate'?"),
+    "wrong type": (["--run.steps", "many"], "run.steps: expected a valid integer"),
+    "group of one": (["--sampling.group_size", "1"], "change sampling.group_size"),
+    "impossible max_lag": (["--algorithm.max_lag", "-1"], "change algorithm.max_lag"),
+    "too large max_lag": (["--algorithm.max_lag", "99999999"], "lower algorithm.max_lag"),
+    "no model": (["--policy.model", "no/such/model"], "at 'no/such/model', found none: change policy.model"),
+    "no hub model offline": (
+        ["--policy.model", "some/model"],
+        "found no folder 'some/model' and no hub (HF_HUB_OFFLINE is set): change policy.model",
+    ),
+    "a folder without a model": (["--policy.model", "."], "expected config.json in the folder"),
+    "no dataset": (["--data.path", "none.jsonl"], "none.jsonl: change data.path"),
+    "empty dataset": (["--data.path", "empty.jsonl"], "empty: change data.path"),
+    "no evaluation": (["--evaluation.path", "none.jsonl"], "change evaluation.path"),
+    "unreachable bus": (["--bus.url", "redis://:secret@127.0.0.1:1"], "change bus.url, or set it to 'embedded'"),
+    "no bus at all": (["--bus.url", "http://x"], "change bus.url"),
+    "a file as run folder": (["--run.folder", "a-file"], "change run.folder"),
+    "a bad run id": (["--run.id", "a/b"], "change run.id"),
+    "a flag without value": (["--run.steps"], "expected a value after --run.steps"),
+    "no such option": (["--steps", "5"], "expected a setting such as --trainer.ranks 2, found '--steps'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_wrong_input_is_a_sentence_with_the_setting_to_change(
+    run: Path, case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags, piece = BAD[case]
+    monkeypatch.chdir(run)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HOME", str(run / "hub"))
+    assert main(["up", "run.toml", *flags]) == 2
+    said = capsys.readouterr().err
+    assert piece in said
+    assert said.startswith("penstock up: ")
+    assert "secret" not in said
+    assert not (run / "runs").exists()
+
+
+def test_wrong_input_ends_the_process_with_code_2_and_no_traceback(run: Path) -> None:
+    shown = penstock("up", "run.toml", "--bus.url", "redis://127.0.0.1:1", folder=run)
+    assert (shown.returncode, shown.stdout) == (2, "")
+    assert len(shown.stderr.splitlines()) == 1
+    assert "Traceback" not in shown.stderr
+
+
+@pytest.mark.parametrize("setting", ["coordinator.port", "rollout.metrics_port"])
+def test_a_taken_port_is_a_sentence(
+    run: Path, setting: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(run)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["up", "run.toml", f"--{setting}={taken.getsockname()[1]}"]) == 2
+    assert f"change {setting}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "piece"),
+    [
+        ([], "found neither"),
+        (["run.toml", "other.toml"], "expected one settings file"),
+        (["run.toml", "--resume", "x"], "found both"),
+        (["none.toml"], "expected a settings file at none.toml, found none"),
+        (["--resume", "model"], "found no settings.toml"),
+    ],
+)
+def test_no_or_two_settings_files_are_a_sentence(
+    run: Path, words: list[str], piece: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(run)
+    assert main(["up", *words]) == 2
+    assert piece in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "sentence"),
+    [
+        (["--run.steps", "many"], {}, "flag --run.steps: run.steps: expected a valid integer"),
+        (
+            [],
+            {"PENSTOCK__RUN__STEPS": "many"},
+            "environment variable PENSTOCK__RUN__STEPS: run.steps: expected a valid",
+        ),
+        (["--run.stepz=3"], {}, "flag --run.stepz: run.stepz: expected a known setting"),
+        ([], {}, "bad.toml: run.seed: expected greater than or equal to 0, found -1: change run.seed"),
+        (
+            ["--run.seed=0", "--trainer.offload", "all"],
+            {"PENSTOCK__TRAINER__ZERO_STAGE": "2"},
+            "found 2: change one of them (trainer.zero_stage is set by environment variable PENSTOCK__TRAINER__ZERO_STAGE, "
+            "trainer.offload is set by flag --trainer.offload)",
+        ),
+    ],
+)
+def test_a_wrong_value_is_told_with_where_it_comes_from(
+    run: Path,
+    words: list[str],
+    environment: dict[str, str],
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(run)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    (run / "bad.toml").write_text("run.seed = -1\n" + (run / "run.toml").read_text())
+    assert main(["up", "bad.toml", *words]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "sentence"),
+    [
+        (
+            "--trainer.ranks=2",
+            "expected trainer.ranks = 1, with which the run was started, found 2 (flag --trainer.ranks)",
+        ),
+        ("--policy.lora.rank=8", "expected policy.lora = {}, with which the run was started, found {'rank': 8}"),
+        (
+            "--policy.dtype=float32",
+            "expected policy.dtype = 'bfloat16', with which the run was started, found 'float32'",
+        ),
+        ("--run.id=other", "expected run.id = 'mine', with which the run was started, found 'other'"),
+        ("--run.steps=none", "flag --run.steps: run.steps: expected a valid integer"),
+    ],
+)
+def test_a_resume_that_would_be_another_run_is_refused_in_a_sentence_and_changes_nothing(
+    run: Path, flag: str, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(run)
+    prepare(Path("run.toml"), None, ["--run.id", "mine"]).lock.close()
+    before = sorted((path.name, path.read_bytes()) for path in (run / "runs" / "mine").iterdir() if path.is_file())
+    assert main(["up", "--resume", "runs/mine", flag]) == 2
+    assert sentence in capsys.readouterr().err
+    found = sorted((path.name, path.read_bytes()) for path in (run / "runs" / "mine").iterdir() if path.is_file())
+    assert found == before
+
+
+@pytest.mark.parametrize(
+    ("command", "path"), [("policies", "/v1/policies"), ("services", "/v1/services"), ("dead", "/v1/dead-letters")]
+)
+def test_a_list_is_a_command_of_its_own_and_what_its_group_does_alone(
+    coordinator: Coordinator, command: str, path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = []
+    for words in ([command, "list"], [command]):
+        assert main([*words, "--url", coordinator.url, "--json"]) == 0
+        shown.append(capsys.readouterr().out)
+    assert json.loads(shown[0]) == SERVICES["services"]
+    assert shown[0] == shown[1]
+    assert [asked.partition("?")[0] for asked in coordinator.read] == [path, path]
+
+
+def test_status_shows_the_newest_events_oldest_first(
+    coordinator: Coordinator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", "--url", coordinator.url]) == 0
+    shown = capsys.readouterr().out
+    assert 0 < shown.index("service restarted: trainer-0") < shown.index("checkpoint damaged: of step 8")
+
+
+def test_latest_of_a_run_that_goes_on_is_its_head_or_where_no_file_has_that_the_newest_with_a_checkpoint(
+    coordinator: Coordinator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [(60, "/c/60", "retired"), (80, "/c/80", "retired"), (90, "/c/90", "revoked"), (100, None, "live")]
+    items = [{"version": version, "checkpoint": folder, "state": state} for version, folder, state in rows]
+    coordinator.answers["/v1/policies"] = {"items": items, "next": None}
+    assert main(["export", "--url", coordinator.url, "--version", "latest"]) == 0
+    assert coordinator.asked == ["/v1/policies/100/export", "/v1/policies/80/export"]
+    assert capsys.readouterr().out == "version 80 (step 80): there\n"
+    assert main(["export", "--url", coordinator.url, "--version", "newest"]) == 2
+    assert "expected a version's number or latest, found 'newest': change --version" in capsys.readouterr().err
+
+
+def test_a_run_folder_that_cannot_be_written_is_a_sentence(run: Path) -> None:
+    if os.getuid() == 0:
+        pytest.skip("root may write anywhere")
+    (run / "runs").mkdir(mode=0o500)
+    shown = penstock("up", "run.toml", folder=run)
+    assert shown.returncode == 2
+    assert "change run.folder" in shown.stderr

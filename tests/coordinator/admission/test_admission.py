@@ -1,0 +1,248 @@
+"""Laws of admission and promotion, on a real server."""
+
+import asyncio
+from collections.abc import Callable
+
+from services.coordinator.admission.admission import Admission, Terms
+from services.coordinator.admission.bus_full import Shortage
+from services.coordinator.admission.dataset import Dataset, Order, Problem
+from services.coordinator.policies.promotion import CONSUMER, Promotion
+from shared.bus import streams
+from shared.bus.bus import Bus
+from shared.bus.messages import PolicyRecord, PolicyUpdate, PolicyVersion, Prompt, Sampling
+from shared.bus.stores.ledger import Ledger, PolicyState, RunState
+from tests.conftest import until
+from tests.support.coordinator_players import Trainer, record
+
+DATASET = Dataset(tuple(Problem(f"train.jsonl:{i + 1}", f"q{i}", None, str(i), {}) for i in range(5)), 0)
+
+
+def admission(bus: Bus, slots: int = 4, steps: int = 100, gate: Callable[[], bool] = lambda: True) -> Admission:
+    order, ledger = Order(len(DATASET), seed=0, shuffle=True), Ledger(bus)
+    terms = Terms(Sampling(2, 4, 1.0), slots, 2, steps)
+    return Admission(bus, ledger, DATASET, order, lambda: terms, gate, Shortage(bus, ledger), 0.001)
+
+
+async def start(bus: Bus) -> Ledger:
+    """A running run whose version 0 is live."""
+    ledger = Ledger(bus)
+    await ledger.create()
+    await Trainer(bus).start()
+    (published,) = await bus.read(streams.PUBLISHED, PolicyRecord, CONSUMER, 1, 0.1)
+    assert await ledger.promote(published)
+    await ledger.transition(RunState.RUNNING, "", [RunState.CREATED])
+    return ledger
+
+
+async def prompts(bus: Bus) -> list[Prompt]:
+    return [message for _, message in reversed(await bus.newest(streams.PROMPTS, Prompt, 1000))]
+
+
+async def take(bus: Bus, count: int) -> None:
+    """Let ``count`` groups leave the run."""
+    for delivery in await bus.read(streams.PROMPTS, Prompt, "rollout", count, 0.1):
+        await bus.drop(delivery, "test")
+
+
+async def test_admission_fills_the_slots_and_no_more(bus: Bus) -> None:
+    ledger = await start(bus)
+    assert await admission(bus).admit() == 4
+    assert await admission(bus).admit() == 0
+    await take(bus, 3)
+    assert await admission(bus).admit() == 3
+    assert [int(prompt.group_id) for prompt in await prompts(bus)] == [3, 4, 5, 6]
+    assert (await ledger.status()).cursor == 7
+
+
+async def test_prompts_follow_the_order_of_the_seed_and_carry_the_newest_version(bus: Bus) -> None:
+    await start(bus)
+    await admission(bus, slots=7).admit()
+    order = Order(5, seed=0, shuffle=True)
+    found = await prompts(bus)
+    assert [prompt.text for prompt in found] == [f"q{order.index(place)}" for place in range(7)]
+    assert {prompt.min_version for prompt in found} == {0}
+    trainer = Trainer(bus)
+    trainer.epoch = 1
+    await trainer.ledger.commit(1, record(1, 0, 0), [], None)
+    await take(bus, 1)
+    await admission(bus, slots=7).admit()
+    assert (await prompts(bus))[-1].min_version == 1
+
+
+async def test_a_restart_goes_on_exactly_at_the_cursor(bus: Bus) -> None:
+    await start(bus)
+    first = admission(bus, slots=3)
+    await first.admit()
+    await take(bus, 3)
+    await admission(bus, slots=3).admit()  # another process
+    order = Order(5, seed=0, shuffle=True)
+    assert [(int(p.group_id), p.text) for p in await prompts(bus)] == [
+        (place, f"q{order.index(place)}") for place in (3, 4, 5)
+    ]
+
+
+async def test_nothing_is_admitted_before_a_version_is_live(bus: Bus) -> None:
+    ledger = Ledger(bus)
+    await ledger.create()
+    await ledger.transition(RunState.RUNNING, "", [RunState.CREATED])
+    assert await admission(bus).admit() == 0
+    await Trainer(bus).start()  # published, not promoted
+    assert await admission(bus).admit() == 0
+
+
+async def test_nothing_is_admitted_beyond_what_the_steps_that_are_left_can_use(bus: Bus) -> None:
+    await start(bus)
+    assert await admission(bus, slots=100, steps=3).admit() == 6
+    assert await admission(bus, slots=100, steps=3).admit() == 0
+
+
+async def test_after_pause_returns_nothing_is_admitted_and_resume_goes_on_at_the_cursor(bus: Bus) -> None:
+    ledger = await start(bus)
+    running = admission(bus, slots=4)
+    loop = asyncio.create_task(running.run())
+    leaving = asyncio.create_task(leave(bus))
+    await until(lambda: at_least(ledger, 20))
+    changed, _ = await ledger.transition(RunState.PAUSED, "", [RunState.RUNNING])
+    paused_at = (await ledger.status()).cursor
+    assert changed
+    await until(lambda: empty(bus))  # groups in flight end, their slots stay free
+    for _ in range(5):
+        running.wake()
+        assert await running.admit() == 0
+    assert (await ledger.status()).cursor == paused_at
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
+    await ledger.transition(RunState.RUNNING, "", [RunState.PAUSED])
+    await until(lambda: at_least(ledger, paused_at + 4))
+    loop.cancel()
+    await asyncio.gather(loop, return_exceptions=True)
+    assert [int(prompt.group_id) for prompt in await prompts(bus)] == list(range(paused_at, paused_at + 4))
+
+
+async def leave(bus: Bus) -> None:
+    while True:
+        await take(bus, 2)
+
+
+async def at_least(ledger: Ledger, cursor: int) -> bool:
+    return (await ledger.status()).cursor >= cursor
+
+
+async def empty(bus: Bus) -> bool:
+    return await bus.length(streams.PROMPTS) == 0
+
+
+async def test_two_admissions_that_race_share_no_group_id_and_keep_to_the_slots(bus: Bus) -> None:
+    ledger = await start(bus)
+    seen: list[int] = []
+    for _ in range(15):
+        await asyncio.gather(*(admission(bus, slots=6).admit() for _ in range(4)))
+        assert await ledger.in_flight() == 6
+        deliveries = await bus.read(streams.PROMPTS, Prompt, "rollout", 5, 0.1)
+        seen += [int(delivery.message().group_id) for delivery in deliveries]
+        for delivery in deliveries:
+            await bus.drop(delivery, "test")
+    assert seen == list(range(75))
+
+
+async def test_a_closed_gate_holds_admission(bus: Bus) -> None:
+    await start(bus)
+    opened: list[bool] = []
+    held = admission(bus, gate=lambda: bool(opened))
+    loop = asyncio.create_task(held.run())
+    for _ in range(20):
+        assert await empty(bus)
+    opened.append(True)
+    held.wake()
+    await until(lambda: full(bus))
+    loop.cancel()
+    await asyncio.gather(loop, return_exceptions=True)
+
+
+async def full(bus: Bus) -> bool:
+    return await bus.length(streams.PROMPTS) == 4
+
+
+# ---------------------------------------------------------------- promotion
+
+
+async def publish(bus: Bus, versions: int) -> None:
+    ledger = Ledger(bus)
+    epoch = await ledger.take_epoch()
+    for version in range(versions):
+        await ledger.commit(epoch, record(version, version - 1 if version else None, 0), [], None)
+
+
+async def heads(bus: Bus) -> list[int]:
+    return [int(update.record.version) for _, update in reversed(await bus.newest(streams.POLICY, PolicyUpdate, 100))]
+
+
+async def promote_until(bus: Bus, version: int, *parts: Promotion) -> None:
+    loops = [asyncio.create_task(part.run()) for part in parts]
+    ledger = Ledger(bus)
+
+    async def reached() -> bool:
+        return (await ledger.status()).head == version and await bus.length(streams.PUBLISHED) == 0
+
+    await until(reached)
+    for loop in loops:
+        loop.cancel()
+    await asyncio.gather(*loops, return_exceptions=True)
+
+
+async def test_versions_are_promoted_once_and_in_order(bus: Bus) -> None:
+    told: list[PolicyVersion] = []
+    await publish(bus, 5)
+    await promote_until(bus, 4, Promotion(bus, Ledger(bus), 2, told.append))
+    assert told == [0, 1, 2, 3, 4]
+    assert await heads(bus) == [0, 1, 2, 3, 4]
+    states = await Ledger(bus).policy_states()
+    assert states == {0: "retired", 1: "retired", 2: "retired", 3: "retired", 4: PolicyState.LIVE}
+
+
+async def test_a_killed_coordinators_versions_are_promoted_by_the_next(bus: Bus) -> None:
+    await publish(bus, 3)
+    assert len(await bus.read(streams.PUBLISHED, PolicyRecord, CONSUMER, 2, 0.1)) == 2  # and then it was killed
+    await promote_until(bus, 2, Promotion(bus, Ledger(bus), 2, lambda version: None))
+    assert await heads(bus) == [0, 1, 2]
+
+
+async def test_two_coordinators_promote_each_version_at_most_once_and_never_go_back(bus: Bus) -> None:
+    await publish(bus, 30)
+    parts = [Promotion(bus, Ledger(bus), 2, lambda version: None) for _ in range(2)]
+    await promote_until(bus, 29, *parts)
+    found = await heads(bus)
+    assert found == sorted(set(found))
+    assert found[-1] == 29
+
+
+async def test_an_older_version_never_takes_the_heads_place(bus: Bus) -> None:
+    await publish(bus, 2)
+    older, newer = await bus.read(streams.PUBLISHED, PolicyRecord, CONSUMER, 2, 0.1)
+    ledger = Ledger(bus)
+    assert await ledger.promote(newer)
+    assert not await ledger.promote(older)
+    assert (await ledger.status()).head == 1
+    assert await ledger.policy_states() == {0: PolicyState.RETIRED, 1: PolicyState.LIVE}
+    assert await bus.length(streams.PUBLISHED) == 0
+
+
+async def test_a_record_that_cannot_be_read_is_buried_and_the_next_one_promoted(bus: Bus) -> None:
+    await bus.append(streams.PUBLISHED, {"id": "0", "data": b"no"})
+    await publish(bus, 1)
+    await promote_until(bus, 0, Promotion(bus, Ledger(bus), 2, lambda version: None))
+    assert await bus.length(streams.PUBLISHED.dead) == 1
+
+
+async def test_a_loop_over_the_bus_stops_whenever_it_is_cancelled(bus: Bus) -> None:
+    async def look_for_ever() -> None:
+        while True:
+            await bus.length(streams.PROMPTS)
+
+    for pause in range(300):  # at every moment of a command: Python 3.11's wait_for would swallow some of them
+        loop = asyncio.create_task(look_for_ever())
+        for _ in range(1 + pause % 40):
+            await asyncio.sleep(0)
+        loop.cancel()
+        done, _ = await asyncio.wait([loop], timeout=5)
+        assert done

@@ -1,0 +1,320 @@
+"""Laws of datasets: what a row becomes, what a bad one is called, and the order of a run."""
+
+import datetime
+import json
+import sys
+from pathlib import Path
+
+import pyarrow as arrow
+import pyarrow.parquet as parquet
+import pytest
+
+from services.coordinator.admission import dataset
+from services.coordinator.admission.data_overlap import Overlap, Training
+from services.coordinator.admission.dataset import Order, subset
+from services.coordinator.service import load_data
+from shared.bus.messages import ChatMessage
+from shared.errors import SettingsError
+from shared.settings import DataSettings
+from tests.support.coordinator_players import settings
+
+ROOT = Path(__file__).parents[3]
+
+
+def lines(path: Path, *rows: object) -> Path:
+    path.write_text(
+        "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n", encoding="utf-8"
+    )
+    return path
+
+
+def load(path: Path, **changed: object) -> dataset.Dataset:
+    return dataset.load(path, DataSettings.model_validate({"path": path, **changed}), "data.path")
+
+
+def refusal(path: Path, **changed: object) -> str:
+    with pytest.raises(SettingsError) as caught:
+        load(path, **changed)
+    return str(caught.value)
+
+
+def test_a_row_becomes_text_answer_and_the_rest(tmp_path: Path) -> None:
+    found = load(lines(tmp_path / "a.jsonl", {"prompt": "12+34=", "answer": 46, "level": 1, "tags": ["x", None]}))
+    assert found.problems == (dataset.Problem("a.jsonl:1", "12+34=", None, "46", {"level": 1, "tags": ["x", None]}),)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"), [("46", "46"), (46, "46"), (0.5, "0.5"), (-3, "-3"), (None, None), ("", "")]
+)
+def test_numbers_become_text(tmp_path: Path, answer: object, text: str | None) -> None:
+    assert load(lines(tmp_path / "a.jsonl", {"prompt": "q", "answer": answer})).problems[0].answer == text
+
+
+def test_messages_stand_in_where_there_is_no_prompt(tmp_path: Path) -> None:
+    turns = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"}]
+    found = load(
+        lines(tmp_path / "a.jsonl", {"messages": turns}, {"prompt": turns}, {"prompt": "t", "messages": turns})
+    )
+    expected = (ChatMessage("system", "Add."), ChatMessage("user", "1+1"))
+    assert [problem.messages for problem in found.problems] == [expected, expected, None]
+    assert [problem.text for problem in found.problems] == [None, None, "t"]
+
+
+def test_other_columns_can_be_named(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", {"question": "q", "solution": "a"})
+    found = load(path, prompt_field="question", answer_field="solution")
+    assert (found.problems[0].text, found.problems[0].answer, found.problems[0].extra) == ("q", "a", {})
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ('{"prompt": ', "expected a JSON object, found no JSON"),
+        ("[1]", "expected a JSON object, found list"),
+        ({"question": "q"}, "expected a column 'prompt' or 'messages', found 'question'"),
+        ({}, "expected a column 'prompt' or 'messages', found no column"),
+        ({"prompt": ""}, "expected text in 'prompt', found none"),
+        ({"prompt": 7}, "expected text or chat messages in 'prompt', found 7"),
+        ({"messages": []}, "expected text or chat messages in 'messages', found []"),
+        ({"messages": [{"role": "user"}]}, "expected {role, content} as texts in 'messages', found"),
+        ({"prompt": "q", "answer": [1]}, "expected text or a number in 'answer', found [1]"),
+        ({"prompt": "q", "answer": True}, "expected text or a number in 'answer', found true"),
+        ({"prompt": "q", "big": 2**64}, "expected values that a message can carry"),
+        ('{"prompt": "\\ud800"}', "expected values that a message can carry"),
+        ("[" * 100_000, "expected a JSON object, found no JSON"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, row: object, words: str) -> None:
+    path = lines(tmp_path / "train.jsonl", {"prompt": "q"}, row)
+    assert load(path, max_bad_rows=1).bad_rows == 1
+    assert f"train.jsonl:2: {words}" in refusal(path, max_bad_rows=0)
+
+
+def test_bytes_that_are_not_utf8_are_a_bad_row(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"prompt": "caf\xe9"}\n\xef\xbb\xbf\n{"prompt": "q"}\n')
+    assert "a.jsonl:1: expected UTF-8, found" in refusal(path, max_bad_rows=0)
+
+
+def test_a_byte_order_mark_and_blank_lines_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "q"}\r\n\n  \n{"prompt": "r"}')
+    found = load(path, max_bad_rows=0)
+    assert [(problem.source, problem.text) for problem in found.problems] == [("a.jsonl:1", "q"), ("a.jsonl:4", "r")]
+
+
+def test_bad_rows_are_counted_up_to_the_limit_and_the_first_are_listed(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", {"prompt": "q"}, *["bad"] * 7)
+    assert load(path, max_bad_rows=7).bad_rows == 7
+    words = refusal(path, max_bad_rows=6)
+    assert "expected at most 6 bad rows" in words
+    assert "data.max_bad_rows" in words
+    assert [f"a.jsonl:{line}:" in words for line in (2, 6, 7)] == [True, True, False]
+
+
+def test_an_empty_dataset_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.touch()
+    assert refusal(path) == f"expected at least one row in {path}, found none: change data.path"
+
+
+def test_a_missing_or_unknown_file_is_refused(tmp_path: Path) -> None:
+    assert "found nothing: change data.path" in refusal(tmp_path / "no.jsonl")
+    (tmp_path / "a.csv").touch()
+    assert "expected .jsonl, .parquet, or a folder" in refusal(tmp_path / "a.csv")
+
+
+def test_parquet_rows_read_like_lines(tmp_path: Path) -> None:
+    path = tmp_path / "train.parquet"
+    turns = [[{"role": "user", "content": "1+1"}], None]
+    day = datetime.date(2026, 1, 2)
+    columns = {"prompt": [None, "2+2="], "messages": turns, "answer": [2, 4], "day": [day, None]}
+    parquet.write_table(arrow.table(columns), path)
+    found = load(path)
+    assert found.problems == (
+        dataset.Problem("train.parquet:1", None, (ChatMessage("user", "1+1"),), "2", {"day": "2026-01-02"}),
+        dataset.Problem("train.parquet:2", "2+2=", None, "4", {"day": None}),
+    )
+
+
+def test_a_column_that_json_cannot_hold_is_a_bad_row(tmp_path: Path) -> None:
+    path = tmp_path / "train.parquet"
+    parquet.write_table(arrow.table({"prompt": ["q"], "image": [b"\x00"]}), path)
+    assert "train.parquet:1: expected a JSON value in 'image', found bytes" in refusal(path, max_bad_rows=0)
+
+
+def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"no")
+    assert "expected a Parquet file" in refusal(tmp_path / "a.parquet")
+
+
+def test_a_saved_hugging_face_dataset_is_read_and_a_dict_of_splits_is_refused(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    one = datasets.Dataset.from_dict({"prompt": ["1+1=", "2+2="], "answer": [2, 4], "level": [1, 2]})
+    one.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": one, "test": one}).save_to_disk(str(tmp_path / "both"))
+    assert load(tmp_path / "one").problems[1] == dataset.Problem("one:2", "2+2=", None, "4", {"level": 2})
+    words = refusal(tmp_path / "both")
+    assert "found a DatasetDict (train, test)" in words
+    assert f"change data.path to the folder of one split, such as {tmp_path}/both/train" in words
+    assert load(tmp_path / "both" / "train").problems[0].text == "1+1="
+
+
+def test_a_folder_that_is_no_dataset_is_refused(tmp_path: Path) -> None:
+    assert "a folder without dataset_info.json" in refusal(tmp_path)
+
+
+def test_without_the_datasets_package_the_sentence_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dataset_info.json").touch()
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert "pip install 'penstock[datasets]'" in refusal(tmp_path)
+
+
+def test_each_epoch_draws_every_problem_once_in_its_own_order() -> None:
+    order = Order(50, seed=7, shuffle=True)
+    first, second = ([order.index(place) for place in range(start, start + 50)] for start in (0, 50))
+    assert sorted(first) == sorted(second) == list(range(50))
+    assert first != second
+    assert first != list(range(50))
+
+
+def test_the_order_depends_on_seed_and_cursor_alone() -> None:
+    whole = [Order(10, seed=3, shuffle=True).index(place) for place in range(30)]
+    resumed = Order(10, seed=3, shuffle=True)
+    assert [resumed.index(place) for place in range(17, 30)] == whole[17:]
+    assert [Order(10, seed=4, shuffle=True).index(place) for place in range(30)] != whole
+
+
+def test_the_order_of_a_seed_never_changes() -> None:
+    # Runs resume by cursor: another order under the same seed would train on other problems than the cursor says.
+    assert [Order(8, seed=0, shuffle=True).index(place) for place in range(16)] == [
+        2,
+        4,
+        3,
+        6,
+        5,
+        0,
+        1,
+        7,
+        1,
+        3,
+        7,
+        6,
+        0,
+        4,
+        2,
+        5,
+    ]
+
+
+def test_without_shuffle_the_order_is_the_files() -> None:
+    assert [Order(3, seed=0, shuffle=False).index(place) for place in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_a_subset_is_fixed_by_its_seed() -> None:
+    chosen = subset(100, 10, seed=5)
+    assert chosen == subset(100, 10, seed=5)
+    assert chosen == sorted(set(chosen))
+    assert len(chosen) == 10
+    assert subset(3, 10, seed=5) == [0, 1, 2]
+
+
+def _routed(tmp_path: Path, *values: object) -> dataset.Dataset:
+    path = tmp_path / "routed.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "1+1=", "by": value}) + "\n" for value in values))
+    settings = DataSettings.model_validate({"path": path, "scorers_field": "by", "max_bad_rows": 0})
+    return dataset.load(path, settings, "data.path", ["answer", "format"])
+
+
+def test_a_row_names_the_scorers_that_apply(tmp_path: Path) -> None:
+    found = _routed(tmp_path, ["answer"], "format, answer", None, "", [])
+    assert [problem.scorers for problem in found.problems] == [("answer",), ("format", "answer"), (), (), ()]
+    assert found.problems[0].prompt(0, dataset._PROBE).scorers == ("answer",)
+    assert found.problems[0].extra == {}
+
+
+@pytest.mark.parametrize("value", ["code", ["answer", "code"], 5, [5], {"a": 1}])
+def test_a_row_that_names_no_scorer_of_the_run_is_bad(tmp_path: Path, value: object) -> None:
+    with pytest.raises(SettingsError, match=r"expected names of scorers \(answer, format\) in 'by', found"):
+        _routed(tmp_path, value)
+
+
+# ---------------------------------------------------------------- answers where they should not be, and none where one should
+
+
+@pytest.mark.parametrize("role", ["assistant", "Assistant", "model"])
+def test_messages_that_end_with_the_policys_own_turn_are_bad_as_they_show_the_answer(tmp_path: Path, role: str) -> None:
+    asked = [{"role": "user", "content": "1+1="}]
+    few_shot = [*asked, {"role": "assistant", "content": "2"}, {"role": "user", "content": "2+2="}]
+    path = tmp_path / "chat.jsonl"
+    turns = [few_shot, [*asked, {"role": role, "content": "2"}]]
+    path.write_text("".join(json.dumps({"messages": one, "answer": "2"}) + "\n" for one in turns))
+    with pytest.raises(SettingsError) as caught:
+        dataset.load(path, DataSettings.model_validate({"path": path, "max_bad_rows": 0}), "data.path")
+    assert (
+        f"chat.jsonl:2: expected messages that end with what the policy is asked, found {role!r} as the last role"
+        in str(caught.value)
+    )
+    assert "data.answer_field" in str(caught.value)
+    assert "data.prompt_field" in str(caught.value)
+
+
+def test_a_row_without_a_reference_answer_is_bad_where_a_scorer_that_applies_compares_with_one(tmp_path: Path) -> None:
+    path = tmp_path / "routed.jsonl"
+    rows = [{"prompt": "a", "by": "format"}, {"prompt": "b", "answer": "2"}, {"prompt": "c", "answer": " "}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = DataSettings.model_validate({"path": path, "scorers_field": "by"})
+    found = dataset.load(path, settings, "data.path", ["answer", "format"], ["answer"])
+    assert ([problem.text for problem in found.problems], found.bad_rows) == (["a", "b"], 1)
+    assert len(dataset.load(path, settings, "data.path", ["answer", "format"])) == 3
+
+
+def test_a_dataset_of_few_rows_that_are_all_bad_names_them(tmp_path: Path) -> None:
+    path = tmp_path / "few.jsonl"
+    path.write_text('{"prompt": "1+1="}\n')
+    with pytest.raises(
+        SettingsError, match=r"found 1 bad ones(.|\n)*few\.jsonl:1: expected a reference answer in 'answer'"
+    ):
+        dataset.load(path, DataSettings(path=path), "data.path", ["answer"], ["answer"])
+
+
+def test_overlap_counts_prompts_word_for_word_and_but_for_case_and_spacing(tmp_path: Path) -> None:
+    def problems(name: str, *rows: dict[str, object]) -> dataset.Dataset:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return dataset.load(path, DataSettings(path=path), "data.path")
+
+    chat: list[dict[str, object]] = [
+        {"messages": [{"role": "user", "content": text}]} for text in ("Name a color.", "x")
+    ]
+    train = problems("train.jsonl", {"prompt": "1+1="}, {"prompt": "What is  2?"}, chat[0])
+    held_out = problems("held.jsonl", {"prompt": "3+3="}, {"prompt": "1+1="}, {"prompt": "what is 2? "}, *chat)
+    found = Training(train.problems).overlap("heldout", held_out.problems)
+    assert found == Overlap("heldout", problems=5, exact=2, similar=1, example="held.jsonl:2")
+    assert found.sentence("evaluation.path") == (
+        "3 of the 5 held-out problems of 'heldout' are in the training data too (2 word for word, 1 but for case and spacing; the "
+        "first is held.jsonl:2): their accuracy measures memory. Remove them from one of the two: change evaluation.path or data.path"
+    )
+
+
+def test_rows_to_try_are_spread_over_the_data_for_each_scorer(tmp_path: Path) -> None:
+    path = tmp_path / "routed.jsonl"
+    rows = [{"prompt": str(index), "by": "format" if index == 7 else "answer"} for index in range(9)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = DataSettings.model_validate({"path": path, "scorers_field": "by"})
+    found = dataset.load(path, settings, "data.path", ["answer", "format"])
+    assert [prompt.text for prompt in dataset.rows_to_try(found.problems, ["answer", "format"])] == ["0", "4", "7", "8"]
+    assert [prompt.text for prompt in dataset.rows_to_try(found.problems[:1], ["answer"])] == ["0"]
+
+
+def test_overlap_is_a_notice_of_the_run_and_the_arithmetic_example_has_none(tmp_path: Path) -> None:
+    shared = settings(tmp_path, heldout=3)
+    (found,) = load_data(shared).notices
+    assert (found.about, found.level) == ("held-out data heldout", "warning")
+    assert found.text.startswith("3 of the 3 held-out problems")
+    example = ROOT / "examples" / "arithmetic"
+    apart = settings(tmp_path, data={"path": example / "train.jsonl"}, evaluation={"path": example / "heldout.jsonl"})
+    assert load_data(apart).notices == ()

@@ -1,0 +1,203 @@
+"""Laws of the API's server: no client takes the place, the time or the memory of another."""
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.requests import ClientDisconnect
+from starlette.types import Message
+
+from services.coordinator.api.app import make_app
+from services.coordinator.api.bodies import Bodies, BodyBounds, BodyRefused
+from services.coordinator.api.connections import Bounds
+from services.coordinator.api.routes.events import OpenStreams
+from services.coordinator.api.server import Server
+from shared.bus.bus import Bus
+from shared.bus.stores.ledger import Ledger
+from tests.conftest import until
+from tests.support.coordinator_players import make, settings
+
+BOUNDS = Bounds(connections=6, connections_each=4, head_bytes=4096, head_s=0.3, request_s=0.3, unread_s=0.3)
+
+
+@contextlib.asynccontextmanager
+async def serving(bus: Bus, folder: Path, bounds: Bounds) -> AsyncIterator[Server]:
+    """Serve the API of a coordinator none of whose loops run."""
+    await Ledger(bus).create()
+    parts = make(bus, settings(folder, coordinator={"autostart": False}))
+    server = Server("127.0.0.1", 0, bounds)
+    task = asyncio.create_task(server.run(make_app(parts.api), folder / "coordinator.json", "test"))
+    try:
+        await server.answers.wait()
+        yield server
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def answer(server: Server, request: bytes) -> tuple[int, dict[str, object]]:
+    """Send bytes, and return status and problem of what comes back before the server closes."""
+    reader, writer = await connect(server)
+    writer.write(request)
+    text = await reader.read()
+    writer.close()
+    head, _, body = text.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)
+
+
+async def connect(server: Server) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, _, port = server.address.partition(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+async def works(server: Server) -> None:
+    async with httpx.AsyncClient(base_url=server.url) as http:
+        assert (await http.get("/healthz")).json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "words"),
+    [
+        (b"GET /healthz HTTP/1.1\r\nHost: loc", 408, "in time"),
+        (b"POST /v1/run/pause HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{", 408, "in time"),
+        (b"POST /page/x HTTP/1.1\r\nHost: localhost\r\nExpect: x\r\nX: " + b"y" * 5000 + b"\r\n\r\n", 431, "4096"),
+        (b"GET /" + b"x" * 200_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 431, "4096 bytes"),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"a: b\r\n" * 30_000 + b"\r\n", 431, "4096 bytes"),
+        (b"nonsense\r\n\r\n", 400, "HTTP/1.1"),
+    ],
+)
+async def test_slow_and_large_requests_are_refused_and_others_answered(
+    bus: Bus, tmp_path: Path, request_: bytes, status: int, words: str
+) -> None:
+    async with serving(bus, tmp_path, BOUNDS) as server:
+        found, problem = await answer(server, request_)
+        assert found == problem["status"] == status
+        assert words in str(problem["detail"])
+        await works(server)
+
+
+async def test_a_head_that_does_not_end_is_refused(bus: Bus, tmp_path: Path) -> None:
+    async with serving(bus, tmp_path, Bounds(head_bytes=4096)) as server:
+        reader, writer = await connect(server)
+        writer.write(b"GET /healthz HTTP/1.1\r\nX: ")
+        answer = asyncio.create_task(reader.read())
+        while not answer.done():
+            writer.write(b"y" * 100)
+            await asyncio.sleep(0.001)
+        assert answer.result().startswith(b"HTTP/1.1 431 ")
+        writer.close()
+        await works(server)
+
+
+async def test_a_silent_connection_is_closed(bus: Bus, tmp_path: Path) -> None:
+    async with serving(bus, tmp_path, BOUNDS) as server:
+        reader, writer = await connect(server)
+        assert await reader.read() == b""
+        writer.close()
+
+
+async def test_connections_are_bounded_by_address_and_come_back(bus: Bus, tmp_path: Path) -> None:
+    async with serving(bus, tmp_path, Bounds(connections=6, connections_each=4)) as server:
+        held = [await connect(server) for _ in range(4)]
+        status, problem = await answer(server, b"")
+        assert (status, problem["status"]) == (503, 503)
+        assert "at most 6 connections, 4 from one address" in str(problem["detail"])
+        for _, writer in held:
+            writer.close()
+
+        async def is_free() -> bool:
+            with contextlib.suppress(httpx.HTTPError):
+                async with httpx.AsyncClient(base_url=server.url) as http:
+                    return (await http.get("/healthz")).status_code == 200
+            return False
+
+        await until(is_free)
+
+
+async def test_a_client_that_reads_nothing_is_cut_off(bus: Bus, tmp_path: Path) -> None:
+    async with serving(bus, tmp_path, BOUNDS) as server:
+        loop, client = asyncio.get_running_loop(), socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        host, _, port = server.address.partition(":")
+        await loop.sock_connect(client, (host, int(port)))
+        with client, contextlib.suppress(OSError):
+            while True:  # ends when the server has cut the connection
+                await loop.sock_sendall(client, b"GET /page/page.js HTTP/1.1\r\nHost: localhost\r\n\r\n" * 20)
+        await works(server)
+
+
+# ---------------------------------------------------------------- bodies
+
+
+def sending(*messages: Message) -> "asyncio.Queue[Message]":
+    queue: asyncio.Queue[Message] = asyncio.Queue()
+    for message in messages:
+        queue.put_nowait(message)
+    return queue
+
+
+def part(size: int, *, more: bool) -> Message:
+    return {"type": "http.request", "body": b"x" * size, "more_body": more}
+
+
+async def test_bodies_are_bounded_alone_and_together_and_counted_while_held() -> None:
+    bodies = Bodies(BodyBounds(each_bytes=60, total_bytes=100))
+    async with bodies.read(sending(part(30, more=True), part(30, more=False)).get) as first:
+        assert first == b"x" * 60
+        with pytest.raises(BodyRefused, match="at most 100 bytes") as refused:
+            async with bodies.read(sending(part(41, more=False)).get):
+                pass
+        assert (refused.value.answer.status_code, refused.value.answer.headers["retry-after"]) == (503, "2")
+        async with bodies.read(sending(part(40, more=False)).get) as second:
+            assert len(second) == 40
+    with pytest.raises(BodyRefused, match="at most 60 bytes"):
+        async with bodies.read(sending(part(61, more=False)).get):
+            pass
+    async with bodies.read(sending(part(60, more=False)).get) as again:
+        assert len(again) == 60
+
+
+async def test_a_body_that_is_not_whole_is_no_request() -> None:
+    bodies = Bodies(BodyBounds(whole_s=0.05))
+    with pytest.raises(ClientDisconnect):
+        async with bodies.read(sending(part(5, more=True), {"type": "http.disconnect"}).get):
+            pass
+    with pytest.raises(BodyRefused, match="the whole body") as refused:
+        async with bodies.read(sending(part(5, more=True)).get):
+            pass
+    assert refused.value.answer.status_code == 408
+
+
+# ---------------------------------------------------------------- streams
+
+
+async def test_event_streams_are_bounded_and_free_their_place(bus: Bus, tmp_path: Path) -> None:
+    async with serving(bus, tmp_path, Bounds()) as server, httpx.AsyncClient(base_url=server.url) as http:
+        async with contextlib.AsyncExitStack() as held:
+            for _ in range(32):
+                stream = await held.enter_async_context(http.stream("GET", "/v1/events/stream"))
+                assert stream.status_code == 200
+            refused = await http.get("/v1/events/stream")
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "2")
+            assert "at most 128 event streams, 32 from one address" in refused.json()["detail"]
+            assert (await http.get("/v1/run/settings")).status_code == 200
+
+        async def is_free() -> bool:
+            return (await http.head("/v1/events/stream")).status_code == 200
+
+        await until(is_free)
+
+
+def test_the_place_of_a_stream_is_given_back_once() -> None:
+    streams = OpenStreams(total=2, each=1)
+    leave = streams.enter("a")
+    streams.enter("b")
+    leave()
+    streams.enter("c")
+    assert streams.open == {"b": 1, "c": 1}

@@ -1,0 +1,363 @@
+"""The page for people, in a real Chromium, on a real coordinator: what it shows, what it does, and what it never does."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+from services.coordinator.api.app import make_app
+from services.coordinator.api.auth import Access
+from services.coordinator.api.routes.page import FOLDER
+from services.coordinator.api.server import Server
+from services.coordinator.service import Coordinator
+from services.reward.failures import Failures
+from shared.bus import streams
+from shared.bus.bus import Bus
+from shared.bus.messages import PolicyVersion
+from shared.bus.stores.cordon import Word, cordons
+from shared.bus.stores.exports import Exports
+from shared.bus.stores.ledger import Ledger, RunState
+from shared.process.telemetry import Presence, Status, tell
+from tests.conftest import need, need_module, until
+from tests.coordinator.api.test_schema import bury
+from tests.support.coordinator_players import Trainer, make, replicas, running, settings
+
+if TYPE_CHECKING:
+    from playwright.async_api import Page
+
+TOKEN, READ_TOKEN = "a-token-that-may-operate", "a-token-that-may-read"
+HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
+# Without a sandbox of its own: CI runs as root in a container. It opens nothing but this coordinator's page.
+CHROMIUM = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking", "--disable-sync")
+WAIT_MS = 30_000
+
+
+@pytest.fixture
+async def parts(bus: Bus, tmp_path: Path) -> AsyncIterator[Coordinator]:
+    """A run whose problems, answers and so completions are an attack."""
+    problems = tmp_path / "hostile.jsonl"
+    row = {"prompt": f"what is {HOSTILE}?", "answer": HOSTILE}
+    problems.write_text("".join(json.dumps(row) + "\n" for _ in range(10)), encoding="utf-8")
+    await Ledger(bus).create()
+    run = settings(tmp_path, steps=50, data={"path": problems}, coordinator={"autostart": False})
+    async with running(make(bus, run)) as found:
+        yield found
+
+
+@contextlib.asynccontextmanager
+async def served(parts: Coordinator, folder: Path, access: Access) -> AsyncIterator[str]:
+    """Serve the API and the page as a coordinator's process does."""
+    server = Server("127.0.0.1", 0)
+    announced = folder / "coordinator.json"
+    app = make_app(dataclasses.replace(parts.api, access=access))
+    serving = asyncio.create_task(server.run(app, announced, "test"))
+    try:
+        await until(announced.exists)
+        yield server.url
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        server.close()
+
+
+@contextlib.asynccontextmanager
+async def opened(url: str, width: int = 1280) -> AsyncIterator["Page"]:
+    """Open the page in Chromium; at the end nothing may have gone wrong in it, and nothing may have gone elsewhere."""
+    need_module("playwright", "playwright")
+    chromium = need("chromium", "chromium")
+    from playwright.async_api import async_playwright
+
+    wrong: list[str] = []
+    asked: set[str] = set()
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=chromium, args=list(CHROMIUM))
+        page = await browser.new_page(viewport={"width": width, "height": 900})
+        page.set_default_timeout(WAIT_MS)
+        page.on("console", lambda said: wrong.append(said.text) if said.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("request", lambda request: asked.add(request.url))
+        await page.goto(url)
+        yield page
+        title = await page.title()
+        await browser.close()
+    # that a request is refused (token, revision, values) is what the browser, not the page, notes on its console
+    assert [one for one in wrong if not re.search("status of 4(01|03|12|22) ", one)] == []
+    assert {one for one in asked if not one.startswith(url)} == set()
+    assert title != "taken"
+
+
+async def shows(page: "Page", selector: str, text: str) -> None:
+    await page.locator(selector).filter(has_text=text).first.wait_for()
+
+
+# ---------------------------------------------------------------- its files
+
+
+async def test_its_files_need_no_token_and_may_load_from_their_own_origin_only(
+    parts: Coordinator, tmp_path: Path
+) -> None:
+    async with served(parts, tmp_path, Access(TOKEN.encode())) as url, httpx.AsyncClient(base_url=url) as http:
+        index = await http.get("/", headers={"Accept": "text/html"})
+        assert (index.status_code, index.headers["content-type"]) == (200, "text/html; charset=utf-8")
+        script = await http.get("/page/page.js", headers={"Accept": "*/*"})
+        assert (script.status_code, script.headers["content-type"]) == (200, "text/javascript; charset=utf-8")
+        for answer in (index, script):
+            assert answer.headers["content-security-policy"].startswith("default-src 'self';")
+        assert (await http.get("/page/..%2fapi.py")).status_code == 404
+        unknown = await http.get("/page/nothing.js")
+        assert (unknown.status_code, unknown.headers["content-type"]) == (404, "application/problem+json")
+        assert (await http.get("/v1/run")).status_code == 401
+
+
+def test_nothing_in_it_parses_html_or_names_another_origin() -> None:
+    for file in FOLDER.glob("*.js"):
+        text = file.read_text(encoding="utf-8")
+        for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "localStorage"):
+            assert word not in text, f"{file.name} says {word}"
+        assert "//" not in text.replace("http://www.w3.org/2000/svg", "").replace("// ", "").replace("//\n", "")
+
+
+# ---------------------------------------------------------------- in a browser
+
+
+async def test_it_shows_the_run_as_it_goes_on_and_text_of_the_run_stays_text(
+    parts: Coordinator, bus: Bus, tmp_path: Path
+) -> None:
+    leave = asyncio.Event()
+    failing = Status(state="working")
+    beating = asyncio.gather(
+        Presence(bus, "rollout", "rollout-0", 60.0, Status(state="working")).run(leave),
+        Presence(bus, "reward", "reward-0", 0.2, failing).run(leave),
+    )
+    async with served(parts, tmp_path, Access()) as url, replicas(bus):
+        trainer = await Trainer(bus).start()
+        async with opened(url) as page:
+            await shows(page, "#state", "created")
+            await page.get_by_role("button", name="Start…").click()
+            await page.get_by_role("button", name="Start", exact=True).click()
+            await shows(page, "#state", "running")
+            figures = {"learning_rate": 0.125, "clip_fraction": 0.375, "ess": 0.75, "zero_std_groups": 1.0}
+            await trainer.step(reward_mean=0.25, scorer_mean_answer=0.25, scorer_mean_format=0.5, **figures)
+            await shows(page, "#tiles", "0.25")
+            for title, label in (
+                ("Reward by scorer", "answer 0.25, format 0.5"),
+                ("Learning rate", "learning rate 0.125"),
+                ("Clipped tokens", "clip fraction 0.375, masked fraction –"),
+                ("Effective sample size", "ess 0.75"),
+                ("Zero-variance groups", "zero std groups 1"),
+            ):
+                await page.locator(f'[data-curve="{title}"] svg[aria-label="{label} at step 1"]').wait_for()
+            await Failures(failing).failed("scorer 'mine'", "train.jsonl:7", f"KeyError: {HOSTILE}")
+            await shows(
+                page,
+                "#notices .error",
+                f"scorer 'mine' failed 1 times, the last 1 in a row; newest at train.jsonl:7: KeyError: {HOSTILE}",
+            )
+            await trainer.step(reward_mean=0.625)
+            await shows(page, "#tiles", "0.625")  # by itself, without a reload
+            await shows(page, "#lineage", "v2")
+            await shows(page, "[data-curve=Reward] svg[aria-label]", "")
+            await shows(page, ".replica", "rollout-0")
+            await shows(page, "#rollouts .text", HOSTILE)
+            await tell(bus, "test", "attack", HOSTILE)
+            await shows(page, "#events", HOSTILE)
+            assert await page.locator("main img, main script").count() == 0
+            assert await page.locator("dialog").count() == 0  # no token is asked for where none is needed
+    leave.set()
+    await beating
+
+
+async def test_a_pause_asks_for_a_token_that_may_operate_and_for_a_reason(
+    parts: Coordinator, bus: Bus, tmp_path: Path
+) -> None:
+    await parts.api.steering.command("start", "")
+    async with served(parts, tmp_path, Access(TOKEN.encode(), READ_TOKEN.encode())) as url, opened(url) as page:
+        await shows(page, "dialog h2", "A token, please")
+        await page.get_by_label("Token", exact=True).fill(READ_TOKEN)
+        await page.keyboard.press("Enter")
+        await shows(page, "#state", "running")
+        await page.get_by_role("button", name="Pause…").click()
+        await shows(page, "dialog", "Nothing more is admitted")
+        await page.keyboard.press("Escape")
+        assert (await Ledger(bus).status()).state is RunState.RUNNING
+        assert await page.evaluate("document.activeElement.id") == "pause"  # the focus is where it was
+        await page.keyboard.press("Enter")
+        await page.get_by_label("Why?").fill(f"lunch {HOSTILE}")
+        await page.get_by_role("button", name="Pause", exact=True).click()
+        await shows(page, "dialog h2", "A token that may operate")
+        await page.get_by_label("Token", exact=True).fill(TOKEN)
+        await page.get_by_role("button", name="Use it").click()
+        await shows(page, "#state", "paused")
+        await shows(page, "#activity", f"lunch {HOSTILE}")
+        assert await page.evaluate("[sessionStorage.length, localStorage.length]") == [1, 0]
+    assert (await Ledger(bus).status()).reason == f"lunch {HOSTILE}"
+
+
+async def test_a_rollback_says_what_it_revokes_and_does_it_when_confirmed(
+    parts: Coordinator, bus: Bus, tmp_path: Path
+) -> None:
+    ledger = Ledger(bus)
+    await parts.api.steering.command("start", "")
+    async with served(parts, tmp_path, Access()) as url, replicas(bus):
+        trainer = await Trainer(bus).start()
+        for _ in range(3):
+            await trainer.step()
+        await ledger.set_checkpoint(PolicyVersion(1), "/checkpoints/step-000001")
+        async with opened(url) as page:
+            button = page.get_by_role("button", name="Roll back to version 1…")
+            await button.click()
+            await shows(page, "dialog", "2 versions are revoked (v2 to v3)")
+            await page.get_by_role("button", name="Cancel").click()
+            assert await ledger.revoked() == frozenset()
+            await button.click()
+            await page.get_by_role("button", name="Roll back", exact=True).click()
+            await until(lambda: _revoked(ledger, {2, 3}))
+            await shows(page, "[data-version='3']", "revoked")
+            await shows(page, "#operations", "rollback: loading")
+
+
+async def test_a_version_is_pinned_released_and_exported_from_its_own_dialog_and_the_run_is_stopped_for_good(
+    parts: Coordinator, bus: Bus, tmp_path: Path
+) -> None:
+    ledger = Ledger(bus)
+    await parts.api.steering.command("start", "")
+    async with served(parts, tmp_path, Access()) as url, replicas(bus):
+        await (await Trainer(bus).start()).step()
+        await ledger.set_checkpoint(PolicyVersion(1), "/checkpoints/step-000001")
+        async with opened(url) as page:
+            for word, said in (("Pin", "pinned"), ("Release", "released"), ("Unpin", "")):
+                await page.get_by_role("button", name="More of version 1…").click()
+                await shows(page, "dialog dd", "/checkpoints/step-000001")
+                await page.get_by_role("button", name=f"{word}…", exact=True).click()
+                await page.get_by_role("button", name=word, exact=True).click()
+                await page.locator("dialog").wait_for(state="detached")
+                await shows(page, "[data-version='1'] .named", said)
+            assert (await ledger.pins(), await ledger.released()) == (frozenset(), frozenset({1}))
+            await page.get_by_role("button", name="More of version 1…").click()
+            await page.get_by_role("button", name="Export…").click()
+            await page.get_by_role("button", name="Export", exact=True).click()
+            await shows(page, "#operations", "export: waiting, for the trainer")
+            assert [(one.version, one.adapter) for one in await Exports(bus).orders()] == [(1, False)]
+            assert await page.evaluate("document.activeElement.ariaLabel") == "More of version 1…"
+            await page.get_by_role("button", name="Stop…").click()
+            await shows(page, "dialog", "cannot be resumed")
+            await page.get_by_label("Why?").fill(HOSTILE)
+            await page.get_by_role("button", name="Stop for good").click()
+            await shows(page, "#state", "stopped")
+            assert await page.locator("#stop").is_disabled()
+    assert (await ledger.status()).reason == HOSTILE
+
+
+async def test_a_replica_is_cordoned_and_drained_and_a_dead_letter_put_back_or_discarded(
+    parts: Coordinator, bus: Bus, tmp_path: Path
+) -> None:
+    await bury(bus, 2)
+    leave = asyncio.Event()
+    beats = [
+        asyncio.create_task(Presence(bus, service, name, 60.0, Status(state="working")).run(leave))
+        for service, name in [*(("rollout", f"rollout-{number}") for number in range(6)), ("trainer", "trainer-0")]
+    ]
+
+    async def told(name: str, command: str) -> None:
+        await page.locator(f"[data-key='replica-{name}']").click()
+        await page.get_by_role("button", name=f"{command}…", exact=True).click()
+        await page.get_by_label("Why?").fill("a new disk")
+        await page.get_by_role("button", name=command, exact=True).click()
+        await page.locator("dialog").wait_for(state="detached")
+
+    async with served(parts, tmp_path, Access()) as url, opened(url) as page:
+        await page.get_by_role("button", name="and 2 more").click()
+        await told("rollout-5", "Cordon")
+        assert await cordons(bus) == {"rollout-5": Word.CORDONED}
+        await told("rollout-5", "Uncordon")
+        assert await cordons(bus) == {}
+        await told("rollout-0", "Drain")
+        assert await cordons(bus) == {"rollout-0": Word.DRAINING}
+        await shows(page, "#operations", "drain: finishing")
+        await page.locator("[data-key='replica-trainer-0']").click()
+        assert await page.locator("dialog button").all_inner_texts() == ["Close"]  # there is one of it
+        await page.keyboard.press("Escape")
+        for command, left in (("Put back", 1), ("Discard", 0)):
+            await page.locator("#dead button").first.click()
+            await shows(page, "dialog pre", "12+34=")
+            await page.get_by_role("button", name=f"{command}…").click()
+            await page.get_by_role("button", name=command, exact=True).click()
+            await until(lambda left=left: _lies(bus, streams.PROMPTS.dead, left))
+        await shows(page, "#dead", "none")
+    assert (await bus.counts())["dropped:discarded"] == 1
+    leave.set()
+    await asyncio.gather(*beats)
+
+
+async def _lies(bus: Bus, stream: streams.Stream, count: int) -> bool:
+    return await bus.length(stream) == count
+
+
+async def test_live_settings_are_changed_from_what_is_now_and_the_server_says_at_each_field_what_is_wrong(
+    parts: Coordinator, tmp_path: Path
+) -> None:
+    live = parts.api.live
+    async with served(parts, tmp_path, Access(TOKEN.encode(), READ_TOKEN.encode())) as url, opened(url) as page:
+        await page.get_by_label("Token", exact=True).fill(READ_TOKEN)
+        await page.keyboard.press("Enter")
+        await page.get_by_role("button", name="Settings…").click()
+        lag, size, rate = (page.locator(f"#live-{name}") for name in ("algorithm-max_lag", "sampling-group_size", "trainer-learning_rate"))  # fmt: skip
+        assert [await one.input_value() for one in (lag, size, rate)] == ["1", "2", "1e-6"]
+        await size.fill("1")
+        await rate.fill("fast")
+        await page.get_by_role("button", name="Change", exact=True).click()
+        await shows(page, "dialog h2", "A token that may operate")
+        await page.get_by_label("Token", exact=True).fill(TOKEN)
+        await page.get_by_role("button", name="Use it").click()
+        await shows(page, "#live-sampling-group_size-wrong", "greater than or equal to 2")
+        await shows(page, "#live-trainer-learning_rate-wrong", "valid number")
+        assert await size.get_attribute("aria-invalid") == "true"
+        await size.fill("6")
+        await rate.fill("2e-6")
+        assert await live.change(0, {"algorithm.max_lag": 3}, "by another") is not None
+        await page.get_by_role("button", name="Change", exact=True).click()
+        await shows(page, "dialog [role=alert]", "somebody else changed them meanwhile")
+        assert [await one.input_value() for one in (lag, size)] == ["3", "6"]
+        await page.get_by_label("Why?").fill(HOSTILE)
+        await page.get_by_role("button", name="Change", exact=True).click()
+        await page.locator("dialog").wait_for(state="detached")
+        await shows(page, "#events", HOSTILE)
+    made = await live.read(2)
+    assert made is not None
+    assert (made.changes, made.reason) == ({"sampling.group_size": 6, "trainer.learning_rate": 2e-6}, HOSTILE)
+
+
+async def _revoked(ledger: Ledger, versions: set[int]) -> bool:
+    return {int(version) for version in await ledger.revoked()} == versions
+
+
+async def test_a_phone_scrolls_one_way_only_and_tab_reaches_every_button(
+    parts: Coordinator, bus: Bus, tmp_path: Path
+) -> None:
+    await parts.api.steering.command("start", "")
+    async with served(parts, tmp_path, Access()) as url, replicas(bus):
+        trainer = await Trainer(bus).start()
+        await trainer.step()
+        await Ledger(bus).set_checkpoint(PolicyVersion(1), "/checkpoints/step-000001")
+        async with opened(url, width=400) as page:
+            await shows(page, "#lineage", "checkpoint")
+            await shows(page, "#rollouts .text", HOSTILE)
+            assert await page.evaluate("document.documentElement.scrollWidth") == 400
+            reached = set()
+            for _ in range(20):
+                await page.keyboard.press("Tab")
+                reached.add(
+                    await page.evaluate("document.activeElement.ariaLabel || document.activeElement.textContent")
+                )
+            assert {"Pause…", "Settings…", "Stop…", "Roll back to version 1…", "More of version 1…"} <= reached
+            await page.get_by_role("button", name="Settings…").click()
+            await shows(page, "dialog", "Completions of a prompt")
+            assert await page.evaluate("document.querySelector('dialog').scrollWidth <= 368")
+            await page.keyboard.press("Escape")

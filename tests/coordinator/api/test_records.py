@@ -1,0 +1,82 @@
+"""Laws of the resources that say what was trained: each step's report, and the groups to read."""
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from services.coordinator.api.app import make_app
+from services.coordinator.records.jsonl import newest_first
+from services.coordinator.service import Coordinator
+from shared.bus import streams, wire
+from shared.bus.bus import Bus
+from shared.bus.stores.ledger import Ledger
+from tests.support import builders
+from tests.support.coordinator_players import make, report, settings
+
+
+@pytest.fixture
+async def parts(bus: Bus, tmp_path: Path) -> Coordinator:
+    await Ledger(bus).create()
+    return make(bus, settings(tmp_path))
+
+
+@pytest.fixture
+async def http(parts: Coordinator) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(make_app(parts.api))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        yield client
+
+
+async def test_steps_are_told_newest_first_page_by_page(http: httpx.AsyncClient, bus: Bus) -> None:
+    for step in (1, 2, 3):
+        await bus.publish(streams.STEPS, report(step, step))
+    first = (await http.get("/v1/run/steps?limit=2")).json()
+    rest = (await http.get(f"/v1/run/steps?limit=2&cursor={first['next']}")).json()
+    assert [[one["step"] for one in page["items"]] for page in (first, rest)] == [[3, 2], [1]]
+    assert rest["next"] is None
+    newest = first["items"][0]
+    assert (newest["version"], newest["samples"], newest["lag_counts"]) == (3, 4, {"0": 3, "1": 1})
+    assert (newest["metrics"]["reward_mean"], newest["metrics"]["kl_max"]) == (0.3, None)  # not a number: null
+
+
+async def journal(bus: Bus, step: int) -> None:
+    """Put a group into the journal, as the trainer's commit does."""
+    await bus.append(streams.JOURNAL, {"step": str(step), "data": wire.encode(builders.experience(step))})
+
+
+async def test_groups_are_read_from_the_journal_and_before_it_from_the_records(
+    http: httpx.AsyncClient, bus: Bus, parts: Coordinator
+) -> None:
+    for step in (1, 2, 3):
+        await journal(bus, step)
+    whole = (await http.get("/v1/run/rollouts")).json()["items"]
+    assert [one["step"] for one in whole] == [3, 2, 1]
+    completions = [(one["text"], one["reward"]) for one in whole[0]["completions"]]
+    assert completions == [("46", 1.0), ("47", 0.0)]
+    # A checkpoint trims the journal; the records keep some of it.
+    kept = [{**one, "entry": one["id"]} for one in reversed(whole)]
+    file = parts.api.folder / "rollouts.jsonl"
+    other = '{"entry": "1-0", "kept": "by a version to come"}\n'
+    file.write_text(other + "".join(json.dumps(one) + "\n" for one in kept), encoding="utf-8")
+    await bus.client.xtrim(bus.keys.of(streams.JOURNAL), maxlen=1, approximate=False)
+    assert (await http.get("/v1/run/rollouts")).json()["items"] == whole
+    first = (await http.get("/v1/run/rollouts?limit=2")).json()
+    assert [one["step"] for one in first["items"]] == [3, 2]
+    rest = (await http.get(f"/v1/run/rollouts?limit=2&cursor={first['next']}")).json()
+    assert ([one["step"] for one in rest["items"]], rest["next"]) == ([1], None)
+
+
+async def test_a_run_that_trained_nothing_has_no_groups(http: httpx.AsyncClient) -> None:
+    assert (await http.get("/v1/run/rollouts")).json() == {"items": [], "next": None}
+
+
+def test_lines_are_read_from_the_end_whatever_their_length_and_a_torn_one_is_none(tmp_path: Path) -> None:
+    file = tmp_path / "lines.jsonl"
+    long = "x" * 200_000  # longer than what is read at once
+    whole = "".join(json.dumps({"n": n, "text": long if n == 2 else ""}) + "\n" for n in (1, 2, 3))
+    file.write_text(whole + '{"n": 4, "te', encoding="utf-8")
+    assert [(line["n"], len(str(line["text"]))) for line in newest_first(file)] == [(3, 0), (2, 200_000), (1, 0)]
+    assert list(newest_first(tmp_path / "none")) == []

@@ -1,0 +1,145 @@
+"""Laws of the gate: what fell is revoked and taken back, what only wavered is not, and what keeps falling pauses the run."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from services.coordinator.evaluation.regression_gate import FELL, PASSED, judge, target
+from services.coordinator.evaluation.results import Asked, Description, Evaluation, evaluations, summarize
+from services.coordinator.service import Coordinator
+from shared.bus.bus import Bus
+from shared.bus.messages import PolicyVersion, Prompt
+from shared.bus.stores.ledger import Ledger, PolicyState, RunState
+from shared.settings.evaluation import GateSettings
+from tests.conftest import until
+from tests.support.coordinator_players import Trainer, make, record, replicas, running, settings
+
+V = PolicyVersion
+GATE = GateSettings(action="rollback", max_fall=0.05, min_problems=50)
+
+
+def found(version: int, correct: int, problems: int = 100, gate: str = "") -> Evaluation:
+    """An evaluation with ``correct`` of ``problems`` right."""
+    description = Description(V(version), version, (Asked("heldout", problems, 1, 0.5, ()),), False, False, 0.0)
+    answers = {problem: int(problem < correct) for problem in range(problems)}
+    return dataclasses.replace(summarize(description, answers, "", 1.0)[0], gate=gate)
+
+
+@pytest.mark.parametrize(
+    ("correct", "problems", "expected"),
+    [
+        (80, 100, PASSED),
+        (76, 100, PASSED),  # no more than max_fall
+        (74, 100, PASSED),  # more than it, but 0.06 of 100 problems may be chance: −0.06 to 0.18
+        (60, 100, FELL),  # 0.2, at least 0.07
+        (37, 50, PASSED),
+        (20, 49, ""),  # too few answers for a verdict
+    ],
+)
+def test_only_a_fall_that_is_large_and_real_fails(correct: int, problems: int, expected: str) -> None:
+    assert judge(found(2, correct, problems), [found(1, 80, gate=PASSED)], GATE).gate == expected
+
+
+def test_the_reference_is_the_best_or_the_last_that_passed() -> None:
+    before = [found(1, 90, gate=PASSED), found(2, 60, gate=PASSED), found(3, 99, gate=FELL)]
+    assert judge(found(4, 62), before, GATE).gate == FELL
+    assert judge(found(4, 62), before, GATE.model_copy(update={"against": "last"})).gate == PASSED
+    assert judge(found(4, 1), [], GATE).gate == PASSED, "the first has nothing to be compared with"
+
+
+def test_the_run_goes_back_to_the_newest_checkpoint_that_is_known_to_be_good() -> None:
+    records = {V(v): record(v, v - 1 if v else None, v) for v in range(9)}
+    history = [found(2, 80, gate=PASSED), found(6, 81, gate=PASSED), found(8, 20, gate=FELL)]
+    assert target(history, records, {V(1), V(4), V(7)}) == 4, "7 was trained after 6 and never evaluated"
+    assert target(history, records, {V(6), V(4)}) == 6
+    assert target(history, records, {V(7)}) is None
+
+
+class Policy:
+    """Whether the policy that the players serve still knows the answers."""
+
+    broken = False
+
+    def reward(self, prompt: Prompt) -> float:
+        return 0.0 if self.broken and prompt.purpose.value == "evaluate" else 1.0
+
+
+async def _fell(bus: Bus, version: int) -> bool:
+    return any(one.version == version and one.gate == FELL for one in await evaluations(bus))
+
+
+async def _evaluated(bus: Bus, version: int) -> bool:
+    return any(one.version == version for one in await evaluations(bus))
+
+
+async def _head(bus: Bus, version: int) -> bool:
+    return (await Ledger(bus).status()).head == version
+
+
+async def _in(bus: Bus, state: RunState) -> bool:
+    return (await Ledger(bus).status()).state is state
+
+
+async def _until_evaluated(bus: Bus, trainer: Trainer, version: int) -> None:
+    await trainer.step()
+    await until(lambda: _head(bus, version))
+    await until(lambda: _evaluated(bus, version))
+
+
+def gated(bus: Bus, folder: Path, **changed: object) -> Coordinator:
+    gate = {"action": "rollback", "min_problems": 10, **changed}
+    evaluation = {"every_steps": 1, "problems": 20, "gate": gate}
+    return make(bus, settings(folder, steps=50, heldout=20, evaluation=evaluation))
+
+
+async def test_a_version_that_fell_is_revoked_and_the_run_goes_on_from_the_one_before(bus: Bus, tmp_path: Path) -> None:
+    policy, ledger = Policy(), Ledger(bus)
+    await ledger.create()
+    async with running(gated(bus, tmp_path)), replicas(bus, policy.reward):
+        trainer = await Trainer(bus).start()
+        await until(lambda: _in(bus, RunState.RUNNING))
+        await _until_evaluated(bus, trainer, 1)
+        await ledger.set_checkpoint(V(1), "/checkpoints/step-000001")
+        policy.broken = True
+        await trainer.step()
+        await until(lambda: _in(bus, RunState.PAUSED))
+        status = await ledger.status()
+        assert (status.tip, status.step) == (1, 1)
+        assert status.reason.startswith(
+            "rolling back to version 1: gate: version 2 on heldout: accuracy 0.0000 against"
+        )
+        assert (await ledger.policy_states())[V(2)] is PolicyState.REVOKED
+        assert await bus.client.hgetall(bus.keys.gate) == {b"2": b"rollback"}
+
+
+async def test_after_as_many_rollbacks_in_a_row_as_may_be_the_run_pauses(bus: Bus, tmp_path: Path) -> None:
+    policy, ledger = Policy(), Ledger(bus)
+    await ledger.create()
+    async with running(gated(bus, tmp_path, max_rollbacks=0)), replicas(bus, policy.reward):
+        trainer = await Trainer(bus).start()
+        await until(lambda: _in(bus, RunState.RUNNING))
+        await _until_evaluated(bus, trainer, 1)
+        await ledger.set_checkpoint(V(1), "/checkpoints/step-000001")
+        policy.broken = True
+        await _until_evaluated(bus, trainer, 2)
+        await until(lambda: _in(bus, RunState.PAUSED))
+        status = await ledger.status()
+        assert "0 rollbacks in a row (evaluation.gate.max_rollbacks) did not help" in status.reason
+        assert (status.tip, (await ledger.policy_states())[V(2)]) == (2, PolicyState.LIVE)
+        await ledger.transition(RunState.RUNNING, "people know better", [RunState.PAUSED])
+        await trainer.step()  # what people resumed is not paused for the same version again
+        await until(lambda: _fell(bus, 3))
+
+
+async def test_without_a_checkpoint_that_is_known_to_be_good_the_run_pauses(bus: Bus, tmp_path: Path) -> None:
+    policy, ledger = Policy(), Ledger(bus)
+    await ledger.create()
+    async with running(gated(bus, tmp_path)), replicas(bus, policy.reward):
+        trainer = await Trainer(bus).start()
+        await until(lambda: _in(bus, RunState.RUNNING))
+        policy.broken = True
+        await _until_evaluated(bus, trainer, 1)
+        await ledger.set_checkpoint(V(1), "/checkpoints/step-000001")
+        await until(lambda: _in(bus, RunState.PAUSED))
+        assert "has a checkpoint" in (await ledger.status()).reason

@@ -1,0 +1,81 @@
+"""A law of the gate on a real run: a learning rate made absurd while the run goes on ruins the policy, and the run takes itself back."""
+
+import asyncio
+import contextlib
+import json
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from services.coordinator.evaluation.results import Evaluation, evaluations
+from shared.bus.bus import Bus
+from shared.bus.stores.ledger import Ledger, PolicyState
+from shared.bus.stores.live_settings import Live
+from shared.settings import load
+from tests.conftest import PATIENCE_S, until
+from tests.support import forge
+
+FLAGS = {
+    "run.steps": 400,
+    "sampling.group_size": 4,
+    "algorithm.groups_per_step": 8,
+    "trainer.checkpoint_every_steps": 5,
+    "trainer.keep_last": 10,
+    "rollout.replicas": 1,
+    "evaluation.every_steps": 5,
+    "evaluation.problems": 200,
+    "evaluation.gate.action": "rollback",
+    **{f"guards.{name}.action": "off" for name in ("no_signal", "kl", "entropy")},
+}
+
+
+@contextlib.asynccontextmanager
+async def run(folder: Path) -> AsyncIterator[forge.Started]:
+    flags = [f"--{name}={value}" for name, value in {**FLAGS, "run.id": "gate", "run.folder": folder}.items()]
+    with (folder / "up.txt").open("wb") as output:
+        process = forge.start("services", ["up", "config/arithmetic.toml", *flags], output)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(process.wait, PATIENCE_S)
+        process.kill()
+
+
+async def _of(bus: Bus, gate: str) -> list[Evaluation]:
+    return [one for one in await evaluations(bus) if one.gate == gate]
+
+
+@pytest.mark.slow
+async def test_a_policy_that_was_ruined_is_revoked_and_the_run_goes_on_from_a_good_one(tmp_path: Path) -> None:
+    table = tmp_path / "gate" / "up.json"
+    async with run(tmp_path) as process:
+        await until(lambda: process.poll() is not None or (table.exists() and "bus" in json.loads(table.read_text())))
+        bus = await Bus.connect(str(json.loads(table.read_text())["bus"]), "gate", wait_s=PATIENCE_S)
+        live = Live(bus, load(tmp_path / "gate" / "settings.toml"))
+
+        async def passed_after(step: int) -> bool:
+            return any(one.step > step for one in await _of(bus, "passed"))
+
+        await until(lambda: passed_after(0))
+        await live.change(0, {"trainer.learning_rate": 1.0}, "a slip of the finger")
+        await until(lambda: _fell(bus))
+        fell = (await _of(bus, "fell"))[0]
+        await until(lambda: _revoked(bus, fell))
+        await live.change(1, {"trainer.learning_rate": 1e-5}, "put right")
+        await until(lambda: passed_after(fell.step))
+        best = max(await _of(bus, "passed"), key=lambda one: one.version)
+        assert best.version > fell.version
+        assert (best.accuracy or 0) - (fell.accuracy or 0) > 0.1
+        await bus.close()
+
+
+async def _fell(bus: Bus) -> bool:
+    return bool(await _of(bus, "fell"))
+
+
+async def _revoked(bus: Bus, fell: Evaluation) -> bool:
+    return (await Ledger(bus).policy_states()).get(fell.version) is PolicyState.REVOKED

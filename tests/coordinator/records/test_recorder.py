@@ -1,0 +1,177 @@
+"""Laws of the records: no line twice, none torn, whoever is killed when."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from services.coordinator.records.jsonl import Lines
+from services.coordinator.records.recorder import Recorder
+from services.coordinator.records.summary import digest, one_line_a_step, training_seconds
+from shared.bus import streams
+from shared.bus.bus import Bus
+from shared.bus.messages import Experience, PolicyVersion, RolloutGroup
+from shared.bus.stores.ledger import Ledger, RunState, RunStatus
+from shared.process.telemetry import tell
+from tests.support import builders
+from tests.support.coordinator_players import Trainer, report, settings
+
+
+def lines(folder: Path, name: str) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / name).read_text(encoding="utf-8").splitlines()]
+
+
+async def put_steps(bus: Bus, *steps: int) -> None:
+    for step in steps:
+        await bus.publish(streams.STEPS, report(step, step))
+
+
+async def commit_group(bus: Bus, group_id: int) -> None:
+    """Bring one group through the bus to the journal, as step 1, 2, …"""
+    entry = await bus.append(streams.ROLLOUTS, {"id": str(group_id), "data": b""})
+    (delivery,) = await bus.read(streams.ROLLOUTS, RolloutGroup, "reward", 1, 0.1)
+    assert delivery.entry_id == entry
+    await bus.hand_over(delivery, streams.EXPERIENCE, builders.experience(group_id, version=7))
+    trainer = Trainer(bus, groups=1)
+    await trainer.start()
+    await trainer.step()
+
+
+async def test_each_step_is_one_line_with_its_metrics_by_name(bus: Bus, tmp_path: Path) -> None:
+    await put_steps(bus, 1, 2)
+    await Recorder(bus, tmp_path, 100).catch_up()
+    first, second = lines(tmp_path, "metrics.jsonl")
+    assert {name: first[name] for name in ("step", "version", "finished_at_s", "samples", "lag_counts")} == {
+        "step": 1, "version": 1, "finished_at_s": 101.0, "samples": 4, "lag_counts": {"0": 3, "1": 1},
+    }  # fmt: skip
+    assert (first["reward_mean"], second["reward_mean"], first["kl_max"]) == (0.1, 0.2, None)
+
+
+async def test_a_restart_writes_no_line_twice(bus: Bus, tmp_path: Path) -> None:
+    await put_steps(bus, 1, 2)
+    await tell(bus, "test", "first", "")
+    await Recorder(bus, tmp_path, 100).catch_up()
+    await put_steps(bus, 3)
+    await tell(bus, "test", "second", "", version=3)
+    await Recorder(bus, tmp_path, 100).catch_up()
+    await Recorder(bus, tmp_path, 100).catch_up()
+    assert [line["step"] for line in lines(tmp_path, "metrics.jsonl")] == [1, 2, 3]
+    assert [line["name"] for line in lines(tmp_path, "events.jsonl")] == ["first", "second"]
+    assert lines(tmp_path, "events.jsonl")[1]["fields"] == {"version": 3}
+
+
+@pytest.mark.parametrize("torn", [b'{"entry": "99-0", "st', b"\x00\x00\x00\n", b"{}garbage\n"])
+async def test_a_torn_last_line_is_cut_off_and_written_anew(bus: Bus, tmp_path: Path, torn: bytes) -> None:
+    await put_steps(bus, 1, 2)
+    await Recorder(bus, tmp_path, 100).catch_up()
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: whole.index(b"\n") + 1] + torn)
+    await Recorder(bus, tmp_path, 100).catch_up()
+    assert path.read_bytes() == whole
+
+
+async def test_an_unreadable_report_is_passed_over_once(bus: Bus, tmp_path: Path) -> None:
+    await bus.append(streams.STEPS, {"id": "1", "data": b""})
+    await put_steps(bus, 2)
+    await bus.append(streams.STEPS, {"id": "3", "data": b"?"})
+    recorder = Recorder(bus, tmp_path, 100)
+    await recorder.catch_up()
+    await recorder.catch_up()
+    assert [line["step"] for line in lines(tmp_path, "metrics.jsonl")] == [2]
+
+
+async def test_a_trained_group_is_written_to_be_read_each_so_many_steps(bus: Bus, tmp_path: Path) -> None:
+    recorder = Recorder(bus, tmp_path, 2)
+    for group_id in range(5):
+        await commit_group(bus, group_id)
+        await recorder.catch_up()
+    await Recorder(bus, tmp_path, 2).catch_up()
+    first, second = lines(tmp_path, "rollouts.jsonl")
+    assert (first["step"], first["group"], second["step"], second["group"]) == (2, 1, 4, 3)
+    assert (first["prompt"], first["answer"], first["problem"]) == ("12+34=", "46", "train.jsonl:2")
+    assert first["completions"] == [
+        {
+            "text": text,
+            "reward": reward,
+            "scores": {"answer": {"status": "ok", "value": reward, "detail": ""}},
+            "tokens": 3,
+            "finish_reason": "stop",
+            "versions": [7],
+        }
+        for text, reward in (("46", 1.0), ("47", 0.0))
+    ]
+
+
+async def test_a_journal_just_trimmed_by_a_checkpoint_is_sampled_at_the_next_step(bus: Bus, tmp_path: Path) -> None:
+    recorder = Recorder(bus, tmp_path, 1)
+    await commit_group(bus, 0)
+    await bus.client.xtrim(bus.keys.of(streams.JOURNAL), maxlen=0, approximate=False)
+    await recorder.catch_up()
+    await commit_group(bus, 1)
+    await recorder.catch_up()
+    assert [line["step"] for line in lines(tmp_path, "rollouts.jsonl")] == [2]
+
+
+def test_lines_hold_no_number_that_json_cannot(tmp_path: Path) -> None:
+    file = Lines(tmp_path / "a.jsonl")
+    file.append([{"a": float("inf"), "b": [float("nan"), 1.5], "c": {"d": "é"}}])
+    assert (tmp_path / "a.jsonl").read_text(encoding="utf-8") == '{"a": null, "b": [null, 1.5], "c": {"d": "é"}}\n'
+
+
+def test_of_a_step_written_twice_the_later_line_holds_and_what_followed_the_first_goes() -> None:
+    written = [(1, "a"), (2, "a"), (3, "a"), (2, "b")]
+    steps = one_line_a_step([{"step": step, "by": by} for step, by in written])
+    assert [(step["step"], step["by"]) for step in steps] == [(1, "a"), (2, "b")]
+
+
+STATUS = RunStatus(
+    state=RunState.RUNNING, reason="", created_at_s=90.0, changed_at_s=100.0, step=3, cursor=9,
+    head=PolicyVersion(3), newest_version=PolicyVersion(3), trainer_epoch=1, shift=0, tip=None,
+    first_admission_s=100.0, last_commit_s=130.0, paused_s=5.0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, 35.0),
+        ({"state": RunState.PAUSED, "changed_at_s": 120.0}, 15.0),
+        ({"state": RunState.STOPPED}, 25.0),
+        ({"step": 10}, 25.0),
+        ({"first_admission_s": None}, 0.0),
+        ({"paused_s": 99.0}, 0.0),
+    ],
+)
+def test_training_time_runs_from_first_admission_to_last_commit_without_pauses(
+    changed: dict[str, object], expected: float
+) -> None:
+    import dataclasses
+
+    status = dataclasses.replace(STATUS, **changed)  # type: ignore[arg-type]
+    assert training_seconds(status, steps=10, now_s=140.0) == expected
+
+
+def test_runs_that_differ_only_in_name_and_place_have_the_same_digest(tmp_path: Path) -> None:
+    run = settings(tmp_path)
+    renamed = settings(tmp_path, run={"id": "other"}, bus={"url": "redis://:secret@host"})
+    assert digest(run) == digest(renamed)
+    assert digest(run) != digest(settings(tmp_path, steps=5))
+
+
+async def test_a_pause_is_counted_when_it_ends(bus: Bus) -> None:
+    ledger = Ledger(bus)
+    await ledger.create()
+    await ledger.transition(RunState.RUNNING, "", [RunState.CREATED])
+    await ledger.transition(RunState.PAUSED, "", [RunState.RUNNING])
+    await bus.client.hincrbyfloat(bus.keys.run, "changed_at_s", -7)  # seven seconds pass
+    assert (await ledger.status()).paused_s == 0.0
+    await ledger.transition(RunState.RUNNING, "", [RunState.PAUSED])
+    assert (await ledger.status()).paused_s == pytest.approx(7.0, abs=0.9)
+
+
+async def test_experience_of_the_journal_stays_where_it_is(bus: Bus, tmp_path: Path) -> None:
+    await commit_group(bus, 0)
+    await Recorder(bus, tmp_path, 1).catch_up()
+    ((_, kept),) = await bus.newest(streams.JOURNAL, Experience, 10)
+    assert kept.group.prompt.group_id == 0

@@ -1,0 +1,118 @@
+"""Laws of the lease: one leads, the next follows soon, and an old term writes nothing."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from services.coordinator.run.leader_lease import Lease
+from shared.bus import streams
+from shared.bus.bus import Bus
+from shared.bus.messages import PolicyRecord, PolicyVersion
+from shared.bus.stores.ledger import Ledger, RunState
+from tests.conftest import until
+from tests.support import builders
+from tests.support.coordinator_players import Trainer
+
+TTL_S = 0.6
+
+
+class Leader:
+    """Notes the terms under which it leads, and leads until it is told not to."""
+
+    def __init__(self, bus: Bus, name: str) -> None:
+        self.lease = Lease(bus, name, TTL_S)
+        self.terms: list[int] = []
+
+    async def lead(self, term: int) -> None:
+        self.terms.append(term)
+        await asyncio.Event().wait()
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[asyncio.Task[None]]:
+        task = asyncio.create_task(self.lease.run(self.lead))
+        try:
+            yield task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_one_leads_and_the_other_knows_whom_until_it_leaves(bus: Bus) -> None:
+    first, second = Leader(bus, "a"), Leader(bus, "b")
+    async with contextlib.AsyncExitStack() as stack:
+        leading = await stack.enter_async_context(first.running())
+        await until(lambda: first.terms == [1])
+        await stack.enter_async_context(second.running())
+        await until(lambda: second.lease.leader == "a")
+        assert second.terms == []
+        leading.cancel()
+        await until(lambda: second.terms == [2])
+        assert not first.lease.leading
+
+
+async def test_a_leader_that_dies_is_followed_when_its_lease_has_run_out(bus: Bus) -> None:
+    dead, next_one = Lease(bus, "a", TTL_S), Leader(bus, "b")
+    await dead._claim()
+    assert dead.leading
+    async with next_one.running():
+        await until(lambda: next_one.terms == [2])
+    assert not dead.leading, "by its own clock too"
+
+
+async def test_a_process_started_again_under_its_name_leads_at_once_under_the_next_term(bus: Bus) -> None:
+    before, after = Lease(bus, "a", TTL_S), Lease(bus, "a", TTL_S)
+    await before._claim()
+    await after._claim()
+    assert (before.term, after.term) == (1, 2)
+
+
+async def test_a_leader_of_an_older_term_neither_admits_nor_promotes(bus: Bus) -> None:
+    ledger = Ledger(bus)
+    await ledger.create()
+    trainer = await Trainer(bus).start()
+    await ledger.transition(RunState.RUNNING, "test", [RunState.CREATED])
+    frozen, next_one = Lease(bus, "a", TTL_S), Lease(bus, "b", TTL_S)
+    await frozen._claim()
+    old, new = Ledger(bus), Ledger(bus)
+    old.term = frozen.term
+    await until(lambda: _follows(next_one))
+    new.term = next_one.term
+    published = await bus.read(streams.PUBLISHED, PolicyRecord, "coordinator", 1, 1.0)
+    prompts = [builders.prompt(group_id) for group_id in range(2)]
+    assert await old.admit(prompts, 4, 2, 10, PolicyVersion(0)) == -1
+    assert not await old.promote(published[0])
+    assert (await ledger.status()).head is None
+    assert await new.promote(published[0])
+    await new.note("doing", "evaluating version 0")
+    await old.note("doing", "ending: writing the report")
+    assert (await ledger.status()).doing == "evaluating version 0"
+    assert await new.admit(prompts, 4, 2, 10, PolicyVersion(0)) == 2
+    assert trainer.epoch == 1
+
+
+async def _follows(lease: Lease) -> bool:
+    await lease._claim()
+    return lease.leading
+
+
+async def test_what_fails_while_leading_ends_the_claim(bus: Bus) -> None:
+    async def fail(term: int) -> None:
+        raise RuntimeError("a bug")
+
+    lease = Lease(bus, "a", TTL_S)
+    with pytest.raises(RuntimeError, match="a bug"):
+        await lease.run(fail)
+    other = Lease(bus, "b", TTL_S)
+    await other._claim()
+    assert other.leading, "it left the lease at once"
+
+
+async def test_a_leader_whose_bus_came_back_empty_leads_under_the_term_that_it_gets_there(bus: Bus) -> None:
+    leader = Leader(bus, "a")
+    await bus.client.hset(bus.keys.run, "leader_term", 6)
+    async with leader.running():
+        await until(lambda: leader.terms == [7])
+        await bus.client.delete(bus.keys.run, bus.keys.lease)
+        await until(lambda: leader.terms == [7, 1])

@@ -1,0 +1,299 @@
+"""Laws of a run's life: what starts it, what gates it, how it ends and that its figures add up."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.coordinator.run.lifecycle import drain
+from services.coordinator.service import Coordinator
+from shared.bus import streams
+from shared.bus.bus import Bus
+from shared.bus.messages import Event, Experience, Prompt
+from shared.bus.stores.ledger import Ledger, RunState
+from shared.process.telemetry import Presence, Status
+from tests.conftest import until
+from tests.support import builders
+from tests.support.coordinator_players import Trainer, make, replicas, running, settings
+
+
+async def state(bus: Bus) -> RunState:
+    return (await Ledger(bus).status()).state
+
+
+async def reaches(bus: Bus, wanted: RunState) -> None:
+    async def reached() -> bool:
+        return await state(bus) is wanted
+
+    await until(reached)
+
+
+async def closes(parts: Coordinator) -> None:
+    await until(lambda: parts.lifecycle.closed)
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    return found
+
+
+async def test_a_run_trains_its_steps_and_finishes_with_figures_that_add_up(bus: Bus, tmp_path: Path) -> None:
+    run = settings(tmp_path, steps=4, heldout=5)
+    async with running(make(bus, run)) as parts, replicas(bus, lambda prompt: float((prompt.answer or "0") < "5")):
+        trainer = await Trainer(bus).start()
+        for _ in range(4):
+            await trainer.step()
+        await closes(parts)
+    found, status = summary(run.run_folder), await Ledger(bus).status()
+    assert status.state is RunState.FINISHED
+    assert (found["state"], found["steps"], found["samples"], found["head"]) == ("finished", 4, 16, 4)
+    # held-out answers 0, 2, 4, 6, 8: three of five are right, before and after
+    assert (found["accuracy_before"], found["accuracy_after"]) == (0.6, 0.6)
+    assert (found["reward_first"], found["reward_last"]) == (0.25, 0.25)  # mean of 0.1, 0.2, 0.3, 0.4
+    assert (found["lag_mean"], found["lag_max"]) == (0.25, 1)
+    assert found["training_s"] == status.last_commit_s - status.first_admission_s  # type: ignore[operator]
+    assert found["samples_per_s"] == 16 / found["training_s"]
+    assert found["tokens_per_s"] == 160 / found["training_s"]
+    assert found["groups_admitted"] == status.cursor == sum(found["counts"].values())
+    assert found["counts"]["trained"] == 8
+    names = {path.name for path in run.run_folder.iterdir()}
+    assert {"metrics.jsonl", "evaluations.jsonl", "events.jsonl", "summary.json", "report.html"} <= names
+    evaluated = [json.loads(line) for line in (run.run_folder / "evaluations.jsonl").read_text().splitlines()]
+    assert [(line["initial"], line["final"]) for line in (evaluated[0], evaluated[-1])] == [
+        (True, False),
+        (False, True),
+    ]
+    assert (evaluated[-1]["version"], evaluated[-1]["problems"]) == (4, 5)
+
+
+async def test_a_finished_run_with_more_steps_than_it_had_makes_them_and_finishes_again(
+    bus: Bus, tmp_path: Path
+) -> None:
+    run = settings(tmp_path, steps=2, heldout=5)
+    async with running(make(bus, run)) as parts, replicas(bus):
+        trainer = await Trainer(bus).start()
+        for _ in range(2):
+            await trainer.step()
+        await closes(parts)
+    before = await Ledger(bus).status()
+    extended = run.model_copy(update={"run": run.run.model_copy(update={"steps": 4})})
+    async with running(make(bus, extended)) as parts, replicas(bus):
+        await reaches(bus, RunState.RUNNING)
+        status = await Ledger(bus).status()
+        assert (status.reason, status.step, status.closed) == ("extended from 2 to 4 steps", 2, False)
+        assert before.last_commit_s is not None
+        assert status.paused_s == pytest.approx(
+            status.changed_at_s - before.last_commit_s, abs=1e-3
+        )  # it is kept to 1e-6 s
+        for _ in range(2):
+            await trainer.step()
+        await closes(parts)
+    status = await Ledger(bus).status()
+    assert (status.state, status.step, status.closed) == (RunState.FINISHED, 4, True)
+    found = summary(run.run_folder)
+    assert (found["steps"], found["samples"], found["counts"]["trained"]) == (4, 16, 8)
+    evaluated = [json.loads(line) for line in (run.run_folder / "evaluations.jsonl").read_text().splitlines()]
+    assert [(line["version"], line["final"]) for line in evaluated] == [(0, False), (2, True), (4, True)]
+    events = [json.loads(line)["name"] for line in (run.run_folder / "events.jsonl").read_text().splitlines()]
+    ending = ["evaluated", "run ended"]
+    assert events == ["evaluated", "run started", *ending, "run extended", *ending], "a step is no event"
+
+
+async def test_nothing_is_admitted_before_the_initial_evaluation_is_in(bus: Bus, tmp_path: Path) -> None:
+    run = settings(tmp_path, heldout=5, coordinator={"autostart": False})
+    async with running(make(bus, run)) as parts:
+        await Trainer(bus).start()
+
+        async def asked() -> bool:
+            return await bus.length(streams.EVAL_PROMPTS) == 5
+
+        await until(asked)
+        await Ledger(bus).transition(RunState.RUNNING, "started by hand", [RunState.CREATED])
+        for _ in range(5):
+            parts.admission.wake()
+            await parts.monitor.view()
+            assert await bus.length(streams.PROMPTS) == 0
+        async with replicas(bus):
+
+            async def admitted() -> bool:
+                return (await Ledger(bus).status()).cursor > 0
+
+            await until(admitted)
+
+
+async def test_without_autostart_a_run_waits_to_be_started(bus: Bus, tmp_path: Path) -> None:
+    run = settings(tmp_path, coordinator={"autostart": False})
+    async with running(make(bus, run)) as parts:
+        await Trainer(bus).start()
+        await until(lambda: parts.lifecycle.gate_open)
+        assert await state(bus) is RunState.CREATED
+        assert (await parts.monitor.view()).cursor == 0
+
+
+async def test_a_killed_coordinator_goes_on_from_the_bus_to_the_same_end(bus: Bus, tmp_path: Path) -> None:
+    run = settings(tmp_path, steps=6, heldout=5)
+    async with replicas(bus):
+        trainer = Trainer(bus)
+        async with running(make(bus, run)):
+            await trainer.start()
+            await trainer.step()
+        for _ in range(4):
+            async with running(make(bus, run)):  # each of these is killed without a word
+                await trainer.step()
+        async with running(make(bus, run)) as parts:
+            await trainer.step()
+            await closes(parts)
+        again = summary(run.run_folder)
+        async with running(make(bus, run)) as parts:
+            await closes(parts)
+    assert summary(run.run_folder) == again  # a run that is over stays as it is
+    steps = [json.loads(line)["step"] for line in (run.run_folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    assert (again["steps"], again["samples"], again["state"]) == (6, 24, "finished")
+    assert sum(again["counts"].values()) == again["groups_admitted"]
+
+
+async def test_groups_that_no_step_needs_any_more_are_dropped_and_counted(bus: Bus, tmp_path: Path) -> None:
+    run = settings(tmp_path, steps=1)
+    async with running(make(bus, run)) as parts:
+        trainer = await Trainer(bus).start()
+        async with replicas(bus):
+
+            async def scored() -> bool:
+                return await bus.length(streams.EXPERIENCE) == 2
+
+            await until(scored)
+        for group_id in (2, 3, 4, 5):  # requeued ones, say
+            await bus.publish(streams.PROMPTS, builders.prompt(group_id), str(group_id))
+        await bus.read(streams.PROMPTS, Prompt, "rollout-1", 2, None)  # two of them in a replica's hands
+        await trainer.step()
+        await closes(parts)
+    assert await bus.counts() == summary(run.run_folder)["counts"] == {"trained": 2, "dropped:run_ended": 4}
+    assert await Ledger(bus).in_flight() == 0
+
+
+async def test_groups_in_hand_are_taken_and_their_late_results_go_nowhere(bus: Bus) -> None:
+    for place in range(3):
+        await bus.append(streams.PROMPTS, {"id": str(place), "data": b"x"})
+    await bus.append(streams.ROLLOUTS, {"id": "3", "data": b"x"})
+    await bus.append(streams.EXPERIENCE, {"id": "4", "data": b"x"})
+    (held, _) = await bus.read(streams.PROMPTS, Prompt, "rollout", 2, 0.1)
+    (batch,) = await bus.read(streams.EXPERIENCE, Experience, "trainer", 1, 0.1)
+    assert await drain(bus) == 5
+    assert await bus.counts() == {"dropped:run_ended": 5}
+    assert not await bus.hand_over(held, streams.ROLLOUTS, Event(0.0, "", "", ""))
+    assert not await bus.drop(batch, "stale")
+    assert await Ledger(bus).in_flight() == 0
+
+
+async def test_a_stop_ends_the_run_with_what_there_is(bus: Bus, tmp_path: Path) -> None:
+    run = settings(tmp_path, steps=50, heldout=5)
+    async with running(make(bus, run)) as parts, replicas(bus):
+        trainer = await Trainer(bus).start()
+        await trainer.step()
+        await parts.api.ledger.transition(RunState.STOPPED, "enough", [RunState.RUNNING])
+        await closes(parts)
+    found = summary(run.run_folder)
+    assert (found["state"], found["reason"], found["steps"]) == ("stopped", "enough", 1)
+    assert (found["accuracy_before"], found["counts"]["trained"]) == (1.0, 2)
+    assert sum(found["counts"].values()) == found["groups_admitted"] == (await Ledger(bus).status()).cursor
+    assert (run.run_folder / "report.html").exists()
+
+
+async def test_the_end_waits_for_a_trainer_that_still_works(bus: Bus, tmp_path: Path) -> None:
+    run = settings(tmp_path, steps=1, bus={"drain_s": 60.0})
+    working, stop = Status(state="working"), asyncio.Event()
+    beating = asyncio.create_task(Presence(bus, "trainer", "trainer-0", 0.02, working).run(stop))
+    async with running(make(bus, run)) as parts, replicas(bus):
+        trainer = await Trainer(bus).start()
+        await trainer.step()
+        await until(lambda: _does(parts, "ending: waiting for the trainer"))
+        assert not (run.run_folder / "summary.json").exists()
+        working.state = "waiting"  # the final policy is written
+        await closes(parts)
+    stop.set()
+    await beating
+    assert await state(bus) is RunState.FINISHED
+
+
+async def _does(parts: Coordinator, activity: str) -> bool:
+    return (await parts.monitor.view()).activity == activity
+
+
+async def test_a_coordinator_that_does_not_lead_says_what_the_one_that_leads_does_and_when_the_run_is_closed(
+    bus: Bus, tmp_path: Path
+) -> None:
+    run = settings(tmp_path, steps=1, heldout=5)
+    follower = make(bus, run)
+    async with running(make(bus, run)) as parts:
+        trainer = await Trainer(bus).start()
+        await until(lambda: _does(follower, "evaluating version 0"))
+        assert not (await follower.monitor.view()).closed
+        async with replicas(bus):
+            await trainer.step()
+            await closes(parts)
+    follower.monitor.forget()
+    view = await follower.monitor.view()
+    assert (view.closed, view.activity) == (True, "finished")
+
+
+async def test_a_stop_interrupts_the_initial_evaluation(bus: Bus, tmp_path: Path) -> None:
+    run = settings(tmp_path, heldout=5)
+    async with running(make(bus, run)) as parts:
+        await Trainer(bus).start()
+
+        async def asked() -> bool:
+            return await bus.length(streams.EVAL_PROMPTS) == 5
+
+        await until(asked)
+        await parts.api.ledger.transition(RunState.STOPPED, "", [RunState.CREATED, RunState.RUNNING])
+        await closes(parts)
+    found = summary(run.run_folder)
+    assert (found["accuracy_before"], found["groups_admitted"], found["training_s"]) == (None, 0, 0.0)
+
+
+async def test_a_paused_run_neither_evaluates_nor_ends_until_it_is_resumed(bus: Bus, tmp_path: Path) -> None:
+    run = settings(tmp_path, steps=1, heldout=5)
+    async with running(make(bus, run)) as parts, replicas(bus):
+        trainer = await Trainer(bus).start()
+        await reaches(bus, RunState.RUNNING)
+
+        async def scored() -> bool:
+            return await bus.length(streams.EXPERIENCE) == 2
+
+        await until(scored)
+        await parts.api.ledger.transition(RunState.PAUSED, "", [RunState.RUNNING])
+        await trainer.step()
+        for _ in range(10):
+            assert await parts.lifecycle.advance() is False
+        assert await state(bus) is RunState.PAUSED
+        await parts.api.ledger.transition(RunState.RUNNING, "", [RunState.PAUSED])
+        await closes(parts)
+    assert await state(bus) is RunState.FINISHED
+
+
+async def test_a_run_whose_evaluation_fails_still_trains(bus: Bus, tmp_path: Path) -> None:
+    run = settings(tmp_path, steps=1, heldout=5, evaluation={"timeout_s": 0.05})
+    async with running(make(bus, run)) as parts, replicas(bus, evaluating=False):
+        trainer = await Trainer(bus).start()
+        await trainer.step()
+        await closes(parts)
+    found = summary(run.run_folder)
+    assert (found["accuracy_before"], found["accuracy_after"], found["state"]) == (None, None, "finished")
+
+
+async def test_a_server_that_comes_back_empty_gets_its_run_back(bus: Bus, tmp_path: Path) -> None:
+    run = settings(tmp_path)
+    async with running(make(bus, run)) as parts:
+        await reaches(bus, RunState.CREATED)
+        await bus.client.delete(bus.keys.run)
+        bus.reconnects += 1
+        parts.lifecycle.wake()
+
+        async def there() -> bool:
+            return bool(await bus.client.hexists(bus.keys.run, "state"))
+
+        await until(there)
+    assert asyncio.current_task() is not None

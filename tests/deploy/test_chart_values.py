@@ -1,0 +1,190 @@
+"""What values of the chart mean: what an upgrade keeps, what the store and the notes follow from, what is refused and how."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+
+import pytest
+import yaml
+
+from shared.settings import load
+from tests.support.chart import (
+    CASES,
+    CHART,
+    GPU,
+    NEWEST,
+    ROOT,
+    Json,
+    environment,
+    labels,
+    play,
+    play_all,
+    refusal,
+    render,
+    template_of,
+    values,
+)
+
+pytestmark = pytest.mark.usefixtures("helm")
+
+
+# ---------------------------------------------------------------- upgrades
+
+
+def test_an_upgrade_keeps_password_and_token_and_restarts_only_for_another_run() -> None:
+    first, same, other = play([values(), values(), values(run={"config": values()["run"]["config"] + "\n# new\n"})])
+    for role, key in (("bus", "password"), ("api", "token")):
+        secrets = [found.one("Secret", role)["stringData"][key] for found in (first, same, other)]
+        assert secrets[0] == secrets[1] == secrets[2]
+        assert len(secrets[0]) == 40
+    pods = [template_of(found.workload("trainer")) for found in (first, same, other)]
+    assert pods[0] == pods[1]
+    assert pods[0] != pods[2]
+    bus = [found.one("StatefulSet", "bus")["spec"]["template"] for found in (first, same, other)]
+    assert bus[0] == bus[1] == bus[2]
+
+
+def test_what_a_run_leaves_outlives_its_release() -> None:
+    claim = render(values()).one("PersistentVolumeClaim", "runs")
+    assert claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+
+
+def test_with_object_storage_every_pod_has_a_folder_of_its_own_and_the_trainer_alone_holds_the_key() -> None:
+    release = render(CASES["object-storage"])
+    assert release.of("PersistentVolumeClaim") == []
+    for role, pod in release.pods():
+        (container,) = pod["spec"]["containers"]
+        folders = [one for one in pod["spec"]["volumes"] if one["name"] == "runs"]
+        assert folders == ([{"name": "runs", "emptyDir": {}}] if role in ("coordinator", "rollout", "trainer") else [])
+        found = environment(container) if role != "bus" else {}
+        assert ("AWS_SECRET_ACCESS_KEY" in found) == ("PENSTOCK__TRAINER__STORE__URI" in found) == (role == "trainer")
+    (container,) = release.one("StatefulSet", "trainer")["spec"]["template"]["spec"]["containers"]
+    plain = {name: value for name, value in environment(container).items() if isinstance(value, str)}
+    store = load(None, environment=plain).trainer.store
+    assert (store.uri, store.region, store.counts) == ("s3://penstock-runs/research", "eu-central-1", "stored")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "port"),
+    [("", 443), ("http://minio.storage.svc:9000", 9000), ("http://minio", 80), ("https://[::1]:8", 8)],
+)
+def test_the_trainer_alone_may_reach_the_store_at_its_port(endpoint: str, port: int) -> None:
+    release = render(values("object-storage", checkpoints={"s3": {"endpoint": endpoint}}))
+    anywhere = {
+        labels(one)["app.kubernetes.io/component"]: rule
+        for one in release.of("NetworkPolicy")
+        for rule in one["spec"].get("egress", ())
+        if "to" not in rule
+    }
+    assert anywhere == {"trainer": {"ports": [{"port": port}]}}
+
+
+def test_the_notes_tell_the_next_three_commands() -> None:
+    commands = [line.strip() for line in render(values()).notes.splitlines() if line.startswith("  ")]
+    assert [command.split()[0] for command in commands[:3]] == ["kubectl", "helm", "kubectl"]
+    assert commands[1] == "helm test demo -n research"
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_a_schema_error_names_the_value() -> None:
+    wrong = values(
+        image={"tag": "latest"}, rollout={"replicas": "two", "gpus": 3}, coordinator={"replicas": -1}, run={"confg": ""}
+    )
+    lines = refusal(wrong).splitlines()
+    assert (
+        lines[0] == "install failed: values don't meet the specifications of the schema(s) in the following chart(s):"
+    )
+    assert sorted(lines[2:]) == [
+        "  - at '/rollout': additional properties 'gpus' not allowed",
+        "  - at '/rollout/replicas': got string, want integer",
+        "- at '/coordinator/replicas': minimum: got -1, want 0",
+        "- at '/image/tag': 'not' failed",
+        "- at '/rollout': validation failed",
+        "- at '/run': additional properties 'confg' not allowed",
+    ]
+
+
+MISSING: Sequence[tuple[Json, str]] = (
+    (values(image={"registry": ""}), "expected image.registry, found none: set it to the registry"),
+    (values(run={"config": ""}), "expected run.config, found none: give the run's TOML by --set-file"),
+    (values(run={"id": "a b"}), "expected a run id of 1 to 64 letters, digits, '.', '_' or '-', found \"a b\""),
+    (
+        values("object-storage", trainer={"nodes": 2}),
+        "expected storage.runs.existingClaim with checkpoints.s3.uri and trainer.nodes = 2, found none: pods that train",
+    ),
+    (
+        values(rollout={"autoscaling": {"enabled": True}}),
+        "expected KEDA or an external metrics API for rollout.autoscaling.enabled, found neither keda.sh/v1alpha1 nor "
+        "external.metrics.k8s.io/v1beta1 in this cluster",
+    ),
+    (
+        values(run={"config": "[rollout.vllm]\n# tensor_parallel_size = 4\ntensor_parallel_size = 16 # all\n"}),
+        "expected an engine within the GPUs of its pods, found rollout.vllm.tensor_parallel_size = 16 in run.config, "
+        "rollout.nodes = 1 and rollout.gpu.count = 1: raise rollout.gpu.count or rollout.nodes, or lower "
+        "tensor_parallel_size",
+    ),
+    (
+        values(rollout={"nodes": 2}),
+        "expected rollout.vllm.tensor_parallel_size to be a multiple of rollout.nodes = 2, as many GPUs in each pod, found "
+        "1 in run.config: change one of them",
+    ),
+    (
+        CASES["two-nodes-per-engine"],
+        "expected the CRD of LeaderWorkerSet for rollout.nodes = 2, found no leaderworkerset.x-k8s.io/v1 in this cluster: "
+        "install LeaderWorkerSet, or set rollout.nodes to 1",
+    ),
+    (
+        values(trainer={"jobSet": {"enabled": True}}),
+        "expected the CRD of JobSet for trainer.jobSet.enabled, found no jobset.x-k8s.io/v1alpha2 in this cluster",
+    ),
+)
+
+
+def test_what_is_missing_or_does_not_fit_is_one_sentence() -> None:
+    played = play_all([[wrong] for wrong, _ in MISSING], version=NEWEST, crds=None)
+    for (_, said), (release,) in zip(MISSING, played, strict=True):
+        assert said in release.error
+
+
+def test_an_engine_may_take_every_gpu_of_its_pod() -> None:
+    config = "[rollout.vllm]\ntensor_parallel_size = 8\n"
+    release = render(values(run={"config": config}, rollout={"gpu": {"count": 8}}))
+    assert template_of(release.workload("rollout"))["spec"]["containers"][0]["resources"]["limits"][GPU] == 8
+
+
+def test_an_older_cluster_is_refused() -> None:
+    assert "chart requires kubeVersion: >=1.28.0-0 which is incompatible with Kubernetes v1.27.0" in refusal(
+        values(), version=27
+    )
+
+
+def test_the_schema_says_every_value_in_a_sentence_and_the_values_file_holds_no_other() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    found = dict(described(schema, schema, ""))
+    assert len(found) > 100
+    assert not [path for path, text in found.items() if not text.endswith(".")]
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert set(paths(defaults, "", found)) <= found.keys()
+
+
+def described(schema: Json, root: Json, path: str) -> Iterator[tuple[str, str]]:
+    for name, one in schema.get("properties", {}).items():
+        here = root["definitions"][one["$ref"].rpartition("/")[2]] if "$ref" in one else one
+        yield f"{path}.{name}", here.get("description", "")
+        assert here.get("additionalProperties") is not None or "properties" not in here
+        yield from described(here, root, f"{path}.{name}")
+
+
+def paths(found: Json, path: str, known: Mapping[str, str]) -> Iterator[str]:
+    for name, one in found.items():
+        here = f"{path}.{name}"
+        yield here
+        if isinstance(one, dict) and any(other.startswith(here + ".") for other in known):
+            yield from paths(one, here, known)
+
+
+def test_the_chart_is_of_this_release() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    project = (ROOT / "pyproject.toml").read_text()
+    assert f'version = "{chart["appVersion"]}"' in project

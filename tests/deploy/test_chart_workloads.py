@@ -1,0 +1,242 @@
+"""What of the chart is several pods at once: trainers of many nodes, engines that span pods, and who sets their number."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from services.coordinator.run.monitor import SHOWN, STREAM_ENTRIES
+from shared.bus.streams import EVAL_PROMPTS, EVAL_ROLLOUTS, PROMPTS, ROLLOUTS, Keys
+from shared.settings import load
+from tests.support.chart import (
+    ALL_CRDS,
+    CASES,
+    GPU,
+    NEWEST,
+    ROOT,
+    Json,
+    Kinds,
+    Release,
+    environment,
+    merged,
+    play_all,
+    render,
+    template_of,
+    values,
+)
+from tests.support.fake_kubernetes import EXTERNAL_METRICS, KEDA, LEADER_WORKER_SET, OPERATOR
+
+pytestmark = pytest.mark.usefixtures("helm")
+
+
+# ---------------------------------------------------------------- a StatefulSet or a JobSet trains
+
+
+@pytest.fixture(scope="module")
+def job_sets(helm: None) -> Mapping[str, Sequence[Release]]:
+    """Revisions of releases on a cluster that knows JobSets, by what is special of them."""
+
+    def nodes(count: int, enabled: object = "auto", **more: Any) -> Json:
+        return values(trainer={"nodes": count, "jobSet": {"enabled": enabled}}, **more)
+
+    upgrades = [
+        values(),
+        values(reward={"replicas": 3}),
+        values(image={"tag": "0.2.0"}),
+        values(trainer={"jobSet": {"maxRestarts": 7}}),
+    ]
+    cases: Mapping[str, Sequence[Json]] = {
+        "auto": [nodes(3)],
+        "asked for": [nodes(3, True)],
+        "not wanted": [nodes(3, False)],
+        "long name": [nodes(64, fullnameOverride="p" * 40)],
+        "upgraded": upgrades,
+    }
+    played = dict(zip(cases, play_all(list(cases.values()), version=NEWEST, crds=ALL_CRDS), strict=True))
+    assert not [found.error for release in played.values() for found in release if found.error]
+    return played
+
+
+def test_one_thing_trains_a_stateful_set_or_where_the_cluster_has_them_a_job_set(
+    job_sets: Mapping[str, Sequence[Release]],
+) -> None:
+    for name in ("auto", "asked for"):
+        (release,) = job_sets[name]
+        budget = release.one("PodDisruptionBudget", "trainer")["spec"]
+        assert release.workload("trainer")["kind"] == "JobSet"  # `workload` holds that there is one
+        assert (budget["minAvailable"], "maxUnavailable" in budget) == (3, False)  # a Job's pods know nothing else
+        assert not release.of("Service", "trainer")  # the controller makes it
+        assert "wait pod --for=condition=Ready" in release.notes
+    for release in (*job_sets["not wanted"], render(values())):
+        trainer = release.workload("trainer")
+        assert (trainer["kind"], trainer["spec"]["podManagementPolicy"]) == ("StatefulSet", "Parallel")
+        assert release.one("PodDisruptionBudget", "trainer")["spec"]["maxUnavailable"] == 0
+        assert release.one("Service", "trainer")["spec"]["publishNotReadyAddresses"] is True
+        assert "rollout status statefulset/demo-penstock-trainer" in release.notes
+
+
+def test_the_pods_of_a_job_set_meet_at_its_first_and_are_made_anew_together(
+    job_sets: Mapping[str, Sequence[Release]],
+) -> None:
+    (release,) = job_sets["auto"]
+    job_set = release.workload("trainer")
+    name, spec = job_set["metadata"]["name"], job_set["spec"]
+    (replicated,) = spec["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    variables = environment(job["template"]["spec"]["containers"][0])
+    index = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
+    assert spec["network"] == {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True}
+    assert spec["failurePolicy"] == {"maxRestarts": 1000}
+    assert (job["completionMode"], job["completions"], job["parallelism"], job["backoffLimit"]) == ("Indexed", 3, 3, 0)
+    assert job["template"]["spec"]["restartPolicy"] == "Never"
+    assert variables["PENSTOCK__TRAINER__NODES"] == "3"
+    assert variables["PENSTOCK__TRAINER__NODE"] == index
+    assert variables["PENSTOCK__TRAINER__RENDEZVOUS"] == f"{name}-{replicated['name']}-0-0.{name}:29500"
+    (monitor,) = release.of("PodMonitor")  # a pod's name is another one each time, its replica's is not
+    (kept,) = [one for one in monitor["spec"]["podMetricsEndpoints"][0]["relabelings"] if "regex" in one]
+    assert kept["sourceLabels"] == ["__meta_kubernetes_pod_annotation_batch_kubernetes_io_job_completion_index"]
+    assert (kept["replacement"], variables["JOB_INDEX"]) == ("trainer-$1", index)
+
+
+def test_a_job_set_which_cannot_be_changed_is_followed_by_another(job_sets: Mapping[str, Sequence[Release]]) -> None:
+    first, same, other, patient = (found.workload("trainer") for found in job_sets["upgraded"])
+    assert first == same
+    assert len({one["metadata"]["name"] for one in (first, other, patient)}) == 3
+
+
+def test_the_longest_name_leaves_room_for_those_of_a_job_set_s_pods(job_sets: Mapping[str, Sequence[Release]]) -> None:
+    (release,) = job_sets["long name"]
+    assert len(f"{release.workload('trainer')['metadata']['name']}-pod-0-63-x7k2p") <= 63
+
+
+# ---------------------------------------------------------------- an engine that spans pods
+
+
+def test_the_pods_of_one_replica_have_the_engine_s_gpus_between_them_and_meet_at_their_first() -> None:
+    (release,), (defaults,) = play_all(
+        [[CASES["two-nodes-per-engine"]], [CASES["defaults"]]], version=NEWEST, crds=ALL_CRDS
+    )
+    group = release.workload("rollout")
+    spec = group["spec"]
+    (container,) = template_of(group)["spec"]["containers"]
+    variables = environment(container)
+    assert (spec["replicas"], spec["leaderWorkerTemplate"]["size"]) == (2, 2)
+    assert spec["leaderWorkerTemplate"]["restartPolicy"] == "RecreateGroupOnPodRestart"
+    assert spec["startupPolicy"] == "LeaderCreated"  # a leader is ready only with the others
+    assert container["resources"]["limits"][GPU] == 8  # × 2 pods = tensor_parallel_size
+    assert {"name": "rendezvous", "containerPort": 29500} in container["ports"]
+    assert variables["PENSTOCK__ROLLOUT__NODES"] == "2"
+    assert variables["PENSTOCK__ROLLOUT__NODE"] == "$(LWS_WORKER_INDEX)"
+    assert variables["PENSTOCK__ROLLOUT__RENDEZVOUS"] == "$(LWS_LEADER_ADDRESS):29500"
+    index = {"fieldRef": {"fieldPath": "metadata.labels['leaderworkerset.sigs.k8s.io/group-index']"}}
+    assert variables["GROUP_INDEX"] == index
+    assert container["command"][-2:] == [
+        "--replica",
+        "demo-penstock-rollout-$(GROUP_INDEX)",
+    ]  # one name for all of them
+    assert "A replica of rollout is 2 pods" in release.notes
+    assert defaults.workload("rollout")["kind"] == "Deployment"
+
+
+def test_a_pod_of_several_gets_settings_and_a_secret_that_upgrades_keep(tmp_path: Path) -> None:
+    found = CASES["two-nodes-per-engine"]
+    given = merged(found, {"rollout": {"existingSecret": "ours"}})
+    (first, again), (other,) = play_all([[found, found], [given]], version=NEWEST, crds=ALL_CRDS)
+    config = tmp_path / "run.toml"
+    config.write_text(first.one("ConfigMap", "run")["data"]["run.toml"])
+    (container,) = template_of(first.workload("rollout"))["spec"]["containers"]
+    plain = {name: source for name, source in environment(container).items() if isinstance(source, str)}
+    says = {
+        "$(LWS_WORKER_INDEX)": "1",
+        "$(LWS_LEADER_ADDRESS):29500": "demo-penstock-rollout-0.demo-penstock-rollout.research:29500",
+    }
+    settings = load(config, environment={name: says.get(text, text) for name, text in plain.items()})
+    assert (settings.rollout.nodes, settings.rollout.node) == (2, 1)
+    assert settings.rollout.rendezvous == "demo-penstock-rollout-0.demo-penstock-rollout.research:29500"
+    assert settings.rollout.secret_file is not None
+    mounted = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    assert mounted[str(settings.rollout.secret_file.parent)] == "engine"
+    secrets = [release.one("Secret", "rollout")["stringData"]["secret"] for release in (first, again)]
+    assert secrets[0] == secrets[1]
+    assert len(secrets[0]) == 40
+    assert other.of("Secret", "rollout") == []
+    (volume,) = [one for one in template_of(other.workload("rollout"))["spec"]["volumes"] if one["name"] == "engine"]
+    assert volume["secret"] == {"secretName": "ours"}
+
+
+@pytest.mark.parametrize("crds", [KEDA, EXTERNAL_METRICS])
+def test_what_scales_replicas_scales_groups_of_pods(crds: Kinds) -> None:
+    scaling = {"rollout": {"autoscaling": {"enabled": True, "minReplicas": 1}}}
+    release = render(merged(CASES["two-nodes-per-engine"], scaling), crds={**crds, **LEADER_WORKER_SET})
+    (scaler,) = [*release.of("ScaledObject", "rollout"), *release.of("HorizontalPodAutoscaler", "rollout")]
+    target = {"apiVersion": "leaderworkerset.x-k8s.io/v1", "kind": "LeaderWorkerSet", "name": "demo-penstock-rollout"}
+    assert scaler["spec"]["scaleTargetRef"] == target
+    assert "replicas" not in release.workload("rollout")["spec"]
+
+
+# ---------------------------------------------------------------- who sets the number of replicas
+
+
+def test_without_keda_an_autoscaler_reads_what_the_coordinator_exports_and_keeps_one_replica() -> None:
+    scaling = {"autoscaling": {"enabled": True, "minReplicas": 1, "cooldownSeconds": 7200}}
+    to_zero = values(reward={"autoscaling": {"enabled": True}})
+    steps = [[values(rollout=scaling, reward=scaling)], [to_zero]]
+    (release,), (refused,) = play_all(steps, version=NEWEST, crds={**OPERATOR, **EXTERNAL_METRICS})
+    assert (
+        "expected reward.autoscaling.minReplicas of at least 1 in a cluster without KEDA, found 0: a "
+        "HorizontalPodAutoscaler does not scale to zero; set it to 1, or install KEDA"
+    ) in refused.error
+    assert not release.of("ScaledObject")
+    (exported,) = STREAM_ENTRIES.collect()
+    for role, stream, most, groups in (("rollout", PROMPTS, 4, "16"), ("reward", ROLLOUTS, 8, "32")):
+        spec = release.one("HorizontalPodAutoscaler", role)["spec"]
+        ((metric,), target) = spec["metrics"], spec["scaleTargetRef"]
+        assert stream in SHOWN
+        assert target == {"apiVersion": "apps/v1", "kind": "Deployment", "name": f"demo-penstock-{role}"}
+        assert (spec["minReplicas"], spec["maxReplicas"]) == (1, most)
+        assert metric["external"]["metric"]["name"] == exported.name
+        assert metric["external"]["metric"]["selector"] == {"matchLabels": {"run": "demo", "stream": stream.name}}
+        assert metric["external"]["target"] == {"type": "AverageValue", "averageValue": groups}
+        assert spec["behavior"]["scaleDown"]["stabilizationWindowSeconds"] == 3600  # the most that Kubernetes takes
+        assert "replicas" not in release.workload(role)["spec"]
+
+
+def test_keda_is_preferred_to_an_autoscaler() -> None:
+    scaling = {"autoscaling": {"enabled": True}}
+    release = render(values(rollout=scaling), crds={**KEDA, **EXTERNAL_METRICS})
+    assert release.one("ScaledObject", "rollout")["spec"]["minReplicaCount"] == 0
+    assert not release.of("HorizontalPodAutoscaler")
+
+
+def test_the_rule_for_prometheus_adapter_passes_on_that_series_once_whoever_exports_it() -> None:
+    text = (ROOT / "docs/kubernetes.md").read_text()
+    (block,) = re.findall(r"```yaml\n(rules:.*?)```", text, re.S)
+    (rule,) = yaml.safe_load(block)["rules"]["external"]
+    (exported,) = STREAM_ENTRIES.collect()
+    assert rule["seriesQuery"].partition("{")[0] == rule["name"]["as"] == exported.name
+    assert (
+        rule["metricsQuery"] == "max by (run, stream) (<<.Series>>{<<.LabelMatchers>>})"
+    )  # two coordinators export it
+
+
+def test_backlogs_of_the_run_set_the_number_of_replicas() -> None:
+    release = render(CASES["two-pools"], crds=ALL_CRDS)
+    for role, streams, most in (
+        ("rollout", (PROMPTS, EVAL_PROMPTS), 16),
+        ("reward", (ROLLOUTS, EVAL_ROLLOUTS), 8),
+    ):
+        scaled = release.one("ScaledObject", role)["spec"]
+        target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": f"demo-penstock-{role}"}
+        assert scaled["scaleTargetRef"] == target
+        assert scaled["maxReplicaCount"] == most
+        asked = [(one["metadata"]["stream"], one["metadata"]["consumerGroup"]) for one in scaled["triggers"][::2]]
+        assert asked == [(Keys("demo").of(stream), stream.group) for stream in streams]
+        assert {
+            (one["metadata"].keys() - {"stream", "consumerGroup", "enableTLS"}).pop()
+            for one in scaled["triggers"][1::2]
+        } == {"pendingEntriesCount"}
+        assert scaled["triggers"][0]["metadata"]["lagCount"] == "32"
+        assert "replicas" not in release.one("Deployment", role)["spec"]  # two would set it

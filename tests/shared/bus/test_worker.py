@@ -1,0 +1,325 @@
+"""Laws of the worker, on a real Valkey."""
+
+import asyncio
+import dataclasses
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from shared.bus import wire
+from shared.bus.bus import Bus
+from shared.bus.messages import Prompt, RolloutGroup
+from shared.bus.streams import PROMPTS, ROLLOUTS
+from shared.bus.worker import Patience, Worker
+from shared.errors import NotHere, PermanentError, StateLost, TemporaryError
+from tests.conftest import PATIENCE_S, Server, until
+from tests.support import builders
+
+QUICK = Patience(claim_after_s=0.6, max_attempts=3, retry_s=0.01, drain_s=5.0)
+Handler = Callable[[Prompt], Awaitable[RolloutGroup]]
+
+
+async def answer(prompt: Prompt) -> RolloutGroup:
+    return builders.group(prompt.group_id)
+
+
+def make(
+    bus: Bus, handler: Handler, name: str = "a", patience: Patience = QUICK, concurrency: int = 2
+) -> Worker[Prompt, RolloutGroup]:
+    return Worker(bus, name, PROMPTS, Prompt, ROLLOUTS, handler, concurrency, patience)
+
+
+@asynccontextmanager
+async def running(worker: Worker[Prompt, RolloutGroup]) -> AsyncIterator[asyncio.Event]:
+    stop = asyncio.Event()
+    task = asyncio.create_task(worker.run(stop))
+    try:
+        yield stop
+    finally:
+        stop.set()
+        await task
+
+
+async def put(bus: Bus, count: int) -> None:
+    for group_id in range(count):
+        await bus.append(PROMPTS, {"id": str(group_id), "data": wire.encode(builders.prompt(group_id))})
+
+
+async def outputs(bus: Bus) -> list[str]:
+    return sorted(fields[b"id"].decode() for _, fields in await bus.client.xrange(bus.keys.of(ROLLOUTS)))
+
+
+async def test_every_entry_becomes_one_result(bus: Bus) -> None:
+    await put(bus, 20)
+    async with running(make(bus, answer, "a")), running(make(bus, answer, "b")):
+        await until(lambda: _is_length(bus, 20))
+    assert await outputs(bus) == sorted(str(i) for i in range(20))
+    assert await bus.length(PROMPTS) == 0
+
+
+async def _is_length(bus: Bus, count: int) -> bool:
+    return await bus.length(ROLLOUTS) == count
+
+
+async def test_no_more_than_concurrency_are_handled_at_once(bus: Bus) -> None:
+    most, now = 0, 0
+
+    async def count(prompt: Prompt) -> RolloutGroup:
+        nonlocal most, now
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0)
+        now -= 1
+        return await answer(prompt)
+
+    await put(bus, 30)
+    async with running(make(bus, count, concurrency=3)):
+        await until(lambda: _is_length(bus, 30))
+    assert most <= 3
+
+
+async def test_what_an_earlier_process_left_is_done_one_at_a_time(bus: Bus) -> None:
+    most, now = 0, 0
+
+    async def count(prompt: Prompt) -> RolloutGroup:
+        nonlocal most, now
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0)
+        now -= 1
+        return await answer(prompt)
+
+    await put(bus, 11)
+    assert len(await bus.read(PROMPTS, Prompt, "a", 11, None)) == 11
+    patient = dataclasses.replace(QUICK, claim_after_s=PATIENCE_S)  # so that nothing comes back by being reclaimed
+    async with running(make(bus, count, patience=patient, concurrency=3)):
+        await until(lambda: _is_length(bus, 11))
+    assert most == 1
+
+
+async def test_a_temporary_failure_is_tried_again_and_then_buried_with_its_reason(bus: Bus) -> None:
+    tries = 0
+
+    async def fail(prompt: Prompt) -> RolloutGroup:
+        nonlocal tries
+        tries += 1
+        raise TemporaryError("the scorer is down")
+
+    await put(bus, 1)
+    worker = make(bus, fail)
+    async with running(worker):
+        await until(lambda: worker.counts.buried == 1)
+    assert tries == 3
+    ((_, dead),) = await bus.client.xrange(bus.keys.of(PROMPTS.dead))
+    assert (dead[b"reason"], dead[b"attempts"]) == (b"the scorer is down", b"3")
+    assert await bus.length(ROLLOUTS) == 0
+
+
+async def test_what_this_replica_cannot_do_is_left_to_another_however_often_and_is_never_buried(bus: Bus) -> None:
+    tries = 0
+
+    async def behind(prompt: Prompt) -> RolloutGroup:
+        nonlocal tries
+        tries += 1
+        raise NotHere("the weights cannot be pulled here")
+
+    await put(bus, 1)
+    worker = make(bus, behind, "behind")
+    async with running(worker):
+        await until(lambda: tries > 3)  # more than it may be tried
+    assert worker.counts.buried == 0
+    async with running(make(bus, answer, "able")):
+        await until(lambda: _is_length(bus, 1))
+
+
+async def test_a_temporary_failure_that_passes_ends_in_one_result(bus: Bus) -> None:
+    tries = 0
+
+    async def fail_once(prompt: Prompt) -> RolloutGroup:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            raise TemporaryError("not yet")
+        return await answer(prompt)
+
+    await put(bus, 1)
+    async with running(make(bus, fail_once)):
+        await until(lambda: _is_length(bus, 1))
+    assert tries == 2
+
+
+async def test_a_permanent_failure_is_buried_at_once(bus: Bus) -> None:
+    async def refuse(prompt: Prompt) -> RolloutGroup:
+        raise PermanentError("expected an answer, found none")
+
+    await put(bus, 1)
+    worker = make(bus, refuse)
+    async with running(worker):
+        await until(lambda: worker.counts.buried == 1)
+    ((_, dead),) = await bus.client.xrange(bus.keys.of(PROMPTS.dead))
+    assert (dead[b"reason"], dead[b"attempts"]) == (b"expected an answer, found none", b"1")
+
+
+async def test_noise_on_the_stream_is_buried_and_the_next_entry_is_handled(bus: Bus) -> None:
+    await bus.append(PROMPTS, {"id": "9", "data": b"noise"})
+    await put(bus, 1)
+    async with running(make(bus, answer)):
+        await until(lambda: _is_length(bus, 1))
+    assert await bus.length(PROMPTS.dead) == 1
+
+
+async def test_a_bug_costs_its_group_alone_which_is_buried_with_its_cause(bus: Bus) -> None:
+    bugs: list[tuple[str, str]] = []
+
+    async def note(group: str, error: str) -> None:
+        bugs.append((group, error))
+
+    async def crash(prompt: Prompt) -> RolloutGroup:
+        if prompt.group_id == 1:
+            raise ZeroDivisionError("division by zero")
+        return await answer(prompt)
+
+    await put(bus, 4)
+    worker = Worker(bus, "a", PROMPTS, Prompt, ROLLOUTS, crash, 2, QUICK, bug=note)
+    async with running(worker):
+        await until(lambda: worker.counts.buried == 1)
+        await until(lambda: _is_length(bus, 3))
+    assert await outputs(bus) == ["0", "2", "3"]
+    assert bugs == [("1", "ZeroDivisionError: division by zero")] * 3
+    assert await _dead(bus) == [(b"1", b"ZeroDivisionError: division by zero", b"3")]
+    assert await bus.client.hgetall(bus.keys.causes) == {}
+
+
+async def test_a_result_that_cannot_be_written_costs_its_group_alone(bus: Bus) -> None:
+    async def odd(prompt: Prompt) -> RolloutGroup:
+        return dataclasses.replace(builders.group(prompt.group_id), replica=object())  # type: ignore[arg-type]
+
+    await put(bus, 1)
+    worker = make(bus, odd)
+    async with running(worker):
+        await until(lambda: worker.counts.buried == 1)
+    assert await _dead(bus) == [(b"0", b"TypeError: cannot write object into a message", b"3")]
+
+
+async def _dead(bus: Bus) -> list[tuple[bytes, bytes, bytes]]:
+    rows = await bus.client.xrange(bus.keys.of(PROMPTS.dead))
+    return [(fields[b"id"], fields[b"reason"], fields[b"attempts"]) for _, fields in rows]
+
+
+@pytest.mark.parametrize("error", [MemoryError(), StateLost("the engine died")])
+async def test_what_a_process_cannot_survive_ends_it_and_blames_only_who_was_alone(bus: Bus, error: Exception) -> None:
+    async def crash(prompt: Prompt) -> RolloutGroup:
+        if prompt.group_id == 1:
+            raise error
+        await asyncio.sleep(0.01)
+        return await answer(prompt)
+
+    await put(bus, 3)
+    ends = 0
+    for _ in range(2 + QUICK.max_attempts):
+        with pytest.raises(type(error)):
+            await make(bus, crash, concurrency=3).run(asyncio.Event())
+        ends += 1
+    worker = make(bus, crash, concurrency=3)
+    async with running(worker):
+        await until(lambda: worker.counts.buried == 1)
+        await until(lambda: _is_length(bus, 2))
+    assert ends == 5, "in a crowd, beside others, and three times alone"
+    assert await _dead(bus) == [(b"1", f"failed 3 times: {error!r}".encode(), b"4")]
+    assert await bus.client.hgetall(bus.keys.crashes) == {}
+
+
+@pytest.mark.parametrize("same_name", [True, False], ids=["started again", "taken over by others"])
+async def test_a_poison_group_that_kills_its_process_takes_no_honest_one_with_it(
+    bus: Bus, server: Server, *, same_name: bool
+) -> None:
+    await put(bus, 41)
+    deaths = 0
+    while not await _outlives(bus, server, "a" if same_name else f"replica-{deaths}"):
+        deaths += 1
+    assert deaths == 4, "in a crowd, beside others, and twice alone"
+    assert await outputs(bus) == sorted(str(group) for group in range(41) if group != 13)
+    assert await _dead(bus) == [(b"13", b"failed 2 times: its process died each time, and left no message", b"3")]
+    assert await bus.length(PROMPTS) == 0
+
+
+async def _outlives(bus: Bus, server: Server, name: str) -> bool:
+    """Whether a process that dies of group 13 sees the end of the other 40; else it was killed."""
+    command = [sys.executable, "-m", "tests.support.poisoned_worker", server.url, bus.keys.run_id, name, "13"]
+    process = subprocess.Popen(command)
+    try:
+        await until(lambda: _is_over(bus, process, 40), timeout_s=PATIENCE_S)
+        if process.poll() is None:
+            return True
+        assert process.wait() == -signal.SIGKILL
+        return False
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(PATIENCE_S)
+
+
+async def _is_over(bus: Bus, process: subprocess.Popen[bytes], results: int) -> bool:
+    ended = await bus.length(ROLLOUTS) == results and await bus.length(PROMPTS.dead) == 1
+    return ended or process.poll() is not None
+
+
+async def test_a_long_handler_keeps_its_entry(bus: Bus) -> None:
+    go_on = asyncio.Event()
+
+    async def slow(prompt: Prompt) -> RolloutGroup:
+        await go_on.wait()
+        return await answer(prompt)
+
+    await put(bus, 1)
+    slow_worker, eager = make(bus, slow, "slow"), make(bus, answer, "eager")
+    async with running(slow_worker):
+        await until(lambda: slow_worker.held == 1)
+        async with running(eager):
+            await asyncio.sleep(3 * QUICK.claim_after_s)  # three lifetimes of an entry that nobody renews
+            assert eager.counts.reclaimed == 0
+        go_on.set()
+        await until(lambda: slow_worker.counts.handed_over == 1)
+    assert await outputs(bus) == ["0"]
+
+
+async def test_a_stopped_worker_finishes_what_it_holds(bus: Bus) -> None:
+    started, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(prompt: Prompt) -> RolloutGroup:
+        started.set()
+        await go_on.wait()
+        return await answer(prompt)
+
+    await put(bus, 1)
+    worker, stop = make(bus, slow), asyncio.Event()
+    task = asyncio.create_task(worker.run(stop))
+    await started.wait()
+    stop.set()
+    await asyncio.sleep(0)
+    go_on.set()
+    await task
+    assert worker.counts.handed_over == 1
+
+
+async def test_a_stopped_worker_gives_back_what_it_cannot_finish(bus: Bus) -> None:
+    started = asyncio.Event()
+
+    async def endless(prompt: Prompt) -> RolloutGroup:
+        started.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    await put(bus, 1)
+    worker, stop = make(bus, endless, patience=Patience(claim_after_s=60.0, drain_s=0.05)), asyncio.Event()
+    task = asyncio.create_task(worker.run(stop))
+    await started.wait()
+    stop.set()
+    await task
+    assert worker.counts.given_back == 1
+    (delivery,) = await bus.reclaim(PROMPTS, Prompt, "b", min_idle_s=3600.0, count=1)
+    assert delivery.attempts == 1, "giving back costs no attempt"

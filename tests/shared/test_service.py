@@ -1,0 +1,62 @@
+"""Laws of a service's start: by hand, beside a run that goes on, it finds what it needs."""
+
+import json
+import socket
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shared.errors import SettingsError
+from shared.process.service import own_host, parse
+from shared.settings import Settings
+
+
+def _config(folder: Path, url: str) -> list[str]:
+    (folder / "a-run").mkdir()
+    config = folder / "settings.toml"
+    config.write_text(f'[run]\nid = "a-run"\nfolder = "{folder}"\n[bus]\nurl = "{url}"\n')
+    return ["--config", str(config), "--replica", "rollout-7"]
+
+
+def test_a_replica_that_is_started_by_hand_finds_the_embedded_bus_of_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PENSTOCK__BUS__URL", raising=False)
+    words = _config(tmp_path, "embedded")
+    with pytest.raises(SettingsError, match=r"start `penstock up` first, or change bus\.url"):
+        parse("rollout", words)
+    (tmp_path / "a-run" / "up.json").write_text(json.dumps({"bus": "unix:///tmp/x/valkey.sock", "processes": []}))
+    settings, replica = parse("rollout", words)
+    assert (settings.bus.url, replica) == ("unix:///tmp/x/valkey.sock", "rollout-7")
+
+
+def test_a_bus_that_is_named_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PENSTOCK__BUS__URL", raising=False)
+    settings, _ = parse("rollout", _config(tmp_path, "redis://somewhere:6379"))
+    assert settings.bus.url == "redis://somewhere:6379"
+
+
+def test_a_process_advertises_its_own_address_and_not_the_coordinators(monkeypatch: pytest.MonkeyPatch) -> None:
+    def host(bus: str, **run: str) -> str:
+        return own_host(
+            Settings.model_validate({"run": run, "bus": {"url": bus}, "coordinator": {"host": "203.0.113.1"}})
+        )
+
+    monkeypatch.delenv("POD_IP", raising=False)
+    assert host("embedded") == host("unix:///run/valkey.sock") == host("redis://localhost:6379") == "127.0.0.1"
+    interfaces = [
+        found.address for one in psutil.net_if_addrs().values() for found in one if found.family == socket.AF_INET
+    ]
+    for own in interfaces:  # a machine reaches a bus of its own at the address at which others reach it
+        for url in ("redis://:secret@{}:1/0", "rediss+sentinel://{}:1,203.0.113.2:1/primary", "redis+cluster://{}:1"):
+            assert host(url.format(own)) == own
+    monkeypatch.setenv("POD_IP", "203.0.113.2")
+    assert host("redis://127.0.0.1") == "203.0.113.2"
+    assert host("redis://127.0.0.1", host="trainer.example") == "trainer.example"
+
+
+def test_an_address_that_cannot_be_derived_is_refused_with_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("POD_IP", raising=False)
+    with pytest.raises(SettingsError, match=r"none to nowhere\.invalid:6379 .*: change bus\.url, or set run\.host to"):
+        own_host(Settings.model_validate({"bus": {"url": "redis://nowhere.invalid"}}))

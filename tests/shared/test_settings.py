@@ -1,0 +1,116 @@
+"""Laws of the settings: where they come from, and what is said of those that are wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from services.cli import settings_help
+from shared.errors import SettingsError
+from shared.settings import Settings, dump, load
+
+ROOT = Path(__file__).parents[2]
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.toml"
+    path.write_text(text)
+    return path
+
+
+def test_flags_come_before_the_environment_and_that_before_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "[trainer]\nranks = 1\nlearning_rate = 1e-3\nwarmup_steps = 3\n")
+    environment = {"PENSTOCK__TRAINER__RANKS": "2", "PENSTOCK__TRAINER__LEARNING_RATE": "2e-3", "OTHER": "x"}
+    found = load(path, ["--trainer.ranks", "4"], environment).trainer
+    assert (found.ranks, found.learning_rate, found.warmup_steps) == (4, 2e-3, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[trainer]\nlearnin_rate = 1", "trainer.learnin_rate: expected a known setting, found 'learnin_rate'; did you mean 'learning_rate'?"),
+        ("[trainr]\nranks = 1", "trainr: expected a known setting, found 'trainr'; did you mean 'trainer'?"),
+        ('[run]\nsteps = "many"', "run.steps: expected a valid integer, unable to parse string as an integer, found 'many': change run.steps"),
+        ("[sampling]\ngroup_size = 1", "sampling.group_size: expected greater than or equal to 2, found 1: change sampling.group_size"),
+        ("[algorithm]\nmax_lag = -1", "algorithm.max_lag: expected greater than or equal to 0, found -1: change algorithm.max_lag"),
+        ("[algorithm]\nmax_lag = 100000000", "expected at most 1,000,000 groups in flight"),
+        ("[run]\nsteps = 5\n[trainer]\nwarmup_steps = 6", "expected trainer.warmup_steps <= run.steps, found 6 > 5"),
+        ('[[reward.scorers]]\nkind = "answer"\n[[reward.scorers]]\nkind = "answer"', "expected scorers with different names, found ['answer', 'answer']"),
+        ("[trainer]\nranks = 2\ngpus = [0]", "expected 2 different numbers in trainer.gpus, one for each of trainer.ranks, found [0]"),
+        ("[reward]\nreplicas = 2\ngpus = [3]", "expected as many numbers in reward.gpus for each of 2 reward.replicas, found [3]"),
+        ("[rollout]\nreplicas = 2\ngpus = [0, 1, 2]", "expected as many numbers in rollout.gpus for each of 2 rollout.replicas, found [0, 1, 2]"),
+        ('[rollout]\nnodes = 2\nrendezvous = "a:1"', "expected rollout.rendezvous, rollout.secret_file and rollout.node < 2 with rollout.nodes = 2, found 'a:1', None and 0"),
+        ("[rollout]\nnode = 1", "rollout.node < 1 with rollout.nodes = 1, found '', None and 1"),
+        ('[rollout]\nnodes = 2\nnode = 2\nrendezvous = "a:1"\nsecret_file = "s"\nvllm.tensor_parallel_size = 2', "rollout.node < 2 with rollout.nodes = 2, found 'a:1', s and 2"),
+        ('[rollout]\nnodes = 2\nrendezvous = "a:1"\nsecret_file = "s"\nvllm.tensor_parallel_size = 3', "expected rollout.vllm.tensor_parallel_size to be a multiple of rollout.nodes = 2, as many GPUs on each host, found 3"),
+        ('[rollout]\nengine = "transformers"\nnodes = 2\nrendezvous = "a:1"\nsecret_file = "s"\nvllm.tensor_parallel_size = 2', 'expected rollout.nodes = 1 with the engine "transformers", found 2'),
+        ("[run", "expected TOML in"),
+        ("[rollout.vllm]\nmax_num_seq = 4", "rollout.vllm.max_num_seq: expected a known setting, found 'max_num_seq'; did you mean 'max_num_seqs'?"),
+        ("[rollout.vllm]\ngpu_memory_utilization = 1.5", "rollout.vllm.gpu_memory_utilization: expected less than or equal to 1, found 1.5: change rollout.vllm.gpu_memory_utilization"),
+        ('[rollout]\nengine = "transformers"\nvllm.tensor_parallel_size = 2', 'expected rollout.vllm.tensor_parallel_size = 1 with the engine "transformers", found 2: change it, or set rollout.engine = "vllm"'),
+        ('[rollout]\nengine = "transformers"\n[weights]\nkv = "recompute"', 'expected weights.kv = "keep" with the engine "transformers", found "recompute"'),
+        ('[rollout]\nengine = "scripted"\n[weights]\nshadow = "bucketed"', 'expected weights.shadow = "full" with the engine "scripted", found "bucketed"'),
+        ("[rollout]\nreproducible = true\n[algorithm]\nmax_lag = 2", "expected algorithm.max_lag = 0 with rollout.reproducible, found 2"),
+        ('[rollout]\nreproducible = true\nengine = "vllm"\n[algorithm]\nmax_lag = 0', 'expected the engine "transformers" with rollout.reproducible, found "vllm"'),
+        ('[weights]\ntransport = "carrier pigeon"', "weights.transport: expected 'pull' or 'file', found 'carrier pigeon': change weights.transport"),
+        ("[weights]\nfan_out = 0", "weights.fan_out: expected greater than 0, found 0: change weights.fan_out"),
+    ],
+)  # fmt: skip
+def test_a_wrong_setting_is_a_sentence_that_names_it(tmp_path: Path, text: str, sentence: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load(write(tmp_path, text), environment={})
+    assert sentence in str(caught.value)
+
+
+def test_a_table_within_a_table_is_set_by_file_environment_and_flag(tmp_path: Path) -> None:
+    path = write(tmp_path, "[rollout]\nreplicas = 3\n[rollout.vllm]\nmax_num_seqs = 1\nenforce_eager = true\n")
+    environment = {"PENSTOCK__ROLLOUT__VLLM__MAX_NUM_SEQS": "2", "PENSTOCK__ROLLOUT__VLLM__MAX_MODEL_LEN": "512"}
+    flags = ["--rollout.vllm.max_num_seqs", "8", "--rollout.vllm.arguments.swap_space", "0.5"]
+    found = load(path, flags, environment).rollout
+    assert (found.replicas, found.vllm.max_num_seqs, found.vllm.max_model_len) == (3, 8, 512)
+    assert found.vllm.enforce_eager
+    assert found.vllm.arguments == {"swap_space": 0.5}
+
+
+@pytest.mark.parametrize("engine", ["auto", "vllm"])
+def test_what_only_vllm_does_is_not_refused_before_the_engine_is_known(tmp_path: Path, engine: str) -> None:
+    text = f'[rollout]\nengine = "{engine}"\nvllm.tensor_parallel_size = 2\n[weights]\nkv = "recompute"'
+    assert load(write(tmp_path, text), environment={}).rollout.vllm.tensor_parallel_size == 2
+
+
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"expected a settings file at .*none\.toml, found none"):
+        load(tmp_path / "none.toml")
+
+
+def test_every_field_says_what_it_is() -> None:
+    found = [entry.key for entry in settings_help.entries()]
+    assert [entry.key for entry in settings_help.entries() if not entry.text] == []
+    assert len(found) == len(set(found))
+    assert {"run.id", "rollout.vllm.max_num_seqs", "reward.scorers[answer].mode", "weights.deadline_s"} <= set(found)
+
+
+def test_what_is_dumped_is_loaded_again_without_the_password(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        '[rollout.vllm.arguments]\nswap_space = 1\n[bus]\nurl = "redis://:secret@host:1/0"\n[[reward.scorers]]\nkind = "format"\nneeds_stop = true\n',
+    )
+    settings = load(path, environment={})
+    dump(settings, tmp_path / "resolved.toml")
+    assert "secret" not in (tmp_path / "resolved.toml").read_text()
+    again = load(tmp_path / "resolved.toml", environment={})
+    assert (again.reward, again.rollout) == (settings.reward, settings.rollout)
+
+
+@pytest.mark.parametrize("name", ["arithmetic.toml", "own-data.toml"])
+def test_the_configs_that_come_with_penstock_load(name: str) -> None:
+    load(ROOT / "config" / name, environment={})
+
+
+def test_runs_of_one_name_in_different_folders_keep_their_snapshots_apart() -> None:
+    here, there = (Settings.model_validate({"run": {"id": "x", "folder": folder}}) for folder in ("/a", "/b"))
+    assert here.snapshot_folder != there.snapshot_folder
+
+
+def test_an_expression_that_names_no_scorer_is_refused_by_every_service() -> None:
+    with pytest.raises(ValueError, match="expected the name of a scorer"):
+        Settings.model_validate({"reward": {"expression": "anser"}})

@@ -1,0 +1,146 @@
+"""Laws of a pull between processes, over gloo."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared.bus.messages import PolicyRecord, PolicyVersion
+from shared.weights.format.flat import FlatSnapshot
+from shared.weights.format.snapshot import write_snapshot
+from shared.weights.receiver.puller import Puller, file_offer
+from shared.weights.receiver.receiver import Receiver
+from shared.weights.transport.place import Place
+from tests.conftest import PATIENCE_S
+from tests.support import weights
+from tests.support.weights_players import CPU, Replica, Start, Trainer, fingerprint, players, policy
+
+DEADLINE_S = 3.0
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    yield from players(DEADLINE_S)
+
+
+def test_what_is_pulled_is_what_was_published_and_the_next_pull_uses_the_same_group(start: Start) -> None:
+    trainer, replica = start(Trainer), start(Replica)
+    source = trainer.call("address")
+    first = trainer.call("publish", 1, 11)
+    assert trainer.call("buckets") == 6
+    assert replica.call("pull", source, first) == fingerprint(policy(11))
+    session = replica.call("sessions")
+    second = trainer.call("publish", 2, 12)
+    assert replica.call("pull", source, second) == fingerprint(policy(12))
+    assert replica.call("sessions") == session
+    trainer.until("counts", lambda counts: counts == (2, 0))
+
+
+def test_a_session_goes_on_when_the_layout_changes_between_two_pulls(start: Start) -> None:
+    trainer, replica = start(Trainer), start(Replica)
+    source = trainer.call("address")
+    replica.call("pull", source, trainer.call("publish", 1, 11))
+    session = replica.call("sessions")
+    larger = trainer.call("publish", 2, 12, 2)
+    assert replica.call("pull", source, larger) == fingerprint(policy(12, 2))
+    assert replica.call("pull", source, trainer.call("publish", 3, 13)) == fingerprint(policy(13))
+    assert replica.call("sessions") == session
+
+
+def test_a_replica_that_still_receives_serves_on_what_it_has(start: Start) -> None:
+    trainer, first, second = start(Trainer), start(Replica), start(Replica)
+    record = trainer.call("arrive", 1, 11, 2)
+    upper = first.later("pull", trainer.call("address"), record)
+    lower = second.later("pull", first.call("address"), record)  # perhaps before the first one begins
+    second.until("arrived", lambda buckets: buckets == 2)
+    assert first.call("arrived") == 2
+    trainer.call("mark", 2)
+    assert first.result(upper) == second.result(lower) == fingerprint(policy(11))
+    for source in (trainer, first):
+        source.until("counts", lambda counts: counts == (1, 0))
+
+
+async def test_every_rank_of_a_replica_receives_from_one_session(start: Start) -> None:
+    trainer, one, two = start(Trainer), start(Replica, rank=1, ranks=2), start(Replica, rank=2, ranks=2)
+    puller = Puller(Place(), 2, DEADLINE_S, weights.secret)
+    for version in (1, 2):
+        offer = await puller.ask(trainer.call("address"), trainer.call("publish", version, version))
+        calls = [rank.later("receive", offer.pack()) for rank in (one, two)]
+        found = [await asyncio.to_thread(rank.result, call) for rank, call in zip((one, two), calls, strict=True)]
+        await puller.finish(offer, None)
+        assert found == [fingerprint(policy(version))] * 2
+    assert one.call("sessions") == two.call("sessions") == [offer.session]
+    await puller.close()
+
+
+async def test_bucket_after_bucket_comes_through_one_buffer(start: Start) -> None:
+    trainer = start(Trainer)
+    record = trainer.call("publish", 1, 11)
+    puller, receiver = Puller(Place(), 1, DEADLINE_S, weights.secret), Receiver(1, 1, CPU)
+    offer = await puller.ask(trainer.call("address"), record)
+    shadow = FlatSnapshot(offer.layout, CPU)
+    buffer = torch.empty(max(offer.layout.bucket_bytes), dtype=torch.uint8)
+
+    def gather() -> list[int]:
+        numbers = []
+        for number, bucket in receiver.receive_each(offer, buffer):
+            assert bucket.data_ptr() == buffer.data_ptr()
+            shadow.buckets[number].copy_(bucket)
+            numbers.append(number)
+        return numbers
+
+    assert await asyncio.to_thread(gather) == [0, 1, 2, 3, 4, 5]
+    await puller.finish(offer, None)
+    assert fingerprint(shadow.tensors().items()) == fingerprint(policy(11))
+    receiver.close()
+    await puller.close()
+
+
+async def test_over_a_broken_fabric_a_source_writes_a_file_that_is_held_to_the_same_checksums(
+    start: Start, tmp_path: Path
+) -> None:
+    trainer = start(Trainer, folder=str(tmp_path))
+    record = trainer.call("publish", 1, 11)
+    puller, receiver = Puller(Place(), 1, DEADLINE_S, weights.secret), Receiver(1, 1, CPU)
+    offers = [await puller.ask_for_file(trainer.call("address"), record) for _ in range(2)]
+    assert offers[0] == offers[1]
+    assert offers[0].source == str(tmp_path / "v000001")
+    assert offers[0].header.digest == record.manifest_digest
+    shadow = FlatSnapshot(offers[0].layout, CPU)
+    await asyncio.to_thread(receiver.receive, offers[0], shadow)
+    await puller.finish(offers[0], None)
+    assert fingerprint(shadow.tensors().items()) == fingerprint(policy(11))
+    assert shadow.whole
+    await puller.close()
+
+
+def test_a_snapshot_by_file_is_received_like_any_other(tmp_path: Path) -> None:
+    tensors = policy(11)
+    written = write_snapshot(tmp_path, PolicyVersion(3), 3, tensors, None)
+    record = PolicyRecord(PolicyVersion(3), None, 3, 0.0, written.digest, str(written.location))
+    offer = file_offer(record, DEADLINE_S)
+    shadow = FlatSnapshot(offer.layout, CPU)
+    Receiver(1, 1, CPU).receive(offer, shadow)
+    assert fingerprint(shadow.tensors().items()) == fingerprint(tensors)
+    filled = FlatSnapshot(offer.layout, CPU).fill(tensors, PolicyVersion(3), 3)
+    assert shadow.header == filled
+    pieces = dict(Receiver(1, 1, CPU).receive_each(offer, torch.empty(offer.layout.nbytes, dtype=torch.uint8)))
+    assert list(pieces) == list(range(len(offer.layout.bucket_bytes)))
+
+
+def test_groups_of_weights_leave_the_trainers_own_group_alone(start: Start) -> None:
+    trainer, replica = start(Trainer), start(Replica)
+    trainer.call("open_own_group")
+    record = trainer.call("publish", 1, 11)
+    assert replica.call("pull", trainer.call("address"), record) == fingerprint(policy(11))
+    assert trainer.call("sum_in_own_group", 3.0) == 3.0
+    assert not replica.call("has_default_group")
+
+
+def test_the_control_side_of_a_pull_needs_no_torch() -> None:
+    code = "import shared.weights.receiver.puller, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE_S).returncode == 0

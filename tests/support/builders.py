@@ -1,0 +1,64 @@
+"""Small, whole messages for tests."""
+
+import numpy as np
+
+from shared.bus.messages import (
+    Experience,
+    FinishReason,
+    GroupId,
+    PolicyVersion,
+    Prompt,
+    RolloutGroup,
+    Sample,
+    SampleScores,
+    Sampling,
+    Score,
+    ScoreStatus,
+)
+
+
+def prompt(
+    group_id: int = 0, text: str = "12+34=", answer: str = "46", samples: int = 2, min_version: int = 0
+) -> Prompt:
+    return Prompt(
+        group_id=GroupId(group_id),
+        problem=f"train.jsonl:{group_id + 1}",
+        sampling=Sampling(samples=samples, max_new_tokens=4, temperature=1.0),
+        text=text,
+        answer=answer,
+        extra={"level": 1},
+        min_version=PolicyVersion(min_version),
+        admitted_at_s=1.5,
+    )
+
+
+def sample(text: str = "46", version: int = 0, finish: FinishReason = FinishReason.STOP, tokens: int = 3) -> Sample:
+    return Sample(
+        token_ids=np.arange(tokens, dtype=np.int32),
+        behavior_logprobs=np.full(tokens, -0.5, dtype=np.float32),
+        version_spans=np.array([[0, version]], dtype=np.int32),
+        finish_reason=finish,
+        text=text,
+    )
+
+
+def group(group_id: int = 0, texts: tuple[str, ...] = ("46", "47"), version: int = 0) -> RolloutGroup:
+    return RolloutGroup(
+        prompt=prompt(group_id, samples=len(texts)),
+        prompt_token_ids=np.array([5, 6, 7], dtype=np.int32),
+        samples=tuple(sample(text, version) for text in texts),
+        replica="rollout-0",
+        started_at_s=2.0,
+        finished_at_s=3.0,
+    )
+
+
+def experience(group_id: int = 0, rewards: tuple[float, ...] = (1.0, 0.0), version: int = 0) -> Experience:
+    texts = tuple("46" if reward > 0 else "47" for reward in rewards)
+    return Experience(
+        group=group(group_id, texts, version),
+        rewards=np.array(rewards, dtype=np.float32),
+        scores=tuple(SampleScores((Score("answer", ScoreStatus.OK, reward),)) for reward in rewards),
+        scored_at_s=4.0,
+        score_s=0.1,
+    )

@@ -1,0 +1,185 @@
+"""What the chart renders, by real Helm against a fake cluster, and what a pod in it is: what the chart's tests share."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.conftest import PATIENCE_S
+from tests.support.fake_kubernetes import JOB_SET, KEDA, LEADER_WORKER_SET, OPERATOR, FakeKubernetes
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "deploy/k8s/penstock"
+EXAMPLES = ROOT / "deploy/k8s/examples"
+OLDEST, NEWEST = 28, 37
+"""Minor versions of Kubernetes 1 that the chart is held to."""
+ALL_CRDS = {**KEDA, **OPERATOR, **JOB_SET, **LEADER_WORKER_SET}
+WORKLOADS = ("Deployment", "StatefulSet", "JobSet", "LeaderWorkerSet")
+GPU = "nvidia.com/gpu"
+Json = dict[str, Any]
+Kinds = Mapping[str, Mapping[str, str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Release:
+    """One revision as Helm made it: its objects, its hooks, its notes; or why there is none."""
+
+    objects: Sequence[Json]
+    hooks: Sequence[Json]
+    notes: str
+    error: str
+
+    def of(self, kind: str, role: str = "") -> list[Json]:
+        """Return the objects of a kind, of one component."""
+        return [
+            one
+            for one in self.objects
+            if one["kind"] == kind and role in ("", labels(one)["app.kubernetes.io/component"])
+        ]
+
+    def one(self, kind: str, role: str) -> Json:
+        (found,) = self.of(kind, role)
+        return found
+
+    def workload(self, role: str) -> Json:
+        """Return what makes the pods of a role; there must be exactly one."""
+        (found,) = [one for one in self.objects if one["kind"] in WORKLOADS and one in self.of(one["kind"], role)]
+        return found
+
+    def pods(self) -> Iterator[tuple[str, Json]]:
+        """Yield (role, pod with metadata and spec) of every workload and hook."""
+        for one in self.objects:
+            if one["kind"] in WORKLOADS:
+                yield labels(one)["app.kubernetes.io/component"], template_of(one)
+        for hook in self.hooks:
+            yield labels(hook)["app.kubernetes.io/component"], hook
+
+
+def template_of(workload: Json) -> Json:
+    """Return the template of a workload's pods."""
+    if workload["kind"] == "LeaderWorkerSet":
+        worker: Json = workload["spec"]["leaderWorkerTemplate"]["workerTemplate"]  # the leader's too
+        return worker
+    if workload["kind"] == "JobSet":
+        (workload,) = [job["template"] for job in workload["spec"]["replicatedJobs"]]
+    found: Json = workload["spec"]["template"]
+    return found
+
+
+def labels(one: Json) -> Mapping[str, str]:
+    found: Mapping[str, str] = one["metadata"]["labels"]
+    return found
+
+
+def values(example: str = "", **more: Any) -> Json:
+    """Return values that install: an example's, or the defaults, with ``more`` over them."""
+    found: Json = {"image": {"registry": "registry.test/team"}}
+    if example:
+        found = yaml.safe_load((EXAMPLES / f"{example}.yaml").read_text())
+    config = (ROOT / "config/arithmetic.toml").read_text()
+    return merged({**found, "run": {"config": config}}, more)
+
+
+def merged(old: Json, new: Json) -> Json:
+    both = {key: merged(old[key], new[key]) for key in old.keys() & new.keys() if isinstance(new[key], dict)}
+    return {**old, **new, **both}
+
+
+def play(steps: Sequence[Json], *, version: int = NEWEST, crds: Kinds | None = None) -> list[Release]:
+    """Install ``steps[0]`` and upgrade to each that follows, on a cluster of that version with those CRDs."""
+    (found,) = play_all([steps], version=version, crds=crds)
+    return found
+
+
+def play_all(releases: Sequence[Sequence[Json]], *, version: int, crds: Kinds | None) -> list[list[Release]]:
+    """The same for several releases, each called demo in a namespace of its own, the first in `research`."""
+    fake = FakeKubernetes(version, crds)
+    job = {
+        "kubeconfig": fake.kubeconfig,
+        "chart": str(CHART),
+        "releases": [
+            {"namespace": f"research-{number}" if number else "research", "name": "demo", "steps": steps}
+            for number, steps in enumerate(releases)
+        ],
+    }
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.support.helm_player"],
+            input=json.dumps(job),
+            text=True,
+            capture_output=True,
+            timeout=PATIENCE_S,
+            cwd=ROOT,
+            env={**os.environ, "HELM_DRIVER": "memory"},
+        )
+    finally:
+        fake.close()
+    assert done.returncode == 0, done.stderr
+    return [[_release(step) for step in release] for release in json.loads(done.stdout)]
+
+
+def render(found: Json, **cluster: Any) -> Release:
+    """Install once; the release must be one."""
+    (release,) = play([found], **cluster)
+    assert not release.error, release.error
+    return release
+
+
+def refusal(found: Json, **cluster: Any) -> str:
+    """Return why Helm refuses these values."""
+    (release,) = play([found], **cluster)
+    assert release.error
+    return release.error
+
+
+def _release(found: Json) -> Release:
+    if "error" in found:
+        return Release((), (), "", found["error"])
+    objects = [one for one in yaml.safe_load_all(found["manifest"]) if one]
+    hooks = [yaml.safe_load(hook["manifest"]) for hook in found.get("hooks") or ()]
+    return Release(objects, hooks, found["info"]["notes"], "")
+
+
+def environment(container: Json) -> Mapping[str, Any]:
+    """Return a container's variables by name: a text, or where it comes from."""
+    return {one["name"]: one.get("value", one.get("valueFrom")) for one in container["env"]}
+
+
+EVERYTHING: Json = {
+    "executor": {"enabled": True, "runtimeClassName": "gvisor"},
+    "commonLabels": {"team": "research"},
+    "storage": {"data": {"existingClaim": "models"}},
+    "bus": {"caSecret": "bus-ca"},
+    "defaults": {
+        "tolerations": [{"key": "spot", "operator": "Exists"}],
+        "topologySpreadConstraints": [
+            {
+                "maxSkew": 1,
+                "topologyKey": "kubernetes.io/hostname",
+                "whenUnsatisfiable": "ScheduleAnyway",
+                "labelSelector": {"matchLabels": {"app.kubernetes.io/part-of": "penstock"}},
+            }
+        ],
+        "extraEnv": [{"name": "NCCL_DEBUG", "value": "WARN"}],
+        "extraVolumes": [{"name": "scratch", "emptyDir": {}}],
+        "extraVolumeMounts": [{"name": "scratch", "mountPath": "/scratch"}],
+    },
+    "fabric": {"topologyKey": "fabric"},
+    "image": {"pullSecrets": [{"name": "pull"}]},
+}
+CASES: Mapping[str, Json] = {
+    "defaults": values(),
+    **{path.stem: values(path.stem) for path in sorted(EXAMPLES.glob("*.yaml"))},
+    "everything": values("two-pools", **EVERYTHING),
+    "two-nodes-per-engine": values(
+        "two-nodes-per-engine",
+        run={"config": values()["run"]["config"] + "\n[rollout.vllm]\ntensor_parallel_size = 16\n"},
+    ),
+}
+"""Values by what is special of them."""

@@ -1,0 +1,161 @@
+"""Executors as real processes for the tests: in each tier, and in a container like a Kubernetes pod's under RuntimeDefault."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from services.reward.executor.inside import syscalls
+from tests.conftest import PATIENCE_S, need
+
+ROOT = Path(__file__).parents[2]
+POD_USER = 64_123
+_DENIED = (
+    "unshare",
+    "setns",
+    "mount",
+    "umount2",
+    "pivot_root",
+    "move_mount",
+    "open_tree",
+    "fsopen",
+    "fsmount",
+    "mount_setattr",
+)
+_DENIED_TOO = (
+    "bpf",
+    "perf_event_open",
+    "keyctl",
+    "add_key",
+    "request_key",
+    "userfaultfd",
+    "init_module",
+    "finit_module",
+    "syslog",
+)
+_NEW_NAMESPACES = 0x7E020000
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Running:
+    """An executor that runs."""
+
+    address: str
+    metrics: str
+    process: subprocess.Popen[bytes]
+    secret: Path
+    port: int
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://{self.metrics}{path}", timeout=5) as answer:
+            return str(answer.read().decode())
+
+    def ready(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.get("/readyz"))
+        return found
+
+    def processes(self) -> list[psutil.Process]:
+        """Return the executor and everything below it."""
+        top = psutil.Process(self.process.pid)
+        return [top, *top.children(recursive=True)]
+
+
+def arguments(address: str, *more: str) -> list[str]:
+    return [sys.executable, "-m", "services.reward.executor", "--reward.executor.address", address, *more]
+
+
+@contextlib.contextmanager
+def running(*flags: str, wrapper: Sequence[str] = (), pass_fds: Sequence[int] = ()) -> Iterator[Running]:
+    """Start an executor with ``flags``, wait until it is ready, and stop it in order at the end."""
+    with tempfile.TemporaryDirectory(prefix="penstock-test-") as name, socket.socket() as listener:
+        folder = Path(name)
+        folder.chmod(0o777)
+        secret = folder / "secret"
+        secret.write_text("of the host")
+        secret.chmod(0o666)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            metrics = probe.getsockname()[1]
+        command = [part.replace("@FOLDER@", name) for part in wrapper]
+        command += arguments(f"unix:{name}/executor.sock", "--reward.executor.metrics_port", str(metrics), *flags)
+        environment = {"PATH": os.environ["PATH"], "A_SECRET": "of the host", "PYTHONPATH": str(ROOT)}
+        with (folder / "log").open("wb") as log:
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=log, pass_fds=pass_fds)
+        found = Running(
+            f"unix:{name}/executor.sock", f"127.0.0.1:{metrics}", process, secret, listener.getsockname()[1]
+        )
+        try:
+            _wait(found, folder / "log")
+            yield found
+        finally:
+            process.terminate()
+            process.wait(PATIENCE_S)
+
+
+def _wait(found: Running, log: Path) -> None:
+    until_s = time.monotonic() + 90
+    while time.monotonic() < until_s:
+        if found.process.poll() is not None:
+            raise AssertionError(f"the executor ended: {log.read_text()}")
+        with contextlib.suppress(OSError):
+            if found.ready()["ready"]:
+                return
+        time.sleep(0.05)
+    raise AssertionError(f"the executor is not ready: {log.read_text()}")
+
+
+def pod(folder: Path) -> tuple[list[str], int]:
+    """Return the command before a command that runs it as in a pod: an unprivileged user, no capabilities, RuntimeDefault; and the
+    descriptor with the system-call filter."""
+    denied = folder / "filter"
+    denied.write_bytes(_runtime_default())
+    descriptor = os.open(denied, os.O_RDONLY)
+    return [*desk()[:-1], "--seccomp", str(descriptor), "--"], descriptor
+
+
+def desk() -> list[str]:
+    """Return the command before a command that runs it as an unprivileged user without capabilities."""
+    home = Path(sys.base_prefix)
+    command = [
+        need("bwrap", "bubblewrap"),
+        "--unshare-user",
+        "--uid",
+        str(POD_USER),
+        "--gid",
+        str(POD_USER),
+        "--cap-drop",
+        "ALL",
+    ]
+    command += ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/root", "--die-with-parent"]
+    if Path("/root") in home.parents:
+        for parent in reversed([path for path in home.parents if Path("/root") in path.parents]):
+            command += ["--dir", str(parent)]
+        command += ["--ro-bind", str(home), str(home)]
+    command += ["--bind", "@FOLDER@", "@FOLDER@", "--setenv", "TMPDIR", "@FOLDER@"]
+    return [*command, "--"]
+
+
+def _runtime_default() -> bytes:
+    """Return a filter that denies what the default profile of container runtimes denies to a pod without capabilities."""
+    column = syscalls.MACHINES.index(os.uname().machine)
+    program = [(0x20, 0, 0, 0)]
+    for name in (*_DENIED, *_DENIED_TOO):
+        program += [(0x15, 0, 1, syscalls.DEADLY[name][column] or 0), (0x06, 0, 0, 0x00050001)]
+    clone, clone3 = (syscalls.CONDITIONAL[name][column] or 0 for name in ("clone", "clone3"))
+    program += [(0x15, 0, 1, clone3), (0x06, 0, 0, 0x00050026)]
+    program += [(0x15, 0, 3, clone), (0x20, 0, 0, 16), (0x45, 0, 1, _NEW_NAMESPACES), (0x06, 0, 0, 0x00050001)]
+    return b"".join(struct.pack("=HBBI", *line) for line in [*program, (0x06, 0, 0, 0x7FFF0000)])

@@ -1,0 +1,162 @@
+"""Services that begin as forks of a process which has imported what is heavy; for tests that are about something else than starting.
+
+::
+
+    test ── module, arguments, environment; output and a pipe, by descriptor ──▶ forge ──fork──▶ the service
+      ◀────────── its pid; through the pipe: how it ended, or that the forge is gone ──┘
+
+To import torch, transformers, DeepSpeed and the web framework is most of what a service's start costs, and a fork has them at once. What began
+so is a process like any other (``tests/support/forked.py``): its pid, what it runs, signals and exit codes are real.
+
+The forge imports libraries and no service: what those declare when they are imported (metrics) stays their own. It has one thread.
+"""
+
+import asyncio
+import contextlib
+import functools
+import importlib
+import json
+import os
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from shared.process.importing import importing
+from tests.support import forked as forks
+
+ROOT = Path(__file__).parents[2]
+_IMPORTED = (
+    "deepspeed", "fastapi", "httpx", "peft", "safetensors.torch", "shared.process.service", "torch.distributed",
+    "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen2.modeling_qwen2", "typer", "uvicorn",
+)  # fmt: skip
+_MESSAGE_BYTES = 1 << 18
+_RUN_S = 800.0
+
+
+class Forked:
+    """A process that the forge became; what tests use of ``subprocess.Popen``."""
+
+    def __init__(self, pid: int, ended: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._ended = ended
+        self._reads = threading.Lock()
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal; None while the process runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0.0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code. Raises subprocess.TimeoutExpired."""
+        if self.returncode is None and not select.select([self._ended], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        with self._reads:
+            if self.returncode is None:
+                self.returncode = int(os.read(self._ended, 16) or -signal.SIGKILL)  # without its parent it was killed
+            return self.returncode
+
+    def __del__(self) -> None:
+        os.close(self._ended)
+
+    def send_signal(self, number: int) -> None:
+        """Signal the process, unless it is known to have ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+Started = Forked | subprocess.Popen[Any]
+
+
+def start(
+    module: str, arguments: Sequence[object], output: IO[Any], *, forked: bool = True, **environment: str
+) -> Started:
+    """Begin ``python -m module …`` as a fork that leads a session of its own; with ``forked`` false, as anybody would.
+
+    Its environment is that of this process with ``environment``, and it writes to ``output``.
+    """
+    words, environment = [str(word) for word in arguments], {**os.environ, **environment}
+    if not forked:
+        command = [sys.executable, "-m", module, *words]
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
+    job = {"module": module, "arguments": words, "environment": environment}
+    ended, tells = os.pipe()
+    link, _ = _forge()
+    socket.send_fds(link, [json.dumps(job).encode()], [output.fileno(), tells])
+    os.close(tells)
+    return Forked(int(link.recv(_MESSAGE_BYTES)), ended)
+
+
+async def up(words: Sequence[object], output: Path, *, forked: bool = True) -> None:
+    """Let `penstock up` do a whole run, which must succeed; what it says is written to ``output``."""
+    with output.open("w") as file:
+        process = start("services", ["up", *words], file, forked=forked)
+    try:
+        code = await asyncio.to_thread(process.wait, _RUN_S)
+    finally:
+        process.terminate()
+    assert code == 0, output.read_text()
+
+
+@functools.cache
+def _forge() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Return the way to the forge of this process, and the forge, which ends when this process does."""
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with its:
+        command = [sys.executable, "-m", "tests.support.forge", str(its.fileno())]
+        return ours, subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, pass_fds=[its.fileno()])
+
+
+# ---------------------------------------------------------------- the forge
+
+
+def serve(link: socket.socket) -> None:
+    """Fork whatever is asked for, and tell how it ended, until nobody asks any more."""
+    running: dict[int, tuple[int, int]] = {}
+    with selectors.DefaultSelector() as ready:
+        ready.register(link, selectors.EVENT_READ)
+        while True:
+            for key, _ in ready.select():
+                if key.fileobj is not link:
+                    pid, tells = running.pop(key.fd)
+                    os.write(tells, str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
+                    ready.unregister(key.fd)
+                    os.close(key.fd)
+                    os.close(tells)
+                    continue
+                message, descriptors, _, _ = socket.recv_fds(link, _MESSAGE_BYTES, 2)
+                if not message:
+                    return
+                job, (output, tells) = json.loads(message), descriptors
+                pid = forks.fork([job["module"], *job["arguments"]], job["environment"], output)
+                watched = os.pidfd_open(pid)
+                running[watched] = (pid, tells)
+                ready.register(watched, selectors.EVENT_READ)
+                os.close(output)
+                link.send(str(pid).encode())
+
+
+if __name__ == "__main__":
+    os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed reads it when it is imported
+    with importing():
+        for name in _IMPORTED:
+            importlib.import_module(name)
+    link = socket.socket(fileno=int(sys.argv[1]))
+    forks.keep_open({link.fileno()})
+    serve(link)
+    os._exit(0)  # no library needs to be taken down

@@ -1,0 +1,149 @@
+"""A fork of a process that has imported much, which becomes ``python -m services.…`` and lets what it starts do likewise.
+
+It differs from what the command starts in what it has imported already, and in what ``ps`` shows. `penstock up` and the trainer's launcher that began so
+are the parents of their services and ranks, which are forks of them; every other program is started as ever.
+"""
+
+import asyncio
+import atexit
+import contextlib
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from shared.process.parent import die_with
+
+_SERVICES = tuple(f"services.{name}" for name in ("coordinator", "rollout", "reward", "trainer"))
+_kept: frozenset[int] = frozenset({0, 1, 2})
+"""The descriptors that a fork keeps: its three, and those that libraries opened when they were imported."""
+
+
+def keep_open(but: set[int]) -> None:
+    """Let later forks keep what is open now, ``but`` these."""
+    global _kept
+    _kept |= _open() - but
+
+
+def _open() -> set[int]:
+    return {int(path.name) for path in Path("/proc/self/fd").iterdir()}
+
+
+def fork(command: Sequence[str], environment: Mapping[str, str], output: int) -> int:
+    """Fork the process of a module and its arguments, which ends with this one; return its pid."""
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        _become(parent, command, environment, output)
+    return pid
+
+
+def _become(parent: int, command: Sequence[str], environment: Mapping[str, str], output: int) -> NoReturn:
+    """Be what ``python -m`` would be, from the start to the end."""
+    code = 1
+    try:
+        os.setsid()
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if not die_with(parent, signal.SIGTERM):
+            os._exit(1)
+        signal.set_wakeup_fd(-1)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        for descriptor in _open() - _kept:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.argv[1:] = command[1:]
+        if (let_fork := _LET_FORK.get(command[0])) is not None:
+            let_fork()
+        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _let_up_fork() -> None:
+    """Let `penstock up`, which this process is about to be, fork its services."""
+    from services.up.process import Child
+
+    ordinary = Child._start
+
+    async def begin(self: Child, log: IO[bytes]) -> Any:
+        if (command := _module(self.plan.command)) is None:
+            return await ordinary(self, log)  # type: ignore[arg-type]
+        return _OfUp(fork(command, self.plan.environment, log.fileno()))
+
+    Child._start = begin  # type: ignore[method-assign]
+
+
+def _let_trainer_fork() -> None:
+    """Let the trainer, which this process is about to be, fork its ranks where it launches several."""
+    from services.trainer import launcher
+
+    def begin(words: Sequence[str], variables: Mapping[str, str]) -> _OfLauncher:
+        command = _module(words)
+        assert command is not None, words
+        return _OfLauncher(fork(command, variables, sys.stderr.fileno()))
+
+    launcher.start_process = begin
+
+
+_LET_FORK = {"services": _let_up_fork, "services.trainer": _let_trainer_fork}
+
+
+def _module(words: Sequence[str]) -> list[str] | None:
+    """Return a service's module and arguments where ``words`` start one that may be forked, else None."""
+    *options, module = words[1 : words.index("-m") + 2] if "-m" in words else [""]
+    forked = words[0] == sys.executable and module in _SERVICES and set(options) <= {"-u", "-m"}
+    return list(words[len(options) + 1 :]) if forked else None
+
+
+class _OfUp:
+    """A fork whose parent is `penstock up`; what that uses of ``asyncio.subprocess.Process``."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._watched = os.pidfd_open(pid)
+        asyncio.get_running_loop().add_reader(self._watched, self._reap)
+
+    def _reap(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._watched)
+        os.close(self._watched)
+        self._ended.set_result(os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]))
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._ended)
+
+    def send_signal(self, number: int) -> None:
+        if self._ended.done():
+            raise ProcessLookupError
+        os.kill(self.pid, number)
+
+
+class _OfLauncher(subprocess.Popen[bytes]):
+    """A fork whose parent is the launcher: what ``subprocess.Popen`` is after its start."""
+
+    def __init__(self, pid: int) -> None:
+        self._execute_child = lambda *_: self.__dict__.update(pid=pid, _child_created=True)
+        super().__init__(["fork"])

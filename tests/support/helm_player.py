@@ -1,0 +1,33 @@
+"""Runs Helm over one chart in a process of its own: ``python -m tests.support.helm_player`` with a job as JSON on standard input.
+
+``HELM_DRIVER=memory`` must be in the environment before the process starts: Helm's Go runtime does not see later changes.
+A job is a list of releases, each with its namespace and its steps: the first installs, each further one upgrades. The answer is
+one JSON list a release, with an object or an error's text for each step.
+"""
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+from helm_sdkpy import Configuration, HelmError, Install, Upgrade
+
+
+def play(job: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    return [asyncio.run(_release(job, release)) for release in job["releases"]]
+
+
+async def _release(job: dict[str, Any], release: dict[str, Any]) -> list[dict[str, Any]]:
+    config = Configuration(namespace=release["namespace"], kubeconfig=job["kubeconfig"])
+    found: list[dict[str, Any]] = []
+    for number, values in enumerate(release["steps"]):
+        action = Upgrade(config) if number else Install(config)
+        try:
+            found.append(await action.run(release["name"], job["chart"], values=values, wait=False))
+        except HelmError as error:
+            found.append({"error": str(error)})
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(play(json.load(sys.stdin))))

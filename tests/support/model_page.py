@@ -1,0 +1,145 @@
+"""Write docs/models.md from ``model_verdicts.toml``: ``python -m tests.support.model_page``."""
+
+import dataclasses
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+_TABLE = Path(__file__).with_name("model_verdicts.toml")
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+
+_HEAD = """\
+# Models
+
+Which models Penstock trains, and how that is known. `make models` writes this page from `tests/support/model_verdicts.toml`; `tests/trainer/model/test_models.py` holds it.
+
+Each line below is a family of transformers, by its `model_type`, with a suffix for a variant of its configuration. A tiny model of it, with
+random weights, is loaded as a run loads it. Two groups with shared prompts and completions of 1 to 90 tokens, at two temperatures, go through the
+trainer's policy, in short rows and in rows of several hundred tokens. Logprobs of all tokens and gradients of all parameters must be
+those of transformers' own model in evaluation mode, with its "eager" attention, one sequence at a time, to 1e-5 in float32.
+
+What is not on this page is tested when the trainer starts. The self-test (`services/trainer/self_test/self_test.py`) compares the policy, with the weights, number
+types, adapters and kernels of the run, with the unmodified model: logprobs and a gradient must agree to 1e-3 in float32, and within the
+spread of roundings in half precision. If packed rows differ, sequences go one by one; if these differ too, the start is refused. The result is
+an event of the run, `self-test passed`, and in `penstock status`. A critic's packed hidden states are compared in the same way. A reward model and the reward service's reference are tested likewise: a padded batch against single inputs.
+
+The self-test is short: it crosses sliding windows of up to 1024 tokens on a GPU and 160 on a CPU, and does not look at gradients of large
+matrices. Whether rollout and trainer agree, the weights' probe says during the run ([weights.md](weights.md)).
+"""
+_ROWS = """
+## Packed rows
+
+A group's prompt is computed once, and completions lie side by side (`trainer.packing = "auto"` chooses this).
+"""
+_SEQUENCES = """
+## Sequence by sequence
+
+`"auto"` runs each sequence through the model by itself, because packed rows are not known to be right for it. The result is exact; each prompt is
+computed once for each of its completions, so long prompts cost more.
+"""
+_REFUSED = """
+## Refused
+
+The trainer does not start, and says why.
+
+| model | message |
+| --- | --- |
+"""
+
+
+_VLLM = """
+## Trainer and vLLM
+
+vLLM computes the same model with code of its own, and takes each update through its own loader. For the families below that is compared too
+(`tests/support/vllm_agreement.py`; vLLM 0.32 for the CPU, float32, heads of 32): vLLM starts with a tiny checkpoint, every tensor of the trainer's
+policy changes, the replica's code puts it into the living engine, and vLLM samples completions of 32 tokens after prompts of 5, 48 and 150 at temperature 0.8. Windows are of 24 tokens
+where the name says `short`. The logprobs that vLLM gives and those of the trainer's packed rows must agree to 1e-4 nats, after each of two updates. Both
+add the same float32 numbers in another order, which is the only cause of a difference; 1e-6 is common. An update that is not taken makes whole nats.
+
+Tested at each change: {tested}
+
+Measured with `python -m tests.support.vllm_agreement`, which exits with 1 where a model is not as this page says: {measured}
+
+These are not served: Penstock refuses them, or vLLM 0.32 for the CPU does, in its own words. Change the setting that the message names, run them with
+`rollout.engine = "transformers"`, or on a GPU, where the probe compares the weights of each version ([weights.md](weights.md)).
+
+| model | message |
+| --- | --- |
+"""
+_DISAGREE = """
+These are served, but with other logprobs than the trainer's. Use `rollout.engine = "transformers"`; the probe of the weights warns of the gap.
+
+| model | gap |
+| --- | --- |
+"""
+_GPU = """
+On a GPU, the same comparison with vLLM 0.26 on an H200 (float32 weights, attention and experts multiply in TF32). The largest gap after a start and two
+updates, in nats; above 0.1 the two disagree, and the probe of the weights warns.
+
+| model | gap |
+| --- | --- |
+"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Agreement:
+    """What was seen of trainer and vLLM."""
+
+    tested: list[str]
+    """Tested at each change: these agree, or are among ``unserved``."""
+    measured: list[str]
+    """Agree, by ``python -m tests.support.vllm_agreement``."""
+    unserved: dict[str, str]
+    """A part of vLLM's message, by name."""
+    disagree: dict[str, str]
+    """How far trainer and vLLM are apart, by name."""
+    gpu: dict[str, float]
+    """Nats: the largest gap on a GPU, by name."""
+
+    @property
+    def names(self) -> list[str]:
+        """Return all of them."""
+        return list(dict.fromkeys((*self.tested, *self.measured, *self.unserved)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verdicts:
+    """What becomes of each configuration, by name."""
+
+    rows: list[str]
+    sequences: list[str]
+    refused: dict[str, str]
+    """A part of the message, by name."""
+    vllm: Agreement
+
+
+def verdicts() -> Verdicts:
+    """Return what the table expects."""
+    table = tomllib.loads(_TABLE.read_text())
+    return Verdicts(**{**table, "vllm": Agreement(**table["vllm"])})
+
+
+def text(table: Verdicts) -> str:
+    """Return the page."""
+    lists = (_HEAD, _ROWS, _listed(table.rows), _SEQUENCES, _listed(table.sequences))
+    return "".join((*lists, _REFUSED, _messages(table.refused), _agreement(table.vllm)))
+
+
+def _agreement(table: Agreement) -> str:
+    agreeing = [name for name in table.tested if name not in table.unserved]
+    lists = {"tested": _listed(agreeing).strip(), "measured": _listed(table.measured).strip()}
+    apart = "".join(f"| `{name}` | {said} |\n" for name, said in sorted(table.disagree.items()))
+    on_gpu = "".join(f"| `{name}` | {gap:g} |\n" for name, gap in sorted(table.gpu.items()))
+    return _VLLM.format(**lists) + _messages(table.unserved) + _DISAGREE + apart + _GPU + on_gpu
+
+
+def _messages(parts: Mapping[str, str]) -> str:
+    return "".join(f"| `{name}` | … {part} … |\n" for name, part in sorted(parts.items()))
+
+
+def _listed(names: Iterable[str]) -> str:
+    return "\n" + ", ".join(f"`{name}`" for name in sorted(names)) + ".\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(text(verdicts()))

@@ -1,0 +1,41 @@
+"""Packed rows for tests, and the same sequences one by one."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from services.trainer.batch.packing import Row
+from shared.bus.messages import FinishReason, Sample
+from tests.support import tiny
+
+SHAPE = ((5, (4, 1, 6)), (9, (2, 2)), (1, (3,)), (40, (30, 3, 70)), (60, (80,)))
+"""Of each group: tokens of its prompt, and of each completion."""
+
+
+def rows(seed: int, shape: Any = SHAPE) -> list[Row]:
+    """Return groups of random tokens."""
+    generator = np.random.default_rng(seed)
+    found = []
+    for prompt, lengths in shape:
+        samples = tuple(
+            Sample(
+                generator.integers(0, tiny.VOCABULARY, n).astype(np.int32), np.zeros(n, np.float32),
+                np.zeros((1, 2), np.int32), FinishReason.STOP, "",
+            )
+            for n in lengths
+        )  # fmt: skip
+        ids = generator.integers(0, tiny.VOCABULARY, prompt).astype(np.int32)
+        found.append(Row(ids, samples, tuple(range(len(lengths)))))
+    return found
+
+
+def separate(model: Any, of: list[Row]) -> torch.Tensor:
+    """Return the logprobs of the completions by one plain forward pass a sequence (N)."""
+    found = []
+    for row in of:
+        for sample in row.samples:
+            ids = torch.from_numpy(np.concatenate([row.prompt_token_ids, sample.token_ids]).astype(np.int64))
+            logprobs = torch.log_softmax(model(input_ids=ids[None]).logits[0, :-1], -1).gather(-1, ids[1:, None])[:, 0]
+            found.append(logprobs[len(row.prompt_token_ids) - 1 :])
+    return torch.cat(found)

@@ -1,0 +1,201 @@
+"""What two ranks do, for ``tests/trainer/test_ranks.py``: started by the launcher, it plays each scene and writes what came of it.
+
+One start for all scenes, as torch and DeepSpeed take seconds to come up. Rank 0 writes.
+"""
+
+import dataclasses
+import errno
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from services.trainer.algorithm.update import AdapterOff, Learner, Reference
+from services.trainer.checkpoint import local_store
+from services.trainer.loop import Trainer
+from services.trainer.metrics import Phases
+from services.trainer.model import adapter
+from services.trainer.model.critic import Critic
+from services.trainer.model.engine import TrainingEngine
+from services.trainer.model.layers import spans
+from services.trainer.model.policy import Policy
+from services.trainer.rank_group import start_ranks
+from shared.bus.messages import StepPlan
+from shared.settings import Settings
+from tests.support import tiny, tiny_hybrids, tolerance
+from tests.trainer import test_faults
+from tests.trainer.algorithm import test_update
+
+LORA = {"rank": 4}
+KL = {"coefficient": 0.1}
+LONGER = 3
+"""More tokens for one rank than for the other."""
+CHUNKED = {
+    "logits_chunk_tokens": 2,
+    # even the smallest weights are in parts, as a large model's are
+    "deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}},
+}
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "actor-critic": {
+        "preset": "ppo",
+        "minibatches": 2,
+        "kl": {"coefficient": 0.05, "target": 0.01, "where": "reward", "estimator": "k1"},
+        "critic": {"learning_rate": 1e-3},
+    },
+    "dpo": {"preset": "dpo"},
+}
+HYBRID: dict[str, Any] = {
+    "model": "short convolution",
+    "trainer": {"deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}},
+}
+CAP = 24
+"""Tokens of a forward pass, so that a rank makes several."""
+
+
+def settings(zero_stage: int, ranks: int, folder: Path = Path("runs"), **tables: Any) -> Settings:
+    return Settings.model_validate(
+        {
+            "run": {"id": "ranks", "folder": folder},
+            "policy": {"dtype": "float32", "lora": tables.get("lora", {}), "model": tables.get("model", "tiny")},
+            "sampling": {"max_new_tokens": 8},
+            "weights": {"probe_every_versions": 0},
+            "algorithm": {"groups_per_step": 4, **tables.get("algorithm", {})},
+            "trainer": {
+                "device": "cpu", "ranks": ranks, "zero_stage": zero_stage, "learning_rate": 1e-3,
+                "micro_batch_tokens": CAP, "checkpoint_every_steps": 1, **tables.get("trainer", {}),
+            },
+        }
+    )  # fmt: skip
+
+
+class Rank:
+    """A learner on this rank, with the critic and the reference that its algorithm needs."""
+
+    def __init__(self, of: Settings) -> None:
+        torch.manual_seed(0)
+        make = tiny_hybrids.HYBRIDS.get(of.policy.model, tiny.model)
+        model = adapter.add(make().requires_grad_(True), of.policy)
+        policy = Policy(model, chunk_tokens=of.trainer.logits_chunk_tokens, packing=of.trainer.packing)
+        self.engine = TrainingEngine(policy.train(), of, "cpu")
+        critic = None
+        if of.algorithm.needs_critic:
+            trunk = tiny.model(0).requires_grad_(True).get_decoder()
+            critic = TrainingEngine(Critic(trunk, 32).train(), of, "cpu")
+        self._learner = Learner(self.engine, of, Phases(), critic, self._reference(of))
+
+    def _reference(self, of: Settings) -> Reference | None:
+        if not of.algorithm.needs_reference:
+            return None
+        return AdapterOff(self.engine) if of.policy.lora.rank else Policy(tiny.model(0)).eval()
+
+    def learn(self, step: int, longer: int = 0, plan: StepPlan | None = None) -> dict[str, float]:
+        data = test_update.batch(longer=longer)
+        return self._learner.learn(data, [1] * len(data), step, repeated=plan)
+
+    @property
+    def plan(self) -> StepPlan | None:
+        """How the newest step was laid out, and what did not fit."""
+        return self._learner.plan
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in self.engine.tensors()}
+
+
+def two_steps(of: Settings, longer: int = 0) -> dict[str, Any]:
+    """What two steps measured, and the weights after them."""
+    rank = Rank(of)
+    return {"measured": [rank.learn(1, longer), rank.learn(2, longer)], "weights": rank.weights()}
+
+
+def resumed(of: Settings, folder: Path) -> dict[str, Any]:
+    """A step after two, by the engine that made these and by one that comes back from its checkpoint."""
+    before, after = Rank(of), Rank(of)
+    before.learn(1)
+    before.engine.save(folder)
+    dist.barrier()
+    after.engine.load(folder)
+    return {"one": [before.learn(2), before.weights()], "other": [after.learn(2), after.weights()]}
+
+
+def without_memory(of: Settings, most_tokens: int) -> dict[str, Any]:
+    """A step in which rank 1 finds no memory for more than so many tokens, and rank 0 always does; and its replay with memory."""
+    rank, replayed, forward = Rank(of), Rank(of), Policy.forward
+
+    def tight(self: Policy, found: Any) -> Any:
+        if dist.get_rank() == 1 and torch.is_grad_enabled() and found.tokens > most_tokens:
+            raise torch.OutOfMemoryError(f"{found.tokens} tokens")
+        return forward(self, found)
+
+    with mock.patch.object(Policy, "forward", tight):
+        found = {"measured": rank.learn(1), "weights": rank.weights()}
+    replayed.learn(1, plan=rank.plan)
+    return {**found, "plans": [_plain(one.plan) for one in (rank, replayed)], "replayed": replayed.weights()}
+
+
+def _plain(plan: StepPlan | None) -> dict[str, Any]:
+    assert plan is not None
+    return dataclasses.asdict(plan)
+
+
+def full_folder(of: Settings) -> dict[str, Any]:
+    """Three steps with a checkpoint each; rank 1 cannot write its part of the second."""
+    leader = test_faults.Leader()
+    lead: Any = leader if dist.get_rank() == 0 else None
+    trainer = Trainer(Rank(of).engine, of, lead)
+    for step in (1, 2, 3):
+        write = _refuse if (step, dist.get_rank()) == (2, 1) else torch.save
+        with mock.patch.object(torch, "save", write):
+            trainer._train(test_update.batch(), [1] * 4)
+    root = of.run_folder / "checkpoints"
+    whole = [found.state.step for found in local_store.find(root)]
+    return {"said": leader.said, "whole": whole, "left": sorted(path.name for path in root.iterdir())}
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def main(folder: Path) -> None:
+    start_ranks("cpu")
+    torch.set_num_threads(1)
+    with tolerance.smooth_adam():
+        found = _found(folder)
+    if dist.get_rank() == 0:
+        torch.save(found, folder / "found.pt")
+        print(json.dumps(sorted(found)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _found(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {f"zero-{stage}": two_steps(settings(stage, 2)) for stage in (1, 3)}
+    found["chunks"] = two_steps(settings(3, 2, trainer=CHUNKED), LONGER)
+    for name, tables in ALGORITHMS.items():
+        for stage in (1, 3):
+            found[f"{name}-{stage}"] = two_steps(settings(stage, 2, algorithm=tables))
+    for stage in (2, 3):
+        with_kl = settings(stage, 2, lora=LORA, algorithm={"kl": KL})
+        found[f"lora-{stage}"] = two_steps(with_kl)
+        found[f"lora-{stage}-resumed"] = resumed(with_kl, folder / f"lora-{stage}")
+    with mock.patch.multiple(
+        spans, FORK_TOKENS=1, CHUNK_TOKENS=1, _SLACK_TOKENS=0
+    ):  # ranks call mixers unequally often
+        found["hybrid"] = two_steps(settings(3, 2, **HYBRID), LONGER)
+    for name, algorithm in {"sequences": {}, "sequences-dpo": ALGORITHMS["dpo"]}.items():
+        one_by_one = {**CHUNKED, "packing": "sequences"}
+        found[name] = two_steps(settings(3, 2, trainer=one_by_one, algorithm=algorithm), LONGER)
+    found["split"] = without_memory(settings(2, 2), 11)
+    found["left out"] = without_memory(settings(2, 2), 7)
+    found["full"] = full_folder(settings(3, 2, folder))
+    found["compiler"] = [name for name in sys.modules if name == "torch._inductor.compile_fx"]
+    return found
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main(Path(sys.argv[1]))

@@ -1,0 +1,299 @@
+"""Play with real vLLM models on the CPU, and print what was seen as one JSON line, by scene.
+
+    loaders          the loaders of three families, whole and as one rank of two
+    tied, untied     an engine whose weights are swapped while it lives
+    mixtral          another, of a mixture whose checkpoint holds each expert's matrices under names of their own
+
+vLLM keeps its parallel state in globals and its CPU layers repack their weights, hence a process for each scene: a fork of one
+that has imported vLLM, which takes longer than any scene. It must be told about before it is imported, hence the late imports.
+"""
+
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from services.rollout.engines.vllm.swap.weight_swap import WeightSwapper
+from shared.errors import WeightsError
+from shared.weights.format.layout import Layout, plan_layout
+
+VOCABULARY = 48
+"""Not a multiple of 64, so vLLM pads it."""
+FAMILIES = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
+}
+SIZES = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""Of engines. On a GPU: ``python -m tests.support.vllm_models untied qwen3_moe mixtral``."""
+
+
+def reference(seed: int, tied: bool, family: str = "qwen2") -> Any:
+    """Return a random model of transformers."""
+    config, model = FAMILIES[family]
+    torch.manual_seed(seed)
+    return model(
+        config(
+            vocab_size=VOCABULARY,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=128,
+            tie_word_embeddings=tied,
+            initializer_range=0.3,
+            **({"head_dim": 32} if family.startswith("qwen3") else {}),
+            **SIZES.get(family, {}),
+        )
+    ).eval()
+
+
+def tensors_of(model: Any) -> dict[str, torch.Tensor]:
+    """Return what a trainer sends: tied parameters once."""
+    return {name: parameter.data.clone() for name, parameter in model.named_parameters()}
+
+
+def on_device(model: Any) -> dict[str, torch.Tensor]:
+    """Return :func:`tensors_of` where engines have theirs."""
+    return {name: tensor.to(DEVICE) for name, tensor in tensors_of(model).items()}
+
+
+def bucketed(tensors: dict[str, torch.Tensor]) -> tuple[Layout, list[torch.Tensor]]:
+    """Return ``tensors`` in buckets of which a layer needs several."""
+    layout = plan_layout(((name, "float32", tuple(tensor.shape)) for name, tensor in tensors.items()), 20_000)
+    device = next(iter(tensors.values())).device
+    buckets = [torch.zeros(size, dtype=torch.uint8, device=device) for size in layout.bucket_bytes]
+    for entry in layout.tensors:
+        flat = tensors[entry.name].flatten().view(torch.uint8)
+        buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes] = flat
+    return layout, buckets
+
+
+def through_one_buffer(buckets: list[torch.Tensor], stop_at: int = -1) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield each bucket in the same memory; raise instead of bucket ``stop_at``."""
+    buffer = torch.empty(max(len(bucket) for bucket in buckets), dtype=torch.uint8, device=buckets[0].device)
+    for number, bucket in enumerate(buckets):
+        if number == stop_at:
+            raise WeightsError("the source died")
+        buffer[: len(bucket)] = bucket
+        yield number, buffer[: len(bucket)]
+        buffer.fill_(0xFF)
+
+
+# ---------------------------------------------------------------- loaders
+
+
+def loaders(folder: Path) -> dict[str, Any]:
+    """Swap models that were built but not loaded: their linear layers are as on a GPU, not packed."""
+    seen: dict[str, Any] = {
+        "mixture": mixture(folder)
+    }  # first, as its groups are made for mixtures and serve the others too
+    for family in ("qwen2", "qwen3", "llama"):
+        for tied in (True, False):
+            reference(0, tied, family).save_pretrained(folder / f"{family}-{tied}")
+            for rank, ranks in ((0, 1), (0, 2), (1, 2)):
+                name = f"{family}-{'tied' if tied else 'untied'}-{rank}of{ranks}"
+                seen[name] = swapped_by_plan(str(folder / f"{family}-{tied}"), reference(1, tied, family), rank, ranks)
+    return seen
+
+
+def mixture(folder: Path) -> dict[str, Any]:
+    """Prepare a mixture of experts, which vLLM stores in the order of its kernels."""
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+
+    policy = reference(0, False, "qwen3_moe")
+    policy.save_pretrained(folder / "mixture")
+    path = str(folder / "mixture")
+    config = EngineArgs(model=path, skip_tokenizer_init=True, dtype="float32", max_model_len=64).create_engine_config()
+    with set_current_vllm_config(config):
+        join_alone()
+        swapper = WeightSwapper(built(config, 9.0), config, CPU)
+        swapper.prepare(tensors_of(policy))
+    return {"path": swapper.path, "reason": swapper.reason}
+
+
+def swapped_by_plan(path: str, policy: Any, rank: int, ranks: int) -> dict[str, Any]:
+    """Return the swapper's path, and whether swap and stream gave what the loader gives."""
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+
+    config = EngineArgs(model=path, skip_tokenizer_init=True, dtype="float32", max_model_len=64).create_engine_config()
+    tensors = tensors_of(policy)
+    layout, buckets = bucketed(tensors)
+    with set_current_vllm_config(config):
+        as_rank(rank, ranks)
+        live, streamed, loaded = built(config, 9.0), built(config, 7.0), built(config, 5.0)
+        loaded.load_weights(iter(tensors.items()))
+        swapper = WeightSwapper(live, config, CPU)
+        swapper.prepare(tensors)
+        untouched = all((parameter == 9.0).all() for parameter in live.parameters())
+        taken, copied = swapper.swap()
+        other = WeightSwapper(streamed, config, CPU)
+        other.stream(through_one_buffer(buckets), layout)
+    return {
+        "path": taken,
+        "reason": swapper.reason,
+        "untouched": bool(untouched),
+        "swapped": same(live, loaded),
+        "streamed": same(streamed, loaded),
+        "share": copied / sum(parameter.nbytes for parameter in live.parameters()),
+    }
+
+
+def built(config: Any, value: float) -> Any:
+    """Return a vLLM model full of ``value``."""
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    config.compilation_config.static_forward_context.clear()
+    model = initialize_model(config)
+    for parameter in model.parameters():
+        parameter.data.fill_(value)
+    return model
+
+
+def join_alone() -> None:
+    """Make vLLM's process groups, of this process alone."""
+    from vllm.distributed import parallel_state
+
+    with tempfile.TemporaryDirectory() as folder:
+        parallel_state.init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "gloo")
+        parallel_state.initialize_model_parallel(1)
+
+
+def as_rank(rank: int, ranks: int) -> None:
+    """Be rank ``rank`` of ``ranks`` to vLLM's layers, which ask for no more than these two numbers to be built."""
+    from vllm.distributed import parallel_state
+
+    parallel_state._TP = SimpleNamespace(rank_in_group=rank, world_size=ranks)  # type: ignore[assignment, unused-ignore]
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return whether two models hold equal parameters."""
+    others = dict(other.named_parameters())
+    return all(torch.equal(parameter, others[name]) for name, parameter in one.named_parameters())
+
+
+# ---------------------------------------------------------------- engine
+
+
+def engine(folder: Path, tied: bool, family: str = "qwen2") -> dict[str, Any]:
+    """Swap the weights of a living engine; return gaps (nats) between its logprobs and those of transformers."""
+    from vllm import LLM
+
+    reference(0, tied, family).save_pretrained(folder)
+    llm = LLM(
+        str(folder),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=64,
+        max_num_seqs=4,
+        enable_prefix_caching=False,
+    )
+    worker = llm.llm_engine.model_executor.driver_worker.worker  # type: ignore[attr-defined, unused-ignore]
+    swapper = WeightSwapper(worker.model_runner.get_model(), worker.vllm_config, DEVICE)
+    policies = [reference(seed, tied, family) for seed in (0, 1, 2, 3)]
+    shadow = on_device(policies[1])
+    seen: dict[str, Any] = {"before": gap(llm, policies[0])}
+    swapper.prepare(shadow)
+    seen |= {"path": swapper.path, "reason": swapper.reason, "unswapped": gap(llm, policies[0])}
+    seen |= {"taken": swapper.swap(), "swapped": gap(llm, policies[1])}
+    for name, tensor in on_device(policies[2]).items():
+        shadow[name].copy_(tensor)
+    seen |= {"again": swapper.swap(), "swapped_again": gap(llm, policies[2])}
+    seen |= refused(swapper, llm, policies[2])
+    seen |= streamed(swapper, llm, policies[3], reference(4, tied, family))
+    swapper.prepare(on_device(policies[0]))
+    seen |= {"last": swapper.swap(), "swapped_last": gap(llm, policies[0]), "torn_last": swapper.torn}
+    return seen
+
+
+def refused(swapper: WeightSwapper, llm: Any, serving: Any) -> dict[str, Any]:
+    """Offer weights that do not fit."""
+    errors = []
+    for name, tensor in (("model.norm.weight", torch.ones(63)), ("model.nothing.weight", torch.ones(4))):
+        try:
+            swapper.prepare({**on_device(serving), name: tensor.to(DEVICE)})
+        except WeightsError as error:
+            errors.append(str(error))
+    return {"refusals": errors, "unchanged": gap(llm, serving)}
+
+
+def streamed(swapper: WeightSwapper, llm: Any, policy: Any, other: Any) -> dict[str, Any]:
+    """Stream a version, and then one whose source dies in the middle, and then the first again."""
+    layout, buckets = bucketed(on_device(policy))
+    copied = swapper.stream(through_one_buffer(buckets), layout)
+    seen: dict[str, Any] = {"stream_bytes": copied, "streamed": gap(llm, policy), "torn_before": swapper.torn}
+    _, others = bucketed(on_device(other))
+    try:
+        swapper.stream(through_one_buffer(others, stop_at=len(others) // 2), layout)
+    except WeightsError as error:
+        seen |= {"broke": str(error), "torn": swapper.torn}
+    swapper.stream(through_one_buffer(buckets), layout)
+    return {**seen, "mended": gap(llm, policy)}
+
+
+def gap(llm: Any, policy: Any) -> float:
+    """Return the largest gap, in nats, between the engine's logprobs of what it generates and those of ``policy``."""
+    from vllm import SamplingParams
+
+    prompt = list(range(2, 30))
+    sampling = SamplingParams(max_tokens=16, temperature=0, logprobs=0, detokenize=False, ignore_eos=True)
+    completion = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)[0].outputs[0]
+    found = torch.tensor([next(iter(place.values())).logprob for place in completion.logprobs])
+    tokens = torch.tensor([[*prompt, *completion.token_ids]])
+    logprobs = torch.log_softmax(policy(tokens).logits.double(), -1)[0, len(prompt) - 1 : -1]
+    wanted = logprobs.gather(1, tokens[0, len(prompt) :, None])[:, 0]
+    return float((found - wanted).abs().max())
+
+
+def play(scene: str) -> dict[str, Any]:
+    """Return what was seen in a scene."""
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        if scene == "loaders":
+            return loaders(Path(folder))
+        return engine(Path(folder), scene == "tied", scene if scene in FAMILIES else "qwen2")
+
+
+def main() -> None:
+    """Play the scenes that are named, or all, one after the other."""
+    scenes = sys.argv[1:] or ("loaders", "tied", "untied", "mixtral")
+    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # needs a compiler, and a path without spaces
+    import vllm.v1.engine.llm_engine  # noqa: F401
+
+    # CUDA does not survive a fork
+    with multiprocessing.get_context("fork" if DEVICE == CPU else "spawn").Pool(1, maxtasksperchild=1) as each:
+        print(json.dumps({scene: each.apply(play, (scene,)) for scene in scenes}))
+
+
+if __name__ == "__main__":
+    main()

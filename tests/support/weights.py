@@ -1,0 +1,82 @@
+"""Versions of the weights for tests: in memory behind a real source, or in a file, and what hands them to an engine."""
+
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from services.rollout.engines.engine import Engine, SwapReport
+from shared.bus.messages import PolicyRecord, PolicyVersion
+from shared.weights.format.flat import FlatSnapshot
+from shared.weights.format.layout import plan_layout
+from shared.weights.format.snapshot import write_snapshot
+from shared.weights.receiver.puller import file_offer
+from shared.weights.receiver.receiver import Receiver
+from shared.weights.source.source import Source
+from shared.weights.transport.offer import Offer
+
+CPU = torch.device("cpu")
+SECRET = b"the secret of a run"
+Named = Iterable[tuple[str, torch.Tensor]]
+
+
+def secret() -> bytes:
+    """Return what the processes of a test share."""
+    return SECRET
+
+
+def record(version: int, digest: str, location: str = "", source: str = "") -> PolicyRecord:
+    return PolicyRecord(PolicyVersion(version), None, version, 0.0, digest, location, source=source)
+
+
+def write(folder: Path, tensors: Named, version: int) -> PolicyRecord:
+    """Write a version as a file."""
+    written = write_snapshot(folder, PolicyVersion(version), version, tensors, torch.float32)
+    return record(version, written.digest, str(written.location))
+
+
+async def stage(engine: Engine, tensors: Named, version: int) -> None:
+    """Let an engine receive a version."""
+    with tempfile.TemporaryDirectory() as folder:
+        await engine.stage(file_offer(write(Path(folder), tensors, version), 10.0))
+
+
+async def load(engine: Engine, tensors: Named, version: int) -> SwapReport:
+    """Let an engine serve a version."""
+    await stage(engine, tensors, version)
+    return await engine.swap(PolicyVersion(version))
+
+
+def fill(tensors: Mapping[str, torch.Tensor], version: int, bucket_bytes: int = 1 << 20) -> FlatSnapshot:
+    """Return a version in memory."""
+    shapes = ((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors.items())
+    snapshot = FlatSnapshot(plan_layout(shapes, bucket_bytes), CPU)
+    snapshot.fill(list(tensors.items()), PolicyVersion(version), version)
+    return snapshot
+
+
+@contextmanager
+def serving(snapshot: FlatSnapshot | None = None, folder: Path | None = None) -> Iterator[Source]:
+    """A real source on this machine."""
+    source = Source("127.0.0.1", 0, secret, deadline_s=10.0, file_folder=folder)
+    if snapshot is not None:
+        source.offer(snapshot)
+    try:
+        yield source
+    finally:
+        source.close()
+
+
+def offered(source: Source, snapshot: FlatSnapshot) -> PolicyRecord:
+    """Offer a version and return its record."""
+    source.offer(snapshot)
+    assert snapshot.header is not None
+    return record(snapshot.header.version, snapshot.header.digest, source=source.address)
+
+
+def receiving() -> Callable[[Offer], None]:
+    """Return what really receives an offer, for an engine without weights."""
+    receiver = Receiver(1, 1, CPU)
+    return lambda offer: receiver.receive(offer, FlatSnapshot(offer.layout, CPU))

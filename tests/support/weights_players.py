@@ -1,0 +1,357 @@
+"""A trainer and a replica for tests of weights by pull, each in a process of its own that a test may stop or kill.
+
+A test calls methods of :class:`Trainer` and :class:`Replica` through :class:`Player`; ``later`` starts a call and ``result`` waits for it.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from shared.bus.messages import PolicyRecord, PolicyVersion
+from shared.errors import WeightsError
+from shared.weights.format.flat import FlatSnapshot
+from shared.weights.format.layout import Header, Layout, plan_layout
+from shared.weights.receiver.puller import Puller
+from shared.weights.receiver.receiver import Receiver
+from shared.weights.source import session
+from shared.weights.source.source import Source
+from shared.weights.transport.offer import Offer
+from shared.weights.transport.place import Place, boot_id, plain_uuid
+from tests.support import weights
+
+CPU = torch.device("cpu")
+CALL_S = 20.0
+Tensors = list[tuple[str, torch.Tensor]]
+
+
+def policy(seed: int, scale: int = 1) -> Tensors:
+    """Return tensors of several types and shapes, the first one larger than a bucket of ``layout``."""
+    random = torch.Generator().manual_seed(seed)
+    return [
+        ("embed", torch.randn(251 * scale, 67, generator=random, dtype=torch.bfloat16)),
+        ("norm", torch.randn(67, generator=random, dtype=torch.float32)),
+        ("layers.0.w", torch.randn(33, 67, generator=random, dtype=torch.bfloat16)),
+        ("layers.0.scalar", torch.randn((), generator=random, dtype=torch.float16)),
+        ("layers.0.none", torch.empty(0, 5, dtype=torch.float32)),
+        ("layers.1.w", torch.randn(67, 33, generator=random, dtype=torch.bfloat16)),
+        ("positions", torch.randint(0, 1 << 60, (13,), generator=random)),
+        ("mask", torch.randint(0, 2, (7, 3), generator=random).bool()),
+        ("bytes", torch.randint(0, 256, (1001,), generator=random).to(torch.uint8)),
+    ]
+
+
+def layout_of(tensors: Tensors, bucket_bytes: int = 2048) -> Layout:
+    return plan_layout(((n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors), bucket_bytes)
+
+
+def record_of(header: Header) -> PolicyRecord:
+    return PolicyRecord(
+        version=header.version,
+        parent=None,
+        step=header.step,
+        created_at_s=0.0,
+        manifest_digest=header.digest,
+        location="",
+    )
+
+
+def fingerprint(tensors: Any) -> str:
+    """Return one text for names, types, shapes and bits."""
+    found = hashlib.sha256()
+    for name, tensor in tensors:
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def place(device: torch.device) -> Place:
+    """Return the place of a process on one device."""
+    if device.type != "cuda":
+        return Place()
+    return Place("cuda", (plain_uuid(torch.cuda.get_device_properties(device).uuid),), boot_id())
+
+
+def counts() -> tuple[int, int]:
+    """Return how many pulls this process served, and how many failed."""
+    return int(session.PULLS_SERVED._value.get()), int(session.PULL_FAILURES._value.get())
+
+
+class Trainer:
+    """A source, and the snapshot that it serves."""
+
+    def __init__(self, deadline_s: float, folder: str | None = None, device: str = "cpu") -> None:
+        self.device = torch.device(device)
+        self.source = Source(
+            "127.0.0.1", 0, weights.secret, deadline_s=deadline_s, file_folder=Path(folder) if folder else None
+        )
+        self.snapshot: FlatSnapshot | None = None
+        self._record: PolicyRecord | None = None
+
+    def address(self) -> str:
+        return self.source.address
+
+    def publish(self, version: int, seed: int, scale: int = 1) -> PolicyRecord:
+        """Serve ``policy(seed)`` as a version, whole."""
+        tensors = policy(seed, scale)
+        layout = layout_of(tensors)
+        if self.snapshot is None or self.snapshot.layout != layout:
+            self.snapshot = FlatSnapshot(layout, self.device)
+        header = self.snapshot.fill(tensors, PolicyVersion(version), version)
+        self.source.offer(self.snapshot)
+        self._record = record_of(header)
+        return self._record
+
+    def arrive(self, version: int, seed: int, buckets: int) -> PolicyRecord:
+        """Serve a version of which only the first ``buckets`` have arrived."""
+        record = self.publish(version, seed)
+        assert self.snapshot is not None
+        assert self.snapshot.header is not None
+        self.snapshot.begin(self.snapshot.header)
+        self.mark(0, buckets)
+        return record
+
+    def mark(self, first: int, end: int | None = None) -> None:
+        """Let buckets arrive, up to ``end`` or the last."""
+        assert self.snapshot is not None
+        for bucket in range(first, len(self.snapshot.buckets) if end is None else end):
+            self.snapshot.mark(bucket)
+
+    def record(self) -> PolicyRecord:
+        """Return the record of what is served or was served last."""
+        assert self._record is not None
+        return self._record
+
+    def corrupt(self, bucket: int) -> None:
+        assert self.snapshot is not None
+        self.snapshot.buckets[bucket][5] ^= 1
+
+    def void(self) -> None:
+        assert self.snapshot is not None
+        self.snapshot.void("the test says so")
+
+    def withdraw(self, wait_s: float) -> float:
+        """Return how long it took."""
+        before_s = time.monotonic()
+        self.source.withdraw(wait_s)
+        return time.monotonic() - before_s
+
+    def buckets(self) -> int:
+        assert self.snapshot is not None
+        return len(self.snapshot.buckets)
+
+    def counts(self) -> tuple[int, int]:
+        return counts()
+
+    def open_own_group(self) -> None:
+        """Open the process group that a trainer has for its ranks."""
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+
+    def sum_in_own_group(self, value: float) -> float:
+        tensor = torch.tensor(value)
+        dist.all_reduce(tensor)
+        return float(tensor)
+
+    def close(self) -> None:
+        self.source.close()
+
+
+class Reasons(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(vars(record)["reason"])
+
+
+class Replica:
+    """A puller, a receiver, a shadow and a source that serves it on."""
+
+    def __init__(self, deadline_s: float, rank: int = 1, ranks: int = 1, device: str = "cpu") -> None:
+        self.device = torch.device(device)
+        self.puller = Puller(place(self.device), ranks, deadline_s, weights.secret)
+        self.receiver = Receiver(rank, ranks, self.device)
+        self.source = Source("127.0.0.1", 0, weights.secret, deadline_s=deadline_s)
+        self.shadow: FlatSnapshot | None = None
+        self._loop = asyncio.new_event_loop()
+        self._reasons = Reasons()
+        logging.getLogger("shared.weights.receiver.puller").addHandler(self._reasons)
+
+    def address(self) -> str:
+        return self.source.address
+
+    def pull(self, source: str, record: PolicyRecord) -> str:
+        """Pull a version as a replica does; return the fingerprint of its tensors."""
+        return self._loop.run_until_complete(self._pull(source, record))
+
+    async def _pull(self, source: str, record: PolicyRecord) -> str:
+        offer = await self.puller.ask(source, record)
+        error: str | None = "the receive did not end"
+        try:
+            await asyncio.to_thread(self._stage, offer)
+            error = None
+        except WeightsError as found:
+            error = str(found)
+            raise
+        finally:
+            await self.puller.finish(offer, error)
+        assert self.shadow is not None
+        return fingerprint(self.shadow.tensors().items())
+
+    def receive(self, offer: dict[str, Any]) -> str:
+        """Receive what somebody else asked for."""
+        self._stage(Offer.unpack(offer))
+        assert self.shadow is not None
+        return fingerprint(self.shadow.tensors().items())
+
+    def _stage(self, offer: Offer) -> None:
+        if self.shadow is None or self.shadow.layout != offer.layout:
+            self.shadow = FlatSnapshot(offer.layout, self.device)
+        self.source.offer(self.shadow)
+        self.receiver.receive(offer, self.shadow)
+
+    def reasons(self) -> list[str]:
+        """Return what sources said of pulls that they ended."""
+        return self._reasons.texts
+
+    def arrived(self) -> int:
+        """Return how many buckets of the shadow are there."""
+        return 0 if self.shadow is None else sum(self.shadow._marked)
+
+    def has_default_group(self) -> bool:
+        """Whether anything opened torch's global process group in this process."""
+        return dist.is_initialized()
+
+    def fingerprint(self) -> str:
+        assert self.shadow is not None
+        return fingerprint(self.shadow.tensors().items())
+
+    def holds(self) -> int | None:
+        """Return the version of the shadow, if it holds one."""
+        return None if self.shadow is None or self.shadow.header is None else self.shadow.header.version
+
+    def counts(self) -> tuple[int, int]:
+        return counts()
+
+    def sessions(self) -> list[str]:
+        return [known.name for known in self.receiver._sessions.values()]
+
+    def abort(self) -> None:
+        self.receiver.abort()
+
+    def close(self) -> None:
+        self.source.close()
+        self.receiver.close()
+        if not self._loop.is_running():  # a pull that a test broke off
+            self._loop.run_until_complete(self._leave())
+            self._loop.close()
+
+    async def _leave(self) -> None:
+        await self.puller.close()
+        await asyncio.sleep(0)  # a transport closes in the loop's next round
+
+
+# ------------------------------------------------------------------ processes
+
+
+def _serve(connection: Connection, kind: type, arguments: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    actor = kind(**arguments)
+    lock = threading.Lock()
+
+    def call(number: int, method: str, given: tuple[Any, ...]) -> None:
+        answer: tuple[int, Any, str | None]
+        try:
+            answer = (number, getattr(actor, method)(*given), None)
+        except WeightsError as error:
+            answer = (number, None, str(error))
+        with lock:
+            connection.send(answer)
+
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            threading.Thread(target=call, args=connection.recv(), daemon=True).start()
+    os._exit(0)
+
+
+class Player:
+    """A :class:`Trainer` or :class:`Replica` in another process."""
+
+    def __init__(self, kind: type, **arguments: Any) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.support.weights_players"])
+        self._connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, kind, arguments), daemon=True)
+        self.process.start()
+        theirs.close()
+        self._number = 0
+        self._answers: dict[int, tuple[Any, str | None]] = {}
+
+    def call(self, method: str, *given: Any) -> Any:
+        """Return what the method returns; its WeightsError is raised here."""
+        return self.result(self.later(method, *given))
+
+    def later(self, method: str, *given: Any) -> int:
+        """Start a call."""
+        self._number += 1
+        self._connection.send((self._number, method, given))
+        return self._number
+
+    def result(self, number: int, timeout_s: float = CALL_S) -> Any:
+        """Wait for a call that was started."""
+        ends_at_s = time.monotonic() + timeout_s
+        while number not in self._answers:
+            assert self._connection.poll(max(0.0, ends_at_s - time.monotonic())), "no answer"
+            found, value, error = self._connection.recv()
+            self._answers[found] = (value, error)
+        value, error = self._answers.pop(number)
+        if error is not None:
+            raise WeightsError(error)
+        return value
+
+    def until(self, method: str, condition: Callable[[Any], bool], timeout_s: float = CALL_S) -> None:
+        """Call until the answer fulfils a condition."""
+        ends_at_s = time.monotonic() + timeout_s
+        while not condition(self.call(method)):
+            assert time.monotonic() < ends_at_s, f"{method} never answered as expected"
+            time.sleep(0.01)
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.signal(signal.SIGKILL)
+        self.process.join(10)
+        self._connection.close()
+
+
+Start = Callable[..., Player]
+
+
+def players(usual_deadline_s: float) -> Iterator[Start]:
+    """Yield what starts players; all of them end with the generator."""
+    started: list[Player] = []
+
+    def start(kind: type, deadline_s: float = usual_deadline_s, **arguments: Any) -> Player:
+        started.append(Player(kind, deadline_s=deadline_s, **arguments))
+        return started[-1]
+
+    yield start
+    for player in started:
+        player.close()

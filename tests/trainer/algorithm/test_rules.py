@@ -1,0 +1,208 @@
+"""Laws of the update rule: advantages, loss, KL, staleness, packing, schedule. Numbers are worked by hand."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.trainer.algorithm.advantages import group_advantages
+from services.trainer.algorithm.kl import estimate
+from services.trainer.algorithm.losses import clipped_ratio
+from services.trainer.algorithm.schedule import learning_rate
+from services.trainer.batch.packing import MicroBatch, Row, micro_batch, plan, split_row
+from services.trainer.batch.staleness import judge, lag_steps
+from services.trainer.model.policy import Policy
+from shared.bus.messages import FinishReason, PolicyVersion, Sample
+from shared.settings import TrainerSettings
+from tests.support import builders
+from tests.support.tolerance import FORWARD, GRADIENT, ULPS, gap
+
+V = PolicyVersion
+
+
+def rewards(*values: float) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.array(values, dtype=np.float32)
+
+
+def test_grpo_advantages_are_centred_and_divided_by_the_groups_deviation() -> None:
+    # mean 0.25, deviation sqrt(3)/4 = 0.4330127
+    found = group_advantages(rewards(1, 0, 0, 0), "grpo")
+    assert found.tolist() == pytest.approx([0.75 / 0.4331127, *[-0.25 / 0.4331127] * 3], abs=ULPS)
+
+
+def test_dr_grpo_advantages_are_only_centred() -> None:
+    assert group_advantages(rewards(1, 0, 0, 0), "dr_grpo").tolist() == [0.75, -0.25, -0.25, -0.25]
+
+
+def test_a_group_without_spread_has_no_advantage() -> None:
+    assert group_advantages(rewards(1, 1, 1), "grpo").tolist() == [0.0, 0.0, 0.0]
+
+
+def test_the_clipped_ratio_takes_the_smaller_of_free_and_bounded() -> None:
+    behavior = torch.log(torch.tensor([0.5, 0.5, 0.5, 0.5]))
+    policy = torch.log(torch.tensor([0.9, 0.9, 0.2, 0.2]))  # ratios 1.8 1.8 0.4 0.4
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    loss = clipped_ratio(policy, behavior, advantages, clip_low=0.2, clip_high=0.3)
+    # min(1.8, 1.3) + min(-1.8, -1.3) + min(0.4, 0.8) + min(-0.4, -0.8)
+    assert float(loss.loss_N.sum()) == pytest.approx(-(1.3 - 1.8 + 0.4 - 0.8), abs=ULPS)
+    assert loss.clipped_high_N.tolist() == [True, False, False, False]
+    assert loss.clipped_low_N.tolist() == [False, False, False, True]
+
+
+def test_a_clipped_token_has_no_gradient_and_a_free_one_has_the_policy_gradient() -> None:
+    behavior = torch.zeros(2)
+    policy = torch.tensor([1.0, 0.0], requires_grad=True)  # ratios e, 1
+    clipped_ratio(policy, behavior, torch.tensor([1.0, 2.0]), 0.2, 0.2).loss_N.sum().backward()
+    assert policy.grad is not None
+    assert policy.grad.tolist() == [0.0, -2.0]
+
+
+def test_kl_is_zero_where_policies_agree_and_never_negative() -> None:
+    behavior, policy = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.0, -2.0, 0.0])
+    # exp(x) - 1 - x for x = 0, -1, 1
+    assert estimate(behavior, policy, "k3").tolist() == pytest.approx([0.0, 0.3678794, 0.7182818], abs=ULPS)
+
+
+def test_lag_counts_steps_since_the_oldest_token() -> None:
+    group = builders.group(version=3)
+    steps = {V(3): 2, V(4): 3, V(9): 8}
+    assert lag_steps(group, step=8, steps_of_versions=steps) == 6
+    assert judge(group, 8, steps, frozenset(), max_lag=6) == "fresh"
+    assert judge(group, 8, steps, frozenset(), max_lag=5) == "stale"
+    assert judge(group, 8, steps, frozenset({V(3)}), max_lag=6) == "fenced"
+
+
+def test_the_learning_rate_depends_on_the_step_alone() -> None:
+    settings = TrainerSettings(learning_rate=1.0, warmup_steps=4, schedule="linear", final_learning_rate=0.2)
+    assert [learning_rate(settings, step, 14) for step in (1, 4, 9, 14)] == pytest.approx([0.25, 1.0, 0.6, 0.2])
+    cosine = TrainerSettings(learning_rate=1.0, schedule="cosine")
+    assert learning_rate(cosine, 5, 10) == pytest.approx(0.5)
+    assert learning_rate(TrainerSettings(learning_rate=0.3), 10**6, 10) == 0.3
+
+
+def row(prompt: int, *lengths: int) -> Row:
+    samples = tuple(builders.sample(tokens=length) for length in lengths)
+    return Row(np.arange(prompt, dtype=np.int32), samples, tuple(range(len(lengths))))
+
+
+def test_a_group_lies_in_one_row_with_its_prompt_once() -> None:
+    laid = micro_batch([row(3, 3, 2)])
+    assert laid.input_ids_BT.tolist() == [[0, 1, 2, 0, 1, 0]]
+    assert laid.position_ids_BT.tolist() == [[0, 1, 2, 3, 4, 3]]
+    assert laid.segments.starts_K.tolist() == [0, 3, 5]
+    assert laid.columns_N.tolist() == [2, 3, 4, 2, 5]
+    assert laid.targets_N.tolist() == [0, 1, 2, 0, 1]
+    assert (laid.lengths_S.tolist(), laid.places_S.tolist()) == ([3, 2], [0, 1])
+
+
+def test_a_row_over_the_cap_is_split_between_completions_and_loses_none() -> None:
+    pieces = split_row(row(4, 5, 5, 5), max_tokens=12)
+    assert [len(piece.samples) for piece in pieces] == [2, 1]
+    assert [piece.places for piece in pieces] == [(0, 1), (2,)]
+    assert all(piece.tokens <= 12 for piece in pieces)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 9), st.lists(st.integers(1, 9), min_size=1, max_size=5)), min_size=1, max_size=12
+    ),
+    st.integers(18, 80),
+    st.integers(1, 4),
+)
+def test_every_token_is_trained_once_within_the_cap_on_equally_many_micro_batches(
+    shapes: list[tuple[int, list[int]]], max_tokens: int, ranks: int
+) -> None:
+    rows = [row(prompt, *lengths) for prompt, lengths in shapes]
+    shares = plan(rows, max_tokens, ranks)
+    assert len({len(share) for share in shares}) == 1
+    batches = [batch for share in shares for batch in share]
+    assert sum(len(batch.targets_N) for batch in batches) == sum(sum(lengths) for _, lengths in shapes)
+    assert all(batch.tokens <= max_tokens for batch in batches)
+
+
+def tiny_model(seed: int = 0) -> Any:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=23, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.3, attn_implementation="sdpa",
+    )  # fmt: skip
+    return Qwen2ForCausalLM(config).eval()
+
+
+def real_row(generator: np.random.Generator, prompt: int, lengths: Sequence[int]) -> Row:
+    samples = tuple(
+        Sample(
+            token_ids=generator.integers(0, 23, length).astype(np.int32),
+            behavior_logprobs=np.zeros(length, dtype=np.float32),
+            version_spans=np.array([[0, 0]], dtype=np.int32),
+            finish_reason=FinishReason.STOP,
+            text="",
+        )
+        for length in lengths
+    )
+    return Row(generator.integers(0, 23, prompt).astype(np.int32), samples, tuple(range(len(lengths))))
+
+
+def separate_logprobs(model: Any, rows: Sequence[Row]) -> torch.Tensor:
+    """One plain forward pass a sequence, without packing or padding."""
+    found = []
+    for packed in rows:
+        for sample in packed.samples:
+            ids = torch.from_numpy(np.concatenate([packed.prompt_token_ids, sample.token_ids]).astype(np.int64))
+            logits = model(input_ids=ids[None]).logits[0, :-1] / packed.temperature
+            logprobs = torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0]
+            found.append(logprobs[len(packed.prompt_token_ids) - 1 :])
+    return torch.cat(found)
+
+
+def test_packed_logprobs_and_gradients_equal_those_of_separate_sequences() -> None:
+    model, generator = tiny_model(), np.random.default_rng(0)
+    lengths = ((5, (4, 1, 6), 0.7), (9, (2, 2), 1.3), (1, (3,), 1.0))
+    rows = [dataclasses.replace(real_row(generator, p, s), temperature=t) for p, s, t in lengths]
+    packed = Policy(model)(micro_batch(rows)).policy_logprobs_N
+    plain = separate_logprobs(model, rows)
+    assert torch.allclose(packed, plain, atol=FORWARD)
+    weights = list(model.parameters())
+    one = torch.autograd.grad(packed.sum(), weights, retain_graph=True)
+    other = torch.autograd.grad(plain.sum(), weights)
+    assert gap(one, other) < GRADIENT
+
+
+def test_entropy_is_that_of_the_tempered_distribution() -> None:
+    model, generator = tiny_model(), np.random.default_rng(1)
+    packed = dataclasses.replace(real_row(generator, 4, (2,)), temperature=2.0)
+    out = Policy(model)(micro_batch([packed]))
+    ids = torch.from_numpy(np.concatenate([packed.prompt_token_ids, packed.samples[0].token_ids]).astype(np.int64))
+    distribution = torch.distributions.Categorical(logits=model(input_ids=ids[None]).logits[0, 3:5] / 2.0)
+    assert torch.allclose(out.entropy_N, distribution.entropy(), atol=FORWARD)
+    assert not out.entropy_N.requires_grad
+
+
+def test_where_behavior_and_policy_are_equal_the_ratio_is_one_and_the_kl_zero() -> None:
+    model, generator = tiny_model(), np.random.default_rng(2)
+    batch = micro_batch([real_row(generator, 5, (4, 3))])
+    logprobs = Policy(model)(batch).policy_logprobs_N
+    behavior = logprobs.detach()
+    assert float(estimate(behavior, logprobs, "k3").detach().max()) == 0.0
+    loss = clipped_ratio(logprobs, behavior, torch.ones(7), 0.2, 0.2)
+    assert float(loss.loss_N.sum().detach()) == pytest.approx(-7.0)
+    assert not (loss.clipped_low_N | loss.clipped_high_N).any()
+
+
+def test_an_empty_micro_batch_trains_nothing() -> None:
+    model = tiny_model()
+    empty: MicroBatch = micro_batch([])
+    out = Policy(model)(empty)
+    loss = clipped_ratio(out.policy_logprobs_N, torch.zeros(0), torch.zeros(0), 0.2, 0.2).loss_N.sum()
+    loss.backward()
+    assert float(loss.detach()) == 0.0
+    assert all(p.grad is None or not math.isnan(float(p.grad.sum())) for p in model.parameters())
+    assert all(p.grad is None or float(p.grad.abs().sum()) == 0.0 for p in model.parameters())

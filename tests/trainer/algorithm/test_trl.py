@@ -1,0 +1,195 @@
+"""Advantages and losses agree with TRL's on the same tensors, where TRL has them. TRL is a test's dependency, never ours.
+
+TRL's tensors are padded (B × T), ours are flat (N): the same numbers, taken by the mask. Its trainers are not built; their
+methods run on a stand-in that holds the settings they read.
+"""
+
+import types
+import warnings
+from collections import defaultdict
+from typing import Any
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+import torch
+
+from services.trainer.algorithm import corrections, kl, losses
+from services.trainer.algorithm.advantages import GroupAdvantage, group_advantages
+from services.trainer.algorithm.aggregation import Aggregation, divisor, sequence_sums, total
+from services.trainer.algorithm.dpo import dpo
+from tests.support.tolerance import ULPS
+
+B, T, LONGEST = 6, 7, 16
+
+
+class Tensors:
+    """One batch, padded and flat."""
+
+    def __init__(self, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.lengths = torch.tensor([7, 3, 5, 1, 6, 2])
+        self.mask = (torch.arange(T)[None] < self.lengths[:, None]).float()
+        self.old = -2.0 * torch.rand(B, T, generator=generator) - 0.1
+        self.policy = (self.old + 0.5 * torch.randn(B, T, generator=generator)).requires_grad_()
+        self.reference = self.old + 0.3 * torch.randn(B, T, generator=generator)
+        self.sampled = self.old + 0.4 * torch.randn(B, T, generator=generator)
+        self.advantages = torch.randn(B, generator=generator)
+        self.tokens = int(self.lengths.sum())
+
+    def flat(self, padded: torch.Tensor) -> torch.Tensor:
+        return padded[self.mask.bool()]
+
+
+def trl() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import trl.trainer.dpo_trainer
+        import trl.trainer.grpo_trainer
+
+        return trl.trainer
+
+
+def their_loss(found: Tensors, loss_type: str, **changes: Any) -> torch.Tensor:
+    """GRPOTrainer's loss of one batch."""
+    arguments = types.SimpleNamespace(use_bias_correction_kl=False, delta=changes.pop("delta", None))
+    mode = types.SimpleNamespace(training=True)
+    accelerator = types.SimpleNamespace(
+        num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, sync_gradients=True
+    )
+    ratio = changes.pop("importance_sampling_ratio", None)
+    stand_in = types.SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (found.policy, torch.zeros(B, T), None),
+        aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None, beta=0.0,
+        importance_sampling_level="token", epsilon_low=0.2, epsilon_high=0.28, loss_type=loss_type, args=arguments,
+        use_vllm=ratio is not None, vllm_importance_sampling_correction=True, model=mode,
+        current_gradient_accumulation_steps=1, max_completion_length=LONGEST, accelerator=accelerator,
+        _entropy_bonus_enabled=False, _metrics={"train": defaultdict(list)},
+    )  # fmt: skip
+    stand_in.args.steps_per_generation = 1
+    for name, value in changes.items():
+        setattr(stand_in, name, value)
+    inputs = {
+        "prompt_ids": torch.zeros(B, 1, dtype=torch.int64), "prompt_mask": torch.ones(B, 1),
+        "completion_ids": torch.zeros(B, T, dtype=torch.int64), "completion_mask": found.mask,
+        "advantages": found.advantages, "old_per_token_logps": found.old, "ref_per_token_logps": found.reference,
+        "num_items_in_batch": found.mask.sum(), "importance_sampling_ratio": ratio,
+    }  # fmt: skip
+    loss: torch.Tensor = trl().grpo_trainer.GRPOTrainer._compute_loss(stand_in, None, inputs)
+    return loss
+
+
+def whole(found: Tensors, loss_N: torch.Tensor, aggregation: Aggregation) -> torch.Tensor:
+    return total(loss_N, found.lengths, aggregation) / divisor(aggregation, found.tokens, B, LONGEST)
+
+
+def assert_agree(found: Tensors, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Loss and gradient."""
+    (mine,) = torch.autograd.grad(ours, found.policy, retain_graph=True)
+    (other,) = torch.autograd.grad(theirs, found.policy)
+    assert float(ours.detach()) == pytest.approx(float(theirs.detach()), abs=ULPS)
+    assert torch.allclose(mine, other, atol=ULPS)
+
+
+def flat(found: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return found.flat(found.policy), found.flat(found.old), found.advantages.repeat_interleave(found.lengths)
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "aggregation"),
+    [("grpo", "sequence"), ("bnpo", "token"), ("dapo", "token"), ("dr_grpo", "constant")],
+)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_clipped_ratio_is_trls_in_each_aggregation(loss_type: str, aggregation: Aggregation, seed: int) -> None:
+    found = Tensors(seed)
+    ours = losses.clipped_ratio(*flat(found), 0.2, 0.28).loss_N
+    assert_agree(found, whole(found, ours, aggregation), their_loss(found, loss_type))
+
+
+def test_dual_clip_is_trls_delta() -> None:
+    found = Tensors()
+    ours = losses.clipped_ratio(*flat(found), 0.2, 0.28, dual_clip=1.5).loss_N
+    assert_agree(found, whole(found, ours, "sequence"), their_loss(found, "grpo", delta=1.5))
+
+
+def test_gspo_is_trls_grpo_at_sequence_level() -> None:
+    found = Tensors()
+    policy, old, advantages = flat(found)
+    ours = losses.sequence_clipped_ratio(policy, old, advantages, found.lengths, 0.1, 0.15).loss_N
+    theirs = their_loss(found, "grpo", importance_sampling_level="sequence", epsilon_low=0.1, epsilon_high=0.15)
+    assert_agree(found, whole(found, ours, "sequence"), theirs)
+
+
+def test_cispo_is_trls_whose_bound_is_the_weight_itself() -> None:
+    found = Tensors()
+    ours = losses.clipped_weight(*flat(found), clip_high=0.5).loss_N
+    assert_agree(found, whole(found, ours, "token"), their_loss(found, "cispo", epsilon_high=1.5))
+
+
+def test_the_kl_in_the_loss_is_trls() -> None:
+    found = Tensors()
+    policy, old, advantages = flat(found)
+    ours = losses.clipped_ratio(policy, old, advantages, 0.2, 0.28).loss_N
+    ours = ours + 0.3 * kl.estimate(policy, found.flat(found.reference), "k3")
+    assert_agree(found, whole(found, ours, "token"), their_loss(found, "bnpo", beta=0.3))
+
+
+@pytest.mark.parametrize("kind", ["token_tis", "sequence_tis", "token_mask", "sequence_mask"])
+def test_corrections_are_trls_for_what_vllm_sampled(kind: corrections.Correction) -> None:
+    # TRL computes these between sampling and the loss (1.16: GRPOTrainer._generate_and_score_completions)
+    found = Tensors()
+    difference = (found.old - found.sampled) * found.mask
+    ratio = torch.exp(difference.sum(-1, keepdim=True) if kind.startswith("sequence") else difference)
+    masked = ratio.masked_fill((ratio < 0.8) | (ratio > 1.3), 0.0)
+    ratio = ratio.clamp(max=1.3) if kind.endswith("tis") else masked
+    policy, old, advantages = flat(found)
+    weights = corrections.weights(old, found.flat(found.sampled), found.lengths, kind, 0.8, 1.3)
+    ours = losses.clipped_ratio(policy, old, advantages, 0.2, 0.28).loss_N * weights
+    assert int((weights != 1.0).sum()) > 0
+    assert_agree(found, whole(found, ours, "token"), their_loss(found, "bnpo", importance_sampling_ratio=ratio))
+
+
+def their_advantages(rewards: torch.Tensor, kind: str) -> torch.Tensor:
+    """As TRL 1.16 computes them, in its own functions for means and deviations of groups."""
+    grpo, group = trl().grpo_trainer, rewards.shape[1]
+    mean = rewards.mean(dim=1, keepdim=True)
+    if kind == "rloo":
+        return rewards - (rewards.sum(1, keepdim=True) - rewards) / (group - 1)
+    if kind == "dr_grpo":
+        return rewards - mean
+    deviation: torch.Tensor = grpo.nanstd(rewards, dim=1)[:, None]
+    return (rewards - mean) / (deviation + 1e-4)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
+def test_advantages_within_a_group_are_trls(kind: GroupAdvantage) -> None:
+    rewards = torch.rand(5, 8, generator=torch.Generator().manual_seed(3))
+    ours = np.stack([group_advantages(group, kind) for group in rewards.numpy()])
+    theirs = their_advantages(rewards, kind).numpy()
+    if kind == "grpo":  # TRL divides by the deviation over n − 1; the paper, and we, by that over n
+        deviation = rewards.numpy().std(axis=1, ddof=1, keepdims=True), rewards.numpy().std(axis=1, keepdims=True)
+        theirs = theirs * (deviation[0] + 1e-4) / (deviation[1] + 1e-4)
+    assert np.allclose(ours, theirs, atol=ULPS)
+
+
+def their_dpo(found: Tensors, beta: float) -> torch.Tensor:
+    """DPOTrainer's loss of three pairs; its batch is the chosen, then the rejected, ours alternates."""
+    order = [0, 2, 4, 1, 3, 5]
+    ours, reference = MagicMock(), MagicMock()
+    ours.log_probs, reference.log_probs = (found.policy * found.mask)[order], (found.reference * found.mask)[order]
+    ours.entropy, ours.mean_logits, ours.is_top1 = torch.zeros(B, T), torch.zeros(B, T), torch.zeros(B, T).bool()
+    stand_in = MagicMock(aux_loss_enabled=False, ld_alpha=None, precompute_ref_logps=False, beta=beta)
+    stand_in.f_divergence_type, stand_in.loss_types, stand_in.loss_weights = "reverse_kl", ["sigmoid"], [1.0]
+    stand_in.use_weighting, stand_in.ref_model = False, lambda **_: reference
+    stand_in.accelerator.gather_for_metrics = stand_in.accelerator.gather = lambda x: x
+    mask = torch.cat([torch.zeros(B, 1), found.mask[order]], dim=1)
+    inputs = {"input_ids": torch.zeros(B, T + 1, dtype=torch.int64), "completion_mask": mask, "attention_mask": mask}
+    loss: torch.Tensor = trl().dpo_trainer.DPOTrainer._compute_loss(stand_in, lambda **_: ours, inputs, False)
+    return loss
+
+
+def test_dpo_is_trls_sigmoid_loss() -> None:
+    found = Tensors()
+    policy_S = sequence_sums(found.flat(found.policy), found.lengths)
+    reference_S = sequence_sums(found.flat(found.reference), found.lengths)
+    assert_agree(found, dpo(policy_S, reference_S, beta=0.2).loss_P.mean(), their_dpo(found, 0.2))

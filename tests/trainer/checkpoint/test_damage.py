@@ -1,0 +1,374 @@
+"""Laws of damaged checkpoints: each damage is found before anything is loaded, and the run continues from the newest intact one.
+
+Checkpoints are real folders with files that no model loads, the bus is a real Valkey, the coordinator's loops are real. Coordinator and
+trainer are played where their steps matter; the last test has a real trainer.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.trainer.checkpoint import local_store
+from services.trainer.checkpoint.local_store import Checkpoint
+from services.trainer.checkpoint.manifests import CheckpointState
+from services.trainer.checkpoint.remote_store import CheckpointStore
+from services.trainer.checkpoint.s3 import ObjectStore
+from services.trainer.rank0.resume import Resume, find_resume
+from shared.bus import streams, wire
+from shared.bus.bus import Bus
+from shared.bus.messages import Event, PolicyVersion
+from shared.bus.stores.ledger import Ledger, RunState
+from shared.bus.stores.live_settings import Live
+from shared.errors import SettingsError
+from shared.settings import Settings
+from tests.conftest import Server, until
+from tests.support.coordinator_players import Trainer, make, replicas, running, settings
+from tests.support.object_storage import Storage
+from tests.trainer.checkpoint.test_store import written
+from tests.trainer.test_rollback import _folder, _has_checkpoint, _load_and_publish, _newest_is, replica
+from tests.trainer.test_service import GROUPS, Run, bus_of, feed
+
+V = PolicyVersion
+MODEL = "engine/engine/mp_rank_00_model_states.pt"
+OPTIMIZER = "engine/engine/zero_pp_rank_0_mp_rank_00_optim_states.pt"
+
+
+async def _is_trimmed(bus: Bus) -> bool:
+    return await bus.length(streams.JOURNAL) == 0
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+DAMAGES: list[tuple[str, Callable[[Path], None], str]] = [
+    (MODEL, truncate, f"{MODEL} has 49 bytes instead of 54"),
+    (MODEL, flip, f"the content of {MODEL} is not what was written"),
+    (OPTIMIZER, Path.unlink, f"{OPTIMIZER} is missing"),
+    (OPTIMIZER, empty, f"{OPTIMIZER} has 0 bytes instead of 69"),
+    ("state.json", truncate, "state.json is not what was written"),
+    ("state.json", flip, "state.json is not what was written"),
+    ("state.json", Path.unlink, "state.json is missing"),
+]
+IDS = [f"{Path(name).name}-{how.__name__}" for name, how, _ in DAMAGES]
+
+
+@pytest.mark.parametrize(("name", "how", "reason"), DAMAGES, ids=IDS)
+def test_each_damage_is_found_and_said_by_name(
+    tmp_path: Path, name: str, how: Callable[[Path], None], reason: str
+) -> None:
+    made = written(tmp_path, 4)
+    assert local_store.damage(made.folder) == ""
+    how(made.folder / name)
+    assert local_store.damage(made.folder) == reason
+
+
+def test_a_bit_flipped_at_any_place_of_the_marker_is_found(tmp_path: Path) -> None:
+    made = written(tmp_path, 4)
+    marker = made.folder / "state.json"
+    whole = marker.read_bytes()
+    for place in range(len(whole)):
+        changed = bytearray(whole)
+        changed[place] ^= 1
+        marker.write_bytes(bytes(changed))
+        found = local_store.read(made.folder)
+        assert found is None or found == made, f"{place}: {whole[place : place + 1]!r}"
+
+
+def test_a_folder_that_is_gone_and_a_file_that_was_added_are_told_apart(tmp_path: Path) -> None:
+    made = written(tmp_path, 4)
+    (made.folder / "a note of mine").write_text("…")
+    assert local_store.damage(made.folder) == ""
+    assert local_store.damage(tmp_path / "step-000008") == "the folder is missing"
+
+
+def test_a_checkpoint_without_digests_can_still_be_used(tmp_path: Path) -> None:
+    made = written(tmp_path, 4)
+    marker = made.folder / "state.json"
+    raw = json.loads(marker.read_text())
+    marker.write_text(json.dumps({name: value for name, value in raw.items() if name not in ("files", "sha256")}))
+    assert local_store.damage(made.folder) == ""
+    assert local_store.find(tmp_path) == [Checkpoint(made.folder, made.state)]
+
+
+def test_what_a_killed_trainer_left_half_written_is_no_part_of_the_next_checkpoint(tmp_path: Path) -> None:
+    left = local_store.beside(tmp_path, 4) / "engine" / "zero_pp_rank_7_mp_rank_00_optim_states.pt"
+    left.parent.mkdir(parents=True)
+    left.write_text("of eight ranks")
+    local_store.clear_unfinished(tmp_path)
+    assert [file.name for file in written(tmp_path, 4).files] == [MODEL, OPTIMIZER]
+
+
+# ---------------------------------------------------------------- the run goes back
+
+
+class Played:
+    """A run of two groups a step whose trainer and checkpoints the test makes; its trainer has died at ``step``."""
+
+    def __init__(self, bus: Bus, folder: Path) -> None:
+        self.bus, self.ledger = bus, Ledger(bus)
+        self.settings: Settings = settings(folder, steps=50)
+        self.root = self.settings.run_folder / "checkpoints"
+        self.parts = make(bus, self.settings)
+
+    async def reach(self, step: int, every: int, *, journal_from: int | None = None) -> None:
+        """Commit steps, with a checkpoint every ``every`` that forgets the journal before it; ``journal_from``: of that step alone."""
+        trainer = await Trainer(self.bus).start()
+        for _ in range(step):
+            made = await trainer.step()
+            if made % every:
+                continue
+            entry = (await self.bus.client.xinfo_stream(self.bus.keys.of(streams.JOURNAL)))[
+                "last-generated-id"
+            ].decode()
+            await self.ledger.set_checkpoint(V(made), str(written(self.root, made, journal_entry=entry).folder))
+            if journal_from is None or made == journal_from:
+                await self.ledger.trim_journal(entry)
+        await until(lambda: self._head_is(step))
+
+    async def _head_is(self, version: int) -> bool:
+        return (await self.ledger.status()).head == version
+
+    async def resume(self, store: CheckpointStore | None = None) -> Resume:
+        return await find_resume(self.bus, self.ledger, Live(self.bus, self.settings), self.settings, store)
+
+    def folder(self, step: int) -> Path:
+        return self.root / f"step-{step:06d}"
+
+    async def events(self, name: str) -> list[str]:
+        rows = await self.bus.client.xrange(self.bus.keys.of(streams.EVENTS))
+        found = [wire.decode(fields[b"data"], Event) for _, fields in rows]
+        return [event.detail for event in found if event.name == name]
+
+
+@pytest.mark.parametrize("how", ["flip", "no marker", "no folder"])
+async def test_a_damaged_newest_checkpoint_takes_the_run_back_to_the_one_before_and_says_what_is_trained_again(
+    bus: Bus, tmp_path: Path, how: str
+) -> None:
+    run = Played(bus, tmp_path)
+    async with running(run.parts), replicas(bus), replica(bus, 5) as serving:
+        await run.reach(5, every=2)
+        newest = run.folder(4)
+        if how == "flip":
+            flip(newest / MODEL)
+        elif how == "no marker":
+            (newest / "state.json").unlink()
+        else:
+            newest.rename(tmp_path / "elsewhere")
+
+        found = await run.resume()
+        assert found.checkpoint is not None
+        assert (found.checkpoint.state.step, found.journal, found.went_back) == (2, (), True)
+        status = await run.ledger.status()
+        assert (status.state, status.step, status.tip) == (RunState.PAUSED, 2, 2)
+        assert await run.ledger.revoked() == {3, 4, 5}
+        counts = await bus.counts()
+        assert (counts["trained"], counts["undone"]) == (2 * 2, 3 * 2)
+        (told,) = await run.events("checkpoint damaged")
+        assert told.startswith("the checkpoint of step 4 is damaged (")
+        assert str(newest) in told
+        assert told.endswith("going on from the checkpoint of step 2: steps 3 to 5 are trained again")
+        assert not newest.exists()
+        assert (run.root / "damaged-step-000004").is_dir() == (how != "no folder")
+        assert await run.ledger.checkpoints() == {2: str(run.folder(2))}
+
+        await _load_and_publish(bus)
+        serving.version = V(6)
+        await until(lambda: _is_running(run.ledger))
+        reason = (await run.ledger.status()).reason
+        assert reason.startswith("rolled back to version 2, as version 6: the checkpoint of step 4 is damaged (")
+        assert reason.endswith(": steps 3 to 5 are trained again")
+
+
+async def _is_running(ledger: Ledger) -> bool:
+    return (await ledger.status()).state is RunState.RUNNING
+
+
+async def test_where_the_journal_reaches_back_to_the_one_before_nothing_is_lost(bus: Bus, tmp_path: Path) -> None:
+    run = Played(bus, tmp_path)
+    async with running(run.parts), replicas(bus):
+        await run.reach(5, every=2, journal_from=2)
+        truncate(run.folder(4) / OPTIMIZER)
+        found = await run.resume()
+        assert found.checkpoint is not None
+        assert (found.checkpoint.state.step, found.went_back) == (2, False)
+        assert [entries[0].step for entries in found.journal] == [3, 4, 5]
+        status = await run.ledger.status()
+        assert (status.state, status.step) == (RunState.RUNNING, 5)
+        (told,) = await run.events("checkpoint damaged")
+        assert told.endswith("going on from the checkpoint of step 2: nothing is lost")
+        assert await run.resume() == found, "a second resume finds the same, and no damage any more"
+        assert len(await run.events("checkpoint damaged")) == 1
+
+
+async def test_several_damaged_checkpoints_are_passed_over_and_where_all_are_the_start_is_refused_in_a_sentence(
+    bus: Bus, tmp_path: Path
+) -> None:
+    run = Played(bus, tmp_path)
+    async with running(run.parts), replicas(bus):
+        await run.reach(7, every=2)
+        for step in (2, 4, 6):
+            flip(run.folder(step) / MODEL)
+        for _ in range(2):
+            with pytest.raises(SettingsError, match="the run cannot continue: no checkpoint is intact") as refused:
+                await run.resume()
+        sentence = str(refused.value)
+        for step in (6, 4, 2):
+            damage = f"the checkpoint of step {step} is damaged (the content of {MODEL} is not what was written; it is"
+            assert f"{damage} {run.folder(step)})" in sentence
+        status = await run.ledger.status()
+        assert (status.state, status.reason, status.step) == (RunState.PAUSED, sentence, 7)
+        assert await run.events("run cannot continue") == [sentence], "said once"
+        flip(run.folder(2) / MODEL)  # an intact copy is put back
+        found = await run.resume()
+        assert found.checkpoint is not None
+        assert found.checkpoint.state.step == 2
+        await _load_and_publish(bus)
+        async with replica(bus, 8):
+            await until(lambda: _is_running(run.ledger))
+        assert (await run.ledger.status()).step == 2
+        assert len(await run.events("checkpoint damaged")) == 2
+
+
+async def test_an_intact_copy_in_object_storage_takes_the_place_of_a_damaged_checkpoint_and_nothing_is_lost(
+    bus: Bus, tmp_path: Path, storage: Storage
+) -> None:
+    run = Played(bus, tmp_path)
+    store = CheckpointStore(ObjectStore(storage.settings(), f"damaged-{tmp_path.name}"))
+    async with running(run.parts), replicas(bus):
+        await run.reach(5, every=2)
+        for made in local_store.find(run.root):
+            store.put(made)
+        flip(run.folder(4) / OPTIMIZER)
+        found = await run.resume(store)
+        assert found.checkpoint is not None
+        assert found.stored is not None
+        assert (found.checkpoint.folder, found.went_back) == (run.folder(4), False)
+        assert [entries[0].step for entries in found.journal] == [5]
+        assert local_store.damage(run.folder(4)) == ""
+        (told,) = await run.events("checkpoint damaged")
+        assert (
+            f"and was replaced by the copy in {found.stored.uri}; going on from the checkpoint of step 4: nothing is"
+            in told
+        )
+        assert (await run.ledger.checkpoints())[V(4)] == str(run.folder(4))
+        assert (await run.ledger.status()).step == 5
+
+
+async def test_a_run_that_people_had_paused_is_paused_by_them_again_once_its_checkpoints_are_back(
+    bus: Bus, tmp_path: Path
+) -> None:
+    run = Played(bus, tmp_path)
+    async with running(run.parts), replicas(bus):
+        await run.reach(3, every=2)
+        await run.ledger.transition(RunState.PAUSED, "for the night", [RunState.RUNNING])
+        for damage in (flip, truncate):
+            damage(run.folder(2) / MODEL)
+            for _ in range(2):
+                with pytest.raises(SettingsError):
+                    await run.resume()
+            reason = (await run.ledger.status()).reason
+            assert reason.startswith("the run cannot continue: no checkpoint is intact")
+            assert reason.endswith("; the run was paused before: for the night")
+        assert len(await run.events("run cannot continue")) == 2, "each once"
+        run.folder(2).rename(tmp_path / "damaged")
+        await bus.client.xtrim(bus.keys.of(streams.JOURNAL), maxlen=0)
+        written(run.root, 2)
+        assert (await run.resume()).went_back
+        status = await run.ledger.status()
+        assert (status.state, status.step) == (RunState.PAUSED, 2)
+        assert await bus.client.hget(bus.keys.rollback, "resumes") == b"0"
+
+
+async def test_a_bus_that_was_lost_is_restored_from_the_newest_intact_checkpoint(bus: Bus, tmp_path: Path) -> None:
+    run = Played(bus, tmp_path)
+    written(run.root, 2)
+    flip(written(run.root, 4).folder / OPTIMIZER)
+    found = await run.resume()
+    assert found.checkpoint is not None
+    assert (found.checkpoint.state.step, found.status.step, found.went_back) == (2, 2, False)
+    (told,) = await run.events("checkpoint damaged")
+    assert told.endswith("going on from the checkpoint of step 2: steps 3 to 4 are trained again")
+
+
+async def test_a_rollback_to_a_damaged_checkpoint_is_given_up_before_anything_is_loaded(
+    bus: Bus, tmp_path: Path
+) -> None:
+    run = Played(bus, tmp_path)
+    async with running(run.parts), replicas(bus):
+        await run.reach(5, every=2)
+        flip(run.folder(2) / MODEL)
+        await run.parts.rollbacks.begin(V(2), "")
+        found = await run.resume()
+        assert found.stranded
+        await until(lambda: _says(run.ledger, "rollback to version 2 failed: the checkpoint of step 2 is damaged "))
+        assert (run.folder(2) / MODEL).is_file(), "it may be mended"
+        flip(run.folder(2) / MODEL)
+        await run.parts.rollbacks.begin(V(2), "mended")
+        assert not (await run.resume()).stranded
+
+
+async def _says(ledger: Ledger, start: str) -> bool:
+    return (await ledger.status()).reason.startswith(start)
+
+
+async def test_a_checkpoint_that_is_known_under_its_later_version_only_is_gone_back_to_under_that(
+    bus: Bus, tmp_path: Path
+) -> None:
+    """After a bus was lost, the ledger has no record of the version that the checkpoint was written as."""
+    run = Played(bus, tmp_path)
+    state = CheckpointState(0, V(7), 0, "", 1, 1, "00")
+    folder = written(run.root, 0, version=7).folder
+    assert state.version == 7
+    async with running(run.parts), replicas(bus):
+        trainer = await Trainer(bus).start()
+        await run.ledger.set_checkpoint(V(0), str(folder))
+        await trainer.step()
+        await trainer.step()
+        await bus.client.xtrim(bus.keys.of(streams.JOURNAL), maxlen=0)
+        found = await run.resume()
+        assert found.went_back
+        assert await run.ledger.revoked() == {1, 2}
+
+
+# ---------------------------------------------------------------- the trainer
+
+
+@pytest.mark.slow
+async def test_a_real_trainer_repeats_the_lost_steps_bit_for_bit_from_the_checkpoint_before(
+    tmp_path: Path, server: Server
+) -> None:
+    run = Run(tmp_path, server, "damaged-newest")
+    async with bus_of(run) as (bus, ledger):
+        await ledger.create()
+        await ledger.transition(RunState.RUNNING, "test", [RunState.CREATED])
+        await feed(bus, 0, 4 * GROUPS)
+        async with run.trainer() as process:
+            await run.reaches(ledger, 4, process)
+            await until(lambda: _has_checkpoint(ledger, 4))
+            await until(
+                lambda: _is_trimmed(bus)
+            )  # else the journal still continues the checkpoint before, and nothing is lost
+            expected = await run.weights(ledger)
+        (file,) = _folder(run, 4).rglob("zero_pp_rank_0_mp_rank_00_optim_states.pt")
+        flip(file)
+        async with run.trainer() as process:
+            await until(lambda: _newest_is(ledger, 5))
+            await feed(bus, 2 * GROUPS, 2 * GROUPS)
+            await run.reaches(ledger, 4, process)
+            again = await run.weights(ledger)
+            assert all(torch.equal(again[name], expected[name]) for name in expected)
+            await run.stops(process)

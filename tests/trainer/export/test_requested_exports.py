@@ -1,0 +1,303 @@
+"""Laws of an export over HTTP: the trainer makes it beside its steps, whatever is killed meanwhile, or the operation says why not."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from services.cli.__main__ import main
+from services.coordinator.api.app import make_app
+from services.coordinator.api.auth import Access
+from services.coordinator.operations.operations import Operations
+from services.coordinator.policies.exports import Exporting
+from services.coordinator.service import Coordinator
+from services.trainer.checkpoint import local_store
+from services.trainer.export import exporter
+from services.trainer.export.exporter import Exporter
+from services.trainer.rank0.lead import Lead
+from shared.bus.bus import Bus
+from shared.bus.messages import Event, PolicyVersion
+from shared.bus.stores.cordon import Cordon
+from shared.bus.stores.exports import Exports
+from shared.bus.stores.ledger import Ledger
+from shared.bus.stores.live_settings import Live
+from shared.bus.stores.run_secret import RunSecret
+from shared.bus.streams import EVENTS
+from shared.process.service import Context
+from shared.process.telemetry import Presence, Status, heartbeats
+from tests.conftest import PATIENCE_S, Server, until
+from tests.coordinator.api.test_page import served
+from tests.support.coordinator_players import make, record, running, settings
+from tests.trainer.export.test_export import ROOT, Run, assert_is, loaded
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+V = PolicyVersion
+
+
+@pytest.fixture
+async def parts(bus: Bus, tmp_path: Path) -> AsyncIterator[Coordinator]:
+    """A run whose versions 0 to 4 were published by pull; 1 has a checkpoint, 2 is revoked, 4 lies on disk."""
+    ledger = Ledger(bus)
+    await ledger.create()
+    for version in range(5):
+        made = record(version, version - 1 if version else None, 0)
+        made = dataclasses.replace(made, location=made.location if version == 4 else "")
+        await ledger.commit(await ledger.take_epoch(), made, [], None)
+    await bus.write(bus.keys.revoked, "SADD", 2)
+    async with running(make(bus, settings(tmp_path, coordinator={"autostart": False}))) as found:
+        yield found
+
+
+@pytest.fixture
+async def http(parts: Coordinator) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(make_app(parts.api))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        yield client
+
+
+@pytest.fixture
+async def run(bus: Bus, tmp_path: Path) -> Run:
+    """The run as its trainer sees it: a checkpoint of version 1."""
+    found = Run(tmp_path, 1, 0)
+    await Ledger(bus).set_checkpoint(V(1), str(found.checkpoint()))
+    return found
+
+
+@contextlib.asynccontextmanager
+async def trainer(bus: Bus, run: Run) -> AsyncIterator[None]:
+    """What a trainer does beside its steps: beat, and export."""
+    leave = asyncio.Event()
+    beating = asyncio.create_task(Presence(bus, "trainer", "trainer-0", 0.2, Status(state="waiting")).run(leave))
+    exporting = asyncio.create_task(Exporter(bus, run.settings).run())
+    try:
+        yield
+    finally:
+        exporting.cancel()
+        await asyncio.gather(exporting, return_exceptions=True)
+        leave.set()
+        await beating
+
+
+def processes(parent: int | None = None) -> list[psutil.Process]:
+    """Return the processes that export, of this one or of ``parent``."""
+    with contextlib.suppress(psutil.Error):
+        return [one for one in psutil.Process(parent).children() if "services.trainer.export" in one.cmdline()]
+    return []
+
+
+async def operation(http: httpx.AsyncClient, number: int = 1) -> dict[str, Any]:
+    found: dict[str, Any] = (await http.get(f"/v1/operations/{number}")).json()
+    return found
+
+
+async def ended(http: httpx.AsyncClient, number: int = 1) -> dict[str, Any]:
+    async def over() -> bool:
+        return bool((await operation(http, number))["state"] != "running")
+
+    await until(over)
+    return await operation(http, number)
+
+
+_TRAINER = """
+import asyncio, sys
+from pathlib import Path
+from services.trainer.export.exporter import Exporter
+from shared.bus.bus import Bus
+from shared.bus.stores.run_secret import RunSecret
+from shared.settings import load
+
+async def main(url, run_id, folder):
+    await Exporter(await Bus.connect(url, run_id), load(Path(folder) / 'settings.toml')).run()
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+async def test_an_export_whose_trainer_is_killed_is_done_again_by_the_next_and_asked_again_it_is_the_same(
+    parts: Coordinator,
+    http: httpx.AsyncClient,
+    run: Run,
+    bus: Bus,
+    server: Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exporter, "_PRIORITY", 0)  # a loaded machine would hardly let it end
+    answer = await http.post("/v1/policies/1/export")
+    assert (answer.status_code, answer.headers["location"]) == (202, "/v1/operations/1")
+    assert (await http.post("/v1/policies/1/export", json={"adapter": False})).json()["id"] == 1
+    command = [sys.executable, "-c", _TRAINER, server.url, bus.keys.run_id, str(run.settings.run_folder)]
+    first = await asyncio.to_thread(subprocess.Popen, command, cwd=ROOT)
+    await until(lambda: processes(first.pid))
+    (child,) = processes(first.pid)
+    first.kill()
+    first.wait(PATIENCE_S)
+    await until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    async with trainer(bus, run):
+        done = await ended(http)
+        folder = run.settings.run_folder / "exports" / "v000001"
+        assert done["result"] == {"version": 1, "step": 0, "folder": str(folder), "adapter": False}
+        assert (done["state"], done["phase"]) == ("succeeded", "writing")
+        assert "attempt 2" not in done["detail"]
+        assert_is(loaded(folder), run.published())
+        assert [path.name for path in folder.parent.iterdir()] == ["v000001"]
+
+        assert (await http.post("/v1/policies/1/export")).json()["id"] == 2
+        again = await ended(http, 2)
+        assert (again["result"], again["detail"]) == (done["result"], f"it lies in {folder}: it was there already")
+        async with served(parts, parts.api.folder, Access()) as url:
+            announced = json.dumps({"url": url, "run_id": bus.keys.run_id})
+            (parts.api.folder / "coordinator.json").write_text(announced)
+            words = ["export", str(parts.api.folder), "--version", "1", "--to", str(tmp_path / "mine")]
+            assert await asyncio.to_thread(main, words) == 0
+        assert_is(loaded(tmp_path / "mine"), run.published())
+    assert await Exports(bus).orders() == []
+    told = [event.detail for _, event in await bus.newest(EVENTS, Event, 9) if event.name == "policy exported"]
+    assert told == [f"version 1: {folder}"] * 3  # by HTTP twice, by the command line once
+
+
+async def test_a_process_that_is_killed_ends_its_export_as_failed(http: httpx.AsyncClient, run: Run, bus: Bus) -> None:
+    async with trainer(bus, run):
+        await http.post("/v1/policies/1/export")
+        await until(processes)
+        (child,) = processes()
+        await until(lambda: child.nice() == 10)
+        child.kill()
+        done = await ended(http)
+    assert done["state"] == "failed"
+    assert "found it killed by SIGKILL" in done["detail"]
+    assert list((run.settings.run_folder / "exports").iterdir()) == []
+
+
+async def test_a_rollback_that_revokes_its_version_cancels_an_export(
+    http: httpx.AsyncClient, run: Run, bus: Bus
+) -> None:
+    async with trainer(bus, run):
+        await http.post("/v1/policies/1/export")
+        await until(processes)
+        await bus.write(bus.keys.revoked, "SADD", 1)
+        assert (await ended(http))["detail"] == "version 1 was revoked: a rollback left its branch"
+        await until(lambda: not processes())
+    assert list((run.settings.run_folder / "exports").iterdir()) == []
+
+
+async def test_an_export_that_every_trainer_dies_of_is_not_tried_for_ever(
+    http: httpx.AsyncClient, run: Run, bus: Bus
+) -> None:
+    await http.post("/v1/policies/1/export")
+    exports = Exports(bus)
+    await until(exports.orders)
+    assert [await exports.take(1, name) for name in ("one", "one", "two")] == [1, 1, 2]
+    async with trainer(bus, run):
+        done = await ended(http)
+    assert done["state"] == "failed"
+    assert "found that it ended 2 times" in done["detail"]
+
+
+async def test_without_a_trainer_an_export_ends_as_failed_and_says_what_to_do(bus: Bus, parts: Coordinator) -> None:
+    exporting = Exporting(bus, Ledger(bus), settings(parts.api.folder), patience_s=0.2)
+    operations = Operations(bus, {"export": exporting.see_through})
+    begun = await operations.begin("export", "waiting", {"version": 3, "adapter": False})
+
+    async def ignore(phase: str, detail: str) -> None:
+        assert (phase, detail) == ("waiting", "for the trainer")
+
+    outcome = await exporting.see_through(begun, ignore)
+    assert outcome.state.value == "failed"
+    assert "found none for 0 s: start it, or where the run's folder is, `penstock export --here`" in outcome.detail
+    assert await Exports(bus).orders() == []
+
+
+async def test_an_export_that_is_under_way_when_the_run_and_its_trainer_end_ends_as_failed(
+    http: httpx.AsyncClient, parts: Coordinator, run: Run, bus: Bus
+) -> None:
+    await http.post("/v1/policies/1/export")
+    await http.post("/v1/run/stop")
+    await until(lambda: parts.lifecycle.closed)
+    trainer = Presence(bus, "trainer", "trainer-0", 60.0, Status(state="waiting"))
+    leave = asyncio.Event()
+    beating = asyncio.create_task(trainer.run(leave))
+    await until(lambda: heartbeats(bus))
+    await parts._leave()
+    assert (await operation(http))["state"] == "running", "its trainer is still there"
+    leave.set()
+    await beating
+    await trainer.leave()
+    await parts._leave()
+    done = await operation(http)
+    assert (done["state"], done["detail"].partition(": ")[0]) == (
+        "failed",
+        "expected the run's services to see it through, found that they ended with the run",
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "body", "status", "words"),
+    [
+        (9, None, 404, "found no version 9; there are versions up to 4"),
+        (3, None, 409, "expected a version with a checkpoint, found none of version 3; there are 0, 1"),
+        (2, None, 409, "expected a version that was not revoked, found version 2 revoked"),
+        (1, {"adapter": True}, 409, "expected a run with policy.lora.rank > 0 for an adapter, found whole weights"),
+        (1, {"to": "/etc"}, 422, "Extra inputs are not permitted"),
+    ],
+)
+async def test_what_cannot_be_exported_is_refused_at_once(
+    http: httpx.AsyncClient, run: Run, version: int, body: dict[str, Any] | None, status: int, words: str
+) -> None:
+    answer = await http.post(f"/v1/policies/{version}/export", json=body)
+    assert (answer.status_code, answer.headers["content-type"]) == (status, "application/problem+json")
+    assert words in answer.json()["detail"]
+    assert (await http.get("/v1/operations")).json()["items"] == []
+
+
+@pytest.mark.parametrize("version", [0, 4])
+async def test_the_initial_policy_and_what_may_lie_on_disk_may_be_asked_for(
+    http: httpx.AsyncClient, version: int
+) -> None:
+    assert (await http.post(f"/v1/policies/{version}/export")).status_code == 202
+
+
+async def test_cleanup_leaves_the_checkpoint_that_is_exported(bus: Bus, run: Run) -> None:
+    (found,) = local_store.find(run.settings.run_folder / "checkpoints")
+    newer = dataclasses.replace(
+        found, state=dataclasses.replace(found.state, step=2, version=V(2)), folder=Path("/new")
+    )
+    context = Context(
+        run.settings, "trainer", "trainer-0", bus, Status(), asyncio.Event(), Live(bus, run.settings),
+        Cordon(bus, "trainer-0", lambda: None), RunSecret(bus),
+    )  # fmt: skip
+    lead = Lead(context, asyncio.get_running_loop())
+    await Exports(bus).place(1, V(1), adapter=False)
+    await until(processes)
+    await asyncio.to_thread(lead.note_checkpoint, newer, [found])
+    assert found.folder.is_dir()
+    await lead.clean_up()
+    assert processes() == []
+    lead._exporter.reading = ""
+    await asyncio.to_thread(lead.note_checkpoint, newer, [found])
+    assert not found.folder.exists()
+
+
+def test_a_coordinator_that_is_gone_or_leads_another_run_is_not_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path, 1, 0)
+    (run.settings.run_folder / "coordinator.json").write_text(
+        json.dumps({"url": "http://127.0.0.1:9", "run_id": "exported"})
+    )
+    words = ["export", str(run.settings.run_folder), "--version", "7"]
+    assert main(words) == 1
+    assert capsys.readouterr().err.startswith("penstock export: expected weights of version 7 of run exported, found")
+    assert main([*words, "--url", "http://127.0.0.1:9"]) == 1
+    assert "expected a coordinator at http://127.0.0.1:9" in capsys.readouterr().err

@@ -1,0 +1,306 @@
+"""Laws of the engine room: what saves memory changes no result, and what packs loses nothing. One rank, in this process."""
+
+import ast
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from services.trainer.algorithm.update import Learner
+from services.trainer.batch.flops import ModelSizes, forward_flops, peak_tflops
+from services.trainer.batch.packing import Row, assign_pieces, micro_batch, plan
+from services.trainer.metrics import Phases
+from services.trainer.model.engine import TrainingEngine
+from services.trainer.model.layers import kernels
+from services.trainer.model.layers.logits import token_logprobs
+from services.trainer.model.policy import Policy
+from shared.errors import SettingsError
+from shared.settings import Settings
+from tests.conftest import need_module
+from tests.support import builders, tiny
+from tests.support.packed import rows
+from tests.support.tolerance import FORWARD, GRADIENT, MOVEMENT, ULPS, gap, moved_apart, smooth_adam
+from tests.trainer.algorithm import test_update
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def test_a_trainer_of_one_rank_listens_on_no_wildcard_address() -> None:
+    code = (
+        "import psutil\nfrom services.trainer.rank_group import start_ranks\nassert start_ranks('cpu') == (0, 1)\n"
+        "print([c.laddr.ip for c in psutil.Process().net_connections('inet') if c.status == 'LISTEN'])"
+    )
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert not {"0.0.0.0", "::"} & set(ast.literal_eval(done.stdout.splitlines()[-1]))
+
+
+def settings(zero_stage: int = 0, **trainer: Any) -> Settings:
+    return Settings.model_validate(
+        {
+            "policy": {"dtype": "float32"},
+            "sampling": {"max_new_tokens": 8},
+            "algorithm": {"preset": "grpo", "groups_per_step": 4, "entropy_bonus": 0.01},
+            "trainer": {"device": "cpu", "learning_rate": 1e-3, "zero_stage": zero_stage, **trainer},
+        }
+    )
+
+
+class Stepper:
+    """An engine that makes steps of the same batch."""
+
+    def __init__(self, of: Settings) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            chunk = of.trainer.logits_chunk_tokens
+            model = tiny.model(0).requires_grad_(True)
+            self.engine = TrainingEngine(Policy(model, entropy_gradient=True, chunk_tokens=chunk).train(), of, "cpu")
+        self._learner = Learner(self.engine, of, Phases())
+
+    def step(self, number: int) -> dict[str, float]:
+        data = test_update.batch()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return self._learner.learn(data, [1] * len(data), number)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.float().clone() for name, tensor in self.engine.tensors()}
+
+    def state_types(self) -> set[torch.dtype]:
+        found: Any = self.engine._engine.optimizer.optimizer.state
+        return {v.dtype for state in found.values() for v in state.values() if torch.is_tensor(v)}
+
+
+def step(of: Settings) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """Two steps; what the second measured, and the weights after it."""
+    with smooth_adam():
+        found = Stepper(of)
+    return [found.step(number) for number in (1, 2)][-1], found.weights()
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        {"logits_chunk_tokens": 5},
+        {"gradient_checkpointing": True},
+        {"zero_stage": 1, "offload": "optimizer"},
+        {"zero_stage": 2, "deepspeed": {"zero_optimization": {"reduce_bucket_size": 1000}}},
+        {"zero_stage": 3},
+        {"zero_stage": 3, "logits_chunk_tokens": 5, "gradient_checkpointing": True},
+        {"zero_stage": 3, "offload": "optimizer"},
+        {"zero_stage": 3, "offload": "all", "logits_chunk_tokens": 5},
+    ],
+    ids=lambda t: "-".join(f"{k}={v}" for k, v in t.items())[:70],
+)
+def test_what_saves_memory_makes_the_same_step(trainer: dict[str, Any]) -> None:
+    plain, weights = step(settings(logits_chunk_tokens=0))
+    found, others = step(settings(**{"logits_chunk_tokens": 0, **trainer}))
+    assert found["loss"] == pytest.approx(plain["loss"], abs=FORWARD)
+    assert found["entropy"] == pytest.approx(plain["entropy"], abs=FORWARD)
+    assert found["grad_norm"] == pytest.approx(plain["grad_norm"], rel=GRADIENT)
+    assert moved_apart(others, weights, dict(tiny.model(0).named_parameters())) < MOVEMENT
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_moments_of_eight_bits_make_almost_the_same_steps_and_a_checkpoint_holds_them(
+    tmp_path: Path, zero_stage: int
+) -> None:
+    need_module("bitsandbytes", "bitsandbytes")
+    of = settings(zero_stage=zero_stage, optimizer="adamw_8bit")
+    with smooth_adam():
+        first, second, plain = Stepper(of), Stepper(of), Stepper(settings(zero_stage=zero_stage))
+    for one in (first, plain):
+        one.step(1)
+        one.step(2)
+    assert {torch.uint8, torch.float32} <= first.state_types()
+    # a moment of 8 bits is off by up to 1/128 of it; 0.008 of the movement are common, another optimizer makes more than 0.5
+    assert 1e-4 < moved_apart(first.weights(), plain.weights(), dict(tiny.model(0).named_parameters())) < 0.05
+    first.engine.save(tmp_path)
+    second.engine.load(tmp_path)
+    first.step(3)
+    second.step(3)
+    again = second.weights()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in first.weights().items())
+
+
+def test_moments_of_eight_bits_are_refused_where_their_library_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(SettingsError, match=r"expected bitsandbytes .* install penstock\[adam-8bit\], or set it to"):
+        Stepper(settings(optimizer="adamw_8bit"))
+
+
+def test_what_is_computed_again_is_still_measured_against_the_models_own_operations() -> None:
+    found, _ = step(settings(peak_flops=1000.0))
+    assert found["mfu"] == pytest.approx(found["model_tflops_per_s"] / 1000.0)
+    assert found["model_tflops_per_s"] > 0.0
+    assert "mfu" not in step(settings())[0]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's, about what DeepSpeed calls
+def test_a_checkpointed_layer_in_parts_computes_all_but_its_last_product_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.functional, "linear", torch._C._nn.linear)  # as before any engine in this process
+    of = settings(3, gradient_checkpointing=True, logits_chunk_tokens=0)
+    stepper, batch = Stepper(of), micro_batch(rows(0))
+    with FlopCounterMode(display=False) as counter:
+        stepper.engine.backward(stepper.engine.forward(batch).policy_logprobs_N.mean(), last=True)
+    products = {name: count for name, count in counter.get_flop_counts()["Global"].items() if "bmm" not in str(name)}
+    trained, layers, width, inner = len(batch.targets_N), 2, 32, 64
+    once = batch.tokens * stepper.engine.sizes.linear_weights
+    last = batch.tokens * layers * width * inner
+    # forward, again, and two products of the backward pass; the output layer is not checkpointed
+    assert sum(products.values()) == 2 * (4 * once - last + 3 * trained * stepper.engine.sizes.output_weights)
+
+
+# ---------------------------------------------------------------- logits
+
+
+@pytest.mark.parametrize("bonus", [0.0, 0.3])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_chunked_logprobs_entropies_and_gradients_are_those_of_all_logits_at_once(
+    bonus: float, temperature: float
+) -> None:
+    torch.manual_seed(0)
+    output = torch.nn.Linear(16, 50)
+    hidden = torch.randn(23, 16, requires_grad=True)
+    targets = torch.randint(0, 50, (23,))
+    found = []
+    for chunk in (0, 7):
+        out = token_logprobs(
+            hidden, output, targets, torch.full([len(targets)], temperature), chunk, entropy_gradient=bonus > 0
+        )
+        wanted = out.policy_logprobs_N.square().sum() + (bonus * out.entropy_N).sum()
+        gradients = torch.autograd.grad(wanted, [hidden, output.weight, output.bias])
+        assert out.entropy_N.requires_grad == (bonus > 0)
+        found.append([out.policy_logprobs_N.detach(), out.entropy_N.detach(), *gradients])
+    for plain, chunked in zip(*found, strict=True):
+        assert gap([chunked], [plain]) < GRADIENT
+
+
+def test_without_gradients_chunks_are_the_same_too() -> None:
+    torch.manual_seed(0)
+    output, hidden, targets = torch.nn.Linear(4, 9), torch.randn(5, 4), torch.randint(0, 9, (5,))
+    with torch.no_grad():
+        plain, chunked = (token_logprobs(hidden, output, targets, torch.ones(len(targets)), chunk) for chunk in (0, 2))
+    assert torch.allclose(plain.policy_logprobs_N, chunked.policy_logprobs_N, atol=ULPS)
+    assert torch.allclose(plain.entropy_N, chunked.entropy_N, atol=ULPS)
+
+
+# ---------------------------------------------------------------- fused kernels
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_fused_kernels_of_a_gpu_compute_what_torch_does() -> None:
+    need_module("liger_kernel", "liger-kernel")
+    found, kinds = [], get_args(kernels.Kind)[1:]
+    for kind in kinds:
+        model = tiny.model(0).requires_grad_(True).to("cuda")
+        assert kernels.install(model, kind, "cuda") == (kind == "liger")
+        logprobs = Policy(model, kind="mask", fused_logits=kernels.fuses_logits(kind))(
+            micro_batch(rows(0))
+        ).policy_logprobs_N
+        gradients = torch.autograd.grad(logprobs.mean(), list(model.parameters()))
+        found.append([logprobs.detach(), *gradients])
+    for plain, fused in zip(*found, strict=True):
+        assert torch.allclose(plain, fused, atol=1e-5)
+
+
+def test_fused_kernels_are_not_pretended_where_there_is_no_gpu() -> None:
+    model = tiny.model(0)
+    before = type(model.model.norm).forward
+    assert not kernels.install(model, "auto", "cpu")
+    assert "forward" not in vars(model.model.norm)
+    assert type(model.model.norm).forward is before
+    with pytest.raises(SettingsError, match="expected a GPU, found cpu"):
+        kernels.install(model, "liger", "cpu")
+
+
+# ---------------------------------------------------------------- costs and packing
+
+
+def test_a_forward_pass_costs_its_products() -> None:
+    # 2 · 10 · 100 + 4 · 30 · 8 + 2 · 5 · 50
+    assert forward_flops(10, 30, 5, ModelSizes(100, 8, 50)) == 2000.0 + 960.0 + 500.0
+
+
+def test_the_sizes_of_a_model_are_its_linear_layers_and_its_attention() -> None:
+    sizes = Policy(tiny.model(0)).sizes
+    # two layers: q 32·32, k and v 32·16, o 32·32, and three of 32·64
+    assert sizes == ModelSizes(2 * (1024 + 2 * 512 + 1024 + 3 * 2048), 2 * 4 * 8, 48 * 32)
+
+
+def test_a_row_sees_its_prompt_once_and_each_completion_its_own() -> None:
+    row = Row(np.arange(3, dtype=np.int32), (builders.sample(tokens=3), builders.sample(tokens=2)), (0, 1))
+    assert row.visible_pairs == 6 + (2 * 3 + 3) + (1 * 3 + 1)
+
+
+def lengths(found: list[list[list[Row]]]) -> list[list[list[int]]]:
+    return [[[row.tokens for row in chunk] for chunk in share] for share in found]
+
+
+def long_row(tokens: int) -> Row:
+    return Row(np.arange(tokens, dtype=np.int32), (builders.sample(tokens=1),), (0,))
+
+
+def test_rows_fill_as_few_micro_batches_as_longest_first_finds_and_costs_are_even() -> None:
+    # 6 with 4, and 5 with 3 and 2: two full micro-batches
+    assert lengths(assign_pieces([long_row(n) for n in (2, 3, 4, 5, 6)], 10, 1)) == [[[6, 4], [5, 3, 2]]]
+    # first fit would be 6 with 4, and 5 with 3: costs are evened out where the cap allows it
+    assert lengths(assign_pieces([long_row(n) for n in (3, 4, 5, 6)], 11, 1)) == [[[6, 3], [5, 4]]]
+
+
+def test_costs_are_balanced_where_tokens_alone_would_not_be() -> None:
+    # attention makes one row of 8 cost as much as many of 2: 36 pairs against 3 each
+    sizes = ModelSizes(linear_weights=0, attention_width=1)
+    one, other = assign_pieces([long_row(8), *[long_row(2)] * 12], 100, 2, sizes=sizes)
+    assert lengths([one, other]) == [[[8]], [[2] * 12]]
+
+
+def test_no_position_is_padding() -> None:
+    (share,) = plan(rows(0), 10_000, 1)
+    assert sum(batch.tokens for batch in share) == sum(row.tokens for row in rows(0))
+
+
+def test_a_known_gpu_has_a_peak_and_an_unknown_one_has_none() -> None:
+    assert peak_tflops("NVIDIA H200") == 989.0
+    assert peak_tflops("NVIDIA H100 PCIe") == 756.0
+    assert peak_tflops("Some GPU") == 0.0
+
+
+# ---------------------------------------------------------------- measures and settings
+
+
+def test_each_phase_has_its_seconds_and_its_memory() -> None:
+    phases = Phases(torch.device("cpu"))
+    with phases.measure("forward_backward"):
+        pass
+    memory = phases.take_memory()
+    assert set(memory) == {"memory_bytes", "memory_forward_backward_bytes"}
+    assert min(memory.values()) > 1e6
+    assert set(phases.take()) == {"forward_backward"}
+    assert set(phases.take_memory()) == {"memory_bytes"}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "sentence"),
+    [
+        ({"zero_stage": 0, "offload": "optimizer"}, 'expected trainer.zero_stage >= 1 with trainer.offload = "optimizer", found 0'),
+        ({"zero_stage": 2, "offload": "all"}, 'expected trainer.zero_stage >= 3 with trainer.offload = "all", found 2'),
+        ({"optimizer": "adamw_8bit", "zero_stage": 1, "offload": "optimizer"}, 'expected trainer.offload = "none" .* found "optimizer"'),
+        ({"deepspeed": {"bf16": {"enabled": True}}}, "expected no bf16 in trainer.deepspeed.*what decides it is policy.dtype"),
+        ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "expected no zero_optimization.stage.*trainer.zero_stage"),
+        ({"deepspeed": {"zero_optimization": 2}}, "expected a table in trainer.deepspeed.zero_optimization, found 2"),
+    ],
+)  # fmt: skip
+def test_settings_of_the_engine_that_contradict_are_refused(trainer: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        settings(**trainer)

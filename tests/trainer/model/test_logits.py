@@ -1,0 +1,146 @@
+"""Laws of the way from logits to logprobs and entropies, in torch's operations and by the kernel of GPUs."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from services.trainer.model.layers.logits import token_logprobs
+from shared.errors import SettingsError
+from shared.model.logits import logprobs, logprobs_and_entropies
+from shared.model.logits_projection import projection
+from tests.support.interpreted import interpreted
+from tests.support.tolerance import ULPS
+
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def test_a_logprob_and_an_entropy_are_those_of_the_distribution_at_the_tokens_temperature() -> None:
+    logits = torch.tensor([[0.0, math.log(3.0)], [0.0, math.log(3.0)]])
+    targets, temperatures = torch.tensor([1, 0]), torch.tensor([1.0, 0.5])
+    chosen, entropies = logprobs_and_entropies(logits, targets, temperatures)
+    assert chosen.tolist() == pytest.approx([math.log(3 / 4), math.log(1 / 10)])
+    assert entropies.tolist() == pytest.approx(
+        [math.log(4) - 3 / 4 * math.log(3), math.log(10) - 9 / 10 * math.log(9)], rel=ULPS
+    )
+    assert torch.equal(logprobs(logits, targets, temperatures), chosen)
+
+
+def test_the_kernel_of_gpus_gives_the_same_numbers_and_gradients_and_carries_on_what_is_not_finite() -> None:
+    """Beside float64; rows of two blocks and a bit, of one, and of less."""
+    lines = interpreted(_COMPARE + _NOT_FINITE)
+    assert lines[8:] == ["nan nan", "nan nan", "0.0 0.0", "-inf 0.0"]
+    for line in lines[:8]:
+        assert max(map(float, line.split())) < 2e-6, line
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+def test_a_word_that_cannot_come_adds_nothing_to_the_entropy_and_has_no_gradient(device: str) -> None:
+    logits = torch.tensor([[0.0, math.log(3.0), -math.inf]], device=device, requires_grad=True)
+    targets, temperatures = torch.tensor([1], device=device), torch.ones(1, device=device)
+    logprob, entropy = logprobs_and_entropies(logits, targets, temperatures, entropy_gradient=True)
+    assert entropy.tolist() == pytest.approx([math.log(4) - 3 / 4 * math.log(3)], rel=1e-5)
+    (gradient,) = torch.autograd.grad(logprob.sum() + entropy.sum(), logits)
+    # ∂ log p_1 = [−1/4, 1/4];  ∂ entropy / ∂ x_v = −p_v (log p_v + entropy) = ± 3/16 · log 3
+    bend = 3 / 16 * math.log(3)
+    assert gradient.tolist() == [pytest.approx([-1 / 4 + bend, 1 / 4 - bend, 0.0], abs=1e-6)]
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("width", [97, 4096, 151_936])
+def test_a_gpu_gives_what_torch_does(dtype: torch.dtype, tolerance: float, width: int) -> None:
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(33, width, device="cuda")).to(dtype).requires_grad_()
+    targets, temperatures = torch.randint(0, width, (33,), device="cuda"), torch.linspace(0.5, 1.5, 33, device="cuda")
+    found = []
+    for fused in (False, True):
+        one, other = logprobs_and_entropies(logits, targets, temperatures, entropy_gradient=True, fused=fused)
+        assert one.grad_fn is not None
+        assert (one.grad_fn.name() == "_FusedBackward") == fused
+        (gradient,) = torch.autograd.grad(one.sum() + 0.3 * other.square().sum(), logits)
+        found.append((one.detach(), other.detach(), gradient.float()))
+    for number, (plain, fused_one) in enumerate(zip(*found, strict=True)):
+        assert torch.allclose(plain, fused_one, rtol=tolerance if number == 2 else 1e-5, atol=1e-5)
+
+
+# -------------------------------------------------------------------- logits in float32
+
+
+def _layer(device: str, *, bias: bool = False) -> tuple[nn.Linear, torch.Tensor]:
+    torch.manual_seed(0)
+    output = nn.Linear(64, 3000, bias=bias).to(device, torch.bfloat16)
+    nn.init.normal_(output.weight, std=0.5)
+    return output, torch.randn(40, 64, device=device).bfloat16()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+def test_logits_in_float32_are_those_of_exact_products_and_bfloat16_rounds_them(device: str, bias: bool) -> None:
+    output, hidden = _layer(device, bias=bias)
+    exact = hidden.double() @ output.weight.double().t() + (output.bias.double() if bias else 0.0)
+    found = projection(output, "float32")(hidden)
+    assert found.dtype == torch.float32
+    # logits up to 20: float32 adds up 64 products with 2^-24 of that each; bfloat16 has 8 bits
+    assert (found - exact).abs().max() < 1e-4
+    assert (projection(output, "model")(hidden) - exact).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("chunk_tokens", [0, 16])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+def test_the_gradients_of_logits_in_float32_are_those_of_float32_copies(device: str, chunk_tokens: int) -> None:
+    output, hidden = _layer(device)
+    targets, ones = torch.arange(40, device=device), torch.ones(40, device=device)
+    gradients = []
+    for layer, leaf in ((output, hidden), (copy.deepcopy(output).float(), hidden.float())):
+        leaf.requires_grad_()
+        out = token_logprobs(leaf, layer, targets, ones, chunk_tokens, kind="float32")
+        gradients.append(torch.autograd.grad(out.policy_logprobs_N.square().sum(), (leaf, layer.weight)))
+    for found, expected in zip(*gradients, strict=True):
+        assert found.dtype == torch.bfloat16
+        # the logits' gradient and the sum of products are rounded to 8 bits: 2^-9 each, relative to the norm
+        assert (found.float() - expected).norm() < 2**-7 * expected.norm()
+
+
+def test_an_output_layer_that_does_more_keeps_its_own_type_or_is_refused() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return 2.0 * super().forward(hidden)
+
+    output, hidden = Scaled(4, 5), torch.ones(1, 4)
+    assert torch.equal(projection(output, "model")(hidden), output(hidden))
+    with pytest.raises(SettingsError, match=r'plain linear output layer for trainer\.logits = "float32", found Scaled'):
+        projection(output, "float32")
+
+
+_COMPARE = """
+from shared.model.logits import _Fused
+torch.manual_seed(0)
+for width, spread in ((9001, 1.0), (9001, 8.0), (4096, 1.0), (7, 1.0)):
+    for temperature in (1.0, 0.7):
+        exact = (torch.randn(4, width) * spread).double().requires_grad_()
+        targets = torch.randint(0, width, (4,))
+        one, other = torch.randn(2, 4)
+        logprobs = torch.log_softmax(exact / temperature, -1)
+        chosen, entropies = logprobs.gather(-1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+        (gradient,) = torch.autograd.grad((one * chosen + other * entropies).sum(), exact)
+        logits = exact.detach().float().requires_grad_()
+        found = _Fused.apply(logits, targets, torch.full((4,), temperature), True)
+        (fused,) = torch.autograd.grad((one * found[0] + other * found[1]).sum(), logits)
+        far = [(a - b).abs().max() / b.abs().max() for a, b in ((found[0], chosen), (found[1], entropies), (fused, gradient))]
+        print(*(float(one) for one in far))
+        assert not _Fused.apply(logits, targets, torch.ones(4), False)[1].requires_grad
+"""
+
+_NOT_FINITE = """
+inf, nan = float("inf"), float("nan")
+rows = torch.zeros(4, 5000)
+rows[0, 4500] = nan
+rows[1, 3] = inf
+rows[2:, 1:] = -inf
+chosen, entropies = _Fused.apply(rows, torch.tensor([0, 0, 0, 1]), torch.ones(4), False)
+for pair in zip(chosen.tolist(), entropies.tolist()):
+    print(*pair)
+"""

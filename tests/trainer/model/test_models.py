@@ -1,0 +1,42 @@
+"""The matrix: every tiny configuration is equal to the unmodified model, or refused with its sentence. None is silently wrong."""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.support import model_page, model_zoo
+
+VERDICTS = model_page.verdicts()
+
+
+def test_the_table_has_every_configuration_once() -> None:
+    listed = [*VERDICTS.rows, *VERDICTS.sequences, *VERDICTS.refused]
+    assert sorted(listed) == sorted(model_zoo.CONFIGURATIONS)
+
+
+def test_the_page_is_the_tables() -> None:
+    assert model_page.PAGE.read_text() == model_page.text(VERDICTS), "run `make models`"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Products are tiny: threads would only wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", sorted(model_zoo.CONFIGURATIONS))
+def test_a_model_is_right_or_refused(name: str) -> None:
+    verdict = model_zoo.check(name)
+    if name in VERDICTS.refused:
+        assert verdict.kind == "refused", verdict
+        assert VERDICTS.refused[name] in verdict.sentence
+        assert re.search(r"change [a-z_.]+|install", verdict.sentence)
+    else:
+        expected = "rows" if name in VERDICTS.rows else "sequences"
+        assert verdict.kind == expected, verdict

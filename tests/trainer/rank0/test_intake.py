@@ -1,0 +1,280 @@
+"""Laws of the trainer's intake, on a real Valkey."""
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+
+from services.trainer.rank0.intake import CONSUMER, Intake
+from shared.bus import wire
+from shared.bus.bus import _PAGE_ENTRIES, Bus, Delivery
+from shared.bus.messages import Experience, PolicyVersion, Prompt
+from shared.bus.stores.live_settings import Live
+from shared.bus.streams import EXPERIENCE, PROMPTS
+from shared.settings import Settings
+from tests.conftest import PATIENCE_S, until
+from tests.support import builders
+
+V = PolicyVersion
+
+
+def settings(on_stale: str = "drop", max_lag: int = 1) -> Settings:
+    return Settings.model_validate(
+        {"algorithm": {"groups_per_step": 2, "max_lag": max_lag, "on_stale": on_stale}, "bus": {"max_attempts": 2}}
+    )
+
+
+async def put(bus: Bus, group_id: int, version: int = 0) -> None:
+    experience = builders.experience(group_id, version=version)
+    await bus.append(EXPERIENCE, {"id": str(group_id), "data": wire.encode(experience)})
+
+
+@contextlib.asynccontextmanager
+async def filling(intake: Intake) -> AsyncIterator[None]:
+    task = asyncio.create_task(intake.fill())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_batch_is_the_groups_admitted_first_and_they_stay_pending(bus: Bus) -> None:
+    for group_id in (5, 8, 3):
+        await put(bus, group_id)
+    intake = Intake(bus, Live(bus, settings()), {V(0): 0})
+    async with filling(intake):
+        await until(lambda: len(intake._held) == 3)
+        batch = await intake.next_batch(0, wait_s=PATIENCE_S)
+    assert batch is not None
+    assert [taken.experience.group.prompt.group_id for taken in batch] == [3, 5]
+    assert (await bus.depth(EXPERIENCE)).pending == 3
+
+
+async def test_what_a_trainer_that_died_had_taken_is_taken_again_however_much_it_is(bus: Bus) -> None:
+    groups = 2 * _PAGE_ENTRIES + 1
+    for group_id in range(groups):
+        await put(bus, group_id)
+    assert len(await bus.read(EXPERIENCE, Experience, CONSUMER, groups, None)) == groups
+    intake = Intake(bus, Live(bus, settings()), {V(0): 0})
+    async with filling(intake):
+        await until(lambda: len(intake._held) == groups)
+
+
+async def test_without_enough_groups_there_is_no_batch(bus: Bus) -> None:
+    await put(bus, 0)
+    intake = Intake(bus, Live(bus, settings()), {V(0): 0})
+    async with filling(intake):
+        assert await intake.next_batch(0, wait_s=0.3) is None
+
+
+async def test_a_stale_group_is_dropped_and_counted(bus: Bus) -> None:
+    steps = {V(0): 0, V(1): 1, V(2): 2}
+    for group_id, version in ((0, 0), (1, 1), (2, 2)):
+        await put(bus, group_id, version)
+    intake = Intake(bus, Live(bus, settings()), steps)
+    async with filling(intake):
+        batch = await intake.next_batch(2, wait_s=PATIENCE_S)
+    assert batch is not None
+    assert [taken.experience.group.prompt.group_id for taken in batch] == [1, 2]
+    assert await bus.counts() == {"dropped:stale": 1}
+
+
+async def test_what_arrives_while_others_are_let_go_is_looked_at_before_it_is_trained(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bus.write(bus.keys.revoked, "SADD", 7)
+    await put(bus, 0, version=7)
+    await put(bus, 1, version=0)
+    intake = Intake(bus, Live(bus, settings()), {V(0): 0, V(7): 0})
+    drop = intake._drop
+
+    async def drop_while_another_arrives(delivery: Delivery[Experience], reason: str, detail: str) -> None:
+        if delivery.group_id == "0":
+            await put(bus, 2, version=7)
+            await until(lambda: 2 in intake._held)
+        await drop(delivery, reason, detail)
+
+    monkeypatch.setattr(intake, "_drop", drop_while_another_arrives)
+    async with filling(intake):
+        await until(lambda: _ended_without_a_batch(bus, intake, 0, {"dropped:fenced": 2}))
+
+
+async def test_a_requeued_group_goes_back_to_the_prompts_for_the_newest_weights_and_has_not_ended(bus: Bus) -> None:
+    await put(bus, 0, version=0)
+    await put(bus, 1, version=5)
+    intake = Intake(bus, Live(bus, settings("requeue")), {V(0): 0, V(5): 5})
+    async with filling(intake):
+        await until(lambda: _ended_without_a_batch(bus, intake, 5, {"requeued": 1}))
+    (delivery,) = await bus.read(PROMPTS, Prompt, "a", 10, block_s=0.5)
+    assert (delivery.group_id, delivery.message().requeues, delivery.message().min_version) == ("0", 1, 5)
+    assert await bus.counts() == {"requeued": 1}
+
+
+async def test_a_group_that_ends_the_trainer_is_tried_alone_and_takes_no_other_with_it(bus: Bus) -> None:
+    for group_id in range(8):
+        await put(bus, group_id)
+    deaths = 0
+    trained: list[int] = []
+    while len(trained) < 6:
+        intake = Intake(bus, Live(bus, settings()), {V(0): 0})
+        async with filling(intake):
+            died = await _train_until_death(bus, intake, trained, poison=3)
+        deaths += died
+    assert deaths == 4, "twice in its batch, and twice alone"
+    assert trained == [0, 1, 2, 4, 5, 6]
+    assert await bus.counts() == {"dead:experience": 1, "dropped:trained": 6}
+    ((_, dead),) = await bus.client.xrange(bus.keys.of(EXPERIENCE.dead))
+    assert dead[b"id"] == b"3"
+    assert dead[b"reason"] == b"ended the trainer 2 times when it was tried alone: ValueError: poison"
+    assert await bus.client.hgetall(bus.keys.crashes) == {}
+
+
+async def _train_until_death(bus: Bus, intake: Intake, trained: list[int], poison: int) -> bool:
+    """Train as rank 0 does; a trainer that dies leaves what it held where it is."""
+    while len(trained) < 6:
+        if (suspect := await intake.next_suspect()) is not None:
+            if suspect.experience.group_id == poison:
+                await intake.note_tried("ValueError: poison")
+                return True
+            await intake.note_tried()
+            continue
+        batch = await intake.next_batch(0, wait_s=PATIENCE_S)
+        assert batch is not None
+        await intake.note_batch(batch)
+        groups = [int(taken.experience.group_id) for taken in batch]
+        if poison in groups:
+            return True
+        for taken in batch:
+            await bus.drop(taken.delivery, "trained")
+        await intake.release(batch)
+        trained += groups
+    return False
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"vocabulary": 3}, "expected token ids below the model's 3, found 7"),
+        ({"context_tokens": 5}, "expected sequences within the model's 5 tokens, found 6"),
+    ],
+)
+async def test_a_group_that_the_model_cannot_read_is_buried_at_once(
+    bus: Bus, change: dict[str, int], reason: str
+) -> None:
+    await put(bus, 0)
+    intake = Intake(bus, Live(bus, settings()), {V(0): 0})
+    for name, value in change.items():
+        setattr(intake, name, value)
+    async with filling(intake):
+        await until(lambda: _buried(bus))
+    assert await _reasons(bus) == [(reason, "1")]
+
+
+async def test_groups_that_were_never_admitted_or_of_versions_that_do_not_exist_are_buried_at_once(bus: Bus) -> None:
+    await bus.client.hset(bus.keys.run, mapping={"cursor": 2, "newest_version": 4})
+    for group_id, version in ((0, 5), (2, 4), (1, 4)):
+        await put(bus, group_id, version)
+    intake = Intake(bus, Live(bus, settings()), {V(0): 0})
+    async with filling(intake):
+        await until(lambda: len(intake._held) == 1 and intake.left["buried"] == 2)
+    assert await _reasons(bus) == [
+        ("expected versions up to 4, the newest, found samples of 5", "1"),
+        ("expected a group that was admitted, found one of the id 2", "1"),
+    ]
+
+
+async def test_a_copy_of_a_group_that_was_trained_is_dropped(bus: Bus) -> None:
+    await bus.client.setbit(bus.keys.trained, 7, 1)
+    await put(bus, 7)
+    async with filling(Intake(bus, Live(bus, settings()), {V(0): 0})):
+        await until(lambda: _counted(bus, {"dropped:duplicate": 1}))
+
+
+async def _counted(bus: Bus, counts: dict[str, int]) -> bool:
+    return await bus.counts() == counts
+
+
+async def _reasons(bus: Bus) -> list[tuple[str, str]]:
+    dead = await bus.client.xrange(bus.keys.of(EXPERIENCE.dead))
+    return [(fields[b"reason"].decode(), fields[b"attempts"].decode()) for _, fields in dead]
+
+
+def dynamic(rounds: int = 10) -> Settings:
+    algorithm = {"groups_per_step": 2, "preset": "dapo", "dynamic_sampling_rounds": rounds}
+    return Settings.model_validate({"algorithm": algorithm})
+
+
+async def test_with_dynamic_sampling_groups_without_signal_leave_counted_and_free_their_slots(bus: Bus) -> None:
+    for group_id, rewards in enumerate([(1.0, 1.0), (1.0, 0.0), (0.0, 0.0), (0.0, 1.0)]):
+        experience = builders.experience(group_id, rewards)
+        await bus.append(EXPERIENCE, {"id": str(group_id), "data": wire.encode(experience)})
+    intake = Intake(bus, Live(bus, dynamic()), {V(0): 0})
+    async with filling(intake):
+        batch = await intake.next_batch(0, wait_s=PATIENCE_S)
+    assert batch is not None
+    assert [taken.experience.group.prompt.group_id for taken in batch] == [1, 3]
+    assert await bus.counts() == {"dropped:no_signal": 2}
+    assert intake.left["no_signal"] == 2
+    assert await bus.length(EXPERIENCE) == 2, "two slots are free again"
+
+
+async def test_where_nothing_has_signal_any_more_groups_are_taken_all_the_same(bus: Bus) -> None:
+    for group_id in range(4):
+        experience = builders.experience(group_id, (1.0, 1.0))
+        await bus.append(EXPERIENCE, {"id": str(group_id), "data": wire.encode(experience)})
+    intake = Intake(bus, Live(bus, dynamic(rounds=1)), {V(0): 0})
+    async with filling(intake):
+        batch = await intake.next_batch(0, wait_s=PATIENCE_S)
+    assert batch is not None
+    assert [taken.experience.group.prompt.group_id for taken in batch] == [2, 3]
+    assert await bus.counts() == {"dropped:no_signal": 2}
+
+
+async def _ended_without_a_batch(bus: Bus, intake: Intake, step: int, counts: dict[str, int]) -> bool:
+    assert await intake.next_batch(step, wait_s=0.05) is None
+    return await bus.counts() == counts
+
+
+async def _buried(bus: Bus) -> bool:
+    return await bus.counts() == {"dead:experience": 1}
+
+
+@pytest.mark.parametrize("max_lag", [0, 3])
+async def test_the_lag_bound_is_that_of_the_settings(bus: Bus, max_lag: int) -> None:
+    steps = {V(version): version for version in range(5)}
+    for version in range(5):
+        await put(bus, version, version)
+    await put(bus, 9, 4)
+    intake = Intake(bus, Live(bus, settings(max_lag=max_lag)), steps)
+    async with filling(intake):
+        await until(lambda: len(intake._held) == 6)
+        batch = await intake.next_batch(4, wait_s=PATIENCE_S)
+    assert batch is not None
+    kept = [taken.experience.group.oldest_version for taken in batch]
+    assert kept == ([4, 4] if max_lag == 0 else [1, 2])
+
+
+async def test_a_group_without_the_reference_that_was_promised_is_buried_with_the_setting_to_change(bus: Bus) -> None:
+    promised = Settings.model_validate(
+        {"algorithm": {"groups_per_step": 1, "reference": "reward", "kl": {"coefficient": 0.1}}}
+    )
+    whole = np.full(6, -0.5, dtype=np.float32)
+    for group_id, logprobs in enumerate([None, whole[:5], whole * np.nan, whole]):
+        experience = dataclasses.replace(builders.experience(group_id), reference_logprobs=logprobs)
+        await bus.append(EXPERIENCE, {"id": str(group_id), "data": wire.encode(experience)})
+    intake = Intake(bus, Live(bus, promised), {V(0): 0})
+    async with filling(intake):
+        batch = await intake.next_batch(0, wait_s=PATIENCE_S)
+        await until(lambda: intake.left["buried"] == 3)
+    assert batch is not None
+    assert [taken.experience.group.prompt.group_id for taken in batch] == [3]
+    dead = await bus.client.xrange(bus.keys.of(EXPERIENCE.dead))
+    reasons = [fields[b"reason"].decode() for _, fields in dead]
+    assert reasons[0].startswith('expected reference logprobs with algorithm.reference = "reward", found none')
+    assert reasons[1].endswith("expected 6 reference logprobs, found 5")
+    assert reasons[2].endswith("reference_logprobs: expected numbers from -1e+06 to 0.1, found nan to nan")
+    assert (await bus.counts())["dead:experience"] == 3

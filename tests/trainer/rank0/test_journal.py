@@ -1,0 +1,53 @@
+"""Laws of the journal: what a replay needs to know of a step is committed with it, on a real Valkey."""
+
+import pytest
+
+from services.trainer.rank0.commands import Kind, Order, _read, _write
+from shared.bus import wire
+from shared.bus.bus import Bus, Delivery
+from shared.bus.messages import Experience, Misfit, StepPlan
+from shared.bus.stores.ledger import Ledger
+from shared.bus.streams import EXPERIENCE, JOURNAL
+from shared.errors import Fenced
+from tests.support import builders
+from tests.support.coordinator_players import record, report
+
+PLAN = StepPlan(4096, "0f" * 16, (Misfit(1, (0, 3)), Misfit(4, (2,))))
+
+
+async def taken(bus: Bus, *group_ids: int) -> list[Delivery[Experience]]:
+    for group_id in group_ids:
+        data = wire.encode(builders.experience(group_id))
+        await bus.append(EXPERIENCE, {"id": str(group_id), "data": data})
+    return await bus.read(EXPERIENCE, Experience, "trainer", len(group_ids), block_s=1.0)
+
+
+async def test_the_plan_of_a_step_is_committed_with_its_groups_or_not_at_all(bus: Bus) -> None:
+    ledger = Ledger(bus)
+    epoch = await ledger.take_epoch()
+    await ledger.commit(epoch, record(0, None, 0), [], None)
+    batch = await taken(bus, 0, 1)
+    with pytest.raises(Fenced):
+        await ledger.commit(epoch - 1, record(1, 0, 1), batch, report(1, 1), PLAN)
+    assert await ledger.journal("") == []
+    await ledger.commit(epoch, record(1, 0, 1), batch, report(1, 1), PLAN)
+    first, second = await ledger.journal("")
+    assert (first.step, first.plan) == (1, PLAN)
+    assert (second.step, second.plan) == (1, None), "once a step"
+    assert [wire.decode(entry.data, Experience).group.prompt.group_id for entry in (first, second)] == [0, 1]
+
+
+async def test_a_journal_of_an_older_version_is_read_without_plans(bus: Bus) -> None:
+    data = wire.encode(builders.experience(0))
+    await bus.append(JOURNAL, {"id": "0", "step": "1", "data": data})
+    (entry,) = await Ledger(bus).journal("")
+    assert (entry.step, entry.settings_revision, entry.plan) == (1, 0, None)
+
+
+@pytest.mark.parametrize("plan", [None, PLAN])
+def test_every_rank_gets_the_plan_with_the_order_to_replay(plan: StepPlan | None) -> None:
+    experience = builders.experience(3)
+    order = Order(Kind.REPLAY, "", (wire.encode(experience),), (experience,), (1,), 1e-3, plan)
+    found = _read(_write(order))
+    assert (found.kind, found.lags, found.learning_rate, found.plan) == (Kind.REPLAY, (1,), 1e-3, plan)
+    assert found.groups[0].group.prompt.group_id == 3

@@ -1,0 +1,161 @@
+"""Laws of publishing: which snapshot is filled and which is served, and what a version's number is."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.trainer.rank0.publication import Publication, note_version, noted_version
+from shared.bus.messages import PolicyRecord, PolicyVersion
+from shared.errors import WeightsError
+from shared.settings import Settings
+from shared.weights.format.flat import FlatSnapshot
+from shared.weights.format.snapshot import read_snapshot
+from shared.weights.receiver.puller import Puller
+from shared.weights.receiver.receiver import Receiver
+from shared.weights.transport.place import Place, boot_id
+from tests.support import tiny, weights
+
+
+class Engine:
+    """What a publication needs of a training engine; each step adds 1 to every weight."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.model = tiny.model()
+
+    def step(self) -> None:
+        with torch.no_grad():
+            torch._foreach_add_(list(self.model.parameters()), 1.0)
+
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        return list(self.model.named_parameters())
+
+    def shapes(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
+        return ((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.model.named_parameters())
+
+
+def settings(folder: Path, transport: str = "pull", dtype: str = "float32") -> Settings:
+    return Settings.model_validate(
+        {
+            "run": {"id": "test", "folder": folder},
+            "policy": {"dtype": dtype},
+            "weights": {"transport": transport, "folder": folder / "weights", "deadline_s": 5.0},
+        }
+    )
+
+
+@pytest.fixture
+def engine() -> Any:
+    return Engine()
+
+
+@pytest.fixture
+def publication(tmp_path: Path) -> Iterator[Publication]:
+    found = Publication(settings(tmp_path), "127.0.0.1", weights.secret)
+    yield found
+    found.close()
+
+
+def publish(publication: Publication, engine: Any, version: int) -> PolicyRecord:
+    found = publication.publish(engine, PolicyVersion(version), version)
+    return weights.record(version, found.digest, found.location, found.source)
+
+
+async def pull(record: PolicyRecord) -> dict[str, torch.Tensor]:
+    """Pull a version as a replica does."""
+    puller, receiver = Puller(Place("cpu", (), boot_id()), 1, 5.0, weights.secret), Receiver(1, 1, weights.CPU)
+    try:
+        offer = await puller.ask(record.source, record)
+        shadow = FlatSnapshot(offer.layout, weights.CPU)
+        await asyncio.to_thread(receiver.receive, offer, shadow)
+        await puller.finish(offer, None)
+        return shadow.tensors()
+    finally:
+        await puller.close()
+        receiver.close()
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+async def test_what_is_pulled_is_what_was_trained_at_that_step(publication: Publication, engine: Any) -> None:
+    for version in range(4):
+        record = publish(publication, engine, version)
+        assert record.location == ""
+        expected = {name: tensor.clone() for name, tensor in engine.tensors()}
+        engine.step()  # training goes on; the snapshot is not the weights
+        assert same(await pull(record), expected)
+
+
+async def test_two_snapshots_take_turns_and_the_one_before_stays_whole_for_a_step(
+    publication: Publication, engine: Any
+) -> None:
+    served: list[FlatSnapshot | None] = []
+    copies = []
+    for version in range(4):
+        publish(publication, engine, version)
+        served.append(publication._offered)
+        copies.append({name: tensor.clone() for name, tensor in engine.tensors()})
+        engine.step()
+        if version:
+            before = served[version - 1]
+            assert before is not None
+            assert before.header is not None
+            assert before.header.version == version - 1
+            assert same(before.tensors(), copies[version - 1])
+    assert served[0] is served[2] is not served[1]
+    assert served[1] is served[3]
+
+
+async def test_only_the_newest_version_is_there(publication: Publication, engine: Any) -> None:
+    older, newer = publish(publication, engine, 0), publish(publication, engine, 1)
+    with pytest.raises(WeightsError, match="expected version 0 at this source, found version 1"):
+        await pull(older)
+    await pull(newer)
+
+
+async def test_another_commit_of_the_same_number_is_never_taken_for_ours(publication: Publication, engine: Any) -> None:
+    refused = publish(publication, engine, 7)  # another trainer committed version 7: ours was fenced
+    committed = weights.record(7, "ab" * 32, source=refused.source)
+    with pytest.raises(WeightsError, match="other weights of that number"):
+        await pull(committed)
+
+
+async def test_a_source_that_is_closed_answers_nobody(publication: Publication, engine: Any) -> None:
+    record = publish(publication, engine, 0)
+    publication.close()
+    with pytest.raises(WeightsError, match="expected a source of weights at"):
+        await pull(record)
+
+
+def test_bfloat16_is_published_where_the_policy_says_so(tmp_path: Path, engine: Any) -> None:
+    publication = Publication(settings(tmp_path, dtype="bfloat16"), "127.0.0.1", weights.secret)
+    publish(publication, engine, 0)
+    assert publication._offered is not None
+    found = publication._offered.tensors()
+    publication.close()
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+    assert same(found, {name: tensor.to(torch.bfloat16) for name, tensor in engine.tensors()})
+
+
+def test_by_file_a_record_says_where_and_no_process_serves(tmp_path: Path, engine: Any) -> None:
+    publication = Publication(settings(tmp_path, "file"), "127.0.0.1", weights.secret)
+    record = publish(publication, engine, 0)
+    assert record.source == ""
+    assert publication.outlives_the_process
+    assert same(read_snapshot(Path(record.location), record.manifest_digest), dict(engine.tensors()))
+    publication.close()
+
+
+def test_the_largest_number_is_noted_and_never_falls(tmp_path: Path) -> None:
+    assert noted_version(tmp_path / "run") == 0
+    for version in (3, 4, 2):
+        note_version(tmp_path / "run", PolicyVersion(version))
+    assert noted_version(tmp_path / "run") == 4
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["newest_version"]

@@ -1,0 +1,380 @@
+"""Laws of what goes wrong in a step: no memory for a sample, a gradient that is not finite, a folder that is full.
+
+The real engine on one rank in this process; two ranks and real processes are in test_trainer_service.
+"""
+
+import contextlib
+import dataclasses
+import errno
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from services.trainer.algorithm.step_totals import NotFinite
+from services.trainer.batch import oom_split
+from services.trainer.batch import token_data as known
+from services.trainer.batch.packing import Row, micro_batch
+from services.trainer.checkpoint import local_store
+from services.trainer.checkpoint.manifests import CheckpointState
+from services.trainer.loop import Trainer
+from services.trainer.metrics import Phases
+from services.trainer.model.policy import Policy
+from services.trainer.rank0.commands import Kind, Order
+from shared.bus import wire
+from shared.bus.messages import Experience, PolicyVersion, StepPlan
+from shared.errors import SettingsError
+from shared.settings import LoraSettings, Settings
+from tests.support.tolerance import FORWARD, GRADIENT
+from tests.trainer.algorithm.test_update import One, batch, settings, timeless
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def refused_by_a_device() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def refused_by_the_host() -> None:
+    torch.empty(1 << 48, dtype=torch.uint8)  # more than there are addresses
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Let a forward pass with gradients of more than so many tokens find no memory, until a block ``with`` it ends."""
+    forward = Policy.forward
+
+    def limit(
+        most_tokens: int, refused: Callable[[], None] = refused_by_a_device
+    ) -> contextlib.AbstractContextManager[None]:
+        def tight(self: Policy, found: Any) -> Any:
+            if torch.is_grad_enabled() and found.tokens > most_tokens:
+                refused()
+            return forward(self, found)
+
+        monkeypatch.setattr(Policy, "forward", tight)
+        return enough_again()
+
+    @contextlib.contextmanager
+    def enough_again() -> Iterator[None]:
+        yield
+        monkeypatch.setattr(Policy, "forward", forward)
+
+    return limit
+
+
+@pytest.mark.parametrize("preset", ["grpo", "ppo", "dpo", "tis"])
+def test_a_micro_batch_that_does_not_fit_is_cut_and_the_step_is_the_same(memory: Any, preset: str) -> None:
+    whole, tight = One(settings(preset=preset)), One(settings(preset=preset))
+    expected = whole.learn(batch())
+    memory(15)
+    found = tight.learn(batch())
+    assert expected["micro_batch_splits"] == 0.0
+    assert found["micro_batch_splits"] > 0.0
+    assert found["dropped_out_of_memory"] == 0.0
+    assert found["loss"] == pytest.approx(expected["loss"], abs=FORWARD)
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=GRADIENT)
+
+
+@pytest.mark.parametrize("refused", [refused_by_a_device, refused_by_the_host])
+def test_a_sample_that_does_not_fit_alone_is_left_out_and_counted(memory: Any, refused: Callable[[], None]) -> None:
+    one = One(settings())
+    # prompts of 3, 4, 5, 6 tokens with samples of 2, 5, 3, 4: only 6 + 5 − 1 positions are more than 9
+    memory(9, refused)
+    found = one.learn(batch())
+    assert found["dropped_out_of_memory"] == 1.0
+    assert np.isfinite(found["loss"])
+    assert found["grad_norm"] > 0.0
+
+
+@pytest.mark.parametrize("variant", [{}, {"preset": "ppo", "epochs": 2, "minibatches": 2}, {"preset": "dpo"}])
+def test_a_replay_with_its_plan_repeats_what_was_cut_and_left_out_to_the_bit(
+    memory: Any, variant: dict[str, Any]
+) -> None:
+    made, repeated, unplanned = (One(settings(**variant)) for _ in range(3))
+    with memory(9):
+        found = made.learn(batch())
+    assert found["micro_batch_splits"] > found["dropped_out_of_memory"] > 0.0
+    plan = made.learner.plan
+    assert timeless(repeated.learn(batch(), plan=wire.decode(wire.encode(plan), StepPlan))) == timeless(found)
+    assert repeated.learner.plan == plan
+    assert all(torch.equal(repeated.weights()[name], tensor) for name, tensor in made.weights().items())
+    unplanned.learn(batch())
+    assert not all(torch.equal(unplanned.weights()[name], tensor) for name, tensor in made.weights().items())
+
+
+def test_a_replay_repeats_the_dropout_of_adapters_whatever_was_drawn_before(memory: Any) -> None:
+    of = settings()
+    lora = {"rank": 4, "dropout": 0.3}
+    of = of.model_copy(update={"policy": of.policy.model_copy(update={"lora": LoraSettings.model_validate(lora)})})
+    made, repeated = One(of), One(of)
+    with memory(9):
+        found = made.learn(batch())
+    torch.rand(7)
+    assert timeless(repeated.learn(batch(), plan=made.learner.plan)) == timeless(found)
+    assert all(torch.equal(repeated.weights()[name], tensor) for name, tensor in made.weights().items())
+    other = One(of)
+    assert other.learn(batch(), step=2)["grad_norm"] != found["grad_norm"], "each step draws its own"
+
+
+def test_a_replay_lays_out_as_the_step_was_where_the_cap_was_raised_and_anew_where_it_was_lowered() -> None:
+    made, raised, lowered = One(settings(24)), One(settings(4096)), One(settings(12))
+    made.learn(batch())
+    plan = made.learner.plan
+    assert plan is not None
+    for one in (raised, lowered):
+        one.learn(batch(), plan=plan)
+    assert raised.learner.plan == plan
+    assert all(torch.equal(raised.weights()[name], tensor) for name, tensor in made.weights().items())
+    assert lowered.learner.plan is not None
+    assert lowered.learner.plan.micro_batch_tokens == 12
+    assert lowered.learner.plan.layout != plan.layout
+
+
+def test_without_memory_for_anything_it_says_so(memory: Any) -> None:
+    one = One(settings())
+    memory(0)
+    with pytest.raises(torch.OutOfMemoryError, match=r"lower trainer\.micro_batch_tokens"):
+        one.learn(batch())
+
+
+def test_an_error_that_is_no_lack_of_memory_is_a_bug(memory: Any) -> None:
+    def broken() -> None:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    one = One(settings())
+    memory(15, broken)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        one.learn(batch())
+
+
+def test_the_parts_of_a_micro_batch_are_slices_of_what_is_known() -> None:
+    groups = [experience.group for experience in batch()[:2]]
+    rows = [
+        Row(group.prompt_token_ids, group.samples, tuple(range(4 * n, 4 * n + 4))) for n, group in enumerate(groups)
+    ]
+    whole = known.of(micro_batch(rows), [1, 2, 3, 4, 5, 6, 7, 8], torch.device("cpu"))
+    whole.advantages_N = torch.arange(float(len(whole.lags_N)))
+    first, second = oom_split.halves(whole, oom_split.rows_by_place(rows))
+    assert (first.batch.places_S.tolist(), second.batch.places_S.tolist()) == ([0, 1, 2, 3], [4, 5, 6, 7])
+    assert first.lengths_S.tolist() == [2, 5, 3, 4]
+    assert torch.equal(torch.cat([first.lags_N, second.lags_N]), whole.lags_N)
+    assert first.advantages_N is not None
+    assert first.advantages_N.tolist() == [float(n) for n in range(14)]
+    assert second.batch.targets_N.tolist() == whole.batch.targets_N[14:].tolist()
+    nothing = oom_split.part(whole, oom_split.rows_by_place(rows), 0, 0)
+    assert (len(nothing.batch.places_S), len(nothing.lags_N)) == (0, 0)
+
+
+# -------------------------------------------------------------------- not finite
+
+
+def poison(of: list[Experience]) -> list[Experience]:
+    """Return a batch whose gradient is not finite."""
+    rewards = np.array([np.nan, 0, 0, 1], dtype=np.float32)
+    return [Experience(e.group, rewards, e.scores, e.scored_at_s, e.score_s) for e in of]
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_a_gradient_that_is_not_finite_reaches_neither_weights_nor_optimizer(zero_stage: int) -> None:
+    of = settings()
+    trainer = of.trainer.model_copy(update={"zero_stage": zero_stage})
+    of = of.model_copy(update={"trainer": trainer})
+    poisoned, clean = One(of), One(of)
+    before = poisoned.whole()
+    with pytest.raises(NotFinite, match="finite gradient of the policy at step 1") as caught:
+        poisoned.learn(poison(batch()))
+    assert not caught.value.touched
+    assert all(torch.equal(before[name], tensor) for name, tensor in poisoned.whole().items())
+    assert timeless(poisoned.learn(batch())) == timeless(clean.learn(batch()))
+    after = clean.whole()
+    assert all(torch.equal(after[name], tensor) for name, tensor in poisoned.whole().items())
+
+
+def test_once_some_weights_moved_the_error_says_so() -> None:
+    data = batch()
+    one = One(settings(preset="tis", minibatches=4))
+    with pytest.raises(NotFinite) as caught:
+        one.learn([*data[:1], *poison(data[1:2]), *data[2:]])
+    order = np.random.default_rng([0, 1]).permutation(4).tolist()
+    assert caught.value.touched is (order[0] != 1)
+
+
+class Leader:
+    """What rank 0 does, written down. ``orders``: what it tells the loop to do; ``looks`` is called before each of them."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, Any]] = []
+        self.plans: list[StepPlan] = []
+        self.orders: list[Order] = []
+        self.looks: Callable[[], object] = list
+
+    def limit(self, vocabulary: int, context_tokens: int) -> None: ...
+
+    def note_tried(self, cause: str = "") -> None: ...
+
+    def next_order(self, step: int, phases: Phases) -> Order:
+        self.looks()
+        return self.orders.pop(0)
+
+    def is_published(self, step: int) -> bool:
+        return True
+
+    def publish(self, engine: Any, step: int, probe: Any) -> None:
+        self.said.append(("published", step))
+
+    def ready(self) -> None:
+        self.said.append(("ready", None))
+
+    def skip(self, reason: str, detail: str) -> None:
+        self.said.append(("skipped", reason))
+
+    def commit(self, engine: Any, step: int, measured: Any, plan: StepPlan, *_: Any) -> bool:
+        self.said.append(("committed", step))
+        self.plans.append(plan)
+        return True
+
+    def pause(self, reason: str) -> None:
+        self.said.append(("paused", reason))
+
+    def describe(self, step: int) -> CheckpointState:
+        return CheckpointState(step, PolicyVersion(step), 0, "", 1, 0, "00")
+
+    def pinned(self) -> frozenset[PolicyVersion]:
+        return frozenset()
+
+    def note_checkpoint(self, checkpoint: local_store.Checkpoint, gone: Any) -> None:
+        self.said.append(("checkpoint", checkpoint.state.step))
+
+    def note_self_test(self, part: str, outcome: str) -> None:
+        self.said.append(("self-test", part))
+
+    def notify(self, name: str, detail: str, **fields: float) -> None:
+        self.said.append((name, detail))
+
+    def note_failed_checkpoint(self, step: int, error: str) -> None:
+        self.said.append(("no checkpoint", step))
+
+
+def trainer(folder: Path, **options: Any) -> tuple[Trainer, Leader]:
+    of = Settings.model_validate(
+        {
+            **settings().model_dump(),
+            "run": {"id": "faults", "folder": folder},
+            "weights": {"probe_every_versions": 0},
+            "trainer": {"learning_rate": 1e-3, "zero_stage": 0, "checkpoint_every_steps": 1, **options},
+        }
+    )
+    leader = Leader()
+    made: Any = leader
+    return Trainer(One(of).engine, of, made), leader
+
+
+def test_a_batch_that_is_not_finite_is_skipped_and_the_next_one_makes_the_step(tmp_path: Path) -> None:
+    found, leader = trainer(tmp_path)
+    for data in (batch(), poison(batch()), batch()):
+        found._train(data, [1] * 4)
+    committed = [what for what in leader.said if what[0] != "checkpoint"]
+    assert committed == [("committed", 1), ("skipped", "nonfinite"), ("committed", 2)]
+
+
+def test_more_in_a_row_than_allowed_pause_the_run_with_a_sentence(tmp_path: Path) -> None:
+    found, leader = trainer(tmp_path, max_skipped_steps=1)
+    for data in (poison(batch()), batch(), poison(batch())):
+        found._train(data, [1] * 4)
+    assert "paused" not in dict(leader.said)
+    found._train(poison(batch()), [1] * 4)
+    assert leader.said.count(("skipped", "nonfinite")) == 3
+    assert "expected at most 1 batches in a row that are not finite" in dict(leader.said)["paused"]
+
+
+# -------------------------------------------------------------------- a full folder
+
+
+@pytest.mark.parametrize("place", ["model", "marker"])
+def test_a_checkpoint_that_storage_refuses_leaves_the_one_before_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    found, leader = trainer(tmp_path)
+    found._train(batch(), [1] * 4)
+    with monkeypatch.context() as full:
+        if place == "model":
+            full.setattr(torch, "save", _write_half)
+        else:
+            full.setattr(Path, "write_text", _refuse)
+        found._train(batch(), [1] * 4)
+    root = tmp_path / "faults" / "checkpoints"
+    assert [checkpoint.state.step for checkpoint in local_store.find(root)] == [1]
+    assert sorted(path.name for path in root.iterdir()) == ["step-000001"], "no half checkpoint takes up room"
+    assert leader.said == [("committed", 1), ("checkpoint", 1), ("committed", 2), ("no checkpoint", 2)]
+    found._train(batch(), [1] * 4)
+    assert [checkpoint.state.step for checkpoint in local_store.find(root)] == [1, 3]
+
+
+def test_a_checkpoint_that_is_ordered_between_two_steps_is_whole_before_the_next_order(tmp_path: Path) -> None:
+    found, leader = trainer(tmp_path, checkpoint_every_steps=1000)
+    whole: list[list[int]] = []
+    root = tmp_path / "faults" / "checkpoints"
+    leader.looks = lambda: whole.append([checkpoint.state.step for checkpoint in local_store.find(root)])
+    train = Order(Kind.TRAIN, groups=tuple(batch()), lags=(1,) * 4, learning_rate=1e-3)
+    leader.orders = [train, Order(Kind.CHECKPOINT), Order(Kind.CHECKPOINT), Order(Kind.STOP)]
+    found.run()
+    assert whole == [[], [], [1], [1]]
+    assert leader.said == [("ready", None), ("committed", 1), ("checkpoint", 1)], "none is written twice"
+
+
+# -------------------------------------------------------------------- a replay
+
+
+def test_weights_of_a_replay_that_could_not_follow_its_plan_are_published_again_and_told(
+    tmp_path: Path, memory: Any
+) -> None:
+    first, leader = trainer(tmp_path / "first")
+    with memory(9):
+        first._train(batch(), [1] * 4)
+    (plan,) = leader.plans
+    assert plan.misfits
+
+    def replayed(name: str, known: StepPlan | None) -> list[tuple[str, Any]]:
+        again, leader = trainer(tmp_path / name)
+        order = Order(Kind.REPLAY, groups=tuple(batch()), lags=(1,) * 4, learning_rate=1e-3, plan=known)
+        leader.orders = [order, Order(Kind.IDLE), Order(Kind.STOP)]
+        again.run()
+        return [what for what in leader.said if what[0] != "checkpoint"]
+
+    assert replayed("as it was", plan) == [("ready", None)]
+    assert replayed("of an older version", None) == [("ready", None)]
+    with memory(9):
+        differs = replayed("with less memory", dataclasses.replace(plan, misfits=()))
+    assert [what for what, _ in differs] == ["replay differs", "published", "ready"]
+    assert "step 1 was replayed in other forward passes" in differs[0][1]
+    assert "published again as a new version" in differs[0][1]
+
+
+def _write_half(state: Any, path: Any, *_: Any, **__: Any) -> None:
+    Path(path).write_bytes(b"half")
+    raise RuntimeError("PytorchStreamWriter failed writing file data/1: file write failed")
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+# -------------------------------------------------------------------- a checkpoint of another shape
+
+
+@pytest.mark.parametrize(("ranks", "zero_stage"), [(2, 0), (1, 1)])
+def test_a_checkpoint_of_other_ranks_or_another_stage_is_refused_with_the_way_out(
+    tmp_path: Path, ranks: int, zero_stage: int
+) -> None:
+    found, _ = trainer(tmp_path)
+    found._train(batch(), [1] * 4)
+    (written,) = local_store.find(tmp_path / "faults" / "checkpoints")
+    local_store.check_ranks(written, 1, 0)
+    with pytest.raises(
+        SettingsError, match=rf"with 1 ranks .* found {ranks} and {zero_stage}: .*`penstock export --version 1`"
+    ):
+        local_store.check_ranks(written, ranks, zero_stage)

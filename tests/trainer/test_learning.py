@@ -1,0 +1,91 @@
+"""Learning is honest: it comes from the rewards and from the learning rate, and from nothing else.
+
+Three short whole runs of the example: as it is, with a learning rate of 0, and with rewards drawn by lot. They are judged
+by the probability that a policy gives to the right answers of the held-out problems, computed here with plain
+transformers. (Greedy accuracy would not do for the lot: the example starts out undecided, so a breath tips it.)
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import forge
+
+pytestmark = pytest.mark.timeout(900)
+
+ROOT = Path(__file__).parents[2]
+POLICY = ROOT / "examples" / "arithmetic" / "policy"
+ALONE = "--rollout.replicas=1"
+"""One replica is enough to learn; the example itself has two."""
+LOT = '--reward.scorers=[{kind = "random", name = "answer"}]'
+
+
+async def run(folder: Path, run_id: str, *flags: str) -> Path:
+    """Run 15 steps, or as ``flags`` say; return the run's folder."""
+    words = ["config/arithmetic.toml", "--run.steps=15", f"--run.id={run_id}", f"--run.folder={folder}"]
+    await forge.up([*words, "--evaluation.every_steps=1000", *flags], folder / "up.txt")
+    return folder / run_id
+
+
+def probability_of_answers(policy: Path) -> float:
+    """Return the mean probability of a right answer, sampled at temperature 1, over the held-out problems."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(policy), AutoTokenizer.from_pretrained(policy)
+    rows = [json.loads(line) for line in (ROOT / "examples/arithmetic/heldout.jsonl").read_text().splitlines()]
+    of_lengths: dict[tuple[int, int], list[list[int]]] = {}
+    for row in rows:
+        prompt, answer = tokenizer(row["prompt"])["input_ids"], tokenizer(row["answer"])["input_ids"]
+        tokens = [*prompt, *answer, tokenizer.eos_token_id]
+        of_lengths.setdefault((len(prompt), len(tokens)), []).append(tokens)
+    total = 0.0
+    for (begin, _), together in of_lengths.items():
+        tokens_BT = torch.tensor(together)
+        with torch.no_grad():
+            logprobs_BTV = torch.log_softmax(model(input_ids=tokens_BT).logits[:, begin - 1 : -1], -1)
+        total += float(logprobs_BTV.gather(-1, tokens_BT[:, begin:, None]).sum((1, 2)).exp().sum())
+    return total / len(rows)
+
+
+@pytest.mark.slow
+async def test_the_example_learns(tmp_path: Path) -> None:
+    folder = await run(tmp_path, "real")
+    accuracies = [json.loads(line)["accuracy"] for line in (folder / "evaluations.jsonl").read_text().splitlines()]
+    assert accuracies[0] <= 0.40
+    assert accuracies[-1] >= 0.65
+    assert probability_of_answers(POLICY) <= 0.50
+    assert probability_of_answers(folder / "policy") >= 0.60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [("--algorithm.preset=ppo", "--algorithm.critic.learning_rate=1e-3"), ("--algorithm.preset=dpo",)],
+    ids=["ppo", "dpo"],
+)
+async def test_other_presets_learn(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    folder = await run(tmp_path, "preset", ALONE, *flags)
+    accuracies = [json.loads(line)["accuracy"] for line in (folder / "evaluations.jsonl").read_text().splitlines()]
+    assert accuracies[0] <= 0.40
+    assert accuracies[-1] >= 0.60
+
+
+@pytest.mark.slow
+async def test_a_learning_rate_of_zero_changes_nothing(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    folder = await run(
+        tmp_path, "still", ALONE, "--run.steps=8", "--trainer.learning_rate=0", "--trainer.warmup_steps=0"
+    )
+    before, after = load_file(POLICY / "model.safetensors"), load_file(folder / "policy" / "model.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before.keys() | after.keys())
+    accuracies = [json.loads(line)["accuracy"] for line in (folder / "evaluations.jsonl").read_text().splitlines()]
+    assert max(accuracies) - min(accuracies) <= 2 / 500, "but for a tie between two tokens"
+
+
+@pytest.mark.slow
+async def test_rewards_by_lot_teach_nothing(tmp_path: Path) -> None:
+    folder = await run(tmp_path, "lot", ALONE, LOT)
+    assert probability_of_answers(folder / "policy") <= probability_of_answers(POLICY) + 0.10

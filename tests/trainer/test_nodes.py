@@ -1,0 +1,108 @@
+"""Laws of a trainer over several hosts: two processes with addresses of their own, joined as pods are."""
+
+import asyncio
+import contextlib
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.up.prepare import prepare
+from shared.errors import SettingsError
+from shared.settings import load
+from tests.conftest import PATIENCE_S, Server, free_port
+from tests.support import forge
+from tests.support.listeners import listeners
+from tests.support.tolerance import ADAM_MOVEMENT, moved_apart
+from tests.trainer.test_service import GROUPS, Run, bus_of, feed, initial_weights
+
+
+@contextlib.contextmanager
+def hosts(run: Run, rendezvous: int, metrics: int, *, forked: bool = False) -> Iterator[list[forge.Started]]:
+    """Start the trainer on two hosts, 127.0.0.1 and 127.0.0.2, each as a pod does."""
+    flags = ["--trainer.nodes", "2", "--trainer.rendezvous", f"127.0.0.1:{rendezvous}"]
+    found = []
+    try:
+        for node in (0, 1):
+            words = ["--config", run.config, "--replica", f"trainer-{node}", "--trainer.node", node, *flags]
+            words += ["--trainer.metrics_port", metrics]
+            with run.log.open("a") as log:
+                found.append(forge.start("services.trainer", words, log, forked=forked, POD_IP=f"127.0.0.{node + 1}"))
+        yield found
+    finally:
+        for process in found:
+            kill(process)
+            process.wait(PATIENCE_S)
+
+
+def kill(host: forge.Started) -> None:
+    """Kill a host's processes, if any is there."""
+    if host.poll() is None:
+        launcher = psutil.Process(host.pid)
+        for process in (*launcher.children(recursive=True), launcher):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def answers(url: str) -> bool:
+    with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2.0) as answer:
+        return bool(json.load(answer)["ready"])
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(480)
+async def test_two_hosts_train_as_one_and_come_back_when_one_of_them_dies(tmp_path: Path, server: Server) -> None:
+    one = Run(tmp_path, server, "one-host")
+    async with bus_of(one) as (bus, ledger), one.trainer() as process:
+        await feed(bus, 0, 3 * GROUPS)
+        await one.reaches(ledger, 3, process)
+        expected = await one.weights(ledger)
+
+    two = Run(tmp_path, server, "two-hosts", ranks=1)
+    metrics = free_port()
+    async with bus_of(two) as (bus, ledger):
+        await feed(bus, 0, 2 * GROUPS)
+        with hosts(two, free_port(), metrics) as (first, second):
+            await two.reaches(ledger, 2, first)
+            assert await asyncio.to_thread(answers, f"http://127.0.0.1:{metrics}/readyz")
+            assert await asyncio.to_thread(answers, f"http://127.0.0.2:{metrics}/readyz")
+            seen = listeners(first.pid, second.pid)
+            assert {listener.address for listener in seen} <= {"127.0.0.1", "127.0.0.2"}, seen
+            kill(second)
+            assert await asyncio.to_thread(first.wait, 60) != 0  # its supervisor starts it again
+        await feed(bus, 2 * GROUPS, GROUPS)
+        with hosts(two, free_port(), metrics, forked=True) as (first, _):
+            await two.reaches(ledger, 3, first)
+            found = await two.weights(ledger)
+            assert await bus.counts() == {"trained": 3 * GROUPS}
+    assert moved_apart(found, expected, initial_weights()) < ADAM_MOVEMENT
+
+
+def test_several_hosts_need_a_place_to_meet(tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text("[trainer]\nnodes = 2\n")
+    with pytest.raises(
+        SettingsError, match=r"expected trainer\.rendezvous and trainer\.node < 2 with trainer\.nodes = 2"
+    ):
+        load(config)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[trainer]\nnodes = 2\nrendezvous = "a:1"\n',
+        '[rollout]\nnodes = 2\nrendezvous = "a:1"\nsecret_file = "s"\nvllm.tensor_parallel_size = 2\n',
+    ],
+)
+def test_up_starts_one_host(tmp_path: Path, text: str) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text(text)
+    name = text[1:].partition("]")[0]
+    with pytest.raises(
+        SettingsError, match=rf"expected {name}\.nodes = 1 with `penstock up`, which starts one host, found 2"
+    ):
+        prepare(config, None, ())

@@ -1,0 +1,146 @@
+"""Laws of several ranks: two learn what one learns, agree where one of them fails, and come back from what they wrote.
+
+The two ranks are real processes of the launcher (``tests/support/trainer_ranks.py``), started once for all laws; one rank is this process.
+"""
+
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import tiny, tiny_hybrids, trainer_ranks
+from tests.support.tolerance import FORWARD, GRADIENT, MOVEMENT, moved_apart, smooth_adam
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_rank")]
+
+ROOT = Path(__file__).parents[2]
+LAUNCH = (
+    "import sys\nfrom services.trainer.launcher import launch\nfrom shared.settings import TrainerSettings\n"
+    "sys.exit(launch(sys.argv[1:], TrainerSettings(ranks=2), drain_s=0.0))"
+)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What two ranks found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCH, sys.executable, "-m", "tests.support.trainer_ranks", folder],
+        cwd=ROOT, capture_output=True, text=True, timeout=400,
+        env={**{name: value for name, value in os.environ.items() if name not in names}, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = torch.load(folder / "found.pt", weights_only=True)
+    return found
+
+
+def one(longer: int = 0, **tables: Any) -> dict[str, Any]:
+    """What one rank finds in the same two steps."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with smooth_adam():
+            return trainer_ranks.two_steps(trainer_ranks.settings(0, 1, **tables), longer)
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any], make: Callable[[], Any] = tiny.model) -> None:
+    for ours, theirs in zip(found["measured"], expected["measured"], strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=FORWARD)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=GRADIENT)
+        assert ours["kl_mean"] == pytest.approx(theirs["kl_mean"], abs=FORWARD)
+    torch.manual_seed(0)
+    start = {name: weight.detach() for name, weight in make().named_parameters()}
+    assert moved_apart(found["weights"], expected["weights"], start) < MOVEMENT
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_two_ranks_make_the_steps_of_one(two: dict[str, Any], zero_stage: int) -> None:
+    assert_same(two[f"zero-{zero_stage}"], one())
+
+
+def test_ranks_with_parts_of_the_weights_may_need_different_numbers_of_chunks_of_logits(two: dict[str, Any]) -> None:
+    assert_same(two["chunks"], one(trainer_ranks.LONGER))
+
+
+@pytest.mark.parametrize("algorithm", list(trainer_ranks.ALGORITHMS))
+def test_two_ranks_learn_what_one_rank_learns(two: dict[str, Any], algorithm: str) -> None:
+    expected = one(algorithm=trainer_ranks.ALGORITHMS[algorithm])
+    for zero_stage in (1, 3):
+        assert_same(two[f"{algorithm}-{zero_stage}"], expected)
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_two_ranks_make_the_steps_of_one_with_adapters_and_a_kl_to_the_policy_without_them(
+    two: dict[str, Any], zero_stage: int
+) -> None:
+    found = two[f"lora-{zero_stage}"]
+    assert_same(found, one(lora=trainer_ranks.LORA, algorithm={"kl": trainer_ranks.KL}))
+    first, second = found["measured"]
+    assert first["reference_kl"] == 0.0, "an adapter starts as nothing"
+    assert second["reference_kl"] > 0.0
+
+
+def test_ranks_that_call_recurrent_layers_unequally_often_make_the_steps_of_one(two: dict[str, Any]) -> None:
+    expected = one(trainer_ranks.LONGER, **trainer_ranks.HYBRID)
+    assert_same(two["hybrid"], expected, tiny_hybrids.HYBRIDS[trainer_ranks.HYBRID["model"]])
+
+
+@pytest.mark.parametrize(("name", "algorithm"), [("sequences", {}), ("sequences-dpo", trainer_ranks.ALGORITHMS["dpo"])])
+def test_ranks_that_run_sequences_one_by_one_make_the_packed_steps_of_one(
+    two: dict[str, Any], name: str, algorithm: dict[str, Any]
+) -> None:
+    assert_same(two[name], one(trainer_ranks.LONGER, algorithm=algorithm))
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_ranks_with_adapters_come_back_from_their_checkpoint_to_the_bit(two: dict[str, Any], zero_stage: int) -> None:
+    (measured, weights), (again, others) = two[f"lora-{zero_stage}-resumed"].values()
+    timeless = [name for name in measured if name not in ("model_tflops_per_s", "mfu")]
+    assert {name: measured[name] for name in timeless} == {name: again[name] for name in timeless}
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def test_a_rank_without_memory_has_all_ranks_cut_the_micro_batch_and_the_step_is_the_same(two: dict[str, Any]) -> None:
+    found, expected = two["split"]["measured"], two["zero-1"]["measured"][0]
+    assert expected["micro_batch_splits"] == 0.0
+    assert found["micro_batch_splits"] > 0.0
+    assert found["dropped_out_of_memory"] == 0.0
+    assert found["loss"] == pytest.approx(expected["loss"], abs=FORWARD)
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=GRADIENT)
+
+
+def test_samples_that_do_not_fit_on_one_rank_are_left_out_and_all_ranks_know_how_many(two: dict[str, Any]) -> None:
+    found = two["left out"]["measured"]
+    assert found["dropped_out_of_memory"] == 3.0
+    assert 0.0 < found["grad_norm"] < float("inf")
+
+
+@pytest.mark.parametrize("scene", ["split", "left out"])
+def test_a_replay_of_a_step_that_lacked_memory_on_one_rank_has_the_same_weights_to_the_bit(
+    two: dict[str, Any], scene: str
+) -> None:
+    made, replayed = two[scene]["plans"]
+    assert {misfit["ranks"] for misfit in made["misfits"]} == {(1,)}
+    assert replayed == made
+    for name, tensor in two[scene]["weights"].items():
+        assert torch.equal(tensor, two[scene]["replayed"][name]), name
+
+
+def test_a_folder_that_is_full_for_one_rank_leaves_the_checkpoint_before_and_the_next_one_is_whole(
+    two: dict[str, Any],
+) -> None:
+    assert two["full"]["said"] == [
+        ("committed", 1), ("checkpoint", 1), ("committed", 2), ("no checkpoint", 2), ("committed", 3), ("checkpoint", 3),
+    ]  # fmt: skip
+    assert two["full"]["whole"] == [1, 3]
+    assert two["full"]["left"] == ["step-000001", "step-000003"]
+
+
+def test_a_trainer_that_compiles_nothing_does_not_import_torchs_compiler(two: dict[str, Any]) -> None:
+    assert two["compiler"] == []

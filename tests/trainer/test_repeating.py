@@ -1,0 +1,75 @@
+"""Laws of what repeats to the bit on every device, and of float32 logits in the real engine."""
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from services.trainer.algorithm.update import Learner
+from services.trainer.metrics import Phases
+from services.trainer.model.engine import TrainingEngine
+from services.trainer.model.layers.gather import gather_rows
+from services.trainer.model.policy import Policy
+from shared.model.logits_projection import LogitsType
+from shared.settings import Settings
+from tests.support import tiny
+from tests.trainer.algorithm import test_update
+
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+def test_the_gradient_of_copied_rows_is_their_sum_and_always_the_same(device: str) -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(50, 3, 8, device=device, requires_grad=True)
+    places, weights = torch.randint(0, 50, (4000,), device=device), torch.randn(4000, 3, 8, device=device)
+    assert torch.equal(gather_rows(rows, places), rows[places])
+    first, second = (torch.autograd.grad((gather_rows(rows, places) * weights).sum(), rows)[0] for _ in range(2))
+    expected = torch.zeros(50, 3, 8, dtype=torch.float64).index_add_(0, places.cpu(), weights.double().cpu())
+    assert torch.allclose(first.double().cpu(), expected, atol=1e-4)  # about 80 copies each, added up in float32
+    assert torch.equal(first, second)
+
+
+@NEEDS_GPU
+def test_a_replay_on_a_gpu_repeats_a_step_to_the_bit_with_dropout_and_short_of_memory() -> None:
+    command = [sys.executable, "-m", "benchmarks.replay", "--device", "cuda", "--lora", "--short-of-memory"]
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # of this process, where an earlier test made it a rank
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["on"]["misfits"] == 1
+    assert found["on"]["equal"], found
+
+
+def _step(zero_stage: int, logits: LogitsType, chunk_tokens: int) -> tuple[float, dict[str, torch.Tensor]]:
+    """The gradient norm of a step of a tiny policy in bfloat16, and its weights after it."""
+    trainer = {"learning_rate": 1e-3, "zero_stage": zero_stage}
+    of = Settings.model_validate(
+        {"policy": {"dtype": "bfloat16"}, "sampling": {"max_new_tokens": 8}, "trainer": trainer}
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model: Any = tiny.model(0).to(torch.bfloat16).requires_grad_(True)
+        engine = TrainingEngine(Policy(model, chunk_tokens=chunk_tokens, logits=logits).train(), of, "cpu")
+        data = test_update.batch()
+        measured = Learner(engine, of, Phases()).learn(data, [1] * len(data), 1)
+    return measured["grad_norm"], {name: tensor.float().clone() for name, tensor in engine.tensors()}
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_step_with_float32_logits_is_the_same_with_weights_in_parts_and_in_chunks() -> None:
+    norm, weights = _step(1, "float32", 0)
+    for zero_stage, chunk_tokens in ((3, 0), (3, 5), (1, 5)):
+        other_norm, other = _step(zero_stage, "float32", chunk_tokens)
+        assert other_norm == pytest.approx(
+            norm, rel=1e-2
+        )  # gradients are summed in bfloat16, of chunks one after another
+        # AdamW's first step is ± the learning rate for each weight, and rounds to 8 bits
+        assert max(float((weights[name] - other[name]).abs().max()) for name in weights) <= 2.1e-3 + 2**-8
+    assert _step(1, "model", 0)[0] != norm

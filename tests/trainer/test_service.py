@@ -1,0 +1,442 @@
+"""Laws of the trainer as a process: commit, kill, resume, fence. Real DeepSpeed, real Valkey, real SIGKILL."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from shared.bus import streams, wire
+from shared.bus.bus import Bus
+from shared.bus.messages import Experience, FinishReason, PolicyRecord, Probe, RolloutGroup, Sample
+from shared.bus.stores.ledger import Ledger
+from shared.bus.stores.live_settings import Live
+from shared.bus.stores.run_secret import RunSecret
+from shared.bus.streams import EXPERIENCE, PUBLISHED, Stream
+from shared.settings import Settings
+from shared.weights.format.flat import FlatSnapshot
+from shared.weights.format.snapshot import read_snapshot
+from shared.weights.receiver.puller import Puller
+from shared.weights.receiver.receiver import Receiver
+from shared.weights.transport.place import Place, boot_id
+from tests.conftest import PATIENCE_S, Server, until
+from tests.support import builders, forge, weights
+from tests.support.tolerance import ADAM_MOVEMENT, FORWARD, moved_apart
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "examples" / "arithmetic" / "policy"
+STEPS, GROUPS = 5, 2
+ACTOR_CRITIC = """
+preset = "ppo"
+minibatches = 2
+[algorithm.kl]
+coefficient = 0.05
+target = 0.01
+where = "reward"
+estimator = "k1"
+[algorithm.critic]
+learning_rate = 1e-3
+"""
+LORA = "[policy.lora]\nrank = 4"
+LOG_LINEAR = 'preset = "a3po"'  # its proximal depends on each group's lag
+
+
+class Run:
+    """A run with a trainer that a test starts and kills; the test itself plays everybody else."""
+
+    def __init__(
+        self,
+        folder: Path,
+        server: Server,
+        run_id: str,
+        algorithm: str = "",
+        transport: str = "file",
+        **trainer: int | str,
+    ) -> None:
+        self.folder, self.server, self.run_id = folder, server, run_id
+        self.config, self.log = folder / f"{run_id}.toml", folder / f"{run_id}.log"
+        options = {"ranks": 1, "zero_stage": 1, "checkpoint_every_steps": 2, "threads": 1, **trainer}
+        self.config.write_text(
+            f'[run]\nid = "{run_id}"\nfolder = "{folder}/runs"\nsteps = {STEPS}\n'
+            f'[bus]\nurl = "{server.url}"\n'
+            f'[policy]\nmodel = "{MODEL}"\ndtype = "float32"\n'
+            "[sampling]\nmax_new_tokens = 8\n"
+            f"[algorithm]\ngroups_per_step = {GROUPS}\nmax_lag = {STEPS}\n{algorithm}\n"
+            f'[weights]\ntransport = "{transport}"\ndeadline_s = 5\nfolder = "{folder}/weights-{run_id}"\n'
+            "[trainer]\nlearning_rate = 1e-3\nadam_beta2 = 0.99\n"
+            + "".join(f"{name} = {value}\n" for name, value in options.items())
+        )
+
+    @contextlib.asynccontextmanager
+    async def trainer(self) -> AsyncIterator[forge.Started]:
+        with self.log.open("a") as log:
+            process = forge.start("services.trainer", ["--config", self.config, "--replica", "trainer-0"], log)
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(PATIENCE_S)
+
+    async def reaches(self, ledger: Ledger, step: int, process: forge.Started) -> None:
+        async def reached() -> bool:
+            if process.poll() is not None:
+                pytest.fail(f"trainer ended with {process.returncode}: {self.log.read_text()[-3000:]}")
+            status = await ledger.status()
+            return status.newest_version is not None and status.step >= step
+
+        await until(reached)
+
+    async def stops(self, process: forge.Started) -> None:
+        process.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(process.wait, PATIENCE_S)
+
+    async def weights(self, ledger: Ledger) -> dict[str, torch.Tensor]:
+        status = await ledger.status()
+        assert status.newest_version is not None
+        record = await ledger.policy(status.newest_version)
+        assert record is not None
+        return read_snapshot(Path(record.location), record.manifest_digest)
+
+
+def initial_weights() -> dict[str, torch.Tensor]:
+    """The weights from which every trainer here starts."""
+    found: dict[str, torch.Tensor] = load_file(MODEL / "model.safetensors")
+    return found
+
+
+def experience(group_id: int, version: int = 0) -> Experience:
+    """A group whose samples the small policy could have written, with rewards that differ."""
+    generator = np.random.default_rng(group_id)
+
+    def sample(length: int) -> Sample:
+        return Sample(
+            token_ids=generator.integers(2, 60, length).astype(np.int32),
+            behavior_logprobs=np.full(length, -4.0, dtype=np.float32),
+            version_spans=np.array([[0, version]], dtype=np.int32),
+            finish_reason=FinishReason.STOP,
+            text="46",
+        )
+
+    made = builders.experience(group_id, (1.0, 0.0, 0.0), version)
+    group = RolloutGroup(
+        prompt=made.group.prompt,
+        prompt_token_ids=generator.integers(2, 60, 6).astype(np.int32),
+        samples=tuple(sample(length) for length in (3, 4, 2)),
+        replica="rollout-0",
+        started_at_s=1.0,
+        finished_at_s=2.0,
+    )
+    return Experience(group, made.rewards, made.scores, 4.0, 0.1)
+
+
+def _last_rank(pid: int, ranks: int) -> int:
+    """The process of the last rank: a child of the launcher, or the trainer itself."""
+    return pid if ranks == 1 else psutil.Process(pid).children()[-1].pid
+
+
+async def feed(bus: Bus, start: int, count: int, stream: Stream = EXPERIENCE) -> None:
+    for group_id in range(start, start + count):
+        await bus.append(stream, {"id": str(group_id), "data": wire.encode(experience(group_id))})
+
+
+@contextlib.asynccontextmanager
+async def bus_of(run: Run) -> AsyncIterator[tuple[Bus, Ledger]]:
+    bus = await Bus.connect(run.server.url, run.run_id, wait_s=PATIENCE_S)
+    ledger = Ledger(bus)
+    await ledger.create()
+    yield bus, ledger
+    await bus.close()
+
+
+async def _after(
+    run: Run, steps: int, then: Callable[[forge.Started], Awaitable[None]] | None = None
+) -> dict[str, torch.Tensor]:
+    """Return the weights that a trainer makes of the first groups in ``steps`` steps; ``then`` gets its process."""
+    async with bus_of(run) as (bus, ledger), run.trainer() as process:
+        await feed(bus, 0, steps * GROUPS)
+        await run.reaches(ledger, steps, process)
+        found = await run.weights(ledger)
+        if then is not None:
+            await then(process)
+        return found
+
+
+async def versions(ledger: Ledger) -> list[tuple[int, int | None, int]]:
+    return [(record.version, record.parent, record.step) for record in await ledger.policies()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "zero_stage", "algorithm"),
+    [(2, 2, ""), (2, 3, LORA), (2, 1, ACTOR_CRITIC), (1, 0, LOG_LINEAR)],
+    ids=["grpo-2", "lora-zero-3", "actor-critic-2", "log-linear-1"],
+)
+async def test_a_trainer_killed_after_a_commit_comes_back_at_its_step_with_the_same_weights(
+    tmp_path: Path, server: Server, ranks: int, zero_stage: int, algorithm: str
+) -> None:
+    whole = Run(tmp_path, server, f"whole-{ranks}-{zero_stage}", algorithm, ranks=ranks, zero_stage=zero_stage)
+    undisturbed = asyncio.create_task(_after(whole, STEPS))  # beside the other: most of its time is a process's start
+
+    killed = Run(tmp_path, server, f"killed-{ranks}-{zero_stage}", algorithm, ranks=ranks, zero_stage=zero_stage)
+    async with bus_of(killed) as (bus, ledger):
+        await feed(bus, 0, 3 * GROUPS)
+        async with killed.trainer() as process:
+            await killed.reaches(ledger, 3, process)  # the checkpoint is of step 2, the journal holds step 3
+            os.kill(_last_rank(process.pid, ranks), signal.SIGKILL)
+            await asyncio.to_thread(process.wait, PATIENCE_S)
+        published = await bus.length(PUBLISHED)
+        await feed(bus, 3 * GROUPS, 2 * GROUPS)
+        async with killed.trainer() as process:
+            await killed.reaches(ledger, STEPS, process)
+            await killed.stops(process)
+            assert ranks > 1 or process.returncode == 0
+        assert await versions(ledger) == [(0, None, 0), (1, 0, 1), (2, 1, 2), (3, 2, 3), (4, 3, 4), (5, 4, 5)]
+        assert await bus.length(PUBLISHED) == published + 2, "a replayed step is not published again"
+        assert await bus.counts() == {"trained": STEPS * GROUPS}
+        tested = (await ledger.status()).self_tests
+        assert set(tested) == ({"policy", "critic"} if algorithm == ACTOR_CRITIC else {"policy"})
+        assert all(" differ by " in outcome and 'packing = "rows"' in outcome for outcome in tested.values())
+        found = await killed.weights(ledger)
+    expected = await undisturbed
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert (tmp_path / "runs" / f"killed-{ranks}-{zero_stage}" / "policy" / "config.json").exists()
+
+
+@pytest.mark.slow
+async def test_a_replay_repeats_the_learning_rate_of_each_step(tmp_path: Path, server: Server) -> None:
+    run = Run(tmp_path, server, "live-rate", checkpoint_every_steps=100)
+    async with bus_of(run) as (bus, ledger):
+        live = Live(bus, Settings())
+        await feed(bus, 0, GROUPS)
+        async with run.trainer() as process:
+            await run.reaches(ledger, 1, process)
+            expected = await run.weights(ledger)
+            await live.change(0, {"trainer.learning_rate": 0.0}, "stand still")
+            await feed(bus, GROUPS, GROUPS)
+            await run.reaches(ledger, 2, process)
+            process.kill()
+            await asyncio.to_thread(process.wait, PATIENCE_S)
+        await live.change(1, {"trainer.learning_rate": 1.0}, "only a replay that reads this would move")
+        await live.change(2, {"trainer.learning_rate": 0.0}, "stand still")
+        async with run.trainer() as process:  # there is no checkpoint: steps 1 and 2 are replayed
+            await feed(bus, 2 * GROUPS, GROUPS)
+            await run.reaches(ledger, 3, process)
+        found = await run.weights(ledger)
+        revisions = [(record.step, record.settings_revision) for record in await ledger.policies()]
+    assert revisions == [(0, 0), (1, 0), (2, 1), (3, 3)]
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+async def pulled(ledger: Ledger) -> tuple[PolicyRecord, dict[str, torch.Tensor]]:
+    """Pull the newest version from the trainer, as a replica does."""
+    status = await ledger.status()
+    assert status.newest_version is not None
+    record = await ledger.policy(status.newest_version)
+    assert record is not None
+    secret = RunSecret(ledger._bus)
+    await secret.refresh()
+    puller, receiver = Puller(Place("cpu", (), boot_id()), 1, 5.0, secret), Receiver(1, 1, weights.CPU)
+    try:
+        offer = await puller.ask(record.source, record)
+        shadow = FlatSnapshot(offer.layout, weights.CPU)
+        await asyncio.to_thread(receiver.receive, offer, shadow)
+        await puller.finish(offer, None)
+        return record, shadow.tensors()
+    finally:
+        await puller.close()
+        receiver.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "zero_stage"), [(1, 1), (2, 3)])
+async def test_a_trainer_that_comes_back_serves_its_step_as_a_new_version_with_a_probe(
+    tmp_path: Path, server: Server, ranks: int, zero_stage: int
+) -> None:
+    run = Run(
+        tmp_path, server, f"pull-{ranks}", transport="pull", ranks=ranks, zero_stage=zero_stage, stopped_exit_status=143
+    )
+    async with bus_of(run) as (bus, ledger):
+        await feed(bus, 0, 3 * GROUPS)
+        async with run.trainer() as process:
+            await run.reaches(ledger, 3, process)
+            before, expected = await pulled(ledger)
+            os.kill(_last_rank(process.pid, ranks), signal.SIGKILL)
+            await asyncio.to_thread(process.wait, PATIENCE_S)
+        async with run.trainer() as process:
+            await until(lambda: _newest_is(ledger, 4))
+            after, found = await pulled(ledger)
+            await run.stops(process)
+            assert process.returncode == 143  # 0 would be a run that is over, to a Job
+        assert await versions(ledger) == [(0, None, 0), (1, 0, 1), (2, 1, 2), (3, 2, 3), (4, 3, 3)]
+        assert (before.location, after.location) == ("", "")
+        assert after.source != before.source
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert [record.probe is not None for record in await ledger.policies()] == [True, False, False, False, True]
+        assert after.probe is not None
+        _assert_scored_by(after.probe, found)
+
+
+async def _newest_is(ledger: Ledger, version: int) -> bool:
+    return (await ledger.status()).newest_version == version
+
+
+def _assert_scored_by(probe: Probe, tensors: dict[str, torch.Tensor]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    assert set(missing) <= {"lm_head.weight"}
+    assert unexpected == []
+    for token_ids, logprobs in probe.sequences():
+        ids = torch.tensor(token_ids, dtype=torch.long)
+        with torch.inference_mode():
+            logits = model(input_ids=ids[None]).logits[0, :-1]
+        expected = torch.log_softmax(logits, -1)[torch.arange(len(ids) - 1), ids[1:]]
+        np.testing.assert_allclose(logprobs, expected.numpy(), atol=FORWARD)
+
+
+@pytest.mark.slow
+async def test_two_ranks_learn_what_one_rank_learns_and_do_not_outlive_their_launcher(
+    tmp_path: Path, server: Server
+) -> None:
+    """With a critic, as processes; ``tests/trainer/test_ranks.py`` holds the law for every kind of algorithm and ZeRO stage."""
+
+    def run(ranks: int, zero_stage: int, cap: int) -> Run:
+        name = f"ranks-{ranks}-{zero_stage}"
+        return Run(tmp_path, server, name, ACTOR_CRITIC, ranks=ranks, zero_stage=zero_stage, micro_batch_tokens=cap)
+
+    # the cap makes several micro-batches a rank
+    one, two = await asyncio.gather(_after(run(1, 0, 16_384), 2), _after(run(2, 3, 24), 2, _outlived_by_no_rank))
+    assert moved_apart(two, one, initial_weights()) < ADAM_MOVEMENT
+
+
+async def _outlived_by_no_rank(launcher: forge.Started) -> None:
+    ranks = psutil.Process(launcher.pid).children()
+    assert len(ranks) == 2
+    os.kill(launcher.pid, signal.SIGKILL)
+    await until(lambda: not any(_runs(rank) for rank in ranks))
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.slow
+async def test_what_cannot_be_trained_on_leaves_with_its_reason_and_the_rest_is_trained(
+    tmp_path: Path, server: Server
+) -> None:
+    run = Run(tmp_path, server, "leaving", micro_batch_tokens=40)
+    async with bus_of(run) as (bus, ledger), run.trainer() as process:
+        await run.reaches(ledger, 0, process)
+        await bus.append(EXPERIENCE, {"id": "0", "data": b"noise"})
+        await bus.append(EXPERIENCE, {"id": "1", "data": wire.encode(experience(1, version=77))})
+        short = Experience(experience(2).group, np.array([1.0], np.float32), (), 1.0, 0.1)
+        await bus.append(EXPERIENCE, {"id": "2", "data": wire.encode(short)})
+        long = builders.experience(3, (1.0, 0.0))
+        long = Experience(
+            RolloutGroup(long.group.prompt, np.arange(60, dtype=np.int32), long.group.samples, "r", 1.0, 2.0),
+            long.rewards, long.scores, 1.0, 0.1,
+        )  # fmt: skip
+        await bus.append(EXPERIENCE, {"id": "3", "data": wire.encode(long)})
+        await feed(bus, 10, GROUPS)
+        await feed(bus, 10, 1)  # the same group twice
+        await run.reaches(ledger, 1, process)
+        await feed(bus, 20, 1)
+        await until(lambda: _ended(bus, 6))
+        assert await bus.counts() == {
+            "dead:experience": 3, "dropped:too_long": 1, "dropped:duplicate": 1, "trained": GROUPS,
+        }  # fmt: skip
+
+
+@pytest.mark.slow
+async def test_a_gradient_that_is_not_finite_leaves_with_its_batch_and_a_commit_under_an_older_epoch_is_refused(
+    tmp_path: Path, server: Server
+) -> None:
+    run = Run(tmp_path, server, "nonfinite", algorithm='advantage = "dr_grpo"')
+    async with bus_of(run) as (bus, ledger), run.trainer() as process:
+        for group_id in range(GROUPS):
+            await bus.append(EXPERIENCE, {"id": str(group_id), "data": wire.encode(_overflowing(group_id))})
+        await feed(bus, GROUPS, GROUPS)
+        await run.reaches(ledger, 1, process)
+        assert await bus.counts() == {"dropped:nonfinite": GROUPS, "trained": GROUPS}
+        assert await versions(ledger) == [(0, None, 0), (1, 0, 1)]
+        assert all(bool(torch.isfinite(tensor).all()) for tensor in (await run.weights(ledger)).values())
+        (report,) = await bus.client.xrange(bus.keys.of(streams.STEPS))
+        assert b"dropped_nonfinite" in b"".join(report[1].values())
+        await ledger.take_epoch()  # another trainer starts
+        await feed(bus, 2 * GROUPS, GROUPS)
+        assert await asyncio.to_thread(process.wait, PATIENCE_S) == 1
+        assert "fenced" in run.log.read_text()
+        assert (await ledger.status()).step == 1
+        assert await bus.length(EXPERIENCE) == GROUPS, "nothing moved"
+
+
+def _overflowing(group_id: int) -> Experience:
+    """A group that no check finds fault with, whose gradient is beyond float32 where rewards are not normalised."""
+    made = experience(group_id)
+    rewards = np.where(np.arange(len(made.rewards)) % 2 == 0, 3e38, -3e38).astype(np.float32)
+    return dataclasses.replace(made, rewards=rewards)
+
+
+async def _ended(bus: Bus, count: int) -> bool:
+    return sum((await bus.counts()).values()) >= count
+
+
+@pytest.mark.slow
+async def test_an_empty_bus_is_restored_from_the_checkpoint_and_no_version_is_reused(
+    tmp_path: Path, server: Server
+) -> None:
+    run = Run(tmp_path, server, "emptied")
+    async with bus_of(run) as (bus, ledger):
+        await feed(bus, 0, 3 * GROUPS)
+        await bus.client.hset(bus.keys.run, "cursor", 9)
+        async with run.trainer() as process:
+            await run.reaches(ledger, 3, process)
+            os.kill(process.pid, signal.SIGKILL)
+        for key in await bus.client.keys(bus.keys.named("*")):
+            await bus.client.delete(key)
+        await bus.make_groups()
+        async with run.trainer() as process:
+            await run.reaches(ledger, 2, process)
+            await until(ledger.policies)
+            status = await ledger.status()
+            assert (status.step, status.cursor) == (2, 9)
+            assert await versions(ledger) == [(4, 3, 2)], "version 3 was published before the bus was lost"
+        state = json.loads((tmp_path / "runs/emptied/checkpoints/step-000002/state.json").read_text())
+        assert (state["step"], state["version"]) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("--policy.model=/nowhere", "change policy.model"),
+        ("--trainer.zero_stage=7", "trainer.zero_stage: expected 0, 1, 2 or 3, found 7"),
+        ("--sampling.group_size=1", "sampling.group_size: expected greater than or equal to 2, found 1"),
+        ("--trainer.learnin_rate=1", "did you mean 'learning_rate'?"),
+    ],
+)
+async def test_a_wrong_setting_is_one_sentence(tmp_path: Path, server: Server, change: str, sentence: str) -> None:
+    run = Run(tmp_path, server, "wrong")
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-m", "services.trainer", "--config", str(run.config), change],
+        cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr

