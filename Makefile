@@ -61,7 +61,7 @@ portability: install-dev
 
 # The same for tests that start trainer processes, ROUNDS times each; it runs to its end and fails if any test did. `native` sets no instruction set.
 ROUNDS ?= 1
-PROCESSES ?= $(patsubst %,tests/test_%.py,trainer_ranks trainer_nodes repeating learning trainer_service publication journal)
+PROCESSES ?= $(addprefix tests/trainer/,test_ranks.py test_nodes.py test_repeating.py test_learning.py test_service.py rank0/test_publication.py rank0/test_journal.py)
 PROCESS_MACHINES := default:SSE41:1 avx2:AVX2:2 native::4
 portability-processes: install-dev
 	@failed=0; for round in $$(seq $(ROUNDS)); do for machine in $(PROCESS_MACHINES); do \

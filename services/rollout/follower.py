@@ -9,7 +9,7 @@
                                └── all failed: the old version goes on serving; again after a growing wait,
                                    or at once for a newer update, which also ends a round between two sources
 
-Versions never go down, and one that a newer update overtook is not pulled. A version that this replica keeps for an evaluation (``hold``)
+Versions never go down, and one that a newer update overtook is not pulled. A version that this replica keeps for an evaluation (``version_hold``)
 stays until that is over; one that comes late to it, as it started just now, asks every source for that version once, and goes to the head
 where none has it any more. A prompt waits for its ``min_version`` here, for as long as it takes; only while pulls have been failing for a
 while, or an older version is kept, it is given back for another replica to try, and none is taken.

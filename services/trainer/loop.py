@@ -3,7 +3,7 @@
 ::
 
     order = orders.next()                                  # a batch that is whole, fresh and unfenced
-    learner.learn(batch):                                  # see ``learner``; by default, GRPO:
+    learner.learn(batch):                                  # see ``algorithm/update``; by default, GRPO:
         advantages = group_advantages(rewards)             # the group is its own baseline
         for micro_batch in plan(rows, tokens, ranks):      # hard token cap, equal counts on all ranks
             backward(clipped_ratio(policy, behavior, advantages) / tokens of the global batch)

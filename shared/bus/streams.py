@@ -33,7 +33,7 @@
     evaluations  hash    version → what its evaluation found, by set (JSON), written by the coordinator
     gate         hash    version whose accuracy fell → what was done about it: tell, rollback, pause
     statistics:<scorer> hash count, mean, squares of a scorer's values, over all reward replicas; …:groups: those counted
-    live         hash    revision → the settings that were changed while the run goes on (see ``live``)
+    live         hash    revision → the settings that were changed while the run goes on (see ``live_settings``)
     pins         set     versions whose checkpoints are kept; released: versions that people may use
     operations   hash    id → a command that takes a while, and how far it is (JSON)
     exports      hash    number → an export that was ordered, who makes it, and what became of it (coordinator → trainer, see ``exports``)

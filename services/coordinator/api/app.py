@@ -9,7 +9,7 @@
     /v1/run/steps, /v1/run/rollouts   what was trained     /  the page for people
     /healthz  /readyz  /openapi.json
 
-What holds for every request lies in ``conventions``, errors in ``problems``, lists in ``parts``. Commands are idempotent: repeating one
+What holds for every request lies in ``middleware``, errors in ``errors``, lists in ``dependencies``. Commands are idempotent: repeating one
 changes nothing. This file puts the routes together and describes them; the description is committed as docs/openapi.json.
 """
 

@@ -4,7 +4,7 @@
 
     connection ──▶ too many? 503 ──▶ head (10 s, 32 KiB: 408, 431) ──▶ body (30 s: 408) ──▶ answer (30 s without a byte read: cut)
 
-A client that sends or reads slowly loses its connection; no other client notices. Bodies are bounded in ``conventions``.
+A client that sends or reads slowly loses its connection; no other client notices. Bodies are bounded in ``middleware``.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Promotion: make each version that the trainer published the head, in the order of versions, and tell every replica.
 
 Blocks on ``published``, so a version is live about a millisecond after its commit. With the word goes from whom each
-replica should pull (see ``tree``), by the heartbeats of that moment; who joins later finds a source by itself. The transaction that promotes also
+replica should pull (see ``relay_tree``), by the heartbeats of that moment; who joins later finds a source by itself. The transaction that promotes also
 acknowledges: a version is promoted once, whoever restarts when, and never behind a newer one.
 """
 

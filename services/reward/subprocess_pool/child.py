@@ -1,4 +1,4 @@
-"""The other end of :mod:`processes`: what a killable program does besides its own work.
+"""The other end of :mod:`pool`: what a killable program does besides its own work.
 
 ::
 

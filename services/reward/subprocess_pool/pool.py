@@ -10,7 +10,7 @@
                           ├── cannot be started                 ──▶ TemporaryError
                           └── the asker was cancelled           killed
 
-A process speaks JSON lines (:mod:`answering` is its side): ``{"ready": true}`` once, then one answer for each question. The
+A process speaks JSON lines (:mod:`child` is its side): ``{"ready": true}`` once, then one answer for each question. The
 deadline counts from when the question is put, not from when it began to wait. A killed process takes what it started with
 it, and is replaced when the next question needs it. This module knows neither what is asked nor what a score is.
 """

@@ -1,6 +1,6 @@
 """What one forward pass is to minimise, as the run's ``[algorithm]`` says: loss × correction + KL − entropy.
 
-Puts the pure parts together (``losses``, ``corrections``, ``kl``, ``preference``, ``aggregation``); it computes no formula of
+Puts the pure parts together (``losses``, ``corrections``, ``kl``, ``dpo``, ``aggregation``); it computes no formula of
 its own, and knows neither engine nor optimizer.
 """
 

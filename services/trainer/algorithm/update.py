@@ -4,7 +4,7 @@
 
     minibatches = shares of the batch's groups                    drawn by (run.seed, step); one: the batch as it is
     look        proximal, reference logprobs and values           forward passes without gradients, where needed
-    assign      advantages of all tokens                          see ``credit``
+    assign      advantages of all tokens                          see ``token_advantages``
     for epoch, for minibatch:
         backward(objective / divisor of the minibatch over all ranks); step          the policy
         backward(value loss / tokens); step                                          the critic, where there is one

@@ -10,7 +10,7 @@
 
 A folder without ``state.json`` is no checkpoint. Each rank computes the digests of the files that it wrote; :func:`damage`
 compares them before a checkpoint is loaded, and looks at the signature (``signatures``) and into the pickles (``pickles``). Ranks and ZeRO stage may not change between save and load;
-the message says what to do instead. (Weights alone are read whatever the ranks, see ``export``.)
+the message says what to do instead. (Weights alone are read whatever the ranks, see ``export/huggingface``.)
 """
 
 import concurrent.futures

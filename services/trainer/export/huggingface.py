@@ -12,7 +12,7 @@ adapters merged in. Reads files and objects only, so a run may go on meanwhile, 
 read is not used. Writes the folder whole or not at all. It replays no journal: other versions are refused, with a list of
 those that are there.
 
-The CLI calls it (``penstock export``); for the trainer it is a process of its own (``export_process``).
+The CLI calls it (``penstock export``); for the trainer it is a process of its own (``__main__``).
 """
 
 import dataclasses

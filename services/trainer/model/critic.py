@@ -34,7 +34,7 @@ class Critic(nn.Module):
         nn.init.zeros_(self.value_head.bias)
 
     def train(self, mode: bool = True) -> "Critic":
-        """Prepare to train, without dropout and the like (``noise``), or not to."""
+        """Prepare to train, without dropout and the like (``stochastic_layers``), or not to."""
         super().train(mode)
         train_without_noise(self.model, mode)
         return self

@@ -102,7 +102,7 @@ class TrainingEngine:
         self.ranks = dist.get_world_size()
         self.device = torch.device(device)
         self.policy = place(policy, settings, device)
-        self.policy.train()  # which modules that concerns depends on checkpointing (``noise``)
+        self.policy.train()  # which modules that concerns depends on checkpointing (``stochastic_layers``)
         parameters = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
         with uncompiled():  # DeepSpeed imports an optimizer that asks for torch's compiler, and so does bitsandbytes
             engine, _, _, _ = deepspeed.initialize(

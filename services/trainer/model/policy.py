@@ -71,7 +71,7 @@ class Policy(nn.Module):
         self._transform = logits_transform(model)
 
     def train(self, mode: bool = True) -> "Policy":
-        """Prepare to train, without dropout and the like (``noise``), or not to."""
+        """Prepare to train, without dropout and the like (``stochastic_layers``), or not to."""
         super().train(mode)
         train_without_noise(self.model, mode)
         return self

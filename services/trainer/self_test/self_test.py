@@ -1,7 +1,7 @@
 """The self-test at every start: the policy and the critic, as training runs them, against their unmodified models.
 
 Two groups of random token ids go through the policy in training mode, in one micro-batch, with the kernels, number types and adapters of the
-run; and one sequence at a time through the model as transformers has it (``unmodified``). Compared are the logprobs of all trained
+run; and one sequence at a time through the model as transformers has it (``unmodified_model``). Compared are the logprobs of all trained
 tokens, and the gradient of a weighted sum of them: with respect to the embedding of each token, which every layer's backward
 pass reaches, and to every trained parameter of up to ``_SMALL`` numbers (norms, biases, sinks, decays, convolutions, adapters).
 

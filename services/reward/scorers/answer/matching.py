@@ -1,4 +1,4 @@
-"""Which comparisons decide whether an answer is the reference. Pure functions on text; :mod:`answer` carries the comparisons out.
+"""Which comparisons decide whether an answer is the reference. Pure functions on text; :mod:`scorer` carries the comparisons out.
 
 ::
 

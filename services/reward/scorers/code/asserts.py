@@ -42,7 +42,7 @@ class SplitAssert:
     """Python source of each part that holds no result and is not simple; its value is named ``given_i`` in the check."""
     check: ast.expr
     is_simple: bool
-    """Whether :mod:`evaluation` knows every part of the check; otherwise a clean interpreter evaluates it."""
+    """Whether :mod:`assert_evaluation` knows every part of the check; otherwise a clean interpreter evaluates it."""
 
     @property
     def uses_numpy(self) -> bool:

@@ -1,6 +1,6 @@
 """One request through vLLM: what is asked, what it refuses, and what comes back joined with what its workers noted.
 
-A request's name ties vLLM's output to the rows of the workers' token records (``engine_reports``): its tokens come from vLLM, logprobs and
+A request's name ties vLLM's output to the rows of the workers' token records (``worker_channel``): its tokens come from vLLM, logprobs and
 versions from the rows, one a sample. With ``native`` logprobs come from vLLM too, at the cost of much of the rate.
 
 It knows neither which weights are live nor when they change: :mod:`services.rollout.engines.vllm.engine` holds requests back around that.

@@ -33,7 +33,7 @@ async def open_vllm(
     secret: bytes = b"",
     deadline_s: float = 30.0,
 ) -> VllmEngine:
-    """Return an engine; the event loop goes on while it loads. Of one that spans hosts this is the first's part; the others run ``vllm_node``.
+    """Return an engine; the event loop goes on while it loads. Of one that spans hosts this is the first's part; the others run ``node``.
 
     Args:
         arguments: what :func:`services.rollout.engines.vllm.arguments.gather` returned.

@@ -1,7 +1,7 @@
 """Attention over rows that lie end to end, without padding and without a mask of all tokens by all tokens.
 
 Installed as a model's attention and as its masks, through transformers' two interfaces. While a packed row goes through the model,
-the mask that its layers are given is a :class:`Seen`: the row's layout and the layer's pattern (``layout``), which is read off the
+the mask that its layers are given is a :class:`Seen`: the row's layout and the layer's pattern (``attention_layout``), which is read off the
 mask function that transformers would have evaluated. So a window or chunk is where the unmodified model has one. A segment then attends
 to its prompt and to itself::
 

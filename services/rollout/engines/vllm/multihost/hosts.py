@@ -2,8 +2,8 @@
 
 ::
 
-    host 0 (the replica)    vLLM's engine ─▶ ranks 0 … n-1           ◀─┐ reports: rows, stagings, death (``engine_reports``)
-    host 1 (``vllm_node``)                    ranks n … 2n-1          ──┘ steps of the model: vLLM's own queues and groups
+    host 0 (the replica)    vLLM's engine ─▶ ranks 0 … n-1           ◀─┐ reports: rows, stagings, death (``worker_channel``)
+    host 1 (``node``)                    ranks n … 2n-1          ──┘ steps of the model: vLLM's own queues and groups
 
 Every host starts vLLM with the same arguments but for its number. No vLLM and no torch here.
 """

@@ -7,7 +7,7 @@
     SIGTERM ─▶ they go on until the first host has finished what it holds, and ends ─▶ exit 0
 
 What is generated, pulled, swapped and reported is between the workers and the first host's process, which is the replica:
-``vllm_worker`` and ``engine_reports``. This one knows neither bus nor run state, has no name there, and exports no metric of a
+``worker`` and ``worker_channel``. This one knows neither bus nor run state, has no name there, and exports no metric of a
 replica's; ``/readyz`` says whether its workers are there.
 """
 
