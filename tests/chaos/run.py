@@ -109,7 +109,7 @@ class Run:
         self._forked = forked
         words = ["up", config, *(["--prometheus"] if prometheus else []), *(f"--{n}={v}" for n, v in values.items())]
         with self._output.open("w") as output:
-            self.process = forge.start("services", words, output, forked=forked)
+            self.process = forge.start("services.cli", words, output, forked=forked)
 
     # ---------------------------------------------------------------- its processes
 

@@ -105,7 +105,7 @@ def start(
 async def up(words: Sequence[object], output: Path, *, forked: bool = True) -> None:
     """Let `penstock up` do a whole run, which must succeed; what it says is written to ``output``."""
     with output.open("w") as file:
-        process = start("services", ["up", *words], file, forked=forked)
+        process = start("services.cli", ["up", *words], file, forked=forked)
     try:
         code = await asyncio.to_thread(process.wait, _RUN_S)
     finally:

@@ -108,7 +108,7 @@ def _let_trainer_fork() -> None:
     launcher.start_process = begin
 
 
-_LET_FORK = {"services": _let_up_fork, "services.trainer": _let_trainer_fork}
+_LET_FORK = {"services.cli": _let_up_fork, "services.trainer": _let_trainer_fork}
 
 
 def _module(words: Sequence[str]) -> list[str] | None:

@@ -51,7 +51,7 @@ class Run:
         flags += ["--weights.probe_every_versions=2", "--algorithm.groups_per_step=8"]
         self.log = folder / "up.log"
         with self.log.open("wb") as log:
-            self.process = forge.start("services", ["up", "config/arithmetic.toml", "--prometheus", *flags], log)
+            self.process = forge.start("services.cli", ["up", "config/arithmetic.toml", "--prometheus", *flags], log)
         self.prometheus = Prometheus(self.log)
 
     def ask(self, expression: str) -> list[dict[str, Any]]:

@@ -111,7 +111,7 @@ async def test_no_secret_of_a_run_is_in_its_files_its_bus_its_output_or_its_answ
     }
     words, output = [f"--{name}={value}" for name, value in values.items()], tmp_path / "up.txt"
     with output.open("w") as file:
-        process = forge.start("services", ["up", "config/arithmetic.toml", *words], file, PENSTOCK__BUS__URL=url)
+        process = forge.start("services.cli", ["up", "config/arithmetic.toml", *words], file, PENSTOCK__BUS__URL=url)
     folder, answers = tmp_path / "runs" / "secrets", ""
     try:
         await until(lambda: (folder / "metrics.jsonl").exists() or process.poll() is not None)

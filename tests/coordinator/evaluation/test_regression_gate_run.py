@@ -35,7 +35,7 @@ FLAGS = {
 async def run(folder: Path) -> AsyncIterator[forge.Started]:
     flags = [f"--{name}={value}" for name, value in {**FLAGS, "run.id": "gate", "run.folder": folder}.items()]
     with (folder / "up.txt").open("wb") as output:
-        process = forge.start("services", ["up", "config/arithmetic.toml", *flags], output)
+        process = forge.start("services.cli", ["up", "config/arithmetic.toml", *flags], output)
     try:
         yield process
     finally:

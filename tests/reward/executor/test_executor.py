@@ -180,11 +180,9 @@ def test_messages_survive_the_wire_and_other_content_is_refused() -> None:
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "1],[2", "nonsense", "9" * 5000, '"', "1}"])
-def test_a_value_that_is_no_json_is_the_error_of_its_program(text: str) -> None:
+def test_a_value_is_not_read_before_it_is_compared(text: str) -> None:
     ended = Execution(Outcome.FINISHED, "out", (text,), "", 0, 0.1, 0.2, 3, "landlock")
-    execution = read_execution(execution_frame(3, ended))
-    assert (execution.outcome, execution.values) == (Outcome.RUNTIME_ERROR, ())
-    assert execution.detail.startswith("a value cannot be read: ")
+    assert read_execution(execution_frame(3, ended)) == ended
 
 
 @pytest.mark.parametrize(("machine", "architecture"), [("x86_64", 0xC000003E), ("aarch64", 0xC00000B7)])
