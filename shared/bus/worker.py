@@ -51,8 +51,8 @@ ENTRIES = Counter(
 )
 HANDLER_ERRORS = Counter(
     "penstock_handler_errors_total",
-    "Exceptions of handlers that are bugs, by the stream of their entry and the exception's type. Each costs its group an attempt.",
-    ["stream", "error"],
+    "Exceptions of handlers that are bugs, by the stream of their entry. Each costs its group an attempt.",
+    ["stream"],
 )
 
 ENDS_PROCESS = (MemoryError, StateLost, SettingsError, Fenced)
@@ -136,6 +136,7 @@ class Worker(Generic[In, Out]):
         self._taking = taking or _always()
         self._crowd = crowd or Crowd()
         self._bug = bug
+        HANDLER_ERRORS.labels(source.name)  # a series that exists at 0 shows its first increment
         self._held: dict[EntryId, asyncio.Task[None]] = {}
         self._suspects: deque[Delivery[In]] = deque()
         self._tried: asyncio.Task[None] | None = None
@@ -282,7 +283,7 @@ class Worker(Generic[In, Out]):
             await self._bus.forget(delivery)
 
     async def _note_bug(self, delivery: Delivery[In], error: Exception) -> None:
-        HANDLER_ERRORS.labels(self._source.name, type(error).__name__).inc()
+        HANDLER_ERRORS.labels(self._source.name).inc()
         log.error("bug in a handler", exc_info=error, extra={"stream": self._source.name, "group": delivery.group_id})
         if self._bug is not None:
             await self._bug(delivery.group_id, _words(error))

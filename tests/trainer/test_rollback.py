@@ -400,7 +400,7 @@ async def test_the_trainer_goes_back_without_a_restart_and_repeats_its_step_bit_
         again = _weights(await ledger.policy(V(5)))
         assert all(torch.equal(again[name], second[name]) for name in second)
 
-        await feed(bus, 2 * GROUPS, GROUPS)  # what the third step had
+        await feed(bus, 4 * GROUPS, GROUPS, like=2 * GROUPS)  # what the third step had
         await until(lambda: _newest_is(ledger, 6))
         repeated = _weights(await ledger.policy(V(6)))
         assert all(torch.equal(repeated[name], third[name]) for name in third), "optimizer and schedule went back too"

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from shared.bus import streams, wire
 from shared.bus.bus import Bus
-from shared.bus.messages import Experience, FinishReason, PolicyRecord, Probe, RolloutGroup, Sample
+from shared.bus.messages import Experience, FinishReason, GroupId, PolicyRecord, Probe, RolloutGroup, Sample
 from shared.bus.stores.ledger import Ledger
 from shared.bus.stores.live_settings import Live
 from shared.bus.stores.run_secret import RunSecret
@@ -147,9 +147,13 @@ def _last_rank(pid: int, ranks: int) -> int:
     return pid if ranks == 1 else psutil.Process(pid).children()[-1].pid
 
 
-async def feed(bus: Bus, start: int, count: int, stream: Stream = EXPERIENCE) -> None:
-    for group_id in range(start, start + count):
-        await bus.append(stream, {"id": str(group_id), "data": wire.encode(experience(group_id))})
+async def feed(bus: Bus, start: int, count: int, stream: Stream = EXPERIENCE, *, like: int | None = None) -> None:
+    """Append groups ``start`` and following; ``like``: with the contents of groups ``like`` and following."""
+    for offset in range(count):
+        made = experience(start + offset if like is None else like + offset)
+        prompt = dataclasses.replace(made.group.prompt, group_id=GroupId(start + offset))
+        group = dataclasses.replace(made, group=dataclasses.replace(made.group, prompt=prompt))
+        await bus.append(stream, {"id": str(start + offset), "data": wire.encode(group)})
 
 
 @contextlib.asynccontextmanager
@@ -389,7 +393,7 @@ async def test_a_gradient_that_is_not_finite_leaves_with_its_batch_and_a_commit_
 def _overflowing(group_id: int) -> Experience:
     """A group that no check finds fault with, whose gradient is beyond float32 where rewards are not normalised."""
     made = experience(group_id)
-    rewards = np.where(np.arange(len(made.rewards)) % 2 == 0, 3e38, -3e38).astype(np.float32)
+    rewards = np.where(np.arange(len(made.rewards)) % 2 == 0, 9e29, -9e29).astype(np.float32)
     return dataclasses.replace(made, rewards=rewards)
 
 
