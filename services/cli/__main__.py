@@ -280,9 +280,9 @@ def audit_rewards(
     except PenstockError as error:
         raise SettingsError(str(error)) from error
     if as_json:
-        print(audits.as_json(found, source.settings))  # noqa: T201
+        audits.say_json(found, source.settings)
     else:
-        audits.show(found, source.settings, Console())
+        audits.show(found, source.settings)
     raise typer.Exit(1 if found.disagreements else 0)
 
 

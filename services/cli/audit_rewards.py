@@ -9,7 +9,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import json
 import os
 import subprocess
 import sys
@@ -19,7 +18,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -30,6 +28,7 @@ from services.reward.audit import audit
 from services.reward.audit.audit import AuditedGroup, AuditReport, Completion, Disagreement
 from services.reward.executor.client import ExecutorClient
 from services.reward.executor.protocol import Job
+from services.up.display import console
 from shared.bus.messages import FinishReason, Json
 from shared.errors import SettingsError, TemporaryError
 from shared.settings import Settings, load
@@ -185,15 +184,15 @@ def make(source: RecordSource, *, above: float | None, count: int, seed: int) ->
 # ---------------------------------------------------------------- for people
 
 
-def as_json(report: AuditReport, settings: Settings) -> str:
-    """Return the report as JSON."""
-    return json.dumps({"not_rescored": audit.not_rescored(settings), **dataclasses.asdict(report)}, indent=2)
+def say_json(report: AuditReport, settings: Settings) -> None:
+    """Print the report as JSON."""
+    console.say_json({"not_rescored": audit.not_rescored(settings), **dataclasses.asdict(report)})
 
 
-def show(report: AuditReport, settings: Settings, console: Console) -> None:
-    """Print the report; what a model wrote appears without control characters."""
+def show(report: AuditReport, settings: Settings) -> None:
+    """Print the report."""
     if report.disagreements:
-        console.print(_table(report.disagreements))
+        console.show(_table(report.disagreements))
     doubted = len({(each.step, each.group, each.sample) for each in report.disagreements})
     parts = [
         f"{report.completions} completions of {report.groups} groups with a reward of at least {report.above:g}: "
@@ -202,7 +201,7 @@ def show(report: AuditReport, settings: Settings, console: Console) -> None:
     parts += [f"not judged by {check!r}: {count}" for check, count in report.unavailable.items()]
     if names := audit.not_rescored(settings):
         parts.append(f"scorers that are not asked again: {', '.join(names)}")
-    console.print(Text("\n".join(parts)))
+    console.show(Text("\n".join(parts)))
 
 
 def _table(doubts: tuple[Disagreement, ...]) -> Table:
@@ -211,15 +210,6 @@ def _table(doubts: tuple[Disagreement, ...]) -> Table:
         table.add_column(name, overflow="fold")
     for each in doubts:
         numbers = (str(each.step), str(each.group), str(each.sample), f"{each.reward:g}")
-        shown = (visible(each.problem), visible(each.detail)[:_SHOWN_DETAIL], visible(each.text[-_SHOWN_TEXT:]))
+        shown = (each.problem, each.detail[:_SHOWN_DETAIL], each.text[-_SHOWN_TEXT:])
         table.add_row(*(Text(text) for text in (each.check, *numbers, *shown)))
     return table
-
-
-def visible(text: str) -> str:
-    r"""Return the text with every character that does not print as an escape.
-
-    >>> visible("a\x1b[2J\u202e b")
-    'a\\x1b[2J\\u202e b'
-    """
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

@@ -6,7 +6,7 @@ It knows the scorers by their protocol alone; which there are is :mod:`services.
 import asyncio
 import time
 from collections import Counter as Tally
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from prometheus_client import Counter, Gauge, Histogram
@@ -41,11 +41,18 @@ LENIENT = Counter(
     "Samples whose value depends on a lenient rule of the scorer, by rule.",
     ["scorer", "rule"],
 )
+
 VALUE = Histogram("penstock_reward_value", "Values that a scorer gave to samples.", ["scorer"], buckets=_VALUES)
 GROUP_MEAN = Gauge("penstock_reward_group_mean", "Mean reward of the newest group.")
 IN_PROGRESS = Gauge("penstock_reward_groups_in_progress", "Groups that are being scored now.")
 _EXPRESSION = "reward.expression"
 _LOOK_EVERY_S = 1.0
+
+
+def create_lenient_series(scorer: str, rules: Iterable[str]) -> None:
+    """Create the series of ``rules`` at 0, so that a rate sees their first increment."""
+    for rule in rules:
+        LENIENT.labels(scorer, rule)
 
 
 class Scoring:

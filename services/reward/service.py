@@ -27,7 +27,7 @@ from services.reward.scorers.judge.scorer import Judge
 from services.reward.scorers.random_scorer import Lot
 from services.reward.scorers.reward_model import RewardModel
 from services.reward.scorers.scorer import Scorer
-from services.reward.scoring import Scoring
+from services.reward.scoring import Scoring, create_lenient_series
 from shared.bus import streams
 from shared.bus.bus import Bus
 from shared.bus.crowd import Crowd
@@ -81,6 +81,9 @@ def make_scoring(settings: Settings, status: Status, bus: Bus | None = None) -> 
         SettingsError: a scorer or reward.expression is wrong.
     """
     scorers = [make_scorer(scorer, settings, bus) for scorer in settings.reward.scorers]
+    for of in settings.reward.scorers:
+        if isinstance(of, AnswerScorer):
+            create_lenient_series(of.name, (*of.lenient, *(("tolerance",) if of.tolerance else ())))
     expression = Expression(settings.reward.expression, [scorer.name for scorer in scorers])
     reference = Reference(settings) if settings.algorithm.reference_travels else None
     return Scoring(scorers, expression, status, reference, None if bus is None else _teller(bus))

@@ -164,7 +164,7 @@ def test_a_pod_of_several_gets_settings_and_a_secret_that_upgrades_keep(tmp_path
     assert len(secrets[0]) == 40
     assert other.of("Secret", "rollout") == []
     (volume,) = [one for one in template_of(other.workload("rollout"))["spec"]["volumes"] if one["name"] == "engine"]
-    assert volume["secret"] == {"secretName": "ours"}
+    assert volume["secret"] == {"secretName": "ours", "defaultMode": 0o440}
 
 
 @pytest.mark.parametrize("crds", [KEDA, EXTERNAL_METRICS])

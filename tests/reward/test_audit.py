@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from services.cli.audit_rewards import visible
 from services.coordinator.records.recorder import rollout_line
 from services.reward.audit import suites, texts
 from services.reward.scoring import Scoring
@@ -126,8 +125,14 @@ def test_what_cannot_be_audited_is_exit_code_2_and_one_sentence(tmp_path: Path) 
     assert said.startswith("penstock audit-rewards: expected a run's folder or its settings file, found neither at ")
 
 
-def test_nothing_that_a_model_wrote_moves_the_cursor() -> None:
-    assert visible("a\x1b[2J\u202e\x00\ud800 é") == "a\\x1b[2J\\u202e\\x00\\ud800 é"
+async def test_nothing_that_a_model_wrote_moves_the_cursor(tmp_path: Path) -> None:
+    hostile = "\x1b[2J\u202e\x1b]0;owned\x07 \\boxed{12+34}"
+    folder = await record(settings(tmp_path, LENIENT), [("12+34=", "46", (hostile, "no"))])
+    command = [sys.executable, "-m", "services.cli", "audit-rewards", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 1
+    assert "owned" in done.stdout
+    assert not {"\x1b", "\x07", "\u202e"} & set(done.stdout)
 
 
 @pytest.mark.parametrize(

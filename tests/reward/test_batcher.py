@@ -12,6 +12,7 @@ from services.reward.models.batcher import Batcher, NoRoom, cut
 from services.reward.normalisation import Normaliser
 from shared.bus.bus import Bus
 from shared.bus.messages import Prompt, Purpose
+from shared.errors import StateLost
 from shared.settings.rewards.models import ModelWork
 from tests.conftest import PATIENCE_S, until
 from tests.support import builders
@@ -126,8 +127,10 @@ async def test_a_bug_in_the_model_reaches_everybody_who_waits() -> None:
 
     async with batching(Broken(), batch_tokens=8, wait_s=0.01) as batcher:
         found = await asyncio.gather(*(batcher.run([Item(8)]) for _ in range(3)), return_exceptions=True)
-        assert [str(error) for error in found] == ["device-side assert"] * 3
-        with pytest.raises(RuntimeError, match="device-side assert"):
+        assert [str(error) for error in found] == [
+            "the model of scorer 'notes' cannot go on: RuntimeError('device-side assert')"
+        ] * 3
+        with pytest.raises(StateLost, match="device-side assert"):
             await batcher.run([Item(1)])
 
 

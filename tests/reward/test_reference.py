@@ -43,7 +43,11 @@ def group(group_id: int = 0, prompt_tokens: int = 4) -> RolloutGroup:
     generator = np.random.default_rng(group_id)
     made = builders.group(group_id, tuple("abcd"))
     samples = tuple(
-        dataclasses.replace(sample, token_ids=generator.integers(2, 40, length).astype(np.int32))
+        dataclasses.replace(
+            sample,
+            token_ids=generator.integers(2, 40, length).astype(np.int32),
+            behavior_logprobs=np.full(length, -1.0, np.float32),
+        )
         for sample, length in zip(made.samples, LENGTHS, strict=True)
     )
     return dataclasses.replace(

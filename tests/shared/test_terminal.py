@@ -122,8 +122,8 @@ ARGUMENTS = {
     "dead discard": ["rollouts", "1-0"],
     "runs delete": ["x"],
 }
-LOCAL = {"up", "report", "settings"}
-"""These ask no coordinator; what `up` shows has laws of its own below."""
+LOCAL = {"up", "report", "settings", "audit-rewards"}
+"""These read a run's folder or settings; what `up` shows has laws below, and the audit in tests/reward/test_audit.py."""
 
 
 def commands(group: Any, prefix: str = "") -> Iterator[str]:

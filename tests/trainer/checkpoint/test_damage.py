@@ -367,7 +367,7 @@ async def test_a_real_trainer_repeats_the_lost_steps_bit_for_bit_from_the_checkp
         flip(file)
         async with run.trainer() as process:
             await until(lambda: _newest_is(ledger, 5))
-            await feed(bus, 2 * GROUPS, 2 * GROUPS)
+            await feed(bus, 4 * GROUPS, 2 * GROUPS, like=2 * GROUPS)
             await run.reaches(ledger, 4, process)
             again = await run.weights(ledger)
             assert all(torch.equal(again[name], expected[name]) for name in expected)
