@@ -251,7 +251,7 @@ class Experience:
     """
 
     group: RolloutGroup
-    rewards: Annotated[Float32Array, FieldLimits(-1e30, 1e30)]
+    rewards: Annotated[Float32Array, FieldLimits(-3.5e38, 3.5e38)]
     scores: Annotated[tuple[SampleScores, ...], FieldLimits(length=MOST_SAMPLES)]
     scored_at_s: Annotated[float, _TIME]
     score_s: float

@@ -1,6 +1,7 @@
 """Laws of the audit of rewards: hacks that a lenient scorer paid for are listed, honest work is not, and nothing runs outside of the executor."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -129,7 +130,10 @@ async def test_nothing_that_a_model_wrote_moves_the_cursor(tmp_path: Path) -> No
     hostile = "\x1b[2J\u202e\x1b]0;owned\x07 \\boxed{12+34}"
     folder = await record(settings(tmp_path, LENIENT), [("12+34=", "46", (hostile, "no"))])
     command = [sys.executable, "-m", "services.cli", "audit-rewards", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    wide = {**os.environ, "COLUMNS": "400"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=wide, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
     assert done.returncode == 1
     assert "owned" in done.stdout
     assert not {"\x1b", "\x07", "\u202e"} & set(done.stdout)

@@ -393,7 +393,7 @@ async def test_a_gradient_that_is_not_finite_leaves_with_its_batch_and_a_commit_
 def _overflowing(group_id: int) -> Experience:
     """A group that no check finds fault with, whose gradient is beyond float32 where rewards are not normalised."""
     made = experience(group_id)
-    rewards = np.where(np.arange(len(made.rewards)) % 2 == 0, 9e29, -9e29).astype(np.float32)
+    rewards = np.where(np.arange(len(made.rewards)) % 2 == 0, 3e38, -3e38).astype(np.float32)
     return dataclasses.replace(made, rewards=rewards)
 
 
