@@ -68,7 +68,9 @@ def columns_reader(row: type, readers: Mapping[str, Reader], check: ColumnCheck 
             raise ValueError(f"expected columns of {rows} rows, found {lengths}")
         if check is not None:
             check({name: column for name, column in columns.items() if type(column) is Joined})
-        cells = [column.split() if type(column) is Joined else column for column in columns.values()]
+        cells: list[list[Any]] = [
+            column.split() if isinstance(column, Joined) else column for column in columns.values()
+        ]
         if len(columns) == len(readers):
             return tuple(map(row, *cells))
         return tuple([row(**dict(zip(columns, values, strict=True))) for values in zip(*cells, strict=True)])

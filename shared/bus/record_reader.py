@@ -1,7 +1,7 @@
 """Compile the reader of a record: how its fields are checked and the record is made.
 
 Where every field was sent, and those with a test pass it, a record costs one call for each other field. All else is read field by
-field, which also knows defaults and names the field that is wrong. For a record of a text, a number and an array the source is::
+field, which also knows defaults and names the field that is wrong (:func:`read_fields`). For a record of a text, a number and an array the source is::
 
     def read(fields):
         if type(fields) is not dict:
@@ -17,60 +17,53 @@ field, which also knows defaults and names the field that is wrong. For a record
             at = "array"; v_array = read_array(v_array)
         except INVALID as error:
             raise ValueError(f"{at}: {error}") from error
-        return cls(v_text, v_number, v_array)
+        built = cls(v_text, v_number, v_array)
+        return built
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from shared.bus.validation import INVALID, Reader, shown
 
 
-def record_reader(cls: type, readers: dict[str, Reader]) -> Reader:
-    """Return the reader of a record, a dataclass whose fields are read by ``readers``.
-
-    It is compiled: where every field was sent and those with a test pass it, a record takes one call for each other field. All else
-    takes :func:`_read_fields`, which also knows defaults and says which field is wrong.
-    """
-    check, slow = getattr(cls, "check", None), lambda fields: _read_fields(cls, readers, fields)
-    names = list(readers)
-    tests = [reader.test.format(v=f"v_{name}") for name, reader in readers.items() if reader.test]
-    calls = [f'at = "{name}"; v_{name} = read_{name}(v_{name})' for name, reader in readers.items() if not reader.test]
-    gets = [f'v_{name} = fields["{name}"]' for name in names]
-    source = _lines(gets, tests, calls, [f"v_{name}" for name in names], checked=check is not None)
-    known = {"cls": cls, "slow": slow, "check": check, "INVALID": INVALID}
-    known |= {f"read_{name}": reader.one for name, reader in readers.items()}
-    exec(source, known)  # noqa: S102 (names and limits of our own declarations, no data)
+def record_reader(cls: type, readers: Mapping[str, Reader]) -> Reader:
+    """Return the reader of a record, a dataclass whose fields are read by ``readers``."""
+    check = getattr(cls, "check", None)
+    known: dict[str, Any] = {f"read_{name}": reader.one for name, reader in readers.items()}
+    known |= {"cls": cls, "check": check, "INVALID": INVALID, "slow": lambda fields: read_fields(cls, readers, fields)}
+    exec(_source(readers, checked=check is not None), known)  # noqa: S102 (names and limits of declarations, no data)
     return Reader(known["read"])
 
 
-def _lines(
-    gets: Sequence[str], tests: Sequence[str], calls: Sequence[str], values: Sequence[str], *, checked: bool
-) -> str:
+def _source(readers: Mapping[str, Reader], *, checked: bool) -> str:
+    tests = [reader.test.format(v=f"v_{name}") for name, reader in readers.items() if reader.test]
+    calls = [name for name, reader in readers.items() if not reader.test]
     lines = [
         "def read(fields):",
         "    if type(fields) is not dict:",
         "        return slow(fields)",
         "    try:",
-        *(f"        {get}" for get in gets),
+        *(f'        v_{name} = fields["{name}"]' for name in readers),
         "    except KeyError:",
         "        return slow(fields)",
         f"    if not ({' and '.join(tests) or True}):",
         "        return slow(fields)",
+        '    at = ""',
+        "    try:",
+        *(f'        at = "{name}"; v_{name} = read_{name}(v_{name})' for name in calls),
+        "        pass",
+        "    except INVALID as error:",
+        '        raise ValueError(f"{at}: {error}") from error',
+        f"    built = cls({', '.join(f'v_{name}' for name in readers)})",
+        "    check(built)" if checked else "",
+        "    return built",
     ]
-    if calls:
-        lines += [
-            "    try:",
-            *(f"        {call}" for call in calls),
-            "    except INVALID as error:",
-            '        raise ValueError(f"{at}: {error}") from error',
-        ]
-    built = f"cls({', '.join(values)})"
-    lines += [f"    built = {built}", "    check(built)", "    return built"] if checked else [f"    return {built}"]
     return "\n".join(lines)
 
 
-def _read_fields(cls: type, readers: dict[str, Reader], fields: Any) -> Any:
+def read_fields(cls: type, readers: Mapping[str, Reader], fields: Any) -> Any:
+    """Read a record field by field, whatever was sent: the rule that the compiled reader keeps."""
     if type(fields) is not dict:
         raise TypeError(f"expected the fields of a {cls.__name__}, found {shown(fields)}")
     values, name = {}, ""
@@ -80,8 +73,7 @@ def _read_fields(cls: type, readers: dict[str, Reader], fields: Any) -> Any:
                 values[name] = reader.one(fields[name])
     except INVALID as error:
         raise ValueError(f"{name}: {error}") from error
-    built = cls(**values)
-    check = getattr(built, "check", None)
-    if check is not None:
-        check()
-    return built
+    record = cls(**values)
+    if (check := getattr(cls, "check", None)) is not None:
+        check(record)
+    return record

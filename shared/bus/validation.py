@@ -59,7 +59,7 @@ class Reader:
 
     def __init__(self, one: Read, every: ReadAll | None = None, test: str = "") -> None:
         self.one = one
-        self.every: ReadAll = every or (lambda values: [one(value) for value in values])
+        self.every: ReadAll = every or (lambda values: list(map(one, values)))
         self.test = test
 
 
@@ -89,7 +89,7 @@ def int_reader(limits: Limits) -> Reader:
     def every(values: list[Any]) -> list[Any]:
         if values and set(map(type, values)) == {int} and least <= min(values) and max(values) <= most:
             return values
-        return [one(value) for value in values]
+        return list(map(one, values))
 
     return Reader(one, every, f"(type({{v}}) is int{_bounds(limits.least, limits.most)})")
 
@@ -108,7 +108,7 @@ def float_reader(limits: Limits) -> Reader:
             not finite or (all(map(isfinite, values)) and least <= min(values) and max(values) <= most)
         ):
             return values
-        return [one(value) for value in values]
+        return list(map(one, values))
 
     largest = sys.float_info.max
     bounds = _bounds(max(least, -largest), min(most, largest)) if finite else ""
@@ -133,7 +133,7 @@ def text_reader(limits: Limits) -> Reader:
     def every(values: list[Any]) -> list[Any]:
         if values and set(map(type, values)) == {str} and max(map(len, values)) <= most:
             return values
-        return [one(value) for value in values]
+        return list(map(one, values))
 
     return Reader(one, every, f"(type({{v}}) is str and len({{v}}) <= {most})")
 
@@ -151,7 +151,7 @@ def enum_reader(hint: type[enum.Enum]) -> Reader:
         try:
             return list(map(members.__getitem__, values))
         except (KeyError, TypeError):
-            return [one(value) for value in values]
+            return list(map(one, values))
 
     return Reader(one, every)
 
@@ -189,29 +189,33 @@ def _within(dtype: np.dtype[Any], least: float, most: float) -> Callable[[npt.ND
 def tuple_reader(inner: Reader, limits: Limits) -> Reader:
     """Return the reader of a tuple of any length."""
     most, every = limits.length, inner.every
-    return Reader(lambda values: tuple(every(_sized(values, list, most))))
+
+    def one(values: Any) -> tuple[Any, ...]:
+        _require_size(values, list, most)
+        return tuple(every(values)) if values else ()
+
+    return Reader(one)
 
 
 def dict_reader(inner: Reader, limits: Limits) -> Reader:
     """Return the reader of a dictionary with texts as keys."""
     names, held, most = text_reader(NO_LIMITS).every, inner.every, limits.length
 
-    def one(sent: Any) -> dict[str, Any]:
-        values: dict[str, Any] = _sized(sent, dict, most)
-        written = list(values.values())
+    def one(values: Any) -> dict[str, Any]:
+        _require_size(values, dict, most)
         names(list(values))
+        written = list(values.values())
         read = held(written)
-        return values if read is written else dict(zip(values, read, strict=True))
+        return dict(values) if read is written else dict(zip(values, read, strict=True))
 
     return Reader(one)
 
 
-def _sized(values: Any, kind: type[Sized], most: int) -> Any:
+def _require_size(values: Any, kind: type[Sized], most: int) -> None:
     if type(values) is not kind:
         raise TypeError(f"expected a {kind.__name__}, found {shown(values)}")
     if len(values) > most:
         raise ValueError(f"expected a {kind.__name__} of at most {most} entries, found {len(values)}")
-    return values
 
 
 def json_reader() -> Reader:

@@ -66,6 +66,7 @@ _messages: dict[str, type] = {}
 _kinds: dict[type, tuple[str, int]] = {}
 _registered: set[type] = set()
 _column_checks: dict[type, ColumnCheck | None] = {}
+_records: dict[type, Reader] = {}
 _writers: dict[type, dict[str, type | None]] = {}
 _local = threading.local()
 
@@ -191,15 +192,17 @@ def _read_array(code: int, data: bytes) -> npt.NDArray[Any]:
 
 
 @functools.cache
-def _fields_of(cls: type) -> dict[str, Reader]:
+def fields_of(cls: type) -> dict[str, Reader]:
     """Return how the fields of a registered record are read."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return {field.name: _reader(hints[field.name], NO_LIMITS) for field in dataclasses.fields(cls)}
 
 
-@functools.cache
 def _record(cls: type) -> Reader:
-    return record_reader(cls, _fields_of(cls))
+    reader = _records.get(cls)
+    if reader is None:
+        reader = _records[cls] = record_reader(cls, fields_of(cls))
+    return reader
 
 
 def _reader(hint: Any, limits: Limits) -> Reader:
@@ -209,7 +212,7 @@ def _reader(hint: Any, limits: Limits) -> Reader:
     if isinstance(hint, typing.NewType):
         return _reader(hint.__supertype__, limits)
     if (row := _columnar(hint)) is not None:
-        return columns_reader(row, _fields_of(row), _column_checks[row], limits.length)
+        return columns_reader(row, fields_of(row), _column_checks[row], limits.length)
     if typing.get_origin(hint) is not None or isinstance(hint, types.UnionType):
         return _composite_reader(hint, limits)
     if hint in _registered:
