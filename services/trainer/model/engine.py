@@ -155,6 +155,25 @@ class TrainingEngine:
         self._engine.step()
         return norm
 
+    @contextlib.contextmanager
+    def gradients_discarded(self) -> Iterator[None]:
+        """Run backward passes, the last of them with ``last``, and discard their gradients; every rank calls it.
+
+        Each gradient is replaced by one that is not finite, so that :meth:`step` leaves weights and optimizer as they are.
+        """
+        trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
+        hooks = [parameter.register_hook(lambda gradient: torch.full_like(gradient, math.nan)) for parameter in trained]
+        try:
+            yield
+            norm = self.step(self._engine.optimizer.param_groups[0]["lr"])
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if math.isfinite(norm):
+            raise RuntimeError(
+                f"expected discarded gradients to be left out of the weights, found a step of norm {norm}"
+            )
+
     @property
     def recovers(self) -> bool:
         """Whether a forward pass may fail on one rank: at ZeRO stage 3 other ranks would wait in the middle of it."""
