@@ -165,7 +165,8 @@ class TrainingEngine:
         hooks = [parameter.register_hook(lambda gradient: torch.full_like(gradient, math.nan)) for parameter in trained]
         try:
             yield
-            norm = self.step(self._engine.optimizer.param_groups[0]["lr"])
+            with _without_warnings():  # DeepSpeed warns of each step that it leaves out
+                norm = self.step(self._engine.optimizer.param_groups[0]["lr"])
         finally:
             for hook in hooks:
                 hook.remove()
@@ -382,6 +383,17 @@ def _gather_with_parents(policy: nn.Module) -> None:
             if isinstance(inner, nn.Conv1d) or name in _READ_FROM_OUTSIDE:
                 for parameter in inner.parameters():
                     deepspeed.zero.register_external_parameter(layer, parameter)
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    logger = logging.getLogger("DeepSpeed")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _import_deepspeed(device: str) -> Any:
