@@ -161,7 +161,7 @@ class TrainingEngine:
 
         Each gradient is replaced by one that is not finite, so that :meth:`step` leaves weights and optimizer as they are.
         """
-        trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
+        trained: list[Any] = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
         hooks = [parameter.register_hook(lambda gradient: torch.full_like(gradient, math.nan)) for parameter in trained]
         try:
             yield
