@@ -22,7 +22,7 @@ _JSON_SCALARS = frozenset((type(None), bool, int, float, str))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Limits:
+class FieldLimits:
     """What a field may hold beside its type. The limits of a number in a tuple, an array or a dictionary are those of each."""
 
     least: float = -math.inf
@@ -40,7 +40,7 @@ class Limits:
         return not (math.isinf(self.least) and math.isinf(self.most))
 
 
-NO_LIMITS = Limits()
+NO_LIMITS = FieldLimits()
 
 Read = Callable[[Any], Any]
 ReadAll = Callable[[list[Any]], list[Any]]
@@ -77,7 +77,7 @@ def optional(inner: Reader) -> Reader:
     return Reader(lambda value: None if value is None else read(value), test=test)
 
 
-def int_reader(limits: Limits) -> Reader:
+def int_reader(limits: FieldLimits) -> Reader:
     """Return the reader of a whole number."""
     least, most = limits.least, limits.most
 
@@ -94,7 +94,7 @@ def int_reader(limits: Limits) -> Reader:
     return Reader(one, every, f"(type({{v}}) is int{_bounds(limits.least, limits.most)})")
 
 
-def float_reader(limits: Limits) -> Reader:
+def float_reader(limits: FieldLimits) -> Reader:
     """Return the reader of a number, which may have been written as a whole one."""
     least, most, finite, isfinite = limits.least, limits.most, limits.finite, math.isfinite
 
@@ -120,7 +120,7 @@ def _bounds(least: float, most: float) -> str:
     return f" and {low}{{v}}{high}" if low or high else ""
 
 
-def text_reader(limits: Limits) -> Reader:
+def text_reader(limits: FieldLimits) -> Reader:
     """Return the reader of a text."""
     most = limits.length
 
@@ -156,7 +156,7 @@ def enum_reader(hint: type[enum.Enum]) -> Reader:
     return Reader(one, every)
 
 
-def array_reader(dtype: np.dtype[Any], limits: Limits) -> Reader:
+def array_reader(dtype: np.dtype[Any], limits: FieldLimits) -> Reader:
     """Return the reader of an array."""
     least, most, shape, bounded = limits.least, limits.most, limits.shape, limits.bounded
     lengths = [(axis, length) for axis, length in enumerate(shape) if length is not None]
@@ -186,7 +186,7 @@ def _within(dtype: np.dtype[Any], least: float, most: float) -> Callable[[npt.ND
     return lambda value: least <= smallest(value, None).item() and largest(value, None).item() <= most
 
 
-def tuple_reader(inner: Reader, limits: Limits) -> Reader:
+def tuple_reader(inner: Reader, limits: FieldLimits) -> Reader:
     """Return the reader of a tuple of any length."""
     most, every = limits.length, inner.every
 
@@ -197,7 +197,7 @@ def tuple_reader(inner: Reader, limits: Limits) -> Reader:
     return Reader(one)
 
 
-def dict_reader(inner: Reader, limits: Limits) -> Reader:
+def dict_reader(inner: Reader, limits: FieldLimits) -> Reader:
     """Return the reader of a dictionary with texts as keys."""
     names, held, most = text_reader(NO_LIMITS).every, inner.every, limits.length
 

@@ -15,7 +15,7 @@ Decoded arrays are read-only views of the received bytes. Unknown fields are ign
 a newer ``schema`` is refused. There is no pickle. This module knows no message type: classes register themselves
 with :func:`message`, nested records with :func:`record`, those written by columns with :func:`columns`.
 
-Every field is checked against its type and its :class:`Limits`, which stand in the type's own declaration as
+Every field is checked against its type and its :class:`FieldLimits`, which stand in the type's own declaration as
 ``Annotated[int, Limits(1, 65_536)]``. What must hold between the fields of a record is its method ``check``.
 """
 
@@ -38,7 +38,7 @@ from shared.bus.record_reader import record_reader
 from shared.bus.validation import (
     INVALID,
     NO_LIMITS,
-    Limits,
+    FieldLimits,
     Reader,
     array_reader,
     dict_reader,
@@ -205,10 +205,10 @@ def _record(cls: type) -> Reader:
     return reader
 
 
-def _reader(hint: Any, limits: Limits) -> Reader:
+def _reader(hint: Any, limits: FieldLimits) -> Reader:
     """Return how to check a decoded value and turn it into ``hint``."""
     if typing.get_origin(hint) is typing.Annotated:
-        return _reader(hint.__origin__, next(note for note in hint.__metadata__ if isinstance(note, Limits)))
+        return _reader(hint.__origin__, next(note for note in hint.__metadata__ if isinstance(note, FieldLimits)))
     if isinstance(hint, typing.NewType):
         return _reader(hint.__supertype__, limits)
     if (row := _columnar(hint)) is not None:
@@ -222,7 +222,7 @@ def _reader(hint: Any, limits: Limits) -> Reader:
     return {int: int_reader, float: float_reader, str: text_reader}[hint](limits)
 
 
-def _composite_reader(hint: Any, limits: Limits) -> Reader:
+def _composite_reader(hint: Any, limits: FieldLimits) -> Reader:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         (inner,) = (argument for argument in arguments if argument is not type(None))

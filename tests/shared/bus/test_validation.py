@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from shared.bus import validation, wire
 from shared.bus.messages import Experience, PolicyUpdate, Prompt, Score, StepReport
 from shared.bus.record_reader import read_fields, record_reader
-from shared.bus.validation import INVALID, Limits, Reader
+from shared.bus.validation import INVALID, FieldLimits, Reader
 from tests.chaos.fuzz import Hostile
 from tests.shared.bus.test_hostile_messages import MESSAGES
 from tests.support import builders
@@ -26,20 +26,20 @@ class Colour(enum.StrEnum):
     BLUE = "blue"
 
 
-INT, FLOAT = validation.int_reader(Limits(0, 7)), validation.float_reader(Limits(0.0, 7.0))
+INT, FLOAT = validation.int_reader(FieldLimits(0, 7)), validation.float_reader(FieldLimits(0.0, 7.0))
 READERS: dict[str, Reader] = {
-    "int": validation.int_reader(Limits()),
+    "int": validation.int_reader(FieldLimits()),
     "int within limits": INT,
-    "float": validation.float_reader(Limits()),
+    "float": validation.float_reader(FieldLimits()),
     "float within limits": FLOAT,
-    "float that need not be finite": validation.float_reader(Limits(finite=False)),
-    "text": validation.text_reader(Limits(length=3)),
+    "float that need not be finite": validation.float_reader(FieldLimits(finite=False)),
+    "text": validation.text_reader(FieldLimits(length=3)),
     "enum": validation.enum_reader(Colour),
     "json": validation.json_reader(),
     "optional": validation.optional(INT),
-    "tuple": validation.tuple_reader(INT, Limits(length=2)),
-    "dictionary": validation.dict_reader(FLOAT, Limits(length=2)),
-    "array": validation.array_reader(np.dtype(np.int32), Limits(0, 7)),
+    "tuple": validation.tuple_reader(INT, FieldLimits(length=2)),
+    "dictionary": validation.dict_reader(FLOAT, FieldLimits(length=2)),
+    "array": validation.array_reader(np.dtype(np.int32), FieldLimits(0, 7)),
 }
 SCALARS = st.one_of(
     st.integers(-2, 9),
@@ -101,9 +101,9 @@ class Small:
 SMALL = {
     "number": INT,
     "share": FLOAT,
-    "name": validation.optional(validation.text_reader(Limits())),
-    "counts": validation.dict_reader(INT, Limits()),
-    "word": validation.text_reader(Limits()),
+    "name": validation.optional(validation.text_reader(FieldLimits())),
+    "counts": validation.dict_reader(INT, FieldLimits()),
+    "word": validation.text_reader(FieldLimits()),
 }
 
 
