@@ -17,71 +17,31 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-import numpy as np
-
+from benchmarks.wire import make_experience, make_group
 from shared.bus import embedded, wire
 from shared.bus.bus import Bus
-from shared.bus.messages import (
-    Experience,
-    FinishReason,
-    GroupId,
-    Prompt,
-    RolloutGroup,
-    Sample,
-    SampleScores,
-    Sampling,
-    Score,
-    ScoreStatus,
-)
+from shared.bus.messages import RolloutGroup
 from shared.bus.streams import EXPERIENCE, ROLLOUTS
 
 SAMPLES, TOKENS, TAKEN_AT_ONCE = 16, 2048, 8
 
 
-def make_group(generator: np.random.Generator) -> RolloutGroup:
-    """Return a group of 16 completions of 2,048 tokens, about four characters of text a token."""
-    prompt = Prompt(
-        group_id=GroupId(0),
-        problem="train.jsonl:1",
-        sampling=Sampling(samples=SAMPLES, max_new_tokens=TOKENS, temperature=1.0),
-        text="x" * 400,
-        answer="42",
-    )
-    samples = tuple(
-        Sample(
-            token_ids=generator.integers(0, 152_000, TOKENS).astype(np.int32),
-            behavior_logprobs=-generator.random(TOKENS, dtype=np.float32),
-            version_spans=np.array([[0, 7], [900, 8]], dtype=np.int32),
-            finish_reason=FinishReason.STOP,
-            text="abcd" * TOKENS,
-        )
-        for _ in range(SAMPLES)
-    )
-    return RolloutGroup(prompt, np.arange(100, dtype=np.int32), samples, "rollout-0", 1.0, 2.0)
-
-
-def score(group: RolloutGroup) -> Experience:
-    """Return the experience of ``group``, as the reward service would."""
-    scores = tuple(SampleScores((Score("answer", ScoreStatus.OK, 1.0),)) for _ in group.samples)
-    return Experience(group, np.ones(len(group.samples), dtype=np.float32), scores, 3.0, 0.1)
-
-
 async def through_penstock(bus: Bus, group: RolloutGroup, groups: int) -> None:
     """Publish, consume and hand over ``groups`` messages as the services do."""
     for number in range(groups):
-        await bus.publish(ROLLOUTS, group, group_id=str(number))
+        await bus.publish(ROLLOUTS, group, group_id=str(group.group_id))
         if number % TAKEN_AT_ONCE == TAKEN_AT_ONCE - 1:
             for delivery in await bus.read(ROLLOUTS, RolloutGroup, "a", TAKEN_AT_ONCE, block_s=1.0):
-                assert await bus.hand_over(delivery, EXPERIENCE, score(delivery.message()))
+                assert await bus.hand_over(delivery, EXPERIENCE, make_experience(delivery.message()))
 
 
 async def through_redis_py(bus: Bus, group: RolloutGroup, groups: int) -> None:
     """Move the same bytes with the same commands, by redis-py alone."""
     client, source, output = bus.client, bus.keys.of(ROLLOUTS), bus.keys.of(EXPERIENCE)
-    sent, scored = wire.encode(group), wire.encode(score(group))
+    sent, scored = wire.encode(group), wire.encode(make_experience(group))
     hand_over = client.register_script((Path(embedded.__file__).parent / "scripts" / "hand_over.lua").read_text())
     for number in range(groups):
-        await client.xadd(source, {"id": str(number), "data": sent})
+        await client.xadd(source, {"id": str(group.group_id), "data": sent})
         if number % TAKEN_AT_ONCE == TAKEN_AT_ONCE - 1:
             answer = await client.xreadgroup("reward", "a", {source: ">"}, count=TAKEN_AT_ONCE, block=1000)
             for entry, fields in answer[0][1]:
@@ -91,8 +51,8 @@ async def through_redis_py(bus: Bus, group: RolloutGroup, groups: int) -> None:
 async def measure(url: str, groups: int, rounds: int) -> dict[str, float | int | str]:
     """Return the figures of the JSON line."""
     bus = await Bus.connect(url, "bench", wait_s=10.0, audit_entries=0)
-    group = make_group(np.random.default_rng(0))
-    sizes = len(wire.encode(group)) + len(wire.encode(score(group)))
+    group = make_group(SAMPLES, TOKENS)
+    sizes = len(wire.encode(group)) + len(wire.encode(make_experience(group)))
     ways: dict[str, Callable[[Bus, RolloutGroup, int], Awaitable[None]]] = {
         "penstock": through_penstock,
         "redis_py": through_redis_py,

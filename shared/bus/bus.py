@@ -3,69 +3,32 @@
 Delivery is at least once, effect is exactly once: an entry stays pending until the script that publishes its result
 acknowledges it, and the script does nothing when somebody else was first. A consumer that was presumed dead and
 finishes late is told so and its result is dropped.
-
-The bus outlives its server: every call waits for it with capped exponential backoff. That is safe because a script
-that ran although its answer was lost changes nothing when it runs again.
-
-It also outlives its server's ``maxmemory``. Only what makes a run grow (admission, the start of an evaluation) is refused then;
-every other write is a script that may go over the limit (``allow-oom``), because what is in flight must be able to leave.
 """
 
-import asyncio
 import dataclasses
-import hashlib
 import logging
-import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from importlib import resources
-from typing import Any, Generic, NewType, TypeAlias, TypeVar
+from typing import Any, Generic, NewType, TypeVar
 
-from redis.exceptions import (
-    BusyLoadingError,
-    ClusterDownError,
-    ConnectionError,
-    NoScriptError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    ResponseError,
-    TimeoutError,
-    TryAgainError,
-)
+from redis.exceptions import ResponseError
 
 from shared.bus import connection, streams, wire
+from shared.bus.server import Argument, Server
 from shared.bus.streams import Keys, Stream
-from shared.errors import BusFull, BusUnavailable, MessageError
+from shared.errors import BusUnavailable, MessageError
 from shared.text.redaction import redact
 
 log = logging.getLogger(__name__)
 
-Argument: TypeAlias = str | bytes | int | float
 M = TypeVar("M")
-R = TypeVar("R")
 EntryId = NewType("EntryId", str)
 
-_UNAVAILABLE = (
-    ConnectionError,
-    TimeoutError,
-    BusyLoadingError,
-    ReadOnlyError,
-    ClusterDownError,
-    TryAgainError,
-    OSError,
-)
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
 _PAGE_ENTRIES = 256
 _GIVEN_BACK = "given-back"
 """The consumer of entries that were given back; what any other consumer leaves alone was in its hands when it died."""
 _LONGEST_REASON = 2000
 _AT_ONCE_MS = 86_400_000
-_SCRIPTS = {
-    path.name.removesuffix(".lua"): path.read_text()
-    for path in resources.files("shared.bus").joinpath("scripts").iterdir()
-    if path.name.endswith(".lua")
-}
-_DIGESTS = {name: hashlib.sha1(text.encode()).hexdigest() for name, text in _SCRIPTS.items()}  # noqa: S324 (Redis names scripts so)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,7 +67,7 @@ class Depth:
     oldest_age_s: float
 
 
-class Bus:
+class Bus(Server):
     """One run's streams on one server.
 
     Args:
@@ -117,11 +80,8 @@ class Bus:
     def __init__(
         self, client: connection.Client, run_id: str, *, wait_s: float | None = None, audit_entries: int = 100_000
     ) -> None:
+        super().__init__(client, wait_s=wait_s)
         self.keys = Keys(run_id)
-        self.client = client
-        self.reconnects = 0
-        self.available = True
-        self._wait_s = wait_s
         self.audit_entries = audit_entries
         self.server = ""
         """The server's name and version, once connected."""
@@ -148,80 +108,10 @@ class Bus:
             raise
         return bus
 
-    def wait_for_ever(self) -> None:
-        """From now on wait for a server that went away until it is back."""
-        self._wait_s = None
-
-    async def close(self) -> None:
-        """Close the connections."""
-        await connection.close_client(self.client)
-
     async def make_groups(self) -> None:
         """Make the consumer group of every grouped stream, at its beginning, where it does not exist."""
         for stream in streams.GROUPED_STREAMS:
             await self.script("make_group", [self.keys.of(stream)], [stream.group or ""])
-
-    # ---------------------------------------------------------------- waiting for the server
-
-    async def call(self, command: Callable[[], Awaitable[R]]) -> R:
-        """Run ``command``, again after each failure to reach the server, with capped exponential backoff.
-
-        A server that cannot write its data to disk takes no writes: it is waited for in the same way.
-
-        Raises:
-            BusUnavailable: the server did not answer for ``wait_s``.
-        """
-        started_s, wait_s = time.monotonic(), _FIRST_WAIT_S
-        cancels = _cancels()
-        while True:
-            try:
-                result = await _answered(command)
-                _raise_swallowed(cancels)
-            except (*_UNAVAILABLE, BusUnavailable) as error:
-                waited_s = time.monotonic() - started_s
-                if self._wait_s is not None and waited_s > self._wait_s:
-                    raise BusUnavailable(
-                        f"expected a Redis or Valkey server to answer within {self._wait_s:.0f} s, found: {error}"
-                    ) from error
-                self._note_lost(error)
-                _raise_swallowed(cancels)
-                await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
-                wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
-            else:
-                self._note_back()
-                return result
-
-    def _note_lost(self, error: BaseException) -> None:
-        if self.available:
-            self.available = False
-            log.warning("bus unavailable, waiting", extra={"error": str(error)})
-
-    def _note_back(self) -> None:
-        if not self.available:
-            self.available = True
-            self.reconnects += 1
-            log.info("bus available again", extra={"reconnects": self.reconnects})
-
-    async def script(self, name: str, keys: Sequence[str], arguments: Sequence[Argument]) -> Any:
-        """Run one of ``shared/bus/scripts`` atomically.
-
-        Raises:
-            BusFull: the server is at its maxmemory, and this script adds to what is in flight.
-        """
-        try:
-            return await self.call(lambda: self._script(name, keys, arguments))
-        except OutOfMemoryError as error:
-            raise BusFull(f"expected a server with room, found {error}: raise its maxmemory") from error
-
-    async def write(self, key: str, command: str, *arguments: Argument) -> Any:
-        """Run one command that writes ``key``, also while the server is at its maxmemory: what a run says of itself is small."""
-        return await self.script("write", [key], [command, *arguments])
-
-    async def _script(self, name: str, keys: Sequence[str], arguments: Sequence[Argument]) -> Any:
-        try:
-            return await self.client.evalsha(_DIGESTS[name], len(keys), *keys, *arguments)
-        except NoScriptError:  # a server that is new, or restarted
-            return await self.client.eval(_SCRIPTS[name], len(keys), *keys, *arguments)
 
     # ---------------------------------------------------------------- publish and read
 
@@ -497,35 +387,6 @@ class Bus:
 def read_counts(raw: Mapping[Any, Any]) -> dict[str, int]:
     """Return how groups ended, from the answer to HGETALL."""
     return {_text(name): int(value) for name, value in raw.items()}
-
-
-async def _answered(command: Callable[[], Awaitable[R]]) -> R:
-    """Return the answer to ``command``.
-
-    Raises:
-        BusUnavailable: the server refuses writes because its own to disk fail.
-    """
-    try:
-        return await command()
-    except ResponseError as error:
-        if "MISCONF" not in str(error):
-            raise
-        raise BusUnavailable(f"the server cannot write its data to disk, so it takes no writes: {error}") from error
-
-
-def _cancels() -> int:
-    task = asyncio.current_task()
-    return 0 if task is None else task.cancelling()
-
-
-def _raise_swallowed(cancels: int) -> None:
-    """Raise the cancellation that redis-py swallowed since there were ``cancels``.
-
-    It sends through ``asyncio.wait_for``, which before Python 3.12 may swallow a cancellation that comes just as the
-    command was sent: a loop over the bus would never stop.
-    """
-    if _cancels() > cancels:
-        raise asyncio.CancelledError
 
 
 def _text(value: bytes | str) -> str:

@@ -16,7 +16,9 @@ from typing import Annotated, NewType, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from shared.bus.wire import FieldLimits, Joined, columns, message, record
+from shared.bus.columns import Joined
+from shared.bus.validation import FieldLimits
+from shared.bus.wire import columns, message, record
 
 GroupId = NewType("GroupId", int)
 """The place of a prompt in the run's order of admission: 0, 1, 2, …; never reused in a run."""
@@ -121,7 +123,7 @@ class Prompt:
 
 
 def _check_samples(arrays: Mapping[str, Joined]) -> None:
-    """Raise ValueError where the arrays of samples do not belong together; vectorised over all samples of a group."""
+    """Raise ValueError where the arrays of samples do not belong together."""
     missing = {"token_ids", "behavior_logprobs", "version_spans"} - arrays.keys()
     if missing:
         raise ValueError(f"expected arrays as {', '.join(sorted(missing))}, found others")
@@ -130,14 +132,23 @@ def _check_samples(arrays: Mapping[str, Joined]) -> None:
         raise ValueError("expected one behavior logprob a token, found other lengths")
     if min(tokens) < 1 or min(spans.lengths) < 1:
         raise ValueError("expected at least one token and one version span in each sample, found fewer")
-    starts, ends = spans.joined[:, 0], np.cumsum(spans.lengths)
-    firsts = ends - spans.lengths
-    ascends = np.diff(starts) > 0
-    ascends[ends[:-1] - 1] = True  # from one sample to the next
-    if starts[firsts].any() or not ascends.all() or not (starts[ends - 1] < tokens).all():
+    if not _ascend(spans.joined[:, 0], spans.lengths, tokens):
         raise ValueError(
             "expected version spans that begin at token 0 and ascend below the sample's length, found others"
         )
+
+
+def _ascend(starts: Int32Array, spans: list[int], tokens: list[int]) -> bool:
+    """Whether each sample's spans begin at token 0 and ascend below its length."""
+    places = iter(starts.tolist())
+    for count, length in zip(spans, tokens, strict=True):
+        if (place := next(places)) != 0:
+            return False
+        for _ in range(count - 1):
+            before, place = place, next(places)
+            if not before < place < length:
+                return False
+    return True
 
 
 @columns(_check_samples)

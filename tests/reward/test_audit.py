@@ -131,9 +131,7 @@ async def test_nothing_that_a_model_wrote_moves_the_cursor(tmp_path: Path) -> No
     folder = await record(settings(tmp_path, LENIENT), [("12+34=", "46", (hostile, "no"))])
     command = [sys.executable, "-m", "services.cli", "audit-rewards", str(folder)]
     wide = {**os.environ, "COLUMNS": "400"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=wide, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
+    done = subprocess.run(command, cwd=ROOT, env=wide, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 1
     assert "owned" in done.stdout
     assert not {"\x1b", "\x07", "\u202e"} & set(done.stdout)

@@ -25,7 +25,7 @@ from services.trainer.model.engine import TrainingEngine
 from services.trainer.model.layers import spans
 from services.trainer.model.policy import Policy
 from services.trainer.rank_group import start_ranks
-from shared.bus.messages import StepPlan
+from shared.bus.messages import Experience, StepPlan
 from shared.settings import Settings
 from tests.support import tiny, tiny_hybrids, tolerance
 from tests.trainer import test_faults
@@ -97,6 +97,9 @@ class Rank:
         data = test_update.batch(longer=longer)
         return self._learner.learn(data, [1] * len(data), step, repeated=plan)
 
+    def try_out(self, group: Experience) -> None:
+        self._learner.try_out([group])
+
     @property
     def plan(self) -> StepPlan | None:
         """How the newest step was laid out, and what did not fit."""
@@ -110,6 +113,15 @@ def two_steps(of: Settings, longer: int = 0) -> dict[str, Any]:
     """What two steps measured, and the weights after them."""
     rank = Rank(of)
     return {"measured": [rank.learn(1, longer), rank.learn(2, longer)], "weights": rank.weights()}
+
+
+def with_trials(of: Settings) -> dict[str, Any]:
+    """Two steps with a trial of each group between them, which two ranks run together."""
+    rank = Rank(of)
+    measured = [rank.learn(1)]
+    for group in test_update.batch():
+        rank.try_out(group)
+    return {"measured": [*measured, rank.learn(2)], "weights": rank.weights()}
 
 
 def resumed(of: Settings, folder: Path) -> dict[str, Any]:
@@ -174,6 +186,7 @@ def main(folder: Path) -> None:
 
 def _found(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {f"zero-{stage}": two_steps(settings(stage, 2)) for stage in (1, 3)}
+    found |= {f"tried-{stage}": with_trials(settings(stage, 2)) for stage in (1, 3)}
     found["chunks"] = two_steps(settings(3, 2, trainer=CHUNKED), LONGER)
     for name, tables in ALGORITHMS.items():
         for stage in (1, 3):

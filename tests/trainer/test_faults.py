@@ -195,6 +195,56 @@ def test_a_gradient_that_is_not_finite_reaches_neither_weights_nor_optimizer(zer
     assert all(torch.equal(after[name], tensor) for name, tensor in poisoned.whole().items())
 
 
+# -------------------------------------------------------------------- trials
+
+
+def optimizer_tensors(one: One) -> list[torch.Tensor]:
+    """Every tensor of the optimizers' states: moments, counters of steps, and weights in float32."""
+    engines = [engine for engine in (one.engine, one.critic) if engine is not None]
+    states = [engine._engine.optimizer.state_dict() for engine in engines]
+    return [leaf.clone() for leaf in torch.utils._pytree.tree_leaves(states) if isinstance(leaf, torch.Tensor)]
+
+
+@pytest.mark.parametrize("preset", ["grpo", "ppo", "dpo"])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_a_trial_leaves_weights_optimizer_and_random_numbers_as_they_were(zero_stage: int, preset: str) -> None:
+    of = settings(preset=preset, micro_batch_tokens=24)
+    of = of.model_copy(update={"trainer": of.trainer.model_copy(update={"zero_stage": zero_stage})})
+    tried, untried = One(of), One(of)
+    for one in (tried, untried):
+        one.learn(batch())
+    weights, optimizer, numbers = tried.whole(), optimizer_tensors(tried), torch.get_rng_state()
+    for group in batch():
+        tried.try_out(group)
+    assert torch.equal(numbers, torch.get_rng_state())
+    assert all(torch.equal(weights[name], tensor) for name, tensor in tried.whole().items())
+    assert len(optimizer) > 2
+    assert all(torch.equal(before, now) for before, now in zip(optimizer, optimizer_tensors(tried), strict=True))
+    assert timeless(tried.learn(batch(), step=2)) == timeless(untried.learn(batch(), step=2))
+    after = untried.whole()
+    assert all(torch.equal(after[name], tensor) for name, tensor in tried.whole().items())
+
+
+def test_a_group_that_fails_in_the_backward_pass_only_fails_its_trial() -> None:
+    one = One(settings())
+    (parameter,) = [
+        p for name, p in one.engine.policy.named_parameters() if name.endswith("layers.0.mlp.up_proj.weight")
+    ]
+
+    def refuse(gradient: torch.Tensor) -> None:
+        raise ValueError("poison")
+
+    with parameter.register_hook(refuse), pytest.raises(ValueError, match="poison"):
+        one.try_out(batch()[0])
+    one.try_out(batch()[0])
+
+
+def test_a_trial_cuts_what_does_not_fit_as_a_step_does(memory: Any) -> None:
+    one = One(settings())
+    with memory(12):
+        one.try_out(batch()[0])
+
+
 def test_once_some_weights_moved_the_error_says_so() -> None:
     data = batch()
     one = One(settings(preset="tis", minibatches=4))

@@ -64,6 +64,13 @@ def test_two_ranks_make_the_steps_of_one(two: dict[str, Any], zero_stage: int) -
     assert_same(two[f"zero-{zero_stage}"], one())
 
 
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_trials_between_two_steps_of_two_ranks_change_nothing(two: dict[str, Any], zero_stage: int) -> None:
+    tried, untried = two[f"tried-{zero_stage}"], two[f"zero-{zero_stage}"]
+    assert [step["grad_norm"] for step in tried["measured"]] == [step["grad_norm"] for step in untried["measured"]]
+    assert all(torch.equal(tried["weights"][name], tensor) for name, tensor in untried["weights"].items())
+
+
 def test_ranks_with_parts_of_the_weights_may_need_different_numbers_of_chunks_of_logits(two: dict[str, Any]) -> None:
     assert_same(two["chunks"], one(trainer_ranks.LONGER))
 

@@ -29,8 +29,9 @@ from services.coordinator.evaluation.results import (
     summarize,
 )
 from shared.bus import streams, wire
-from shared.bus.bus import Argument, Bus, Delivery
+from shared.bus.bus import Bus, Delivery
 from shared.bus.messages import Experience, PolicyVersion, Prompt, Purpose, Sampling
+from shared.bus.server import Argument
 from shared.bus.stores.holding import Holding, appoint, holding
 from shared.bus.streams import EVAL_RESULTS, Stream
 from shared.errors import MessageError

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from shared.bus import streams, wire
-from shared.bus.bus import Argument, Bus
+from shared.bus.bus import Bus
 from shared.bus.messages import Experience, Json, PolicyRecord, Prompt, RolloutGroup
+from shared.bus.server import Argument
 from shared.bus.streams import Stream
 from shared.errors import MessageError
 

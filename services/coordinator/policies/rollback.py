@@ -33,8 +33,9 @@ from services.coordinator.operations.operations import (
     Report,
     StateConflict,
 )
-from shared.bus.bus import Argument, Bus
+from shared.bus.bus import Bus
 from shared.bus.messages import Json, PolicyVersion
+from shared.bus.server import Argument
 from shared.bus.stores.ledger import ENDED, Ledger, PolicyState, RunState, RunStatus
 from shared.bus.stores.rollback import SOURCE, begin_rollback
 from shared.process.telemetry import heartbeats, tell

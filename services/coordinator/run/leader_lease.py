@@ -20,7 +20,8 @@ from collections.abc import Awaitable, Callable
 
 from prometheus_client import Gauge
 
-from shared.bus.bus import Argument, Bus
+from shared.bus.bus import Bus
+from shared.bus.server import Argument
 from shared.errors import BusUnavailable
 
 log = logging.getLogger(__name__)

@@ -19,8 +19,9 @@ from services.coordinator.run.guards import read_guards
 from services.coordinator.run.notices import compose
 from services.coordinator.schemas.run import EvaluationView, GuardView, History, NoticeView, RunView, StreamView
 from shared.bus import streams, wire
-from shared.bus.bus import Argument, Bus, read_counts
+from shared.bus.bus import Bus, read_counts
 from shared.bus.messages import StepReport
+from shared.bus.server import Argument
 from shared.bus.stores.ledger import RunState, RunStatus, read_status
 from shared.bus.stores.live_settings import Live
 from shared.errors import MessageError

@@ -140,18 +140,24 @@ class Learner:
         return measured | self._look_back(everything, measured["reference_kl"], len(lags_M))
 
     def try_out(self, batch: Sequence[Experience]) -> None:
-        """Run what training on ``batch`` runs, up to its loss, and change nothing; every rank calls it."""
+        """Run what training on ``batch`` runs, backward passes included, and change nothing; every rank calls it."""
         rewards = [shaped_rewards(e, self._algorithm, self._settings.sampling.max_new_tokens) for e in batch]
         lags_M, pairs = [0 for e in batch for _ in e.group.samples], self._algorithm.loss == "dpo"
         rows = _rows(batch, rewards, pairs=pairs, shares_prompt=self._policy.shares_prompts)
         cap, ranks = self._settings.trainer.micro_batch_tokens, self._policy.ranks
         mine = plan(rows, cap, ranks, split=not pairs, sizes=self._policy.sizes)[dist.get_rank()]
         minibatch = self._minibatch(rows, mine, lags_M)
-        self._look(minibatch.inputs, batch)
-        assign(minibatch.inputs, rewards, self._algorithm, self.kl_coefficient)
-        with torch.no_grad():
-            for found in minibatch.inputs:
-                objective(found, self._policy.evaluate(found.batch), self._algorithm, self.kl_coefficient)
+        devices = [self._policy.device] if self._policy.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            self._look(minibatch.inputs, batch)
+            assign(minibatch.inputs, rewards, self._algorithm, self.kl_coefficient)
+            passes = ForwardPasses(self._policy, (self._settings.run.seed, 0))
+            sums, tally = StepSums(self._policy.device), Tally(self._policy.device)
+            with self._policy.gradients_discarded():
+                self._backward(minibatch, sums, tally, passes)
+            if self._critic is not None:
+                with self._critic.gradients_discarded():
+                    self._backward_critic(self._critic, minibatch, tally)
 
     def _rate(self, step: int, peak: float) -> float:
         if self._critic is not None and step <= self._algorithm.critic.warmup_steps:
@@ -216,7 +222,7 @@ class Learner:
             for minibatch in minibatches:
                 self._update_policy(minibatch, rate, sums, tally, step, passes)
                 if self._critic is not None:
-                    self._update_critic(minibatch, step, tally)
+                    self._update_critic(self._critic, minibatch, step, tally)
         measured = {**sums.over_ranks(), **tally.over_ranks(), "learning_rate": rate}
         check_finite(measured, step)
         return measured | self._utilisation(everything, self._spent_s() - spent_s)
@@ -233,21 +239,25 @@ class Learner:
     def _update_policy(
         self, minibatch: Minibatch, rate: float, sums: StepSums, tally: Tally, step: int, passes: ForwardPasses
     ) -> None:
+        with self._phases.measure("forward_backward"):
+            self._backward(minibatch, sums, tally, passes)
+        with self._phases.measure("optimizer"):
+            tally.updated(self._policy.step(rate), step)
+
+    def _backward(self, minibatch: Minibatch, sums: StepSums, tally: Tally, passes: ForwardPasses) -> None:
+        """Add the policy's gradients."""
         algorithm = self._algorithm
         parts = divisor(
             algorithm.aggregation, minibatch.tokens, minibatch.samples, self._settings.sampling.max_new_tokens
         )
         if algorithm.loss == "dpo":
             parts = max(1.0, minibatch.samples / 2)
-        with self._phases.measure("forward_backward"):
-            for wanted, last in self._objectives(minibatch, tally, passes):
-                loss = wanted.sum / parts
-                self._policy.backward(loss * self._policy.ranks, last=last)
-                with torch.no_grad():
-                    sums.add(wanted.figures)
-                    tally.add(loss, wanted.margins_P)
-        with self._phases.measure("optimizer"):
-            tally.updated(self._policy.step(rate), step)
+        for wanted, last in self._objectives(minibatch, tally, passes):
+            loss = wanted.sum / parts
+            self._policy.backward(loss * self._policy.ranks, last=last)
+            with torch.no_grad():
+                sums.add(wanted.figures)
+                tally.add(loss, wanted.margins_P)
 
     def _objectives(
         self, minibatch: Minibatch, tally: Tally, passes: ForwardPasses
@@ -286,18 +296,21 @@ class Learner:
             return [oom_split.part(found, rows, 0, samples), oom_split.part(found, rows, 0, 0)]
         return oom_split.halves(found, rows, together=together)
 
-    def _update_critic(self, minibatch: Minibatch, step: int, tally: Tally) -> None:
-        assert self._critic is not None
+    def _update_critic(self, critic: TrainingEngine, minibatch: Minibatch, step: int, tally: Tally) -> None:
         with self._phases.measure("critic"):
-            for number, found in enumerate(minibatch.inputs, start=1):
-                assert found.values_N is not None
-                assert found.returns_N is not None
-                values_N = self._critic.forward(found.batch)
-                loss_N = value_loss(values_N, found.values_N, found.returns_N, self._algorithm.critic.clip)
-                loss = loss_N.sum() / max(1, minibatch.tokens)
-                self._critic.backward(loss * self._critic.ranks, last=number == len(minibatch.inputs))
-                tally.add_value_loss(loss)
-            tally.critic_updated(self._critic.step(critic_learning_rate(self._settings, step)), step)
+            self._backward_critic(critic, minibatch, tally)
+            tally.critic_updated(critic.step(critic_learning_rate(self._settings, step)), step)
+
+    def _backward_critic(self, critic: TrainingEngine, minibatch: Minibatch, tally: Tally) -> None:
+        """Add the critic's gradients."""
+        for number, found in enumerate(minibatch.inputs, start=1):
+            assert found.values_N is not None
+            assert found.returns_N is not None
+            values_N = critic.forward(found.batch)
+            loss_N = value_loss(values_N, found.values_N, found.returns_N, self._algorithm.critic.clip)
+            loss = loss_N.sum() / max(1, minibatch.tokens)
+            critic.backward(loss * critic.ranks, last=number == len(minibatch.inputs))
+            tally.add_value_loss(loss)
 
     def _look_back(self, everything: Sequence[LossInputs], reference_kl: float, samples: int) -> dict[str, float]:
         """Return figures of the whole step, and move the KL coefficient on."""

@@ -155,6 +155,26 @@ class TrainingEngine:
         self._engine.step()
         return norm
 
+    @contextlib.contextmanager
+    def gradients_discarded(self) -> Iterator[None]:
+        """Run backward passes, the last of them with ``last``, and discard their gradients; every rank calls it.
+
+        Each gradient is replaced by one that is not finite, so that :meth:`step` leaves weights and optimizer as they are.
+        """
+        trained: list[Any] = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
+        hooks = [parameter.register_hook(lambda gradient: torch.full_like(gradient, math.nan)) for parameter in trained]
+        try:
+            yield
+            with _without_warnings():  # DeepSpeed warns of each step that it leaves out
+                norm = self.step(self._engine.optimizer.param_groups[0]["lr"])
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if math.isfinite(norm):
+            raise RuntimeError(
+                f"expected discarded gradients to be left out of the weights, found a step of norm {norm}"
+            )
+
     @property
     def recovers(self) -> bool:
         """Whether a forward pass may fail on one rank: at ZeRO stage 3 other ranks would wait in the middle of it."""
@@ -363,6 +383,17 @@ def _gather_with_parents(policy: nn.Module) -> None:
             if isinstance(inner, nn.Conv1d) or name in _READ_FROM_OUTSIDE:
                 for parameter in inner.parameters():
                     deepspeed.zero.register_external_parameter(layer, parameter)
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    logger = logging.getLogger("DeepSpeed")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _import_deepspeed(device: str) -> Any:

@@ -16,8 +16,9 @@ import json
 import logging
 from pathlib import Path
 
-from shared.bus.bus import Argument, Bus
+from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion
+from shared.bus.server import Argument
 from shared.errors import PenstockError
 from shared.settings import Settings
 

@@ -19,8 +19,9 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from shared.bus import streams, wire
-from shared.bus.bus import Argument, Bus, Delivery, EntryId, read_counts
+from shared.bus.bus import Bus, Delivery, EntryId, read_counts
 from shared.bus.messages import Experience, PolicyRecord, PolicyUpdate, PolicyVersion, Prompt, StepPlan, StepReport
+from shared.bus.server import Argument
 from shared.errors import Fenced
 
 

@@ -9,8 +9,9 @@ import uuid
 from collections.abc import Iterable, Sequence
 
 from shared.bus import streams, wire
-from shared.bus.bus import Argument, Bus
+from shared.bus.bus import Bus
 from shared.bus.messages import Event, PolicyRecord, PolicyVersion
+from shared.bus.server import Argument
 from shared.bus.stores.ledger import Ledger, RunStatus
 
 SOURCE = "rollback"

@@ -73,6 +73,11 @@ class One:
             warnings.simplefilter("ignore")
             return self.learner.learn(batch, lags or [1] * len(batch), step, repeated=plan)
 
+    def try_out(self, group: Experience) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.learner.try_out([group])
+
     def whole(self) -> dict[str, torch.Tensor]:
         """The policy's tensors, whole at any ZeRO stage."""
         return {name: tensor.clone() for name, tensor in self.engine.tensors()}

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from services.coordinator.api.dependencies import Limit, Parts, page_of, soon
 from services.coordinator.api.errors import Conflict
 from services.coordinator.schemas.resources import Page, RunSummary
-from shared.bus.bus import Argument
+from shared.bus.server import Argument
 from shared.bus.stores.ledger import read_status
 from shared.bus.streams import RUN_ID_PATTERN, Keys
 from shared.errors import SettingsError

@@ -1,0 +1,98 @@
+"""Tuples of many small records of one kind, written by columns: a few large arrays instead of many small ones.
+
+::
+
+    {"rows": 2, "text": ["46", "47"], "token_ids": {"lengths": [3, 2], "joined": array}}
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shared.bus.validation import INVALID, Reader, shown
+
+_MOST_ROWS = 65_536
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Joined:
+    """The arrays of one column, one after another, and how long each is."""
+
+    joined: npt.NDArray[Any]
+    lengths: list[int]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def split(self) -> list[npt.NDArray[Any]]:
+        """Return the arrays."""
+        ends = list(accumulate(self.lengths))
+        return list(map(self.joined.__getitem__, map(slice, [0, *ends], ends)))
+
+
+ColumnCheck = Callable[[Mapping[str, Joined]], None]
+"""Raises ValueError where the array columns of a record do not belong together."""
+
+
+def write_columns(names: Iterable[str], records: Sequence[object]) -> dict[str, Any]:
+    """Return the columns of ``records``, whose fields are ``names``."""
+    written: dict[str, Any] = {"rows": len(records)}
+    for name in names if records else ():
+        column = [getattr(record, name) for record in records]
+        if isinstance(column[0], np.ndarray):
+            written[name] = {"lengths": [len(array) for array in column], "joined": np.concatenate(column)}
+        else:
+            written[name] = column
+    return written
+
+
+def columns_reader(row: type, readers: Mapping[str, Reader], check: ColumnCheck | None, length: int) -> Reader:
+    """Return the reader of at most ``length`` records, whose fields are read by ``readers``."""
+    most = min(length, _MOST_ROWS)
+
+    def one(written: Any) -> tuple[Any, ...]:
+        rows = written["rows"]
+        if type(rows) is not int or not 0 <= rows <= most:
+            raise ValueError(f"expected 0 to {most} rows, found {shown(rows)}")
+        if rows == 0:
+            return ()
+        columns = {
+            name: _read_column(name, reader, written[name]) for name, reader in readers.items() if name in written
+        }
+        if any(len(column) != rows for column in columns.values()):
+            lengths = {name: len(column) for name, column in columns.items()}
+            raise ValueError(f"expected columns of {rows} rows, found {lengths}")
+        if check is not None:
+            check({name: column for name, column in columns.items() if type(column) is Joined})
+        cells: list[list[Any]] = [
+            column.split() if isinstance(column, Joined) else column for column in columns.values()
+        ]
+        if len(columns) == len(readers):
+            return tuple(map(row, *cells))
+        return tuple([row(**dict(zip(columns, values, strict=True))) for values in zip(*cells, strict=True)])
+
+    return Reader(one)
+
+
+def _read_column(name: str, reader: Reader, column: Any) -> Joined | list[Any]:
+    try:
+        if type(column) is dict:
+            return _read_joined(reader, column)
+        if type(column) is not list:
+            raise TypeError(f"expected a column, found {shown(column)}")
+        return reader.every(column)
+    except INVALID as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def _read_joined(reader: Reader, column: Mapping[str, Any]) -> Joined:
+    joined, lengths = reader.one(column["joined"]), column["lengths"]
+    if not isinstance(joined, np.ndarray) or type(lengths) is not list:
+        raise TypeError("expected an array and the lengths of its parts")
+    if not {int}.issuperset(map(type, lengths)) or min(lengths, default=0) < 0 or sum(lengths) != len(joined):
+        raise ValueError(f"expected lengths that add up to {len(joined)}, found others")
+    return Joined(joined, lengths)
