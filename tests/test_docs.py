@@ -75,7 +75,9 @@ def blank(hit: re.Match[str]) -> str:
     return re.sub(r"[^\n]", ".", hit[0])
 
 
-@pytest.mark.parametrize("idiom", ["nobody has to be told", "the run goes\non", "none is left", "so many tokens", "2 ÷ 1"])
+@pytest.mark.parametrize(
+    "idiom", ["nobody has to be told", "the run goes\non", "none is left", "so many tokens", "2 ÷ 1"]
+)
 def test_an_idiom_is_noticed(idiom: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     page = tmp_path / "page.md"
