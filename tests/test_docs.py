@@ -14,7 +14,7 @@ GENERATED = {"docs/models.md"}
 PAGES = [
     path
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
-    if str(path.relative_to(ROOT)) not in GENERATED and path.parent.name != "decisions"
+    if str(path.relative_to(ROOT)) not in GENERATED
 ]
 EXAMPLES = [*sorted((ROOT / "examples").glob("*/README.md"))]
 MAX_COLUMNS = 120
