@@ -90,6 +90,7 @@ check: install-dev
 lint: install-dev
 	$(VENV_PYTHON) -m ruff check .
 	$(VENV_PYTHON) -m ruff format --check .
+	$(VENV_PYTHON) -m pytest -q -n 0 tests/test_docs.py
 
 types: install-dev
 	$(VENV_PYTHON) -m mypy

@@ -1,11 +1,139 @@
-"""Laws of the documents: what they name is there."""
+"""Laws of the documents: they are plain English, and what they name exists."""
 
 import ast
 import re
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 KINDS = ("Counter", "Gauge", "Histogram", "Info", "Summary")
+GENERATED = {"docs/models.md"}
+PAGES = [
+    path
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
+    if str(path.relative_to(ROOT)) not in GENERATED
+]
+EXAMPLES = [*sorted((ROOT / "examples").glob("*/README.md"))]
+MAX_COLUMNS = 120
+IDIOMS = {
+    r"^#+ (?:What|Who) .*": "a noun phrase or an imperative verb as a heading",
+    r"nobody|everybody|whoever": "the process, user or role",
+    r"(?:lies|lie|stands|stand) (?:in|on|at|beside|behind|there|with|still|under|by)": "'is', 'is stored'",
+    r"(?:goes|go|went|gone|going) on": "'continues'",
+    r"(?:is|are|was|were|be|been) told": "'is notified', 'is reported'",
+    r"so many|so long(?! as)|so often": "the number or the timeout",
+    r"(?:is|are) none|none is": "'does not exist', 'is not set'",
+    r"anew|again and again": "'again', 'repeatedly'",
+    r"expected .{1,60}, found": "a plain sentence",
+    r"÷": "'Penstock vs. TRL: 3.9× (101 vs. 26 samples/s)'",
+}
+"""What the pages of this project once wrote, and what to write instead."""
+
+
+@cache
+def prose(page: Path) -> tuple[str, ...]:
+    """Return a page's lines, those of fenced code empty."""
+    lines, fenced = [], False
+    for line in page.read_text(encoding="utf-8").splitlines():
+        fence = line.lstrip().startswith("```")
+        lines.append("" if fenced or fence else line)
+        fenced ^= fence
+    return tuple(lines)
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", [*PAGES, *EXAMPLES], ids=name_of)
+def test_prose_is_wrapped(page: Path) -> None:
+    exempt = ("|", "![")
+    lines = enumerate(prose(page), 1)
+    long = [number for number, line in lines if len(line) > MAX_COLUMNS and not line.startswith(exempt)]
+    assert long == [], f"expected prose of at most {MAX_COLUMNS} columns in {name_of(page)}: wrap these lines"
+
+
+@pytest.mark.parametrize("page", [*PAGES, *EXAMPLES], ids=name_of)
+def test_prose_is_free_of_idioms(page: Path) -> None:
+    assert list(idioms(page)) == []
+
+
+def idioms(page: Path) -> Iterator[str]:
+    """Yield each idiom of a page, with what to write instead. Code and quoted messages are exempt."""
+    text = re.sub(r"`[^`]*`|\"[^\"\n]*\"", blank, "\n".join(prose(page)))
+    for idiom, better in IDIOMS.items():
+        pattern = rf"(?<!\w)(?:{idiom})(?!\w)".replace(" ", r"[ \n]+")
+        for hit in re.finditer(pattern, text, re.IGNORECASE | re.MULTILINE):
+            line = text.count("\n", 0, hit.start()) + 1
+            yield f"{name_of(page)}:{line}: '{' '.join(hit[0].split())}': write {better}"
+
+
+def blank(hit: re.Match[str]) -> str:
+    return re.sub(r"[^\n]", ".", hit[0])
+
+
+@pytest.mark.parametrize(
+    "idiom", ["nobody has to be told", "the run goes\non", "none is left", "so many tokens", "2 ÷ 1"]
+)
+def test_an_idiom_is_noticed(idiom: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(f"A sentence.\n\n```\n{idiom}\n```\n\n`{idiom}` and {idiom}.\n", encoding="utf-8")
+    line = 7 + 2 * idiom.count("\n")  # the fenced one and the one in backquotes are exempt
+    assert {said.split(": ")[0] for said in idioms(page)} == {f"page.md:{line}"}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *EXAMPLES, ROOT / "SECURITY.md", ROOT / "docs/models.md"], ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    dead = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", "\n".join(prose(page))):
+        path, _, anchor = target.partition("#")
+        if "://" in target:
+            continue
+        linked = (page.parent / path).resolve() if path else page
+        if not linked.exists() or (anchor and anchor not in anchors(linked)):
+            dead.append(target)
+    assert dead == []
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives to a page's headings."""
+    headings = [line.lstrip("#").strip() for line in prose(page) if line.startswith("#")]
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "SECURITY.md"], ids=name_of)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    text = "\n".join(prose(page))
+    named = set(re.findall(r"`((?:services|shared|tests|benchmarks|deploy|config|examples)/[\w./-]+)`", text))
+    assert [path for path in sorted(named) if not (ROOT / path.rstrip("/")).exists()] == []
+    modules = set(re.findall(r"`(?:[\w]+/)*(\w+\.(?:py|lua))`", text)) - {"my_scorers.py", "core_algos.py"}
+    assert sorted(modules - files()) == []
+
+
+@cache
+def files() -> set[str]:
+    tops = ("services", "shared", "tests", "benchmarks", "deploy", "examples")
+    return {path.name for top in tops for path in (ROOT / top).rglob("*.*")}
+
+
+def test_the_life_of_a_group_names_code_that_exists() -> None:
+    text = (ROOT / "docs/life-of-a-group.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([A-Z]\w+)\.(\w+)`", text))
+    assert len(named) > 20
+    defined = {pair for top in ("services", "shared") for path in (ROOT / top).rglob("*.py") for pair in methods(path)}
+    assert sorted(named - defined) == []
+
+
+def methods(path: Path) -> set[tuple[str, str]]:
+    """Return (class, method) for each method in a module."""
+    classes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return {(one.name, node.name) for one in classes for node in one.body if isinstance(node, functions)}
 
 
 def test_every_metric_that_the_documents_name_is_declared() -> None:

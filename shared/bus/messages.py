@@ -383,7 +383,7 @@ class PolicyUpdate:
 @message("step_report", schema=1)
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one optimizer step measured. Names in ``metrics`` are listed in docs/architecture.md."""
+    """What one optimizer step measured. Names in ``metrics`` are listed in docs/reference/metrics.md."""
 
     step: Annotated[int, _ID]
     version: Annotated[PolicyVersion, _INT32]

@@ -47,7 +47,7 @@ class StepView(ResponseModel):
     lag_counts: dict[str, int]
     """Those samples by lag in steps."""
     metrics: dict[str, float | None]
-    """What was measured; docs/architecture.md has every name. Null: not finite."""
+    """What was measured; docs/reference/metrics.md has every name. Null: not finite."""
 
 
 class ScoreView(ResponseModel):
