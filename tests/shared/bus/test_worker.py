@@ -82,23 +82,28 @@ async def test_no_more_than_concurrency_are_handled_at_once(bus: Bus) -> None:
     assert most <= 3
 
 
-async def test_what_an_earlier_process_left_is_done_one_at_a_time(bus: Bus) -> None:
-    most, now = 0, 0
+@pytest.mark.parametrize(("concurrency", "few"), [(3, 1), (9, 3), (16, 4)])
+async def test_what_an_earlier_process_left_is_done_few_at_a_time(bus: Bus, concurrency: int, few: int) -> None:
+    begun, most, now = 0, 0, 0
+    enough = asyncio.Event()
 
     async def count(prompt: Prompt) -> RolloutGroup:
-        nonlocal most, now
-        now += 1
+        nonlocal begun, most, now
+        begun, now = begun + 1, now + 1
         most = max(most, now)
+        if begun >= few:
+            enough.set()
+        await enough.wait()
         await asyncio.sleep(0)
         now -= 1
         return await answer(prompt)
 
-    await put(bus, 11)
-    assert len(await bus.read(PROMPTS, Prompt, "a", 11, None)) == 11
+    await put(bus, 20)
+    assert len(await bus.read(PROMPTS, Prompt, "a", 20, None)) == 20
     patient = dataclasses.replace(QUICK, claim_after_s=PATIENCE_S)  # so that nothing comes back by being reclaimed
-    async with running(make(bus, count, patience=patient, concurrency=3)):
-        await until(lambda: _is_length(bus, 11))
-    assert most == 1
+    async with running(make(bus, count, patience=patient, concurrency=concurrency)):
+        await until(lambda: _is_length(bus, 20))
+    assert most == few
 
 
 async def test_a_temporary_failure_is_tried_again_and_then_buried_with_its_reason(bus: Bus) -> None:
