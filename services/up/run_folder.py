@@ -50,7 +50,8 @@ def make_run_folder(settings: Settings) -> Path:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
-        folder.chmod(0o700)
+        with contextlib.suppress(PermissionError):  # another user's folder, or a file system without modes
+            folder.chmod(0o700)
         probe = folder / "up.lock"
         probe.touch(mode=0o600)
     except OSError as error:
