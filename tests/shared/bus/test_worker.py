@@ -5,15 +5,15 @@ import dataclasses
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
 
 from shared.bus import wire
-from shared.bus.bus import Bus
+from shared.bus.bus import Bus, EntryId
 from shared.bus.messages import Prompt, RolloutGroup
-from shared.bus.streams import PROMPTS, ROLLOUTS
+from shared.bus.streams import PROMPTS, ROLLOUTS, Stream
 from shared.bus.worker import Patience, Worker
 from shared.errors import NotHere, PermanentError, StateLost, TemporaryError
 from tests.conftest import PATIENCE_S, Server, until
@@ -104,6 +104,34 @@ async def test_what_an_earlier_process_left_is_done_few_at_a_time(bus: Bus, conc
     async with running(make(bus, count, patience=patient, concurrency=concurrency)):
         await until(lambda: _is_length(bus, 20))
     assert most == few
+
+
+async def test_a_suspect_that_is_taken_while_claims_are_renewed_is_kept(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renew, may_renew, go, renewals = bus.renew, asyncio.Event(), asyncio.Event(), 0
+
+    async def late(stream: Stream, consumer: str, entries: Sequence[EntryId]) -> set[EntryId]:
+        nonlocal renewals
+        await may_renew.wait()
+        renewals += 1
+        return await renew(stream, consumer, entries)
+
+    async def wait(prompt: Prompt) -> RolloutGroup:
+        await go.wait()
+        return await answer(prompt)
+
+    monkeypatch.setattr(bus, "renew", late)
+    await put(bus, 4)
+    assert len(await bus.read(PROMPTS, Prompt, "dead", 4, None)) == 4
+    worker = make(bus, wait, concurrency=4)
+    async with running(worker):
+        await until(lambda: worker.counts.reclaimed == 4 and worker.held == 2)
+        may_renew.set()
+        await until(lambda: renewals == 6)  # twice as many as fit before what was lost is reclaimed
+        go.set()
+        await until(lambda: _is_length(bus, 4))
+    assert worker.counts.reclaimed == 4
 
 
 async def test_a_temporary_failure_is_tried_again_and_then_buried_with_its_reason(bus: Bus) -> None:
