@@ -48,7 +48,7 @@ async def record(run: Settings, groups: Sequence[tuple[str, str, tuple[str, ...]
 
 def audit(folder: Path, *flags: str) -> tuple[int, dict[str, Any], str]:
     """Return exit code, report and standard error of the command."""
-    command = [sys.executable, "-m", "services", "audit-rewards", str(folder), "--json", *flags]
+    command = [sys.executable, "-m", "services.cli", "audit-rewards", str(folder), "--json", *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     return done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr
 
