@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.trainer.batch.packing import MicroBatch, Row, micro_batch
+from services.trainer.batch.packing import MicroBatch, PackedRow, micro_batch
 from services.trainer.model.policy import Policy
 from shared.bus.messages import FinishReason, Sample
 
@@ -72,7 +72,7 @@ def build(arguments: argparse.Namespace) -> Policy:
     return Policy(model, packing="rows", chunk_tokens=2048).train()
 
 
-def group(arguments: argparse.Namespace) -> Row:
+def group(arguments: argparse.Namespace) -> PackedRow:
     """Return one group of random tokens."""
     random = np.random.default_rng(0)
     ids = [
@@ -82,12 +82,12 @@ def group(arguments: argparse.Namespace) -> Row:
         Sample(one, np.zeros(len(one), np.float32), np.zeros((1, 2), np.int32), FinishReason.LENGTH, "") for one in ids
     )
     prompt = random.integers(3, arguments.vocabulary, arguments.prompt).astype(np.int32)
-    return Row(prompt, samples, tuple(range(arguments.samples)))
+    return PackedRow(prompt, samples, tuple(range(arguments.samples)))
 
 
-def ways(row: Row) -> dict[str, list[MicroBatch]]:
+def ways(row: PackedRow) -> dict[str, list[MicroBatch]]:
     """Return the micro-batches of each way."""
-    alone = [Row(row.prompt_token_ids, (sample,), (place,)) for place, sample in enumerate(row.samples)]
+    alone = [PackedRow(row.prompt_token_ids, (sample,), (place,)) for place, sample in enumerate(row.samples)]
     each = [micro_batch([one]) for one in alone]
     return {"shared": [micro_batch([row])], "unshared": each, "sequences": each}
 

@@ -16,7 +16,7 @@ import time
 import numpy as np
 
 from services.trainer.batch.flops import ModelSizes
-from services.trainer.batch.packing import Row, assign_pieces
+from services.trainer.batch.packing import PackedRow, assign_pieces
 from shared.bus.messages import FinishReason, Int32Array, Sample
 
 MODEL = ModelSizes(linear_weights=6_525_288_448, attention_width=28 * 28 * 128, output_weights=152_064 * 3584)
@@ -25,7 +25,9 @@ LEAST_FILL = 0.95
 MOST_IMBALANCE = 0.03
 
 
-def mix(groups: int, samples: int, cap: int, seed: int = 0, *, median: int = 600, vocabulary: int = 1) -> list[Row]:
+def mix(
+    groups: int, samples: int, cap: int, seed: int = 0, *, median: int = 600, vocabulary: int = 1
+) -> list[PackedRow]:
     """Return rows of random lengths, no sequence longer than ``cap``, of random tokens; prompts' median is a quarter."""
     lot = np.random.default_rng(seed)
     found = []
@@ -33,7 +35,7 @@ def mix(groups: int, samples: int, cap: int, seed: int = 0, *, median: int = 600
         prompt = int(np.clip(lot.lognormal(np.log(median / 4), 0.6), 8, cap // 4))
         lengths = np.clip(lot.lognormal(np.log(median), 1.0, samples), 4, cap - prompt).astype(int)
         ids = [_tokens(lot, int(n), vocabulary) for n in (prompt, *lengths)]
-        found.append(Row(ids[0], tuple(_sample(one) for one in ids[1:]), tuple(range(samples))))
+        found.append(PackedRow(ids[0], tuple(_sample(one) for one in ids[1:]), tuple(range(samples))))
     return found
 
 
@@ -46,7 +48,7 @@ def _sample(token_ids: Int32Array) -> Sample:
     return Sample(token_ids, zeros, np.zeros((1, 2), np.int32), FinishReason.STOP, "")
 
 
-def measure(rows: list[Row], cap: int, ranks: int) -> dict[str, float]:
+def measure(rows: list[PackedRow], cap: int, ranks: int) -> dict[str, float]:
     """Return the figures of one plan."""
     started_s = time.perf_counter()
     shares = assign_pieces(rows, cap, ranks, sizes=MODEL)
@@ -64,7 +66,7 @@ def measure(rows: list[Row], cap: int, ranks: int) -> dict[str, float]:
     }
 
 
-def padded_fill(rows: list[Row], cap: int) -> float:
+def padded_fill(rows: list[PackedRow], cap: int) -> float:
     """Return the share of tokens of separate sequences, padded to the longest of a micro-batch, longest first."""
     lengths = sorted((len(row.prompt_token_ids) + len(s.token_ids) for row in rows for s in row.samples), reverse=True)
     computed, place = 0, 0

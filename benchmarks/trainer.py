@@ -35,7 +35,7 @@ from benchmarks.packing import mix
 from benchmarks.shapes import SHAPES
 from benchmarks.trainer_shapes import EitherPolicy, Padded, by_arrival, by_length, random_model
 from services.trainer.batch.flops import BACKWARD, ModelSizes
-from services.trainer.batch.packing import MicroBatch, Row, plan
+from services.trainer.batch.packing import MicroBatch, PackedRow, plan
 from services.trainer.launcher import launch
 from services.trainer.metrics import Phases, utilisation
 from services.trainer.model.engine import TrainingEngine
@@ -67,7 +67,7 @@ def settings(arguments: argparse.Namespace) -> Settings:
     )  # fmt: skip
 
 
-def ways(rows: Sequence[Row], arguments: argparse.Namespace, sizes: ModelSizes) -> dict[str, Batches]:
+def ways(rows: Sequence[PackedRow], arguments: argparse.Namespace, sizes: ModelSizes) -> dict[str, Batches]:
     """Return this rank's forward passes by each way."""
     rank, ranks, cap = dist.get_rank(), arguments.ranks, arguments.cap
     return {

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.trainer.batch.packing import Int64Array, MicroBatch, Row
+from services.trainer.batch.packing import Int64Array, MicroBatch, PackedRow
 from services.trainer.model.engine import built_in_parts
 from services.trainer.model.layers import kernels
 from services.trainer.model.layers.logits import TokenLogprobs, token_logprobs
@@ -80,7 +80,7 @@ class _Sequence:
     """Tokens that are not trained."""
 
 
-def by_arrival(rows: Sequence[Row], cap: int, rank: int, ranks: int) -> list[Padded]:
+def by_arrival(rows: Sequence[PackedRow], cap: int, rank: int, ranks: int) -> list[Padded]:
     """Return ``rank``'s sequences in their order, as many a rectangle as the longest of all lets fit under ``cap``."""
     found = _sequences(rows)
     count = max(1, cap // max(len(one.token_ids) for one in found))
@@ -88,7 +88,7 @@ def by_arrival(rows: Sequence[Row], cap: int, rank: int, ranks: int) -> list[Pad
     return [_padded(mine[start : start + count]) for start in range(0, len(mine), count)]
 
 
-def by_length(rows: Sequence[Row], cap: int, rank: int, ranks: int) -> list[Padded]:
+def by_length(rows: Sequence[PackedRow], cap: int, rank: int, ranks: int) -> list[Padded]:
     """Return ``rank``'s sequences, longest first, as many a rectangle as fit under ``cap``; equally many on every rank."""
     found = sorted(_sequences(rows), key=lambda one: -len(one.token_ids))
     mine = found[rank::ranks]
@@ -104,7 +104,7 @@ def _cuts(longest: Sequence[_Sequence], cap: int) -> Iterator[tuple[int, int]]:
         start = end
 
 
-def _sequences(rows: Sequence[Row]) -> list[_Sequence]:
+def _sequences(rows: Sequence[PackedRow]) -> list[_Sequence]:
     return [
         _Sequence(np.concatenate([row.prompt_token_ids, sample.token_ids]).astype(np.int64), len(row.prompt_token_ids))
         for row in rows

@@ -19,7 +19,7 @@ async def trainer(connection: Connection, options: Options) -> None:
 
     from shared.bus.messages import PolicyVersion
     from shared.weights.format.flat import FlatSnapshot
-    from shared.weights.source.source import Source
+    from shared.weights.source.source import WeightSource
 
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
     layout = layout_of(options)
@@ -28,7 +28,7 @@ async def trainer(connection: Connection, options: Options) -> None:
         for entry in layout.tensors
     }
     snapshots = itertools.cycle([FlatSnapshot(layout, device), FlatSnapshot(layout, device)])
-    source = Source("127.0.0.1", 0, lambda: SECRET, deadline_s=options.deadline_s)
+    source = WeightSource("127.0.0.1", 0, lambda: SECRET, deadline_s=options.deadline_s)
 
     def learn(version: int) -> None:
         generator = torch.Generator(device).manual_seed(version)

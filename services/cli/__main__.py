@@ -18,7 +18,7 @@ from services.up.display import console
 from shared.errors import PenstockError, SettingsError
 
 if TYPE_CHECKING:
-    from services.client.coordinator import Coordinator
+    from services.client.coordinator import CoordinatorClient
 
 _EVENTS = 5
 """How many of the newest events `penstock status` shows."""
@@ -302,7 +302,7 @@ def settings(
     settings_help.show(found, Console())
 
 
-def _steer(command: str, body: dict[str, str], asked: "Coordinator", as_json: bool) -> None:
+def _steer(command: str, body: dict[str, str], asked: "CoordinatorClient", as_json: bool) -> None:
     answer = asked.post(f"/v1/run/{command}", body)
     if "kind" in answer:
         answer = asked.finished(answer, lambda detail: None)

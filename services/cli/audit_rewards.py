@@ -27,7 +27,7 @@ from services.cli.export import find_alive
 from services.coordinator.admission import dataset
 from services.coordinator.records import jsonl
 from services.reward.audit import audit
-from services.reward.audit.audit import Completion, Disagreement, Group, Report
+from services.reward.audit.audit import AuditedGroup, AuditReport, Completion, Disagreement
 from services.reward.executor.client import ExecutorClient
 from services.reward.executor.protocol import Job
 from shared.bus.messages import FinishReason, Json
@@ -35,7 +35,7 @@ from shared.errors import SettingsError, TemporaryError
 from shared.settings import Settings, load
 
 if TYPE_CHECKING:
-    from services.client.coordinator import Coordinator
+    from services.client.coordinator import CoordinatorClient
 
 _MOST_GROUPS, _PAGE = 5_000, 50
 _START_WITHIN_S = 60.0
@@ -43,7 +43,7 @@ _SHOWN_TEXT, _SHOWN_DETAIL = 60, 100
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Source:
+class RecordSource:
     """Where a run's settings and groups are."""
 
     settings: Settings
@@ -52,7 +52,7 @@ class Source:
     token_file: Path | None
 
 
-def source_of(run: Path, url: str, token_file: Path | None) -> Source:
+def source_of(run: Path, url: str, token_file: Path | None) -> RecordSource:
     """Return where the run that a person names keeps its settings and groups.
 
     Raises:
@@ -64,14 +64,14 @@ def source_of(run: Path, url: str, token_file: Path | None) -> Source:
             raise SettingsError(
                 f"expected run.id in {run} or a coordinator's address, found neither: give the run's folder, or --url"
             )
-        return Source(settings, settings.run_folder, url, token_file)
+        return RecordSource(settings, settings.run_folder, url, token_file)
     folder = run.resolve()
     if not (folder / "settings.toml").is_file():
         raise SettingsError(f"expected a run's folder or its settings file, found neither at {run}: change RUN")
-    return Source(load(folder / "settings.toml", environment={}), folder, url, token_file)
+    return RecordSource(load(folder / "settings.toml", environment={}), folder, url, token_file)
 
 
-def read_groups(source: Source) -> list[Group]:
+def read_groups(source: RecordSource) -> list[AuditedGroup]:
     """Return the groups that a run recorded, with the columns of their problems.
 
     Raises:
@@ -92,7 +92,7 @@ def read_groups(source: Source) -> list[Group]:
     return [_group(row, columns) for row in rows]
 
 
-def _pages(asked: "Coordinator") -> list[Mapping[str, Any]]:
+def _pages(asked: "CoordinatorClient") -> list[Mapping[str, Any]]:
     rows: list[Mapping[str, Any]] = []
     page = asked.get("/v1/run/rollouts", limit=_PAGE)
     rows += page["items"]
@@ -111,10 +111,10 @@ def _columns(settings: Settings) -> dict[str, dict[str, Json]]:
     return {problem.source: problem.extra for problem in problems}
 
 
-def _group(row: Mapping[str, Any], columns: Mapping[str, dict[str, Json]]) -> Group:
+def _group(row: Mapping[str, Any], columns: Mapping[str, dict[str, Json]]) -> AuditedGroup:
     asked = row["prompt"]
     question = asked if isinstance(asked, str) else "\n".join(str(turn["content"]) for turn in asked or [])
-    return Group(
+    return AuditedGroup(
         step=int(row["step"]),
         group=int(row["group"]),
         problem=str(row["problem"]),
@@ -170,7 +170,7 @@ async def _answers(address: str, process: "subprocess.Popen[bytes]") -> None:
     raise SettingsError("expected an executor for the run's code scorers, found that it does not start: see above")
 
 
-def make(source: Source, *, above: float | None, count: int, seed: int) -> Report:
+def make(source: RecordSource, *, above: float | None, count: int, seed: int) -> AuditReport:
     """Audit the rewards of a run.
 
     Raises:
@@ -185,12 +185,12 @@ def make(source: Source, *, above: float | None, count: int, seed: int) -> Repor
 # ---------------------------------------------------------------- for people
 
 
-def as_json(report: Report, settings: Settings) -> str:
+def as_json(report: AuditReport, settings: Settings) -> str:
     """Return the report as JSON."""
     return json.dumps({"not_rescored": audit.not_rescored(settings), **dataclasses.asdict(report)}, indent=2)
 
 
-def show(report: Report, settings: Settings, console: Console) -> None:
+def show(report: AuditReport, settings: Settings, console: Console) -> None:
     """Print the report; what a model wrote appears without control characters."""
     if report.disagreements:
         console.print(_table(report.disagreements))

@@ -12,7 +12,7 @@ from urllib.parse import quote
 import typer
 
 if TYPE_CHECKING:
-    from services.client.coordinator import Coordinator
+    from services.client.coordinator import CoordinatorClient
 
 LATEST = Path("runs/latest")
 Run = Annotated[Path, typer.Option("--run", metavar="RUN_FOLDER", help="The run's folder.")]
@@ -41,11 +41,11 @@ runs = typer.Typer(help="Runs on the bus: list, delete.", invoke_without_command
 dead = typer.Typer(help="Dead letters: list, show, requeue, discard.", invoke_without_command=True)
 
 
-def coordinator(run: Path, url: str, token_file: Path | None) -> "Coordinator":
+def coordinator(run: Path, url: str, token_file: Path | None) -> "CoordinatorClient":
     """Return the client of the coordinator that the options name."""
-    from services.client.coordinator import Coordinator, find, read_token
+    from services.client.coordinator import CoordinatorClient, find, read_token
 
-    return Coordinator(find(url, run), read_token(token_file))
+    return CoordinatorClient(find(url, run), read_token(token_file))
 
 
 def add_to(app: typer.Typer) -> None:

@@ -14,21 +14,21 @@ from shared.bus.stores.exports import check_free, export_folder
 from shared.errors import PenstockError, SettingsError
 
 if TYPE_CHECKING:
-    from services.client.coordinator import Coordinator, JsonObject
+    from services.client.coordinator import CoordinatorClient, JsonObject
 
 
-def find_alive(run: Path, url: str, token_file: Path | None) -> "Coordinator | None":
+def find_alive(run: Path, url: str, token_file: Path | None) -> "CoordinatorClient | None":
     """Return the client of the run's coordinator; None where none answers for this run.
 
     Raises:
         Unreachable: ``url`` was given, and nobody answers there.
         Refused: the coordinator wants a token.
     """
-    from services.client.coordinator import Coordinator, Unreachable, find, read_token
+    from services.client.coordinator import CoordinatorClient, Unreachable, find, read_token
 
     if not url and not (run / "coordinator.json").is_file():
         return None
-    asked = Coordinator(find(url, run), read_token(token_file))
+    asked = CoordinatorClient(find(url, run), read_token(token_file))
     try:
         found = asked.run().run_id
     except Unreachable:
@@ -58,7 +58,7 @@ def number(text: str) -> int | None:
     return int(text)
 
 
-def ask(asked: "Coordinator", version: int | None, to: Path | None, *, adapter: bool) -> "JsonObject":
+def ask(asked: "CoordinatorClient", version: int | None, to: Path | None, *, adapter: bool) -> "JsonObject":
     """Have the run's trainer write a version (None: the newest that it can), and wait for it; copy it to ``to`` where one is named.
 
     Raises:
@@ -79,22 +79,22 @@ def ask(asked: "Coordinator", version: int | None, to: Path | None, *, adapter: 
     return {**found, "folder": str(to)}
 
 
-def _export(asked: "Coordinator", version: int, *, adapter: bool) -> "JsonObject":
+def _export(asked: "CoordinatorClient", version: int, *, adapter: bool) -> "JsonObject":
     begun = asked.post(f"/v1/policies/{version}/export", {"adapter": adapter})
     found: JsonObject = asked.finished(begun, lambda detail: None)["result"]
     return found
 
 
-def _latest(asked: "Coordinator", *, adapter: bool) -> "JsonObject":
+def _latest(asked: "CoordinatorClient", *, adapter: bool) -> "JsonObject":
     """Export the head, or, where its weights are in no file, the newest version with a checkpoint."""
-    from services.client.coordinator import Refused
+    from services.client.coordinator import RequestRefused
 
     head = asked.run().head
     if head is None:
         raise PenstockError("expected a version of the policy, found that the run has none yet: wait for its first")
     try:
         return _export(asked, head, adapter=adapter)
-    except Refused as error:
+    except RequestRefused as error:
         known = asked.items("/v1/policies", 1_000_000)
         kept = [int(one["version"]) for one in known if one.get("checkpoint") and one.get("state") != "revoked"]
         if not kept or max(kept) == head:

@@ -33,7 +33,7 @@ class Unreadable(Unreachable):
     """Something answers there that is no coordinator that this version understands."""
 
 
-class Refused(PenstockError):
+class RequestRefused(PenstockError):
     """The coordinator answered that it will not; the message is its reason."""
 
 
@@ -72,7 +72,7 @@ def read_token(path: Path | None) -> str:
     return "" if path is None else read_secret(path, "--token-file", "token").decode("latin-1")
 
 
-class Coordinator:
+class CoordinatorClient:
     """Ask one coordinator, and wait for each answer.
 
     Args:
@@ -145,7 +145,7 @@ class Coordinator:
             operation = self.get(f"/v1/operations/{operation['id']}")
             tell(str(operation["detail"]))
         if operation["state"] != "succeeded":
-            raise Refused(f"{operation['kind']} {operation['state']}: {operation['detail']}")
+            raise RequestRefused(f"{operation['kind']} {operation['state']}: {operation['detail']}")
         return operation
 
     def events(self) -> Iterator[JsonObject]:
@@ -239,7 +239,7 @@ def _checked(answer: httpx.Response) -> httpx.Response:
         reason = answer.text[:200] or answer.reason_phrase
     if answer.status_code >= 500:
         raise Unreachable(f"expected an answer from {answer.url}, found {answer.status_code}: {reason}")
-    raise Refused(reason)
+    raise RequestRefused(reason)
 
 
 def _read(answer: httpx.Response, kind: type[V]) -> V:

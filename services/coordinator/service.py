@@ -26,7 +26,7 @@ from services.coordinator.api.auth import Access, open_access
 from services.coordinator.api.dependencies import Parts
 from services.coordinator.api.server import Server
 from services.coordinator.evaluation.evaluator import Evaluator, Judge
-from services.coordinator.evaluation.regression_gate import Gate
+from services.coordinator.evaluation.regression_gate import RegressionGate
 from services.coordinator.operations.operations import Operations
 from services.coordinator.policies.exports import KIND as EXPORT
 from services.coordinator.policies.exports import Exporting
@@ -192,7 +192,7 @@ def assemble(
         bus,
         ledger,
         data.train,
-        dataset.Order(len(data.train), settings.run.seed, shuffle=settings.data.shuffle),
+        dataset.EpochOrder(len(data.train), settings.run.seed, shuffle=settings.data.shuffle),
         lambda: terms_of(live.settings),
         lambda: lifecycle.gate_open,
         Shortage(bus, ledger),
@@ -207,7 +207,7 @@ def assemble(
         look,
         lambda found: operations.begin(ROLLBACK, found.stage, request(found)),
     )
-    gate = Gate(bus, ledger, settings.evaluation, rollbacks, look)
+    gate = RegressionGate(bus, ledger, settings.evaluation, rollbacks, look)
     evaluator = make_evaluator(bus, ledger, data.held_out, settings, gate.judge) if data.held_out else None
     lifecycle = Lifecycle(bus, ledger, settings, evaluator, gate, recorder, lambda: admission.wake(), folder)
     steering = Steering(bus, ledger, rollbacks, groups_per_step, look)

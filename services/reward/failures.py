@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterator
 
 from prometheus_client import Counter, Gauge
 
-from shared.process.telemetry import Failure, Status
+from shared.process.telemetry import PartFailure, Status
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class Failures:
         """Note that ``part`` failed on the row ``problem``."""
         before = self._status.failures.get(part)
         now_s = time.time()
-        self._status.failures[part] = Failure(
+        self._status.failures[part] = PartFailure(
             part=part,
             reason=reason[:500],
             problem=problem[:200],
@@ -142,7 +142,7 @@ class Failures:
             if part in self._silent or silent_s < max(SILENT_S, _SILENT_TIMES * calls.longest_s):
                 continue
             self._silent.add(part)
-            before = self._status.failures.get(part) or Failure(part, "", "", 0, 0, 0.0)
+            before = self._status.failures.get(part) or PartFailure(part, "", "", 0, 0, 0.0)
             reason = f"no answer for {silent_s:.0f} s, and it goes on waiting until the scorer's timeout"
             self._status.failures[part] = dataclasses.replace(
                 before, reason=reason, problem=problem, in_a_row=max(1, before.in_a_row), at_s=time.time()

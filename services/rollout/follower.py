@@ -26,7 +26,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from services.rollout.engines.engine import Engine, EngineDied, SwapReport
 from services.rollout.probe_check import ProbeCheck
-from services.rollout.sources import Attempt, attempts, holders
+from services.rollout.sources import PullAttempt, attempts, holders
 from services.rollout.version_hold import Hold
 from shared.bus import streams
 from shared.bus.bus import Bus
@@ -276,14 +276,14 @@ class Follower:
             raise EngineDied(f"expected whole weights from any source, found none: {'; '.join(errors)}")
         return errors or ["expected a record with a source or a location, found neither"]
 
-    async def _attempts(self, update: PolicyUpdate, *, again: bool) -> list[Attempt]:
+    async def _attempts(self, update: PolicyUpdate, *, again: bool) -> list[PullAttempt]:
         """In the order of the coordinator's tree; where that failed before, of those who say that they hold the version."""
         told = None if again else update.sources.get(self._replica)
         if told is None and update.record.source:
             told = tuple(holders(await heartbeats(self._bus), update, self._replica, self._lot))
         return attempts(update.record, told or (), self._engine.peer_address)
 
-    async def _pull_from(self, attempt: Attempt, update: PolicyUpdate) -> None:
+    async def _pull_from(self, attempt: PullAttempt, update: PolicyUpdate) -> None:
         record, started_s, offer = update.record, time.monotonic(), None
         transport, reason = "none", "ask"
         try:
@@ -301,7 +301,7 @@ class Follower:
         await self._puller.finish(offer, None)
         _measure(attempt, record, offer, pull_s, report)
 
-    async def _ask(self, attempt: Attempt, update: PolicyUpdate) -> Offer:
+    async def _ask(self, attempt: PullAttempt, update: PolicyUpdate) -> Offer:
         record = update.record
         if attempt.kind == "file":
             return await asyncio.to_thread(file_offer, record, self._deadline_s)
@@ -350,7 +350,7 @@ class Follower:
         return held is not None and held >= version
 
 
-def _measure(attempt: Attempt, record: PolicyRecord, offer: Offer, pull_s: float, report: SwapReport) -> None:
+def _measure(attempt: PullAttempt, record: PolicyRecord, offer: Offer, pull_s: float, report: SwapReport) -> None:
     WEIGHT_PULL.labels(attempt.label).observe(pull_s)
     WEIGHT_SWAP.labels(report.path).observe(report.seconds)
     WEIGHT_BYTES.labels(attempt.label).inc(offer.layout.nbytes)

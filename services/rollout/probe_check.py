@@ -14,7 +14,7 @@ from prometheus_client import Counter, Gauge
 from services.rollout.engines.engine import Engine
 from shared.bus.bus import Bus
 from shared.bus.messages import Float32Array, PolicyRecord, Probe
-from shared.process.telemetry import WEIGHTS_PROBE, Failure, Status, tell
+from shared.process.telemetry import WEIGHTS_PROBE, PartFailure, Status, tell
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class ProbeCheck:
         )
         log.warning("probe gap", extra={"detail": detail})
         in_a_row = 1 + (before.in_a_row if (before := self._status.failures.get(WEIGHTS_PROBE)) else 0)
-        failure = Failure(WEIGHTS_PROBE, detail, f"version {record.version}", in_a_row, in_a_row, time.time())
+        failure = PartFailure(WEIGHTS_PROBE, detail, f"version {record.version}", in_a_row, in_a_row, time.time())
         self._status.failures[WEIGHTS_PROBE] = failure
         await tell(self._bus, self._replica, "probe gap", detail, version=int(record.version), gap_nats=mean_nats)
 

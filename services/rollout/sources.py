@@ -22,7 +22,7 @@ PEERS = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Attempt:
+class PullAttempt:
     """One place to try. ``address`` is ``host:port``; empty for ``file``, which the record tells."""
 
     kind: Kind
@@ -34,19 +34,19 @@ class Attempt:
         return "file" if self.kind == "requested_file" else self.kind
 
 
-def attempts(record: PolicyRecord, told: Sequence[str], own_address: str) -> list[Attempt]:
+def attempts(record: PolicyRecord, told: Sequence[str], own_address: str) -> list[PullAttempt]:
     """Return the places to try for ``record``, in order.
 
     Args:
         told: addresses of peers to try before the trainer, which may itself be among them.
     """
-    found: list[Attempt] = []
+    found: list[PullAttempt] = []
     if record.source:
         peers = [address for address in dict.fromkeys(told) if address not in (own_address, record.source)]
-        found += [Attempt("peer", address) for address in peers]
-        found += [Attempt("trainer", record.source), Attempt("requested_file", record.source)]
+        found += [PullAttempt("peer", address) for address in peers]
+        found += [PullAttempt("trainer", record.source), PullAttempt("requested_file", record.source)]
     if record.location:
-        found.append(Attempt("file"))
+        found.append(PullAttempt("file"))
     return found
 
 

@@ -36,7 +36,7 @@ from services.trainer.checkpoint.manifests import CheckpointFile, CheckpointStat
 from services.trainer.checkpoint.signatures import UNSIGNED, open_signer
 from services.trainer.metrics import Phases
 from services.trainer.model.engine import TrainingEngine
-from services.trainer.rank0.commands import Kind, Order, agree, share
+from services.trainer.rank0.commands import Command, CommandKind, agree, share
 from services.trainer.rank0.probe import Prober
 from shared.bus.messages import Experience, Probe, StepPlan
 from shared.errors import SettingsError
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 class Leading(Protocol):
     """What rank 0 does beside the loop; see :class:`services.trainer.rank0.lead.Lead`."""
 
-    def next_order(self, step: int, phases: Phases) -> Order:
+    def next_order(self, step: int, phases: Phases) -> Command:
         """Return the next order; IDLE when there was nothing for a while."""
         ...
 
@@ -151,24 +151,24 @@ class Trainer:
         ready = False
         while True:
             order = share(self._next_order(), self._engine.device)
-            if order.kind in (Kind.IDLE, Kind.TRAIN) and not ready:
+            if order.kind in (CommandKind.IDLE, CommandKind.TRAIN) and not ready:
                 ready = self._get_ready()
-            if order.kind is Kind.STOP:
+            if order.kind is CommandKind.STOP:
                 break
-            if order.kind is Kind.LOAD:
+            if order.kind is CommandKind.LOAD:
                 self._load(Path(order.folder))
                 ready = False
-            elif order.kind is Kind.REPLAY:
+            elif order.kind is CommandKind.REPLAY:
                 self._replay(order)
-            elif order.kind is Kind.TRAIN:
+            elif order.kind is CommandKind.TRAIN:
                 self._train(order.groups, order.lags, order.learning_rate)
-            elif order.kind is Kind.TRY:
+            elif order.kind is CommandKind.TRY:
                 self._try(order)
-            elif order.kind is Kind.CHECKPOINT:
+            elif order.kind is CommandKind.CHECKPOINT:
                 self._checkpoint_new()
         self._checkpoint_new()
 
-    def _next_order(self) -> Order | None:
+    def _next_order(self) -> Command | None:
         return self._lead.next_order(self.step, self._phases) if self._lead is not None else None
 
     def _get_ready(self) -> bool:
@@ -225,7 +225,7 @@ class Trainer:
         self.step += 1
         return measured
 
-    def _try(self, order: Order) -> None:
+    def _try(self, order: Command) -> None:
         """Run a group alone that was in the batch when the trainer died; it may die again, which the bus has counted."""
         cause = ""
         try:
@@ -237,7 +237,7 @@ class Trainer:
             if self._lead is not None:
                 self._lead.note_tried(cause)
 
-    def _replay(self, order: Order) -> None:
+    def _replay(self, order: Command) -> None:
         """Repeat a step of the journal, to the bit where its plan is known and can be followed."""
         self.update(order.groups, order.lags, order.learning_rate, order.plan)
         made, known = self._learner.plan, order.plan

@@ -21,7 +21,7 @@ from shared.settings import Settings
 
 if TYPE_CHECKING:
     from services.trainer.loop import Leading
-    from services.trainer.self_test.self_test import Result
+    from services.trainer.self_test.self_test import SelfTestResult
 
 
 async def run(settings: Settings, replica: str) -> int:
@@ -124,7 +124,7 @@ def train(settings: Settings, lead: "Leading | None") -> None:
         dist.destroy_process_group()
 
 
-def _note(lead: "Leading | None", part: str, tested: "Result") -> None:
+def _note(lead: "Leading | None", part: str, tested: "SelfTestResult") -> None:
     """Tell the run how the self-test of a part went."""
     if lead is None:
         return

@@ -57,7 +57,7 @@ class Backoff:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Failure:
+class ProcessFailure:
     """Why a run cannot go on: what to tell, and the exit code."""
 
     sentence: str
@@ -76,7 +76,7 @@ class Surroundings:
     """Called when a pid or a state changes."""
     tell: Callable[[str], None]
     """Says a line to whoever watches."""
-    fail: Callable[[Failure], None]
+    fail: Callable[[ProcessFailure], None]
     """Ends the run."""
     finished: Callable[[], Awaitable[bool]]
     """Whether the run has nothing more to do, so that exit code 0 is an end and no death."""
@@ -194,7 +194,7 @@ class Child:
 
     # ---------------------------------------------------------------- after a death
 
-    def _judge(self, code: int) -> Failure | None:
+    def _judge(self, code: int) -> ProcessFailure | None:
         """Count a death; return why the run cannot go on, or None when the process should be started again."""
         lived_s = time.time() - self.started_at_s
         well = self._is_ready and lived_s >= self._around.backoff.well_after_s
@@ -202,10 +202,10 @@ class Child:
         if self._was_ready:
             return None
         if code > 0 and (sentence := self._sentence()):
-            return Failure(sentence, WRONG_SETTINGS)
+            return ProcessFailure(sentence, WRONG_SETTINGS)
         if self._failures < self._around.backoff.give_up:
             return None
-        return Failure(
+        return ProcessFailure(
             f"{self.plan.name} stopped {self._failures} times before it was ready (last: {how(code)}); the end of its log, "
             f"{self.log}:\n{self._tail()}",
             1,

@@ -16,8 +16,8 @@ from services.client.coordinator import read_token
 from services.up import plan, process_tree, run_folder
 from services.up.disk_space import Room
 from services.up.display.screen import Screen, open_screen
-from services.up.display.view import Row
-from services.up.display.watch import Seen, Watch
+from services.up.display.view import ViewRow
+from services.up.display.watch import RunSnapshot, Watch
 from services.up.metrics import prometheus
 from services.up.metrics.targets import Targets, targets_file
 from services.up.plan import ProcessPlan
@@ -144,7 +144,7 @@ def _listen(supervisor: Supervisor, screen: Screen) -> None:
         asyncio.get_running_loop().add_signal_handler(number, heard, number)
 
 
-def _heed(supervisor: Supervisor, targets: Targets, acceptance: _Acceptance, seen: Seen) -> None:
+def _heed(supervisor: Supervisor, targets: Targets, acceptance: _Acceptance, seen: RunSnapshot) -> None:
     """Tell the supervisor, and who scrapes metrics, what the coordinator said."""
     targets.update(seen.replicas.values())
     for replica in seen.replicas.values():
@@ -162,15 +162,17 @@ async def _show(supervisor: Supervisor, watch: Watch, screen: Screen) -> None:
         await asyncio.sleep(_SHOW_EVERY_S)
 
 
-def _rows(children: Sequence[Child], seen: Seen) -> list[Row]:
+def _rows(children: Sequence[Child], seen: RunSnapshot) -> list[ViewRow]:
     return [_row(child, seen) for child in children]
 
 
-def _row(child: Child, seen: Seen) -> Row:
+def _row(child: Child, seen: RunSnapshot) -> ViewRow:
     replica = seen.replicas.get(child.plan.name)
     fresh = replica is not None and replica.started_at_s >= child.started_at_s and child.state is ChildState.READY
     if replica is None or not fresh:
         used = 0 if child.pid is None else process_tree.memory_bytes(child.pid)
-        return Row(child.plan.name, child.state.value, None, used, child.restarts, child.pid, child.last_death)
+        return ViewRow(child.plan.name, child.state.value, None, used, child.restarts, child.pid, child.last_death)
     note = replica.last_error or child.last_death
-    return Row(child.plan.name, replica.state, replica.version, replica.memory_bytes, child.restarts, child.pid, note)
+    return ViewRow(
+        child.plan.name, replica.state, replica.version, replica.memory_bytes, child.restarts, child.pid, note
+    )

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from services.up import process_tree
 from services.up.plan import EXECUTOR, PROMETHEUS, STOP_ORDER, STOP_ORDER_ENDED, VALKEY, ProcessPlan
-from services.up.process import Backoff, Child, ChildState, Failure, Surroundings
+from services.up.process import Backoff, Child, ChildState, ProcessFailure, Surroundings
 from shared.bus import connection
 from shared.errors import BusUnavailable, SettingsError
 from shared.files.durable import Kept
@@ -132,9 +132,11 @@ class Supervisor:
                         child.mark_ready()
                         return True
         except SettingsError as error:
-            self._fail(Failure(str(error), 2))
+            self._fail(ProcessFailure(str(error), 2))
         except TimeoutError:
-            self._fail(Failure(f"the embedded bus did not answer within {_BUS_START_S:.0f} s; its log: {child.log}", 1))
+            self._fail(
+                ProcessFailure(f"the embedded bus did not answer within {_BUS_START_S:.0f} s; its log: {child.log}", 1)
+            )
         finally:
             await client.aclose()
         return False
@@ -156,7 +158,7 @@ class Supervisor:
             async with self._starting:
                 process_tree.end_orphans([child.pid for child in self.children if child.pid is not None])
 
-    def _fail(self, failure: Failure) -> None:
+    def _fail(self, failure: ProcessFailure) -> None:
         self._tell(f"stopping: {failure.sentence}")  # at once: processes that are still starting take a while to end
         self.end(Ending(failure.code, failure.sentence))
 

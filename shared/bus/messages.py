@@ -16,7 +16,7 @@ from typing import Annotated, NewType, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from shared.bus.wire import Joined, Limits, columns, message, record
+from shared.bus.wire import FieldLimits, Joined, columns, message, record
 
 GroupId = NewType("GroupId", int)
 """The place of a prompt in the run's order of admission: 0, 1, 2, …; never reused in a run."""
@@ -25,14 +25,14 @@ PolicyVersion = NewType("PolicyVersion", int)
 
 MOST_SAMPLES = 65_536
 """Hard limit of the samples of a group; ``sampling.group_size`` and those of evaluations are below it."""
-_ID = Limits(0, (1 << 53) - 1)
-_INT32 = Limits(0, (1 << 31) - 1)
-_NAME = Limits(length=1024)
-_TIME = Limits(0.0, 1e11)
+_ID = FieldLimits(0, (1 << 53) - 1)
+_INT32 = FieldLimits(0, (1 << 31) - 1)
+_NAME = FieldLimits(length=1024)
+_TIME = FieldLimits(0.0, 1e11)
 """Unix seconds that a calendar can show."""
-_LOGPROB = Limits(-80.0, 0.1)
+_LOGPROB = FieldLimits(-80.0, 0.1)
 """Of a token that was drawn: one of a probability below e⁻⁸⁰ never is; above 0 is rounding."""
-_ANY_LOGPROB = Limits(-1e6, 0.1)
+_ANY_LOGPROB = FieldLimits(-1e6, 0.1)
 
 Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
 Int32Array: TypeAlias = npt.NDArray[np.int32]
@@ -89,9 +89,9 @@ class Sampling:
     Sampling(samples=16, max_new_tokens=4, temperature=1.0)
     """
 
-    samples: Annotated[int, Limits(1, MOST_SAMPLES)]
-    max_new_tokens: Annotated[int, Limits(1, (1 << 31) - 1)]
-    temperature: Annotated[float, Limits(0.0, 1e6)]
+    samples: Annotated[int, FieldLimits(1, MOST_SAMPLES)]
+    max_new_tokens: Annotated[int, FieldLimits(1, (1 << 31) - 1)]
+    temperature: Annotated[float, FieldLimits(0.0, 1e6)]
 
 
 @message("prompt", schema=1)
@@ -103,11 +103,11 @@ class Prompt:
     """
 
     group_id: Annotated[GroupId, _ID]
-    problem: Annotated[str, Limits(length=65_536)]
+    problem: Annotated[str, FieldLimits(length=65_536)]
     """Where the problem stands in its dataset, ``file:line``, for people."""
     sampling: Sampling
     text: str | None = None
-    messages: Annotated[tuple[ChatMessage, ...], Limits(length=65_536)] | None = None
+    messages: Annotated[tuple[ChatMessage, ...], FieldLimits(length=65_536)] | None = None
     answer: str | None = None
     extra: dict[str, Json] = dataclasses.field(default_factory=dict)
     """Every other column of the dataset row."""
@@ -154,7 +154,7 @@ class Sample:
 
     token_ids: Annotated[Int32Array, _INT32]
     behavior_logprobs: Annotated[Float32Array, _LOGPROB]
-    version_spans: Annotated[Int32Array, Limits(0, (1 << 31) - 1, shape=(None, 2))]
+    version_spans: Annotated[Int32Array, FieldLimits(0, (1 << 31) - 1, shape=(None, 2))]
     finish_reason: FinishReason
     text: str
 
@@ -181,7 +181,7 @@ class RolloutGroup:
 
     prompt: Prompt
     prompt_token_ids: Annotated[Int32Array, _INT32]
-    samples: Annotated[tuple[Sample, ...], Limits(length=MOST_SAMPLES)]
+    samples: Annotated[tuple[Sample, ...], FieldLimits(length=MOST_SAMPLES)]
     replica: Annotated[str, _NAME]
     started_at_s: Annotated[float, _TIME]
     finished_at_s: Annotated[float, _TIME]
@@ -239,7 +239,7 @@ class Score:
 class SampleScores:
     """What every scorer that applies says of one sample, in the order of the settings."""
 
-    scores: Annotated[tuple[Score, ...], Limits(length=1024)]
+    scores: Annotated[tuple[Score, ...], FieldLimits(length=1024)]
 
 
 @message("experience", schema=1)
@@ -251,8 +251,8 @@ class Experience:
     """
 
     group: RolloutGroup
-    rewards: Annotated[Float32Array, Limits(-1e30, 1e30)]
-    scores: Annotated[tuple[SampleScores, ...], Limits(length=MOST_SAMPLES)]
+    rewards: Annotated[Float32Array, FieldLimits(-1e30, 1e30)]
+    scores: Annotated[tuple[SampleScores, ...], FieldLimits(length=MOST_SAMPLES)]
     scored_at_s: Annotated[float, _TIME]
     score_s: float
     reference_logprobs: Annotated[Float32Array, _ANY_LOGPROB] | None = None
@@ -296,7 +296,7 @@ class Misfit:
 class StepPlan:
     """How a step's samples were spread over forward passes; a replay that follows it repeats the step to the bit."""
 
-    micro_batch_tokens: Annotated[int, Limits(1, (1 << 53) - 1)]
+    micro_batch_tokens: Annotated[int, FieldLimits(1, (1 << 53) - 1)]
     """The value of ``trainer.micro_batch_tokens``."""
     layout: str
     """Digest of which samples lay in which micro-batch of which rank, before any was cut."""
@@ -316,7 +316,7 @@ class Probe:
     """
 
     token_ids: Annotated[Int32Array, _INT32]
-    lengths: Annotated[Int32Array, Limits(1, (1 << 31) - 1)]
+    lengths: Annotated[Int32Array, FieldLimits(1, (1 << 31) - 1)]
     logprobs: Annotated[Float32Array, _ANY_LOGPROB]
 
     def check(self) -> None:
@@ -350,7 +350,7 @@ class PolicyRecord:
     """SHA-256, hex, of what vouches for every weight: the header of a pull, or the manifest of a snapshot on disk."""
     location: str
     """The folder of the snapshot on disk; empty where there is none."""
-    metrics: Annotated[dict[str, float], Limits(finite=False)] = dataclasses.field(default_factory=dict)
+    metrics: Annotated[dict[str, float], FieldLimits(finite=False)] = dataclasses.field(default_factory=dict)
     source: Annotated[str, _NAME] = ""
     """``host:port`` where the trainer serves this version; empty: by file only."""
     probe: Probe | None = None
@@ -378,7 +378,7 @@ class StepReport:
     version: Annotated[PolicyVersion, _INT32]
     finished_at_s: Annotated[float, _TIME]
     samples: Annotated[int, _ID]
-    metrics: Annotated[dict[str, float], Limits(finite=False)]
+    metrics: Annotated[dict[str, float], FieldLimits(finite=False)]
     lag_counts: Annotated[dict[str, int], _ID]
     """Samples by lag in steps: {"0": 480, "1": 32}."""
 

@@ -15,7 +15,7 @@ Decoded arrays are read-only views of the received bytes. Unknown fields are ign
 a newer ``schema`` is refused. There is no pickle. This module knows no message type: classes register themselves
 with :func:`message`, nested records with :func:`record`, those written by columns with :func:`columns`.
 
-Every field is checked against its type and its :class:`Limits`, which stand in the type's own declaration as
+Every field is checked against its type and its :class:`FieldLimits`, which stand in the type's own declaration as
 ``Annotated[int, Limits(1, 65_536)]``. What must hold between the fields of a record is its method ``check``.
 """
 
@@ -57,7 +57,7 @@ _local = threading.local()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Limits:
+class FieldLimits:
     """What a field may hold beside its type. The limits of a number in a tuple, an array or a dictionary are those of each."""
 
     least: float = -math.inf
@@ -70,7 +70,7 @@ class Limits:
     """Whether a float must be finite. An array with limits is finite in any case."""
 
 
-NO_LIMITS = Limits()
+NO_LIMITS = FieldLimits()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -295,10 +295,10 @@ def _readers_of(cls: type) -> dict[str, _Reader]:
     return readers
 
 
-def _reader(hint: Any, limits: Limits) -> _Reader:
+def _reader(hint: Any, limits: FieldLimits) -> _Reader:
     """Return how to check a decoded value and turn it into ``hint``."""
     if typing.get_origin(hint) is typing.Annotated:
-        return _reader(hint.__origin__, next(found for found in hint.__metadata__ if isinstance(found, Limits)))
+        return _reader(hint.__origin__, next(found for found in hint.__metadata__ if isinstance(found, FieldLimits)))
     if isinstance(hint, typing.NewType):
         return _reader(hint.__supertype__, limits)
     if (row := _columnar(hint)) is not None:
@@ -312,7 +312,7 @@ def _reader(hint: Any, limits: Limits) -> _Reader:
     return {int: _int_reader, float: _float_reader, str: _text_reader}[hint](limits)
 
 
-def _composite_reader(hint: Any, limits: Limits) -> _Reader:
+def _composite_reader(hint: Any, limits: FieldLimits) -> _Reader:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         (inner,) = (argument for argument in arguments if argument is not type(None))
@@ -327,7 +327,7 @@ def _composite_reader(hint: Any, limits: Limits) -> _Reader:
     return _array_reader(np.dtype(typing.get_args(arguments[1])[0]), limits)
 
 
-def _int_reader(limits: Limits) -> _Reader:
+def _int_reader(limits: FieldLimits) -> _Reader:
     least, most = limits.least, limits.most
 
     def read(value: Any) -> int:
@@ -338,7 +338,7 @@ def _int_reader(limits: Limits) -> _Reader:
     return read
 
 
-def _float_reader(limits: Limits) -> _Reader:
+def _float_reader(limits: FieldLimits) -> _Reader:
     least, most, finite, isfinite = limits.least, limits.most, limits.finite, math.isfinite
     bounded = not (math.isinf(least) and math.isinf(most))
 
@@ -352,7 +352,7 @@ def _float_reader(limits: Limits) -> _Reader:
     return read
 
 
-def _text_reader(limits: Limits) -> _Reader:
+def _text_reader(limits: FieldLimits) -> _Reader:
     most = limits.length
 
     def read(value: Any) -> str:
@@ -375,7 +375,7 @@ def _enum_reader(hint: type[enum.Enum]) -> _Reader:
     return read
 
 
-def _array_reader(dtype: np.dtype[Any], limits: Limits) -> _Reader:
+def _array_reader(dtype: np.dtype[Any], limits: FieldLimits) -> _Reader:
     least, most, shape = limits.least, limits.most, limits.shape
     bounded = not (math.isinf(least) and math.isinf(most))
 
@@ -398,7 +398,7 @@ def _within(value: npt.NDArray[Any], least: float, most: float) -> bool:
     return bool(least <= value.min() and value.max() <= most)  # NaN is in no order
 
 
-def _tuple_reader(inner: _Reader, limits: Limits) -> _Reader:
+def _tuple_reader(inner: _Reader, limits: FieldLimits) -> _Reader:
     most = limits.length
 
     def read(values: Any) -> tuple[Any, ...]:
@@ -407,7 +407,7 @@ def _tuple_reader(inner: _Reader, limits: Limits) -> _Reader:
     return read
 
 
-def _dict_reader(inner: _Reader, limits: Limits) -> _Reader:
+def _dict_reader(inner: _Reader, limits: FieldLimits) -> _Reader:
     name, most = _text_reader(NO_LIMITS), limits.length
 
     def read(values: Any) -> dict[str, Any]:

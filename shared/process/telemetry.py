@@ -35,7 +35,7 @@ WEIGHTS_PROBE = "weights probe"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Failure:
+class PartFailure:
     """What one part of a replica could not do, why, and how often."""
 
     part: str
@@ -80,7 +80,7 @@ class Heartbeat:
     """Whether it takes new work; not while it is cordoned."""
     starts: int = 1
     """Number of processes that this run has had under this name, including this one."""
-    failures: tuple[Failure, ...] = ()
+    failures: tuple[PartFailure, ...] = ()
     """What its parts could not do."""
 
 
@@ -98,7 +98,7 @@ class Status:
     """``host:port`` where weights are served to other replicas."""
     settings_revision: int = 0
     taking: bool = True
-    failures: dict[str, Failure] = dataclasses.field(default_factory=dict)
+    failures: dict[str, PartFailure] = dataclasses.field(default_factory=dict)
     """By part."""
 
     @property
@@ -231,7 +231,7 @@ class HandlerFailures:
         """Note that an exception cost a group an attempt."""
         before, problem = self._status.failures.get(self._part), f"group {group[:100]}"
         failed = 1 + (before.failed if before else 0)
-        self._status.failures[self._part] = Failure(self._part, error[:500], problem, failed, 0, time.time())
+        self._status.failures[self._part] = PartFailure(self._part, error[:500], problem, failed, 0, time.time())
         if time.monotonic() - self._told_s > _EVENT_EVERY_S:
             self._told_s = time.monotonic()
             await tell(self._bus, self._replica, f"{self._part} failed", f"{problem}: {error[:500]}")

@@ -218,7 +218,7 @@ def test_help_names_the_commands_and_shows_examples() -> None:
 @pytest.mark.parametrize("width", [40, 60, 100, 200])
 def test_the_view_fits_its_terminal(width: int) -> None:
     console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None, legacy_windows=False)
-    rows = [view.Row(f"rollout-{index}", "working", 100, 2**30, 1, 4711, "no source " * 20) for index in range(3)]
+    rows = [view.ViewRow(f"rollout-{index}", "working", 100, 2**30, 1, 4711, "no source " * 20) for index in range(3)]
     console.print(
         view.screen("penstock · a-run", RunView.model_validate(RUN), rows, ["12:00:00  rollout-0 stopped " * 5])
     )

@@ -16,7 +16,7 @@ from shared.bus.bus import Bus
 from shared.bus.messages import Event, PolicyVersion, RolloutGroup, StepReport
 from shared.bus.stores.ledger import Ledger, RunState
 from shared.bus.streams import EVENTS, EXPERIENCE, ROLLOUTS
-from shared.process.telemetry import WEIGHTS_PROBE, Failure, Presence, Status, heartbeats
+from shared.process.telemetry import WEIGHTS_PROBE, PartFailure, Presence, Status, heartbeats
 from shared.settings.guards import (
     EntropyGuard,
     KlGuard,
@@ -127,7 +127,7 @@ async def test_a_replica_whose_logprobs_are_not_the_trainers_pauses_the_run(bus:
     await ledger.transition(RunState.RUNNING, "test", [RunState.CREATED])
     await parts.guards.look(await parts.monitor.view())
     assert parts.guards.active == {}
-    gap = Failure(WEIGHTS_PROBE, "a gap of 0.33 nats", "version 3", 1, 1, time.time())
+    gap = PartFailure(WEIGHTS_PROBE, "a gap of 0.33 nats", "version 3", 1, 1, time.time())
     status = Status(state="working", failures={WEIGHTS_PROBE: gap})
     stop = asyncio.Event()
     present = asyncio.create_task(Presence(bus, "rollout", "rollout-1", 60.0, status).run(stop))

@@ -12,9 +12,9 @@ from services.coordinator.evaluation.results import Evaluation
 from services.coordinator.run.notices import compose, notice
 from services.coordinator.schemas.run import GuardView
 from services.up.display import view
-from services.up.display.screen import PlainLines
+from services.up.display.screen import PlainDisplay
 from shared.bus.stores.ledger import RunState, RunStatus, read_status
-from shared.process.telemetry import Failure, Heartbeat
+from shared.process.telemetry import Heartbeat, PartFailure
 
 REASON = "guard unscored: none of the last 16 groups could be scored; the newest: scorer 'mine' unavailable: KeyError: 'limit' (mine.py:4)"
 
@@ -24,7 +24,7 @@ def status(state: RunState, reason: str = "") -> RunStatus:
 
 
 def beat(replica: str, **changed: object) -> Heartbeat:
-    failure = Failure("scorer 'mine'", "KeyError: 'limit' (mine.py:4)", "train.jsonl:7", 3, 3, time.time())
+    failure = PartFailure("scorer 'mine'", "KeyError: 'limit' (mine.py:4)", "train.jsonl:7", 3, 3, time.time())
     failure = dataclasses.replace(failure, **changed)  # type: ignore[arg-type]
     return Heartbeat("reward", replica, "degraded", None, "h", 1, "h:1", 0.0, 0.0, 0, "", {}, failures=(failure,))
 
@@ -97,7 +97,7 @@ def test_the_screen_shows_a_notice_whole_however_narrow_it_is(width: int) -> Non
 def test_a_long_note_of_a_process_takes_no_room_from_its_name_and_state(width: int) -> None:
     file = io.StringIO()
     console = Console(width=width, file=file, force_terminal=True, color_system=None, legacy_windows=False)
-    row = view.Row("coordinator-0", "degraded", 12, 2**30, 1, 4711, "scorer 'mine': ZeroDivisionError " * 9)
+    row = view.ViewRow("coordinator-0", "degraded", 12, 2**30, 1, 4711, "scorer 'mine': ZeroDivisionError " * 9)
     console.print(view.screen("penstock · a-run", RunView(), [row]))
     (shown,) = [line for line in file.getvalue().splitlines() if "coordinator-0" in line]
     assert "coordinator-0  ● degraded       12  1.0 GiB       2  4711" in shown
@@ -108,7 +108,7 @@ def test_a_long_note_of_a_process_takes_no_room_from_its_name_and_state(width: i
 def test_plain_lines_say_a_notice_whole_at_once_and_not_again_while_only_its_figures_grow(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    lines = PlainLines(every_s=3600.0)
+    lines = PlainDisplay(every_s=3600.0)
     warning = Notice(about="scorer 'mine'", level="warning", text="scorer 'mine' failed 1 times")
     for notices in ([warning], [warning.model_copy(update={"text": "scorer 'mine' failed 2 times"})]):
         lines.show(run(*notices), [])

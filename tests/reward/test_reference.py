@@ -11,7 +11,7 @@ import torch
 
 from services.reward.models.frozen_policy import FrozenPolicy, TokenSequence
 from services.reward.service import make_scoring
-from services.trainer.batch.packing import Row, micro_batch
+from services.trainer.batch.packing import PackedRow, micro_batch
 from services.trainer.model.policy import Policy, load_reference
 from shared.bus import wire
 from shared.bus.messages import Experience, Prompt, Purpose, RolloutGroup
@@ -60,7 +60,9 @@ def _sampled(prompt: Prompt) -> Prompt:
 
 def trainers_own(policy: Policy, of: RolloutGroup) -> Any:
     with torch.no_grad():
-        found = policy(micro_batch([Row(of.prompt_token_ids, of.samples, tuple(range(len(of.samples))), TEMPERATURE)]))
+        found = policy(
+            micro_batch([PackedRow(of.prompt_token_ids, of.samples, tuple(range(len(of.samples))), TEMPERATURE)])
+        )
     return found.policy_logprobs_N.numpy()
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.coordinator.policies.relay_tree import serving, sources
-from services.rollout.sources import Attempt, attempts, holders
+from services.rollout.sources import PullAttempt, attempts, holders
 from shared.bus import wire
 from shared.bus.messages import PolicyRecord, PolicyUpdate, PolicyVersion
 from shared.process.telemetry import Heartbeat
@@ -109,17 +109,19 @@ def test_an_update_carries_its_tree_and_older_ones_have_none() -> None:
 @pytest.mark.parametrize(
     ("told", "location", "expected"),
     [
-        (["h:1", TRAINER], "", [Attempt("peer", "h:1"), Attempt("trainer", TRAINER), Attempt("requested_file", TRAINER)]),
-        (["me:1", "h:1", "h:1"], "", [Attempt("peer", "h:1"), Attempt("trainer", TRAINER), Attempt("requested_file", TRAINER)]),
-        ([], "/w/v7", [Attempt("trainer", TRAINER), Attempt("requested_file", TRAINER), Attempt("file")]),
+        (["h:1", TRAINER], "", [PullAttempt("peer", "h:1"), PullAttempt("trainer", TRAINER), PullAttempt("requested_file", TRAINER)]),
+        (["me:1", "h:1", "h:1"], "", [PullAttempt("peer", "h:1"), PullAttempt("trainer", TRAINER), PullAttempt("requested_file", TRAINER)]),
+        ([], "/w/v7", [PullAttempt("trainer", TRAINER), PullAttempt("requested_file", TRAINER), PullAttempt("file")]),
     ],
 )  # fmt: skip
-def test_peers_come_before_the_trainer_and_files_last(told: list[str], location: str, expected: list[Attempt]) -> None:
+def test_peers_come_before_the_trainer_and_files_last(
+    told: list[str], location: str, expected: list[PullAttempt]
+) -> None:
     assert attempts(update(location).record, told, "me:1") == expected
 
 
 def test_what_no_process_serves_comes_by_file_only() -> None:
-    assert attempts(update("/w/v7", source="").record, ["h:1"], "") == [Attempt("file")]
+    assert attempts(update("/w/v7", source="").record, ["h:1"], "") == [PullAttempt("file")]
 
 
 def test_who_joins_later_asks_those_that_hold_the_head() -> None:

@@ -179,8 +179,8 @@ class _Said:
 # ---------------------------------------------------------------- up
 
 
-def rows() -> list[view.Row]:
-    return [view.Row(HOSTILE, HOSTILE, note=HOSTILE)]
+def rows() -> list[view.ViewRow]:
+    return [view.ViewRow(HOSTILE, HOSTILE, note=HOSTILE)]
 
 
 def test_the_live_screen_shows_hostile_text_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +197,7 @@ def test_the_live_screen_shows_hostile_text_escaped(monkeypatch: pytest.MonkeyPa
 
 
 def test_plain_lines_show_hostile_text_escaped_and_as_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    plain = screen.PlainLines()
+    plain = screen.PlainDisplay()
     plain.tell(FORGED)
     plain.show(RunView.model_validate({**RUN, "notices": [{"about": "x", "level": "error", "text": HOSTILE}]}), rows())
     printed = capsys.readouterr().out

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from services.trainer.batch.packing import MicroBatch, Row, micro_batch
+from services.trainer.batch.packing import MicroBatch, PackedRow, micro_batch
 from services.trainer.model.policy import Policy, load_model
 from services.trainer.model.trunk import Packing
 from services.trainer.self_test import self_test
@@ -99,13 +99,13 @@ def _drawn(name: str, tensor: Tensor, noise: Tensor, embedding_scale: float) -> 
     return 0.6 * noise / math.sqrt(fan_in)
 
 
-def groups(shape: Sequence[tuple[int, float, Sequence[int]]], seed: int = 0) -> list[Row]:
+def groups(shape: Sequence[tuple[int, float, Sequence[int]]], seed: int = 0) -> list[PackedRow]:
     """Return rows of random tokens; none is of the first three, which are special in ``SIZES``."""
-    random, place, rows = np.random.default_rng(seed), 0, list[Row]()
+    random, place, rows = np.random.default_rng(seed), 0, list[PackedRow]()
     for prompt, temperature, lengths in shape:
         ids = random.integers(3, VOCABULARY, prompt).astype(np.int32)
         samples = tuple(_sample(random.integers(3, VOCABULARY, length).astype(np.int32)) for length in lengths)
-        rows.append(Row(ids, samples, tuple(range(place, place + len(samples))), temperature))
+        rows.append(PackedRow(ids, samples, tuple(range(place, place + len(samples))), temperature))
         place += len(samples)
     return rows
 
@@ -130,7 +130,7 @@ def save(name: str, folder: Path, seed: int = 0) -> None:
     model.save_pretrained(folder)
 
 
-def open_policy(folder: Path, rows: Sequence[Row], packing: Packing = "auto") -> Policy:
+def open_policy(folder: Path, rows: Sequence[PackedRow], packing: Packing = "auto") -> Policy:
     """Return the model in ``folder`` as a run loads it whose longest sequence is that of ``rows``, in training mode."""
     longest = max(len(row.prompt_token_ids) + len(one.token_ids) for row in rows for one in row.samples)
     model = load_model(PolicySettings(model=str(folder)), torch.float32, longest)
@@ -145,7 +145,7 @@ def reference(folder: Path) -> Any:
     return model.eval()
 
 
-def reference_logprobs(model: Any, rows: Sequence[Row]) -> Tensor:
+def reference_logprobs(model: Any, rows: Sequence[PackedRow]) -> Tensor:
     """Return the logprobs of the rows' completions, each sequence alone (N)."""
     parts = list[Tensor]()
     for row in rows:
@@ -157,7 +157,7 @@ def reference_logprobs(model: Any, rows: Sequence[Row]) -> Tensor:
     return torch.cat(parts)
 
 
-def compare(policy: Policy, model: Any, rows: Sequence[Row]) -> Gap:
+def compare(policy: Policy, model: Any, rows: Sequence[PackedRow]) -> Gap:
     """Return how far ``policy`` is from ``model`` on ``rows``, in one micro-batch."""
     batch: MicroBatch = micro_batch(rows)
     wanted = reference_logprobs(model, rows)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.trainer.batch.packing import Row
+from services.trainer.batch.packing import PackedRow
 from shared.bus.messages import FinishReason, Sample
 from tests.support import tiny
 
@@ -13,7 +13,7 @@ SHAPE = ((5, (4, 1, 6)), (9, (2, 2)), (1, (3,)), (40, (30, 3, 70)), (60, (80,)))
 """Of each group: tokens of its prompt, and of each completion."""
 
 
-def rows(seed: int, shape: Any = SHAPE) -> list[Row]:
+def rows(seed: int, shape: Any = SHAPE) -> list[PackedRow]:
     """Return groups of random tokens."""
     generator = np.random.default_rng(seed)
     found = []
@@ -26,11 +26,11 @@ def rows(seed: int, shape: Any = SHAPE) -> list[Row]:
             for n in lengths
         )  # fmt: skip
         ids = generator.integers(0, tiny.VOCABULARY, prompt).astype(np.int32)
-        found.append(Row(ids, samples, tuple(range(len(lengths)))))
+        found.append(PackedRow(ids, samples, tuple(range(len(lengths)))))
     return found
 
 
-def separate(model: Any, of: list[Row]) -> torch.Tensor:
+def separate(model: Any, of: list[PackedRow]) -> torch.Tensor:
     """Return the logprobs of the completions by one plain forward pass a sequence (N)."""
     found = []
     for row in of:

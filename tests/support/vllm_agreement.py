@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 from services.rollout.engines.vllm.arguments import gather, serving
 from services.rollout.engines.vllm.swap.weight_swap import WeightSwapper
 from services.rollout.engines.vllm.windows import check_windows
-from services.trainer.batch.packing import Row, micro_batch
+from services.trainer.batch.packing import PackedRow, micro_batch
 from services.trainer.model.named_tensors import published
 from services.trainer.model.policy import Policy
 from services.trainer.self_test import self_test
@@ -51,7 +51,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 """Settings of ``rollout.vllm``, by the configuration's name and what they are."""
 STALE = 0.1
 """Nats: an engine that did not take an update is further away than this, by far."""
-Completions: TypeAlias = tuple[list[Row], torch.Tensor]
+Completions: TypeAlias = tuple[list[PackedRow], torch.Tensor]
 SAMPLES, NEW_TOKENS, TEMPERATURE = 2, 32, 0.8
 
 
@@ -172,7 +172,7 @@ def sampled(llm: Any, version: str) -> Completions:
         n=SAMPLES, temperature=TEMPERATURE, max_tokens=NEW_TOKENS, logprobs=0, detokenize=False, ignore_eos=True
     )
     asked: list[Any] = [{"prompt_token_ids": prompt.tolist(), "cache_salt": version} for prompt in prompts]
-    rows, behavior = list[Row](), list[float]()
+    rows, behavior = list[PackedRow](), list[float]()
     for prompt, answer in zip(prompts, llm.generate(asked, sampling, use_tqdm=False), strict=True):
         rows.append(_row(prompt, [np.array(one.token_ids, np.int32) for one in answer.outputs], SAMPLES * len(rows)))
         behavior += [next(iter(place.values())).logprob for one in answer.outputs for place in one.logprobs]
@@ -187,9 +187,9 @@ def gap(policy: Policy, completions: Completions) -> float:
     return float((logprobs - behavior).abs().max())
 
 
-def _row(prompt: Int32Array, completions: Sequence[Int32Array], first: int = 0) -> Row:
+def _row(prompt: Int32Array, completions: Sequence[Int32Array], first: int = 0) -> PackedRow:
     places = tuple(range(first, first + len(completions)))
-    return Row(prompt, tuple(_sample(token_ids) for token_ids in completions), places, TEMPERATURE)
+    return PackedRow(prompt, tuple(_sample(token_ids) for token_ids in completions), places, TEMPERATURE)
 
 
 def _sample(token_ids: Int32Array) -> Sample:

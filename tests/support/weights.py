@@ -14,7 +14,7 @@ from shared.weights.format.layout import plan_layout
 from shared.weights.format.snapshot import write_snapshot
 from shared.weights.receiver.puller import file_offer
 from shared.weights.receiver.receiver import Receiver
-from shared.weights.source.source import Source
+from shared.weights.source.source import WeightSource
 from shared.weights.transport.offer import Offer
 
 CPU = torch.device("cpu")
@@ -58,9 +58,9 @@ def fill(tensors: Mapping[str, torch.Tensor], version: int, bucket_bytes: int = 
 
 
 @contextmanager
-def serving(snapshot: FlatSnapshot | None = None, folder: Path | None = None) -> Iterator[Source]:
+def serving(snapshot: FlatSnapshot | None = None, folder: Path | None = None) -> Iterator[WeightSource]:
     """A real source on this machine."""
-    source = Source("127.0.0.1", 0, secret, deadline_s=10.0, file_folder=folder)
+    source = WeightSource("127.0.0.1", 0, secret, deadline_s=10.0, file_folder=folder)
     if snapshot is not None:
         source.offer(snapshot)
     try:
@@ -69,7 +69,7 @@ def serving(snapshot: FlatSnapshot | None = None, folder: Path | None = None) ->
         source.close()
 
 
-def offered(source: Source, snapshot: FlatSnapshot) -> PolicyRecord:
+def offered(source: WeightSource, snapshot: FlatSnapshot) -> PolicyRecord:
     """Offer a version and return its record."""
     source.offer(snapshot)
     assert snapshot.header is not None

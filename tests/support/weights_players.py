@@ -28,9 +28,9 @@ from shared.weights.format.layout import Header, Layout, plan_layout
 from shared.weights.receiver.puller import Puller
 from shared.weights.receiver.receiver import Receiver
 from shared.weights.source import session
-from shared.weights.source.source import Source
+from shared.weights.source.source import WeightSource
 from shared.weights.transport.offer import Offer
-from shared.weights.transport.place import Place, boot_id, plain_uuid
+from shared.weights.transport.place import DeviceLocation, boot_id, plain_uuid
 from tests.support import weights
 
 CPU = torch.device("cpu")
@@ -78,11 +78,11 @@ def fingerprint(tensors: Any) -> str:
     return found.hexdigest()
 
 
-def place(device: torch.device) -> Place:
+def place(device: torch.device) -> DeviceLocation:
     """Return the place of a process on one device."""
     if device.type != "cuda":
-        return Place()
-    return Place("cuda", (plain_uuid(torch.cuda.get_device_properties(device).uuid),), boot_id())
+        return DeviceLocation()
+    return DeviceLocation("cuda", (plain_uuid(torch.cuda.get_device_properties(device).uuid),), boot_id())
 
 
 def counts() -> tuple[int, int]:
@@ -95,7 +95,7 @@ class Trainer:
 
     def __init__(self, deadline_s: float, folder: str | None = None, device: str = "cpu") -> None:
         self.device = torch.device(device)
-        self.source = Source(
+        self.source = WeightSource(
             "127.0.0.1", 0, weights.secret, deadline_s=deadline_s, file_folder=Path(folder) if folder else None
         )
         self.snapshot: FlatSnapshot | None = None
@@ -185,7 +185,7 @@ class Replica:
         self.device = torch.device(device)
         self.puller = Puller(place(self.device), ranks, deadline_s, weights.secret)
         self.receiver = Receiver(rank, ranks, self.device)
-        self.source = Source("127.0.0.1", 0, weights.secret, deadline_s=deadline_s)
+        self.source = WeightSource("127.0.0.1", 0, weights.secret, deadline_s=deadline_s)
         self.shadow: FlatSnapshot | None = None
         self._loop = asyncio.new_event_loop()
         self._reasons = Reasons()

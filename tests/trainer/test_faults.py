@@ -17,13 +17,13 @@ import torch
 from services.trainer.algorithm.step_totals import NotFinite
 from services.trainer.batch import oom_split
 from services.trainer.batch import token_data as known
-from services.trainer.batch.packing import Row, micro_batch
+from services.trainer.batch.packing import PackedRow, micro_batch
 from services.trainer.checkpoint import local_store
 from services.trainer.checkpoint.manifests import CheckpointState
 from services.trainer.loop import Trainer
 from services.trainer.metrics import Phases
 from services.trainer.model.policy import Policy
-from services.trainer.rank0.commands import Kind, Order
+from services.trainer.rank0.commands import Command, CommandKind
 from shared.bus import wire
 from shared.bus.messages import Experience, PolicyVersion, StepPlan
 from shared.errors import SettingsError
@@ -154,7 +154,8 @@ def test_an_error_that_is_no_lack_of_memory_is_a_bug(memory: Any) -> None:
 def test_the_parts_of_a_micro_batch_are_slices_of_what_is_known() -> None:
     groups = [experience.group for experience in batch()[:2]]
     rows = [
-        Row(group.prompt_token_ids, group.samples, tuple(range(4 * n, 4 * n + 4))) for n, group in enumerate(groups)
+        PackedRow(group.prompt_token_ids, group.samples, tuple(range(4 * n, 4 * n + 4)))
+        for n, group in enumerate(groups)
     ]
     whole = known.of(micro_batch(rows), [1, 2, 3, 4, 5, 6, 7, 8], torch.device("cpu"))
     whole.advantages_N = torch.arange(float(len(whole.lags_N)))
@@ -209,14 +210,14 @@ class Leader:
     def __init__(self) -> None:
         self.said: list[tuple[str, Any]] = []
         self.plans: list[StepPlan] = []
-        self.orders: list[Order] = []
+        self.orders: list[Command] = []
         self.looks: Callable[[], object] = list
 
     def limit(self, vocabulary: int, context_tokens: int) -> None: ...
 
     def note_tried(self, cause: str = "") -> None: ...
 
-    def next_order(self, step: int, phases: Phases) -> Order:
+    def next_order(self, step: int, phases: Phases) -> Command:
         self.looks()
         return self.orders.pop(0)
 
@@ -319,8 +320,8 @@ def test_a_checkpoint_that_is_ordered_between_two_steps_is_whole_before_the_next
     whole: list[list[int]] = []
     root = tmp_path / "faults" / "checkpoints"
     leader.looks = lambda: whole.append([checkpoint.state.step for checkpoint in local_store.find(root)])
-    train = Order(Kind.TRAIN, groups=tuple(batch()), lags=(1,) * 4, learning_rate=1e-3)
-    leader.orders = [train, Order(Kind.CHECKPOINT), Order(Kind.CHECKPOINT), Order(Kind.STOP)]
+    train = Command(CommandKind.TRAIN, groups=tuple(batch()), lags=(1,) * 4, learning_rate=1e-3)
+    leader.orders = [train, Command(CommandKind.CHECKPOINT), Command(CommandKind.CHECKPOINT), Command(CommandKind.STOP)]
     found.run()
     assert whole == [[], [], [1], [1]]
     assert leader.said == [("ready", None), ("committed", 1), ("checkpoint", 1)], "none is written twice"
@@ -340,8 +341,8 @@ def test_weights_of_a_replay_that_could_not_follow_its_plan_are_published_again_
 
     def replayed(name: str, known: StepPlan | None) -> list[tuple[str, Any]]:
         again, leader = trainer(tmp_path / name)
-        order = Order(Kind.REPLAY, groups=tuple(batch()), lags=(1,) * 4, learning_rate=1e-3, plan=known)
-        leader.orders = [order, Order(Kind.IDLE), Order(Kind.STOP)]
+        order = Command(CommandKind.REPLAY, groups=tuple(batch()), lags=(1,) * 4, learning_rate=1e-3, plan=known)
+        leader.orders = [order, Command(CommandKind.IDLE), Command(CommandKind.STOP)]
         again.run()
         return [what for what in leader.said if what[0] != "checkpoint"]
 

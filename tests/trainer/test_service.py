@@ -30,7 +30,7 @@ from shared.weights.format.flat import FlatSnapshot
 from shared.weights.format.snapshot import read_snapshot
 from shared.weights.receiver.puller import Puller
 from shared.weights.receiver.receiver import Receiver
-from shared.weights.transport.place import Place, boot_id
+from shared.weights.transport.place import DeviceLocation, boot_id
 from tests.conftest import PATIENCE_S, Server, until
 from tests.support import builders, forge, weights
 from tests.support.tolerance import ADAM_MOVEMENT, FORWARD, moved_apart
@@ -249,7 +249,7 @@ async def pulled(ledger: Ledger) -> tuple[PolicyRecord, dict[str, torch.Tensor]]
     assert record is not None
     secret = RunSecret(ledger._bus)
     await secret.refresh()
-    puller, receiver = Puller(Place("cpu", (), boot_id()), 1, 5.0, secret), Receiver(1, 1, weights.CPU)
+    puller, receiver = Puller(DeviceLocation("cpu", (), boot_id()), 1, 5.0, secret), Receiver(1, 1, weights.CPU)
     try:
         offer = await puller.ask(record.source, record)
         shadow = FlatSnapshot(offer.layout, weights.CPU)

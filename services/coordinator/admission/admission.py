@@ -21,7 +21,7 @@ from collections.abc import Callable
 from prometheus_client import Counter
 
 from services.coordinator.admission.bus_full import Shortage
-from services.coordinator.admission.dataset import Dataset, Order
+from services.coordinator.admission.dataset import Dataset, EpochOrder
 from shared.bus import streams
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion, Prompt, Sampling
@@ -66,7 +66,7 @@ class Admission:
         bus: Bus,
         ledger: Ledger,
         dataset: Dataset,
-        order: Order,
+        order: EpochOrder,
         terms: Callable[[], Terms],
         gate: Callable[[], bool],
         shortage: Shortage,

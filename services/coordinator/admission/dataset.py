@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.coordinator.admission import dataset_files
-from services.coordinator.admission.dataset_files import BadRow, Row
+from services.coordinator.admission.dataset_files import BadRow, DatasetRow
 from shared.bus import wire
 from shared.bus.messages import ChatMessage, GroupId, Json, Prompt, Sampling
 from shared.errors import SettingsError
@@ -75,7 +75,7 @@ class Dataset:
         return len(self.problems)
 
 
-class Order:
+class EpochOrder:
     """Which problem stands at each place of the run: an endless walk, epoch after epoch.
 
     ``index(cursor) = permutation(seed, cursor // problems)[cursor % problems]``; without ``shuffle`` the file's order.
@@ -166,7 +166,7 @@ def _too_many(path: Path, bad: Sequence[str], limit: int, setting: str) -> str:
     )
 
 
-def _problem(source: str, row: Row, data: DataSettings, scorers: Sequence[str]) -> Problem:
+def _problem(source: str, row: DatasetRow, data: DataSettings, scorers: Sequence[str]) -> Problem:
     if isinstance(row, BadRow):
         raise row
     text, messages = _question(row, data)

@@ -20,10 +20,10 @@ class BadRow(Exception):
     """A row that cannot be read; the message says what was expected and what was found."""
 
 
-Row: TypeAlias = dict[str, object] | BadRow
+DatasetRow: TypeAlias = dict[str, object] | BadRow
 
 
-def read(path: Path, setting: str) -> Iterator[tuple[str, Row]]:
+def read(path: Path, setting: str) -> Iterator[tuple[str, DatasetRow]]:
     """Yield the rows of ``path`` with their names, in order.
 
     Raises:
@@ -46,7 +46,7 @@ def read(path: Path, setting: str) -> Iterator[tuple[str, Row]]:
         raise SettingsError(f"expected a readable dataset at {path}, found: {error}: change {setting}") from error
 
 
-def _lines(path: Path) -> Iterator[tuple[str, Row]]:
+def _lines(path: Path) -> Iterator[tuple[str, DatasetRow]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
@@ -54,7 +54,7 @@ def _lines(path: Path) -> Iterator[tuple[str, Row]]:
                 yield f"{path.name}:{number}", _line(content)
 
 
-def _line(content: bytes) -> Row:
+def _line(content: bytes) -> DatasetRow:
     try:
         value = json.loads(content)
     except UnicodeDecodeError as error:
@@ -66,7 +66,7 @@ def _line(content: bytes) -> Row:
     return value
 
 
-def _parquet(path: Path, setting: str) -> Iterator[tuple[str, Row]]:
+def _parquet(path: Path, setting: str) -> Iterator[tuple[str, DatasetRow]]:
     try:
         import pyarrow as arrow
         import pyarrow.parquet as parquet
@@ -86,7 +86,7 @@ def _parquet(path: Path, setting: str) -> Iterator[tuple[str, Row]]:
         raise SettingsError(f"expected a Parquet file at {path}, found: {error}: change {setting}") from error
 
 
-def _saved(path: Path, setting: str) -> Iterator[tuple[str, Row]]:
+def _saved(path: Path, setting: str) -> Iterator[tuple[str, DatasetRow]]:
     splits = path / "dataset_dict.json"
     if splits.exists():
         names = ", ".join(json.loads(splits.read_text(encoding="utf-8")).get("splits", []))

@@ -27,7 +27,7 @@ from services.coordinator.api.routes.records import record_routes
 from services.coordinator.api.routes.registry import registry_routes
 from services.coordinator.api.routes.run import operation_routes, run_routes, settings_routes
 from services.coordinator.api.routes.services import dead_letter_routes, service_routes
-from services.coordinator.schemas.run import Health, Problem, Readiness
+from services.coordinator.schemas.run import Health, ProblemDetails, Readiness
 from shared.process.service import readiness
 
 _PROBLEM_ANSWER = {
@@ -60,7 +60,7 @@ def make_routes(parts: Parts) -> FastAPI:
         docs_url=None,  # the usual page loads scripts from elsewhere; the description itself is at /openapi.json
         redoc_url=None,
         redirect_slashes=False,  # a redirect would repeat the request's Host
-        responses={"default": {"model": Problem}},
+        responses={"default": {"model": ProblemDetails}},
     )
     for routes in (run_routes, record_routes, settings_routes, operation_routes, policy_routes, service_routes):
         app.include_router(routes(parts))

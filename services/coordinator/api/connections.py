@@ -19,7 +19,7 @@ from services.coordinator.api.errors import RETRY_AFTER_S, problem
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Bounds:
+class ConnectionBounds:
     """Limits of the connections of one server."""
 
     connections: int = 512
@@ -39,7 +39,7 @@ class Bounds:
 class Connections:
     """The open connections of one server: makes their protocols."""
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: ConnectionBounds) -> None:
         self.bounds = bounds
         self._by_address: collections.Counter[str] = collections.Counter()
 

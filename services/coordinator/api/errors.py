@@ -10,8 +10,8 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from services.coordinator.operations.operations import Misfit
-from services.coordinator.schemas.run import Problem
+from services.coordinator.operations.operations import StateConflict
+from services.coordinator.schemas.run import ProblemDetails
 from shared.errors import BusUnavailable, SettingsError
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ def problem(
 ) -> JSONResponse:
     """Return an error: what was expected, what was found."""
     title = http.HTTPStatus(status).phrase
-    body = Problem(type="about:blank", title=title, status=status, detail=detail, errors=list(errors))
+    body = ProblemDetails(type="about:blank", title=title, status=status, detail=detail, errors=list(errors))
     return JSONResponse(body.model_dump(), status_code=status, headers=dict(headers or {}), media_type=PROBLEM_TYPE)
 
 
@@ -44,7 +44,7 @@ def handle_problems(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(SettingsError, _settings)
-    app.add_exception_handler(Misfit, _misfit)
+    app.add_exception_handler(StateConflict, _misfit)
     app.add_exception_handler(TimeoutError, _bus_away)
     app.add_exception_handler(BusUnavailable, _bus_away)
     app.add_exception_handler(Exception, _bug)

@@ -15,7 +15,7 @@ from pathlib import Path
 import uvicorn
 from fastapi import FastAPI
 
-from services.coordinator.api.connections import Bounds, Connections
+from services.coordinator.api.connections import ConnectionBounds, Connections
 from shared.errors import SettingsError
 from shared.files.durable import write_whole
 
@@ -45,8 +45,8 @@ class Server:
         SettingsError: the port is taken, or the host is not one of this machine's.
     """
 
-    def __init__(self, host: str, port: int, bounds: Bounds | None = None) -> None:
-        self._connections = Connections(bounds or Bounds())
+    def __init__(self, host: str, port: int, bounds: ConnectionBounds | None = None) -> None:
+        self._connections = Connections(bounds or ConnectionBounds())
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -21,9 +21,9 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from services.coordinator.admission.dataset import Dataset, subset
 from services.coordinator.evaluation.results import (
-    Asked,
     Description,
     Evaluation,
+    EvaluationRequest,
     read_description,
     sentence,
     summarize,
@@ -115,7 +115,7 @@ class Evaluator:
         return None if text is None else read_description(json.loads(text))
 
     def _describe(self, version: PolicyVersion, step: int, due: Due) -> tuple[Description, list[Prompt]]:
-        now_s, sets = time.time(), list[Asked]()
+        now_s, sets = time.time(), list[EvaluationRequest]()
         prompts: list[Prompt] = []
         for held_out, problems in self._sets:
             if held_out.name not in due.sets:
@@ -129,7 +129,7 @@ class Evaluator:
                     dataclasses.replace(asked, min_version=version, purpose=Purpose.EVALUATE, admitted_at_s=now_s)
                 )
             above = self._settings.correct_above if held_out.correct_above is None else held_out.correct_above
-            sets.append(Asked(held_out.name, len(chosen), sampling.samples, above, held_out.pass_at or ()))
+            sets.append(EvaluationRequest(held_out.name, len(chosen), sampling.samples, above, held_out.pass_at or ()))
         return Description(version, step, tuple(sets), due.initial, due.final, now_s), prompts
 
     async def _start(self, description: Description, prompts: Sequence[Prompt]) -> bool:

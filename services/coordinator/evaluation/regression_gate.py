@@ -19,7 +19,7 @@ from prometheus_client import Counter
 
 from services.coordinator.evaluation.results import Evaluation, evaluations
 from services.coordinator.evaluation.statistics import Estimate, fall
-from services.coordinator.operations.operations import Misfit
+from services.coordinator.operations.operations import StateConflict
 from services.coordinator.policies.lineage import ancestors
 from services.coordinator.policies.rollback import Rollbacks
 from shared.bus.bus import Bus
@@ -81,7 +81,7 @@ def _estimate(found: Evaluation) -> Estimate | None:
     return Estimate(found.accuracy, found.accuracy_low, found.accuracy_high)
 
 
-class Gate:
+class RegressionGate:
     """Judges evaluations, and acts on those that fell.
 
     Args:
@@ -138,7 +138,7 @@ class Gate:
         await self._remember(fallen, "rollback")
         try:
             await self._rollbacks.begin(goal, _sentence(fallen))
-        except Misfit as error:  # people were quicker; what is left to do is seen at the next look
+        except StateConflict as error:  # people were quicker; what is left to do is seen at the next look
             log.info("gate waits", extra={"version": int(fallen.version), "reason": str(error)})
             return False
         await self._note(fallen, "rollback", f"{fallen.gate_detail}; back to version {goal}")

@@ -15,7 +15,7 @@ from shared.settings.evaluation import ONLY_SET
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Asked:
+class EvaluationRequest:
     """What of a set an evaluation asks."""
 
     set: str
@@ -31,7 +31,7 @@ class Description:
 
     version: PolicyVersion
     step: int
-    sets: tuple[Asked, ...]
+    sets: tuple[EvaluationRequest, ...]
     initial: bool
     final: bool
     started_at_s: float
@@ -41,7 +41,7 @@ class Description:
         """How many problems it asks, of all sets."""
         return sum(asked.problems for asked in self.sets)
 
-    def set_of(self, problem: int) -> Asked:
+    def set_of(self, problem: int) -> EvaluationRequest:
         """Return the set of the problem of a number."""
         for asked in self.sets:
             if problem < asked.problems:
@@ -94,7 +94,9 @@ def summarize(description: Description, answers: Mapping[int, int], why: str, no
     return found
 
 
-def _of_set(description: Description, asked: Asked, correct: Sequence[int], why: str, now_s: float) -> Evaluation:
+def _of_set(
+    description: Description, asked: EvaluationRequest, correct: Sequence[int], why: str, now_s: float
+) -> Evaluation:
     samples, missing = asked.samples, asked.problems - len(correct)
     accuracy = estimate([count / samples for count in correct], samples) if correct else None
     passes = {str(k): [pass_at(k, samples, count) for count in correct] for k in asked.pass_at if correct}
@@ -142,7 +144,7 @@ def read_evaluations(raw: Mapping[bytes, bytes]) -> list[Evaluation]:
 
 def read_description(fields: dict[str, Any]) -> Description:
     """Return the evaluation under way from its fields on the bus."""
-    sets = tuple(Asked(**{**asked, "pass_at": tuple(asked["pass_at"])}) for asked in fields.pop("sets"))
+    sets = tuple(EvaluationRequest(**{**asked, "pass_at": tuple(asked["pass_at"])}) for asked in fields.pop("sets"))
     return Description(sets=sets, **fields)
 
 

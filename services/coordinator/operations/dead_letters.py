@@ -27,7 +27,7 @@ _DISCARDED = "dropped:discarded"
 ENTRY_PATTERN = r"^[0-9]{1,18}-[0-9]{1,18}$"
 
 
-class Source(StrEnum):
+class DeadLetterSource(StrEnum):
     """A stream whose entries can be buried."""
 
     PROMPTS = "prompts"
@@ -39,24 +39,24 @@ class Source(StrEnum):
     PUBLISHED = "published"
 
 
-_STREAMS: dict[Source, Stream] = {Source(stream.name): stream for stream in streams.GROUPED_STREAMS}
-_KINDS: dict[Source, type[Any]] = {
-    Source.PROMPTS: Prompt,
-    Source.ROLLOUTS: RolloutGroup,
-    Source.EXPERIENCE: Experience,
-    Source.EVAL_PROMPTS: Prompt,
-    Source.EVAL_ROLLOUTS: RolloutGroup,
-    Source.EVAL_RESULTS: Experience,
-    Source.PUBLISHED: PolicyRecord,
+_STREAMS: dict[DeadLetterSource, Stream] = {DeadLetterSource(stream.name): stream for stream in streams.GROUPED_STREAMS}
+_KINDS: dict[DeadLetterSource, type[Any]] = {
+    DeadLetterSource.PROMPTS: Prompt,
+    DeadLetterSource.ROLLOUTS: RolloutGroup,
+    DeadLetterSource.EXPERIENCE: Experience,
+    DeadLetterSource.EVAL_PROMPTS: Prompt,
+    DeadLetterSource.EVAL_ROLLOUTS: RolloutGroup,
+    DeadLetterSource.EVAL_RESULTS: Experience,
+    DeadLetterSource.PUBLISHED: PolicyRecord,
 }
-CURSOR_PATTERN = f"^({'|'.join(Source)}):[0-9]{{1,18}}-[0-9]{{1,18}}$"
+CURSOR_PATTERN = f"^({'|'.join(DeadLetterSource)}):[0-9]{{1,18}}-[0-9]{{1,18}}$"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeadLetter:
     """One entry that could not be handled."""
 
-    stream: Source
+    stream: DeadLetterSource
     entry: str
     group: str
     reason: str
@@ -70,9 +70,9 @@ class DeadLetter:
         return f"{self.stream.value}:{self.entry}"
 
 
-async def read_page(bus: Bus, after: str, limit: int, only: Source | None) -> list[DeadLetter]:
+async def read_page(bus: Bus, after: str, limit: int, only: DeadLetterSource | None) -> list[DeadLetter]:
     """Return up to ``limit`` letters after a cursor (empty: the first), stream by stream, oldest first."""
-    order = sorted(Source) if only is None else [only]
+    order = sorted(DeadLetterSource) if only is None else [only]
     stream, _, entry = after.partition(":")
     found: list[DeadLetter] = []
     for source in order:
@@ -85,26 +85,26 @@ async def read_page(bus: Bus, after: str, limit: int, only: Source | None) -> li
     return found
 
 
-async def read_one(bus: Bus, source: Source, entry: str) -> DeadLetter | None:
+async def read_one(bus: Bus, source: DeadLetterSource, entry: str) -> DeadLetter | None:
     """Return one letter."""
     found = await _read(bus, source, entry, entry, 1)
     return found[0] if found else None
 
 
-async def newest_reason(bus: Bus, source: Source) -> str:
+async def newest_reason(bus: Bus, source: DeadLetterSource) -> str:
     """Return why the newest letter of a stream was given up; "" where there is none."""
     key = bus.keys.of(_STREAMS[source].dead)
     rows = await bus.call(lambda: bus.client.xrevrange(key, count=1))
     return _letter(source, rows[0][0].decode(), rows[0][1]).reason if rows else ""
 
 
-async def _read(bus: Bus, source: Source, start: str, end: str, count: int) -> list[DeadLetter]:
+async def _read(bus: Bus, source: DeadLetterSource, start: str, end: str, count: int) -> list[DeadLetter]:
     key = bus.keys.of(_STREAMS[source].dead)
     rows = await bus.call(lambda: bus.client.xrange(key, min=start, max=end, count=count))
     return [_letter(source, entry.decode(), fields) for entry, fields in rows]
 
 
-def _letter(source: Source, entry: str, fields: Mapping[bytes, bytes]) -> DeadLetter:
+def _letter(source: DeadLetterSource, entry: str, fields: Mapping[bytes, bytes]) -> DeadLetter:
     return DeadLetter(
         stream=source,
         entry=entry,
@@ -116,14 +116,14 @@ def _letter(source: Source, entry: str, fields: Mapping[bytes, bytes]) -> DeadLe
     )
 
 
-async def revive(bus: Bus, source: Source, entry: str) -> int:
+async def revive(bus: Bus, source: DeadLetterSource, entry: str) -> int:
     """Put a letter back onto its stream; return 1, 0 where it is gone, -1 where the run has ended."""
     stream = _STREAMS[source]
     keys = [bus.keys.of(stream.dead), bus.keys.of(stream), bus.keys.counts, bus.keys.run]
     return int(await bus.script("revive", keys, [entry, _counted(stream)]))
 
 
-async def discard(bus: Bus, source: Source, entry: str, detail: str) -> bool:
+async def discard(bus: Bus, source: DeadLetterSource, entry: str, detail: str) -> bool:
     """Let a letter leave the run for good; False where it is gone."""
     stream = _STREAMS[source]
     keys = [bus.keys.of(stream.dead), bus.keys.counts, bus.keys.of(streams.AUDIT)]

@@ -57,12 +57,12 @@ class Operation:
     changed_at_s: float
 
 
-class Misfit(PenstockError):
+class StateConflict(PenstockError):
     """A command does not fit the run's state; nothing was changed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
+class OperationOutcome:
     """How an operation ended."""
 
     state: OperationState
@@ -72,7 +72,7 @@ class Outcome:
 
 Report = Callable[[str, str], Awaitable[None]]
 """Write down (phase, detail)."""
-Handler = Callable[[Operation, Report], Awaitable[Outcome]]
+Handler = Callable[[Operation, Report], Awaitable[OperationOutcome]]
 
 
 class Operations:
@@ -132,7 +132,7 @@ class Operations:
         """End what is under way as failed, as nobody will come who could do it."""
         for found in await self.all():
             if found.state is OperationState.RUNNING:
-                await self._end(found, Outcome(OperationState.FAILED, detail))
+                await self._end(found, OperationOutcome(OperationState.FAILED, detail))
 
     async def _work(self, operation: Operation) -> None:
         now = operation
@@ -146,18 +146,18 @@ class Operations:
         handler = self._handlers.get(operation.kind)
         try:
             if handler is None:
-                outcome = Outcome(OperationState.FAILED, f"this version knows no operation {operation.kind!r}")
+                outcome = OperationOutcome(OperationState.FAILED, f"this version knows no operation {operation.kind!r}")
             else:
                 outcome = await handler(operation, report)
         except Exception as error:
-            await self._end(now, Outcome(OperationState.FAILED, str(error) or repr(error)))
+            await self._end(now, OperationOutcome(OperationState.FAILED, str(error) or repr(error)))
             raise
         else:
             await self._end(now, outcome)
         finally:
             self._working.discard(operation.id)
 
-    async def _end(self, now: Operation, outcome: Outcome) -> None:
+    async def _end(self, now: Operation, outcome: OperationOutcome) -> None:
         ended = dataclasses.replace(
             now, state=outcome.state, detail=outcome.detail, result=outcome.result, changed_at_s=time.time()
         )

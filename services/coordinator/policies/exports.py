@@ -12,10 +12,16 @@ The trainer makes it because the weights lie where it runs, and because the coor
 import asyncio
 import time
 
-from services.coordinator.operations.operations import Misfit, Operation, OperationState, Outcome, Report
+from services.coordinator.operations.operations import (
+    Operation,
+    OperationOutcome,
+    OperationState,
+    Report,
+    StateConflict,
+)
 from shared.bus.bus import Bus
 from shared.bus.messages import Json, PolicyRecord, PolicyVersion
-from shared.bus.stores.exports import Answer, Exports, Order
+from shared.bus.stores.exports import ExportRequest, ExportResult, Exports
 from shared.bus.stores.ledger import Ledger
 from shared.process.telemetry import heartbeats
 from shared.settings import Settings
@@ -43,22 +49,22 @@ class Exporting:
     async def check(self, record: PolicyRecord, *, adapter: bool) -> None:
         """Raise Misfit where a version cannot be exported."""
         if adapter and not self._has_adapter:
-            raise Misfit(
+            raise StateConflict(
                 "expected a run with policy.lora.rank > 0 for an adapter, found whole weights: leave adapter out"
             )
         revoked, checkpoints = await asyncio.gather(self._ledger.revoked(), self._ledger.checkpoints())
         if record.version in revoked:
-            raise Misfit(f"expected a version that was not revoked, found version {record.version} revoked")
+            raise StateConflict(f"expected a version that was not revoked, found version {record.version} revoked")
         initial = record.version == 0 and not adapter
         if record.version not in checkpoints and not record.location and not initial:
             usable = sorted({*(checkpoints.keys() - revoked), *([] if adapter else [PolicyVersion(0)])})
             known = ", ".join(map(str, usable)) or "none yet"
-            raise Misfit(
+            raise StateConflict(
                 f"expected a version with a checkpoint, found none of version {record.version}; there are {known} "
                 "(trainer.checkpoint_every_steps and trainer.keep_last say how many)"
             )
 
-    async def see_through(self, operation: Operation, report: Report) -> Outcome:
+    async def see_through(self, operation: Operation, report: Report) -> OperationOutcome:
         """Order the version of an operation, and wait until the trainer has made it."""
         version, adapter = PolicyVersion(_number(operation)), operation.request["adapter"] is True
         seen_s = time.monotonic()
@@ -74,17 +80,21 @@ class Exporting:
             await report(*_phase(order))
             await asyncio.sleep(_LOOK_S)
 
-    async def _outcome(self, version: PolicyVersion, order: Order | None, alone_s: float) -> Outcome | None:
+    async def _outcome(
+        self, version: PolicyVersion, order: ExportRequest | None, alone_s: float
+    ) -> OperationOutcome | None:
         if order is not None and order.answer is not None:
             return _ended(order, order.answer)
         if version in await self._ledger.revoked():
-            return Outcome(OperationState.CANCELLED, f"version {version} was revoked: a rollback left its branch")
+            return OperationOutcome(
+                OperationState.CANCELLED, f"version {version} was revoked: a rollback left its branch"
+            )
         if alone_s > self._patience_s:
             detail = (
                 f"expected a trainer to make it, found none for {self._patience_s:.0f} s: start it, or where the run's "
                 "folder is, `penstock export --here`"
             )
-            return Outcome(OperationState.FAILED, detail)
+            return OperationOutcome(OperationState.FAILED, detail)
         return None
 
 
@@ -94,19 +104,19 @@ def _number(operation: Operation) -> int:
     return found
 
 
-def _ended(order: Order, answer: Answer) -> Outcome:
+def _ended(order: ExportRequest, answer: ExportResult) -> OperationOutcome:
     if not answer.done:
-        return Outcome(OperationState.FAILED, answer.detail)
+        return OperationOutcome(OperationState.FAILED, answer.detail)
     result: dict[str, Json] = {
         "version": int(order.version),
         "step": answer.step,
         "folder": answer.folder,
         "adapter": order.adapter,
     }
-    return Outcome(OperationState.SUCCEEDED, f"it lies in {answer.folder}: {answer.detail}", result)
+    return OperationOutcome(OperationState.SUCCEEDED, f"it lies in {answer.folder}: {answer.detail}", result)
 
 
-def _phase(order: Order | None) -> tuple[str, str]:
+def _phase(order: ExportRequest | None) -> tuple[str, str]:
     if order is None or not order.attempts:
         return "waiting", "for the trainer"
     return "writing", "" if order.attempts == 1 else f"attempt {order.attempts}: the trainer ended in the one before"

@@ -26,7 +26,13 @@ from enum import StrEnum
 
 from prometheus_client import Counter
 
-from services.coordinator.operations.operations import Misfit, Operation, OperationState, Outcome, Report
+from services.coordinator.operations.operations import (
+    Operation,
+    OperationOutcome,
+    OperationState,
+    Report,
+    StateConflict,
+)
 from shared.bus.bus import Argument, Bus
 from shared.bus.messages import Json, PolicyVersion
 from shared.bus.stores.ledger import ENDED, Ledger, PolicyState, RunState, RunStatus
@@ -126,7 +132,7 @@ class Rollbacks:
             if (found := await self.current()) is not None and found.stage not in OVER:
                 if found.target == target:
                     return await self._operate(found)
-                raise Misfit(
+                raise StateConflict(
                     f"expected no rollback under way, found one to version {found.target} ({found.stage.value}): "
                     "wait until it is live"
                 )
@@ -139,7 +145,7 @@ class Rollbacks:
                 log.info("rollback begun", extra={"target": int(target), "revoked": begun.revoked})
                 return await self._operate(begun)
             if answer not in ("moved", "busy"):
-                raise Misfit(await self._refusal(answer, target))
+                raise StateConflict(await self._refusal(answer, target))
 
     async def _begin(self, target: PolicyVersion, reason: str, *, again: bool = False) -> str:
         status = await self._ledger.status()  # before the rest: where that moves on, so does its newest version
@@ -150,14 +156,14 @@ class Rollbacks:
         if record is None or status.newest_version is None:
             newest = max((record.version for record in records), default=None)
             known = "none yet" if newest is None else f"versions up to {newest}"
-            raise Misfit(f"expected a policy version of this run, found no version {target}; there are {known}")
+            raise StateConflict(f"expected a policy version of this run, found no version {target}; there are {known}")
         if states.get(target) is PolicyState.REVOKED:
-            raise Misfit(
+            raise StateConflict(
                 f"expected a version that is not revoked, found that version {target} is: a rollback left its branch; "
                 f"{_choices(checkpoints, states)}"
             )
         if target == status.tip and not again:
-            raise Misfit(
+            raise StateConflict(
                 f"expected a version before the newest, found that version {target} is the newest: there is nothing to "
                 f"go back from; {_choices(checkpoints, states)}"
             )
@@ -188,17 +194,17 @@ class Rollbacks:
                 await self._operate(found)
             await asyncio.sleep(_LOOK_S)
 
-    async def see_through(self, operation: Operation, report: Report) -> Outcome:
+    async def see_through(self, operation: Operation, report: Report) -> OperationOutcome:
         """Wait until the rollback of an operation is live, moving it on."""
         while (found := await self.advance()) is not None and found.id == operation.request["rollback"]:
             result: dict[str, Json] = {"version": found.version, "revoked": found.revoked, "undone": found.undone}
             if found.stage is Stage.LIVE:
-                return Outcome(OperationState.SUCCEEDED, found.detail, result)
+                return OperationOutcome(OperationState.SUCCEEDED, found.detail, result)
             if found.stage is Stage.FAILED:
-                return Outcome(OperationState.FAILED, found.detail, result)
+                return OperationOutcome(OperationState.FAILED, found.detail, result)
             await report(found.stage, found.detail)
             await asyncio.sleep(_POLL_S)
-        return Outcome(OperationState.CANCELLED, "the bus knows nothing of it any more")
+        return OperationOutcome(OperationState.CANCELLED, "the bus knows nothing of it any more")
 
     async def keep_paused(self) -> None:
         """Leave the run paused once the rollback under way is live."""

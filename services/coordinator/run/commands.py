@@ -7,7 +7,13 @@ import asyncio
 import dataclasses
 from collections.abc import Callable
 
-from services.coordinator.operations.operations import Misfit, Operation, OperationState, Outcome, Report
+from services.coordinator.operations.operations import (
+    Operation,
+    OperationOutcome,
+    OperationState,
+    Report,
+    StateConflict,
+)
 from services.coordinator.policies.rollback import OVER, Rollbacks
 from shared.bus import streams
 from shared.bus.bus import Bus
@@ -19,7 +25,7 @@ _LOOK_S = 0.1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Order:
+class SteeringCommand:
     """One command: where it leads, from which states, and what to say where it does not fit."""
 
     to: RunState
@@ -32,20 +38,20 @@ _OVER = {
     RunState.FINISHED: "the run has finished; start a new one, or extend it: start its services again with a larger run.steps",
 }
 ORDERS = {
-    "start": Order(
+    "start": SteeringCommand(
         RunState.RUNNING, (RunState.CREATED,), {**_OVER, RunState.PAUSED: "the run is paused; POST /v1/run/resume"}
     ),
-    "pause": Order(
+    "pause": SteeringCommand(
         RunState.PAUSED,
         (RunState.RUNNING,),
         {**_OVER, RunState.CREATED: "the run has not started; there is nothing to pause"},
     ),
-    "resume": Order(
+    "resume": SteeringCommand(
         RunState.RUNNING,
         (RunState.PAUSED,),
         {**_OVER, RunState.CREATED: "the run has not started; POST /v1/run/start"},
     ),
-    "stop": Order(RunState.STOPPED, (RunState.CREATED, RunState.RUNNING, RunState.PAUSED), _OVER),
+    "stop": SteeringCommand(RunState.STOPPED, (RunState.CREATED, RunState.RUNNING, RunState.PAUSED), _OVER),
 }
 
 
@@ -77,7 +83,7 @@ class Steering:
         reason = reason or f"{name} by HTTP"
         changed, found = await self._ledger.transition(order.to, reason, order.allowed)
         if not changed and found is not order.to:
-            raise Misfit(f"expected a run that can {name}, found it {found.value}: {order.refusals[found]}")
+            raise StateConflict(f"expected a run that can {name}, found it {found.value}: {order.refusals[found]}")
         if changed:
             self._changed()
             await tell(self._bus, "api", f"run {order.to.value}", reason)
@@ -89,39 +95,41 @@ class Steering:
             await self._rollbacks.keep_paused()
         found = await self._rollbacks.current() if command == "resume" else None
         if found is not None and found.stage not in OVER:
-            raise Misfit(
+            raise StateConflict(
                 f"expected a run that can resume, found a rollback to version {found.target} under way "
                 f"({found.stage.value}): wait until it is live"
             )
         if found is not None and found.strands:
-            raise Misfit(
+            raise StateConflict(
                 f"expected a run with weights to go on from, found that the rollback to version {found.target} failed: roll back to "
                 "another version, or to this one again"
             )
 
-    async def drain_run(self, operation: Operation, report: Report) -> Outcome:
+    async def drain_run(self, operation: Operation, report: Report) -> OperationOutcome:
         """Wait until a paused run has nothing in flight but groups that are too few for a step."""
         while True:
             status = await self._ledger.status()
             if status.state is not RunState.PAUSED:
-                return Outcome(OperationState.CANCELLED, f"the run is {status.state.value} again: {status.reason}")
+                return OperationOutcome(
+                    OperationState.CANCELLED, f"the run is {status.state.value} again: {status.reason}"
+                )
             prompts, rollouts, waiting = [await self._bus.length(stream) for stream in streams.TRAINING_STREAMS]
             if prompts + rollouts == 0 and waiting < self._groups_per_step:
                 detail = f"nothing is generated or scored; {waiting} groups wait for the next step"
                 step = (await self._ledger.status()).step  # the last one may have been committed since
-                return Outcome(OperationState.SUCCEEDED, detail, {"step": step, "groups_waiting": waiting})
+                return OperationOutcome(OperationState.SUCCEEDED, detail, {"step": step, "groups_waiting": waiting})
             await report("draining", f"{prompts + rollouts + waiting} groups in flight")
             await asyncio.sleep(_LOOK_S)
 
-    async def drain_replica(self, operation: Operation, report: Report) -> Outcome:
+    async def drain_replica(self, operation: Operation, report: Report) -> OperationOutcome:
         """Wait until a replica that was told to leave is gone."""
         replica, first_s = str(operation.request["replica"]), operation.created_at_s
         while True:
             beats = [beat for beat in await heartbeats(self._bus) if beat.replica == replica]
             if not beats or beats[0].started_at_s > first_s:
-                return Outcome(OperationState.SUCCEEDED, f"{replica} left")
+                return OperationOutcome(OperationState.SUCCEEDED, f"{replica} left")
             if (await cordons(self._bus)).get(replica) is not Word.DRAINING and beats[0].state != "stopping":
-                return Outcome(OperationState.CANCELLED, f"{replica} was told to stay")
+                return OperationOutcome(OperationState.CANCELLED, f"{replica} was told to stay")
             held = int(beats[0].values.get("held", 0))
             await report("finishing", f"{replica} holds {held} groups")
             await asyncio.sleep(_LOOK_S)

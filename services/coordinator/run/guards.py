@@ -33,7 +33,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from prometheus_client import Counter, Gauge
 from pydantic import TypeAdapter
 
-from services.coordinator.operations.dead_letters import Source, newest_reason
+from services.coordinator.operations.dead_letters import DeadLetterSource, newest_reason
 from services.coordinator.schemas.run import GuardView, RunView
 from shared.bus.bus import Bus
 from shared.bus.messages import StepReport
@@ -286,7 +286,7 @@ class Guards:
         given_up = self._given_up_in_a_row(view, since_s)
         if guard.action == "off" or given_up < guard.groups:
             return {}
-        newest = await newest_reason(self._bus, Source.ROLLOUTS)
+        newest = await newest_reason(self._bus, DeadLetterSource.ROLLOUTS)
         return {"unscored": (guard.action, unscored(given_up, newest or "its dead letter is gone", guard))}
 
     async def _find_probe(self, since_s: float) -> dict[str, tuple[Action, str]]:

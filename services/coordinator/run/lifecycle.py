@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from services.coordinator.evaluation.evaluator import EVALUATION_STREAMS, Due, Evaluator, take_all
-from services.coordinator.evaluation.regression_gate import Gate
+from services.coordinator.evaluation.regression_gate import RegressionGate
 from services.coordinator.evaluation.results import Evaluation, evaluations
 from services.coordinator.records import summary
 from services.coordinator.records.jsonl import read
@@ -86,7 +86,7 @@ class Lifecycle:
         ledger: Ledger,
         settings: Settings,
         evaluator: Evaluator | None,
-        gate: Gate,
+        gate: RegressionGate,
         recorder: Recorder,
         opened: Callable[[], None],
         folder: Path,

@@ -17,7 +17,7 @@ from typing import Literal
 from services.coordinator.evaluation.results import Evaluation
 from services.coordinator.schemas.run import GuardView, NoticeView
 from shared.bus.stores.ledger import RunState, RunStatus
-from shared.process.telemetry import Failure, Heartbeat
+from shared.process.telemetry import Heartbeat, PartFailure
 
 _RECENT_S = 600.0
 """A part that works again is mentioned for this long after its last failure."""
@@ -69,14 +69,14 @@ def _guards(guards: Sequence[GuardView], status: RunStatus) -> list[NoticeView]:
 
 
 def _failures(beats: Sequence[Heartbeat]) -> list[NoticeView]:
-    by_part: dict[str, list[Failure]] = {}
+    by_part: dict[str, list[PartFailure]] = {}
     for beat in beats:
         for failure in beat.failures:
             by_part.setdefault(failure.part, []).append(failure)
     return [found for part, failures in sorted(by_part.items()) if (found := _failure(part, failures)) is not None]
 
 
-def _failure(part: str, failures: Sequence[Failure]) -> NoticeView | None:
+def _failure(part: str, failures: Sequence[PartFailure]) -> NoticeView | None:
     """Return what one part could not do, on all replicas together."""
     newest = max(failures, key=lambda one: one.at_s)
     failed, in_a_row = sum(one.failed for one in failures), sum(one.in_a_row for one in failures)

@@ -7,16 +7,16 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import ConfigDict, Field
 
-from services.coordinator.operations.dead_letters import Source
+from services.coordinator.operations.dead_letters import DeadLetterSource
 from services.coordinator.operations.operations import OperationState
-from services.coordinator.schemas.run import Answer, Command, EvaluationView
+from services.coordinator.schemas.run import Command, EvaluationView, ResponseModel
 from shared.bus.stores.cordon import Word
 from shared.bus.stores.ledger import PolicyState, RunState
 
 T = TypeVar("T")
 
 
-class Page(Answer, Generic[T]):
+class Page(ResponseModel, Generic[T]):
     """A part of a list."""
 
     items: list[T]
@@ -25,7 +25,7 @@ class Page(Answer, Generic[T]):
     """Give it as `cursor` to get what follows; null at the end."""
 
 
-class PolicyView(Answer):
+class PolicyView(ResponseModel):
     """One policy version."""
 
     version: int
@@ -58,7 +58,7 @@ class PolicyView(Answer):
     """People may use it."""
 
 
-class ServiceView(Answer):
+class ServiceView(ResponseModel):
     """One replica that is there."""
 
     service: str
@@ -101,7 +101,7 @@ class ServiceView(Answer):
     """host:port where it passes weights on to other replicas; empty: nowhere."""
 
 
-class Difference(Answer):
+class Difference(ResponseModel):
     """One figure of two versions."""
 
     left: float | None
@@ -112,7 +112,7 @@ class Difference(Answer):
     """right − left; null where one is not known."""
 
 
-class Comparison(Answer):
+class Comparison(ResponseModel):
     """Two versions beside each other."""
 
     left: int
@@ -131,7 +131,7 @@ class Comparison(Answer):
     """What their evaluations found of the first set, 0 to 1."""
 
 
-class PolicyMark(Answer):
+class PolicyMark(ResponseModel):
     """What a mark did."""
 
     version: int
@@ -144,7 +144,7 @@ class PolicyMark(Answer):
     """False when it was so already."""
 
 
-class ReplicaChange(Answer):
+class ReplicaChange(ResponseModel):
     """What a replica was told."""
 
     replica: str
@@ -155,7 +155,7 @@ class ReplicaChange(Answer):
     """False when it was told so already."""
 
 
-class OperationView(Answer):
+class OperationView(ResponseModel):
     """A command that takes a while."""
 
     id: int
@@ -178,10 +178,10 @@ class OperationView(Answer):
     """When it last said something new, Unix time."""
 
 
-class DeadLetterView(Answer):
+class DeadLetterView(ResponseModel):
     """An entry that could not be handled."""
 
-    stream: Source
+    stream: DeadLetterSource
     """The stream that it was buried from."""
     entry: str
     """Its name among that stream's dead letters."""
@@ -206,10 +206,10 @@ class DeadLetterMessage(DeadLetterView):
     """Why it cannot be read; empty: it can."""
 
 
-class DeadLetterChange(Answer):
+class DeadLetterChange(ResponseModel):
     """What became of a dead letter."""
 
-    stream: Source
+    stream: DeadLetterSource
     """The stream that it was buried from."""
     entry: str
     """Its name there."""
@@ -217,7 +217,7 @@ class DeadLetterChange(Answer):
     """What was done."""
 
 
-class EventView(Answer):
+class EventView(ResponseModel):
     """Something that happened."""
 
     id: str
@@ -234,7 +234,7 @@ class EventView(Answer):
     """Its values."""
 
 
-class StateView(Answer):
+class StateView(ResponseModel):
     """A state that the run came into."""
 
     id: str
@@ -251,7 +251,7 @@ class StateView(Answer):
     """Committed steps at that time."""
 
 
-class RunSummary(Answer):
+class RunSummary(ResponseModel):
     """One run on this bus."""
 
     run_id: str
@@ -280,7 +280,7 @@ _Expression = Annotated[str, Field(max_length=1000, alias="reward.expression")]
 _Update = Annotated[Literal["inflight", "drain"], Field(alias="weights.update")]
 
 
-class LiveValues(Answer):
+class LiveValues(ResponseModel):
     """The settings that may change while the run goes on; see docs/api.md for when each takes effect."""
 
     model_config = ConfigDict(
@@ -301,7 +301,7 @@ class LiveValues(Answer):
     """When new weights go live."""
 
 
-class LiveSettings(Answer):
+class LiveSettings(ResponseModel):
     """The live settings, now. Its `ETag` is the revision."""
 
     revision: int
@@ -316,7 +316,7 @@ class LiveSettings(Answer):
     """When, Unix time; null: never."""
 
 
-class RevisionView(Answer):
+class RevisionView(ResponseModel):
     """One change of the live settings."""
 
     revision: int

@@ -8,13 +8,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from shared.bus.stores.ledger import RunState
 
 
-class Answer(BaseModel):
+class ResponseModel(BaseModel):
     """One answer of the API."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
 
-class StreamView(Answer):
+class StreamView(ResponseModel):
     """How much lies in one stream."""
 
     entries: int
@@ -25,7 +25,7 @@ class StreamView(Answer):
     """How long its oldest group has been there."""
 
 
-class History(Answer):
+class History(ResponseModel):
     """The newest steps, oldest first; one value a step in each list."""
 
     step: list[int]
@@ -36,7 +36,7 @@ class History(Answer):
     """Trained tokens per second."""
 
 
-class EstimateView(Answer):
+class EstimateView(ResponseModel):
     """A share, 0 to 1."""
 
     value: float
@@ -47,7 +47,7 @@ class EstimateView(Answer):
     """Upper end of its 95 % interval."""
 
 
-class EvaluationView(Answer):
+class EvaluationView(ResponseModel):
     """What one evaluation found of one set."""
 
     step: int
@@ -82,7 +82,7 @@ class EvaluationView(Answer):
     """Against what it was compared, and what that gave."""
 
 
-class GuardView(Answer):
+class GuardView(ResponseModel):
     """A guard that tripped."""
 
     guard: str
@@ -95,7 +95,7 @@ class GuardView(Answer):
     """Since when, Unix time."""
 
 
-class NoticeView(Answer):
+class NoticeView(ResponseModel):
     """Something that whoever watches the run should know."""
 
     about: str
@@ -106,7 +106,7 @@ class NoticeView(Answer):
     """The whole of it, for people."""
 
 
-class RunView(Answer):
+class RunView(ResponseModel):
     """The run, now."""
 
     run_id: str
@@ -169,7 +169,7 @@ class RunView(Answer):
     """The newest revision of the settings that may change while the run goes on."""
 
 
-class RunChange(Answer):
+class RunChange(ResponseModel):
     """What a command did."""
 
     state: RunState
@@ -206,14 +206,14 @@ class Export(BaseModel):
     """The LoRA adapter alone, not merged."""
 
 
-class Health(Answer):
+class Health(ResponseModel):
     """The process runs."""
 
     status: str
     """ok."""
 
 
-class Check(Answer):
+class Check(ResponseModel):
     """One thing that the coordinator needs."""
 
     ok: bool
@@ -222,7 +222,7 @@ class Check(Answer):
     """What was found."""
 
 
-class Readiness(Answer):
+class Readiness(ResponseModel):
     """Whether the coordinator does its work."""
 
     ready: bool
@@ -233,7 +233,7 @@ class Readiness(Answer):
     """What was looked at, by name."""
 
 
-class Problem(Answer):
+class ProblemDetails(ResponseModel):
     """An error, RFC 9457."""
 
     type: str

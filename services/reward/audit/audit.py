@@ -44,7 +44,7 @@ class Completion:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Group:
+class AuditedGroup:
     """One recorded group, with the columns of its problem."""
 
     step: int
@@ -76,7 +76,7 @@ class Disagreement:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Report:
+class AuditReport:
     """What an audit did and what it doubts."""
 
     above: float
@@ -103,7 +103,9 @@ class _Variant:
     """Only completions with a box are judged."""
 
 
-def choose(groups: Sequence[Group], above: float | None, count: int, seed: int) -> tuple[list[Group], float]:
+def choose(
+    groups: Sequence[AuditedGroup], above: float | None, count: int, seed: int
+) -> tuple[list[AuditedGroup], float]:
     """Return up to ``count`` groups with a rewarded completion, by seed, and the reward from which a completion counts.
 
     Without ``above`` that is half of the largest reward.
@@ -116,8 +118,8 @@ def choose(groups: Sequence[Group], above: float | None, count: int, seed: int) 
 
 
 async def audit(
-    groups: Sequence[Group], settings: Settings, *, above: float | None, count: int, seed: int, executor: str
-) -> Report:
+    groups: Sequence[AuditedGroup], settings: Settings, *, above: float | None, count: int, seed: int, executor: str
+) -> AuditReport:
     """Judge a sample of the rewarded completions of ``groups`` again.
 
     Args:
@@ -146,7 +148,7 @@ async def audit(
             await variant.scorer.close()
     doubts.sort(key=lambda doubt: (doubt.check, doubt.step, doubt.group, doubt.sample))
     completions = sum(1 for group in chosen for _ in _rewarded(group, least))
-    return Report(least, len(chosen), completions, dict(checked), dict(lost), tuple(doubts))
+    return AuditReport(least, len(chosen), completions, dict(checked), dict(lost), tuple(doubts))
 
 
 def needs_executor(settings: Settings) -> bool:
@@ -160,7 +162,7 @@ def not_rescored(settings: Settings) -> list[str]:
     return [scorer.name for scorer in settings.reward.scorers if not isinstance(scorer, known)]
 
 
-def _rewarded(group: Group, least: float) -> Iterator[tuple[int, Completion]]:
+def _rewarded(group: AuditedGroup, least: float) -> Iterator[tuple[int, Completion]]:
     return ((place, each) for place, each in enumerate(group.completions) if each.reward >= least)
 
 
@@ -204,7 +206,7 @@ def _code_variants(scorer: CodeScorer, executor: str) -> list[_Variant]:
 
 
 async def _rescore(
-    variant: _Variant, group: Group, least: float, seed: int, checked: Counter[str], lost: Counter[str]
+    variant: _Variant, group: AuditedGroup, least: float, seed: int, checked: Counter[str], lost: Counter[str]
 ) -> list[Disagreement]:
     """Return what a stricter scorer doubts in one group."""
     places = [
@@ -235,7 +237,7 @@ def _disagrees(variant: _Variant, value: float, recorded: float) -> bool:
     return value > 0 if variant.suites == "mutated" else value < recorded - _ENOUGH
 
 
-def _tests(variant: _Variant, group: Group, seed: int) -> Json:
+def _tests(variant: _Variant, group: AuditedGroup, seed: int) -> Json:
     if not variant.suites:
         return None
     column = audit_suites.read(group.extra.get(variant.tests_field))
@@ -244,7 +246,7 @@ def _tests(variant: _Variant, group: Group, seed: int) -> Json:
     return audit_suites.shuffled(column, random.Random(f"{seed}/{group.problem}"))
 
 
-def _again(group: Group, places: Sequence[int], variant: _Variant, column: Json) -> RolloutGroup:
+def _again(group: AuditedGroup, places: Sequence[int], variant: _Variant, column: Json) -> RolloutGroup:
     """Return the completions at ``places`` as a group to score."""
     extra = {**group.extra, variant.tests_field: column} if variant.suites else group.extra
     sampling = Sampling(len(places), 1, 1.0)
@@ -270,7 +272,11 @@ def _sample(completion: Completion) -> Sample:
 
 
 def _signs(
-    chosen: Sequence[Group], groups: Sequence[Group], settings: Settings, least: float, checked: Counter[str]
+    chosen: Sequence[AuditedGroup],
+    groups: Sequence[AuditedGroup],
+    settings: Settings,
+    least: float,
+    checked: Counter[str],
 ) -> Iterator[Disagreement]:
     """Yield what the texts of rewarded completions give away."""
     rewarded = [(each, group) for group in groups for _, each in _rewarded(group, least)]
@@ -300,7 +306,9 @@ def _repeats(answers: int) -> str:
     return f"rewarded for problems with {answers} different answers" if answers else ""
 
 
-def _weak_suites(group: Group, settings: Settings, least: float, checked: Counter[str]) -> Iterator[Disagreement]:
+def _weak_suites(
+    group: AuditedGroup, settings: Settings, least: float, checked: Counter[str]
+) -> Iterator[Disagreement]:
     """Yield a doubt where a constant passes the tests of a rewarded group."""
     for scorer in settings.reward.scorers:
         if isinstance(scorer, CodeScorer) and scorer.tests_field in group.extra:
@@ -311,6 +319,6 @@ def _weak_suites(group: Group, settings: Settings, least: float, checked: Counte
                 yield _doubt(group, place, "a constant passes", detail)
 
 
-def _doubt(group: Group, place: int, check: str, detail: str) -> Disagreement:
+def _doubt(group: AuditedGroup, place: int, check: str, detail: str) -> Disagreement:
     each = group.completions[place]
     return Disagreement(group.step, group.group, group.problem, place, each.reward, check, detail, each.text)

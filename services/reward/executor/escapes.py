@@ -73,7 +73,7 @@ _LIMITS = Limits(wall_s=10.0, cpu_s=5.0, memory_bytes=256 << 20)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Targets:
+class EscapeTargets:
     """What the escapes go for."""
 
     secret: Path
@@ -86,7 +86,7 @@ class Targets:
 
 
 @contextlib.contextmanager
-def targets() -> Iterator[Targets]:
+def targets() -> Iterator[EscapeTargets]:
     """Give the block a file that everybody may read and a port that listens."""
     with tempfile.TemporaryDirectory(prefix="penstock-executor-") as folder, socket.socket() as listener:
         Path(folder).chmod(0o755)
@@ -95,7 +95,7 @@ def targets() -> Iterator[Targets]:
         secret.chmod(0o666)
         listener.bind(("127.0.0.1", 0))
         listener.listen(8)
-        yield Targets(secret, listener.getsockname()[1])
+        yield EscapeTargets(secret, listener.getsockname()[1])
 
 
 def harmless(profile: str) -> Job:

@@ -31,7 +31,7 @@ from services.reward.executor.cores import Cores
 from services.reward.executor.isolation import Isolation
 from services.reward.executor.protocol import Execution, Job, Limits, Outcome
 from services.reward.executor.verdict import Ended, judge, read_report
-from services.reward.executor.zygote_process import Zygote, ZygoteLost, Zygotes
+from services.reward.executor.zygote_process import ZygoteLost, ZygoteProcess, Zygotes
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class Executor:
 class _Run:
     """One program from its start to its end."""
 
-    def __init__(self, zygote: Zygote, job: Job, core: int) -> None:
+    def __init__(self, zygote: ZygoteProcess, job: Job, core: int) -> None:
         self._zygote = zygote
         self._job = job
         self._killed: tuple[Outcome, str] | None = None

@@ -28,7 +28,7 @@ _NO_LANDLOCK = (
 _ADVICE = "docs/sandbox.md says what each tier needs (reward.executor.isolation)"
 
 
-async def start(settings: ExecutorSettings, targets: escapes.Targets) -> Executor:
+async def start(settings: ExecutorSettings, targets: escapes.EscapeTargets) -> Executor:
     """Return an executor in the strongest tier that holds, started.
 
     Raises:
@@ -69,7 +69,9 @@ def _advice() -> str:
         return _NO_LANDLOCK + _ADVICE
 
 
-async def _failures(executor: Executor, way: Isolation, profiles: tuple[str, ...], targets: escapes.Targets) -> str:
+async def _failures(
+    executor: Executor, way: Isolation, profiles: tuple[str, ...], targets: escapes.EscapeTargets
+) -> str:
     """Start the executor and try to get out; return what failed, empty when it holds."""
     try:
         await executor.start()
@@ -84,7 +86,7 @@ async def _failures(executor: Executor, way: Isolation, profiles: tuple[str, ...
     return ""
 
 
-async def _escape(executor: Executor, profile: str, targets: escapes.Targets) -> str:
+async def _escape(executor: Executor, profile: str, targets: escapes.EscapeTargets) -> str:
     for name in escapes.NAMES:
         got = escapes.escaped(await executor.run(targets.job(name, profile)))
         if got:

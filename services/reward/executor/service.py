@@ -35,7 +35,7 @@ DEFAULT_ADDRESS = "127.0.0.1:0"
 
 
 @dataclasses.dataclass(slots=True)
-class Health:
+class ExecutorHealth:
     """What /readyz says."""
 
     tier: str = ""
@@ -54,7 +54,7 @@ async def run(settings: Settings) -> None:
     Raises:
         SettingsError: no tier holds on this host, or an address is taken.
     """
-    stop, health = asyncio.Event(), Health()
+    stop, health = asyncio.Event(), ExecutorHealth()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     _warn_of_secrets()
@@ -79,9 +79,9 @@ async def run(settings: Settings) -> None:
 async def _check(
     executor: Executor,
     profiles: tuple[str, ...],
-    targets: escapes.Targets,
+    targets: escapes.EscapeTargets,
     every_s: float,
-    health: Health,
+    health: ExecutorHealth,
     stop: asyncio.Event,
 ) -> None:
     """Try one escape after the other until told to stop; the start has tried them all."""

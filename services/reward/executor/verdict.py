@@ -26,7 +26,7 @@ class Ended:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Report:
+class ProgramReport:
     """What came through the report pipe: ``started`` is ours, the rest is the program's word."""
 
     started: bool
@@ -35,7 +35,7 @@ class Report:
     error: str
 
 
-def read_report(data: bytes, calls: int) -> Report:
+def read_report(data: bytes, calls: int) -> ProgramReport:
     """Return the report; reading ends at the first line that is none, and one value after the last of ``calls``.
 
     Values are not parsed, and no more lines are taken than can matter: a program must not be able to cost the supervisor, which
@@ -47,15 +47,17 @@ def read_report(data: bytes, calls: int) -> Report:
     for line in rest if started else [first]:
         word, _, text = line.partition(b" ")
         if word == b"error":
-            return Report(started, tuple(values), text.partition(b"\n")[0][:_DETAIL_BYTES].decode(errors="replace"))
+            return ProgramReport(
+                started, tuple(values), text.partition(b"\n")[0][:_DETAIL_BYTES].decode(errors="replace")
+            )
         if word != b"value" or len(values) > calls:
             break
         values.append(text.decode(errors="replace"))
-    return Report(started, tuple(values), "")
+    return ProgramReport(started, tuple(values), "")
 
 
 def judge(
-    ended: Ended, report: Report, limits: Limits, calls: int, killed: tuple[Outcome, str] | None
+    ended: Ended, report: ProgramReport, limits: Limits, calls: int, killed: tuple[Outcome, str] | None
 ) -> tuple[Outcome, str]:
     """Return the outcome and one line for people.
 

@@ -33,7 +33,7 @@ class ZygoteLost(TemporaryError):
     """The warm interpreter died or does not answer; the program was not at fault, and runs no more."""
 
 
-class Zygote:
+class ZygoteProcess:
     """One process. Make it with :meth:`start`."""
 
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket) -> None:
@@ -48,7 +48,7 @@ class Zygote:
         self.lost = False
 
     @classmethod
-    async def start(cls, isolation: Isolation, profile: str) -> "Zygote":
+    async def start(cls, isolation: Isolation, profile: str) -> "ZygoteProcess":
         """Start one and wait until it is warm.
 
         Raises:
@@ -205,15 +205,15 @@ class Zygotes:
     isolation: Isolation
     profile: str
     recycle_after: int
-    _current: Zygote | None = None
-    _old: set[Zygote] = dataclasses.field(default_factory=set)
+    _current: ZygoteProcess | None = None
+    _old: set[ZygoteProcess] = dataclasses.field(default_factory=set)
     _starting: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
         for reason in ("worn", "died", "stuck"):
             RESTARTS.labels(self.profile, reason)  # a line that is there at 0 shows the first increase
 
-    async def take(self) -> Zygote:
+    async def take(self) -> ZygoteProcess:
         """Return the one that runs the next job.
 
         Raises:
@@ -223,14 +223,14 @@ class Zygotes:
             await self._sweep()
             current = self._current
             if current is None or current.lost or current.jobs >= self.recycle_after:
-                self._current = await Zygote.start(self.isolation, self.profile)
+                self._current = await ZygoteProcess.start(self.isolation, self.profile)
                 if current is not None:
                     self._old.add(current)
                     self._count("died" if current.lost else "worn")
             assert self._current is not None
             return self._current
 
-    async def discard(self, zygote: Zygote) -> None:
+    async def discard(self, zygote: ZygoteProcess) -> None:
         """Kill one that does not do what it is told."""
         if not zygote.lost:
             self._count("stuck")

@@ -28,7 +28,7 @@ from shared.errors import StateLost
 
 if TYPE_CHECKING:
     from shared.weights.transport.offer import Offer
-    from shared.weights.transport.place import Place
+    from shared.weights.transport.place import DeviceLocation
 
 SwapPath = Literal["plan", "layerwise", "copy", "bucketed", "adapter"]
 """How weights went from where they were received into the model: by a traced plan, by vLLM's own reload, tensor by tensor,
@@ -92,7 +92,7 @@ class Engine(Protocol):
         """Processes that share the model: each receives every version."""
 
     @property
-    def place(self) -> "Place":
+    def place(self) -> "DeviceLocation":
         """Where the weights go: the kind of device, and which."""
 
     @property

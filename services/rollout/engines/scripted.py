@@ -24,7 +24,7 @@ from services.rollout.engines.engine import (
 )
 from services.rollout.engines.prompts import CharacterCodec
 from shared.bus.messages import FinishReason, Float32Array, Int32Array, PolicyVersion
-from shared.weights.transport.place import Place, boot_id
+from shared.weights.transport.place import DeviceLocation, boot_id
 
 if TYPE_CHECKING:
     from shared.weights.transport.offer import Offer
@@ -107,9 +107,9 @@ class ScriptedEngine:
         return 1
 
     @property
-    def place(self) -> Place:
+    def place(self) -> DeviceLocation:
         """This machine's CPU."""
-        return Place("cpu", (), boot_id())
+        return DeviceLocation("cpu", (), boot_id())
 
     @property
     def peer_address(self) -> str:

@@ -14,7 +14,7 @@ from services.trainer.algorithm.aggregation import sequence_sums, total
 from services.trainer.algorithm.diagnostics import TokenFigures
 from services.trainer.algorithm.dpo import dpo
 from services.trainer.algorithm.kl import estimate
-from services.trainer.batch.token_data import Facts
+from services.trainer.batch.token_data import LossInputs
 from services.trainer.model.layers.logits import TokenLogprobs
 from shared.settings.algorithm import AlgorithmSettings
 
@@ -29,48 +29,48 @@ class Objective:
     """With preferences: the reward margin of each pair."""
 
 
-def objective(facts: Facts, out: TokenLogprobs, algorithm: AlgorithmSettings, kl_coefficient: float) -> Objective:
+def objective(inputs: LossInputs, out: TokenLogprobs, algorithm: AlgorithmSettings, kl_coefficient: float) -> Objective:
     """Return the objective of one forward pass."""
     if algorithm.loss == "dpo":
-        return _preferences(facts, out, algorithm)
-    assert facts.advantages_N is not None
-    anchor_N = _anchor(facts, out.policy_logprobs_N, algorithm)
-    loss = _loss(facts, out.policy_logprobs_N, anchor_N, facts.advantages_N, algorithm)
+        return _preferences(inputs, out, algorithm)
+    assert inputs.advantages_N is not None
+    anchor_N = _anchor(inputs, out.policy_logprobs_N, algorithm)
+    loss = _loss(inputs, out.policy_logprobs_N, anchor_N, inputs.advantages_N, algorithm)
     loss_N, masked_N = loss.loss_N, torch.zeros_like(loss.clipped_low_N)
     if algorithm.correction != "none" and algorithm.correction != "ratio":
         weights_N = corrections.weights(
-            anchor_N, facts.behavior_logprobs_N, facts.lengths_S,
+            anchor_N, inputs.behavior_logprobs_N, inputs.lengths_S,
             algorithm.correction, algorithm.correction_low, algorithm.correction_high,
         )  # fmt: skip
         loss_N, masked_N = loss_N * weights_N, weights_N == 0.0
     if algorithm.kl.where == "loss" and kl_coefficient:
-        assert facts.reference_logprobs_N is not None
-        kl_N = estimate(out.policy_logprobs_N, facts.reference_logprobs_N, algorithm.kl.estimator)
+        assert inputs.reference_logprobs_N is not None
+        kl_N = estimate(out.policy_logprobs_N, inputs.reference_logprobs_N, algorithm.kl.estimator)
         loss_N = loss_N + kl_coefficient * kl_N
     if algorithm.entropy_bonus:
         loss_N = loss_N - algorithm.entropy_bonus * out.entropy_N
-    figures = _figures(facts, out, algorithm, (loss.clipped_low_N, loss.clipped_high_N, masked_N))
-    return Objective(total(loss_N, facts.lengths_S, algorithm.aggregation), figures)
+    figures = _figures(inputs, out, algorithm, (loss.clipped_low_N, loss.clipped_high_N, masked_N))
+    return Objective(total(loss_N, inputs.lengths_S, algorithm.aggregation), figures)
 
 
-def _anchor(facts: Facts, policy_logprobs_N: Tensor, algorithm: AlgorithmSettings) -> Tensor:
+def _anchor(inputs: LossInputs, policy_logprobs_N: Tensor, algorithm: AlgorithmSettings) -> Tensor:
     """Return what the ratio starts from; for a policy gradient the policy itself, whose distance is corrected for."""
     if algorithm.loss == "policy_gradient":
         return policy_logprobs_N.detach()
     if algorithm.proximal == "log_linear":
-        return corrections.log_linear(facts.behavior_logprobs_N, policy_logprobs_N, facts.lags_N)
+        return corrections.log_linear(inputs.behavior_logprobs_N, policy_logprobs_N, inputs.lags_N)
     if algorithm.proximal == "recomputed":
-        assert facts.proximal_logprobs_N is not None
-        return facts.proximal_logprobs_N
-    return facts.behavior_logprobs_N
+        assert inputs.proximal_logprobs_N is not None
+        return inputs.proximal_logprobs_N
+    return inputs.behavior_logprobs_N
 
 
 def _loss(
-    facts: Facts, policy_N: Tensor, anchor_N: Tensor, advantages_N: Tensor, algorithm: AlgorithmSettings
+    inputs: LossInputs, policy_N: Tensor, anchor_N: Tensor, advantages_N: Tensor, algorithm: AlgorithmSettings
 ) -> losses.PolicyLoss:
     low, high = algorithm.clip_low, algorithm.clip_high
     if algorithm.loss == "gspo":
-        return losses.sequence_clipped_ratio(policy_N, anchor_N, advantages_N, facts.lengths_S, low, high)
+        return losses.sequence_clipped_ratio(policy_N, anchor_N, advantages_N, inputs.lengths_S, low, high)
     if algorithm.loss == "cispo":
         return losses.clipped_weight(policy_N, anchor_N, advantages_N, high)
     if algorithm.loss == "policy_gradient":
@@ -78,25 +78,25 @@ def _loss(
     return losses.clipped_ratio(policy_N, anchor_N, advantages_N, low, high, algorithm.dual_clip)
 
 
-def _preferences(facts: Facts, out: TokenLogprobs, algorithm: AlgorithmSettings) -> Objective:
-    assert facts.reference_logprobs_N is not None
+def _preferences(inputs: LossInputs, out: TokenLogprobs, algorithm: AlgorithmSettings) -> Objective:
+    assert inputs.reference_logprobs_N is not None
     loss = dpo(
-        sequence_sums(out.policy_logprobs_N, facts.lengths_S),
-        sequence_sums(facts.reference_logprobs_N, facts.lengths_S),
+        sequence_sums(out.policy_logprobs_N, inputs.lengths_S),
+        sequence_sums(inputs.reference_logprobs_N, inputs.lengths_S),
         algorithm.dpo_beta,
     )
     whole = loss.loss_P.sum()
     if algorithm.entropy_bonus:
-        whole = whole - algorithm.entropy_bonus * sequence_sums(out.entropy_N, facts.lengths_S).sum()
+        whole = whole - algorithm.entropy_bonus * sequence_sums(out.entropy_N, inputs.lengths_S).sum()
     never_N = torch.zeros_like(out.policy_logprobs_N, dtype=torch.bool)
-    return Objective(whole, _figures(facts, out, algorithm, (never_N, never_N, never_N)), loss.margins_P)
+    return Objective(whole, _figures(inputs, out, algorithm, (never_N, never_N, never_N)), loss.margins_P)
 
 
 def _figures(
-    facts: Facts, out: TokenLogprobs, algorithm: AlgorithmSettings, taken: tuple[Tensor, Tensor, Tensor]
+    inputs: LossInputs, out: TokenLogprobs, algorithm: AlgorithmSettings, taken: tuple[Tensor, Tensor, Tensor]
 ) -> TokenFigures:
     policy_N, entropy_N = out.policy_logprobs_N.detach(), out.entropy_N.detach()
     kl_N = torch.zeros_like(policy_N)
-    if facts.reference_logprobs_N is not None:
-        kl_N = estimate(policy_N, facts.reference_logprobs_N, algorithm.kl.estimator)
-    return TokenFigures(policy_N, facts.behavior_logprobs_N, entropy_N, *taken, reference_kl_N=kl_N)
+    if inputs.reference_logprobs_N is not None:
+        kl_N = estimate(policy_N, inputs.reference_logprobs_N, algorithm.kl.estimator)
+    return TokenFigures(policy_N, inputs.behavior_logprobs_N, entropy_N, *taken, reference_kl_N=kl_N)

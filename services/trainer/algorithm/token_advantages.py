@@ -25,7 +25,7 @@ from services.trainer.algorithm.advantages import (
 from services.trainer.algorithm.aggregation import sequence_sums
 from services.trainer.algorithm.diagnostics import moments
 from services.trainer.algorithm.kl import estimate
-from services.trainer.batch.token_data import Facts
+from services.trainer.batch.token_data import LossInputs
 from shared.bus.messages import Experience, Float32Array
 from shared.settings.algorithm import AlgorithmSettings
 
@@ -40,42 +40,42 @@ def shaped_rewards(experience: Experience, algorithm: AlgorithmSettings, max_tok
 
 
 def assign(
-    facts: Sequence[Facts], rewards: Sequence[Float32Array], algorithm: AlgorithmSettings, kl_coefficient: float
+    inputs: Sequence[LossInputs], rewards: Sequence[Float32Array], algorithm: AlgorithmSettings, kl_coefficient: float
 ) -> None:
     """Give every token its advantage (and its return, where there is a critic); every rank calls it.
 
     Args:
-        facts: all micro-batches of this rank.
+        inputs: all micro-batches of this rank.
         rewards: of the whole batch, an array a group.
         algorithm: which advantages.
         kl_coefficient: what a nat costs now.
     """
     cost = kl_coefficient if algorithm.kl.where == "reward" else 0.0
     if algorithm.advantage in GROUP_ADVANTAGES:
-        _by_group(facts, rewards, algorithm, cost)
+        _by_group(inputs, rewards, algorithm, cost)
     else:
-        _by_token(facts, rewards, algorithm, cost)
+        _by_token(inputs, rewards, algorithm, cost)
 
 
 def _by_group(
-    facts: Sequence[Facts], rewards: Sequence[Float32Array], algorithm: AlgorithmSettings, cost: float
+    inputs: Sequence[LossInputs], rewards: Sequence[Float32Array], algorithm: AlgorithmSettings, cost: float
 ) -> None:
     kind: GroupAdvantage = algorithm.advantage  # type: ignore[assignment]  # the caller looked
-    if cost and facts:
+    if cost and inputs:
         sizes = np.cumsum([len(group) for group in rewards])
-        penalties_M = (cost * _kl_of_samples(facts, int(sizes[-1]), algorithm)).astype(np.float32)
+        penalties_M = (cost * _kl_of_samples(inputs, int(sizes[-1]), algorithm)).astype(np.float32)
         rewards = [r - p for r, p in zip(rewards, np.split(penalties_M, sizes[:-1]), strict=True)]
     advantages_M = np.concatenate([group_advantages(group, kind) for group in rewards])
-    for found in facts:
+    for found in inputs:
         advantages_N = np.repeat(advantages_M[found.batch.places_S], found.batch.lengths_S)
         found.advantages_N = torch.from_numpy(advantages_N).to(found.behavior_logprobs_N.device)
 
 
-def _kl_of_samples(facts: Sequence[Facts], samples: int, algorithm: AlgorithmSettings) -> Float64Array:
+def _kl_of_samples(inputs: Sequence[LossInputs], samples: int, algorithm: AlgorithmSettings) -> Float64Array:
     """Return the KL to the reference of every sample of the batch, summed over its tokens (M, nats)."""
-    device = facts[0].behavior_logprobs_N.device
+    device = inputs[0].behavior_logprobs_N.device
     kl_M = torch.zeros(samples, dtype=torch.float64, device=device)
-    for found in facts:
+    for found in inputs:
         assert found.reference_logprobs_N is not None
         kl_N = estimate(found.behavior_logprobs_N, found.reference_logprobs_N, algorithm.kl.estimator)
         kl_M[torch.from_numpy(found.batch.places_S).to(device)] = sequence_sums(kl_N.double(), found.lengths_S)
@@ -85,22 +85,24 @@ def _kl_of_samples(facts: Sequence[Facts], samples: int, algorithm: AlgorithmSet
 
 
 def _by_token(
-    facts: Sequence[Facts], rewards: Sequence[Float32Array], algorithm: AlgorithmSettings, cost: float
+    inputs: Sequence[LossInputs], rewards: Sequence[Float32Array], algorithm: AlgorithmSettings, cost: float
 ) -> None:
     if algorithm.advantage == "reinforce_pp_baseline":
         rewards_M = np.concatenate([centred(group) for group in rewards])
     else:
         rewards_M = np.concatenate(rewards).astype(np.float64)
-    advantages = [_returns_to_go(found, rewards_M, algorithm, cost) for found in facts]
-    mean, deviation = moments(torch.from_numpy(np.concatenate(advantages)).to(facts[0].behavior_logprobs_N.device))
-    for found, advantages_N in zip(facts, advantages, strict=True):
+    advantages = [_returns_to_go(found, rewards_M, algorithm, cost) for found in inputs]
+    mean, deviation = moments(torch.from_numpy(np.concatenate(advantages)).to(inputs[0].behavior_logprobs_N.device))
+    for found, advantages_N in zip(inputs, advantages, strict=True):
         device = found.behavior_logprobs_N.device
         if found.values_N is not None:
             found.returns_N = torch.from_numpy(advantages_N.astype(np.float32)).to(device) + found.values_N
         found.advantages_N = torch.from_numpy(normalise(advantages_N, mean, deviation)).to(device)
 
 
-def _returns_to_go(found: Facts, rewards_M: Float64Array, algorithm: AlgorithmSettings, cost: float) -> Float64Array:
+def _returns_to_go(
+    found: LossInputs, rewards_M: Float64Array, algorithm: AlgorithmSettings, cost: float
+) -> Float64Array:
     """Return generalised advantages before normalisation; without a critic, γ and λ are 1 and values 0."""
     lengths_S = found.batch.lengths_S
     penalties_N = np.zeros(int(lengths_S.sum()))

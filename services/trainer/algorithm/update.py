@@ -39,8 +39,8 @@ from services.trainer.algorithm.token_advantages import assign, shaped_rewards
 from services.trainer.batch import oom_split
 from services.trainer.batch import token_data as known
 from services.trainer.batch.flops import BACKWARD
-from services.trainer.batch.packing import MicroBatch, Row, plan
-from services.trainer.batch.token_data import Facts
+from services.trainer.batch.packing import MicroBatch, PackedRow, plan
+from services.trainer.batch.token_data import LossInputs
 from services.trainer.metrics import Phases, utilisation
 from services.trainer.model import adapter
 from services.trainer.model.critic import value_loss
@@ -73,9 +73,9 @@ class AdapterOff:
 class Minibatch:
     """This rank's part of one update, and how much all ranks have together."""
 
-    facts: list[Facts]
+    inputs: list[LossInputs]
     """Cut smaller where they did not fit."""
-    rows: Mapping[int, Row]
+    rows: Mapping[int, PackedRow]
     """The row of each sample, by its place in the batch."""
     tokens: int
     samples: int
@@ -129,7 +129,7 @@ class Learner:
         pairs, shared = self._algorithm.loss == "dpo", self._policy.shares_prompts
         rows = _rows(batch, rewards, pairs=pairs, shares_prompt=shared)
         minibatches, made = self._lay_out(rows, lags_M, step, repeated)
-        everything = [found for minibatch in minibatches for found in minibatch.facts]
+        everything = [found for minibatch in minibatches for found in minibatch.inputs]
         self._look(everything, batch)
         assign(everything, rewards, self._algorithm, self.kl_coefficient)
         rate = self._rate(step, self._settings.trainer.learning_rate if peak is None else peak)
@@ -147,10 +147,10 @@ class Learner:
         cap, ranks = self._settings.trainer.micro_batch_tokens, self._policy.ranks
         mine = plan(rows, cap, ranks, split=not pairs, sizes=self._policy.sizes)[dist.get_rank()]
         minibatch = self._minibatch(rows, mine, lags_M)
-        self._look(minibatch.facts, batch)
-        assign(minibatch.facts, rewards, self._algorithm, self.kl_coefficient)
+        self._look(minibatch.inputs, batch)
+        assign(minibatch.inputs, rewards, self._algorithm, self.kl_coefficient)
         with torch.no_grad():
-            for found in minibatch.facts:
+            for found in minibatch.inputs:
                 objective(found, self._policy.evaluate(found.batch), self._algorithm, self.kl_coefficient)
 
     def _rate(self, step: int, peak: float) -> float:
@@ -162,7 +162,7 @@ class Learner:
     # ---------------------------------------------------------------- before the update
 
     def _lay_out(
-        self, rows: Sequence[Row], lags_M: Sequence[int], step: int, repeated: StepPlan | None
+        self, rows: Sequence[PackedRow], lags_M: Sequence[int], step: int, repeated: StepPlan | None
     ) -> tuple[list[Minibatch], StepPlan]:
         order = np.arange(len(rows))
         if self._algorithm.minibatches > 1:
@@ -179,12 +179,12 @@ class Learner:
         ]
         return minibatches, StepPlan(cap, digest(layouts))
 
-    def _minibatch(self, rows: Sequence[Row], mine: Sequence[MicroBatch], lags_M: Sequence[int]) -> Minibatch:
+    def _minibatch(self, rows: Sequence[PackedRow], mine: Sequence[MicroBatch], lags_M: Sequence[int]) -> Minibatch:
         lengths = [len(sample.token_ids) for row in rows for sample in row.samples]
-        facts = [known.of(one, lags_M, self._policy.device) for one in mine]
-        return Minibatch(facts, oom_split.rows_by_place(rows), sum(lengths), len(lengths))
+        inputs = [known.of(one, lags_M, self._policy.device) for one in mine]
+        return Minibatch(inputs, oom_split.rows_by_place(rows), sum(lengths), len(lengths))
 
-    def _look(self, everything: Sequence[Facts], batch: Sequence[Experience]) -> None:
+    def _look(self, everything: Sequence[LossInputs], batch: Sequence[Experience]) -> None:
         if self._algorithm.proximal == "recomputed":
             with self._phases.measure("proximal"):
                 for found in everything:
@@ -205,7 +205,7 @@ class Learner:
     def _improve(
         self,
         minibatches: Sequence[Minibatch],
-        everything: Sequence[Facts],
+        everything: Sequence[LossInputs],
         step: int,
         rate: float,
         passes: ForwardPasses,
@@ -224,7 +224,7 @@ class Learner:
     def _spent_s(self) -> float:
         return self._phases.seconds["forward_backward"] + self._phases.seconds["optimizer"]
 
-    def _utilisation(self, everything: Sequence[Facts], seconds: float) -> dict[str, float]:
+    def _utilisation(self, everything: Sequence[LossInputs], seconds: float) -> dict[str, float]:
         """Return how fast this rank made the step's forward passes, backward passes and updates."""
         once = sum(found.batch.flops for found in everything)
         flops = once * (1 + BACKWARD) * self._algorithm.epochs
@@ -253,7 +253,7 @@ class Learner:
         self, minibatch: Minibatch, tally: Tally, passes: ForwardPasses
     ) -> Iterator[tuple[Objective, bool]]:
         """Yield what each forward pass is to minimise, and whether it is the last; the minibatch keeps them as cut."""
-        waiting, done = deque(minibatch.facts), []
+        waiting, done = deque(minibatch.inputs), []
         while waiting:
             found = waiting.popleft()
             wanted, fits = passes.attempt(functools.partial(self._objective, found))
@@ -262,12 +262,12 @@ class Learner:
                 continue
             done.append(found)
             yield wanted, not waiting
-        minibatch.facts[:] = done
+        minibatch.inputs[:] = done
 
-    def _objective(self, found: Facts) -> Objective:
+    def _objective(self, found: LossInputs) -> Objective:
         return objective(found, self._policy.forward(found.batch), self._algorithm, self.kl_coefficient)
 
-    def _smaller(self, found: Facts, rows: Mapping[int, Row], fits: bool, tally: Tally) -> list[Facts]:
+    def _smaller(self, found: LossInputs, rows: Mapping[int, PackedRow], fits: bool, tally: Tally) -> list[LossInputs]:
         """Return two micro-batches for one, as every rank must; a sample that does not fit alone is left out."""
         together = 2 if self._algorithm.loss == "dpo" else 1
         samples = len(found.batch.places_S)
@@ -289,17 +289,17 @@ class Learner:
     def _update_critic(self, minibatch: Minibatch, step: int, tally: Tally) -> None:
         assert self._critic is not None
         with self._phases.measure("critic"):
-            for number, found in enumerate(minibatch.facts, start=1):
+            for number, found in enumerate(minibatch.inputs, start=1):
                 assert found.values_N is not None
                 assert found.returns_N is not None
                 values_N = self._critic.forward(found.batch)
                 loss_N = value_loss(values_N, found.values_N, found.returns_N, self._algorithm.critic.clip)
                 loss = loss_N.sum() / max(1, minibatch.tokens)
-                self._critic.backward(loss * self._critic.ranks, last=number == len(minibatch.facts))
+                self._critic.backward(loss * self._critic.ranks, last=number == len(minibatch.inputs))
                 tally.add_value_loss(loss)
             tally.critic_updated(self._critic.step(critic_learning_rate(self._settings, step)), step)
 
-    def _look_back(self, everything: Sequence[Facts], reference_kl: float, samples: int) -> dict[str, float]:
+    def _look_back(self, everything: Sequence[LossInputs], reference_kl: float, samples: int) -> dict[str, float]:
         """Return figures of the whole step, and move the KL coefficient on."""
         found: dict[str, float] = {}
         if self._algorithm.needs_reference:
@@ -316,7 +316,7 @@ class Learner:
 
 def _rows(
     batch: Sequence[Experience], rewards: Sequence[Float32Array], *, pairs: bool, shares_prompt: bool
-) -> list[Row]:
+) -> list[PackedRow]:
     """Return a row a group; with ``pairs``, its best and its worst sample only (none: a row that trains nothing)."""
     rows, first = [], 0
     for experience, rewards_S in zip(batch, rewards, strict=True):
@@ -325,7 +325,7 @@ def _rows(
         if pairs:
             chosen = best_and_worst(rewards_S) or ()
         rows.append(
-            Row(
+            PackedRow(
                 experience.group.prompt_token_ids,
                 tuple(samples[place] for place in chosen),
                 tuple(first + place for place in chosen),

@@ -7,16 +7,16 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.trainer.batch.packing import Row, micro_batch
-from services.trainer.batch.token_data import Facts
+from services.trainer.batch.packing import PackedRow, micro_batch
+from services.trainer.batch.token_data import LossInputs
 
 
-def rows_by_place(rows: Sequence[Row]) -> dict[int, Row]:
+def rows_by_place(rows: Sequence[PackedRow]) -> dict[int, PackedRow]:
     """Return the row in which each sample of the batch stands."""
     return {place: row for row in rows for place in row.places}
 
 
-def halves(found: Facts, rows: Mapping[int, Row], *, together: int = 1) -> list[Facts]:
+def halves(found: LossInputs, rows: Mapping[int, PackedRow], *, together: int = 1) -> list[LossInputs]:
     """Return ``found`` in two parts of about equally many samples, the second perhaps empty.
 
     Args:
@@ -29,7 +29,7 @@ def halves(found: Facts, rows: Mapping[int, Row], *, together: int = 1) -> list[
     return [part(found, rows, 0, min(middle, samples)), part(found, rows, min(middle, samples), samples)]
 
 
-def part(found: Facts, rows: Mapping[int, Row], start: int, end: int) -> Facts:
+def part(found: LossInputs, rows: Mapping[int, PackedRow], start: int, end: int) -> LossInputs:
     """Return the samples ``start`` … ``end − 1`` of ``found`` as a micro-batch of their own; none: one that trains nothing."""
     places = [int(place) for place in found.batch.places_S[start:end]]
     batch = micro_batch(_rows(places, rows))
@@ -40,10 +40,10 @@ def part(found: Facts, rows: Mapping[int, Row], start: int, end: int) -> Facts:
         name: None if tensor is None else tensor[start:end] if name.endswith("_S") else tensor[first:last]
         for name, tensor in tensors.items()
     }
-    return Facts(batch=batch, **cut)
+    return LossInputs(batch=batch, **cut)
 
 
-def _rows(places: Sequence[int], rows: Mapping[int, Row]) -> list[Row]:
+def _rows(places: Sequence[int], rows: Mapping[int, PackedRow]) -> list[PackedRow]:
     """Return rows with the samples at ``places`` only, neighbours of one prompt side by side."""
     runs: list[list[int]] = []
     for place in places:
@@ -54,6 +54,6 @@ def _rows(places: Sequence[int], rows: Mapping[int, Row]) -> list[Row]:
     return [_row(rows[run[0]], run) for run in runs]
 
 
-def _row(row: Row, places: Sequence[int]) -> Row:
+def _row(row: PackedRow, places: Sequence[int]) -> PackedRow:
     samples = dict(zip(row.places, row.samples, strict=True))
     return dataclasses.replace(row, samples=tuple(samples[place] for place in places), places=tuple(places))

@@ -1,6 +1,6 @@
 """Put the groups of a step into forward passes. Pure numpy; no model, no settings object.
 
-A group is a :class:`Row`: its prompt once, then its completions side by side. Completions see the prompt and themselves, not
+A group is a :class:`PackedRow`: its prompt once, then its completions side by side. Completions see the prompt and themselves, not
 one another, and their positions start where the prompt ends, so the logprobs are those of separate sequences while the prompt
 is computed once. The rows of a micro-batch lie end to end; nothing is padded::
 
@@ -36,7 +36,7 @@ TOKENS_ALONE = ModelSizes()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Row:
+class PackedRow:
     """A prompt and some of its completions, with the place of each in the batch."""
 
     prompt_token_ids: Int32Array
@@ -69,7 +69,7 @@ class Row:
         before = _causal_pairs(prompt, window)
         return self.prompts * before + sum(_causal_pairs(end, window) - before for end in ends)
 
-    def unshared(self) -> list["Row"]:
+    def unshared(self) -> list["PackedRow"]:
         """Return the row as rows that each compute their prompt once: itself, or one for each completion."""
         if self.shares_prompt or len(self.samples) < 2:
             return [self]
@@ -128,9 +128,9 @@ class MicroBatch:
         return int(self.input_ids_BT.size)
 
 
-def split_row(row: Row, max_tokens: int) -> list[Row]:
+def split_row(row: PackedRow, max_tokens: int) -> list[PackedRow]:
     """Return ``row`` in pieces of at most ``max_tokens``; a single completion that is longer stands alone."""
-    pieces: list[Row] = []
+    pieces: list[PackedRow] = []
     start = 0
     for index in range(1, len(row.samples)):
         if part(row, start, index + 1).tokens > max_tokens:
@@ -140,13 +140,13 @@ def split_row(row: Row, max_tokens: int) -> list[Row]:
     return pieces
 
 
-def part(row: Row, start: int, end: int) -> Row:
+def part(row: PackedRow, start: int, end: int) -> PackedRow:
     """Return ``row`` with its samples ``start`` … ``end − 1`` only."""
     return dataclasses.replace(row, samples=row.samples[start:end], places=row.places[start:end])
 
 
 def plan(
-    rows: Sequence[Row], max_tokens: int, ranks: int, *, split: bool = True, sizes: ModelSizes = TOKENS_ALONE
+    rows: Sequence[PackedRow], max_tokens: int, ranks: int, *, split: bool = True, sizes: ModelSizes = TOKENS_ALONE
 ) -> list[list[MicroBatch]]:
     """Return the micro-batches of each rank, equally many for each.
 
@@ -162,11 +162,11 @@ def plan(
 
 
 def assign_pieces(
-    rows: Sequence[Row], max_tokens: int, ranks: int, *, split: bool = True, sizes: ModelSizes = TOKENS_ALONE
-) -> list[list[list[Row]]]:
+    rows: Sequence[PackedRow], max_tokens: int, ranks: int, *, split: bool = True, sizes: ModelSizes = TOKENS_ALONE
+) -> list[list[list[PackedRow]]]:
     """Return what :func:`plan` lays out: of each rank, of each micro-batch, the pieces."""
     pieces = [piece for row in rows for piece in (split_row(row, max_tokens) if split else [row])]
-    shares: list[list[Row]] = [[] for _ in range(ranks)]
+    shares: list[list[PackedRow]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks
     for piece in sorted(pieces, key=lambda piece: -piece.flops(sizes)):  # stable: the order of the batch breaks ties
         lightest = loads.index(min(loads))
@@ -177,9 +177,9 @@ def assign_pieces(
     return [_spread(share, chunks, count, max_tokens, sizes) for share, chunks in zip(shares, fitted, strict=True)]
 
 
-def _first_fit(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
+def _first_fit(rows: Sequence[PackedRow], max_tokens: int) -> list[list[PackedRow]]:
     """Put each row, longest first, into the first chunk that has room."""
-    chunks: list[list[Row]] = []
+    chunks: list[list[PackedRow]] = []
     rooms: list[int] = []
     for row in sorted(rows, key=lambda row: -row.tokens):
         place = next((place for place, room in enumerate(rooms) if room >= row.tokens), len(chunks))
@@ -192,10 +192,10 @@ def _first_fit(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
 
 
 def _spread(
-    rows: Sequence[Row], fitted: list[list[Row]], count: int, max_tokens: int, sizes: ModelSizes
-) -> list[list[Row]]:
+    rows: Sequence[PackedRow], fitted: list[list[PackedRow]], count: int, max_tokens: int, sizes: ModelSizes
+) -> list[list[PackedRow]]:
     """Put ``rows``, costliest first, into ``count`` chunks of even cost; as ``fitted`` where the cap does not let them."""
-    chunks: list[list[Row]] = [[] for _ in range(count)]
+    chunks: list[list[PackedRow]] = [[] for _ in range(count)]
     rooms, loads = [max_tokens] * count, [0.0] * count
     for row in rows:
         possible = [place for place in range(count) if rooms[place] >= row.tokens]
@@ -208,7 +208,7 @@ def _spread(
     return chunks
 
 
-def micro_batch(rows: Sequence[Row], sizes: ModelSizes = TOKENS_ALONE) -> MicroBatch:
+def micro_batch(rows: Sequence[PackedRow], sizes: ModelSizes = TOKENS_ALONE) -> MicroBatch:
     """Lay rows end to end; without rows, one position that trains nothing."""
     single = [one for row in rows for one in row.unshared()]
     input_ids, positions, columns = _lay_out(single) if rows else (np.zeros(1, np.int64), np.zeros(1, np.int64), [])
@@ -229,7 +229,7 @@ def micro_batch(rows: Sequence[Row], sizes: ModelSizes = TOKENS_ALONE) -> MicroB
     )
 
 
-def _lay_out(rows: Sequence[Row]) -> tuple[Int64Array, Int64Array, list[Int64Array]]:
+def _lay_out(rows: Sequence[PackedRow]) -> tuple[Int64Array, Int64Array, list[Int64Array]]:
     input_ids: list[Int32Array] = []
     positions: list[Int64Array] = []
     columns: list[Int64Array] = []
@@ -248,7 +248,7 @@ def _lay_out(rows: Sequence[Row]) -> tuple[Int64Array, Int64Array, list[Int64Arr
     return _join(input_ids, np.int64), _join(positions, np.int64), columns
 
 
-def _segments(rows: Sequence[Row]) -> Segments:
+def _segments(rows: Sequence[PackedRow]) -> Segments:
     found: list[tuple[int, int, int, int]] = []
     start = 0
     for row in rows:

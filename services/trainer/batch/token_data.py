@@ -13,7 +13,7 @@ from shared.errors import SettingsError
 
 
 @dataclasses.dataclass(slots=True)
-class Facts:
+class LossInputs:
     """Filled in the order of the fields; None where the run's algorithm does not need it.
 
     ``N`` trained tokens, sample after sample, ``lengths_S`` of them each. Logprobs are in nats.
@@ -33,10 +33,10 @@ class Facts:
     returns_N: Tensor | None = None
 
 
-def of(batch: MicroBatch, lags_M: Sequence[int], device: torch.device) -> Facts:
+def of(batch: MicroBatch, lags_M: Sequence[int], device: torch.device) -> LossInputs:
     """Return what the micro-batch itself tells; ``lags_M`` is the lag of every sample of the batch."""
     lags_S = np.array([lags_M[place] for place in batch.places_S], dtype=np.float32)
-    return Facts(
+    return LossInputs(
         batch=batch,
         lengths_S=torch.from_numpy(batch.lengths_S).to(device),
         behavior_logprobs_N=torch.from_numpy(batch.behavior_logprobs_N).to(device),
@@ -44,7 +44,7 @@ def of(batch: MicroBatch, lags_M: Sequence[int], device: torch.device) -> Facts:
     )
 
 
-def add_reference(everything: Sequence[Facts], batch: Sequence[Experience]) -> None:
+def add_reference(everything: Sequence[LossInputs], batch: Sequence[Experience]) -> None:
     """Give every token the reference logprob that came with its group.
 
     Raises:

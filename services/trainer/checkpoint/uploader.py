@@ -5,7 +5,7 @@
     training thread ── add ──▶ waiting: at most one of each kind; a newer one takes its place
                                   └─▶ copied, again and again with growing pauses, until it is there or a newer one waits
 
-The folder that is being copied must stay as it is (:meth:`Copier.uses`). So the training thread never waits, a store that is slower than the checkpoints gets fewer of them, and one that is away for hours costs
+The folder that is being copied must stay as it is (:meth:`Uploader.uses`). So the training thread never waits, a store that is slower than the checkpoints gets fewer of them, and one that is away for hours costs
 the newest copy alone. What a copy means to the run is the job's own business, on this thread.
 """
 
@@ -25,7 +25,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Job:
+class Upload:
     """A folder to be copied."""
 
     kind: str
@@ -36,23 +36,23 @@ class Job:
     """Whether there is still something to copy."""
 
 
-class Copier:
+class Uploader:
     """Copies jobs; ``failed`` is told of the first failure in a row."""
 
-    def __init__(self, failed: Callable[[Job, StoreError], None]) -> None:
+    def __init__(self, failed: Callable[[Upload, StoreError], None]) -> None:
         self._failed = failed
         self._changed = threading.Condition()
-        self._waiting: dict[str, Job] = {}
-        self._current: Job | None = None
+        self._waiting: dict[str, Upload] = {}
+        self._current: Upload | None = None
         self._behind_since_s: float | None = None
         self._added_at_s = 0.0  # the newest
         self._failures = 0  # in a row
         self._closing = False
         self._bug: BaseException | None = None
         metrics.UNSTORED.set_function(self.unstored_s)
-        threading.Thread(target=self._run, name="copier", daemon=True).start()
+        threading.Thread(target=self._run, name="uploader", daemon=True).start()
 
-    def add(self, job: Job) -> None:
+    def add(self, job: Upload) -> None:
         """Have a folder copied; one of its kind that still waits is not copied any more."""
         self.check()
         with self._changed:
@@ -109,7 +109,7 @@ class Copier:
             if not self._closing:
                 log.exception("copying to object storage ended by a bug")
 
-    def _copy(self, job: Job) -> bool:
+    def _copy(self, job: Upload) -> bool:
         """Return whether nothing of the job is left to do; else it was given up for a newer one, or as the process ends."""
         pause_s = _FIRST_PAUSE_S
         while job.is_there():
@@ -133,7 +133,7 @@ class Copier:
             break
         return True
 
-    def _gives_up(self, job: Job, pause_s: float) -> bool:
+    def _gives_up(self, job: Upload, pause_s: float) -> bool:
         """Wait before the next attempt; return whether there shall be none, as a newer one waits or the process ends."""
         with self._changed:
             self._changed.wait_for(lambda: self._closing or job.kind in self._waiting, pause_s)

@@ -23,7 +23,7 @@ from asyncio.subprocess import PIPE, Process
 from pathlib import Path
 
 from shared.bus.bus import Bus
-from shared.bus.stores.exports import Answer, Exports, Order, export_folder
+from shared.bus.stores.exports import ExportRequest, ExportResult, Exports, export_folder
 from shared.bus.stores.ledger import Ledger
 from shared.process.telemetry import tell
 from shared.settings import BusSettings, Settings, dumps
@@ -60,13 +60,13 @@ class Exporter:
                     await self._serve(order)
             await asyncio.sleep(_LOOK_S)
 
-    async def _serve(self, order: Order) -> None:
+    async def _serve(self, order: ExportRequest) -> None:
         attempt = await self._exports.take(order.number, self._me)
         if attempt > _ATTEMPTS:
             detail = (
                 f"expected a trainer that lives while it exports, found that it ended {_ATTEMPTS} times: see its log"
             )
-            answer: Answer | None = Answer(done=False, detail=detail)
+            answer: ExportResult | None = ExportResult(done=False, detail=detail)
         else:
             answer = await self._make(order) if attempt else None
         if answer is None or not await self._exports.answer(order.number, self._me, answer):
@@ -75,13 +75,13 @@ class Exporter:
         name = "policy exported" if answer.done else "export failed"
         await tell(self._bus, "trainer", name, f"version {order.version}: {answer.folder or answer.detail}")
 
-    async def _make(self, order: Order) -> Answer | None:
+    async def _make(self, order: ExportRequest) -> ExportResult | None:
         """Return what became of it; None where nobody wants it from us any more."""
         folder = export_folder(self._settings, order.version, adapter=order.adapter).absolute()
         record = await self._ledger.policy(order.version)
         step = 0 if record is None else record.step
         if folder.is_dir():
-            return Answer(done=True, detail="it was there already", folder=str(folder), step=step)
+            return ExportResult(done=True, detail="it was there already", folder=str(folder), step=step)
         beside = folder.parent / f".{order.number}"
         try:
             await asyncio.to_thread(_make_room, folder.parent, beside)
@@ -90,13 +90,13 @@ class Exporter:
                 return ended
             await asyncio.to_thread(_move, beside / folder.name, folder)
         except OSError as error:
-            return Answer(done=False, detail=f"storage refused: {error}: make room in run.folder")
+            return ExportResult(done=False, detail=f"storage refused: {error}: make room in run.folder")
         finally:
             self.reading = ""
             await asyncio.to_thread(shutil.rmtree, beside, ignore_errors=True)
         return dataclasses.replace(ended, folder=str(folder), step=step)
 
-    async def _process(self, order: Order, folder: Path) -> Answer | None:
+    async def _process(self, order: ExportRequest, folder: Path) -> ExportResult | None:
         self.reading = (await self._ledger.checkpoints()).get(order.version, "")
         command = [sys.executable, "-m", "services.trainer.export", "-", "--version", str(order.version)]
         command += ["--to", str(folder), "--dies-with", str(os.getpid())]
@@ -114,7 +114,7 @@ class Exporter:
                 process.kill()
                 await process.wait()
 
-    async def _end_of(self, process: Process, order: Order) -> Answer | None:
+    async def _end_of(self, process: Process, order: ExportRequest) -> ExportResult | None:
         without_bus = self._settings.model_copy(update={"bus": BusSettings()})
         talking = asyncio.create_task(process.communicate(dumps(without_bus).encode()))
         until_s = asyncio.get_running_loop().time() + _LONGEST_S
@@ -127,7 +127,7 @@ class Exporter:
                     detail = (
                         f"expected its process to end within {_LONGEST_S:.0f} s, found it at work: is storage slow?"
                     )
-                    return Answer(done=False, detail=detail)
+                    return ExportResult(done=False, detail=detail)
         finally:
             talking.cancel()
             await asyncio.gather(talking, return_exceptions=True)
@@ -149,15 +149,15 @@ def _lower(pid: int) -> None:
         Path(f"/proc/{pid}/oom_score_adj").write_text(_FIRST_TO_DIE, encoding="ascii")
 
 
-def _ending(code: int, said: str, wrong: str) -> Answer:
+def _ending(code: int, said: str, wrong: str) -> ExportResult:
     if code == 0:
-        return Answer(done=True, detail=f"made from {json.loads(said.splitlines()[-1])['source']}")
+        return ExportResult(done=True, detail=f"made from {json.loads(said.splitlines()[-1])['source']}")
     if code < 0:
         name = signal.Signals(-code).name
         detail = f"expected its process to end by itself, found it killed by {name}: is there memory for a copy of the policy?"
-        return Answer(done=False, detail=detail)
+        return ExportResult(done=False, detail=detail)
     last = next((line for line in reversed(wrong.splitlines()) if line.strip()), f"exit code {code}")
-    return Answer(done=False, detail=last.removeprefix("export: "))
+    return ExportResult(done=False, detail=last.removeprefix("export: "))
 
 
 def _make_room(root: Path, beside: Path) -> None:

@@ -19,7 +19,7 @@ TURN_S = 2.0
 """Rank 0 waits no longer for what it waits for (a batch, a checkpoint that is fetched) before it gives an order: IDLE, or WAIT."""
 
 
-class Kind(IntEnum):
+class CommandKind(IntEnum):
     """What to do."""
 
     IDLE = 0
@@ -35,10 +35,10 @@ class Kind(IntEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Order:
+class Command:
     """One turn. ``payloads`` are encoded experience, in the order of the batch."""
 
-    kind: Kind
+    kind: CommandKind
     folder: str = ""
     """The checkpoint to load."""
     payloads: tuple[bytes, ...] = ()
@@ -52,7 +52,7 @@ class Order:
     """Of a REPLAY: how the step was laid out when it was committed; None: not known."""
 
 
-def share(order: Order | None, device: torch.device) -> Order:
+def share(order: Command | None, device: torch.device) -> Command:
     """Give rank 0's order to every rank; the others pass None."""
     if dist.get_world_size() == 1:
         assert order is not None
@@ -77,17 +77,17 @@ def agree(decision: bool | None, device: torch.device) -> bool:
     return bool(int(told))
 
 
-def _write(order: Order) -> bytes:
+def _write(order: Command) -> bytes:
     plan = None if order.plan is None else wire.encode(order.plan)
     fields = (int(order.kind), order.folder, list(order.payloads), list(order.lags), order.learning_rate, plan)
     data: bytes = msgpack.packb(fields)
     return data
 
 
-def _read(data: bytes) -> Order:
+def _read(data: bytes) -> Command:
     kind, folder, payloads, lags, learning_rate, raw = msgpack.unpackb(data)
     plan = None if raw is None else wire.decode(raw, StepPlan)
-    return Order(Kind(kind), folder, tuple(payloads), decode_all(payloads), tuple(lags), learning_rate, plan)
+    return Command(CommandKind(kind), folder, tuple(payloads), decode_all(payloads), tuple(lags), learning_rate, plan)
 
 
 def decode_all(payloads: Sequence[bytes]) -> tuple[Experience, ...]:

@@ -3,7 +3,7 @@ the bus through the event loop of the main thread, where exports go on beside it
 
 ::
 
-    opening ──▶ ranks stand where the ledger does ──▶ intake ──▶ TRAIN ──▶ publication ──▶ branch (commit) ──▶ keeper (checkpoints)
+    opening ──▶ ranks stand where the ledger does ──▶ intake ──▶ TRAIN ──▶ publication ──▶ branch (commit) ──▶ retention (checkpoints)
        ▲                                                                                     └ False: a rollback
        └─────────────────────────────────────────────────────────────────────────────────────┘
 
@@ -30,11 +30,11 @@ from services.trainer.model.adapter import file_configuration
 from services.trainer.model.engine import TrainingEngine
 from services.trainer.model.policy import export, export_adapter
 from services.trainer.rank0.branch import Branch
-from services.trainer.rank0.commands import TURN_S, Kind, Order
+from services.trainer.rank0.commands import TURN_S, Command, CommandKind
 from services.trainer.rank0.intake import Intake, Taken
 from services.trainer.rank0.opening import Opening
 from services.trainer.rank0.publication import Publication, note_version
-from services.trainer.rank0.retention import Keeper
+from services.trainer.rank0.retention import Retention
 from shared.bus.messages import PolicyRecord, PolicyVersion, Probe, StepPlan, StepReport
 from shared.bus.stores.ledger import ENDED, Ledger, RunState
 from shared.bus.streams import JOURNAL
@@ -67,8 +67,8 @@ class Lead:
         self._exporting = loop.create_task(self._exporter.run())
         self._publication = Publication(context.settings, context.host, context.secret)
         self._batch: list[Taken] = []
-        self._keeper = Keeper(context.settings, context.bus, self._call, lambda: self._exporter.reading)
-        self._opening = Opening(context, self._branch, self._keeper, loop)
+        self._retention = Retention(context.settings, context.bus, self._call, lambda: self._exporter.reading)
+        self._opening = Opening(context, self._branch, self._retention, loop)
         self._committed_s = time.perf_counter()
         measures.GRAD_NORM_LIMIT.set(self._settings.trainer.max_grad_norm)
 
@@ -81,39 +81,39 @@ class Lead:
 
     # ---------------------------------------------------------------- orders
 
-    def next_order(self, step: int, phases: Phases) -> Order:
+    def next_order(self, step: int, phases: Phases) -> Command:
         """Return what every rank does next: first the resume, then batches, STOP once SIGTERM came."""
         if self._exporting.done():
             self._exporting.result()  # raises what stopped it
-        self._keeper.check()
+        self._retention.check()
         if (order := self._opening.next_order()) is not None:
             self._batch = []  # after a rollback: its groups stay in the intake's hands, which looks at them again
             return order
         if self._context.stop.is_set():
             self._context.status.state = "stopping"
-            return Order(Kind.STOP)
+            return Command(CommandKind.STOP)
         if self._opening.stranded:
             self._call(self._wait_for_stop())
-            return Order(Kind.WAIT)
+            return Command(CommandKind.WAIT)
         if step >= self._settings.run.steps:
             self._call(self._wait_for_stop())
-            return Order(Kind.IDLE)
+            return Command(CommandKind.IDLE)
         if (suspect := self._call(self._next_suspect())) is not None:
-            return Order(Kind.TRY, payloads=(suspect.delivery.data,), groups=(suspect.experience,))
+            return Command(CommandKind.TRY, payloads=(suspect.delivery.data,), groups=(suspect.experience,))
         with phases.measure("wait"):
             batch = self._call(self._next_batch(step))
             settings = self._call(self._live.refresh())  # what holds now holds for this step, and the journal says so
         if batch is None:
             self._context.status.state = "waiting"
             if not self._call(self._is_journal_in_the_way()):
-                return Order(Kind.IDLE)
-            self._keeper.make_room()
-            return Order(Kind.CHECKPOINT)
+                return Command(CommandKind.IDLE)
+            self._retention.make_room()
+            return Command(CommandKind.CHECKPOINT)
         self._context.status.state = "working"
         self._batch, self._branch.revision = batch, self._live.revision
         self._call(self._intake.note_batch(batch))
-        return Order(
-            Kind.TRAIN,
+        return Command(
+            CommandKind.TRAIN,
             payloads=tuple(taken.delivery.data for taken in batch),
             groups=tuple(taken.experience for taken in batch),
             lags=self._branch.lags([taken.experience for taken in batch], step),
@@ -177,7 +177,7 @@ class Lead:
         self._published(record)
         loaded = self._opening.loaded
         if loaded is not None and loaded.state.step == step:
-            self._keeper.note_version(record.version, loaded)
+            self._retention.note_version(record.version, loaded)
 
     def ready(self) -> None:
         """Say that training can begin."""
@@ -326,12 +326,12 @@ class Lead:
         return last.decode() if isinstance(last, bytes) else str(last)
 
     def note_checkpoint(self, checkpoint: Checkpoint, superfluous: Sequence[Checkpoint]) -> None:
-        """Do what follows from a checkpoint that is whole; see :class:`services.trainer.rank0.retention.Keeper`."""
-        self._keeper.note(checkpoint, superfluous)
+        """Do what follows from a checkpoint that is whole; see :class:`services.trainer.rank0.retention.Retention`."""
+        self._retention.note(checkpoint, superfluous)
 
     def note_failed_checkpoint(self, step: int, error: str) -> None:
         """Tell that the checkpoint of ``step`` could not be written; the one before stays, and so does the journal."""
-        self._keeper.note_failed(step, error)
+        self._retention.note_failed(step, error)
 
     def finish(self, engine: TrainingEngine) -> None:
         """Write the final policy in Hugging Face form, adapters merged in, and these beside it."""
@@ -340,8 +340,8 @@ class Lead:
         if self._settings.policy.lora.rank:
             factors, configuration = dict(engine.factors()), file_configuration(engine.model)
             export_adapter(factors, configuration, self._settings.run_folder / "adapter")
-            self._keeper.note_policy(self._settings.run_folder / "adapter")
-        self._keeper.note_policy(folder)
+            self._retention.note_policy(self._settings.run_folder / "adapter")
+        self._retention.note_policy(folder)
         self._context.status.state = "waiting"
         log.info("final policy written", extra={"folder": str(folder)})
 
@@ -355,5 +355,5 @@ class Lead:
             self._filling.cancel()
         self._exporting.cancel()
         await asyncio.gather(self._exporting, return_exceptions=True)
-        await asyncio.to_thread(self._keeper.close, max(0.0, seconds_left() - _CLOSE_S))
+        await asyncio.to_thread(self._retention.close, max(0.0, seconds_left() - _CLOSE_S))
         await asyncio.to_thread(self._publication.close)

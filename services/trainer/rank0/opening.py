@@ -17,9 +17,9 @@ from collections.abc import Iterator, Sequence
 
 from services.trainer.checkpoint.local_store import Checkpoint
 from services.trainer.rank0.branch import Branch
-from services.trainer.rank0.commands import TURN_S, Kind, Order, decode_all
+from services.trainer.rank0.commands import TURN_S, Command, CommandKind, decode_all
 from services.trainer.rank0.resume import find_resume, may_load
-from services.trainer.rank0.retention import Keeper
+from services.trainer.rank0.retention import Retention
 from shared.bus.stores.ledger import JournalEntry, Ledger
 from shared.process.service import Context
 from shared.process.telemetry import tell
@@ -30,14 +30,14 @@ log = logging.getLogger(__name__)
 class Opening:
     """Opens the run for the ranks, and opens it again."""
 
-    def __init__(self, context: Context, branch: Branch, keeper: Keeper, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, context: Context, branch: Branch, retention: Retention, loop: asyncio.AbstractEventLoop) -> None:
         self._context = context
         self._branch = branch
-        self._keeper = keeper
+        self._retention = retention
         self._loop = loop
-        self._finding: concurrent.futures.Future[list[Order]] | None = None
+        self._finding: concurrent.futures.Future[list[Command]] | None = None
         """Finds out from where to go on: seconds, or however long a checkpoint takes to be fetched."""
-        self._orders: Iterator[Order] | None = None
+        self._orders: Iterator[Command] | None = None
         self.loaded: Checkpoint | None = None
         """The checkpoint that the ranks went on from; None: the initial policy."""
         self.stranded = False
@@ -47,13 +47,13 @@ class Opening:
         """Begin to find out from where to continue, while the model is loaded."""
         self._finding = asyncio.run_coroutine_threadsafe(self._find(), self._loop)
 
-    def next_order(self) -> Order | None:
+    def next_order(self) -> Command | None:
         """Return the next order on the way to the ledger's step; None once every rank is there."""
         if self._finding is None and (self._orders is None or self._was_left()):
             self._finding = asyncio.run_coroutine_threadsafe(self._find(), self._loop)
         if self._finding is not None:
             if not concurrent.futures.wait([self._finding], TURN_S).done:
-                return Order(Kind.STOP if self._context.stop.is_set() else Kind.WAIT)
+                return Command(CommandKind.STOP if self._context.stop.is_set() else CommandKind.WAIT)
             self._orders, self._finding = iter(self._finding.result()), None
         assert self._orders is not None
         return next(self._orders, None)
@@ -61,13 +61,15 @@ class Opening:
     def _was_left(self) -> bool:
         return asyncio.run_coroutine_threadsafe(self._branch.was_left(), self._loop).result()
 
-    async def _find(self) -> list[Order]:
+    async def _find(self) -> list[Command]:
         """Take the epoch, and return the orders that bring every rank to the ledger's step."""
         context = self._context
         if self._orders is None:
             await self._warn()
         await self._branch.take_epoch()
-        resume = await find_resume(context.bus, Ledger(context.bus), context.live, context.settings, self._keeper.store)
+        resume = await find_resume(
+            context.bus, Ledger(context.bus), context.live, context.settings, self._retention.store
+        )
         if resume.went_back:
             await self._branch.take_epoch()  # the rollback ended the one that was taken above
         await self._branch.follow(resume.status)
@@ -78,16 +80,18 @@ class Opening:
         )
         if self.stranded:
             return []
-        await asyncio.to_thread(self._keeper.note_start, resume)
-        load = [Order(Kind.LOAD, folder=str(resume.checkpoint.folder))] if resume.checkpoint is not None else []
+        await asyncio.to_thread(self._retention.note_start, resume)
+        load = (
+            [Command(CommandKind.LOAD, folder=str(resume.checkpoint.folder))] if resume.checkpoint is not None else []
+        )
         return [*load, *replay]
 
-    async def _replayed(self, entries: Sequence[JournalEntry]) -> Order:
+    async def _replayed(self, entries: Sequence[JournalEntry]) -> Command:
         payloads = tuple(entry.data for entry in entries)
         groups = decode_all(payloads)
         settings = await self._context.live.at(entries[0].settings_revision)
         lags = self._branch.lags(groups, entries[0].step - 1)
-        return Order(Kind.REPLAY, "", payloads, groups, lags, settings.trainer.learning_rate, entries[0].plan)
+        return Command(CommandKind.REPLAY, "", payloads, groups, lags, settings.trainer.learning_rate, entries[0].plan)
 
     async def _warn(self) -> None:
         algorithm = self._context.settings.algorithm

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from services.trainer.batch.packing import MicroBatch, Row, micro_batch
+from services.trainer.batch.packing import MicroBatch, PackedRow, micro_batch
 from services.trainer.model.engine import TrainingEngine
 from services.trainer.self_test.self_test import windows
 from shared.bus.messages import FinishReason, Int32Array, Probe, Sample
@@ -76,7 +76,7 @@ def draw(vocabulary: int, seed: int, long: int = 0) -> list[Int32Array]:
 
 def lay_out(sequences: list[Int32Array]) -> MicroBatch:
     """Return the forward pass that scores all tokens of ``sequences`` but their first."""
-    return micro_batch([Row(sequence[:1], (_sample(sequence[1:]),), (0,)) for sequence in sequences])
+    return micro_batch([PackedRow(sequence[:1], (_sample(sequence[1:]),), (0,)) for sequence in sequences])
 
 
 def _sample(token_ids: Int32Array) -> Sample:

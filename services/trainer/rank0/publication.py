@@ -33,7 +33,7 @@ from shared.settings import Settings
 from shared.weights.format.flat import FlatSnapshot
 from shared.weights.format.layout import Layout, plan_layout
 from shared.weights.format.snapshot import dtype_name, keep_newest, write_adapter, write_snapshot
-from shared.weights.source.source import Source
+from shared.weights.source.source import WeightSource
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Publication:
         self._host = host
         self._secret = secret
         self._dtype = torch.float32 if settings.policy.dtype == "float32" else torch.bfloat16
-        self._source: Source | None = None
+        self._source: WeightSource | None = None
         self._spare: FlatSnapshot | None = None
         self._offered: FlatSnapshot | None = None
 
@@ -97,9 +97,9 @@ class Publication:
         self._spare, self._offered = self._offered, snapshot
         return Whereabouts(header.digest, "", source.address)
 
-    def _open(self) -> Source:
+    def _open(self) -> WeightSource:
         weights = self._settings.weights
-        self._source = Source(
+        self._source = WeightSource(
             self._host,
             weights.source_port,
             self._secret,

@@ -9,7 +9,7 @@
 With "stored" nobody relies on the folder: it may vanish with its machine at any moment, and everything since the checkpoint before
 the newest stored one is in the journal. Older ones go, here and there, unless the ledger keeps them (pins, the tip of a rollback).
 
-Rank 0 only. It waits for the bus, and for the store in the copier's thread alone, or where nothing can be trained anyway (a full bus).
+Rank 0 only. It waits for the bus, and for the store in the uploader's thread alone, or where nothing can be trained anyway (a full bus).
 """
 
 import logging
@@ -22,7 +22,7 @@ from services.trainer import metrics
 from services.trainer.checkpoint import local_store
 from services.trainer.checkpoint.local_store import Checkpoint
 from services.trainer.checkpoint.remote_store import CheckpointStore, StoredCheckpoint, open_store
-from services.trainer.checkpoint.uploader import Copier, Job
+from services.trainer.checkpoint.uploader import Upload, Uploader
 from services.trainer.rank0.resume import Resume
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 Call = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
-class Keeper:
+class Retention:
     """Keeps checkpoints.
 
     Args:
@@ -53,7 +53,7 @@ class Keeper:
         self._call = call
         self._reading = reading
         self.store = open_store(settings)
-        self._copier = Copier(self._tell_failure) if self.store is not None else None
+        self._uploader = Uploader(self._tell_failure) if self.store is not None else None
         self._relies_on_folder = self.store is None or self._options.counts == "written"
         self._naming = threading.Lock()
         """Held from reading to writing what the ledger knows of a checkpoint, which both threads do; see ``_same``."""
@@ -61,9 +61,9 @@ class Keeper:
         """By the version of a checkpoint that the ledger does not know yet: later versions of the same weights."""
 
     def check(self) -> None:
-        """Raise what a bug in the copier's thread raised."""
-        if self._copier is not None:
-            self._copier.check()
+        """Raise what a bug in the uploader's thread raised."""
+        if self._uploader is not None:
+            self._uploader.check()
 
     # ---------------------------------------------------------------- written
 
@@ -83,8 +83,8 @@ class Keeper:
         self._copy(checkpoint)
 
     def _is_used(self, folder: Path) -> bool:
-        """Whether somebody reads a checkpoint: the copier, or an export."""
-        return str(folder) == self._reading() or (self._copier is not None and self._copier.uses(folder))
+        """Whether somebody reads a checkpoint: the uploader, or an export."""
+        return str(folder) == self._reading() or (self._uploader is not None and self._uploader.uses(folder))
 
     def note_failed(self, step: int, error: str) -> None:
         """Tell that the checkpoint of ``step`` could not be written; the one before stays, and so does the journal."""
@@ -112,8 +112,8 @@ class Keeper:
     def note_policy(self, folder: Path) -> None:
         """Have the final policy copied."""
         store = self.store
-        if store is not None and self._copier is not None:
-            self._copier.add(Job(folder.name, folder, lambda: store.put_folder(folder), folder.is_dir))
+        if store is not None and self._uploader is not None:
+            self._uploader.add(Upload(folder.name, folder, lambda: store.put_folder(folder), folder.is_dir))
 
     def make_room(self) -> None:
         """Forget all of the journal that the newest checkpoint that counts covers: the bus is full."""
@@ -128,14 +128,14 @@ class Keeper:
 
     def close(self, wait_s: float) -> None:
         """Let what is being copied be finished, for at most ``wait_s``."""
-        if self._copier is not None and not self._copier.close(wait_s):
+        if self._uploader is not None and not self._uploader.close(wait_s):
             log.warning("left before everything was stored", extra={"uri": self._options.uri})
 
-    # ---------------------------------------------------------------- stored, in the copier's thread
+    # ---------------------------------------------------------------- stored, in the uploader's thread
 
     def _copy(self, checkpoint: Checkpoint) -> None:
         store = self.store
-        if store is None or self._copier is None:
+        if store is None or self._uploader is None:
             return
 
         def copy() -> int:
@@ -143,7 +143,7 @@ class Keeper:
             self._note_stored(store, checkpoint, stored)
             return sent_bytes
 
-        self._copier.add(Job("checkpoint", checkpoint.folder, copy, lambda: local_store.is_there(checkpoint)))
+        self._uploader.add(Upload("checkpoint", checkpoint.folder, copy, lambda: local_store.is_there(checkpoint)))
 
     def _note_stored(self, store: CheckpointStore, checkpoint: Checkpoint, stored: StoredCheckpoint) -> None:
         with self._naming:
@@ -182,7 +182,7 @@ class Keeper:
         if usable:
             store.clear_remains(usable[-1].state.step)
 
-    def _tell_failure(self, job: Job, error: StoreError) -> None:
+    def _tell_failure(self, job: Upload, error: StoreError) -> None:
         what = "denied" if error.denied else "away"
         detail = (
             f"{job.folder.name} is not in object storage yet ({what}), training goes on and it is tried again: {error}"

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.trainer.batch.packing import MicroBatch, Row, micro_batch
+from services.trainer.batch.packing import MicroBatch, PackedRow, micro_batch
 from services.trainer.model.critic import Critic
 from services.trainer.model.policy import Policy
 from services.trainer.self_test.unmodified_model import sequences, unmodified
@@ -22,7 +22,7 @@ _APART = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 """Of a module's outputs: the norm of the difference by the norm, above which they differ."""
 
 
-def first(policy: Policy | Critic, rows: Sequence[Row]) -> str:
+def first(policy: Policy | Critic, rows: Sequence[PackedRow]) -> str:
     """Return a sentence that names the first module whose outputs differ, and by how much."""
     model, device = policy.model, next(policy.parameters()).device
     batch: MicroBatch = micro_batch(rows)
@@ -44,7 +44,7 @@ def _kind(model: Any, name: str) -> str:
     return type(model.get_submodule(name)).__name__
 
 
-def _places(rows: Sequence[Row]) -> list[Any]:
+def _places(rows: Sequence[PackedRow]) -> list[Any]:
     """Return where in the packed row the tokens of each sequence are, its last one left out."""
     found, start = [], 0
     for row in rows:

@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.trainer.batch.packing import MicroBatch, Row, micro_batch
+from services.trainer.batch.packing import MicroBatch, PackedRow, micro_batch
 from services.trainer.model.critic import Critic
 from services.trainer.model.policy import Policy
 from services.trainer.model.trunk import Packing
@@ -101,7 +101,7 @@ _BROKEN = Gap(math.inf, math.inf, math.inf)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Result:
+class SelfTestResult:
     """What the self-test found of a policy or critic that passed it."""
 
     of: str
@@ -137,7 +137,7 @@ class _Numbers:
     parameters: Mapping[str, Tensor]
 
 
-def run(policy: Subject, packing: Packing, seed: int = 0) -> Result:
+def run(policy: Subject, packing: Packing, seed: int = 0) -> SelfTestResult:
     """Compare a policy or critic, on its device and in training mode, with the unmodified model; choose how sequences are packed.
 
     Raises:
@@ -148,7 +148,7 @@ def run(policy: Subject, packing: Packing, seed: int = 0) -> Result:
         widened = _compare_widened(policy, packing, seed)
         trial = _chosen(policy, packing, seed, _best(policy, seed))
     chosen, seconds = policy.trunk, time.perf_counter() - began
-    return Result(_compared(policy), chosen.packing, chosen.reason, trial.gap, trial.limit, widened, seconds)
+    return SelfTestResult(_compared(policy), chosen.packing, chosen.reason, trial.gap, trial.limit, widened, seconds)
 
 
 def _compared(policy: Subject) -> str:
@@ -159,7 +159,7 @@ def _setting(policy: Subject) -> str:
     return "algorithm.critic.model" if isinstance(policy, Critic) else "policy.model"
 
 
-def _packed(policy: Subject, rows: Sequence[Row]) -> Tensor:
+def _packed(policy: Subject, rows: Sequence[PackedRow]) -> Tensor:
     """Return what training computes of ``rows`` (N)."""
     batch: MicroBatch = micro_batch(rows)
     if isinstance(policy, Critic):
@@ -168,7 +168,7 @@ def _packed(policy: Subject, rows: Sequence[Row]) -> Tensor:
     return logprobs_N
 
 
-def _plain(policy: Subject, rows: Sequence[Row]) -> Tensor:
+def _plain(policy: Subject, rows: Sequence[PackedRow]) -> Tensor:
     """Return the same, computed one sequence at a time by the model itself (N)."""
     device = next(policy.parameters()).device
     if isinstance(policy, Critic):
@@ -244,7 +244,7 @@ def _widened(narrow: Sequence[Tensor]) -> Iterator[None]:
 class _Trial:
     """What one draw of tokens showed."""
 
-    rows: Sequence[Row]
+    rows: Sequence[PackedRow]
     gap: Gap
     limit: Gap
     failure: str
@@ -304,7 +304,7 @@ def _explain(policy: Subject, trial: _Trial) -> str:
         return f"{trial.gap.words(_compared(policy))} ({type(error).__name__} while looking for the layer)"
 
 
-def draw(model: Any, device: torch.device, seed: int) -> list[Row]:
+def draw(model: Any, device: torch.device, seed: int) -> list[PackedRow]:
     """Return two groups of random token ids, none of them special, whose first crosses the model's window where that is short."""
     lot, ids = np.random.default_rng(seed), ordinary_ids(model.config)
     crossed = [window for window in windows(model.config) if window <= _LONGEST_WINDOW.get(device.type, 0)]
@@ -324,7 +324,7 @@ def windows(config: Any) -> list[int]:
     return [window for window in found if isinstance(window, int) and window > 0]
 
 
-def _row(prompt: Any, completions: Sequence[Any], temperature: float, place: int) -> Row:
+def _row(prompt: Any, completions: Sequence[Any], temperature: float, place: int) -> PackedRow:
     samples = tuple(
         Sample(
             token_ids=ids,
@@ -335,7 +335,7 @@ def _row(prompt: Any, completions: Sequence[Any], temperature: float, place: int
         )
         for ids in completions
     )
-    return Row(prompt, samples, tuple(range(place, place + len(samples))), temperature)
+    return PackedRow(prompt, samples, tuple(range(place, place + len(samples))), temperature)
 
 
 @contextlib.contextmanager
@@ -346,7 +346,7 @@ def _undisturbed(policy: Subject) -> Iterator[None]:
         yield
 
 
-def _reference(policy: Subject, rows: Sequence[Row]) -> _Numbers:
+def _reference(policy: Subject, rows: Sequence[PackedRow]) -> _Numbers:
     """Return what the unmodified model computes."""
     device, model = next(policy.parameters()).device, policy.model
     half = any(parameter.dtype in _HALF for parameter in policy.parameters())
@@ -369,7 +369,7 @@ def _reference(policy: Subject, rows: Sequence[Row]) -> _Numbers:
         ) from error
 
 
-def _attempt(policy: Subject, rows: Sequence[Row], reference: _Numbers) -> tuple[Gap, str]:
+def _attempt(policy: Subject, rows: Sequence[PackedRow], reference: _Numbers) -> tuple[Gap, str]:
     """Return how far the policy is from the reference, on the rank where it is farthest; and what failed, if something did."""
     gap, failure = _BROKEN, ""
     try:
@@ -392,7 +392,7 @@ def _worst(gap: Gap, device: torch.device) -> Gap:
     return Gap(*numbers.tolist())
 
 
-def _numbers(policy: Subject, rows: Sequence[Row], compute: Any, *, rounded: bool = False) -> _Numbers:
+def _numbers(policy: Subject, rows: Sequence[PackedRow], compute: Any, *, rounded: bool = False) -> _Numbers:
     """Return what ``compute`` gives, and its gradients; ``rounded``: after embeddings have been moved by a rounding."""
     model = policy.model
     small = {
@@ -423,7 +423,7 @@ def _numbers(policy: Subject, rows: Sequence[Row], compute: Any, *, rounded: boo
     return _Numbers(logprobs_N.detach(), by_token, dict(zip(small, filled[len(calls) :], strict=True)))
 
 
-def _by_token(ids: Sequence[Tensor], gradients: Sequence[Tensor], rows: Sequence[Row]) -> Tensor:
+def _by_token(ids: Sequence[Tensor], gradients: Sequence[Tensor], rows: Sequence[PackedRow]) -> Tensor:
     """Return the sum of the gradients of each distinct token of ``rows`` (K × D, float32)."""
     distinct = np.unique(
         np.concatenate([np.r_[row.prompt_token_ids, *[one.token_ids for one in row.samples]] for row in rows])

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from services.trainer.batch.packing import Int64Array, Row
+from services.trainer.batch.packing import Int64Array, PackedRow
 from services.trainer.model.layers import kernels
 from shared.model.plain_model import eager_attention
 
@@ -45,12 +45,12 @@ def without_dropout(module: nn.Module) -> Iterator[None]:
             inner.training = True
 
 
-def sequences(row: Row) -> list[Int64Array]:
+def sequences(row: PackedRow) -> list[Int64Array]:
     """Return the token ids of each prompt with one of its completions."""
     return [np.concatenate((row.prompt_token_ids, one.token_ids)).astype(np.int64) for one in row.samples]
 
 
-def logprobs(model: Any, rows: Sequence[Row], device: torch.device) -> Tensor:
+def logprobs(model: Any, rows: Sequence[PackedRow], device: torch.device) -> Tensor:
     """Return the logprobs of the rows' completions under ``model``, one sequence at a time (N, float32, nats)."""
     parts = list[Tensor]()
     for row in rows:
@@ -66,13 +66,13 @@ def unit_hidden_states(hidden_ND: Tensor) -> Tensor:
     return torch.nn.functional.rms_norm(hidden_ND.float(), hidden_ND.shape[-1:]).flatten()
 
 
-def hidden_states(trunk: Any, rows: Sequence[Row], device: torch.device) -> Tensor:
+def hidden_states(trunk: Any, rows: Sequence[PackedRow], device: torch.device) -> Tensor:
     """Return :func:`unit_hidden_states` before each token of the rows' completions, one sequence at a time."""
     parts = [_hidden_states(trunk, ids[:-1], row, device) for row in rows for ids in sequences(row)]
     return unit_hidden_states(torch.cat(parts))
 
 
-def hidden_states_ahead(trunk: Any, row: Row, device: torch.device) -> float:
+def hidden_states_ahead(trunk: Any, row: PackedRow, device: torch.device) -> float:
     """Return how much the hidden state of ``row``'s prompt depends on the completion that follows, in its root mean square."""
     with torch.no_grad():
         longest = max(sequences(row), key=len)
@@ -81,13 +81,13 @@ def hidden_states_ahead(trunk: Any, row: Row, device: torch.device) -> float:
         return float((unit_hidden_states(first) - unit_hidden_states(second)).abs().mean())
 
 
-def _hidden_states(trunk: Any, ids: Int64Array, row: Row, device: torch.device) -> Tensor:
+def _hidden_states(trunk: Any, ids: Int64Array, row: PackedRow, device: torch.device) -> Tensor:
     output = trunk(input_ids=torch.from_numpy(ids[None]).to(device), use_cache=False)
     hidden_TD: Tensor = output.last_hidden_state[0, len(row.prompt_token_ids) - 1 :]
     return hidden_TD
 
 
-def sees_ahead_nats(model: Any, row: Row, device: torch.device) -> float:
+def sees_ahead_nats(model: Any, row: PackedRow, device: torch.device) -> float:
     """Return how much the mean logprob of words after ``row``'s prompt depends on the completion that follows: 0 in a causal model."""
     with torch.no_grad():
         longest = max(sequences(row), key=len)
@@ -96,7 +96,7 @@ def sees_ahead_nats(model: Any, row: Row, device: torch.device) -> float:
         return float((with_completion_V - alone_V).abs().mean())
 
 
-def _all_logprobs(model: Any, ids: Int64Array, row: Row, device: torch.device) -> Tensor:
+def _all_logprobs(model: Any, ids: Int64Array, row: PackedRow, device: torch.device) -> Tensor:
     """Return the logprob of every word at every place from the prompt's last one on (T × vocabulary, float32)."""
     output = model(input_ids=torch.from_numpy(ids[None]).to(device), use_cache=False)
     logits_TV: Tensor = output.logits[0, len(row.prompt_token_ids) - 1 :].float()

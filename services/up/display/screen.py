@@ -35,7 +35,7 @@ class Screen(Protocol):
     ) -> None:
         """Leave the terminal as it was."""
 
-    def show(self, run: RunView | None, rows: Sequence[view.Row]) -> None:
+    def show(self, run: RunView | None, rows: Sequence[view.ViewRow]) -> None:
         """Show what is known now."""
 
     def tell(self, text: str) -> None:
@@ -47,7 +47,7 @@ def open_screen(title: str) -> Screen:
     console = Console()
     if console.is_terminal and not console.is_dumb_terminal:
         return LiveScreen(title, console)
-    return PlainLines()
+    return PlainDisplay()
 
 
 class LiveScreen:
@@ -57,7 +57,7 @@ class LiveScreen:
         self._title = title
         self._messages: deque[str] = deque(maxlen=_MESSAGES)
         self._run: RunView | None = None
-        self._rows: Sequence[view.Row] = ()
+        self._rows: Sequence[view.ViewRow] = ()
         self._live = Live(console=console, auto_refresh=False, transient=False, redirect_stdout=False)
 
     def __enter__(self) -> "LiveScreen":
@@ -70,7 +70,7 @@ class LiveScreen:
         with _reader_may_be_gone():
             self._live.stop()
 
-    def show(self, run: RunView | None, rows: Sequence[view.Row]) -> None:
+    def show(self, run: RunView | None, rows: Sequence[view.ViewRow]) -> None:
         """Draw again."""
         self._run, self._rows = run, rows
         self._draw()
@@ -86,7 +86,7 @@ class LiveScreen:
             self._live.update(Escaped(shown), refresh=True)
 
 
-class PlainLines:
+class PlainDisplay:
     """A line every few seconds, one for each change of state and evaluation, and one for each new notice.
 
     A notice that stays is said again from time to time, as its figures grow.
@@ -99,7 +99,7 @@ class PlainLines:
         self._said: dict[str, tuple[str, float]] = {}
         """Text of each notice that was said, and when (monotonic seconds), by what it is about and its level."""
 
-    def __enter__(self) -> "PlainLines":
+    def __enter__(self) -> "PlainDisplay":
         return self
 
     def __exit__(
@@ -107,7 +107,7 @@ class PlainLines:
     ) -> None:
         pass
 
-    def show(self, run: RunView | None, rows: Sequence[view.Row]) -> None:
+    def show(self, run: RunView | None, rows: Sequence[view.ViewRow]) -> None:
         """Say a line where there is something worth one."""
         if run is None:
             return

@@ -36,7 +36,7 @@ _GOOD = frozenset({*READY_STATES, "ready"} - {"degraded"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Row:
+class ViewRow:
     """One process as it is shown."""
 
     name: str
@@ -48,9 +48,9 @@ class Row:
     note: str = ""
 
 
-def row_of(replica: ReplicaView) -> Row:
+def row_of(replica: ReplicaView) -> ViewRow:
     """Return the row of a replica that is known by its heartbeat alone."""
-    return Row(
+    return ViewRow(
         replica.replica,
         replica.state,
         replica.version,
@@ -64,7 +64,7 @@ def row_of(replica: ReplicaView) -> Row:
 # ---------------------------------------------------------------- the screen
 
 
-def screen(title: str, run: RunView | None, rows: Sequence[Row], messages: Sequence[str] = ()) -> RenderableType:
+def screen(title: str, run: RunView | None, rows: Sequence[ViewRow], messages: Sequence[str] = ()) -> RenderableType:
     """Return all of it, for a terminal of 60 columns or more."""
     parts: list[RenderableType] = [_facts(run) if run is not None else Text("starting …", style="cyan")]
     if run is not None and run.notices:
@@ -161,7 +161,7 @@ def _streams(run: RunView) -> Text:
 class _Processes:
     """The table of processes; what there is no room for is left out."""
 
-    rows: Sequence[Row]
+    rows: Sequence[ViewRow]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if options.max_width < _WIDE:
@@ -190,7 +190,7 @@ class _Processes:
         return table
 
 
-def _health(row: Row) -> Text:
+def _health(row: ViewRow) -> Text:
     good = row.state in _GOOD
     return Text("● ", style="green" if good else "yellow").append(row.state, style="none")
 

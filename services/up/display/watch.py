@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from services.client.coordinator import AsyncCoordinator, Refused, Unreachable, Unreadable, find
+from services.client.coordinator import AsyncCoordinator, RequestRefused, Unreachable, Unreadable, find
 from services.client.views import EventView, ReplicaView, RunView
 from shared.errors import PenstockError
 
@@ -17,7 +17,7 @@ POLL_S = 1.0
 
 
 @dataclasses.dataclass(slots=True)
-class Seen:
+class RunSnapshot:
     """What the coordinator said last; None before it said anything."""
 
     run: RunView | None = None
@@ -30,7 +30,7 @@ class Watch:
     """Poll the coordinator of one run folder."""
 
     def __init__(self, run_folder: Path, tell: Callable[[str], None], token: str = "") -> None:
-        self.seen = Seen()
+        self.seen = RunSnapshot()
         self._tell = tell
         self._told = ""
         self._token = token
@@ -41,7 +41,7 @@ class Watch:
         """The id of the newest event that was told."""
         self._coordinator: AsyncCoordinator | None = None
 
-    async def run(self, on_news: Callable[[Seen], None]) -> None:
+    async def run(self, on_news: Callable[[RunSnapshot], None]) -> None:
         """Ask again and again, and call ``on_news`` after each answer."""
         try:
             while True:
@@ -58,11 +58,11 @@ class Watch:
                 coordinator = self._find()
                 run, replicas = await coordinator.run(), await coordinator.replicas()
                 self._tell_events(await coordinator.events())
-            except (Unreachable, Refused) as error:
+            except (Unreachable, RequestRefused) as error:
                 await self._forget()
                 self._tell_once(error)
                 return False
-            self.seen = Seen(run, {replica.replica: replica for replica in replicas}, time.time())
+            self.seen = RunSnapshot(run, {replica.replica: replica for replica in replicas}, time.time())
             return True
 
     async def finished(self) -> bool:
@@ -83,7 +83,7 @@ class Watch:
 
     def _tell_once(self, error: PenstockError) -> None:
         """That nobody answers is normal while processes start; an answer that makes no sense is not."""
-        if isinstance(error, (Unreadable, Refused)) and str(error) != self._told:
+        if isinstance(error, (Unreadable, RequestRefused)) and str(error) != self._told:
             self._told = str(error)
             self._tell(self._told)
 

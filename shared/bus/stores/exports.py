@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Answer:
+class ExportResult:
     """What became of an order."""
 
     done: bool
@@ -38,7 +38,7 @@ class Answer:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Order:
+class ExportRequest:
     """One version that somebody wants in Hugging Face form."""
 
     number: int
@@ -49,7 +49,7 @@ class Order:
     """Who makes it; empty: nobody yet."""
     attempts: int = 0
     """How often it was taken."""
-    answer: Answer | None = None
+    answer: ExportResult | None = None
 
 
 def export_folder(settings: Settings, version: PolicyVersion, *, adapter: bool = False) -> Path:
@@ -80,11 +80,11 @@ class Exports:
         fields = [str(number), *(f"{number}:{name}" for name in ("taker", "attempts", "answer"))]
         await self._bus.call(lambda: self._bus.client.hdel(self._key, *fields))
 
-    async def look(self, number: int) -> Order | None:
+    async def look(self, number: int) -> ExportRequest | None:
         """Return an order; None where there is none of this number."""
         return next((order for order in await self.orders() if order.number == number), None)
 
-    async def orders(self) -> list[Order]:
+    async def orders(self) -> list[ExportRequest]:
         """Return every order, oldest first."""
         raw = await self._bus.call(lambda: self._bus.client.hgetall(self._key))
         fields = {name.decode(errors="replace"): text.decode(errors="replace") for name, text in raw.items()}
@@ -96,22 +96,22 @@ class Exports:
         """Take an order, from whoever had it; return which attempt this is, 0 where the order is gone."""
         return int(await self._bus.script("take_export", [self._key], [number, taker]))
 
-    async def answer(self, number: int, taker: str, answer: Answer) -> bool:
+    async def answer(self, number: int, taker: str, answer: ExportResult) -> bool:
         """Say what became of an order; False where it is gone, or another took it."""
         arguments: list[Argument] = [number, taker, json.dumps(dataclasses.asdict(answer))]
         return bool(await self._bus.script("answer_export", [self._key], arguments))
 
 
-def _order(number: int, fields: dict[str, str]) -> Order | None:
+def _order(number: int, fields: dict[str, str]) -> ExportRequest | None:
     try:
         asked, answer = json.loads(fields[str(number)]), fields.get(f"{number}:answer")
-        return Order(
+        return ExportRequest(
             number,
             PolicyVersion(int(asked["version"])),
             bool(asked["adapter"]),
             fields.get(f"{number}:taker", ""),
             int(fields.get(f"{number}:attempts", 0)),
-            None if answer is None else Answer(**json.loads(answer)),
+            None if answer is None else ExportResult(**json.loads(answer)),
         )
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         log.warning("unreadable order of an export passed over", extra={"number": number, "error": repr(error)[:200]})

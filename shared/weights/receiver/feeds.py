@@ -14,7 +14,7 @@ from shared.weights.format.flat import view
 from shared.weights.format.layout import Layout
 from shared.weights.format.manifest import TensorEntry
 from shared.weights.format.snapshot import read_snapshot
-from shared.weights.transport.group import Group, Transfer
+from shared.weights.transport.group import Transfer, TransferGroup
 from shared.weights.transport.offer import Offer
 from shared.weights.waits import FILE_DEADLINES, Interrupt, bounded
 
@@ -35,7 +35,7 @@ class Feed:
 class GroupFeed(Feed):
     """Buckets that a source broadcasts through a group."""
 
-    def __init__(self, group: Group, deadline_s: float, interrupt: Interrupt) -> None:
+    def __init__(self, group: TransferGroup, deadline_s: float, interrupt: Interrupt) -> None:
         self.ahead = group.window
         self._group = group
         self._deadline_s = deadline_s

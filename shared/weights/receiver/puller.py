@@ -23,13 +23,13 @@ from shared.peers.handshake import Secret, introduce
 from shared.weights.format import manifest
 from shared.weights.format.layout import Header, Layout, plan_layout
 from shared.weights.transport.offer import Offer
-from shared.weights.transport.place import Place
+from shared.weights.transport.place import DeviceLocation
 from shared.weights.transport.sockets import tune
 from shared.weights.waits import FILE_DEADLINES
 
 log = logging.getLogger(__name__)
 
-__all__ = ["Place", "Puller", "file_offer"]
+__all__ = ["DeviceLocation", "Puller", "file_offer"]
 
 _KNOWN_LAYOUTS = 4
 _REASON_S = 0.1
@@ -44,7 +44,7 @@ class _Session:
 class Puller:
     """Asks on behalf of a replica of ``ranks`` processes at ``place``, by the run's ``secret``; no answer may take longer than ``deadline_s``."""
 
-    def __init__(self, place: Place, ranks: int, deadline_s: float, secret: Secret) -> None:
+    def __init__(self, place: DeviceLocation, ranks: int, deadline_s: float, secret: Secret) -> None:
         self._place = place
         self._ranks = ranks
         self._deadline_s = deadline_s

@@ -25,7 +25,7 @@ from shared.weights.format.layout import Header
 from shared.weights.receiver.feeds import Feed, FileFeed, GroupFeed, MappedFeed
 from shared.weights.stream_order import Lane, Point
 from shared.weights.transport import alarm, ipc
-from shared.weights.transport.group import Group, open_group
+from shared.weights.transport.group import TransferGroup, open_group
 from shared.weights.transport.offer import Offer
 from shared.weights.transport.rendezvous import connect_store
 from shared.weights.transport.sockets import own_address
@@ -44,7 +44,7 @@ class _Session:
     """What is kept of one session with a source between pulls."""
 
     name: str
-    group: Group | None = None
+    group: TransferGroup | None = None
     mapped: dict[tuple[ipc.Handle, ...], tuple[torch.Tensor, ...]] = dataclasses.field(default_factory=dict)
 
 
@@ -173,7 +173,7 @@ class Receiver:
             session.group.meet(offer.pull, interrupt)
             yield GroupFeed(session.group, offer.deadline_s, interrupt)
 
-    def _open(self, offer: Offer) -> Group:
+    def _open(self, offer: Offer) -> TransferGroup:
         assert offer.transport in ("nccl", "gloo")
         return open_group(
             offer.transport,

@@ -39,9 +39,9 @@ from shared.weights.source.files import Files
 from shared.weights.source.shelf import Shelf
 from shared.weights.stream_order import Lane, Point
 from shared.weights.transport import alarm, ipc
-from shared.weights.transport.group import Group, Transfer, open_group
+from shared.weights.transport.group import Transfer, TransferGroup, open_group
 from shared.weights.transport.offer import Offer, Transport
-from shared.weights.transport.place import Place, boot_id, plain_uuid
+from shared.weights.transport.place import DeviceLocation, boot_id, plain_uuid
 from shared.weights.transport.rendezvous import Rendezvous
 from shared.weights.transport.sockets import tune
 from shared.weights.waits import Interrupt, poll
@@ -61,7 +61,7 @@ class _Question:
     version: PolicyVersion
     ranks: int
     known_layout: str
-    place: Place
+    place: DeviceLocation
 
 
 class Session:
@@ -89,7 +89,7 @@ class Session:
         """Whether the peer has asked for something."""
         self._pulls = 0
         self._done: frames.Frame | None = None
-        self._group: Group | None = None
+        self._group: TransferGroup | None = None
         self._group_kind: tuple[Transport, int] = ("gloo", 0)
         self._lanes: dict[torch.device, Lane] = {}
 
@@ -217,7 +217,7 @@ class Session:
             while under_way:
                 under_way.popleft().land(self._deadline_s, interrupt)
 
-    def _opened(self, offer: Offer, ranks: int, device: torch.device, interrupt: Interrupt) -> Group:
+    def _opened(self, offer: Offer, ranks: int, device: torch.device, interrupt: Interrupt) -> TransferGroup:
         assert offer.transport in ("nccl", "gloo")
         kind = (offer.transport, ranks)
         if self._group is None or self._group_kind != kind:
@@ -273,7 +273,7 @@ class Session:
             self._done = frame
 
 
-def choose_transport(place: Place, ranks: int, device: torch.device) -> Transport:
+def choose_transport(place: DeviceLocation, ranks: int, device: torch.device) -> Transport:
     """Return how bytes travel from ``device`` to ``place``: NCCL between GPUs, IPC within one, else through the hosts."""
     if place.device == "cpu" or device.type == "cpu":
         return "gloo"
@@ -294,7 +294,7 @@ def _question(frame: frames.Frame) -> _Question:
         version=PolicyVersion(version),
         ranks=ranks,
         known_layout=str(frame.get("known_layout", "")),
-        place=Place(
+        place=DeviceLocation(
             device="cuda" if place.get("device") == "cuda" else "cpu",
             gpu_uuids=tuple(str(uuid) for uuid in uuids) if isinstance(uuids, list) else (),
             boot_id=str(place.get("boot_id", "")),

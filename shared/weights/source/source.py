@@ -44,7 +44,7 @@ _PATIENCE_S = 2.0
 """How long a puller that is told of a version before this process has it may wait for it here."""
 
 
-class Source:
+class WeightSource:
     """Serves those who know ``secret`` on ``host``:``port`` (0: any free one) until closed; no wait of it takes longer than ``deadline_s``,
     but for the next question of a puller, ``idle_s``.
 

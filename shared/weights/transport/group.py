@@ -60,7 +60,7 @@ class Transfer:
         raise NotImplementedError
 
 
-class Group:
+class TransferGroup:
     """A process group of one session. One thread uses it at a time; any may abort it."""
 
     window: int
@@ -130,7 +130,7 @@ def open_group(
     device: torch.device,
     host: str,
     interrupt: Interrupt = uninterrupted,
-) -> Group:
+) -> TransferGroup:
     """Return the group of ``ranks`` processes; all of them must open it within ``deadline_s``.
 
     ``store`` connects to the rendezvous (it may block); ``host`` is this process's own address, for gloo.
@@ -139,7 +139,7 @@ def open_group(
         WeightsError: a rank did not come, the store is gone, or the library refused.
     """
 
-    def opened() -> Group:
+    def opened() -> TransferGroup:
         if transport == "nccl":
             return _NcclGroup(store(), rank, ranks, deadline_s, device)
         return _GlooGroup(store(), rank, ranks, deadline_s, host)
@@ -148,14 +148,14 @@ def open_group(
     return bounded(opened, deadline_s, what, interrupt, discard=_discard)
 
 
-def _discard(late: Group) -> None:
+def _discard(late: TransferGroup) -> None:
     late.abort()
 
 
 # ----------------------------------------------------------------------- gloo
 
 
-class _GlooGroup(Group):
+class _GlooGroup(TransferGroup):
     window = _GLOO_WINDOW
 
     def __init__(self, store: Store, rank: int, ranks: int, deadline_s: float, host: str) -> None:
@@ -199,7 +199,7 @@ class _GlooTransfer(Transfer):
 # ----------------------------------------------------------------------- nccl
 
 
-class _NcclGroup(Group):
+class _NcclGroup(TransferGroup):
     window = _NCCL_WINDOW
 
     def __init__(self, store: Store, rank: int, ranks: int, deadline_s: float, device: torch.device) -> None:

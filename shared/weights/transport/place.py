@@ -8,7 +8,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Place:
+class DeviceLocation:
     """A kind of device, the GPUs by UUID (in the order of ranks; none on a CPU), and the boot that they belong to."""
 
     device: Literal["cuda", "cpu"] = "cpu"

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from services.coordinator.admission.admission import Admission, Terms
 from services.coordinator.admission.bus_full import Shortage
-from services.coordinator.admission.dataset import Dataset, Order, Problem
+from services.coordinator.admission.dataset import Dataset, EpochOrder, Problem
 from services.coordinator.policies.promotion import CONSUMER, Promotion
 from shared.bus import streams
 from shared.bus.bus import Bus
@@ -18,7 +18,7 @@ DATASET = Dataset(tuple(Problem(f"train.jsonl:{i + 1}", f"q{i}", None, str(i), {
 
 
 def admission(bus: Bus, slots: int = 4, steps: int = 100, gate: Callable[[], bool] = lambda: True) -> Admission:
-    order, ledger = Order(len(DATASET), seed=0, shuffle=True), Ledger(bus)
+    order, ledger = EpochOrder(len(DATASET), seed=0, shuffle=True), Ledger(bus)
     terms = Terms(Sampling(2, 4, 1.0), slots, 2, steps)
     return Admission(bus, ledger, DATASET, order, lambda: terms, gate, Shortage(bus, ledger), 0.001)
 
@@ -57,7 +57,7 @@ async def test_admission_fills_the_slots_and_no_more(bus: Bus) -> None:
 async def test_prompts_follow_the_order_of_the_seed_and_carry_the_newest_version(bus: Bus) -> None:
     await start(bus)
     await admission(bus, slots=7).admit()
-    order = Order(5, seed=0, shuffle=True)
+    order = EpochOrder(5, seed=0, shuffle=True)
     found = await prompts(bus)
     assert [prompt.text for prompt in found] == [f"q{order.index(place)}" for place in range(7)]
     assert {prompt.min_version for prompt in found} == {0}
@@ -75,7 +75,7 @@ async def test_a_restart_goes_on_exactly_at_the_cursor(bus: Bus) -> None:
     await first.admit()
     await take(bus, 3)
     await admission(bus, slots=3).admit()  # another process
-    order = Order(5, seed=0, shuffle=True)
+    order = EpochOrder(5, seed=0, shuffle=True)
     assert [(int(p.group_id), p.text) for p in await prompts(bus)] == [
         (place, f"q{order.index(place)}") for place in (3, 4, 5)
     ]

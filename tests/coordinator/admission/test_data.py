@@ -11,7 +11,7 @@ import pytest
 
 from services.coordinator.admission import dataset
 from services.coordinator.admission.data_overlap import Overlap, Training
-from services.coordinator.admission.dataset import Order, subset
+from services.coordinator.admission.dataset import EpochOrder, subset
 from services.coordinator.service import load_data
 from shared.bus.messages import ChatMessage
 from shared.errors import SettingsError
@@ -174,7 +174,7 @@ def test_without_the_datasets_package_the_sentence_says_what_to_install(
 
 
 def test_each_epoch_draws_every_problem_once_in_its_own_order() -> None:
-    order = Order(50, seed=7, shuffle=True)
+    order = EpochOrder(50, seed=7, shuffle=True)
     first, second = ([order.index(place) for place in range(start, start + 50)] for start in (0, 50))
     assert sorted(first) == sorted(second) == list(range(50))
     assert first != second
@@ -182,15 +182,15 @@ def test_each_epoch_draws_every_problem_once_in_its_own_order() -> None:
 
 
 def test_the_order_depends_on_seed_and_cursor_alone() -> None:
-    whole = [Order(10, seed=3, shuffle=True).index(place) for place in range(30)]
-    resumed = Order(10, seed=3, shuffle=True)
+    whole = [EpochOrder(10, seed=3, shuffle=True).index(place) for place in range(30)]
+    resumed = EpochOrder(10, seed=3, shuffle=True)
     assert [resumed.index(place) for place in range(17, 30)] == whole[17:]
-    assert [Order(10, seed=4, shuffle=True).index(place) for place in range(30)] != whole
+    assert [EpochOrder(10, seed=4, shuffle=True).index(place) for place in range(30)] != whole
 
 
 def test_the_order_of_a_seed_never_changes() -> None:
     # Runs resume by cursor: another order under the same seed would train on other problems than the cursor says.
-    assert [Order(8, seed=0, shuffle=True).index(place) for place in range(16)] == [
+    assert [EpochOrder(8, seed=0, shuffle=True).index(place) for place in range(16)] == [
         2,
         4,
         3,
@@ -211,7 +211,7 @@ def test_the_order_of_a_seed_never_changes() -> None:
 
 
 def test_without_shuffle_the_order_is_the_files() -> None:
-    assert [Order(3, seed=0, shuffle=False).index(place) for place in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+    assert [EpochOrder(3, seed=0, shuffle=False).index(place) for place in range(7)] == [0, 1, 2, 0, 1, 2, 0]
 
 
 def test_a_subset_is_fixed_by_its_seed() -> None:

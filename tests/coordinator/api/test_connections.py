@@ -14,7 +14,7 @@ from starlette.types import Message
 
 from services.coordinator.api.app import make_app
 from services.coordinator.api.bodies import Bodies, BodyBounds, BodyRefused
-from services.coordinator.api.connections import Bounds
+from services.coordinator.api.connections import ConnectionBounds
 from services.coordinator.api.routes.events import OpenStreams
 from services.coordinator.api.server import Server
 from shared.bus.bus import Bus
@@ -22,11 +22,11 @@ from shared.bus.stores.ledger import Ledger
 from tests.conftest import until
 from tests.support.coordinator_players import make, settings
 
-BOUNDS = Bounds(connections=6, connections_each=4, head_bytes=4096, head_s=0.3, request_s=0.3, unread_s=0.3)
+BOUNDS = ConnectionBounds(connections=6, connections_each=4, head_bytes=4096, head_s=0.3, request_s=0.3, unread_s=0.3)
 
 
 @contextlib.asynccontextmanager
-async def serving(bus: Bus, folder: Path, bounds: Bounds) -> AsyncIterator[Server]:
+async def serving(bus: Bus, folder: Path, bounds: ConnectionBounds) -> AsyncIterator[Server]:
     """Serve the API of a coordinator none of whose loops run."""
     await Ledger(bus).create()
     parts = make(bus, settings(folder, coordinator={"autostart": False}))
@@ -82,7 +82,7 @@ async def test_slow_and_large_requests_are_refused_and_others_answered(
 
 
 async def test_a_head_that_does_not_end_is_refused(bus: Bus, tmp_path: Path) -> None:
-    async with serving(bus, tmp_path, Bounds(head_bytes=4096)) as server:
+    async with serving(bus, tmp_path, ConnectionBounds(head_bytes=4096)) as server:
         reader, writer = await connect(server)
         writer.write(b"GET /healthz HTTP/1.1\r\nX: ")
         answer = asyncio.create_task(reader.read())
@@ -102,7 +102,7 @@ async def test_a_silent_connection_is_closed(bus: Bus, tmp_path: Path) -> None:
 
 
 async def test_connections_are_bounded_by_address_and_come_back(bus: Bus, tmp_path: Path) -> None:
-    async with serving(bus, tmp_path, Bounds(connections=6, connections_each=4)) as server:
+    async with serving(bus, tmp_path, ConnectionBounds(connections=6, connections_each=4)) as server:
         held = [await connect(server) for _ in range(4)]
         status, problem = await answer(server, b"")
         assert (status, problem["status"]) == (503, 503)
@@ -178,7 +178,7 @@ async def test_a_body_that_is_not_whole_is_no_request() -> None:
 
 
 async def test_event_streams_are_bounded_and_free_their_place(bus: Bus, tmp_path: Path) -> None:
-    async with serving(bus, tmp_path, Bounds()) as server, httpx.AsyncClient(base_url=server.url) as http:
+    async with serving(bus, tmp_path, ConnectionBounds()) as server, httpx.AsyncClient(base_url=server.url) as http:
         async with contextlib.AsyncExitStack() as held:
             for _ in range(32):
                 stream = await held.enter_async_context(http.stream("GET", "/v1/events/stream"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.coordinator.evaluation.evaluator import Due, Evaluator
-from services.coordinator.evaluation.results import Asked, Description, Evaluation, evaluations, summarize
+from services.coordinator.evaluation.results import Description, Evaluation, EvaluationRequest, evaluations, summarize
 from services.coordinator.run.lifecycle import due
 from services.coordinator.service import load_data, make_evaluator
 from shared.bus import streams
@@ -159,11 +159,11 @@ async def test_late_answers_of_another_evaluation_are_ignored(bus: Bus, tmp_path
     assert (found.version, found.answered, found.correct) == (1, 6, 4)
 
 
-ASKED = Asked("heldout", 1, 1, 0.5, ())
+ASKED = EvaluationRequest("heldout", 1, 1, 0.5, ())
 
 
 def test_the_summary_of_answers_is_worked_out_by_hand() -> None:
-    sets = (Asked("hard", 4, 4, 0.5, (2,)), Asked("easy", 2, 1, 0.5, ()))
+    sets = (EvaluationRequest("hard", 4, 4, 0.5, (2,)), EvaluationRequest("easy", 2, 1, 0.5, ()))
     description = Description(PolicyVersion(2), 2, sets, False, False, started_at_s=10.0)
     hard, easy = summarize(description, {0: 1, 1: 4, 3: 1, 4: 1}, "after 9 s", now_s=12.5)
     assert (hard.set, hard.problems, hard.samples, hard.answered, hard.correct) == ("hard", 4, 4, 3, 6)

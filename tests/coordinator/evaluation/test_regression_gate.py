@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from services.coordinator.evaluation.regression_gate import FELL, PASSED, judge, target
-from services.coordinator.evaluation.results import Asked, Description, Evaluation, evaluations, summarize
+from services.coordinator.evaluation.results import Description, Evaluation, EvaluationRequest, evaluations, summarize
 from services.coordinator.service import Coordinator
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion, Prompt
@@ -21,7 +21,9 @@ GATE = GateSettings(action="rollback", max_fall=0.05, min_problems=50)
 
 def found(version: int, correct: int, problems: int = 100, gate: str = "") -> Evaluation:
     """An evaluation with ``correct`` of ``problems`` right."""
-    description = Description(V(version), version, (Asked("heldout", problems, 1, 0.5, ()),), False, False, 0.0)
+    description = Description(
+        V(version), version, (EvaluationRequest("heldout", problems, 1, 0.5, ()),), False, False, 0.0
+    )
     answers = {problem: int(problem < correct) for problem in range(problems)}
     return dataclasses.replace(summarize(description, answers, "", 1.0)[0], gate=gate)
 

@@ -32,7 +32,7 @@ from services.reward.executor.protocol import (
     read_execution,
     read_job,
 )
-from services.reward.executor.verdict import Ended, Report, judge, read_report
+from services.reward.executor.verdict import Ended, ProgramReport, judge, read_report
 from services.up import plan
 from shared.errors import PeerError, SettingsError, TemporaryError
 from shared.peers import frames
@@ -146,16 +146,18 @@ async def test_many_programs_run_at_once_and_answers_find_their_askers(client: E
 )
 def test_the_wait_status_decides(status: int, cpu_s: float, started: bool, outcome: Outcome) -> None:
     ended = Ended(status, wall_s=1.0, cpu_s=cpu_s, peak_bytes=0)
-    assert judge(ended, Report(started, (), ""), Limits(), 0, None)[0] is outcome
+    assert judge(ended, ProgramReport(started, (), ""), Limits(), 0, None)[0] is outcome
 
 
 def test_a_report_is_read_up_to_the_first_line_that_is_none() -> None:
-    assert read_report(b"ready\nvalue 1\nvalue [2]\nerror E: x\nvalue 3\n", 9) == Report(True, ("1", "[2]"), "E: x")
-    assert read_report(b"ready\nvalue 1\nnonsense\nvalue 3\n", 9) == Report(True, ("1",), "")
-    assert read_report(b"ready\nerror " + b"x" * 9999 + b"\nvalue 3\n", 0) == Report(True, (), "x" * 1000)
-    assert read_report(b"error OSError: mount: EPERM\n", 9) == Report(False, (), "OSError: mount: EPERM")
-    assert read_report(b"", 9) == Report(False, (), "")
-    assert read_report(b"ready\n" + b"value 0\n" * 131_072, 2) == Report(True, ("0", "0", "0"), "")
+    assert read_report(b"ready\nvalue 1\nvalue [2]\nerror E: x\nvalue 3\n", 9) == ProgramReport(
+        True, ("1", "[2]"), "E: x"
+    )
+    assert read_report(b"ready\nvalue 1\nnonsense\nvalue 3\n", 9) == ProgramReport(True, ("1",), "")
+    assert read_report(b"ready\nerror " + b"x" * 9999 + b"\nvalue 3\n", 0) == ProgramReport(True, (), "x" * 1000)
+    assert read_report(b"error OSError: mount: EPERM\n", 9) == ProgramReport(False, (), "OSError: mount: EPERM")
+    assert read_report(b"", 9) == ProgramReport(False, (), "")
+    assert read_report(b"ready\n" + b"value 0\n" * 131_072, 2) == ProgramReport(True, ("0", "0", "0"), "")
 
 
 def test_messages_survive_the_wire_and_other_content_is_refused() -> None:

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from services.reward.scorers.answer.extraction import Place, extract
+from services.reward.scorers.answer.extraction import AnswerPlace, extract
 from services.reward.scorers.answer.mathematics import plain_numbers
 from services.reward.scorers.answer.scorer import COMMAND, AnswerMatcher
 from shared.bus.messages import FinishReason, RolloutGroup, Score, ScoreStatus
@@ -29,7 +29,7 @@ def asked(reference: str | None, *texts: str) -> RolloutGroup:
 
 
 def matcher(
-    mode: Mode = "math", place: Place = "auto", command: tuple[str, ...] = NO_PROCESS, **more: object
+    mode: Mode = "math", place: AnswerPlace = "auto", command: tuple[str, ...] = NO_PROCESS, **more: object
 ) -> AnswerMatcher:
     settings = AnswerScorer.model_validate({"kind": "answer", "mode": mode, "extract": place, **more})
     return AnswerMatcher(settings, command=command)
@@ -82,7 +82,7 @@ async def score(found: AnswerMatcher, reference: str, text: str) -> Score:
         ("auto", "", None),
     ],
 )
-def test_the_answer_stands_where_it_was_declared(place: Place, text: str, answer: str | None) -> None:
+def test_the_answer_stands_where_it_was_declared(place: AnswerPlace, text: str, answer: str | None) -> None:
     assert extract(text, place) == answer
 
 
@@ -184,7 +184,7 @@ async def test_whole_numbers_are_exact_however_they_are_written_unless_declared_
     ],
 )
 async def test_a_completion_without_an_answer_is_wrong_format_and_says_why(
-    mode: Mode, place: Place, text: str, detail: str
+    mode: Mode, place: AnswerPlace, text: str, detail: str
 ) -> None:
     assert await score(matcher(mode, place), "46", text) == Score("answer", ScoreStatus.WRONG_FORMAT, 0.0, detail)
 

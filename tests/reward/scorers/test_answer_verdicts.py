@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 
 from services.reward.scorers.answer import extraction, matching, notation, prose, shapes, units, words
-from services.reward.scorers.answer.extraction import Place, extract
+from services.reward.scorers.answer.extraction import AnswerPlace, extract
 from services.reward.scorers.answer.mathematics import plain_mathematics, plain_numbers
 from services.reward.scorers.answer.scorer import AnswerMatcher
 from shared.bus.messages import Score
@@ -170,7 +170,7 @@ HOSTILE = (
 def test_text_that_is_meant_to_stall_raises_nothing_and_is_read_in_bounded_work() -> None:
     for text in HOSTILE:
         for reference in ("5", "x+1", r"\{1, \sqrt{2}\}", text[:900]):
-            for place in get_args(Place):
+            for place in get_args(AnswerPlace):
                 extract(text, place)
             for attempt in matching.attempts(reference, text, ("prose", "units", "brackets", "restating")):
                 for pair in attempt.pairs:

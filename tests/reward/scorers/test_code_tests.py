@@ -17,7 +17,7 @@ from services.reward.executor.inside import comparison, plain_data
 from services.reward.executor.protocol import Call, Execution, Limits, Outcome
 from services.reward.scorers.code import asserts
 from services.reward.scorers.code import plain_data as plain
-from services.reward.scorers.code.assert_evaluation import Evaluator, Refused
+from services.reward.scorers.code.assert_evaluation import AssertEvaluator, Unsupported
 from services.reward.scorers.code.program import NoProgram, program_of
 from services.reward.scorers.code.suite import BadTests, read_tests
 from services.reward.scorers.code.tests import AssertTest, CallTest, ProgramTest
@@ -451,10 +451,10 @@ def test_a_clean_interpreter_compares_as_python_does(
 
 
 def test_evaluation_knows_no_other_names_than_those_of_calls() -> None:
-    with pytest.raises(Refused, match="open"):
+    with pytest.raises(Unsupported, match="open"):
         asserts.split(["assert f(1) == open"])
     with pytest.raises(KeyError):
-        Evaluator({}, 0.0)(ast.parse("call_0", mode="eval").body)
+        AssertEvaluator({}, 0.0)(ast.parse("call_0", mode="eval").body)
 
 
 @pytest.mark.parametrize(("expected", "found"), [([3], 3), ([3], [3]), (3, 3), ([[3]], [3])])

@@ -14,7 +14,7 @@ from shared.errors import WeightsError
 from shared.weights.format.flat import FlatSnapshot
 from shared.weights.receiver.puller import Puller
 from shared.weights.receiver.receiver import Receiver
-from shared.weights.transport.place import Place
+from shared.weights.transport.place import DeviceLocation
 from tests.support import weights
 from tests.support.weights_players import CPU, Player, Replica, Start, Trainer, fingerprint, players, policy
 
@@ -91,7 +91,7 @@ def test_a_stopped_puller_is_given_up_at_the_deadline(start: Start) -> None:
 
 async def test_a_rank_that_never_comes_is_given_up_at_the_deadline_by_both_sides(start: Start) -> None:
     trainer, one = start(Trainer, SHORT_S), start(Replica, rank=1, ranks=2)
-    puller = Puller(Place(), 2, DEADLINE_S, weights.secret)
+    puller = Puller(DeviceLocation(), 2, DEADLINE_S, weights.secret)
     offer = await puller.ask(trainer.call("address"), trainer.call("publish", 1, 11))
     call = one.later("receive", offer.pack())
     await asyncio.to_thread(refused, one, call, "expected a gloo group of 3 ranks", SHORT_S + SLACK_S)
@@ -183,7 +183,7 @@ def test_a_receive_that_is_aborted_ends_at_once(start: Start) -> None:
 
 async def test_a_pull_without_a_group_to_join_ends_at_the_deadline(start: Start) -> None:
     trainer = start(Trainer, SHORT_S)
-    puller, receiver = Puller(Place(), 1, DEADLINE_S, weights.secret), Receiver(1, 1, CPU)
+    puller, receiver = Puller(DeviceLocation(), 1, DEADLINE_S, weights.secret), Receiver(1, 1, CPU)
     offer = await puller.ask(trainer.call("address"), trainer.call("publish", 1, 11))
     trainer.signal(signal.SIGSTOP)  # the rendezvous' server does not answer: torch alone would wait for ever
     before_s = time.monotonic()
@@ -251,7 +251,7 @@ async def test_a_source_that_does_not_finish_its_answer_is_left_at_the_deadline(
     ours.close()
     async with await asyncio.start_server(stalled, "127.0.0.1", 0) as server:
         host, port = server.sockets[0].getsockname()
-        puller = Puller(Place(), 1, 0.3, weights.secret)
+        puller = Puller(DeviceLocation(), 1, 0.3, weights.secret)
         before_s = time.monotonic()
         with pytest.raises(WeightsError, match="found silence"):
             await puller.ask(f"{host}:{port}", record)
@@ -264,7 +264,7 @@ async def test_a_source_that_is_not_there_is_said_so() -> None:
     ours = Trainer(0.5)
     record = ours.publish(1, 11)
     ours.close()
-    puller = Puller(Place(), 1, DEADLINE_S, weights.secret)
+    puller = Puller(DeviceLocation(), 1, DEADLINE_S, weights.secret)
     with pytest.raises(WeightsError, match="expected a source of weights at"):
         await puller.ask(ours.address(), record)
     with pytest.raises(WeightsError, match="expected host:port"):

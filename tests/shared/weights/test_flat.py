@@ -12,7 +12,7 @@ from shared.weights.format.checksum import checksum, text
 from shared.weights.format.flat import FlatSnapshot
 from shared.weights.format.layout import Header, plan_layout
 from shared.weights.source.session import choose_transport
-from shared.weights.transport.place import Place, plain_uuid
+from shared.weights.transport.place import DeviceLocation, plain_uuid
 from tests.conftest import PATIENCE_S
 from tests.support.interpreted import interpreted
 
@@ -145,8 +145,8 @@ def test_a_version_of_another_layout_cannot_begin() -> None:
 
 
 def test_whatever_touches_a_cpu_goes_through_the_hosts() -> None:
-    assert choose_transport(Place(), 1, CPU) == "gloo"
-    assert choose_transport(Place("cuda", ("GPU-1b",), "boot"), 1, CPU) == "gloo"
+    assert choose_transport(DeviceLocation(), 1, CPU) == "gloo"
+    assert choose_transport(DeviceLocation("cuda", ("GPU-1b",), "boot"), 1, CPU) == "gloo"
     assert plain_uuid("GPU-1B-2c") == plain_uuid("1b-2c")
 
 

@@ -14,7 +14,7 @@ from shared.weights.format.flat import FlatSnapshot
 from shared.weights.format.snapshot import write_snapshot
 from shared.weights.receiver.puller import Puller, file_offer
 from shared.weights.receiver.receiver import Receiver
-from shared.weights.transport.place import Place
+from shared.weights.transport.place import DeviceLocation
 from tests.conftest import PATIENCE_S
 from tests.support import weights
 from tests.support.weights_players import CPU, Replica, Start, Trainer, fingerprint, players, policy
@@ -66,7 +66,7 @@ def test_a_replica_that_still_receives_serves_on_what_it_has(start: Start) -> No
 
 async def test_every_rank_of_a_replica_receives_from_one_session(start: Start) -> None:
     trainer, one, two = start(Trainer), start(Replica, rank=1, ranks=2), start(Replica, rank=2, ranks=2)
-    puller = Puller(Place(), 2, DEADLINE_S, weights.secret)
+    puller = Puller(DeviceLocation(), 2, DEADLINE_S, weights.secret)
     for version in (1, 2):
         offer = await puller.ask(trainer.call("address"), trainer.call("publish", version, version))
         calls = [rank.later("receive", offer.pack()) for rank in (one, two)]
@@ -80,7 +80,7 @@ async def test_every_rank_of_a_replica_receives_from_one_session(start: Start) -
 async def test_bucket_after_bucket_comes_through_one_buffer(start: Start) -> None:
     trainer = start(Trainer)
     record = trainer.call("publish", 1, 11)
-    puller, receiver = Puller(Place(), 1, DEADLINE_S, weights.secret), Receiver(1, 1, CPU)
+    puller, receiver = Puller(DeviceLocation(), 1, DEADLINE_S, weights.secret), Receiver(1, 1, CPU)
     offer = await puller.ask(trainer.call("address"), record)
     shadow = FlatSnapshot(offer.layout, CPU)
     buffer = torch.empty(max(offer.layout.bucket_bytes), dtype=torch.uint8)
@@ -105,7 +105,7 @@ async def test_over_a_broken_fabric_a_source_writes_a_file_that_is_held_to_the_s
 ) -> None:
     trainer = start(Trainer, folder=str(tmp_path))
     record = trainer.call("publish", 1, 11)
-    puller, receiver = Puller(Place(), 1, DEADLINE_S, weights.secret), Receiver(1, 1, CPU)
+    puller, receiver = Puller(DeviceLocation(), 1, DEADLINE_S, weights.secret), Receiver(1, 1, CPU)
     offers = [await puller.ask_for_file(trainer.call("address"), record) for _ in range(2)]
     assert offers[0] == offers[1]
     assert offers[0].source == str(tmp_path / "v000001")

@@ -20,8 +20,8 @@ from shared.peers.handshake import Newcomers, admit, introduce
 from shared.weights.receiver.puller import Puller
 from shared.weights.receiver.receiver import Receiver
 from shared.weights.source import source as sources
-from shared.weights.source.source import MAX_STRANGERS, Source
-from shared.weights.transport.place import Place
+from shared.weights.source.source import MAX_STRANGERS, WeightSource
+from shared.weights.transport.place import DeviceLocation
 from tests.conftest import PATIENCE_S, until
 from tests.support import weights
 
@@ -32,8 +32,8 @@ LONG_S = 60.0
 @contextlib.contextmanager
 def serving(
     folder: Path | None = None, *, idle_s: float = LONG_S, deadline_s: float = LONG_S
-) -> Iterator[tuple[Source, PolicyRecord]]:
-    source = Source("127.0.0.1", 0, weights.secret, deadline_s=deadline_s, idle_s=idle_s, file_folder=folder)
+) -> Iterator[tuple[WeightSource, PolicyRecord]]:
+    source = WeightSource("127.0.0.1", 0, weights.secret, deadline_s=deadline_s, idle_s=idle_s, file_folder=folder)
     try:
         yield source, weights.offered(source, weights.fill({"w": torch.ones(4)}, 1))
     finally:
@@ -55,7 +55,7 @@ def at_end(connection: socket.socket) -> bool:
 
 async def pulled(record: PolicyRecord, secret: bytes = weights.SECRET) -> None:
     """Pull as a replica does."""
-    puller, receiver = Puller(Place(), 1, PATIENCE_S, lambda: secret), Receiver(1, 1, weights.CPU)
+    puller, receiver = Puller(DeviceLocation(), 1, PATIENCE_S, lambda: secret), Receiver(1, 1, weights.CPU)
     try:
         offer = await puller.ask(record.source, record)
         buffer = torch.empty(1 << 20, dtype=torch.uint8)
@@ -68,12 +68,12 @@ async def pulled(record: PolicyRecord, secret: bytes = weights.SECRET) -> None:
 
 async def test_who_does_not_know_the_secret_gets_no_weights_and_orders_no_file(tmp_path: Path) -> None:
     with serving(tmp_path) as (_, record):
-        puller = Puller(Place(), 1, PATIENCE_S, lambda: b"the secret of another run")
+        puller = Puller(DeviceLocation(), 1, PATIENCE_S, lambda: b"the secret of another run")
         for ask in (puller.ask, puller.ask_for_file):
             with pytest.raises(WeightsError, match="did not let this process in: do both belong to the same run"):
                 await ask(record.source, record)
         assert list(tmp_path.iterdir()) == []
-        knows = Puller(Place(), 1, PATIENCE_S, weights.secret)
+        knows = Puller(DeviceLocation(), 1, PATIENCE_S, weights.secret)
         offer = await knows.ask_for_file(record.source, record)
         await knows.close()
         assert offer.transport == "file"
@@ -132,7 +132,7 @@ async def test_silent_strangers_keep_no_replica_out() -> None:
 
 async def test_a_puller_that_asked_once_and_stays_silent_is_dropped_and_may_come_back() -> None:
     with serving(idle_s=0.05) as (source, record):
-        puller = Puller(Place(), 1, PATIENCE_S, weights.secret)
+        puller = Puller(DeviceLocation(), 1, PATIENCE_S, weights.secret)
         for _ in range(2):
             with pytest.raises(WeightsError, match="version 7"):
                 await puller.ask(record.source, weights.record(7, "0" * 64))
@@ -163,7 +163,7 @@ async def test_a_source_that_can_start_no_thread_serves_again_once_it_can_and_cl
 async def test_pullers_beyond_the_most_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "MAX_SESSIONS", 1)
     with serving() as (_, record):
-        first, second = (Puller(Place(), 1, PATIENCE_S, weights.secret) for _ in range(2))
+        first, second = (Puller(DeviceLocation(), 1, PATIENCE_S, weights.secret) for _ in range(2))
         with pytest.raises(WeightsError, match="version 7"):
             await first.ask(record.source, weights.record(7, "0" * 64))
         with pytest.raises(WeightsError, match="closed the connection"):

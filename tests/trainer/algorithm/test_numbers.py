@@ -202,7 +202,7 @@ def _objective(log_ratios: list[float], advantage: float, **algorithm: Any) -> t
     samples = np.array([len(log_ratios)])
     policy = torch.full((len(log_ratios),), -1.0, requires_grad=True)
     batch: Any = mock.Mock(lengths_S=samples, places_S=np.array([0]))
-    known = token_data.Facts(
+    known = token_data.LossInputs(
         batch,
         torch.from_numpy(samples),
         behavior_logprobs_N=-1.0 - torch.tensor(log_ratios),

@@ -15,7 +15,7 @@ from services.trainer.algorithm.advantages import group_advantages
 from services.trainer.algorithm.kl import estimate
 from services.trainer.algorithm.losses import clipped_ratio
 from services.trainer.algorithm.schedule import learning_rate
-from services.trainer.batch.packing import MicroBatch, Row, micro_batch, plan, split_row
+from services.trainer.batch.packing import MicroBatch, PackedRow, micro_batch, plan, split_row
 from services.trainer.batch.staleness import judge, lag_steps
 from services.trainer.model.policy import Policy
 from shared.bus.messages import FinishReason, PolicyVersion, Sample
@@ -86,9 +86,9 @@ def test_the_learning_rate_depends_on_the_step_alone() -> None:
     assert learning_rate(TrainerSettings(learning_rate=0.3), 10**6, 10) == 0.3
 
 
-def row(prompt: int, *lengths: int) -> Row:
+def row(prompt: int, *lengths: int) -> PackedRow:
     samples = tuple(builders.sample(tokens=length) for length in lengths)
-    return Row(np.arange(prompt, dtype=np.int32), samples, tuple(range(len(lengths))))
+    return PackedRow(np.arange(prompt, dtype=np.int32), samples, tuple(range(len(lengths))))
 
 
 def test_a_group_lies_in_one_row_with_its_prompt_once() -> None:
@@ -137,7 +137,7 @@ def tiny_model(seed: int = 0) -> Any:
     return Qwen2ForCausalLM(config).eval()
 
 
-def real_row(generator: np.random.Generator, prompt: int, lengths: Sequence[int]) -> Row:
+def real_row(generator: np.random.Generator, prompt: int, lengths: Sequence[int]) -> PackedRow:
     samples = tuple(
         Sample(
             token_ids=generator.integers(0, 23, length).astype(np.int32),
@@ -148,10 +148,10 @@ def real_row(generator: np.random.Generator, prompt: int, lengths: Sequence[int]
         )
         for length in lengths
     )
-    return Row(generator.integers(0, 23, prompt).astype(np.int32), samples, tuple(range(len(lengths))))
+    return PackedRow(generator.integers(0, 23, prompt).astype(np.int32), samples, tuple(range(len(lengths))))
 
 
-def separate_logprobs(model: Any, rows: Sequence[Row]) -> torch.Tensor:
+def separate_logprobs(model: Any, rows: Sequence[PackedRow]) -> torch.Tensor:
     """One plain forward pass a sequence, without packing or padding."""
     found = []
     for packed in rows:

@@ -12,7 +12,7 @@ import torch
 
 from services.trainer.algorithm import diagnostics
 from services.trainer.algorithm.update import Learner
-from services.trainer.batch.packing import Row, micro_batch
+from services.trainer.batch.packing import PackedRow, micro_batch
 from services.trainer.metrics import Phases
 from services.trainer.model import adapter
 from services.trainer.model.critic import Critic
@@ -107,7 +107,7 @@ def _sample(prompt: Any, ids: Any, gap: float, generator: np.random.Generator) -
     spans = np.array([[0, 0]], dtype=np.int32)
     bare = Sample(ids, np.zeros(len(ids), dtype=np.float32), spans, FinishReason.STOP, "")
     with torch.no_grad():
-        logprobs = policy().eval()(micro_batch([Row(prompt, (bare,), (0,))])).policy_logprobs_N.numpy()
+        logprobs = policy().eval()(micro_batch([PackedRow(prompt, (bare,), (0,))])).policy_logprobs_N.numpy()
     behavior = (logprobs - gap * np.abs(generator.normal(size=len(ids)))).astype(np.float32) if gap else logprobs
     return Sample(ids, behavior, spans, FinishReason.STOP, "")
 
@@ -235,7 +235,7 @@ def test_reference_logprobs_that_came_with_their_groups_make_the_same_step(algor
     with torch.no_grad():
         came = [
             frozen(
-                micro_batch([Row(e.group.prompt_token_ids, e.group.samples, (0, 1, 2, 3))])
+                micro_batch([PackedRow(e.group.prompt_token_ids, e.group.samples, (0, 1, 2, 3))])
             ).policy_logprobs_N.numpy()
             for e in batch()
         ]

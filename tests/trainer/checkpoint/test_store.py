@@ -24,9 +24,9 @@ from services.trainer.checkpoint.local_store import Checkpoint
 from services.trainer.checkpoint.manifests import CheckpointState
 from services.trainer.checkpoint.remote_store import CheckpointStore, open_store
 from services.trainer.checkpoint.s3 import ObjectStore
-from services.trainer.checkpoint.uploader import Copier, Job
+from services.trainer.checkpoint.uploader import Upload, Uploader
 from services.trainer.rank0.resume import Resume, find_resume
-from services.trainer.rank0.retention import Keeper
+from services.trainer.rank0.retention import Retention
 from shared.bus.bus import Bus
 from shared.bus.messages import Event, PolicyVersion
 from shared.bus.stores.ledger import Ledger
@@ -160,7 +160,7 @@ def test_what_uploads_left_goes_once_a_newer_one_is_whole(tmp_path: Path, storag
     assert {name.split("/")[2][:11] for name in storage.names("r/")} == {"step-000002", "step-000003"}
 
 
-# ---------------------------------------------------------------- the copier
+# ---------------------------------------------------------------- the uploader
 
 
 class Slow:
@@ -170,7 +170,7 @@ class Slow:
         self.works, self.failed = False, 0
         self.copied: list[str] = []
 
-    def job(self, name: str) -> Job:
+    def job(self, name: str) -> Upload:
         def copy() -> int:
             if not self.works:
                 self.failed += 1
@@ -178,20 +178,20 @@ class Slow:
             self.copied.append(name)
             return 1
 
-        return Job("checkpoint", Path(name), copy, lambda: True)
+        return Upload("checkpoint", Path(name), copy, lambda: True)
 
 
 async def test_the_newest_is_copied_once_the_store_is_back_and_what_it_took_the_place_of_is_not() -> None:
     slow, told = Slow(), []
-    copier = Copier(lambda job, error: told.append((job.folder.name, str(error))))
-    copier.add(slow.job("one"))
+    uploader = Uploader(lambda job, error: told.append((job.folder.name, str(error))))
+    uploader.add(slow.job("one"))
     await until(lambda: slow.failed > 0)
-    assert copier.unstored_s() > 0.0
-    copier.add(slow.job("two"))
-    copier.add(slow.job("three"))
-    await until(lambda: not copier.uses(Path("one")))
+    assert uploader.unstored_s() > 0.0
+    uploader.add(slow.job("two"))
+    uploader.add(slow.job("three"))
+    await until(lambda: not uploader.uses(Path("one")))
     slow.works = True
-    await until(lambda: copier.unstored_s() == 0.0)
+    await until(lambda: uploader.unstored_s() == 0.0)
     assert slow.copied == ["three"]
     assert told == [("one", "away")], "once, not for each attempt"
 
@@ -199,28 +199,28 @@ async def test_the_newest_is_copied_once_the_store_is_back_and_what_it_took_the_
 async def test_a_store_that_is_slower_than_checkpoints_come_lacks_only_what_came_since_the_last_copy() -> None:
     may_end = threading.Semaphore(0)
 
-    def job(name: str) -> Job:
-        return Job("checkpoint", Path(name), lambda: int(may_end.acquire()), lambda: True)
+    def job(name: str) -> Upload:
+        return Upload("checkpoint", Path(name), lambda: int(may_end.acquire()), lambda: True)
 
-    copier = Copier(lambda job, error: None)
-    copier.add(job("one"))
-    await until(lambda: copier.uses(Path("one")))
+    uploader = Uploader(lambda job, error: None)
+    uploader.add(job("one"))
+    await until(lambda: uploader.uses(Path("one")))
     before_s = time.monotonic()
-    copier.add(job("two"))
+    uploader.add(job("two"))
     may_end.release()
-    await until(lambda: copier.uses(Path("two")))
-    assert 0.0 < copier.unstored_s() <= time.monotonic() - before_s, "not since the first one"
+    await until(lambda: uploader.uses(Path("two")))
+    assert 0.0 < uploader.unstored_s() <= time.monotonic() - before_s, "not since the first one"
     may_end.release()
-    await until(lambda: copier.unstored_s() == 0.0)
+    await until(lambda: uploader.unstored_s() == 0.0)
 
 
 async def test_a_process_that_ends_waits_for_a_copy_but_for_no_store_that_is_away() -> None:
     slow = Slow()
-    copier = Copier(lambda job, error: None)
-    copier.add(slow.job("one"))
+    uploader = Uploader(lambda job, error: None)
+    uploader.add(slow.job("one"))
     await until(lambda: slow.failed > 0)
-    copier.close(wait_s=60.0)
-    await until(lambda: not copier.uses(Path("one")))
+    uploader.close(wait_s=60.0)
+    await until(lambda: not uploader.uses(Path("one")))
     assert slow.copied == []
 
 
@@ -228,11 +228,11 @@ async def test_a_bug_in_the_copier_stops_the_process_that_it_works_for() -> None
     def bug() -> int:
         raise KeyError("bug")
 
-    copier = Copier(lambda job, error: None)
-    copier.add(Job("checkpoint", Path("one"), bug, lambda: True))
+    uploader = Uploader(lambda job, error: None)
+    uploader.add(Upload("checkpoint", Path("one"), bug, lambda: True))
 
     def stopped() -> bool:
-        copier.check()
+        uploader.check()
         return False
 
     with pytest.raises(RuntimeError, match="ended by a bug"):
@@ -243,12 +243,12 @@ async def test_a_bug_in_the_copier_stops_the_process_that_it_works_for() -> None
 
 
 class Kept:
-    """A keeper on a training thread of its own, and the journal that it looks after."""
+    """A retention on a training thread of its own, and the journal that it looks after."""
 
     def __init__(self, bus: Bus, folder: Path, storage: Storage, **more: Any) -> None:
         loop = asyncio.get_running_loop()
         self.root, self._bus = folder / "checkpoints", bus
-        self.made = Keeper(
+        self.made = Retention(
             settings(folder, storage, bus.keys.run_id, **more),
             bus,
             lambda work: asyncio.run_coroutine_threadsafe(work, loop).result(),

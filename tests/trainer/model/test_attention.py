@@ -11,7 +11,7 @@ from torch import Tensor
 
 from services.trainer.batch.packing import Segments, micro_batch
 from services.trainer.model.layers import attention, attention_layout, attention_math
-from services.trainer.model.layers.attention import CannotPack, Layout
+from services.trainer.model.layers.attention import CannotPack, PackedLayout
 from services.trainer.model.layers.attention_layout import CAUSAL, Pattern
 from services.trainer.model.layers.attention_math import Extras
 from services.trainer.model.policy import Policy
@@ -106,7 +106,7 @@ def test_each_pattern_and_extra_gives_the_outputs_and_gradients_of_separate_sequ
     if extras.sinks_H is not None:
         extras = Extras(scale=0.3, softcap=extras.softcap, sinks_H=singles[3])
     kind: Any = "varlen" if way == "varlen" else "mask"
-    packed = Layout(segments, kind, CPU)
+    packed = PackedLayout(segments, kind, CPU)
     q, k, v, _ = (tensor[None] for tensor in singles)
     out = packed.attend(q, k, v, pattern, extras)[0]
     assert torch.allclose(out, expected.float(), atol=1e-5)  # float32 against float64
@@ -231,7 +231,7 @@ def test_half_precision_attention_of_a_gpu_is_within_its_rounding(kind: Any, pat
     doubles = [half.detach().double().cpu().requires_grad_() for half in halves]
     sinks = extra == "sinks"
     q, k, v, sink = halves
-    out = Layout(segments, kind, torch.device("cuda")).attend(
+    out = PackedLayout(segments, kind, torch.device("cuda")).attend(
         q[None], k[None], v[None], pattern, Extras(sinks_H=sink if sinks else None)
     )[0]
     q, k, v, sink = doubles
@@ -264,9 +264,11 @@ def pack(model: Any) -> None:
     attention.hidden_states(attention.decoder_of(model), micro_batch(rows(0)), "mask")
 
 
-def attend_with(packed_row: Layout, pattern: Pattern | None = CAUSAL, **others: Any) -> None:
+def attend_with(packed_row: PackedLayout, pattern: Pattern | None = CAUSAL, **others: Any) -> None:
     nothing = torch.zeros(1, 1, 1, 8)
-    attention.attend(torch.nn.Identity(), nothing, nothing, nothing, attention.Seen(packed_row, pattern), **others)
+    attention.attend(
+        torch.nn.Identity(), nothing, nothing, nothing, attention.PackedMask(packed_row, pattern), **others
+    )
 
 
 @pytest.mark.parametrize(
@@ -280,7 +282,7 @@ def attend_with(packed_row: Layout, pattern: Pattern | None = CAUSAL, **others: 
     ],
 )
 def test_what_attention_is_asked_for_and_packed_rows_do_not_have_is_refused(others: dict[str, Any], said: str) -> None:
-    packed_row = Layout(micro_batch(rows(0)).segments, "mask", CPU)
+    packed_row = PackedLayout(micro_batch(rows(0)).segments, "mask", CPU)
     with pytest.raises(CannotPack, match=said):
         attend_with(packed_row, **others)
     assert packed_row.used == 0
@@ -312,11 +314,11 @@ def test_masks_are_read_as_patterns_and_others_are_refused() -> None:
     ):
         assert attention._read(other, size, 100, CPU) is None
     with pytest.raises(CannotPack, match="found one with another mask"):
-        attend_with(Layout(micro_batch(rows(0)).segments, "mask", CPU), None)
+        attend_with(PackedLayout(micro_batch(rows(0)).segments, "mask", CPU), None)
 
 
 def test_a_model_that_makes_or_reads_its_own_mask_is_refused() -> None:
-    seen = attention.Seen(Layout(micro_batch(rows(0)).segments, "mask", CPU), CAUSAL)
+    seen = attention.PackedMask(PackedLayout(micro_batch(rows(0)).segments, "mask", CPU), CAUSAL)
     mask: Any = seen
     for touch in (
         lambda: mask[:, :, :4],

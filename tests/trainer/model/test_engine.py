@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from services.trainer.algorithm.update import Learner
 from services.trainer.batch.flops import ModelSizes, forward_flops, peak_tflops
-from services.trainer.batch.packing import Row, assign_pieces, micro_batch, plan
+from services.trainer.batch.packing import PackedRow, assign_pieces, micro_batch, plan
 from services.trainer.metrics import Phases
 from services.trainer.model.engine import TrainingEngine
 from services.trainer.model.layers import kernels
@@ -239,16 +239,16 @@ def test_the_sizes_of_a_model_are_its_linear_layers_and_its_attention() -> None:
 
 
 def test_a_row_sees_its_prompt_once_and_each_completion_its_own() -> None:
-    row = Row(np.arange(3, dtype=np.int32), (builders.sample(tokens=3), builders.sample(tokens=2)), (0, 1))
+    row = PackedRow(np.arange(3, dtype=np.int32), (builders.sample(tokens=3), builders.sample(tokens=2)), (0, 1))
     assert row.visible_pairs == 6 + (2 * 3 + 3) + (1 * 3 + 1)
 
 
-def lengths(found: list[list[list[Row]]]) -> list[list[list[int]]]:
+def lengths(found: list[list[list[PackedRow]]]) -> list[list[list[int]]]:
     return [[[row.tokens for row in chunk] for chunk in share] for share in found]
 
 
-def long_row(tokens: int) -> Row:
-    return Row(np.arange(tokens, dtype=np.int32), (builders.sample(tokens=1),), (0,))
+def long_row(tokens: int) -> PackedRow:
+    return PackedRow(np.arange(tokens, dtype=np.int32), (builders.sample(tokens=1),), (0,))
 
 
 def test_rows_fill_as_few_micro_batches_as_longest_first_finds_and_costs_are_even() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.trainer.batch.packing import Row, Segments, assign_pieces, micro_batch, part, split_row
+from services.trainer.batch.packing import PackedRow, Segments, assign_pieces, micro_batch, part, split_row
 from services.trainer.model.layers import mixers, spans
 from services.trainer.model.layers.attention import CannotPack
 from services.trainer.model.policy import Policy
@@ -28,18 +28,18 @@ LONG = ((150, (90, 33, 1, 2)), (40, (64, 5)), (200, (1,)))
 """Tokens of each prompt and of its completions: beyond a fork's prompt (128), a chunk (64) and a convolution (4)."""
 
 
-def rows(shape: Sequence[tuple[int, Sequence[int]]], *, shares_prompt: bool = True) -> list[Row]:
-    random, found, place = np.random.default_rng(0), list[Row](), 0
+def rows(shape: Sequence[tuple[int, Sequence[int]]], *, shares_prompt: bool = True) -> list[PackedRow]:
+    random, found, place = np.random.default_rng(0), list[PackedRow](), 0
     for prompt, lengths in shape:
         ids = random.integers(3, VOCABULARY, prompt).astype(np.int32)
         completions = [random.integers(3, VOCABULARY, n).astype(np.int32) for n in lengths]
         samples = tuple(dataclasses.replace(builders.sample(tokens=len(one)), token_ids=one) for one in completions)
-        found.append(Row(ids, samples, tuple(range(place, place + len(lengths))), 0.8, shares_prompt))
+        found.append(PackedRow(ids, samples, tuple(range(place, place + len(lengths))), 0.8, shares_prompt))
         place += len(lengths)
     return found
 
 
-def by_itself(model: Any, of: Sequence[Row]) -> Tensor:
+def by_itself(model: Any, of: Sequence[PackedRow]) -> Tensor:
     """The logprobs that transformers' model gives, each sequence alone."""
     parts = []
     for row in of:
@@ -58,7 +58,7 @@ def gradient(model: Any, logprobs_N: Tensor) -> Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def assert_equal(policy: Policy, model: Any, of: Sequence[Row]) -> None:
+def assert_equal(policy: Policy, model: Any, of: Sequence[PackedRow]) -> None:
     ours, theirs = policy(micro_batch(of)).policy_logprobs_N, by_itself(model, of)
     assert float((ours - theirs).detach().abs().max()) < TOLERANCE
     mine, its = gradient(policy.model, ours), gradient(model, theirs)

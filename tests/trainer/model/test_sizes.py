@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from services.trainer.batch.flops import ModelSizes, forward_flops
-from services.trainer.batch.packing import Row
+from services.trainer.batch.packing import PackedRow
 from services.trainer.model.sizes import measure
 from tests.support import builders, tiny
 
@@ -164,7 +164,7 @@ def test_a_model_that_does_not_say_how_many_experts_a_token_has_counts_all(caplo
 
 
 def test_a_window_limits_the_pairs_that_a_layer_with_it_computes() -> None:
-    row = Row(np.arange(3, dtype=np.int32), (builders.sample(tokens=3), builders.sample(tokens=2)), (0, 1))
+    row = PackedRow(np.arange(3, dtype=np.int32), (builders.sample(tokens=3), builders.sample(tokens=2)), (0, 1))
     # within 2 tokens: the prompt's 1 + 2 + 2, then two completions of 2 and 1 computed tokens with 2 each
     assert [row.pairs_within(window) for window in (1, 2, 100)] == [6, 5 + 4 + 2, row.visible_pairs]
     sizes = ModelSizes(linear_weights=0, attention_width=1, output_weights=0, windows=((2, 10),))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.trainer.rank0.commands import Kind, Order, _read, _write
+from services.trainer.rank0.commands import Command, CommandKind, _read, _write
 from shared.bus import wire
 from shared.bus.bus import Bus, Delivery
 from shared.bus.messages import Experience, Misfit, StepPlan
@@ -47,7 +47,7 @@ async def test_a_journal_of_an_older_version_is_read_without_plans(bus: Bus) -> 
 @pytest.mark.parametrize("plan", [None, PLAN])
 def test_every_rank_gets_the_plan_with_the_order_to_replay(plan: StepPlan | None) -> None:
     experience = builders.experience(3)
-    order = Order(Kind.REPLAY, "", (wire.encode(experience),), (experience,), (1,), 1e-3, plan)
+    order = Command(CommandKind.REPLAY, "", (wire.encode(experience),), (experience,), (1,), 1e-3, plan)
     found = _read(_write(order))
-    assert (found.kind, found.lags, found.learning_rate, found.plan) == (Kind.REPLAY, (1,), 1e-3, plan)
+    assert (found.kind, found.lags, found.learning_rate, found.plan) == (CommandKind.REPLAY, (1,), 1e-3, plan)
     assert found.groups[0].group.prompt.group_id == 3

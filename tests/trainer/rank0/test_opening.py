@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from services.trainer.rank0.branch import Branch
-from services.trainer.rank0.commands import Kind, Order
+from services.trainer.rank0.commands import Command, CommandKind
 from services.trainer.rank0.opening import Opening
-from services.trainer.rank0.retention import Keeper
+from services.trainer.rank0.retention import Retention
 from shared.bus.bus import Bus
 from shared.bus.stores.cordon import Cordon
 from shared.bus.stores.ledger import Ledger, RunState
@@ -36,13 +36,13 @@ class Opened:
         context = Context(
             self.of, "trainer", "trainer-0", bus, Status(), self.stop, Live(bus, self.of), cordon, RunSecret(bus)
         )
-        keeper = Keeper(self.of, bus, lambda work: asyncio.run_coroutine_threadsafe(work, loop).result())
-        self.opening = Opening(context, Branch(bus), keeper, loop)
+        retention = Retention(self.of, bus, lambda work: asyncio.run_coroutine_threadsafe(work, loop).result())
+        self.opening = Opening(context, Branch(bus), retention, loop)
 
-    async def next_order(self) -> Order | None:
+    async def next_order(self) -> Command | None:
         """Return the next order that is not to wait."""
         order = await asyncio.to_thread(self.opening.next_order)
-        while order is not None and order.kind is Kind.WAIT:
+        while order is not None and order.kind is CommandKind.WAIT:
             order = await asyncio.to_thread(self.opening.next_order)
         return order
 
@@ -74,7 +74,7 @@ async def test_what_begin_found_is_loaded_and_without_begin_the_first_order_find
             opened.opening.begin()
         order = await opened.next_order()
         assert order is not None
-        assert (order.kind, order.folder) == (Kind.LOAD, str(made.folder))
+        assert (order.kind, order.folder) == (CommandKind.LOAD, str(made.folder))
         assert opened.opening.loaded == made
         assert await opened.next_order() is None
 
@@ -111,10 +111,10 @@ async def test_a_trainer_that_is_told_to_stop_while_it_looks_stops(
     await opened.ledger.create()
     opened.opening.begin()
     order = await asyncio.to_thread(opened.opening.next_order)
-    assert order == Order(Kind.WAIT)
+    assert order == Command(CommandKind.WAIT)
     opened.stop.set()
     order = await asyncio.to_thread(opened.opening.next_order)
-    assert order == Order(Kind.STOP)
+    assert order == Command(CommandKind.STOP)
     may_end.set()
     assert await opened.next_order() is None
 
@@ -129,5 +129,5 @@ async def test_a_rollback_makes_the_opening_look_again(bus: Bus, tmp_path: Path)
     made = written(opened.root, 2)
     order = await opened.next_order()
     assert order is not None
-    assert (order.kind, order.folder) == (Kind.LOAD, str(made.folder))
+    assert (order.kind, order.folder) == (CommandKind.LOAD, str(made.folder))
     assert (await opened.ledger.status()).trainer_epoch == epoch + 1

@@ -16,7 +16,7 @@ from shared.weights.format.flat import FlatSnapshot
 from shared.weights.format.snapshot import read_snapshot
 from shared.weights.receiver.puller import Puller
 from shared.weights.receiver.receiver import Receiver
-from shared.weights.transport.place import Place, boot_id
+from shared.weights.transport.place import DeviceLocation, boot_id
 from tests.support import tiny, weights
 
 
@@ -68,7 +68,7 @@ def publish(publication: Publication, engine: Any, version: int) -> PolicyRecord
 
 async def pull(record: PolicyRecord) -> dict[str, torch.Tensor]:
     """Pull a version as a replica does."""
-    puller, receiver = Puller(Place("cpu", (), boot_id()), 1, 5.0, weights.secret), Receiver(1, 1, weights.CPU)
+    puller, receiver = Puller(DeviceLocation("cpu", (), boot_id()), 1, 5.0, weights.secret), Receiver(1, 1, weights.CPU)
     try:
         offer = await puller.ask(record.source, record)
         shadow = FlatSnapshot(offer.layout, weights.CPU)

@@ -12,7 +12,7 @@ from services.trainer.metrics import Phases
 from services.trainer.rank0.intake import Intake, Taken
 from services.trainer.rank0.lead import Lead
 from services.trainer.rank0.publication import Publication, Whereabouts
-from services.trainer.rank0.retention import Keeper
+from services.trainer.rank0.retention import Retention
 from shared.bus import wire
 from shared.bus.bus import Bus
 from shared.bus.messages import GroupId, PolicyVersion, StepPlan
@@ -94,21 +94,21 @@ async def test_a_version_that_is_made_while_its_checkpoint_is_stored_is_known_to
             uploading.join(0.5)  # the other thread learns just now that it is stored; it gets as far as it can
         return found
 
-    keeper = Keeper(store_settings(tmp_path, storage, bus.keys.run_id), bus, call)
+    retention = Retention(store_settings(tmp_path, storage, bus.keys.run_id), bus, call)
     made, store = written(tmp_path / "checkpoints", 1), store_of(storage, bus.keys.run_id)
     stored, _ = store.put(made)
 
     def note_stored() -> None:
         seen.wait()
-        keeper._note_stored(store, made, stored)
+        retention._note_stored(store, made, stored)
 
     uploading = threading.Thread(target=note_stored)
-    training = threading.Thread(target=keeper.note_version, args=(V(2), made))
+    training = threading.Thread(target=retention.note_version, args=(V(2), made))
     for thread in (uploading, training):
         thread.start()
     for thread in (training, uploading):
         await asyncio.to_thread(thread.join)
-    await asyncio.to_thread(keeper.close, 1.0)
+    await asyncio.to_thread(retention.close, 1.0)
     assert await ledger.checkpoints() == {V(1): stored.uri, V(2): stored.uri}
 
 

@@ -22,7 +22,7 @@ from services.coordinator.records import jsonl
 from services.coordinator.records.recorder import rollout_line
 from services.coordinator.run.monitor import numbers
 from services.coordinator.schemas.resources import Page
-from services.coordinator.schemas.run import Answer
+from services.coordinator.schemas.run import ResponseModel
 from shared.bus import wire
 from shared.bus.messages import Experience, FinishReason, Json, ScoreStatus, StepReport
 from shared.bus.streams import JOURNAL, STEPS, Stream
@@ -31,7 +31,7 @@ from shared.errors import MessageError
 Few = Annotated[int, Query(ge=1, le=50, description="At most so many groups.")]
 
 
-class StepView(Answer):
+class StepView(ResponseModel):
     """What the trainer reported of one optimizer step."""
 
     id: str
@@ -50,7 +50,7 @@ class StepView(Answer):
     """What was measured; docs/architecture.md has every name. Null: not finite."""
 
 
-class ScoreView(Answer):
+class ScoreView(ResponseModel):
     """What one scorer said of a completion."""
 
     status: ScoreStatus
@@ -61,7 +61,7 @@ class ScoreView(Answer):
     """What it found, for people."""
 
 
-class CompletionView(Answer):
+class CompletionView(ResponseModel):
     """One completion of a group."""
 
     text: str
@@ -78,7 +78,7 @@ class CompletionView(Answer):
     """The policy versions that wrote it."""
 
 
-class Turn(Answer):
+class Turn(ResponseModel):
     """One message of a conversation."""
 
     role: str
@@ -87,7 +87,7 @@ class Turn(Answer):
     """What is said."""
 
 
-class RolloutView(Answer):
+class RolloutView(ResponseModel):
     """A group that was trained on: a problem and its completions."""
 
     id: str

@@ -10,7 +10,7 @@ from services.coordinator.api.dependencies import Limit, Parts, page_of, soon
 from services.coordinator.api.errors import Conflict
 from services.coordinator.api.routes.run import accepted
 from services.coordinator.operations import dead_letters
-from services.coordinator.operations.dead_letters import CURSOR_PATTERN, ENTRY_PATTERN, DeadLetter, Source
+from services.coordinator.operations.dead_letters import CURSOR_PATTERN, ENTRY_PATTERN, DeadLetter, DeadLetterSource
 from services.coordinator.run.monitor import numbers
 from services.coordinator.schemas.resources import (
     DeadLetterChange,
@@ -122,14 +122,14 @@ def dead_letter_routes(parts: Parts) -> APIRouter:
 
     @router.get("", operation_id="listDeadLetters", summary="What could not be handled, by stream, oldest first")
     async def letters(
-        cursor: LetterCursor = None, limit: Limit = 100, stream: Source | None = None
+        cursor: LetterCursor = None, limit: Limit = 100, stream: DeadLetterSource | None = None
     ) -> Page[DeadLetterView]:
         found = await soon(dead_letters.read_page(parts.bus, cursor or "", limit + 1, stream))
         page = page_of(found, limit, lambda letter: letter.cursor)
         return Page(items=[_letter(letter) for letter in page.items], next=page.next)
 
     @router.get("/{stream}/{entry}", operation_id="getDeadLetter", summary="One of them, decoded")
-    async def letter(stream: Source, entry: Entry) -> DeadLetterMessage:
+    async def letter(stream: DeadLetterSource, entry: Entry) -> DeadLetterMessage:
         found = await soon(dead_letters.read_one(parts.bus, stream, entry))
         if found is None:
             raise _gone(stream, entry)
@@ -137,7 +137,7 @@ def dead_letter_routes(parts: Parts) -> APIRouter:
         return DeadLetterMessage(**_letter(found).model_dump(), message=message, unreadable=unreadable)
 
     @router.post("/{stream}/{entry}/requeue", operation_id="requeueDeadLetter", summary="Put it back onto its stream")
-    async def requeue(stream: Source, entry: Entry) -> DeadLetterChange:
+    async def requeue(stream: DeadLetterSource, entry: Entry) -> DeadLetterChange:
         done = await soon(dead_letters.revive(parts.bus, stream, entry))
         if done < 0:
             raise Conflict("expected a run that goes on, found that it has ended: nobody would handle the group")
@@ -148,7 +148,7 @@ def dead_letter_routes(parts: Parts) -> APIRouter:
         return DeadLetterChange(stream=stream, entry=entry, outcome="requeued")
 
     @router.post("/{stream}/{entry}/discard", operation_id="discardDeadLetter", summary="Let it leave the run for good")
-    async def discard(stream: Source, entry: Entry, command: Command | None = None) -> DeadLetterChange:
+    async def discard(stream: DeadLetterSource, entry: Entry, command: Command | None = None) -> DeadLetterChange:
         reason = command.reason if command is not None else ""
         if not await soon(dead_letters.discard(parts.bus, stream, entry, reason)):
             raise _gone(stream, entry)
@@ -171,5 +171,5 @@ def _letter(found: DeadLetter) -> DeadLetterView:
     )
 
 
-def _gone(stream: Source, entry: str) -> HTTPException:
+def _gone(stream: DeadLetterSource, entry: str) -> HTTPException:
     return HTTPException(404, f"expected a dead letter of {stream.value}, found none at {entry}")

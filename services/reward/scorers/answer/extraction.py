@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 from services.reward.scorers.answer.notation import ascii_signs, last
 
-Place: TypeAlias = Literal["whole", "boxed", "hashes", "last_number", "choice", "tag", "auto"]
+AnswerPlace: TypeAlias = Literal["whole", "boxed", "hashes", "last_number", "choice", "tag", "auto"]
 """All of the text, in ``\\boxed{}``, after ``####``, the last number, the letter of a multiple choice, in a tag, or the first of
 boxed, hashes and whole."""
 
@@ -29,7 +29,7 @@ _LONGEST_LETTER = 40
 """Text that is nothing but a chosen letter is no longer, dress and all, in characters."""
 
 
-def extract(text: str, place: Place, tag: str = "answer", letters: str = "ABCDE") -> str | None:
+def extract(text: str, place: AnswerPlace, tag: str = "answer", letters: str = "ABCDE") -> str | None:
     """Return the answer in ``text``, stripped; None where there is none.
 
     ``tag`` counts where the place is a tag, ``letters`` where it is a choice.

@@ -32,7 +32,7 @@ _KEYWORDS = {
 }
 
 
-class Refused(Exception):
+class Unsupported(Exception):
     """The expression uses what is not supported; the message names it."""
 
 
@@ -106,7 +106,7 @@ def check(node: ast.expr, names: frozenset[str]) -> None:
         case ast.Dict(keys=keys) if None not in keys:
             pass
         case _:
-            raise Refused(f"{ast.unparse(node)!r} ({type(node).__name__})")
+            raise Unsupported(f"{ast.unparse(node)!r} ({type(node).__name__})")
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.expr):
             check(child, names)
@@ -115,12 +115,12 @@ def check(node: ast.expr, names: frozenset[str]) -> None:
 def _check_call(name: str, args: list[ast.expr], keywords: list[ast.keyword], names: frozenset[str]) -> None:
     unknown = [str(keyword.arg) for keyword in keywords if keyword.arg not in _KEYWORDS.get(name, set())]
     if unknown:
-        raise Refused(f"the argument {unknown[0]!r} of {name}()")
+        raise Unsupported(f"the argument {unknown[0]!r} of {name}()")
     if name == "sum" and len(args) != 1:
-        raise Refused("sum() of more than one argument")
+        raise Unsupported("sum() of more than one argument")
     if name == "isinstance":
         if len(args) != 2 or not _type_names(args[1]):
-            raise Refused(f"isinstance() but with types of {', '.join(sorted(TYPES))}")
+            raise Unsupported(f"isinstance() but with types of {', '.join(sorted(TYPES))}")
         args = args[:1]
     for part in (*args, *(keyword.value for keyword in keywords)):
         check(part, names)
@@ -131,7 +131,7 @@ def _check_identity(ops: list[ast.cmpop], sides: list[ast.expr]) -> None:
         pair = sides[place : place + 2]
         single = any(isinstance(side, ast.Constant) and side.value in (None, True, False) for side in pair)
         if isinstance(op, (ast.Is, ast.IsNot)) and not single:
-            raise Refused("'is' but with None, True or False")
+            raise Unsupported("'is' but with None, True or False")
 
 
 def _type_names(node: ast.expr) -> list[str]:
@@ -140,7 +140,7 @@ def _type_names(node: ast.expr) -> list[str]:
     return names if len(names) == len(nodes) else []
 
 
-class Evaluator:
+class AssertEvaluator:
     """Evaluate checked expressions.
 
     Args:

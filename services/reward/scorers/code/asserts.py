@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from services.reward.scorers.code import assert_evaluation, clean_interpreter
-from services.reward.scorers.code.assert_evaluation import Refused
+from services.reward.scorers.code.assert_evaluation import Unsupported
 
 SUPPORTED = (
     "calls of one function of the program, compared with literals and with what the builtins and the standard library make of them and of "
@@ -78,11 +78,11 @@ def _parsed(text: str) -> list[ast.Assert]:
     try:
         statements = ast.parse(text.strip()).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise Refused(f"text that is no Python ({error})") from error
+        raise Unsupported(f"text that is no Python ({error})") from error
     asserts = [statement for statement in statements if isinstance(statement, ast.Assert)]
     others = [statement for statement in statements if not isinstance(statement, ast.Assert)]
     if others or not asserts:
-        raise Refused(f"{ast.unparse(others[0])[:80]!r}, which is no assert" if others else "no assert")
+        raise Unsupported(f"{ast.unparse(others[0])[:80]!r}, which is no assert" if others else "no assert")
     return asserts
 
 
@@ -95,7 +95,7 @@ def _under_test(statements: Sequence[ast.Assert]) -> str:
     called = [_outermost(statement.test) for statement in statements]
     for statement, names in zip(statements, called, strict=True):
         if not names:
-            raise Refused(f"{_shown(statement)[:120]!r}, which calls no function of the program")
+            raise Unsupported(f"{_shown(statement)[:120]!r}, which calls no function of the program")
     names = set.intersection(*called)
     if len(names) > 1:
         names = {name for name in names if name not in clean_interpreter.PRELUDE} or names
@@ -103,7 +103,7 @@ def _under_test(statements: Sequence[ast.Assert]) -> str:
         names = {name for name in names if not name[0].isupper()} or names
     if len(names) != 1:
         seen = ", ".join(sorted(set().union(*called))[:5])
-        raise Refused(
+        raise Unsupported(
             f"asserts of which any of {seen} may be the function under test: name it as fn_name, with the asserts as asserts"
         )
     return names.pop()
@@ -139,22 +139,22 @@ def _split(statement: ast.Assert, function: str) -> SplitAssert:
     try:
         check: ast.expr = calls.visit(statement.test)
         if not calls.sources:
-            raise Refused(f"no call of the function under test, {function}")
+            raise Unsupported(f"no call of the function under test, {function}")
         check = cast(ast.expr, given.visit(check))
         results = frozenset(map(call_name, range(len(calls.sources))))
         names = results | frozenset(map(given_name, range(len(given.sources))))
         is_simple = _is_simple(check, names)
         if not is_simple:
             clean_interpreter.check(check, names)
-    except Refused as error:
-        raise Refused(f"{source[:120]!r} with {error}") from error
+    except Unsupported as error:
+        raise Unsupported(f"{source[:120]!r} with {error}") from error
     return SplitAssert(source, function, tuple(calls.sources), tuple(given.sources), check, is_simple)
 
 
 def _is_simple(node: ast.expr, names: frozenset[str]) -> bool:
     try:
         assert_evaluation.check(node, names)
-    except Refused:
+    except Unsupported:
         return False
     return True
 
@@ -199,7 +199,7 @@ class _Given(ast.NodeTransformer):
             return False
         try:
             clean_interpreter.check(node, frozenset())
-        except Refused:
+        except Unsupported:
             return False
         return True
 
@@ -217,11 +217,11 @@ def _check_inside(call: ast.Call) -> None:
     bound |= {part.arg for part in parts if isinstance(part, ast.arg)}
     for part in parts:
         if isinstance(part, (ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr)):
-            raise Refused(f"{ast.unparse(part)!r}")
+            raise Unsupported(f"{ast.unparse(part)!r}")
         if isinstance(part, ast.Call) and not _makes(part):
-            raise Refused(f"{source[:120]!r}, which is given a result beside data that may be the expected value")
+            raise Unsupported(f"{source[:120]!r}, which is given a result beside data that may be the expected value")
         if isinstance(part, ast.Name) and id(part) not in called and not (part.id in bound or _is_known(part.id)):
-            raise Refused(f"the name {part.id!r}, which the row does not define")
+            raise Unsupported(f"the name {part.id!r}, which the row does not define")
 
 
 def _is_known(name: str) -> bool:

@@ -9,7 +9,7 @@ import ast
 import builtins
 
 from services.reward.executor.inside import runner
-from services.reward.scorers.code.assert_evaluation import TYPES, Refused
+from services.reward.scorers.code.assert_evaluation import TYPES, Unsupported
 
 _BUILTINS = frozenset(
     """
@@ -62,18 +62,18 @@ def check(node: ast.expr, results: frozenset[str]) -> None:
 def _check_part(part: ast.AST, known: frozenset[str]) -> None:
     match part:
         case ast.Name(id=name) if name not in known:
-            raise Refused(
+            raise Unsupported(
                 f"the name {name!r}, which the row does not define, or which has no meaning outside of the program"
             )
         case ast.Attribute(attr=name) if name.startswith("_") or name in _UNCERTAIN:
-            raise Refused(f"the attribute {name!r}")
+            raise Unsupported(f"the attribute {name!r}")
         case ast.Attribute(attr=name) if not _is_library(part) and name not in METHODS:
-            raise Refused(f"the attribute {name!r} of a result, which is plain data")
+            raise Unsupported(f"the attribute {name!r} of a result, which is plain data")
         case ast.Call(func=ast.Name(id="isinstance"), args=[_, kinds]):
             if not {name.id for name in ast.walk(kinds) if isinstance(name, ast.Name)} <= _INSTANCES:
-                raise Refused(f"isinstance() but with types of {', '.join(sorted(_INSTANCES))}")
+                raise Unsupported(f"isinstance() but with types of {', '.join(sorted(_INSTANCES))}")
         case ast.Await() | ast.Yield() | ast.YieldFrom() | ast.NamedExpr():
-            raise Refused(f"{ast.unparse(part)!r}")
+            raise Unsupported(f"{ast.unparse(part)!r}")
 
 
 def _is_library(node: ast.AST) -> bool:

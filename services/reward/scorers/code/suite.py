@@ -17,7 +17,7 @@ import json
 from collections.abc import Iterator
 
 from services.reward.scorers.code import asserts
-from services.reward.scorers.code.assert_evaluation import Refused
+from services.reward.scorers.code.assert_evaluation import Unsupported
 from services.reward.scorers.code.tests import AssertTest, CallTest, ProgramTest, Test
 from shared.bus.messages import Json
 
@@ -87,7 +87,7 @@ def _asserts(texts: Json, function: Json) -> list[Test]:
         raise BadTests(f"expected asserts as text, found {_shown(texts)}")
     try:
         splits = asserts.split([str(text) for text in texts], "" if function is None else _name(function))
-    except Refused as error:
+    except Unsupported as error:
         raise BadTests(f"expected asserts of {asserts.SUPPORTED}; found {error}") from error
     return [AssertTest(split) for split in splits]
 

@@ -20,7 +20,7 @@ from typing import Protocol
 from services.reward.executor.inside import comparison
 from services.reward.executor.protocol import Call, Execution, Job, Limits
 from services.reward.scorers.code import asserts, plain_data
-from services.reward.scorers.code.assert_evaluation import Evaluator
+from services.reward.scorers.code.assert_evaluation import AssertEvaluator
 from services.reward.scorers.code.asserts import SplitAssert
 from services.reward.scorers.code.plain_data import Elsewhere
 from shared.bus.messages import Json
@@ -122,7 +122,7 @@ class AssertTest:
     def _simple_problem(self, texts: Mapping[str, str], tolerance: float) -> str:
         try:
             names = {name: plain_data.rebuilt(plain_data.read(text)) for name, text in texts.items()}
-            right = bool(Evaluator(names, tolerance)(self.split.check))
+            right = bool(AssertEvaluator(names, tolerance)(self.split.check))
         except _WRONG as error:
             return f"{self._shown} ended in {type(error).__name__}"
         return "" if right else f"{self._shown} does not hold for {_short(list(names.values()))}"

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from services.reward.subprocess_pool import child as answering
+from services.reward.subprocess_pool import child
 
 LONGEST = 100_000
 """Longer text is not read, in characters."""
@@ -82,10 +82,10 @@ def _refuse(constant: str) -> object:
     raise ValueError(f"{constant}, which is no JSON")
 
 
-def _prepare() -> answering.Answerer:
+def _prepare() -> child.Answerer:
     check = make_check(json.loads(sys.argv[1]))
     return lambda question: {"broken": check(question["text"])}
 
 
 if __name__ == "__main__":
-    answering.serve(_prepare, parent=int(sys.argv[2]), memory_bytes=_MEMORY_BYTES)
+    child.serve(_prepare, parent=int(sys.argv[2]), memory_bytes=_MEMORY_BYTES)

@@ -51,7 +51,7 @@ _LETTER = regex.compile(r"\p{L}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Span:
+class TextSpan:
     """One pair of tags: where its opening tag begins and its closing tag ends, in characters."""
 
     start: int
@@ -225,21 +225,21 @@ def _tag_rules(rules: scorers.FormatScorer, text: str) -> Iterator[tuple[FormatR
         yield "outside", _broken_outside(text, [span for _, places in found for span in places])
 
 
-def spans(text: str, tag: str) -> list[Span]:
+def spans(text: str, tag: str) -> list[TextSpan]:
     """Return every ``<tag>…</tag>`` in ``text``, first opening with first closing after it."""
     opening, closing = f"<{tag}>", f"</{tag}>"
-    found: list[Span] = []
+    found: list[TextSpan] = []
     position = 0
     while (start := text.find(opening, position)) >= 0:
         end = text.find(closing, start + len(opening))
         if end < 0:
             break
         position = end + len(closing)
-        found.append(Span(start, position))
+        found.append(TextSpan(start, position))
     return found
 
 
-def _broken_tag(rule: scorers.TagRule, places: list[Span], text: str) -> str:
+def _broken_tag(rule: scorers.TagRule, places: list[TextSpan], text: str) -> str:
     openings, closings = text.count(f"<{rule.tag}>"), text.count(f"</{rule.tag}>")
     if openings != closings or len(places) < min(openings, 1):
         return f"expected <{rule.tag}> closed by </{rule.tag}>, found {openings} and {closings}"
@@ -250,14 +250,14 @@ def _broken_tag(rule: scorers.TagRule, places: list[Span], text: str) -> str:
     return ""
 
 
-def _broken_order(firsts: list[tuple[str, Span]]) -> str:
+def _broken_order(firsts: list[tuple[str, TextSpan]]) -> str:
     for (before, earlier), (after, later) in pairwise(firsts):
         if later.start < earlier.end:
             return f"expected <{after}> after </{before}>"
     return ""
 
 
-def _broken_outside(text: str, inside: list[Span]) -> str:
+def _broken_outside(text: str, inside: list[TextSpan]) -> str:
     position = 0
     for span in sorted(inside, key=lambda span: span.start):
         if text[position : max(position, span.start)].strip():

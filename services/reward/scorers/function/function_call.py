@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from services.reward.scorers.scorer import Result
-from services.reward.subprocess_pool import child as answering
+from services.reward.subprocess_pool import child
 from shared.bus import wire
 from shared.bus.messages import Prompt, RolloutGroup, Sample, ScoreStatus
 
@@ -106,7 +106,7 @@ def _definition(function: Function) -> str:
     return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code is not None else ""
 
 
-def _prepare() -> answering.Answerer:
+def _prepare() -> child.Answerer:
     function = load(sys.argv[1])
     runner = asyncio.Runner()
 
@@ -129,4 +129,4 @@ def _prepare() -> answering.Answerer:
 
 if __name__ == "__main__":
     memory_mib, parent = int(sys.argv[2]), int(sys.argv[3])
-    answering.serve(_prepare, parent, memory_mib * _MIB if memory_mib else None)
+    child.serve(_prepare, parent, memory_mib * _MIB if memory_mib else None)

@@ -40,14 +40,14 @@ from services.rollout.engines.engine import (
 )
 from services.rollout.engines.transformers import inbox
 from services.rollout.engines.transformers.decoding import Batch, Tokens
-from services.rollout.engines.transformers.inbox import Answer, Asked, Close, Item, Score, Swap
+from services.rollout.engines.transformers.inbox import Close, Item, Reply, Request, ScoreRequest, Swap
 from services.rollout.engines.transformers.loading import OpenedModel
 from services.rollout.engines.transformers.shadow import Shadow
 from shared.bus.messages import Float32Array, Int32Array, PolicyVersion
 from shared.errors import WeightsError
 from shared.peers.handshake import Secret
 from shared.weights.transport.offer import Offer
-from shared.weights.transport.place import Place, boot_id, plain_uuid
+from shared.weights.transport.place import DeviceLocation, boot_id, plain_uuid
 
 GATHER_S = 0.004
 """An idle engine starts once no further request has come for so long."""
@@ -92,8 +92,8 @@ class TransformersEngine:
         self._held_swaps: list[Swap] = []
         self._version: PolicyVersion | None = None
         self._inbox: queue.SimpleQueue[Item | Close] = queue.SimpleQueue()
-        self._waiting: deque[Asked] = deque()
-        self._running: list[Asked] = []
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
         self._closing = False
         self._door = threading.Lock()
         self._shut = False
@@ -117,7 +117,7 @@ class TransformersEngine:
         for first in range(0, samples, self._max_rows):
             part = _part(request, first, min(self._max_rows, samples - first))
             answer: asyncio.Future[GeneratedGroup] = self._loop.create_future()
-            parts.append(await self._ask(Asked(part, answer), answer))
+            parts.append(await self._ask(Request(part, answer), answer))
         made = tuple(sample for part in parts for sample in part.samples)
         return GeneratedGroup(made, parts[0].started_at_s, parts[-1].finished_at_s)
 
@@ -127,12 +127,12 @@ class TransformersEngine:
         return 1
 
     @property
-    def place(self) -> Place:
+    def place(self) -> DeviceLocation:
         """The model's device."""
         device = self._opened.device
         if device.type != "cuda":
-            return Place("cpu", (), boot_id())
-        return Place("cuda", (plain_uuid(torch.cuda.get_device_properties(device).uuid),), boot_id())
+            return DeviceLocation("cpu", (), boot_id())
+        return DeviceLocation("cuda", (plain_uuid(torch.cuda.get_device_properties(device).uuid),), boot_id())
 
     @property
     def peer_address(self) -> str:
@@ -162,7 +162,7 @@ class TransformersEngine:
     async def logprobs(self, token_ids: Int32Array) -> Float32Array:
         """Return the logprobs of ``token_ids[1:]`` under the live weights (see :class:`Engine`)."""
         answer: asyncio.Future[Float32Array] = self._loop.create_future()
-        return await self._ask(Score(token_ids, answer), answer)
+        return await self._ask(ScoreRequest(token_ids, answer), answer)
 
     async def close(self) -> None:
         """Stop between two decoding steps; what still waits is cancelled."""
@@ -211,11 +211,11 @@ class TransformersEngine:
                 self._receive(self._inbox.get_nowait())
 
     def _receive(self, item: Item | Close) -> None:
-        if isinstance(item, Asked):
+        if isinstance(item, Request):
             self._waiting.append(item)
         elif isinstance(item, Swap) and self._drain and self._running:
             self._held_swaps.append(item)
-        elif isinstance(item, (Swap, Score)):
+        elif isinstance(item, (Swap, ScoreRequest)):
             try:
                 self._swap(item) if isinstance(item, Swap) else self._score(item)
             except BaseException as error:
@@ -224,8 +224,8 @@ class TransformersEngine:
         else:
             self._closing = True
 
-    def _next_batch(self) -> list[Asked]:
-        batch: list[Asked] = []
+    def _next_batch(self) -> list[Request]:
+        batch: list[Request] = []
         while self._waiting:
             asked = self._waiting[0]
             if batch and (self._alone or _rows(batch) + asked.request.sampling.samples > self._max_rows):
@@ -235,7 +235,7 @@ class TransformersEngine:
                 batch.append(asked)
         return batch
 
-    def _run(self, batch: list[Asked]) -> None:
+    def _run(self, batch: list[Request]) -> None:
         if not batch:
             return
         self._running, started_at_s = batch, time.time()
@@ -279,7 +279,7 @@ class TransformersEngine:
         copied_bytes = sum(value.nbytes for _, value in pairs)
         self._call(inbox.answer, item.answer, SwapReport(time.perf_counter() - started_s, "copy", copied_bytes))
 
-    def _score(self, item: Score) -> None:
+    def _score(self, item: ScoreRequest) -> None:
         ids_1T = torch.tensor(item.token_ids, dtype=torch.long, device=self._opened.device).unsqueeze(0)
         positions_1T = torch.arange(ids_1T.shape[1], device=self._opened.device).unsqueeze(0)
         output = self._opened.model(
@@ -298,7 +298,7 @@ class TransformersEngine:
         """Cancel what still waits, or tell it of the thread's death; nothing gets in any more."""
         with self._door:
             self._shut = True
-        ends: list[Answer] = [asked.answer for asked in (*self._running, *self._waiting)]
+        ends: list[Reply] = [asked.answer for asked in (*self._running, *self._waiting)]
         ends += [held.answer for held in self._held_swaps]
         while not self._inbox.empty():
             item = self._inbox.get()
@@ -321,5 +321,5 @@ def _part(request: GenerationRequest, first: int, samples: int) -> GenerationReq
     return dataclasses.replace(request, sampling=sampling, seed=seed)
 
 
-def _rows(asked: Sequence[Asked] | deque[Asked]) -> int:
+def _rows(asked: Sequence[Request] | deque[Request]) -> int:
     return sum(one.request.sampling.samples for one in asked)

@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Asked:
+class Request:
     """A group to generate."""
 
     request: GenerationRequest
@@ -30,7 +30,7 @@ class Swap:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Score:
+class ScoreRequest:
     """Tokens whose logprobs are wanted."""
 
     token_ids: Int32Array
@@ -41,8 +41,8 @@ class Close:
     """The end."""
 
 
-Item: TypeAlias = Asked | Swap | Score
-Answer: TypeAlias = "asyncio.Future[GeneratedGroup] | asyncio.Future[SwapReport] | asyncio.Future[Float32Array]"
+Item: TypeAlias = Request | Swap | ScoreRequest
+Reply: TypeAlias = "asyncio.Future[GeneratedGroup] | asyncio.Future[SwapReport] | asyncio.Future[Float32Array]"
 
 
 def answer(future: "asyncio.Future[R]", result: R) -> None:
@@ -57,7 +57,7 @@ def refuse(future: "asyncio.Future[R]", error: Exception) -> None:
         future.set_exception(error)
 
 
-def end(future: Answer, death: BaseException | None) -> None:
+def end(future: Reply, death: BaseException | None) -> None:
     """Cancel what nobody will answer any more, or tell it of the thread's death."""
     if future.done():
         return

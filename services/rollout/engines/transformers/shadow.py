@@ -22,7 +22,7 @@ from shared.peers.handshake import Secret
 from shared.weights.format.flat import FlatSnapshot
 from shared.weights.format.layout import Layout
 from shared.weights.receiver.receiver import Receiver
-from shared.weights.source.source import Source
+from shared.weights.source.source import WeightSource
 from shared.weights.transport.offer import Offer
 
 _LEAVE_S = 2.0
@@ -45,7 +45,7 @@ class Shadow:
     def __init__(self, opened: OpenedModel, host: str, deadline_s: float, secret: Secret) -> None:
         self._opened = opened
         self._receiver = Receiver(1, 1, opened.device)
-        self._source = Source(host, 0, secret, deadline_s=deadline_s) if host else None
+        self._source = WeightSource(host, 0, secret, deadline_s=deadline_s) if host else None
         self._snapshot: FlatSnapshot | None = None
         self._pairs: Pairs = []
         self._closed = threading.Event()

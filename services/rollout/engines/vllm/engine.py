@@ -35,13 +35,13 @@ from prometheus_client import Gauge
 
 from services.rollout.engines.engine import EngineDied, GeneratedGroup, GenerationRequest, SwapReport, UpdateMode
 from services.rollout.engines.vllm.requests import Requests
-from services.rollout.engines.vllm.swap_gate import Gate
+from services.rollout.engines.vllm.swap_gate import SwapGate
 from services.rollout.engines.vllm.worker_channel import Reports
 from shared.bus.messages import Float32Array, Int32Array, PolicyVersion
 from shared.errors import WeightsError
 from shared.weights.format.snapshot import read_snapshot
 from shared.weights.transport.offer import Offer
-from shared.weights.transport.place import Place, boot_id
+from shared.weights.transport.place import DeviceLocation, boot_id
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class VllmEngine:
         self._reports = reports
         self._kv, self._update, self._bucketed, self._adapters = kv, update, bucketed, adapters
         native = bool(workers[0]["refusal"])
-        self._gate = Gate()
+        self._gate = SwapGate()
         self._stagings = itertools.count()
         self._version: PolicyVersion | None = None
         self._staged: Offer | None = None
@@ -102,7 +102,7 @@ class VllmEngine:
         """Seconds that the workers took for the newest staging, from the first wait for the shadow to verified bytes."""
         self.ranks = len(workers)
         uuids = tuple(str(worker["gpu_uuid"]) for worker in workers if worker["gpu_uuid"])
-        self.place = Place(device="cuda" if uuids else "cpu", gpu_uuids=uuids, boot_id=boot_id())
+        self.place = DeviceLocation(device="cuda" if uuids else "cpu", gpu_uuids=uuids, boot_id=boot_id())
         self.peer_address: str = workers[0]["peer_address"]
         self.stop = stop
         """Every token id that ends a completion."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from services.rollout.engines.engine import EngineDied, GeneratedSample, GenerationRequest
-from services.rollout.engines.vllm.worker_channel import Reports, Row
+from services.rollout.engines.vllm.worker_channel import Reports, TokenRow
 from shared.bus.messages import FinishReason, Float32Array, Int32Array, PolicyVersion
 from shared.errors import PermanentError
 
@@ -126,7 +126,7 @@ class Requests:
             raise EngineDied("expected a finished request from vLLM, found none: a bug")
         return last
 
-    async def rows(self, name: str, count: int) -> list[Row]:
+    async def rows(self, name: str, count: int) -> list[TokenRow]:
         """Wait for what the worker noted of a finished request. It is let go with the next step, and none is made in a pause."""
         while True:
             held = self._held()
@@ -140,7 +140,7 @@ class Requests:
                     ) from error
 
 
-def _sample(output: Any, row: Row, native: bool) -> GeneratedSample:
+def _sample(output: Any, row: TokenRow, native: bool) -> GeneratedSample:
     """Join what vLLM returned of a sample with what its worker noted."""
     token_ids = np.array(output.token_ids, dtype=np.int32)
     length = len(token_ids)

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 
-class Gate:
+class SwapGate:
     """Open at first. Lets requests through while it is open, and knows how many are inside."""
 
     def __init__(self) -> None:

@@ -38,7 +38,7 @@ from shared.process.allocation import is_out_of_memory
 from shared.process.parent import die_with
 from shared.weights.format.flat import FlatSnapshot
 from shared.weights.receiver.receiver import Receiver
-from shared.weights.source.source import Source
+from shared.weights.source.source import WeightSource
 from shared.weights.transport.offer import Offer
 from shared.weights.transport.place import plain_uuid
 
@@ -91,9 +91,9 @@ class PolicyWorker:
         self._swapped: torch.cuda.Event | None = None
         self._thread: threading.Thread | None = None
         self._patience_s = peers[2]
-        self._source: Source | None = None
+        self._source: WeightSource | None = None
         if peers[0] and self._rank == 0:
-            self._source = Source(peers[0], peers[1], lambda: peers[3], deadline_s=peers[2])
+            self._source = WeightSource(peers[0], peers[1], lambda: peers[3], deadline_s=peers[2])
         self.refusal = can_listen(worker.model_runner) if capture else "rollout.vllm.logprobs says so"
         self.record: TokenRecord | None = None
         if self._rank == 0:  # every rank of tensor parallelism draws the same tokens

@@ -59,7 +59,7 @@ Message = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Row:
+class TokenRow:
     """What a worker noted of one sample: logprobs (float32, T or more) and (first token, version) pairs."""
 
     logprobs: Float32Array
@@ -192,7 +192,7 @@ class Reports:
         """Processes of the engine on this host: those of the workers, and the one that started them."""
         self._host, self._secret = host, secret
         self._folder: Path | None = None
-        self._rows: dict[str, dict[int, Row]] = {}
+        self._rows: dict[str, dict[int, TokenRow]] = {}
         self._stagings: dict[int, dict[int, tuple[str, float]]] = {}
         self._changed = asyncio.Condition()
         self._readers: set[asyncio.Task[None]] = set()
@@ -226,7 +226,7 @@ class Reports:
         """Drop what came and comes of ``request``."""
         self._rows.pop(request, None)
 
-    async def rows(self, request: str, samples: int) -> list[Row]:
+    async def rows(self, request: str, samples: int) -> list[TokenRow]:
         """Wait for all ``samples`` rows of ``request``, in their order."""
         async with self._changed:
             await self._changed.wait_for(lambda: len(self._rows[request]) >= samples)
@@ -316,7 +316,7 @@ class Reports:
             return False
         logprobs = np.frombuffer(message["logprobs"], dtype=np.float32)
         versions = tuple((int(first), int(version)) for first, version in message["versions"])
-        self._rows[found[2]][int(found[1] or 0)] = Row(logprobs, versions)
+        self._rows[found[2]][int(found[1] or 0)] = TokenRow(logprobs, versions)
         return True
 
 

@@ -1,7 +1,7 @@
 """Attention over rows that lie end to end, without padding and without a mask of all tokens by all tokens.
 
 Installed as a model's attention and as its masks, through transformers' two interfaces. While a packed row goes through the model,
-the mask that its layers are given is a :class:`Seen`: the row's layout and the layer's pattern (``attention_layout``), which is read off the
+the mask that its layers are given is a :class:`PackedMask`: the row's layout and the layer's pattern (``attention_layout``), which is read off the
 mask function that transformers would have evaluated. So a window or chunk is where the unmodified model has one. A segment then attends
 to its prompt and to itself::
 
@@ -70,7 +70,7 @@ class CannotPack(SettingsError):
     """The model cannot go through packed rows exactly; its sequences, one by one, still may."""
 
 
-class Layout:
+class PackedLayout:
     """How the tokens of one micro-batch see one another; made once and used by every layer.
 
     Args:
@@ -157,15 +157,15 @@ def runs_varlen(query: Tensor, size: int) -> bool:
 # ---------------------------------------------------------------- transformers' interfaces
 
 
-class Seen:
+class PackedMask:
     """What a layer is given for a mask while a packed row goes through the model; a model that computes with it cannot be packed."""
 
     __slots__ = ("layout", "pattern")
-    layout: Layout
+    layout: PackedLayout
     pattern: Pattern | None
     """None: another than is known here, which matters to a layer that uses it (Qwen2-MoE makes a window of 0 tokens that none does)."""
 
-    def __init__(self, layout: Layout, pattern: Pattern | None) -> None:
+    def __init__(self, layout: PackedLayout, pattern: Pattern | None) -> None:
         self.layout, self.pattern = layout, pattern
 
     def __getitem__(self, key: object) -> NoReturn:
@@ -181,7 +181,7 @@ class Seen:
         _refuse(f"a model that leaves attention's mask alone, found one that computes {function.__name__} of it")
 
 
-_PACKED: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("packed", default=None)
+_PACKED: contextvars.ContextVar[PackedLayout | None] = contextvars.ContextVar("packed", default=None)
 """The layout of the row that is going through the model."""
 
 
@@ -193,7 +193,7 @@ def see(
     device: torch.device | str = "cpu",
     **others: Any,
 ) -> Any:
-    """Be transformers' mask: a :class:`Seen` while a packed row goes through the model, otherwise the mask of sdpa.
+    """Be transformers' mask: a :class:`PackedMask` while a packed row goes through the model, otherwise the mask of sdpa.
 
     Raises:
         CannotPack: the mask is one of the model's own.
@@ -207,7 +207,7 @@ def see(
     if use_vmap:
         _refuse("a model with a causal mask, a window or chunks, found one with a mask of its own")
     pattern = _read(mask_function, local_size, layout.longest, torch.device(device))
-    return Seen(layout, CAUSAL if pattern is not None and pattern.size >= layout.longest else pattern)
+    return PackedMask(layout, CAUSAL if pattern is not None and pattern.size >= layout.longest else pattern)
 
 
 def _read(
@@ -237,12 +237,12 @@ def attend(
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Be transformers' attention, for a packed row where the mask is a :class:`Seen`, otherwise for sequences as they are.
+    """Be transformers' attention, for a packed row where the mask is a :class:`PackedMask`, otherwise for sequences as they are.
 
     Raises:
         CannotPack: the model asks for something that is not known here.
     """
-    if isinstance(attention_mask, Seen):
+    if isinstance(attention_mask, PackedMask):
         extras = _extras(others, scaling, dropout)
         layout, pattern = attention_mask.layout, attention_mask.pattern
         if pattern is None:
@@ -357,7 +357,7 @@ def hidden_states(trunk: Any, batch: MicroBatch, kind: Kind) -> Tensor:
     if "position_ids" not in inspect.signature(trunk.forward).parameters:
         _refuse(f"a model that takes positions, found {type(trunk).__name__}")
     device = next(trunk.parameters()).device
-    layout = Layout(batch.segments, kind, device)
+    layout = PackedLayout(batch.segments, kind, device)
     input_ids_BT = torch.from_numpy(batch.input_ids_BT).to(device)
     token = _PACKED.set(layout)
     try:

@@ -1,6 +1,6 @@
 """Cut a packed row back into the sequences it holds, for modules that must not see a row as one sequence.
 
-A :class:`Plan` says which tokens of a row go through a module together, one :class:`Span` a call, and where the outputs belong in the row::
+A :class:`Plan` says which tokens of a row go through a module together, one :class:`SequenceSpan` a call, and where the outputs belong in the row::
 
     row        P P P P | a a | b b b | Q Q | c c c c          two prompts (P, Q) with their completions
     alone      PPPPaa, PPPPbbb, QQcccc                        each sequence by itself: nothing is padded
@@ -35,7 +35,7 @@ _SLACK_TOKENS = 2048
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Span:
+class SequenceSpan:
     """Tokens that go through a module in one call."""
 
     places_GW: Tensor
@@ -50,7 +50,7 @@ class Span:
 class Plan:
     """How a row goes through a module: the spans in their order."""
 
-    spans: list[Span]
+    spans: list[SequenceSpan]
     places_T: Tensor
     """Where each token of the row is found in the spans' outputs, flattened and laid end to end."""
     idle_calls: int = 0
@@ -171,7 +171,7 @@ class _Builder:
         assert (self._where_T >= 0).all()
         put: Callable[[Int64Array], Tensor] = lambda places: torch.from_numpy(places).to(device)  # noqa: E731
         spans = [
-            Span(put(places_GW), None if prompts_G is None else put(prompts_G), keeps_state)
+            SequenceSpan(put(places_GW), None if prompts_G is None else put(prompts_G), keeps_state)
             for places_GW, prompts_G, keeps_state in self._found
         ]
         return Plan(spans, put(self._where_T))

@@ -20,7 +20,7 @@ from itertools import product
 from typing import Any
 
 from services.reward.scorers.answer.mathematics import latex_parser
-from services.reward.subprocess_pool import child as answering
+from services.reward.subprocess_pool import child
 
 _DEEPEST = 16
 """Mathematics nested deeper is not read: the parser's time grows exponentially with the depth, to minutes at 20."""
@@ -169,7 +169,7 @@ def _verdict(status: str, detail: str = "", *, equal: bool = False, rounded: boo
     return {"status": status, "equal": equal, "rounded": rounded, "detail": detail}
 
 
-def _prepare() -> answering.Answerer:
+def _prepare() -> child.Answerer:
     """Load math-verify and everything that it loads late."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     latex_parser.predict_quickly()
@@ -179,4 +179,4 @@ def _prepare() -> answering.Answerer:
 
 
 if __name__ == "__main__":
-    answering.serve(_prepare, parent=int(sys.argv[1]), memory_bytes=_MEMORY_BYTES)
+    child.serve(_prepare, parent=int(sys.argv[1]), memory_bytes=_MEMORY_BYTES)
