@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, Store
 
 from services.trainer.launcher import RANKS_STORE
+from shared.errors import SettingsError
 from shared.peers.addresses import rendezvous_address, use_interfaces
 from shared.peers.tcp_store import connect_store, serve_store
 from shared.settings import Settings, TrainerSettings
@@ -28,6 +29,9 @@ def start_ranks(device: str, settings: Settings | None = None, own: str = "127.0
     Args:
         settings: those of a run whose trainer may span hosts.
         own: the address at which others reach this host.
+
+    Raises:
+        SettingsError: the environment is another launcher's.
     """
     trainer = TrainerSettings() if settings is None else settings.trainer
     use_interfaces(own, spans_hosts=trainer.nodes > 1)
@@ -45,6 +49,11 @@ def _store(trainer: TrainerSettings, rank: int, ranks: int, own: str) -> Store:
     if ranks == 1:
         return HashStore()
     if trainer.nodes == 1:
+        if RANKS_STORE not in os.environ:
+            raise SettingsError(
+                f"expected ranks that the trainer itself started, found RANK and WORLD_SIZE = {ranks} of another launcher (torchrun, a "
+                "PyTorchJob): unset RANK and set trainer.ranks, on several hosts trainer.nodes, trainer.node and trainer.rendezvous too"
+            )
         return FileStore(os.environ[RANKS_STORE], ranks)
     host, _, port = trainer.rendezvous.rpartition(":")
     host = host.strip("[]")

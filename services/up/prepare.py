@@ -95,6 +95,7 @@ def _resumed(folder: Path, flags: Sequence[str]) -> Prepared:
         )
     folder = folder.resolve()  # `latest` may soon lead elsewhere
     with run_folder.private_files(), _locked(folder) as held:
+        run_folder.keep_private(folder)  # an older version made it open to all
         run_folder.end_leftovers(folder)
         return _placed(_as_before(folder, flags), folder, held, resumed=True)
 

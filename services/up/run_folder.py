@@ -50,7 +50,7 @@ def make_run_folder(settings: Settings) -> Path:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
-        folder.chmod(0o700)
+        keep_private(folder)
         probe = folder / "up.lock"
         probe.touch(mode=0o600)
     except OSError as error:
@@ -62,6 +62,12 @@ def make_run_folder(settings: Settings) -> Path:
             f"expected a new run, found one in {folder}: go on with it by `penstock up --resume {folder}`, or change run.id"
         )
     return folder
+
+
+def keep_private(folder: Path) -> None:
+    """Let only this user enter a run's folder; where it is another user's, or the file system has no modes, it stays as it is."""
+    with contextlib.suppress(OSError):
+        folder.chmod(0o700)
 
 
 @contextlib.contextmanager

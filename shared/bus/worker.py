@@ -16,9 +16,9 @@
 An exception in a handler costs its group and never the process, except those of ``ENDS_PROCESS``: memory ran out, an engine or a device
 is gone (``StateLost``), the settings are wrong, or another process took this one's place (``Fenced``).
 
-**Suspects.** What a process held when it died, or fell silent, may be what it died of. One suspect at a time is worked on beside other
-entries; one that was held at two such deaths is worked on alone in its process (``crowd``). Only an attempt that was made alone counts
-when the process dies of it, so an entry that ends its handlers is buried and takes no other with it.
+**Suspects.** What a process held when it died, or fell silent, may be what it died of. A few suspects at a time (the square root of
+``concurrency``) are worked on beside other entries; one that was held at two such deaths is worked on alone in its process (``crowd``). Only
+an attempt that was made alone counts when the process dies of it, so an entry that ends its handlers is buried and takes no other with it.
 
 While ``taking`` is not set it takes nothing new and finishes what it holds.
 Order of shutdown: stop taking; wait up to ``drain_s`` for what is held; cancel the rest and give it back uncounted.
@@ -28,6 +28,7 @@ The worker knows no service and no message type.
 import asyncio
 import dataclasses
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -139,8 +140,8 @@ class Worker(Generic[In, Out]):
         HANDLER_ERRORS.labels(source.name)  # a series that exists at 0 shows its first increment
         self._held: dict[EntryId, asyncio.Task[None]] = {}
         self._suspects: deque[Delivery[In]] = deque()
-        self._tried: asyncio.Task[None] | None = None
-        """The suspect that is worked on now."""
+        self._tried: set[asyncio.Task[None]] = set()
+        """The suspects that are worked on now."""
         self._alone: Delivery[In] | None = None
         """The entry whose attempt was counted before it began."""
         self._leaving: set[EntryId] = set()
@@ -189,8 +190,8 @@ class Worker(Generic[In, Out]):
             self.resting = not self._taking.is_set()
             await self._taking.wait()
             self.resting = False
-            if self._suspects and (self._tried is None or self._tried.done()):
-                self._tried = await self._start(self._suspects.popleft())
+            if self._may_try():
+                await self._try(self._suspects.popleft())
                 continue
             block_s = _LOOK_S if self._suspects else patience_s
             if time.monotonic() >= reclaim_at_s:
@@ -203,6 +204,19 @@ class Worker(Generic[In, Out]):
                     self._suspects.append(delivery)
                 else:
                     await self._start(delivery)
+
+    def _may_try(self) -> bool:
+        """Whether the next suspect may begin: few at a time, so that a second death leaves few to be worked on alone."""
+        if not self._suspects:
+            return False
+        few = 1 if self._suspects[0].crashes >= _ALONE_FROM else math.isqrt(self._concurrency)
+        return len(self._tried) < few
+
+    async def _try(self, suspect: Delivery[In]) -> None:
+        task = await self._start(suspect)
+        if task is not None:
+            self._tried.add(task)
+            task.add_done_callback(self._tried.discard)
 
     async def _reclaim(self, room: int) -> list[Delivery[In]]:
         after_s = self._patience.claim_after_s
@@ -318,9 +332,10 @@ class Worker(Generic[In, Out]):
         while True:
             await asyncio.sleep(self._patience.claim_after_s / 3)
             held = {entry_id: task for entry_id, task in self._held.items() if entry_id not in self._leaving}
-            suspects = [delivery.entry_id for delivery in self._suspects]
+            suspects = {delivery.entry_id for delivery in self._suspects}
             ours = await self._bus.renew(self._source, self._consumer, [*held, *suspects])
-            self._suspects = deque(delivery for delivery in self._suspects if delivery.entry_id in ours)
+            gone = suspects - ours
+            self._suspects = deque(delivery for delivery in self._suspects if delivery.entry_id not in gone)
             for entry_id in held.keys() - ours - self._leaving:
                 if self._held.get(entry_id) is held[entry_id]:
                     log.warning("entry was taken over", extra={"stream": self._source.name, "entry": entry_id})

@@ -38,5 +38,6 @@ def check_private(path: Path, status: os.stat_result, what: str) -> None:
     open_to = stat.S_IRWXO | (stat.S_IRWXG if status.st_uid == os.geteuid() else stat.S_IWGRP)
     if status.st_mode & open_to:
         raise SettingsError(
-            f"expected a {what} that no other user can read, found {path} with mode {stat.S_IMODE(status.st_mode):04o}: chmod 600 {path}"
+            f"expected a {what} that no other user can read, found {path} with mode {stat.S_IMODE(status.st_mode):04o}: chmod 600 {path}, "
+            "or mount it with mode 0400 (Kubernetes: defaultMode; Docker Compose: mode)"
         )

@@ -5,6 +5,7 @@ runs; ``/readyz`` is 200 when ``ready()`` says so, else 503, with the same JSON.
 
 They ask for no token, so a web page whose name resolves to this machine (DNS rebinding) must not read them from a browser: ``Host`` must be
 an IP address, which no such page can have, ``localhost``, this machine's name, or ``run.host``. Prometheus and kubelets name the pod's address.
+On an address that is not loopback, names that only a private network resolves (``trainer``, ``trainer.runs.svc``) are answered, too.
 A connection has seconds for each thing it says, and one more than ``MAX_CONNECTIONS`` ends the oldest.
 """
 
@@ -33,6 +34,8 @@ BUILD = Gauge("penstock_build_info", "1 for the version of Penstock that this pr
 MAX_CONNECTIONS = 64
 """At a time, each with a thread."""
 _TIMEOUT_S = 5.0
+_PRIVATE = re.compile(r"[a-z0-9_-]+|.+\.(?:svc|local|internal|lan|home\.arpa)")
+"""Names without a dot (Docker Compose), of a cluster or of a private network: no page of the Web has one."""
 _Answer = tuple[int, str, bytes]
 
 
@@ -45,9 +48,11 @@ class Endpoints:
 
     def __init__(self, host: str, port: int, setting: str, ready: Callable[[], Mapping[str, Json]]) -> None:
         names = frozenset({host.lower(), socket.gethostname().lower()})
+        is_private = not _is_loopback(host)
 
         def answer(path: str, hosts: list[str]) -> _Answer:
-            return _answer(path, ready) if admits(hosts, names) else _problem(421, _misdirected(hosts))
+            admitted = admits(hosts, names, private=is_private)
+            return _answer(path, ready) if admitted else _problem(421, _misdirected(hosts))
 
         try:
             self._server = _Server((host, port), _handler(answer))
@@ -65,8 +70,11 @@ class Endpoints:
         self._server.server_close()
 
 
-def admits(hosts: list[str], names: frozenset[str]) -> bool:
+def admits(hosts: list[str], names: frozenset[str], *, private: bool = False) -> bool:
     """Whether a request with these ``Host`` headers may be answered by the machine of these ``names``.
+
+    Args:
+        private: whether names that only a private network resolves are answered.
 
     >>> [admits([host], frozenset({"gpu-7"})) for host in ("10.0.0.7:9400", "[fd00::7]", "localhost:9400", "GPU-7:9400", "evil.example")]
     [True, True, True, True, False]
@@ -74,13 +82,20 @@ def admits(hosts: list[str], names: frozenset[str]) -> bool:
     if len(hosts) != 1:
         return False
     name = re.sub(r":[0-9]*$", "", hosts[0].strip()).strip("[]").lower()
-    return name == "localhost" or name in names or _is_address(name)
+    known = name == "localhost" or name in names or _is_address(name)
+    return known or (private and _PRIVATE.fullmatch(name) is not None)
 
 
 def _is_address(name: str) -> bool:
     with contextlib.suppress(ValueError):
         return bool(ipaddress.ip_address(name))
     return False
+
+
+def _is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host.lower() == "localhost"
 
 
 def _answer(path: str, ready: Callable[[], Mapping[str, Json]]) -> _Answer:

@@ -60,6 +60,23 @@ def test_the_name_that_others_reach_this_machine_by_is_answered() -> None:
     assert admits(["trainer.cluster.example:9400"], frozenset({"trainer.cluster.example"}))
 
 
+def test_names_of_a_private_network_are_answered_where_others_reach_the_port() -> None:
+    endpoints = Endpoints("0.0.0.0", 0, "trainer.metrics_port", lambda: {"ready": True})
+    try:
+        address = ("127.0.0.1", int(endpoints.address.rpartition(":")[2]))
+        names = ["trainer:9400", "trainer.runs.svc", "Trainer.runs.svc.cluster.local:9400", "gpu-7.internal"]
+        assert [ask(address, "/healthz", name)[0] for name in names] == [200, 200, 200, 200]
+        strangers = ["evil.example:9400", "svc.evil.example", "local.", "trainer.svc.evil.example"]
+        assert [ask(address, "/healthz", name)[0] for name in strangers] == [421, 421, 421, 421]
+    finally:
+        endpoints.close()
+
+
+@pytest.mark.parametrize("name", ["trainer:9400", "trainer.runs.svc", "gpu-7.local"])
+def test_on_loopback_no_name_of_a_network_is_answered(address: tuple[str, int], name: str) -> None:
+    assert ask(address, "/healthz", name)[0] == 421
+
+
 def threads() -> int:
     return sum("process_request_thread" in thread.name for thread in threading.enumerate())
 

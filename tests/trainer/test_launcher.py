@@ -1,6 +1,7 @@
 """Laws of the launcher: the ranks of a host start with their numbers, live and die together, and end with one exit code."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -133,3 +134,14 @@ def test_the_folder_in_which_ranks_meet_is_private_and_removed() -> None:
     folder, mode = json.loads(done.stdout)
     assert mode == 0o700
     assert not Path(folder).exists()
+
+
+def test_ranks_of_another_launcher_are_refused_with_what_to_set() -> None:
+    program = "from services.trainer.rank_group import start_ranks; start_ranks('cpu')"
+    environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    environment.pop(launcher.RANKS_STORE, None)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 1
+    assert "found RANK and WORLD_SIZE = 2 of another launcher" in ended.stderr.splitlines()[-1]

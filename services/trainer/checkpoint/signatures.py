@@ -9,11 +9,13 @@ import dataclasses
 import hashlib
 import hmac
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from shared.errors import SettingsError
+from shared.files.secret_file import check_private
 from shared.settings import Settings
 
 FIELD = "signature"
@@ -56,7 +58,7 @@ def open_signer(settings: Settings) -> Signer:
     """Return the run's signer.
 
     Raises:
-        SettingsError: the key file cannot be read, or holds no usable key.
+        SettingsError: the key file cannot be read, can be read by others, or holds no usable key.
     """
     path = settings.trainer.signing_key_file
     return Signer(settings.run.id, _keys(path) if path is not None else ())
@@ -64,7 +66,9 @@ def open_signer(settings: Settings) -> Signer:
 
 def _keys(path: Path) -> tuple[bytes, ...]:
     try:
-        lines = [line.strip() for line in path.read_bytes().splitlines()]
+        with path.open("rb") as file:
+            check_private(path, os.fstat(file.fileno()), "key")
+            lines = [line.strip() for line in file.read().splitlines()]
     except OSError as error:
         raise SettingsError(
             f"could not read the keys in {path} ({error.strerror}): change trainer.signing_key_file"

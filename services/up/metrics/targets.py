@@ -7,6 +7,7 @@ not. The chart's PodMonitor sets the same three, so that dashboards and alerts h
 with them. A replica that is gone stays a target, for its silence is what an alert is about; one that was told to leave, and did, does not.
 """
 
+import contextlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -30,7 +31,8 @@ class Targets:
     ) -> None:
         file = targets_file(run_folder)
         file.parent.mkdir(exist_ok=True)
-        file.parent.chmod(0o755)  # addresses are no secrets, and Prometheus may be another user's
+        with contextlib.suppress(OSError):  # another user's, of whom this one shares the folder of runs
+            file.parent.chmod(0o755)  # addresses are no secrets, and Prometheus may be another user's
         self._file = Kept(file, tell, mode=0o644)
         self._run_id = run_id
         self._known = {

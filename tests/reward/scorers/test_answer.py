@@ -280,6 +280,46 @@ async def test_mathematics_is_compared_by_value(
 
 
 @pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("The answer is **18**.", 1.0),
+        ("**Final Answer: 18**", 1.0),
+        ("**Answer:** 18", 1.0),
+        ("Final answer: **18**.", 1.0),
+        ("9 * 2 = 18", 1.0),
+        ("16 - 3 - 4 + 9 = 9 * 2 = 18", 1.0),
+        ("12 + 5 = 18", 0.0),
+        ("6 = 18", 0.0),
+        ("18 = 9 * 2", 0.0),
+        ("9 * 2 = 17 + 1", 0.0),
+        ("The answer is **19**.", 0.0),
+        ("The answer is 2**18", 0.0),
+    ],
+)
+async def test_bold_text_and_worked_sums_are_read_as_a_person_reads_them(
+    mathematics: AnswerMatcher, text: str, value: float
+) -> None:
+    found = await score(mathematics, "#### 18", text)
+    assert (found.status, found.value) == (ScoreStatus.OK, value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "**Answer:** 18 dollars",
+        "So she makes $18 every day.",
+        "Thus, she earns **$18** per day.",
+        "There are 18 eggs left in the basket.",
+        "#### $18 per day",
+    ],
+)
+async def test_with_units_forgiven_an_amount_in_a_sentence_is_its_number(text: str) -> None:
+    assert (await score(matcher(lenient=["case", "prose", "units"]), "#### 18", text)).value == 1.0
+    assert (await score(matcher(), "#### 18", text)).value == 0.0
+
+
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("text", ["x" * 100_000, "7 " * 50_000, "(" * 100_000, r"\frac{" * 20_000, "9" * 100_000])
 async def test_a_formula_too_long_to_be_read_is_wrong_format(mathematics: AnswerMatcher, text: str) -> None:
     found = await score(mathematics, "46", text)

@@ -5,15 +5,15 @@ import dataclasses
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
 
 from shared.bus import wire
-from shared.bus.bus import Bus
+from shared.bus.bus import Bus, EntryId
 from shared.bus.messages import Prompt, RolloutGroup
-from shared.bus.streams import PROMPTS, ROLLOUTS
+from shared.bus.streams import PROMPTS, ROLLOUTS, Stream
 from shared.bus.worker import Patience, Worker
 from shared.errors import NotHere, PermanentError, StateLost, TemporaryError
 from tests.conftest import PATIENCE_S, Server, until
@@ -82,23 +82,56 @@ async def test_no_more_than_concurrency_are_handled_at_once(bus: Bus) -> None:
     assert most <= 3
 
 
-async def test_what_an_earlier_process_left_is_done_one_at_a_time(bus: Bus) -> None:
-    most, now = 0, 0
+@pytest.mark.parametrize(("concurrency", "few"), [(3, 1), (9, 3), (16, 4)])
+async def test_what_an_earlier_process_left_is_done_few_at_a_time(bus: Bus, concurrency: int, few: int) -> None:
+    begun, most, now = 0, 0, 0
+    enough = asyncio.Event()
 
     async def count(prompt: Prompt) -> RolloutGroup:
-        nonlocal most, now
-        now += 1
+        nonlocal begun, most, now
+        begun, now = begun + 1, now + 1
         most = max(most, now)
+        if begun >= few:
+            enough.set()
+        await enough.wait()
         await asyncio.sleep(0)
         now -= 1
         return await answer(prompt)
 
-    await put(bus, 11)
-    assert len(await bus.read(PROMPTS, Prompt, "a", 11, None)) == 11
+    await put(bus, 20)
+    assert len(await bus.read(PROMPTS, Prompt, "a", 20, None)) == 20
     patient = dataclasses.replace(QUICK, claim_after_s=PATIENCE_S)  # so that nothing comes back by being reclaimed
-    async with running(make(bus, count, patience=patient, concurrency=3)):
-        await until(lambda: _is_length(bus, 11))
-    assert most == 1
+    async with running(make(bus, count, patience=patient, concurrency=concurrency)):
+        await until(lambda: _is_length(bus, 20))
+    assert most == few
+
+
+async def test_a_suspect_that_is_taken_while_claims_are_renewed_is_kept(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renew, may_renew, go, renewals = bus.renew, asyncio.Event(), asyncio.Event(), 0
+
+    async def late(stream: Stream, consumer: str, entries: Sequence[EntryId]) -> set[EntryId]:
+        nonlocal renewals
+        await may_renew.wait()
+        renewals += 1
+        return await renew(stream, consumer, entries)
+
+    async def wait(prompt: Prompt) -> RolloutGroup:
+        await go.wait()
+        return await answer(prompt)
+
+    monkeypatch.setattr(bus, "renew", late)
+    await put(bus, 4)
+    assert len(await bus.read(PROMPTS, Prompt, "dead", 4, None)) == 4
+    worker = make(bus, wait, concurrency=4)
+    async with running(worker):
+        await until(lambda: worker.counts.reclaimed == 4 and worker.held == 2)
+        may_renew.set()
+        await until(lambda: renewals == 6)  # twice as many as fit before what was lost is reclaimed
+        go.set()
+        await until(lambda: _is_length(bus, 4))
+    assert worker.counts.reclaimed == 4
 
 
 async def test_a_temporary_failure_is_tried_again_and_then_buried_with_its_reason(bus: Bus) -> None:

@@ -332,14 +332,27 @@ def test_a_key_file_that_holds_no_usable_key_is_refused_in_a_sentence(
     path = tmp_path / "key"
     if content is not None:
         path.write_text(content)
+        path.chmod(0o600)
     of = Settings.model_validate({"trainer": {"signing_key_file": path}})
     with pytest.raises(SettingsError, match=rf"{reason}.*: change trainer.signing_key_file"):
         open_signer(of)
 
 
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o602])
+def test_a_key_file_that_other_users_can_read_or_write_is_refused(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "key"
+    path.write_bytes(FIRST)
+    path.chmod(mode)
+    with pytest.raises(
+        SettingsError, match=f"expected a key that no other user can read, found {path} with mode 0{mode:o}: chmod 600"
+    ):
+        open_signer(Settings.model_validate({"trainer": {"signing_key_file": path}}))
+
+
 def test_the_keys_of_a_run_are_the_lines_of_its_key_file_and_appear_in_no_text(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_bytes(SECOND + b"\n\n" + FIRST + b"\n")
+    path.chmod(0o600)
     found = open_signer(Settings.model_validate({"run": {"id": "r"}, "trainer": {"signing_key_file": path}}))
     assert found == signer(SECOND, FIRST)
     assert "222" not in repr(found)
@@ -351,6 +364,7 @@ async def test_a_trainer_signs_what_it_writes_refuses_what_another_key_signed_an
 ) -> None:
     key = tmp_path / "run.key"
     key.write_bytes(FIRST)
+    key.chmod(0o600)
     run = Run(tmp_path, server, "signed", checkpoint_every_steps=1, signing_key_file=f'"{key}"')
     async with bus_of(run) as (bus, ledger):
         await feed(bus, 0, 2 * GROUPS)

@@ -36,6 +36,8 @@ _COMPUTES = re.compile(
 )
 _ARITHMETIC = re.compile(r"(?<=[0-9})%])\s*(?:[-+*/]|\\times|\\cdot|\\div)\s*(?!\s*10\s*\^)(?=[0-9(.\\{])")
 _ONLY_NUMBERS = re.compile(r"(?:[0-9.,\s(){}+*/%-]|\\(?:times|cdot|div|frac|%))+")
+_COMPUTED = re.compile(rf"{_ONLY_NUMBERS.pattern}(?:={_ONLY_NUMBERS.pattern})+")
+"""``12 + 34 = 46``: numbers alone, from the question to the answer."""
 _FRACTION_TEXT = re.compile(r"[-+]?\s*(?:[0-9.,]+\s*/\s*[0-9.,]+|\\frac\s*(?:\{[^{}]*\}\s*\{[^{}]*\}|[0-9]{2}))")
 _DEGREES_INSIDE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*\^\\circ")
 _FUNCTIONS = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
@@ -167,6 +169,9 @@ def read(text: str) -> Reading:
             (part.strip() for part in re.split(r"(?<![<>!])=|\\approx(?![A-Za-z])", match["rest"])),
         )
         chain = tuple(chain_parts)
+    elif _COMPUTED.fullmatch(text):
+        *chain_parts, text = (part.strip() for part in text.split("="))
+        chain = tuple(chain_parts)
     core, percents = _PERCENT.subn("", text) if text.count("%") <= 1 else (text, 0)
     core, unit = (core, None) if percents else split_unit(core)
     if unit is not None and unit == DEGREE and _FUNCTIONS.search(core):
@@ -192,7 +197,8 @@ def _of_readings(expected: Reading, given: Reading, answer: str, lenient: frozen
         return
     if not _comparable(expected, given):
         return
-    rules = {"restating"} if restates(answer) and not restates(expected.core) else set[str]()
+    restated = restates(given.core if given.chain and not given.name else answer)
+    rules = {"restating"} if restated and not restates(expected.core) else set[str]()
     if rules - lenient:
         return
     chain = tuple((expected.core, member) for member in given.chain)

@@ -28,14 +28,16 @@ _NUMBER = re.compile(
 _HEDGED = re.compile(r"(?i)\b(?:may|maybe|might|could|perhaps|possibly|probably|either|neither|nor|not|never|or|wrong|incorrect|unless|guess|no|instead|but|except|without)\b|n't\b|\?")  # fmt: skip
 _SENTENCE = re.compile(r"(?<=[.!?])\s+|\n+")
 _CLAUSE = re.compile(
-    r"(?i)\s*(?:,\s*(?:so|which|because|since|as|where|and)|\b(?:because|since|which|after|when|where|for|in total|altogether)\b).*$"
+    r"(?i)\s*(?:,\s*(?:so|which|because|since|as|where|and)|\b(?:because|since|which|after|when|where|for|in total|altogether|every|each|left|remaining)\b).*$"
 )
+_EMPHASIS = re.compile(r"(?<![\w)}\]])\*\*|\*\*(?![\w({\[])")
+"""Bold text of Markdown, opened or closed; not a power as in ``2**3``."""
 _PROSE = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{2,}[,.:;]?\s+\S|\n|\$.+\$|\\\(|\\\[")
 
 
 def is_prose(text: str) -> bool:
     """Whether ``text`` may be language with an answer in it, rather than one bare formula."""
-    return _PROSE.search(text) is not None
+    return _PROSE.search(_EMPHASIS.sub("", text)) is not None
 
 
 def stated(text: str) -> str | None:
@@ -44,7 +46,7 @@ def stated(text: str) -> str | None:
     >>> stated("There are 3 apples and 4 pears. So the total is 7 fruits.")
     '7 fruits'
     """
-    text = re.sub(r"\\(?:text|textbf|mathrm)\s*\{([^{}]*)\}", r" \1 ", text[-LONGEST:])
+    text = re.sub(r"\\(?:text|textbf|mathrm)\s*\{([^{}]*)\}", r" \1 ", _EMPHASIS.sub("", text[-LONGEST:]))
     text = re.sub(r"\n\s*", "\n", re.sub(r"[^\S\n]+", " ", text)).strip()
     said = last(_SAID, text)
     if said is not None:

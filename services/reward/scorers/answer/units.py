@@ -52,6 +52,7 @@ _CURRENCIES = {
 }
 _PLACEHOLDERS = {"unit", "square unit", "cubic unit", "sq unit", "cu unit", "units squared", "units cubed"}
 _CURRENCY = re.compile(r"(?P<sign>[-+]?)\s*(?P<currency>\\?\$|€|£|¥|₹|\\euro|\\pounds)\s*(?=[-+]?[0-9.\\(])")
+_RATE = re.compile(r"(?<=[0-9}])(?:\s+per\s+|\s*/\s*)[A-Za-z]{1,20}$")
 _AFTER_CURRENCY = re.compile(r"\s*(?P<currency>\\\$|\$|€|£|¥|₹)$")
 _DEGREES = re.compile(r"\s*\^\\circ\s*(?P<scale>(?:\\text\{\s*)?[CF](?:\s*\})?)?$")
 _ATOM = r"(?:\\text\s*\{\s*[A-Za-z][A-Za-z ./^0-9-]{0,40}\s*\}|[A-Za-z]+)(?:\^\{?-?[1-9]\}?)?"
@@ -71,7 +72,7 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
     if len(text) > _LONGEST or not text:
         return text, None
     if (match := _CURRENCY.match(text)) is not None:
-        return match["sign"] + text[match.end() :], _named(_CURRENCIES[match["currency"]])
+        return _priced(match["sign"] + text[match.end() :], _CURRENCIES[match["currency"]])
     if (match := _AFTER_CURRENCY.search(text)) is not None and _VALUE_END.search(text[: match.start()]):
         return text[: match.start()], _named(_CURRENCIES[match["currency"]])
     if (match := _DEGREES.search(text)) is not None:
@@ -80,6 +81,12 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
     if not (text[-1].isalpha() or text[-1] in "}0123456789."):
         return text, None
     return _trailing(text)
+
+
+def _priced(text: str, currency: str) -> tuple[str, Unit | None]:
+    """Return the amount and the unit of ``$18 per day`` without its sign."""
+    rate = _RATE.search(text)
+    return (text, _named(currency)) if rate is None else (text[: rate.start()], read_unit(f"{currency}{rate[0]}"))
 
 
 def _trailing(text: str) -> tuple[str, Unit | None]:
