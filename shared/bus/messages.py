@@ -34,6 +34,7 @@ _TIME = FieldLimits(0.0, 1e11)
 """Unix seconds that a calendar can show."""
 _LOGPROB = FieldLimits(-80.0, 0.1)
 """Of a token that was drawn: one of a probability below e⁻⁸⁰ never is; above 0 is rounding."""
+_LARGEST = float(np.finfo(np.float32).max)
 _ANY_LOGPROB = FieldLimits(-1e6, 0.1)
 
 Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
@@ -262,7 +263,7 @@ class Experience:
     """
 
     group: RolloutGroup
-    rewards: Annotated[Float32Array, FieldLimits(-3.5e38, 3.5e38)]
+    rewards: Annotated[Float32Array, FieldLimits(-_LARGEST, _LARGEST)]
     scores: Annotated[tuple[SampleScores, ...], FieldLimits(length=MOST_SAMPLES)]
     scored_at_s: Annotated[float, _TIME]
     score_s: float

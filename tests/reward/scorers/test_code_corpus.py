@@ -140,7 +140,7 @@ async def test_no_result_keeps_the_service_from_its_other_work(executor: Running
         longest_cpu_s, before_s = max(longest_cpu_s, now_s - before_s), now_s
     assert not_worth(0.0, await scored) == {}
     assert (
-        longest_cpu_s < 0.5
+        longest_cpu_s < 3
     )  # seconds of this thread's own work between two turns of the loop: with a set built here, 9
     await tester.close()
 
