@@ -391,7 +391,7 @@ def _unit_dropped(lot: random.Random) -> tuple[str, str]:
     return rf"{number}\text{{ {lot.choice(('cm', 'kg', 'hours', 'marbles'))}}}", f"{number}"
 
 
-@_unequal
+@_equal
 def _unit_added(lot: random.Random) -> tuple[str, str]:
     number = _whole(lot)
     return f"{number}", f"{number} {lot.choice(('cm', 'km/h', 'dollars', 'students'))}"

@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from shared.settings.rewards.models import ModelScorer
 from shared.settings.section import Section
 
-LenientRule = Literal["case", "prose", "units", "percent", "bases", "brackets", "whole", "restating"]
+LenientRule = Literal["case", "prose", "added_unit", "units", "percent", "bases", "brackets", "whole", "restating"]
 """The names of the rules that let an answer count that is not exactly the reference (docs/rewards.md, "Leniency")."""
 
 
@@ -34,9 +34,9 @@ class AnswerScorer(Section):
     """With extract = "choice": the letters that can be chosen."""
     tolerance: NonNegativeFloat = Field(default=1e-6)
     """Largest relative difference of decimals that are equal; whole numbers and fractions are exact."""
-    lenient: tuple[LenientRule, ...] = Field(default=("case", "prose"))
+    lenient: tuple[LenientRule, ...] = Field(default=("case", "prose", "added_unit"))
     """Differences from the reference that are forgiven: `case` of words; an answer stated in `prose` rather than alone;
-    `units`, `percent` signs and number `bases` that only one side has; `brackets` of points, sets and lists; the tolerance
+    an `added_unit` that the reference does not have; `units`, `percent` signs and number `bases` that only one side has; `brackets` of points, sets and lists; the tolerance
     for `whole` numbers; `restating` the question, such as 12+34 for 46."""
     needs_stop: bool = Field(default=False)
     """A completion cut at its length limit is `wrong_format`."""

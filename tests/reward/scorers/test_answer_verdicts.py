@@ -26,6 +26,7 @@ from shared.settings.rewards.scorers import AnswerScorer
 from tests.support import builders
 from tests.support.answer_pairs import EQUAL, UNEQUAL, Pair, pairs
 
+DEFAULT = set(AnswerScorer(kind="answer").lenient)
 CORPUS = [
     json.loads(line)
     for line in (Path(__file__).parents[2] / "support" / "answer_corpus.jsonl").read_text().splitlines()
@@ -67,10 +68,12 @@ async def test_every_pair_of_the_corpus_has_the_verdict_that_a_person_gave(match
     wrong = []
     for row in CORPUS:
         score = await matchers.score(row["reference"], row["text"], extract=row["extract"], mode=row["mode"])
-        if score.value != float(row["equal"] and not row["needs"]):
+        if score.value != float(row["equal"] and set(row["needs"]) <= DEFAULT):
             wrong.append(row)
     assert wrong == []
     assert len(CORPUS) == 360
+    refused = [row["reference"] for row in CORPUS if row["equal"] and not set(row["needs"]) <= DEFAULT]
+    assert refused == ["50%", "25", "5\\text{ cm}", "(3,4)"], "right to a person, and refused by default"
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -256,14 +256,15 @@ def _above_one(core: str) -> bool:
 
 def _of_units(expected: Unit | None, given: Unit | None, pair: tuple[str, str]) -> Iterator[Attempt]:
     reference, answer = pair
+    forgiving = ("units",) if expected else ("added_unit", "units")
     if _dimensions(expected) == _dimensions(given):
         ratio = (expected.factor if expected else Fraction(1)) / (given.factor if given else Fraction(1))
         yield Attempt(((_scaled(reference, ratio), answer),))
     elif DEGREE in (expected, given) and not (_dimensions(expected) and _dimensions(given)):
         yield Attempt(((_in_radians(reference, expected), _in_radians(answer, given)),))
-        yield Attempt((pair,), frozenset({"units"}))
+        yield from (Attempt((pair,), frozenset({rule})) for rule in forgiving)
     elif not (_dimensions(expected) and _dimensions(given)):
-        yield Attempt((pair,), frozenset({"units"}))
+        yield from (Attempt((pair,), frozenset({rule})) for rule in forgiving)
 
 
 def _dimensions(unit: Unit | None) -> tuple[tuple[str, int], ...]:
