@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -163,19 +164,20 @@ def test_a_secret_among_the_settings_is_refused_without_being_shown(toml: str, w
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
-def test_a_run_folder_that_another_user_made_for_this_one_is_taken_as_it_is(tmp_path: Path) -> None:
-    for path in (tmp_path, *list(tmp_path.parents)[:2]):
-        path.chmod(0o755)
-    (tmp_path / "shared").mkdir()
-    (tmp_path / "shared").chmod(0o777)
-    program = (
-        f"import os; from services.up import run_folder; from shared.settings import loads; "
-        f"settings = loads('run.folder = \"{tmp_path}\"\\nrun.id = \"shared\"', 'run.toml'); "
-        "os.setuid(65534); print(run_folder.make_run_folder(settings))"
-    )
-    made = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (made.stdout.strip(), made.stderr) == (str(tmp_path / "shared"), "")
-    assert (tmp_path / "shared" / "up.lock").stat().st_mode & 0o777 == 0o600
+def test_a_run_folder_that_another_user_made_for_this_one_is_taken_as_it_is() -> None:
+    with tempfile.TemporaryDirectory() as name:  # not below pytest's folder, which is this user's alone
+        folder = Path(name)
+        folder.chmod(0o755)
+        (folder / "shared").mkdir()
+        (folder / "shared").chmod(0o777)
+        program = (
+            f"import os; from services.up import run_folder; from shared.settings import loads; "
+            f"settings = loads('run.folder = \"{folder}\"\\nrun.id = \"shared\"', 'run.toml'); "
+            "os.setuid(65534); print(run_folder.make_run_folder(settings))"
+        )
+        made = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+        assert (made.stdout.strip(), made.stderr) == (str(folder / "shared"), "")
+        assert (folder / "shared" / "up.lock").stat().st_mode & 0o777 == 0o600
 
 
 def test_what_is_exported_out_of_a_private_folder_has_the_modes_of_this_users_new_files(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ class Exporter:
         finally:
             if process.returncode is None:
                 process.kill()
-                await process.wait()
+                await _reap(process)
 
     async def _end_of(self, process: Process, order: ExportRequest) -> ExportResult | None:
         without_bus = self._settings.model_copy(update={"bus": BusSettings()})
@@ -133,6 +133,18 @@ class Exporter:
             await asyncio.gather(talking, return_exceptions=True)
         said, wrong = talking.result()
         return _ending(process.returncode or 0, said.decode(), wrong.decode(errors="replace"))
+
+
+async def _reap(process: Process) -> None:
+    """Wait for a process that was killed, also when cancelled meanwhile: nothing of it is left behind."""
+    cancelled: asyncio.CancelledError | None = None
+    while process.returncode is None:
+        try:
+            await process.wait()
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
 
 
 def _environment() -> dict[str, str]:

@@ -189,7 +189,9 @@ async def test_a_pause_asks_for_a_token_that_may_operate_and_for_a_reason(
         assert (await Ledger(bus).status()).state is RunState.RUNNING
         assert await page.evaluate("document.activeElement.id") == "pause"  # the focus is where it was
         await page.keyboard.press("Enter")
-        await page.get_by_label("Why?").fill(f"lunch {HOSTILE}")
+        await (
+            page.locator("dialog[open]").get_by_label("Why?").fill(f"lunch {HOSTILE}")
+        )  # the one before may still be going
         await page.get_by_role("button", name="Pause", exact=True).click()
         await shows(page, "dialog h2", "A token that may operate")
         await page.get_by_label("Token", exact=True).fill(TOKEN)

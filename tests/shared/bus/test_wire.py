@@ -239,7 +239,11 @@ SAMPLES, PROMPT = ("group", "samples"), ("group", "prompt")
         ((*PROMPT, "sampling", "temperature"), float("nan"), "temperature: expected a finite number"),
         ((*PROMPT, "extra"), {"a": msgpack.Timestamp(1, 1)}, "extra: expected what JSON can say, found Timestamp"),
         ((*PROMPT, "purpose"), "spy", "purpose: expected one of train, evaluate, found 'spy'"),
-        (("rewards",), np.array([1.0, np.inf], np.float32), "rewards: expected numbers from -1e+30 to 1e+30"),
+        (
+            ("rewards",),
+            np.array([1.0, np.inf], np.float32),
+            "rewards: expected numbers from -3.40282e+38 to 3.40282e+38",
+        ),
         (("rewards",), np.zeros(3, np.float32), "found 2 samples, 3 rewards and 2 scores"),
         (("reference_logprobs",), np.zeros(5, np.float32), "expected 6 reference logprobs, found 5"),
         (("kind",), np.zeros(2, np.int32), "expected a message of kind 'experience', found ndarray"),
