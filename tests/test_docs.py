@@ -13,7 +13,10 @@ KINDS = ("Counter", "Gauge", "Histogram", "Info", "Summary")
 GENERATED = {"docs/models.md"}
 PAGES = [
     path
-    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
+    for path in (
+        *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")),
+        *sorted((ROOT / "docs").rglob("*.md")),
+    )
     if str(path.relative_to(ROOT)) not in GENERATED
 ]
 EXAMPLES = [*sorted((ROOT / "examples").glob("*/README.md"))]
@@ -86,7 +89,7 @@ def test_an_idiom_is_noticed(idiom: str, tmp_path: Path, monkeypatch: pytest.Mon
     assert {said.split(": ")[0] for said in idioms(page)} == {f"page.md:{line}"}
 
 
-@pytest.mark.parametrize("page", [*PAGES, *EXAMPLES, ROOT / "SECURITY.md", ROOT / "docs/models.md"], ids=name_of)
+@pytest.mark.parametrize("page", [*PAGES, *EXAMPLES, ROOT / "docs/models.md"], ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     dead = []
     for target in re.findall(r"\]\(([^)\s]+)\)", "\n".join(prose(page))):
@@ -106,7 +109,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "SECURITY.md"], ids=name_of)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_files_that_a_page_names_exist(page: Path) -> None:
     text = "\n".join(prose(page))
     named = set(re.findall(r"`((?:services|shared|tests|benchmarks|deploy|config|examples)/[\w./-]+)`", text))
