@@ -217,7 +217,7 @@ def warm(profile: str, folders: list[str]) -> None:
         importlib.import_module(name)
     if profile == "numpy":
         importlib.import_module("numpy").random.seed()
-        for name in ("numpy.linalg", "numpy.fft", "numpy.polynomial"):
+        for name in ("numpy.linalg", "numpy.fft", "numpy.polynomial", "numpy.ma", "numpy.testing"):
             importlib.import_module(name)
     runner.add_prelude()
 
