@@ -4,7 +4,6 @@ import http.server
 import io
 import json
 import logging
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from services.client.views import Notice, RunView
 from services.up.display import console, screen, summary, view
 from shared.process.log import JsonLines, PlainLines
 from shared.text.terminal import escaped, escaped_line
+from tests.support.http_server import served
 
 BAD = [
     chr(code)
@@ -97,13 +97,8 @@ class Hostile(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hostile)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with served(Hostile) as address:
+        yield address
 
 
 ARGUMENTS = {

@@ -8,7 +8,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
@@ -21,6 +20,7 @@ from shared.errors import SettingsError
 from shared.settings import loads
 from tests.conftest import PATIENCE_S, free_port, until
 from tests.support import forge
+from tests.support.http_server import served
 
 BUS, KEY, OPERATE, READ = (f"{name}-5ecret/with@signs" for name in ("bus", "key", "operate", "read"))
 SECRETS = (BUS, quote(BUS, safe=""), KEY, OPERATE, READ)
@@ -49,13 +49,8 @@ class Echo(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def judge() -> Iterator[str]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Echo)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with served(Echo) as address:
+        yield address
 
 
 @pytest.fixture

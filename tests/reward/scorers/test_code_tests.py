@@ -15,8 +15,7 @@ import pytest
 
 from services.reward.executor.inside import comparison, plain_data
 from services.reward.executor.protocol import Call, Execution, Limits, Outcome
-from services.reward.scorers.code import asserts
-from services.reward.scorers.code import plain_data as plain
+from services.reward.scorers.code import asserts, program_results
 from services.reward.scorers.code.assert_evaluation import AssertEvaluator, Unsupported
 from services.reward.scorers.code.program import NoProgram, program_of
 from services.reward.scorers.code.suite import BadTests, read_tests
@@ -215,7 +214,7 @@ def test_with_a_tolerance_numbers_are_equal_that_are_close_and_infinity_is_close
 @pytest.mark.parametrize("word", ["1e400", "inf", "-inf", "Infinity", "1e999999", "nan", "9" * 5000, "１", "1_0"])
 def test_no_tolerance_makes_a_word_that_is_no_finite_number_an_integer(word: str, tolerance: float) -> None:
     for expected in ("1" + "0" * 400, "1", "10", "-7"):
-        assert not plain.same_text(expected, word, tolerance)
+        assert not program_results.same_text(expected, word, tolerance)
 
 
 @pytest.mark.parametrize(
@@ -231,13 +230,13 @@ def test_no_tolerance_makes_a_word_that_is_no_finite_number_an_integer(word: str
     ],
 )
 def test_outputs_are_the_same_but_for_white_space_at_the_ends(expected: str, found: str, same: bool) -> None:
-    assert plain.same_text(expected, found) is same
+    assert program_results.same_text(expected, found) is same
 
 
 def test_with_a_tolerance_numbers_in_outputs_are_compared_as_numbers() -> None:
-    assert plain.same_text("x 1.0\n2", "x 1\n2.0000001\n", 1e-6)
-    assert not plain.same_text("x 1.0", "y 1.0", 1e-6)
-    assert not plain.same_text("1 2", "1", 1e-6)
+    assert program_results.same_text("x 1.0\n2", "x 1\n2.0000001\n", 1e-6)
+    assert not program_results.same_text("x 1.0", "y 1.0", 1e-6)
+    assert not program_results.same_text("1 2", "1", 1e-6)
 
 
 # ---------------------------------------------------------------- asserts
@@ -333,7 +332,7 @@ def test_a_set_of_integers_whose_hashes_all_collide_is_not_built_here_where_it_i
     (split,) = asserts.split(["assert set(f(1)) == {1, 2}"])
     assert isinstance(AssertTest(split).problem(finished(colliding), 0.0), Call)
     short = {"set": colliding["set"][:700]}
-    assert len(json.dumps(short)) < plain.LONGEST
+    assert len(json.dumps(short)) < program_results.LONGEST
     assert str(AssertTest(split).problem(finished(short), 0.0)).startswith("set(call_0) == {1, 2} does not hold")
 
 

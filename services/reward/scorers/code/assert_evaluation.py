@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from services.reward.executor.inside.comparison import equal, within
-from services.reward.scorers.code.plain_data import Elsewhere, Plain
+from services.reward.scorers.code.program_results import Elsewhere, Plain
 
 _LARGEST_BITS = 100_000
 _LONGEST = 10_000

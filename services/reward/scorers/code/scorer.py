@@ -26,7 +26,7 @@ from prometheus_client import Counter, Histogram
 
 from services.reward.executor.client import ExecutorClient
 from services.reward.executor.protocol import MIB, Call, Execution, Job, Limits, Outcome
-from services.reward.scorers.code import plain_data
+from services.reward.scorers.code import program_results
 from services.reward.scorers.code.program import NoProgram, program_of
 from services.reward.scorers.code.suite import BadTests, read_tests
 from services.reward.scorers.code.tests import COMPARING, AssertTest, ProgramTest, Test
@@ -272,7 +272,7 @@ class CodeTester:
     async def _problem(self, test: Test, execution: Execution) -> str:
         """Return what is wrong; nothing that a program wrote keeps the event loop busy for long."""
         tolerance = self._scorer.tolerance
-        if len(execution.stdout) > plain_data.LONGEST:
+        if len(execution.stdout) > program_results.LONGEST:
             problem = await asyncio.to_thread(test.problem, execution, tolerance)
         else:
             problem = test.problem(execution, tolerance)

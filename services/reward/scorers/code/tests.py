@@ -19,10 +19,10 @@ from typing import Protocol
 
 from services.reward.executor.inside import comparison
 from services.reward.executor.protocol import Call, Execution, Job, Limits
-from services.reward.scorers.code import asserts, plain_data
+from services.reward.scorers.code import asserts, program_results
 from services.reward.scorers.code.assert_evaluation import AssertEvaluator
 from services.reward.scorers.code.asserts import SplitAssert
-from services.reward.scorers.code.plain_data import Elsewhere
+from services.reward.scorers.code.program_results import Elsewhere
 from shared.bus.messages import Json
 
 COMPARING = "from inside.comparison import holds, matches"
@@ -55,7 +55,7 @@ class ProgramTest:
 
     def problem(self, execution: Execution, tolerance: float) -> str:
         """Return what is wrong."""
-        right = plain_data.same_text(self.expected, execution.stdout, tolerance)
+        right = program_results.same_text(self.expected, execution.stdout, tolerance)
         return "" if right else _differs(self.expected, execution.stdout)
 
 
@@ -81,7 +81,7 @@ class CallTest:
     def problem(self, execution: Execution, tolerance: float) -> str | Call:
         """Return what is wrong, or the call that does."""
         try:
-            value = plain_data.read(execution.values[0])
+            value = program_results.read(execution.values[0])
             right = any(comparison.equal(expected, value, tolerance) for expected in self._accepted)
         except Elsewhere:
             return Call(
@@ -114,14 +114,14 @@ class AssertTest:
         """Return what is wrong, or the call that does."""
         results = {asserts.call_name(place): text for place, text in enumerate(execution.values)}
         texts = results | {asserts.given_name(place): text for place, text in enumerate(self.given)}
-        if self.split.is_simple and sum(map(len, texts.values())) <= plain_data.LONGEST:
+        if self.split.is_simple and sum(map(len, texts.values())) <= program_results.LONGEST:
             with contextlib.suppress(Elsewhere):
                 return self._simple_problem(texts, tolerance)
         return Call("holds", (ast.unparse(self.split.check), dict(texts), tolerance))
 
     def _simple_problem(self, texts: Mapping[str, str], tolerance: float) -> str:
         try:
-            names = {name: plain_data.rebuilt(plain_data.read(text)) for name, text in texts.items()}
+            names = {name: program_results.rebuilt(program_results.read(text)) for name, text in texts.items()}
             right = bool(AssertEvaluator(names, tolerance)(self.split.check))
         except _WRONG as error:
             return f"{self._shown} ended in {type(error).__name__}"
