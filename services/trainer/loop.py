@@ -29,8 +29,9 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from services.trainer.algorithm.reference import Reference
 from services.trainer.algorithm.step_totals import NotFinite
-from services.trainer.algorithm.update import Learner, Reference
+from services.trainer.algorithm.update import Learner
 from services.trainer.checkpoint import local_store
 from services.trainer.checkpoint.manifests import CheckpointFile, CheckpointState
 from services.trainer.checkpoint.signatures import UNSIGNED, open_signer

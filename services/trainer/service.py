@@ -58,7 +58,7 @@ def train(settings: Settings, lead: "Leading | None") -> None:
         import torch
         import torch.distributed as dist
 
-        from services.trainer.algorithm.update import AdapterOff, Reference
+        from services.trainer.algorithm.reference import AdapterOff, Reference
         from services.trainer.loop import Trainer
         from services.trainer.model import adapter
         from services.trainer.model.critic import Critic

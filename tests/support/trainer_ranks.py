@@ -15,7 +15,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from services.trainer.algorithm.update import AdapterOff, Learner, Reference
+from services.trainer.algorithm.reference import AdapterOff, Reference
+from services.trainer.algorithm.update import Learner
 from services.trainer.checkpoint import local_store
 from services.trainer.loop import Trainer
 from services.trainer.metrics import Phases
