@@ -32,7 +32,10 @@ from shared.settings import Settings
 
 
 class Learner:
-    """This rank's weights: the policy's, and the critic's and the reference's where the algorithm needs them."""
+    """This rank's weights: the policy's, and the critic's and the reference's if the algorithm needs them.
+
+    It lives on the training thread.
+    """
 
     def __init__(
         self,

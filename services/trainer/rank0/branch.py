@@ -16,7 +16,7 @@ from shared.errors import Fenced
 
 
 class Branch:
-    """The end of the history, to which this trainer adds."""
+    """The end of the history, to which this trainer adds. It lives on the event loop."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
