@@ -26,18 +26,9 @@ from services.trainer.metrics import Phases
 from services.trainer.model.engine import TrainingEngine
 from services.trainer.rank0.artifacts import Artifacts
 from services.trainer.rank0.commands import Command, CommandKind, share
-from services.trainer.rank0.mailbox import (
-    Mailbox,
-    NoMailbox,
-    Published,
-    Replayed,
-    Result,
-    Saved,
-    StepMade,
-    StepSkipped,
-    StopRequested,
-)
+from services.trainer.rank0.mailbox import Mailbox, NoMailbox
 from services.trainer.rank0.probe import Prober
+from services.trainer.rank0.results import Published, Replayed, Result, Saved, StepMade, StepSkipped, StopRequested
 from shared.bus.messages import Experience, StepPlan
 from shared.errors import SettingsError
 from shared.settings import Settings

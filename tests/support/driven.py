@@ -11,8 +11,9 @@ from services.trainer.loop import Trainer
 from services.trainer.model.engine import TrainingEngine
 from services.trainer.rank0.artifacts import Rank0Artifacts
 from services.trainer.rank0.driver import Driver
-from services.trainer.rank0.mailbox import Mailbox, ModelLoaded
+from services.trainer.rank0.mailbox import Mailbox
 from services.trainer.rank0.publication import Publication
+from services.trainer.rank0.results import ModelLoaded
 from shared.bus import wire
 from shared.bus.bus import Bus
 from shared.bus.messages import Event, Experience

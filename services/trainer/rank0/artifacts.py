@@ -14,8 +14,8 @@ from services.trainer.checkpoint.signatures import open_signer
 from services.trainer.model.adapter import file_configuration
 from services.trainer.model.engine import TrainingEngine
 from services.trainer.model.policy import export, export_adapter
-from services.trainer.rank0.mailbox import PolicyWritten, Saved
 from services.trainer.rank0.publication import Publication, Whereabouts, note_version
+from services.trainer.rank0.results import PolicyWritten, Saved
 from shared.bus.messages import PolicyVersion
 from shared.settings import Settings
 

@@ -26,28 +26,16 @@ from typing import Any, TypeVar
 
 from services.trainer import metrics as measures
 from services.trainer.checkpoint import local_store
-from services.trainer.checkpoint.manifests import CheckpointState
 from services.trainer.export.exporter import Exporter
 from services.trainer.metrics import BatchFigures, batch_figures, export_metrics
+from services.trainer.rank0 import results
 from services.trainer.rank0.branch import Branch
 from services.trainer.rank0.commands import TURN_S, Command, CommandKind
 from services.trainer.rank0.intake import Intake, Taken
-from services.trainer.rank0.mailbox import (
-    Mailbox,
-    ModelLoaded,
-    Notice,
-    PolicyWritten,
-    Published,
-    R,
-    Replayed,
-    Result,
-    Saved,
-    SelfTested,
-    StepMade,
-    StepSkipped,
-)
+from services.trainer.rank0.mailbox import Mailbox
 from services.trainer.rank0.opening import Opening
 from services.trainer.rank0.publication import outlives_the_process
+from services.trainer.rank0.results import Notice, R, Result, StepMade, StepSkipped
 from services.trainer.rank0.retention import Retention
 from shared.bus.messages import PolicyRecord, StepReport
 from shared.bus.stores.ledger import ENDED, Ledger, RunState
@@ -85,6 +73,7 @@ class Driver:
         """Whether the ranks are at the ledger's step, and whether their version is published."""
         self._is_new = self._differs = False
         """Whether no checkpoint holds the ranks' step, and whether a replay could not repeat it to the bit."""
+        self._filling: asyncio.Task[None] | None = None
         self._skipped = 0  # batches in a row
         self._committed_s, self._commit_s = time.perf_counter(), 0.0
         measures.GRAD_NORM_LIMIT.set(self._settings.trainer.max_grad_norm)
@@ -92,8 +81,8 @@ class Driver:
     async def run(self) -> None:
         """Drive the ranks until the process is told to stop, and store what is left to store; raise what ended it."""
         try:
-            async with asyncio.TaskGroup() as tasks:
-                await self._drive(tasks)
+            async with asyncio.TaskGroup() as self._tasks:
+                await self._drive()
         except BaseException as error:
             while isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]
@@ -104,31 +93,31 @@ class Driver:
         """Whether nothing is left to train: the run reached its last step, or was stopped for good."""
         return (await self._ledger.status()).state in ENDED
 
-    async def _drive(self, tasks: asyncio.TaskGroup) -> None:
-        storing, exporting = tasks.create_task(self._retention.run()), tasks.create_task(self._exporter.run())
-        # It looks while the model is loaded, so that damage is reported at once.
-        finding: asyncio.Task[list[Command]] | None = tasks.create_task(self._opening.find())
-        model = await self._result(ModelLoaded)
+    async def _drive(self) -> None:
+        storing, exporting = self._task(self._retention.run()), self._task(self._exporter.run())
+        finding = self._task(self._opening.find())  # beside the loading of the model: damage is reported at once
+        model = await self._result(results.ModelLoaded)
         self._intake.vocabulary, self._intake.context_tokens = model.vocabulary, model.context_tokens
-        filling = tasks.create_task(self._intake.fill())
         while not self._context.stop.is_set():
             if self._is_open:
                 await self._turn()
-            elif finding is None:
-                finding = tasks.create_task(self._opening.find())
+                finding = finding if self._is_open else self._task(self._opening.find())
             elif finding.done():
                 await self._open(finding.result())
-                finding = None
             else:
                 await self._or_stop(asyncio.wait([finding], timeout=TURN_S))
                 await self._ask(Command(CommandKind.WAIT), Result)
         self._context.status.state = "stopping"
         await self._checkpoint_new()
         self._mailbox.command(Command(CommandKind.STOP))
-        for task in (filling, exporting, *([finding] if finding is not None else [])):
+        for task in filter(None, (finding, exporting, self._filling)):
             task.cancel()
         await self._retention.close(max(0.0, seconds_left() - _CLOSE_S))
         storing.cancel()
+
+    def _task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run something beside, whose failure ends the driver."""
+        return self._tasks.create_task(work)
 
     async def _open(self, commands: Sequence[Command]) -> None:
         """Bring the ranks to the ledger's step."""
@@ -136,7 +125,7 @@ class Driver:
         self._step, self._differs = 0 if loaded is None else loaded.state.step, False
         for command in commands:
             result = await self._ask(command, Result)
-            if isinstance(result, Replayed):
+            if isinstance(result, results.Replayed):
                 self._step, self._is_new = self._step + 1, True
                 if result.difference:
                     self._differs = True
@@ -153,6 +142,8 @@ class Driver:
     async def _turn(self) -> None:
         """Command one thing that is due."""
         can_train = not self._opening.stranded and self._step < self._settings.run.steps
+        if can_train and self._filling is None:
+            self._filling = self._task(self._intake.fill())  # not before the epoch is taken
         if can_train and (suspect := await self._intake.next_suspect()) is not None:
             await self._try(suspect)
         elif not self._is_ready and not self._opening.stranded:
@@ -197,7 +188,7 @@ class Driver:
         return result
 
     async def _note(self, notice: Notice) -> None:
-        if isinstance(notice, SelfTested):
+        if isinstance(notice, results.SelfTested):
             await self._ledger.note_self_test(notice.part, notice.outcome)
             detail = f"{notice.part}: {notice.outcome}"
             await tell(self._bus, "trainer", "self-test passed", detail, **notice.figures)
@@ -228,15 +219,16 @@ class Driver:
         self._context.status.state = "working"
         self._branch.revision = self._live.revision  # what holds now holds for this step, and the journal says so
         await self._intake.note_batch(batch)
-        command = Command(
-            CommandKind.TRAIN,
-            payloads=tuple(taken.delivery.data for taken in batch),
-            groups=tuple(groups),
-            lags=self._branch.lags(groups, self._step),
-            learning_rate=learning_rate,
-            version=self._branch.next_version(),
+        self._mailbox.command(
+            Command(
+                CommandKind.TRAIN,
+                payloads=tuple(taken.delivery.data for taken in batch),
+                groups=tuple(groups),
+                lags=self._branch.lags(groups, self._step),
+                learning_rate=learning_rate,
+                version=self._branch.next_version(),
+            )
         )
-        self._mailbox.command(command)
         figures = batch_figures(groups, self._step, self._branch.steps)
         result = await self._result(Result)
         if isinstance(result, StepSkipped):
@@ -244,7 +236,7 @@ class Driver:
             return
         assert isinstance(result, StepMade)
         self._skipped = 0
-        if not await self._commit(command, batch, result, figures):
+        if not await self._commit(batch, result, figures):
             log.info("step left out: the run was rolled back", extra={"step": self._step + 1})
             self._leave()
             return
@@ -254,13 +246,13 @@ class Driver:
         if self._step == steps:
             await self._export()
 
-    async def _commit(self, command: Command, batch: list[Taken], made: StepMade, figures: BatchFigures) -> bool:
+    async def _commit(self, batch: list[Taken], made: StepMade, figures: BatchFigures) -> bool:
         """Move the batch to the journal and publish its version, in one transaction; False, and nothing, after a rollback."""
         started_s = time.perf_counter()
         metrics = {**made.measured, **figures.metrics, **made.memory, **await self._left()}
         metrics |= self._timing(made, figures, started_s - self._committed_s)
         shown = {name: metrics[name] for name in ("reward_mean", "kl_mean", "entropy")}
-        record = self._record(command, self._step + 1, made.published, shown)
+        record = self._branch.record(self._step + 1, made.published, shown)
         lags = {str(lag): count for lag, count in sorted(figures.lag_counts.items())}
         report = StepReport(record.step, record.version, time.time(), figures.samples, metrics, lags)
         self._committed_s = started_s
@@ -318,8 +310,8 @@ class Driver:
         """Publish the ranks' weights as a new version, unless replicas can get them already."""
         if self._differs or not await self._is_published():
             command = Command(CommandKind.PUBLISH, version=self._branch.next_version())
-            published = await self._ask(command, Published)
-            record = self._record(command, self._step, published, {})
+            published = await self._ask(command, results.Published)
+            record = self._branch.record(self._step, published, {})
             if await self._branch.commit(record, [], None):
                 await self._note_published(record)
                 loaded = self._opening.loaded
@@ -344,22 +336,6 @@ class Driver:
         self._context.status.version = record.version
         return True
 
-    def _record(self, command: Command, step: int, published: Published, metrics: dict[str, float]) -> PolicyRecord:
-        assert command.version is not None
-        assert published.weights is not None
-        return PolicyRecord(
-            version=command.version,
-            parent=self._branch.tip,
-            step=step,
-            created_at_s=time.time(),
-            manifest_digest=published.weights.digest,
-            location=published.weights.location,
-            metrics=metrics,
-            source=published.weights.source,
-            probe=published.probe,
-            settings_revision=self._branch.revision,
-        )
-
     async def _note_published(self, record: PolicyRecord) -> None:
         self._context.status.version = record.version
         await asyncio.to_thread(keep_newest, self._settings.snapshot_folder, self._settings.weights.keep)
@@ -370,7 +346,9 @@ class Driver:
         """Write a checkpoint of steps that none has yet."""
         if not self._is_new:
             return
-        saved = await self._ask(Command(CommandKind.CHECKPOINT, state=await self._describe()), Saved)
+        assert self._branch.newest is not None
+        state = await self._retention.describe(self._step, self._branch.newest, self._live)
+        saved = await self._ask(Command(CommandKind.CHECKPOINT, state=state), results.Saved)
         if saved.checkpoint is None:
             await self._retention.note_failed(self._step, saved.refusal)
             return
@@ -378,36 +356,9 @@ class Driver:
         root, keep_last = self._settings.run_folder / "checkpoints", self._settings.trainer.keep_last
         await self._retention.note(saved.checkpoint, await asyncio.to_thread(local_store.superfluous, root, keep_last))
 
-    async def _describe(self) -> CheckpointState:
-        """Return what a checkpoint knows of the ledger."""
-        (status, counts), entry = await self._ledger.account(), await self._last_journal_entry()
-        newest = self._branch.newest
-        assert newest is not None
-        mark = await self._ledger.mark(newest)
-        revision = await self._live.read(self._live.revision)
-        return CheckpointState(
-            step=self._step,
-            version=newest,
-            cursor=status.cursor,
-            position=None if mark is None else mark[1],
-            counts=counts,
-            journal_entry=entry,
-            ranks=self._settings.trainer.ranks * self._settings.trainer.nodes,
-            zero_stage=self._settings.trainer.zero_stage,
-            settings_revision=self._live.revision,
-            live_values={} if revision is None else revision.values,
-        )
-
-    async def _last_journal_entry(self) -> str:
-        key = self._bus.keys.of(JOURNAL)
-        if not await self._bus.call(lambda: self._bus.client.exists(key)):
-            return ""
-        last = (await self._bus.call(lambda: self._bus.client.xinfo_stream(key)))["last-generated-id"]
-        return last.decode() if isinstance(last, bytes) else str(last)
-
     async def _export(self) -> None:
         """Have the final policy written, and copied."""
-        written = await self._ask(Command(CommandKind.EXPORT), PolicyWritten)
+        written = await self._ask(Command(CommandKind.EXPORT), results.PolicyWritten)
         for folder in written.folders:
             self._retention.note_policy(folder)
         self._context.status.state = "waiting"

@@ -21,12 +21,15 @@ from pathlib import Path
 from services.trainer import metrics
 from services.trainer.checkpoint import local_store
 from services.trainer.checkpoint.local_store import Checkpoint
+from services.trainer.checkpoint.manifests import CheckpointState
 from services.trainer.checkpoint.remote_store import CheckpointStore, StoredCheckpoint, open_store
 from services.trainer.checkpoint.uploader import Upload, Uploader, in_thread
 from services.trainer.rank0.resume import Resume
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion
 from shared.bus.stores.ledger import Ledger
+from shared.bus.stores.live_settings import Live
+from shared.bus.streams import JOURNAL
 from shared.errors import StoreError
 from shared.process.telemetry import tell
 from shared.settings import Settings
@@ -44,6 +47,7 @@ class Retention:
     """
 
     def __init__(self, settings: Settings, bus: Bus, reading: Callable[[], str] = lambda: "") -> None:
+        self._trainer = settings.trainer
         self._options = settings.trainer.store
         self._bus = bus
         self._ledger = Ledger(bus)
@@ -62,6 +66,31 @@ class Retention:
             await self._uploader.run()
 
     # ---------------------------------------------------------------- written
+
+    async def describe(self, step: int, version: PolicyVersion, live: Live) -> CheckpointState:
+        """Return what a checkpoint of ``step``, whose newest version is ``version``, knows of the ledger."""
+        (status, counts), entry = await self._ledger.account(), await self._last_journal_entry()
+        mark = await self._ledger.mark(version)
+        revision = await live.read(live.revision)
+        return CheckpointState(
+            step=step,
+            version=version,
+            cursor=status.cursor,
+            position=None if mark is None else mark[1],
+            counts=counts,
+            journal_entry=entry,
+            ranks=self._trainer.ranks * self._trainer.nodes,
+            zero_stage=self._trainer.zero_stage,
+            settings_revision=live.revision,
+            live_values={} if revision is None else revision.values,
+        )
+
+    async def _last_journal_entry(self) -> str:
+        key = self._bus.keys.of(JOURNAL)
+        if not await self._bus.call(lambda: self._bus.client.exists(key)):
+            return ""
+        last = (await self._bus.call(lambda: self._bus.client.xinfo_stream(key)))["last-generated-id"]
+        return last.decode() if isinstance(last, bytes) else str(last)
 
     async def note(self, checkpoint: Checkpoint, superfluous: Sequence[Checkpoint]) -> None:
         """Do what follows from a checkpoint that is whole in the run's folder."""

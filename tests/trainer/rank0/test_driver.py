@@ -15,8 +15,9 @@ from services.trainer.checkpoint import local_store
 from services.trainer.model.policy import Policy
 from services.trainer.rank0.branch import Branch
 from services.trainer.rank0.commands import Command, CommandKind
-from services.trainer.rank0.mailbox import Mailbox, ModelLoaded, Published, Replayed, Result, Saved
+from services.trainer.rank0.mailbox import Mailbox
 from services.trainer.rank0.publication import Whereabouts
+from services.trainer.rank0.results import ModelLoaded, Published, Replayed, Result, Saved
 from shared.bus.bus import Bus
 from shared.bus.messages import Experience, GroupId
 from shared.bus.stores.ledger import RunState
@@ -172,7 +173,7 @@ async def test_a_driver_that_is_told_to_stop_has_the_steps_saved_that_no_checkpo
         await driven.feed(batch(0))
         await is_at(driven, 1)
         driven.stop.set()
-        assert await both == [None, None]
+        assert list(await both) == [None, None]
     assert [checkpoint.state.step for checkpoint in local_store.find(driven.root)] == [1]
 
 
@@ -271,7 +272,7 @@ async def test_ranks_get_a_command_while_the_driver_looks_for_where_to_continue_
     async with driven.running(script) as both:
         await until(lambda: len(script.commands) >= 2)
         driven.stop.set()
-        assert await both == [None, None]
+        assert list(await both) == [None, None]
     assert script.kinds == [CommandKind.WAIT, CommandKind.STOP]
 
 
