@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class ForwardPasses:
-    """The attempts of one step.
+    """The attempts of one step. It lives on the training thread.
 
     Args:
         engine: tells whether memory may be short, and asks the other ranks.

@@ -1,7 +1,4 @@
-"""What leaves the trainer: published weights, checkpoints, the final policy. Rank 0 writes them, other ranks take part in gathering.
-
-Both classes live on the training thread; they use no bus.
-"""
+"""What leaves the trainer: published weights, checkpoints, the final policy. Rank 0 writes them, other ranks take part in gathering."""
 
 import dataclasses
 import shutil
@@ -21,7 +18,7 @@ from shared.settings import Settings
 
 
 class Artifacts:
-    """A rank other than 0: it gathers its part of the weights where they are sharded, and writes nothing."""
+    """A rank other than 0: it gathers its part of the weights where they are sharded. It lives on the training thread."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -46,7 +43,7 @@ class Artifacts:
 
 
 class Rank0Artifacts(Artifacts):
-    """Rank 0: it writes."""
+    """Rank 0: it writes. It lives on the training thread."""
 
     def __init__(self, settings: Settings, publication: Publication) -> None:
         super().__init__(settings)
