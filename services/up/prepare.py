@@ -20,7 +20,7 @@ from shared.bus import connection
 from shared.errors import BusUnavailable, SettingsError
 from shared.files.durable import write_whole
 from shared.model.context import check_context, read_config
-from shared.model.model_source import check_source
+from shared.model.model_source import check_model, check_source
 from shared.process.service import own_host
 from shared.settings import Settings, dump, load, sources
 from shared.settings.rewards.models import ModelScorer
@@ -204,16 +204,16 @@ def _check(settings: Settings) -> None:
                 f"expected {name} = 1 with `penstock up`, which starts one host, found {nodes}: "
                 "start the services by themselves on each host (docs/kubernetes.md), or change it"
             )
-    check_source("policy.model", settings.policy.model, ("config.json",))
+    check_model("policy.model", settings.policy.model)
     limit, new = settings.rollout.vllm.max_model_len, settings.sampling.max_new_tokens
     check_context(read_config(settings.policy.model), limit, new, settings.policy.model)
     if settings.policy.tokenizer:
         check_source("policy.tokenizer", settings.policy.tokenizer, ("tokenizer_config.json",))
     if settings.algorithm.needs_critic and settings.algorithm.critic.model:
-        check_source("algorithm.critic.model", settings.algorithm.critic.model, ("config.json",))
+        check_model("algorithm.critic.model", settings.algorithm.critic.model)
     for scorer in settings.reward.scorers:
         if isinstance(scorer, ModelScorer):
-            check_source(scorer.model_setting, scorer.model, ("config.json",))
+            check_model(scorer.model_setting, scorer.model)
     _check_data(settings.data.path, "data.path")
     for held_out in settings.evaluation.held_out:
         _check_data(held_out.path, settings.evaluation.setting_of(held_out))
