@@ -1,12 +1,30 @@
 """Secrets in files that no other user can read: tokens and keys. They are never among the settings, which are dumped."""
 
+import contextlib
 import os
+import secrets
 import stat
 from pathlib import Path
 
 from shared.errors import SettingsError
 
 _SHORTEST = 16
+
+
+def make_secret(path: Path) -> None:
+    """Write a new secret to ``path``, for this user alone; one that exists is kept.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with contextlib.suppress(FileExistsError):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                file.write(f"{secrets.token_hex(32)}\n")
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
 
 
 def read_secret(path: Path, setting: str, what: str = "secret") -> bytes:
