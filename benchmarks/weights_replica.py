@@ -39,9 +39,9 @@ async def replica(connection: Connection, options: Options) -> None:
         ),
         shadow=options.shadow,  # type: ignore[arg-type, unused-ignore]
         peer_host="127.0.0.1",
-        secret=SECRET,
         deadline_s=options.deadline_s,
     )
+    engine.share_secret(SECRET)
     player = _Replica(engine, options)
     answers: Answers = {
         "describe": player.describe,

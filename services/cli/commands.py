@@ -23,7 +23,7 @@ TokenFile = Annotated[
         "--token-file",
         metavar="FILE",
         envvar="PENSTOCK_TOKEN_FILE",
-        help="A file whose first line is the bearer token, where the coordinator asks for one.",
+        help="A file whose first line is the bearer token. Default: `token` in the run's folder, for that run's coordinator.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print what the API says, for scripts.")]
@@ -45,7 +45,8 @@ def coordinator(run: Path, url: str, token_file: Path | None) -> "CoordinatorCli
     """Return the client of the coordinator that the options name."""
     from services.client.coordinator import CoordinatorClient, find, read_token
 
-    return CoordinatorClient(find(url, run), read_token(token_file))
+    found = find(url, run)
+    return CoordinatorClient(found, read_token(token_file, found, run))
 
 
 def add_to(app: typer.Typer) -> None:
@@ -53,6 +54,7 @@ def add_to(app: typer.Typer) -> None:
     for name, group in (("policies", policies), ("services", services), ("dead", dead), ("runs", runs)):
         app.add_typer(group, name=name)
     app.command()(events)
+    app.command()(page)
     app.command()(tail)
 
 
@@ -241,6 +243,15 @@ def events(
     from services.cli import tables
 
     tables.show("events", coordinator(run, url, token_file).items("/v1/events", most), as_json=as_json)
+
+
+def page(run: Run = LATEST, url: Url = "", token_file: TokenFile = None) -> None:
+    """Print a link to the page of a run: it opens it once, within five minutes, without a token."""
+    from services.client.coordinator import find, page_link, read_token
+    from services.up.display import console
+
+    found = find(url, run)
+    console.say(page_link(found, read_token(token_file, found, run)))
 
 
 def tail(run: Run = LATEST, url: Url = "", token_file: TokenFile = None, as_json: AsJson = False) -> None:

@@ -28,7 +28,8 @@ def find_alive(run: Path, url: str, token_file: Path | None) -> "CoordinatorClie
 
     if not url and not (run / "coordinator.json").is_file():
         return None
-    asked = CoordinatorClient(find(url, run), read_token(token_file))
+    place = find(url, run)
+    asked = CoordinatorClient(place, read_token(token_file, place, run))
     try:
         found = asked.run().run_id
     except Unreachable:

@@ -3,7 +3,9 @@
 What it answers is read into the models of ``services.client.views``. This module knows no service; the command line and the live view use it.
 """
 
+import contextlib
 import json
+import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -16,8 +18,12 @@ from pydantic import ValidationError
 from services.client.views import EventsPage, EventView, ReplicaView, RunView, ServicesPage, View
 from shared.errors import PenstockError
 from shared.files.secret_file import read_secret
+from shared.peers import tickets
 
+TOKEN_FILE = "token"  # noqa: S105 (the name of a file)
+"""The run's own token, in its folder."""
 _TIMEOUT_S = 10.0
+_ANNOUNCED = "coordinator.json"
 _POLL_S = 0.2
 _SILENCE_S = 30.0
 
@@ -48,7 +54,7 @@ def find(url: str | None, run_folder: Path) -> str:
     """
     if url:
         return url.rstrip("/")
-    file = run_folder / "coordinator.json"
+    file = run_folder / _ANNOUNCED
     try:
         found = json.loads(file.read_text(encoding="utf-8"))["url"]
     except FileNotFoundError as error:
@@ -63,13 +69,30 @@ def find(url: str | None, run_folder: Path) -> str:
     return str(found).rstrip("/")
 
 
-def read_token(path: Path | None) -> str:
-    """Return the token in a file's first line; empty where no file is given.
+def read_token(path: Path | None, url: str = "", run_folder: Path | None = None) -> str:
+    """Return the token in the first line of ``path``, else the run's own where ``url`` is that of its coordinator; empty: there is none.
 
     Raises:
         SettingsError: it cannot be read, or others can read it.
     """
+    if path is None and run_folder is not None and _is_coordinator(url, run_folder):
+        own = run_folder / TOKEN_FILE
+        path = own if own.exists() else None
     return "" if path is None else read_secret(path, "--token-file", "token").decode("latin-1")
+
+
+def _is_coordinator(url: str, run_folder: Path) -> bool:
+    """Whether the run's coordinator announced ``url`` and is there: the port of a dead one may be another user's."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        announced = json.loads((run_folder / _ANNOUNCED).read_text(encoding="utf-8"))
+        os.kill(int(announced["pid"]), 0)  # raises for a process that is gone, or of another user
+        return str(announced["url"]).rstrip("/") == url
+    return False
+
+
+def page_link(url: str, token: str) -> str:
+    """Return a link that opens the page once, within some minutes; where no token is needed, that of the page."""
+    return f"{url}/#code={tickets.issue(token.encode('latin-1'), tickets.PAGE, tickets.PAGE_S)}" if token else f"{url}/"
 
 
 class CoordinatorClient:

@@ -13,7 +13,7 @@ from services.reward.models.batcher import Batcher, NoRoom
 from services.reward.scorers.reward_model import require_libraries
 from shared.bus.messages import Float32Array, RolloutGroup
 from shared.errors import TemporaryError
-from shared.model.model_source import check_source
+from shared.model.model_source import check_model
 from shared.process.importing import importing
 from shared.settings import Settings
 
@@ -33,7 +33,7 @@ class Reference:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         require_libraries('algorithm.reference = "reward"')
-        check_source("policy.model", settings.policy.model, ("config.json",))
+        check_model("policy.model", settings.policy.model)
         self._batcher: Batcher[TokenSequence, Float32Array] | None = None
 
     async def start(self) -> None:

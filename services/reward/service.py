@@ -15,6 +15,7 @@ It holds nothing that it could lose: a group that was not handed over is scored 
 import asyncio
 import gc
 
+from services.reward.executor.client import read_executor_secret
 from services.reward.failures import Tell
 from services.reward.normalisation import Normaliser
 from services.reward.reference import Reference
@@ -71,7 +72,8 @@ def make_scorer(scorer: ScorerSettings, settings: Settings, bus: Bus | None = No
         case RandomScorer():
             return Lot(scorer.name, settings.run.seed)
         case CodeScorer():
-            return CodeTester(scorer, settings.reward.executor.address)
+            executor = settings.reward.executor
+            return CodeTester(scorer, executor.address, read_executor_secret(executor))
 
 
 def make_scoring(settings: Settings, status: Status, bus: Bus | None = None) -> Scoring:

@@ -10,9 +10,9 @@ from typing import Any
 from services.rollout.engines.engine import Engine
 from services.rollout.engines.prompts import CharacterCodec, Codec, TokenizerCodec
 from services.rollout.engines.vllm.multihost.hosts import Hosts, hosts_of
+from shared.bus.stores.run_secret import RunSecret
 from shared.errors import SettingsError
 from shared.peers.addresses import use_interfaces
-from shared.peers.handshake import Secret
 from shared.process import service
 from shared.process.importing import importing
 from shared.settings import Settings, check_plain_engine, check_reproducible
@@ -21,7 +21,7 @@ _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks for which vLLM has kernels."""
 
 
-async def open_engine(settings: Settings, replica: str, host: str, secret: Secret) -> tuple[Engine, Codec]:
+async def open_engine(settings: Settings, replica: str, host: str, secret: RunSecret) -> tuple[Engine, Codec]:
     """Return the engine of ``rollout.engine`` and the codec of its vocabulary; heartbeats go on while a model loads.
 
     Args:
@@ -68,7 +68,7 @@ def pick_engine(device: str) -> str:
     return "vllm" if torch.cuda.is_available() else "transformers"
 
 
-async def _open_vllm(settings: Settings, replica: str, host: str, secret: Secret) -> tuple[Engine, Codec]:
+async def _open_vllm(settings: Settings, replica: str, host: str, secret: RunSecret) -> tuple[Engine, Codec]:
     from services.rollout.engines.transformers.loading import check_for_vllm, open_tokenizer
     from services.rollout.engines.vllm.start import open_vllm
 
@@ -85,9 +85,9 @@ async def _open_vllm(settings: Settings, replica: str, host: str, secret: Secret
         update=weights.update,
         shadow=weights.shadow,
         peer_host=host if weights.transport == "pull" else "",
-        secret=secret(),
         deadline_s=weights.deadline_s,
     )
+    secret.listen(engine.share_secret)
     return engine, TokenizerCodec(tokenizer, engine)
 
 
@@ -127,7 +127,7 @@ def vllm_arguments(settings: Settings) -> dict[str, Any]:
     return {"enable_lora": True, "max_lora_rank": fits, "max_loras": 1, **given}
 
 
-async def _open_transformers(settings: Settings, host: str, secret: Secret) -> tuple[Engine, Codec]:
+async def _open_transformers(settings: Settings, host: str, secret: RunSecret) -> tuple[Engine, Codec]:
     with importing():
         from services.rollout.engines.transformers.engine import TransformersEngine
         from services.rollout.engines.transformers.loading import open_model, open_tokenizer

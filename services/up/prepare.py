@@ -13,14 +13,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from services.client.coordinator import TOKEN_FILE
 from services.up import run_folder
 from services.up.continuation import check_unchanged
 from services.up.plan import executor_address, is_own_executor, metrics_ports
 from shared.bus import connection
 from shared.errors import BusUnavailable, SettingsError
 from shared.files.durable import write_whole
+from shared.files.secret_file import make_secret, read_secret
 from shared.model.context import check_context, read_config
-from shared.model.model_source import check_source
+from shared.model.model_source import check_model, check_source
 from shared.process.service import own_host
 from shared.settings import Settings, dump, load, sources
 from shared.settings.rewards.models import ModelScorer
@@ -114,6 +116,8 @@ def _as_before(folder: Path, flags: Sequence[str]) -> Settings:
             f"expected the bus's password, found {settings.bus.url!r}: give the URL by PENSTOCK__BUS__URL on resume too"
         )
     settings = _with(settings, "run", folder=folder.parent, id=folder.name)
+    if settings.coordinator.token_file == before.run_folder / TOKEN_FILE:
+        settings = _with(settings, "coordinator", token_file=None)
     if settings.weights.folder is not None and run_folder.is_in_memory(settings.weights.folder):
         settings = _with(settings, "weights", folder=None)
     _check(settings)
@@ -129,6 +133,7 @@ def _placed(settings: Settings, folder: Path, held: TextIO, resumed: bool) -> Pr
     run_folder.mark_in_memory(snapshots, folder)
     config = folder / (run_folder.NEXT_SETTINGS_FILE if resumed else run_folder.SETTINGS_FILE)
     try:
+        settings = _with_token(settings)
         dump(settings, config)
     except OSError as error:
         raise SettingsError(
@@ -182,6 +187,17 @@ def _with_executor(settings: Settings) -> Settings:
     return _with(settings, "reward", executor=found.model_copy(update={"address": address}))
 
 
+def _with_token(settings: Settings) -> Settings:
+    """Name the run's own token, made where there is none yet, unless another is named or none is to be made."""
+    found = settings.coordinator
+    if found.token_file is not None or not found.generate_token:
+        return settings
+    token_file = settings.run_folder / TOKEN_FILE
+    make_secret(token_file)
+    read_secret(token_file, "coordinator.token_file", "token")
+    return _with(settings, "coordinator", token_file=token_file)
+
+
 def _with_absolute_model(scorer: Scorer) -> Scorer:
     if not isinstance(scorer, ModelScorer):
         return scorer
@@ -204,16 +220,16 @@ def _check(settings: Settings) -> None:
                 f"expected {name} = 1 with `penstock up`, which starts one host, found {nodes}: "
                 "start the services by themselves on each host (docs/kubernetes.md), or change it"
             )
-    check_source("policy.model", settings.policy.model, ("config.json",))
+    check_model("policy.model", settings.policy.model)
     limit, new = settings.rollout.vllm.max_model_len, settings.sampling.max_new_tokens
     check_context(read_config(settings.policy.model), limit, new, settings.policy.model)
     if settings.policy.tokenizer:
         check_source("policy.tokenizer", settings.policy.tokenizer, ("tokenizer_config.json",))
     if settings.algorithm.needs_critic and settings.algorithm.critic.model:
-        check_source("algorithm.critic.model", settings.algorithm.critic.model, ("config.json",))
+        check_model("algorithm.critic.model", settings.algorithm.critic.model)
     for scorer in settings.reward.scorers:
         if isinstance(scorer, ModelScorer):
-            check_source(scorer.model_setting, scorer.model, ("config.json",))
+            check_model(scorer.model_setting, scorer.model)
     _check_data(settings.data.path, "data.path")
     for held_out in settings.evaluation.held_out:
         _check_data(held_out.path, settings.evaluation.setting_of(held_out))

@@ -10,9 +10,11 @@
 import asyncio
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from services.client.coordinator import read_token
+from services.client.coordinator import page_link, read_token
 from services.up import plan, process_tree, run_folder
 from services.up.disk_space import Room
 from services.up.display.screen import Screen, open_screen
@@ -73,17 +75,18 @@ def go(run: Prepared, planner: Planner = service_plans, backoff: Backoff | None 
 
 async def _go(run: Prepared, plans: Sequence[ProcessPlan], bus_url: str, backoff: Backoff) -> Ending:
     with open_screen(f"penstock · {run.settings.run.id}") as screen:
-        watch = Watch(run.folder, screen.tell, read_token(run.settings.coordinator.token_file))
+        token = read_token(run.settings.coordinator.token_file)
+        watch = Watch(run.folder, screen.tell, token)
         supervisor = Supervisor(run.folder, plans, bus_url, backoff, screen.tell, watch.finished)
         screen.tell(f"run folder: {run.folder}")
         for child in (child for child in plans if child.service == plan.PROMETHEUS):
             screen.tell(f"Prometheus: {prometheus.url(child)}")
         targets = Targets(run.folder, run.settings.run.id, plans, screen.tell)
-        acceptance = _Acceptance(run, supervisor, screen)
+        acceptance, page = _Acceptance(run, supervisor, screen), _PageLink(run.folder, token, screen.tell)
         _listen(supervisor, screen)
         async with asyncio.TaskGroup() as tasks:
             around = [
-                tasks.create_task(watch.run(lambda seen: _heed(supervisor, targets, acceptance, seen))),
+                tasks.create_task(watch.run(lambda seen: _heed(supervisor, targets, acceptance, page, seen))),
                 tasks.create_task(_show(supervisor, watch, screen)),
                 tasks.create_task(targets.run()),
                 tasks.create_task(Room(run.folder, screen.tell, free_bytes).run()),
@@ -127,6 +130,24 @@ class _Acceptance:
             )
 
 
+class _PageLink:
+    """Says where the page is, for each address that a coordinator of the run has."""
+
+    def __init__(self, run_folder: Path, token: str, tell: Callable[[str], None]) -> None:
+        self._run_folder, self._token, self._tell = run_folder, token, tell
+        self._told = ""
+
+    def tell(self, url: str) -> None:
+        """Say it where it is another than before. A link opens the page, so that it goes to a terminal and into no file."""
+        if url == self._told:
+            return
+        self._told = url
+        if sys.stdout.isatty() or not self._token:
+            self._tell(f"page: {page_link(url, self._token)}")
+        else:
+            self._tell(f"page: {url}/ (`penstock page --run {self._run_folder}` prints a link that opens it)")
+
+
 def _listen(supervisor: Supervisor, screen: Screen) -> None:
     """The first signal stops in order, the second at once."""
     told: list[int] = []
@@ -144,8 +165,11 @@ def _listen(supervisor: Supervisor, screen: Screen) -> None:
         asyncio.get_running_loop().add_signal_handler(number, heard, number)
 
 
-def _heed(supervisor: Supervisor, targets: Targets, acceptance: _Acceptance, seen: RunSnapshot) -> None:
+def _heed(
+    supervisor: Supervisor, targets: Targets, acceptance: _Acceptance, page: _PageLink, seen: RunSnapshot
+) -> None:
     """Tell the supervisor, and who scrapes metrics, what the coordinator said."""
+    page.tell(seen.url)
     targets.update(seen.replicas.values())
     for replica in seen.replicas.values():
         if replica.ready:

@@ -194,8 +194,9 @@ class Worker(Generic[In, Out]):
                 await self._try(self._suspects.popleft())
                 continue
             block_s = _LOOK_S if self._suspects else patience_s
-            if time.monotonic() >= reclaim_at_s:
-                deliveries = await self._reclaim(max(1, room - len(self._suspects)))
+            free = room - len(self._suspects)
+            if free > 0 and time.monotonic() >= reclaim_at_s:
+                deliveries = await self._reclaim(free)
                 reclaim_at_s = 0.0 if deliveries else time.monotonic() + patience_s
             else:
                 deliveries = await self._bus.read(self._source, self._kind, self._consumer, room, block_s)

@@ -1,6 +1,8 @@
-"""Secrets in files: tokens, and what processes of one replica share. A file's first line; never in settings, which are dumped."""
+"""Secrets in files that no other user can read: tokens and keys. They are never among the settings, which are dumped."""
 
+import contextlib
 import os
+import secrets
 import stat
 from pathlib import Path
 
@@ -9,19 +11,29 @@ from shared.errors import SettingsError
 _SHORTEST = 16
 
 
+def make_secret(path: Path) -> None:
+    """Write a new secret to ``path``, for this user alone; one that exists is kept.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with contextlib.suppress(FileExistsError):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                file.write(f"{secrets.token_hex(32)}\n")
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+
+
 def read_secret(path: Path, setting: str, what: str = "secret") -> bytes:
     """Return the first line of the file that ``setting`` names.
 
     Raises:
         SettingsError: there is none, it is too short to be a secret, or others can read it.
     """
-    try:
-        with path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            secret = file.read().partition(b"\n")[0].strip()
-    except OSError as error:
-        raise SettingsError(f"expected a {what} in {path}, found: {error.strerror}: change {setting}") from error
-    check_private(path, status, what)
+    secret = read_private(path, setting, what).partition(b"\n")[0].strip()
     if len(secret) < _SHORTEST:
         raise SettingsError(
             f"expected a {what} of at least {_SHORTEST} characters in the first line of {path}, found {len(secret)}: "
@@ -30,7 +42,21 @@ def read_secret(path: Path, setting: str, what: str = "secret") -> bytes:
     return secret
 
 
-def check_private(path: Path, status: os.stat_result, what: str) -> None:
+def read_private(path: Path, setting: str, what: str) -> bytes:
+    """Return the content of the file that ``setting`` names.
+
+    Raises:
+        SettingsError: it cannot be read, or others can read or write it.
+    """
+    try:
+        with path.open("rb") as file:
+            _check_private(path, os.fstat(file.fileno()), what)
+            return file.read()
+    except OSError as error:
+        raise SettingsError(f"could not read the {what} in {path} ({error.strerror}): change {setting}") from error
+
+
+def _check_private(path: Path, status: os.stat_result, what: str) -> None:
     """Raise SettingsError where other users may read or write a file.
 
     Of another user's file (a mounted secret of Kubernetes is root's) the group may be ours, and may read it.

@@ -1,6 +1,7 @@
 """Whether a policy can be opened at all: a folder in Hugging Face form, or the name of one on a hub that is in reach.
 
-Asked before a model library is loaded, because those try an unreachable hub for the better part of a minute.
+Asked before a model library is loaded, because those try an unreachable hub for the better part of a minute, and read weights in
+pickles (``.bin``) where there are no others.
 """
 
 import re
@@ -9,7 +10,25 @@ from pathlib import Path
 from shared.errors import SettingsError
 
 _HUB_TIMEOUT_S = 5.0
+_SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
+_PICKLES = ("*.bin", "*.pt", "*.pth")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def check_model(setting: str, source: str) -> None:
+    """Refuse at once what can be no model whose weights are safetensors.
+
+    Raises:
+        SettingsError: naming ``setting``, and the file where weights are pickled.
+    """
+    check_source(setting, source, ("config.json",))
+    folder = Path(source)
+    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern)) if folder.is_dir() else []
+    if pickles and not any((folder / name).is_file() for name in _SAFETENSORS):
+        raise SettingsError(
+            f"expected weights as safetensors in {source!r}, found {pickles[0]}, a pickle, which can run code: "
+            f"convert it by save_pretrained of transformers, or change {setting}"
+        )
 
 
 def check_source(setting: str, source: str, needed: tuple[str, ...]) -> None:

@@ -42,6 +42,20 @@ def admit(connection: socket.socket, secret: bytes, deadline_s: float) -> None:
     frames.send(connection, {"proof": _prove(secret, "server", ours + theirs)}, deadline_s)
 
 
+async def admit_async(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
+    """Let a client in that knows ``secret``; the caller sets the deadline.
+
+    Raises:
+        PeerError: it does not, or it left.
+    """
+    ours = secrets.token_bytes(_NONCE_BYTES)
+    writer.write(frames.pack({"challenge": ours}))
+    answer = await frames.receive_async(reader, _STRANGER_BYTES)
+    nonces = ours + _nonce(answer)
+    _check(answer, secret, "client", nonces)
+    writer.write(frames.pack({"proof": _prove(secret, "server", nonces)}))
+
+
 async def introduce(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
     """Prove to a server that we know ``secret``, and see that it does; the caller sets the deadline.
 

@@ -34,6 +34,7 @@ BUILD = Gauge("penstock_build_info", "1 for the version of Penstock that this pr
 MAX_CONNECTIONS = 64
 """At a time, each with a thread."""
 _TIMEOUT_S = 5.0
+_PROBES = ("/healthz", "/readyz")
 _PRIVATE = re.compile(r"[a-z0-9_-]+|.+\.(?:svc|local|internal|lan|home\.arpa)")
 """Names without a dot (Docker Compose), of a cluster or of a private network: no page of the Web has one."""
 _Answer = tuple[int, str, bytes]
@@ -51,7 +52,8 @@ class Endpoints:
         is_private = not _is_loopback(host)
 
         def answer(path: str, hosts: list[str]) -> _Answer:
-            admitted = admits(hosts, names, private=is_private)
+            is_probe = not hosts and path in _PROBES  # by HTTP/1.0; browsers always name a host
+            admitted = is_probe or admits(hosts, names, private=is_private)
             return _answer(path, ready) if admitted else _problem(421, _misdirected(hosts))
 
         try:

@@ -72,10 +72,13 @@ class CoordinatorSettings(Section):
     metrics_port: NonNegativeInt = Field(default=0)
     """Port of /metrics, /healthz and /readyz, which ask for no token; 0: any free one."""
     token_file: Path | None = Field(default=None)
-    """A file, readable by you alone, whose first line is the bearer token that may read and operate; needed where `host` is no loopback
-    address, and where other people use this machine: without a token each of them may operate the run."""
+    """A file, readable by you alone, whose first line is the bearer token that may read and operate; empty: `penstock up` makes one,
+    `token` in the run's folder."""
     read_token_file: Path | None = Field(default=None)
     """A file whose first line is a bearer token that may only read."""
+    generate_token: bool = Field(default=True)
+    """Whether `penstock up` makes a token where `token_file` is empty. Without a token, which only a loopback `host` may be, every user of
+    this machine may operate the run."""
     autostart: bool = Field(default=True)
     """Start the run as soon as the services are there; otherwise wait for POST /v1/run/start."""
     sample_every_steps: PositiveInt = Field(default=5)

@@ -24,6 +24,7 @@ from typing import Any
 import httpx
 import pytest
 
+from services.client.coordinator import read_token
 from shared.bus import embedded
 from shared.bus.bus import Bus
 from shared.bus.stores.ledger import Ledger, RunState
@@ -204,8 +205,9 @@ class Run:
         self._answered = f"{method} {path}: no answer"
         with contextlib.suppress(OSError, ValueError, httpx.HTTPError):
             url = json.loads((self.folder / "coordinator.json").read_text())["url"]
+            sent = {"Authorization": f"Bearer {read_token(None, url, self.folder)}", **(headers or {})}
             async with httpx.AsyncClient(base_url=url, timeout=10.0, trust_env=False) as client:
-                answer = await client.request(method, path, json=body, headers=headers)
+                answer = await client.request(method, path, json=body, headers=sent)
             self._answered = f"{method} {path}: {answer.status_code} {answer.text[:500]}"
             return answer
         return None

@@ -262,17 +262,36 @@ def test_network_policies_deny_everything_and_open_only_ports_that_exist(release
         assert {labels(one)["app.kubernetes.io/component"] for one in rest} == {role for role, _ in pods}
 
 
-def test_the_executor_has_no_way_out_and_holds_no_secret() -> None:
+@pytest.mark.parametrize("role", ["rollout", "trainer"])
+def test_only_trainer_and_rollout_pods_of_the_release_reach_the_ports_that_authenticate_no_peer(role: str) -> None:
+    release = render(CASES["everything"], crds=ALL_CRDS)
+    rules = release.one("NetworkPolicy", role)["spec"]["ingress"]
+    (peers,) = [rule["from"] for rule in rules if "ports" not in rule]
+    assert [set(peer) for peer in peers] == [{"podSelector"}, {"podSelector"}]
+    chosen = [peer["podSelector"]["matchLabels"] for peer in peers]
+    assert [one["app.kubernetes.io/component"] for one in chosen] == ["rollout", "trainer"]
+    assert {one["app.kubernetes.io/instance"] for one in chosen} == {"demo"}
+    assert {port["port"] for rule in rules for port in rule.get("ports", ())} <= {9400}
+
+
+def test_the_executor_has_no_way_out_and_holds_no_secret_but_the_one_of_its_clients() -> None:
     release = render(CASES["everything"], crds=ALL_CRDS)
     pod = release.one("Deployment", "executor")["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert release.one("NetworkPolicy", "executor")["spec"]["egress"] == []
     assert pod["runtimeClassName"] == "gvisor"
     assert not [source for source in environment(container).values() if "secretKeyRef" in str(source)]
-    assert not [one for one in pod["volumes"] if "secret" in one or "persistentVolumeClaim" in one]
+    assert not [one for one in pod["volumes"] if "persistentVolumeClaim" in one]
+    own = {"secretName": "demo-penstock-executor", "defaultMode": 0o440}
+    assert [one["secret"] for one in pod["volumes"] if "secret" in one] == [own]
+    assert set(release.one("Secret", "executor")["stringData"]) == {"secret"}
     assert "PENSTOCK__BUS__URL" not in environment(container)
-    reward = environment(release.one("Deployment", "reward")["spec"]["template"]["spec"]["containers"][0])
+    client = release.one("Deployment", "reward")["spec"]["template"]["spec"]
+    reward = environment(client["containers"][0])
     assert reward["PENSTOCK__REWARD__EXECUTOR__ADDRESS"] == "demo-penstock-executor:9500"
+    assert [one["secret"] for one in client["volumes"] if one["name"] == "executor"] == [own]
+    for settings in (reward, environment(container)):
+        assert settings["PENSTOCK__REWARD__EXECUTOR__SECRET_FILE"] == "/etc/penstock/executor/secret"
 
 
 # ---------------------------------------------------------------- pods

@@ -46,7 +46,7 @@ def test_metrics_are_plain_prometheus_text_for_who_names_an_address_or_this_mach
 
 
 @pytest.mark.parametrize(
-    "hosts", [("evil.example:9400",), ("127.0.0.1.evil.example",), (), ("127.0.0.1", "evil.example"), ("",)]
+    "hosts", [("evil.example:9400",), ("127.0.0.1.evil.example",), ("127.0.0.1", "evil.example"), ("",)]
 )
 @pytest.mark.parametrize("path", ["/metrics", "/healthz", "/readyz"])
 def test_a_page_of_another_name_reads_nothing(address: tuple[str, int], path: str, hosts: tuple[str, ...]) -> None:
@@ -54,6 +54,10 @@ def test_a_page_of_another_name_reads_nothing(address: tuple[str, int], path: st
     assert status == 421
     assert json.loads(text)["status"].endswith("set run.host to serve another name")
     assert "penstock" not in text
+
+
+def test_probes_by_http_1_0_name_no_host_and_read_no_metrics(address: tuple[str, int]) -> None:
+    assert [ask(address, path)[0] for path in ("/healthz", "/readyz", "/metrics")] == [200, 200, 421]
 
 
 def test_the_name_that_others_reach_this_machine_by_is_answered() -> None:

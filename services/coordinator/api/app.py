@@ -66,7 +66,7 @@ def make_routes(parts: Parts) -> FastAPI:
         app.include_router(routes(parts))
     for routes in (dead_letter_routes, event_routes, registry_routes, _health_routes):
         app.include_router(routes(parts))
-    app.include_router(page_routes())
+    app.include_router(page_routes(parts))
     described = app.openapi
     app.openapi = lambda: app.openapi_schema or _described(described())  # type: ignore[method-assign]
     return app

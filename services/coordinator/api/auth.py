@@ -1,10 +1,14 @@
-"""Who may do what: two bearer tokens from files, compared in constant time.
+"""Who may do what: two bearer tokens from files, compared in constant time, and the sessions of browsers.
 
 ::
 
     no token file        loopback address: everybody may do everything    any other address: the start is refused
     token_file           its token may read and operate
     read_token_file      its token may read: GET
+
+A browser need not see a token: it exchanges a code, signed with one, for a session of the same role. A session has two halves, both needed:
+a cookie that no script reads, and a ticket that the page sends as its bearer token. Cookies of a host go to all of its ports, so that a server
+of another user on this machine may see the cookie, but never the ticket.
 
 A token is the first line of its file, read once at the start. Without one, requests must name this machine in ``Host``: a web page
 whose own name resolves to 127.0.0.1 (DNS rebinding) would otherwise operate the run from a browser. This module answers no request.
@@ -14,11 +18,16 @@ import dataclasses
 import hmac
 import ipaddress
 import re
+import secrets
+from collections.abc import Iterator
 from enum import StrEnum
 
 from shared.errors import SettingsError
 from shared.files.secret_file import read_secret
+from shared.peers import tickets
 from shared.settings import CoordinatorSettings
+
+_SESSION_S = 43_200.0
 
 
 class Role(StrEnum):
@@ -45,17 +54,35 @@ class Access:
             return True
         return len(hosts) == 1 and is_loopback(re.sub(r":[0-9]*$", "", hosts[0]).strip("[]").lower())
 
-    def role(self, authorization: bytes | None) -> Role | None:
-        """Return what the bearer of an Authorization header may do; None: nothing."""
+    def role(self, authorization: str, cookie: str = "") -> Role | None:
+        """Return what the bearer of an Authorization header, with this session's cookie, may do; None: nothing."""
         if not self.operate:
             return Role.OPERATE
-        scheme, _, token = (authorization or b"").partition(b" ")
-        known = scheme.lower() == b"bearer"
-        operates = hmac.compare_digest(token.strip(), self.operate)
-        reads = hmac.compare_digest(token.strip(), self.read or self.operate)
-        if known and operates:
-            return Role.OPERATE
-        return Role.READ if known and reads else None
+        scheme, _, given = authorization.partition(" ")
+        given = given.strip() if scheme.lower() == "bearer" else ""
+        for token, role in self._tokens():
+            is_token = hmac.compare_digest(given.encode("latin-1"), token)
+            if is_token or (cookie and tickets.is_valid(given, token, _session(cookie))):
+                return role
+        return None
+
+    def enter(self, code: str) -> tuple[str, str] | None:
+        """Return cookie and ticket of a new session for the code of a link to the page; None: it is none, or has expired."""
+        for token, _ in self._tokens():
+            if tickets.is_valid(code, token, tickets.PAGE):
+                cookie = secrets.token_urlsafe(24)
+                return cookie, tickets.issue(token, _session(cookie), _SESSION_S)
+        return None
+
+    def _tokens(self) -> Iterator[tuple[bytes, Role]]:
+        if self.operate:
+            yield self.operate, Role.OPERATE
+        if self.read:
+            yield self.read, Role.READ
+
+
+def _session(cookie: str) -> str:
+    return f"session {cookie}"
 
 
 def open_access(settings: CoordinatorSettings) -> Access:

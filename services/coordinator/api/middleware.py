@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from prometheus_client import Counter, Histogram
 from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -31,7 +31,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.coordinator.api.auth import Access, Role
 from services.coordinator.api.bodies import Bodies, BodyRefused
 from services.coordinator.api.errors import ANSWER_WITHIN_S, bus_away, problem
-from services.coordinator.api.routes.page import page_type
+from services.coordinator.api.routes.page import SESSION_PATH, page_type, session_cookie
 from shared.bus.bus import Bus
 from shared.errors import BusUnavailable
 
@@ -98,7 +98,7 @@ class Conventions:
                 key = headers.get("idempotency-key")
                 if wrong is not None:
                     await wrong(scope, receive, send)
-                elif scope["method"] == "POST" and key is not None:
+                elif scope["method"] == "POST" and key is not None and not _is_open(scope["path"]):
                     await self._once(key, body, scope, receive, send)
                 else:
                     await self._app(scope, _replayed(body, receive), send)
@@ -109,18 +109,15 @@ class Conventions:
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
         path, reads = scope["path"], scope["method"] in _READING
-        hosts = headers.getlist("host")
-        if len(hosts) != 1:
-            return problem(400, f"expected one Host header in a request, and it has {len(hosts)}: send one")
-        if not self._access.admits(hosts):
-            detail = f"expected a loopback address or localhost as Host without a token, found {hosts[0]!r}"
-            return problem(421, f"{detail}: set coordinator.token_file to serve other names")
+        if (misdirected := self._host_refusal(path, headers.getlist("host"))) is not None:
+            return misdirected
         page = page_type(path)
         if not _is_open(path):
-            authorization = headers.get("authorization")
-            role = self._access.role(None if authorization is None else authorization.encode("latin-1"))
+            authorization = headers.get("authorization", "")
+            cookie = HTTPConnection(scope).cookies.get(session_cookie(self._bus.keys.run_id), "")
+            role = self._access.role(authorization, cookie)
             if role is None:
-                found = "none" if authorization is None else "another"
+                found = "another" if authorization else "none"
                 detail = f"expected a bearer token of this coordinator, found {found}: send Authorization: Bearer TOKEN"
                 return problem(401, detail, {"WWW-Authenticate": 'Bearer realm="penstock"'})
             if role is Role.READ and not reads:
@@ -131,6 +128,17 @@ class Conventions:
         offered = page or ("text/event-stream" if path == STREAM_PATH else "application/json")
         if not accepts(headers.get("accept", "*/*"), offered):
             return problem(406, f"expected to answer {offered}, found Accept: {headers['accept']}")
+        return None
+
+    def _host_refusal(self, path: str, hosts: list[str]) -> Response | None:
+        """Refuse what a web page whose name resolves to this machine may send. Probes by HTTP/1.0 name no host, browsers always do."""
+        if not hosts and path in OPEN_PATHS:
+            return None
+        if len(hosts) != 1:
+            return problem(400, f"expected one Host header in a request, and it has {len(hosts)}: send one")
+        if not self._access.admits(hosts):
+            detail = f"expected a loopback address or localhost as Host without a token, found {hosts[0]!r}"
+            return problem(421, f"{detail}: set coordinator.token_file to serve other names")
         return None
 
     def _is_own(self, origin: str, scheme: str, host: str) -> bool:
@@ -187,8 +195,8 @@ class Conventions:
 
 
 def _is_open(path: str) -> bool:
-    """Whether ``path`` needs no token; nothing is written for a request to it."""
-    return path in OPEN_PATHS or page_type(path) is not None
+    """Whether ``path`` needs no token; nothing is written for a request to it without a valid code."""
+    return path in OPEN_PATHS or path == SESSION_PATH or page_type(path) is not None
 
 
 class _Answering:

@@ -17,7 +17,10 @@ import time
 
 from services.reward.executor.protocol import Execution, Job, job_frame, read_execution
 from shared.errors import PeerError, TemporaryError
+from shared.files.secret_file import read_secret
 from shared.peers import frames
+from shared.peers.handshake import introduce
+from shared.settings.rewards.reward import ExecutorSettings
 
 CONNECT_WITHIN_S = 5.0
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
@@ -29,11 +32,13 @@ class ExecutorClient:
 
     Args:
         address: ``unix:/path`` or ``host:port``.
+        secret: what both must know; empty: nothing.
         in_flight: so many programs are with the executor at a time; further ones wait here.
     """
 
-    def __init__(self, address: str, in_flight: int = 64) -> None:
+    def __init__(self, address: str, in_flight: int = 64, secret: bytes = b"") -> None:
         self.address = address
+        self._secret = secret
         self._places = asyncio.Semaphore(in_flight)
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Execution]] = {}
@@ -84,8 +89,8 @@ class ExecutorClient:
         await asyncio.sleep(self._not_before_s - time.monotonic())
         try:
             async with asyncio.timeout(CONNECT_WITHIN_S):
-                reader, writer = await _open(self.address)
-        except (OSError, TimeoutError) as error:
+                reader, writer = await self._open()
+        except (OSError, TimeoutError, PeerError) as error:
             self._failures += 1
             self._not_before_s = time.monotonic() + min(_FIRST_WAIT_S * 2.0**self._failures, _LONGEST_WAIT_S)
             raise self._gone(error) from error
@@ -120,12 +125,28 @@ class ExecutorClient:
     def _gone(self, error: Exception) -> TemporaryError:
         return TemporaryError(
             f"expected the code executor at {self.address}, found: {error or type(error).__name__}: "
-            "start it, or change reward.executor.address"
+            "start it, or change reward.executor.address or secret_file"
         )
 
+    async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if self.address.startswith("unix:"):
+            reader, writer = await asyncio.open_unix_connection(self.address.removeprefix("unix:"))
+        else:
+            host, _, port = self.address.rpartition(":")
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        try:
+            if self._secret:
+                await introduce(reader, writer, self._secret)
+        except BaseException:
+            writer.close()
+            raise
+        return reader, writer
 
-async def _open(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    if address.startswith("unix:"):
-        return await asyncio.open_unix_connection(address.removeprefix("unix:"))
-    host, _, port = address.rpartition(":")
-    return await asyncio.open_connection(host.strip("[]"), int(port))
+
+def read_executor_secret(settings: ExecutorSettings) -> bytes:
+    """Return what the executor and its clients must know; empty: nothing.
+
+    Raises:
+        SettingsError: the file cannot be used.
+    """
+    return b"" if settings.secret_file is None else read_secret(settings.secret_file, "reward.executor.secret_file")

@@ -1,11 +1,12 @@
 """Answer clients over a socket: frames in, executions out, in whatever order programs end.
 
 A connection is a session: when it closes, what it asked for is killed. So is what its peer cancels. A peer that sends
-what is no job is none of ours, and its connection is closed.
+what is no job is none of ours, and its connection is closed. Where there is a secret, a peer proves first that it knows it.
 """
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import os
 from collections.abc import AsyncIterator
@@ -15,28 +16,52 @@ from services.reward.executor.executor import Executor
 from services.reward.executor.protocol import Job, execution_frame, read_job
 from shared.errors import PeerError, SettingsError
 from shared.peers import frames
+from shared.peers.handshake import Newcomers, admit_async
 
 log = logging.getLogger(__name__)
 
+_STRANGERS = 64
+"""Connections that have not proved yet that they know the secret; one more drops the oldest."""
+_PROVE_WITHIN_S = 10.0
+
 
 @contextlib.asynccontextmanager
-async def serve(executor: Executor, address: str, max_waiting: int) -> AsyncIterator[str]:
+async def serve(executor: Executor, address: str, max_waiting: int, secret: bytes = b"") -> AsyncIterator[str]:
     """Serve at ``address`` (``unix:/path`` or ``host:port``, port 0: any) while the body runs; give it the real one.
 
+    Args:
+        secret: what clients must know; empty: nothing, which a Unix socket and loopback may do.
+
     Raises:
-        SettingsError: the address is taken.
+        SettingsError: the address is taken, or others reach it and there is no secret.
     """
+    if not secret and not _is_local(address):
+        raise SettingsError(
+            f"expected reward.executor.secret_file with an address that others can reach, found none with {address}: set it here and for "
+            "the reward service, or change reward.executor.address"
+        )
     connections: set[asyncio.Task[None]] = set()
+    strangers = Newcomers(_STRANGERS)
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         connections.add(task)
+        strangers.enter(task, task.cancel)
         try:
+            if secret:
+                async with asyncio.timeout(_PROVE_WITHIN_S):
+                    await admit_async(reader, writer, secret)
+            strangers.leave(task)
             await _Session(executor, reader, writer, max_waiting).run()
         except asyncio.CancelledError:  # the server closes; asyncio's streams call a cancelled connection an error
             log.debug("a connection was ended")
+        except (PeerError, OSError, TimeoutError) as error:
+            log.warning(
+                "a client was refused that does not know reward.executor.secret_file", extra={"reason": str(error)}
+            )
         finally:
+            strangers.leave(task)
             connections.discard(task)
             writer.close()
 
@@ -67,6 +92,15 @@ async def _listen(accept: "asyncio.streams._ClientConnectedCallback", address: s
         raise SettingsError(
             f"expected to listen at {address}, found: {error.strerror or error}: change reward.executor.address"
         ) from error
+
+
+def _is_local(address: str) -> bool:
+    """Whether only this machine reaches ``address``."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return address.startswith("unix:") or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _remove_socket(address: str) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from prometheus_client import Gauge
 
 from services.reward.executor import escapes, probe
+from services.reward.executor.client import read_executor_secret
 from services.reward.executor.executor import Executor
 from services.reward.executor.server import serve
 from shared.bus.messages import Json
@@ -59,6 +60,7 @@ async def run(settings: Settings) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     _warn_of_secrets()
     chosen = settings.reward.executor
+    secret = read_executor_secret(chosen)
     endpoints = Endpoints(own_host(settings), chosen.metrics_port, "reward.executor.metrics_port", health.checks)
     try:
         with escapes.targets() as targets:
@@ -66,7 +68,7 @@ async def run(settings: Settings) -> None:
             try:
                 health.tier = executor.tier
                 INFO.labels(executor.tier).set(1)
-                async with serve(executor, chosen.address or DEFAULT_ADDRESS, chosen.max_waiting) as address:
+                async with serve(executor, chosen.address or DEFAULT_ADDRESS, chosen.max_waiting, secret) as address:
                     health.address = address
                     _tell(executor.tier, address, endpoints.address)
                     await _check(executor, chosen.profiles, targets, chosen.check_every_s, health, stop)

@@ -222,6 +222,7 @@ class Classifier:
             self._scorer.model,
             dtype=dtype,
             trust_remote_code=self._scorer.trust_remote_code,
+            use_safetensors=True,
             output_loading_info=True,
         )
         missing = sorted(loaded["missing_keys"])

@@ -65,6 +65,7 @@ class FrozenPolicy:
                 policy.model,
                 dtype=pick_dtype(work.dtype, device, on_gpu=policy.dtype),
                 trust_remote_code=policy.trust_remote_code,
+                use_safetensors=True,
             )
         except (OSError, ValueError) as error:
             raise SettingsError(

@@ -22,7 +22,7 @@ from services.reward.normalisation import Normaliser
 from services.reward.scorers.scorer import unavailable, valued
 from shared.bus.messages import RolloutGroup, Score, ScoreStatus
 from shared.errors import SettingsError
-from shared.model.model_source import check_source
+from shared.model.model_source import check_model
 from shared.process.importing import importing
 from shared.settings.rewards.models import ModelScorer
 
@@ -51,7 +51,7 @@ class RewardModel:
         self._scorer = scorer
         self._normaliser = normaliser
         require_libraries(f"scorer {scorer.name!r}")
-        check_source(scorer.model_setting, scorer.model, ("config.json",))
+        check_model(scorer.model_setting, scorer.model)
         self._model: Classifier | None = None
         self._batcher: Batcher[Text, float] | None = None
         self._tokenizing = asyncio.Lock()  # tokenizers are no two threads' at a time

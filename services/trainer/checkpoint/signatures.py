@@ -9,13 +9,12 @@ import dataclasses
 import hashlib
 import hmac
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from shared.errors import SettingsError
-from shared.files.secret_file import check_private
+from shared.files.secret_file import read_private
 from shared.settings import Settings
 
 FIELD = "signature"
@@ -65,15 +64,8 @@ def open_signer(settings: Settings) -> Signer:
 
 
 def _keys(path: Path) -> tuple[bytes, ...]:
-    try:
-        with path.open("rb") as file:
-            check_private(path, os.fstat(file.fileno()), "key")
-            lines = [line.strip() for line in file.read().splitlines()]
-    except OSError as error:
-        raise SettingsError(
-            f"could not read the keys in {path} ({error.strerror}): change trainer.signing_key_file"
-        ) from error
-    keys = tuple(line for line in lines if line)
+    lines = read_private(path, "trainer.signing_key_file", "key").splitlines()
+    keys = tuple(key for line in lines if (key := line.strip()))
     if not keys or min(map(len, keys)) < _SHORTEST:
         raise SettingsError(
             f"expected one key of at least {_SHORTEST} characters per line in {path} (openssl rand -hex 32), found "

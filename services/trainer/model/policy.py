@@ -8,14 +8,12 @@ import contextlib
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from services.trainer.batch.packing import MicroBatch
-from services.trainer.checkpoint import pickles
 from services.trainer.model.layers import attention, kernels
 from services.trainer.model.layers.logits import TokenLogprobs, token_logprobs
 from services.trainer.model.sizes import measure
@@ -24,7 +22,7 @@ from services.trainer.model.trunk import Packing, Trunk
 from shared.errors import SettingsError
 from shared.model.logits_projection import LogitsType, projection
 from shared.model.logits_transform import logits_transform
-from shared.model.model_source import check_source
+from shared.model.model_source import check_model
 from shared.model.rope import settle_rope
 from shared.process.importing import importing
 from shared.settings import PolicySettings
@@ -103,7 +101,7 @@ def load_model(settings: PolicySettings, training_dtype: torch.dtype, context_to
     Raises:
         SettingsError: there is none, or its rotary embeddings are of a kind that is not known.
     """
-    check_source("policy.model", settings.model, ("config.json",))
+    check_model("policy.model", settings.model)
     with importing():
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
@@ -114,6 +112,7 @@ def load_model(settings: PolicySettings, training_dtype: torch.dtype, context_to
             settings.model,
             dtype=training_dtype,
             trust_remote_code=settings.trust_remote_code,
+            use_safetensors=True,
         )
     except (
         OSError,
@@ -126,11 +125,6 @@ def load_model(settings: PolicySettings, training_dtype: torch.dtype, context_to
     ) as error:  # of any model's code
         raise SettingsError(
             f"expected a Hugging Face causal model in {settings.model!r}, found: {str(error).strip()}: change policy.model"
-        ) from error
-    except UnpicklingError as error:
-        raise SettingsError(
-            f"refused to load the weights in {settings.model!r}: {pickles.reason_of(error)}: convert them to safetensors, or change "
-            "policy.model"
         ) from error
     check_numbers(model, settings.model)
     settle_rope(model, context_tokens)
@@ -153,7 +147,7 @@ def check_numbers(model: nn.Module, source: str) -> None:
 
 def outline(settings: PolicySettings) -> Any:
     """Return the model in ``policy.model`` without weights: its modules, with parameters on the meta device."""
-    check_source("policy.model", settings.model, ("config.json",))
+    check_model("policy.model", settings.model)
     with importing():
         from transformers import AutoConfig, AutoModelForCausalLM
     trust = settings.trust_remote_code

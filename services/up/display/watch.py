@@ -24,6 +24,8 @@ class RunSnapshot:
     replicas: dict[str, ReplicaView] = dataclasses.field(default_factory=dict)
     at_s: float = 0.0
     """When it said so, Unix seconds."""
+    url: str = ""
+    """Where it answered."""
 
 
 class Watch:
@@ -62,7 +64,8 @@ class Watch:
                 await self._forget()
                 self._tell_once(error)
                 return False
-            self.seen = RunSnapshot(run, {replica.replica: replica for replica in replicas}, time.time())
+            by_name = {replica.replica: replica for replica in replicas}
+            self.seen = RunSnapshot(run, by_name, time.time(), coordinator.url)
             return True
 
     async def finished(self) -> bool:

@@ -5,6 +5,7 @@ the same secret back; if a new process created another in between, all processes
 """
 
 import secrets
+from collections.abc import Callable
 
 from shared.bus.bus import Bus
 
@@ -15,6 +16,7 @@ class RunSecret:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._value = b""
+        self._listeners: list[Callable[[bytes], None]] = []
 
     def __call__(self) -> bytes:
         """Return it as it was last read."""
@@ -23,8 +25,17 @@ class RunSecret:
     def __repr__(self) -> str:
         return "RunSecret(…)"
 
+    def listen(self, listener: Callable[[bytes], None]) -> None:
+        """Call ``listener`` with the secret, now and after each change that this process learns of."""
+        self._listeners.append(listener)
+        listener(self._value)
+
     async def refresh(self) -> None:
         """Read it, after writing it where there is none."""
         key = self._bus.keys.secret
         await self._bus.write(key, "SET", self._value or secrets.token_hex(32), "NX")
-        self._value = await self._bus.call(lambda: self._bus.client.get(key)) or self._value
+        before = self._value
+        self._value = await self._bus.call(lambda: self._bus.client.get(key)) or before
+        if self._value != before:
+            for listener in self._listeners:
+                listener(self._value)

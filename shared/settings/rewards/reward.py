@@ -3,6 +3,7 @@
 The tables of ``[[reward.scorers]]`` stand in ``scorers.py`` and ``models.py``.
 """
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -17,6 +18,9 @@ class ExecutorSettings(Section):
 
     address: str = Field(default="", pattern=r"^(|unix:/.+|[^/:]+:\d+|\[[0-9a-fA-F:]+\]:\d+)$")
     """Where it is: `unix:/path` or `host:port`; empty: `penstock up` starts one, where a scorer needs it."""
+    secret_file: Path | None = Field(default=None)
+    """A file, readable by its user alone, whose first line the executor and its clients prove to each other that they know; needed where
+    `address` is no Unix socket and not loopback."""
     isolation: Literal["auto", "namespace", "landlock", "unsafe"] = Field(default="auto")
     """How programs are isolated; `auto`: the strongest of namespace and landlock that holds on this host, else refuse.
     `unsafe` isolates nothing and is for code that you wrote yourself."""

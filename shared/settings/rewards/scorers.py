@@ -171,7 +171,7 @@ class JudgeScorer(Section):
     api_key_variable: str = Field(default="")
     """Name of the environment variable that holds the key; empty: none, or from api_key_file."""
     api_key_file: Path | None = Field(default=None)
-    """File that holds the key, a mounted secret, say."""
+    """File that holds the key and that no other user can read: a mounted secret, say."""
     system: str = Field(default="")
     """The judge's system message; empty: none."""
     template: str = Field(

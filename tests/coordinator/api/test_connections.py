@@ -81,6 +81,14 @@ async def test_slow_and_large_requests_are_refused_and_others_answered(
         await works(server)
 
 
+async def test_probes_by_http_1_0_name_no_host(bus: Bus, tmp_path: Path) -> None:
+    async with serving(bus, tmp_path, BOUNDS) as server:
+        assert await answer(server, b"GET /healthz HTTP/1.0\r\n\r\n") == (200, {"status": "ok"})
+        assert (await answer(server, b"GET /readyz HTTP/1.0\r\n\r\n"))[0] in (200, 503)
+        assert (await answer(server, b"GET /v1/run HTTP/1.0\r\n\r\n"))[0] == 400
+        assert (await answer(server, b"GET /healthz HTTP/1.0\r\nHost: a\r\nHost: b\r\n\r\n"))[0] == 400
+
+
 async def test_a_head_that_does_not_end_is_refused(bus: Bus, tmp_path: Path) -> None:
     async with serving(bus, tmp_path, ConnectionBounds(head_bytes=4096)) as server:
         reader, writer = await connect(server)

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
+from services.client.coordinator import page_link
 from services.coordinator.api.app import make_app
-from services.coordinator.api.auth import Access
+from services.coordinator.api.auth import Access, Role
 from services.coordinator.api.routes.page import FOLDER
 from services.coordinator.api.server import Server
 from services.coordinator.service import Coordinator
@@ -24,6 +25,7 @@ from shared.bus.messages import PolicyVersion
 from shared.bus.stores.cordon import Word, cordons
 from shared.bus.stores.exports import Exports
 from shared.bus.stores.ledger import Ledger, RunState
+from shared.peers import tickets
 from shared.process.telemetry import Presence, Status, tell
 from tests.conftest import need, need_module, until
 from tests.coordinator.api.test_schema import bury
@@ -89,7 +91,7 @@ async def opened(url: str, width: int = 1280) -> AsyncIterator["Page"]:
         await browser.close()
     # that a request is refused (token, revision, values) is what the browser, not the page, notes on its console
     assert [one for one in wrong if not re.search("status of 4(01|03|12|22) ", one)] == []
-    assert {one for one in asked if not one.startswith(url)} == set()
+    assert {one for one in asked if not one.startswith(url.partition("#")[0])} == set()
     assert title != "taken"
 
 
@@ -122,6 +124,69 @@ def test_nothing_in_it_parses_html_or_names_another_origin() -> None:
         for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "localStorage"):
             assert word not in text, f"{file.name} says {word}"
         assert "//" not in text.replace("http://www.w3.org/2000/svg", "").replace("// ", "").replace("//\n", "")
+
+
+# ---------------------------------------------------------------- sessions
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+async def test_a_code_opens_one_session_with_the_role_of_its_token(parts: Coordinator, tmp_path: Path) -> None:
+    access = Access(TOKEN.encode(), READ_TOKEN.encode())
+    async with served(parts, tmp_path, access) as url:
+        for token, status in ((TOKEN, 200), (READ_TOKEN, 403)):
+            code = page_link(url, token).partition("#code=")[2]
+            async with httpx.AsyncClient(base_url=url) as http, httpx.AsyncClient(base_url=url) as other:
+                entered = await http.post("/session", headers=bearer(code))
+                assert entered.status_code == 200
+                assert re.fullmatch(
+                    r"penstock-test-\w+=[\w-]{32}; HttpOnly; Path=/; SameSite=strict", entered.headers["set-cookie"]
+                )
+                assert entered.headers["cache-control"] == "no-store"
+                ticket = bearer(entered.json()["ticket"])
+                assert (await http.get("/v1/run", headers=ticket)).status_code == 200
+                assert (await http.post("/v1/run/start", headers=ticket)).status_code == status
+                assert (await http.get("/v1/run")).status_code == 401, "the cookie alone"
+                assert (await other.get("/v1/run", headers=ticket)).status_code == 401, "the ticket alone"
+                assert (await http.get("/v1/run", headers=bearer(code))).status_code == 401, "the code itself"
+                replayed = await other.post("/session", headers=bearer(code))
+                assert (replayed.status_code, "set-cookie" in replayed.headers) == (401, False)
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "http://127.0.0.1:1", "https://127.0.0.1:1", "null"])
+async def test_a_page_of_another_origin_cannot_use_a_code(parts: Coordinator, tmp_path: Path, origin: str) -> None:
+    async with served(parts, tmp_path, Access(TOKEN.encode())) as url, httpx.AsyncClient(base_url=url) as http:
+        code = page_link(url, TOKEN).partition("#code=")[2]
+        refused = await http.post("/session", headers={**bearer(code), "Origin": origin})
+        assert (refused.status_code, "set-cookie" in refused.headers) == (403, False)
+        entered = await http.post("/session", headers={**bearer(code), "Origin": url})
+        assert entered.status_code == 200, "the code was not used up"
+
+
+async def test_codes_that_have_expired_are_changed_or_are_of_another_token_open_nothing(
+    parts: Coordinator, bus: Bus, tmp_path: Path
+) -> None:
+    expired = tickets.issue(TOKEN.encode(), tickets.PAGE, -1.0)
+    foreign = tickets.issue(b"another-token-of-another-run", tickets.PAGE, 300.0)
+    end, _, rest = expired.partition(".")
+    later = f"{int(end, 16) + 3600:x}.{rest}"
+    other_purpose = tickets.issue(TOKEN.encode(), "session x", 300.0)
+    keys = {key async for key in bus.client.scan_iter(bus.keys.named("idempotency:*"))}
+    async with served(parts, tmp_path, Access(TOKEN.encode())) as url, httpx.AsyncClient(base_url=url) as http:
+        for code in (expired, foreign, later, other_purpose, "..", "x.y.z", TOKEN):
+            headers = {**bearer(code), "Idempotency-Key": "stored"}
+            assert (await http.post("/session", headers=headers)).status_code == 401, code
+        assert (await http.post("/session")).status_code == 401
+    assert {key async for key in bus.client.scan_iter(bus.keys.named("idempotency:*"))} == keys
+
+
+def test_a_session_ends() -> None:
+    ticket = tickets.issue(TOKEN.encode(), "session cookie", -1.0)
+    assert Access(TOKEN.encode()).role(f"Bearer {ticket}", "cookie") is None
+    ticket = tickets.issue(TOKEN.encode(), "session cookie", 60.0)
+    assert Access(TOKEN.encode()).role(f"Bearer {ticket}", "cookie") is Role.OPERATE
 
 
 # ---------------------------------------------------------------- in a browser
@@ -200,6 +265,19 @@ async def test_a_pause_asks_for_a_token_that_may_operate_and_for_a_reason(
         await shows(page, "#activity", f"lunch {HOSTILE}")
         assert await page.evaluate("[sessionStorage.length, localStorage.length]") == [1, 0]
     assert (await Ledger(bus).status()).reason == f"lunch {HOSTILE}"
+
+
+async def test_a_link_opens_the_page_without_a_token_and_leaves_nothing_of_it_in_the_browser(
+    parts: Coordinator, tmp_path: Path
+) -> None:
+    await parts.api.steering.command("start", "")
+    async with served(parts, tmp_path, Access(TOKEN.encode())) as url, opened(page_link(url, TOKEN)) as page:
+        await shows(page, "#state", "running")
+        assert await page.locator("dialog").count() == 0
+        assert (await page.evaluate("location.href"), await page.evaluate("document.cookie")) == (f"{url}/", "")
+        assert TOKEN not in await page.evaluate("JSON.stringify(sessionStorage)")
+        await page.reload()
+        await shows(page, "#state", "running")
 
 
 async def test_a_rollback_says_what_it_revokes_and_does_it_when_confirmed(

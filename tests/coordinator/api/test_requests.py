@@ -76,11 +76,11 @@ async def test_a_token_reads_or_operates_and_probes_need_none(parts: Coordinator
     ],
 )
 def test_roles_of_headers(header: str, role: Role | None) -> None:
-    assert Access(OPERATE.encode(), READ.encode()).role(header.encode()) is role
+    assert Access(OPERATE.encode(), READ.encode()).role(header) is role
 
 
 def test_without_a_read_token_nobody_only_reads() -> None:
-    assert Access(OPERATE.encode()).role(b"Bearer ") is None
+    assert Access(OPERATE.encode()).role("Bearer ") is None
 
 
 def test_an_address_that_others_reach_needs_a_token(tmp_path: Path) -> None:

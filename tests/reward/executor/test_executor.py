@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import cast
 
 import psutil
 import pytest
@@ -32,6 +33,7 @@ from services.reward.executor.protocol import (
     read_execution,
     read_job,
 )
+from services.reward.executor.server import serve
 from services.reward.executor.verdict import Ended, ProgramReport, judge, read_report
 from services.up import plan
 from shared.errors import PeerError, SettingsError, TemporaryError
@@ -366,6 +368,38 @@ async def test_a_client_finds_an_executor_that_came_back_and_says_so_while_there
         (tmp_path / "none.sock").symlink_to(found.address.removeprefix("unix:"))
         assert (await client.run(Job("print(1)"))).stdout == "1\n"
     await client.close()
+
+
+# ---------------------------------------------------------------- who may run programs
+
+
+async def test_only_a_client_that_knows_the_secret_may_run_programs(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text("the-secret-of-executor-and-scorer\n")
+    file.chmod(0o600)
+    with running(*LANDLOCK, "--reward.executor.secret_file", str(file)) as found:
+        for secret in (b"", b"another-secret-of-some-length"):
+            stranger = ExecutorClient(found.address, secret=secret)
+            with pytest.raises(TemporaryError, match=r"expected the code executor at .* or secret_file"):
+                await stranger.run(Job("print(1)"))
+            await stranger.close()
+        client = ExecutorClient(found.address, secret=b"the-secret-of-executor-and-scorer")
+        assert (await client.run(Job("print(1)"))).stdout == "1\n"
+        await client.close()
+        for silent in [await asyncio.open_unix_connection(found.address.removeprefix("unix:")) for _ in range(80)]:
+            silent[1].close()
+        again = ExecutorClient(found.address, secret=b"the-secret-of-executor-and-scorer")
+        assert (await again.run(Job("print(2)"))).stdout == "2\n"
+        await again.close()
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "10.1.2.3:7070", "[::]:0", "executor:7070"])
+async def test_an_address_that_others_reach_needs_a_secret(address: str) -> None:
+    with pytest.raises(
+        SettingsError, match=r"expected reward\.executor\.secret_file with an address that others can reach"
+    ):
+        async with serve(cast(Executor, None), address, 1):
+            pass
 
 
 # ---------------------------------------------------------------- nothing is left behind

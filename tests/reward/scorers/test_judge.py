@@ -316,7 +316,10 @@ def test_retry_after_is_seconds_or_a_date(header: str, wait_s: float | None) -> 
     ("more", "sentence"),
     [
         ({"api_key_variable": "NOT_SET_ANYWHERE"}, "expected a key in NOT_SET_ANYWHERE for scorer 'judge'"),
-        ({"api_key_file": "/nonexistent"}, "expected a key in /nonexistent for scorer 'judge'"),
+        (
+            {"api_key_file": "/nonexistent"},
+            "could not read the key in /nonexistent (No such file or directory): change api_key_file of",
+        ),
         ({"pattern": "("}, "expected a regular expression with a group as pattern of scorer 'judge'"),
         ({"pattern": "x"}, "found 'x', which has no group"),
         ({"url": "http://host:port/v1"}, "expected a URL for scorer 'judge'"),
@@ -343,8 +346,19 @@ def test_settings_of_a_judge_that_contradict_themselves_are_refused(more: dict[s
         settings(**more)
 
 
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o602])
+def test_a_key_file_that_others_can_read_or_write_is_refused(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "key").write_text("sk-1\n")
+    (tmp_path / "key").chmod(mode)
+    with pytest.raises(
+        SettingsError, match=f"expected a key that no other user can read, found .* mode 0{mode:o}: chmod"
+    ):
+        Judge(settings(api_key_file=str(tmp_path / "key")))
+
+
 async def test_a_key_is_read_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("sk-1\n")
+    (tmp_path / "key").chmod(0o600)
     async with serving(sequence(says("Rating: [[10]]"))) as endpoint:
         await judged(endpoint, "46", api_key_file=str(tmp_path / "key"))
     assert "authorization: bearer sk-1\r\n" in endpoint.heads[0].lower()

@@ -134,6 +134,27 @@ async def test_a_suspect_that_is_taken_while_claims_are_renewed_is_kept(
     assert worker.counts.reclaimed == 4
 
 
+async def test_a_replica_takes_no_more_from_a_dead_one_than_it_has_free_slots_for(bus: Bus) -> None:
+    go = asyncio.Event()
+
+    async def wait(prompt: Prompt) -> RolloutGroup:
+        await go.wait()
+        return await answer(prompt)
+
+    await put(bus, 8)
+    assert len(await bus.read(PROMPTS, Prompt, "dead", 8, None)) == 8
+    await bus.leave_suspects(PROMPTS, "dead")
+    patient = dataclasses.replace(QUICK, claim_after_s=PATIENCE_S)
+    first, second = (make(bus, wait, name, patient, concurrency=4) for name in ("a", "b"))
+    async with running(first):
+        await until(lambda: first.counts.reclaimed == 4 and first.held == 2)
+        async with running(second):
+            await until(lambda: second.counts.reclaimed == 4 and second.held == 2)
+            go.set()
+            await until(lambda: _is_length(bus, 8))
+    assert (first.counts.handed_over, second.counts.handed_over) == (4, 4)
+
+
 async def test_a_temporary_failure_is_tried_again_and_then_buried_with_its_reason(bus: Bus) -> None:
     tries = 0
 

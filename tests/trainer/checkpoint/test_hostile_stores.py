@@ -17,7 +17,10 @@ from typing import Any
 import pytest
 import torch
 
+from services.reward.reference import Reference
+from services.reward.scorers.reward_model import RewardModel
 from services.rollout.engines.prompts import TokenizerCodec
+from services.rollout.engines.transformers.loading import check_for_vllm, open_model
 from services.trainer.checkpoint import local_store, pickles
 from services.trainer.checkpoint.local_store import Checkpoint
 from services.trainer.checkpoint.manifests import CheckpointState, digest_of
@@ -29,7 +32,8 @@ from services.trainer.model.policy import load_model
 from shared.bus.messages import ChatMessage, PolicyVersion
 from shared.errors import PermanentError, SettingsError, StoreError, WeightsError
 from shared.files import durable
-from shared.settings import Settings
+from shared.settings import PolicySettings, Settings
+from shared.settings.rewards.models import ModelScorer
 from shared.weights.format import manifest as snapshots
 from tests.conftest import PATIENCE_S, Server
 from tests.support import builders, tiny, trainer_ranks
@@ -419,14 +423,29 @@ def test_a_snapshots_manifest_with_a_negative_shape_is_refused(shape: list[int])
 # ---------------------------------------------------------------- models
 
 
-def test_a_model_folder_whose_weights_are_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
+OPENERS: dict[str, Callable[[str], object]] = {
+    "trainer": lambda model: load_model(PolicySettings(model=model), torch.float32),
+    "rollout": lambda model: open_model(PolicySettings(model=model), tiny.tokenizer(), "cpu"),
+    "vllm": lambda model: check_for_vllm(PolicySettings(model=model)),
+    "reward": lambda model: RewardModel(ModelScorer(kind="model", model=model), None),
+    "reference": lambda model: Reference(Settings.model_validate({"policy": {"model": model}})),
+}
+
+
+@pytest.mark.parametrize("opened", OPENERS.values(), ids=OPENERS)
+def test_a_model_folder_whose_weights_are_a_pickle_is_refused_before_it_is_read(
+    tmp_path: Path, opened: Callable[[str], object]
+) -> None:
     folder = tmp_path / "model"
     tiny.model(0).save_pretrained(folder)
     (folder / "model.safetensors").unlink()
     torch.save({"lm_head.weight": Bomb(tmp_path / "PWNED")}, folder / "pytorch_model.bin")
-    policy = Settings.model_validate({"policy": {"model": str(folder)}}).policy
-    with pytest.raises(SettingsError, match=r"a pickle there would call posix.mkdir: convert them to safetensors"):
-        load_model(policy, torch.float32)
+    with pytest.raises(SettingsError) as refused:
+        opened(str(folder))
+    assert f"expected weights as safetensors in '{folder}', found pytorch_model.bin, a pickle" in str(refused.value)
+    assert str(refused.value).endswith(
+        ("or change policy.model", "or change model of scorer 'model' in [[reward.scorers]]")
+    )
     assert not (tmp_path / "PWNED").exists()
 
 

@@ -110,6 +110,10 @@ yes
 {{- default (include "penstock.name" (dict "root" . "role" "rollout")) .Values.rollout.existingSecret -}}
 {{- end -}}
 
+{{- define "penstock.executorSecret" -}}
+{{- default (include "penstock.name" (dict "root" . "role" "executor")) .Values.executor.existingSecret -}}
+{{- end -}}
+
 {{/* Who sets the number of replicas: "keda", "hpa", or "" where a value does: dict "root" $ "role" "rollout". */}}
 {{- define "penstock.scaler" -}}
 {{- $scaling := (index .root.Values .role).autoscaling -}}

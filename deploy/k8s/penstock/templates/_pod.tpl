@@ -100,6 +100,7 @@ spec:
 {{- if eq .role "executor" }}
 - {name: PENSTOCK__REWARD__EXECUTOR__ADDRESS, value: "$(POD_IP):9500"}
 - {name: PENSTOCK__REWARD__EXECUTOR__METRICS_PORT, value: "9400"}
+- {name: PENSTOCK__REWARD__EXECUTOR__SECRET_FILE, value: /etc/penstock/executor/secret}
 {{- else }}
 - {name: PENSTOCK__RUN__ID, value: {{ include "penstock.runId" .root | quote }}}
 - {name: PENSTOCK__RUN__FOLDER, value: /var/penstock/runs}
@@ -116,6 +117,7 @@ spec:
 {{- end }}
 {{- if and (eq .role "reward") $values.executor.enabled }}
 - {name: PENSTOCK__REWARD__EXECUTOR__ADDRESS, value: {{ printf "%s:9500" (include "penstock.name" (dict "root" .root "role" "executor")) }}}
+- {name: PENSTOCK__REWARD__EXECUTOR__SECRET_FILE, value: /etc/penstock/executor/secret}
 {{- end }}
 {{- if and (eq .role "rollout") (include "penstock.leaderWorkerSet" .root) }}
 # LeaderWorkerSet puts the variables that these refer to before all others.
@@ -211,6 +213,9 @@ limits:
 {{- if and (eq .role "rollout") (include "penstock.leaderWorkerSet" .root) }}
 - {name: engine, mountPath: /etc/penstock/rollout, readOnly: true}
 {{- end }}
+{{- if and (has .role (list "executor" "reward")) .root.Values.executor.enabled }}
+- {name: executor, mountPath: /etc/penstock/executor, readOnly: true}
+{{- end }}
 {{- if has .role (list "coordinator" "trainer" "rollout") }}
 - {name: runs, mountPath: /var/penstock/runs{{ if eq .role "rollout" }}, readOnly: true{{ end }}}
 {{- end }}
@@ -241,6 +246,10 @@ limits:
 {{- if and (eq .role "rollout") (include "penstock.leaderWorkerSet" .root) }}
 - name: engine
   secret: {secretName: {{ include "penstock.rolloutSecret" .root }}, defaultMode: 0440}
+{{- end }}
+{{- if and (has .role (list "executor" "reward")) $values.executor.enabled }}
+- name: executor
+  secret: {secretName: {{ include "penstock.executorSecret" .root }}, defaultMode: 0440}
 {{- end }}
 {{- if has .role (list "coordinator" "trainer" "rollout") }}
 {{ include "penstock.runsVolume" .root }}

@@ -36,6 +36,15 @@ export async function getTagged(path) {
 /** Return what PATCH `path` answers: a change of what has this `tag` still. Throws a Problem, 412 where it has another. */
 export const patch = (path, body, tag) => call("PATCH", path, body, { "If-Match": tag });
 
+/** Exchange the code of the link that this page was opened by, if any, for a session of this tab: a cookie, and a ticket in place of a token. */
+export async function enter() {
+  const code = new URLSearchParams(location.hash.slice(1)).get("code");
+  if (code === null) return;
+  history.replaceState(null, "", location.pathname);
+  const answer = await fetch("session", { method: "POST", headers: { Authorization: `Bearer ${code}` } });
+  if (answer.ok) keepToken((await answer.json()).ticket);
+}
+
 async function call(method, path, body, more) {
   const answer = await send(method, path, body, more);
   return answer.json();

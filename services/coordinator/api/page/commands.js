@@ -55,7 +55,7 @@ export async function askToken(status) {
     yes: "Use it",
     body: [
       el("p", {}, status === 403 ? "The token of this tab may only read." : "This coordinator asks for a bearer token."),
-      el("p", { class: "soft" }, "It is the first line of the file that coordinator.token_file names, and is kept in this tab until you close it."),
+      el("p", { class: "soft" }, "`penstock page` prints a link that needs none. The token is the first line of the file token in the run's folder, or of the one that coordinator.token_file names, and is kept in this tab until you close it."),
       field("token", "Token", { type: "password", required: true, minlength: 16 }),
     ],
     act: async (form) => { keepToken(form.get("token").trim()); return true; },

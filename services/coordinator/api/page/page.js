@@ -1,6 +1,6 @@
 // The page: asks the coordinator once a second how the run is, hears its events, and hands each part what it shows.
 
-import { follow, forgetToken, get, hasToken, onToken } from "./api.js";
+import { enter, follow, forgetToken, get, hasToken, onToken } from "./api.js";
 import { askToken, pause, resume, rollBack, start, stop } from "./commands.js";
 import { drawCurves } from "./curves.js";
 import { drawFlow } from "./flow.js";
@@ -193,6 +193,7 @@ byId("token").addEventListener("click", () => { forgetToken(); location.reload()
 byId("newest").addEventListener("click", () => hold(false));
 byId("rollouts").addEventListener("click", () => hold(true));
 byId("older").hidden = true;
+await enter();
 lookForEver();
 (async () => {
   for (;;) {

@@ -4,14 +4,22 @@
 
     /  ─▶ index.html ─▶ page/*.css, page/*.js (modules) ─▶ the API, with the person's token, like any other client
 
-The files hold nothing of a run, so they need no token: the page itself asks for one. It may load from, and speak to, its own origin only
+The files hold nothing of a run, so they need no token: the page itself asks for one, or exchanges the code of its link (``#code=…``) for a
+session at ``POST /session``, once. It may load from, and speak to, its own origin only
 (``HEADERS``). Everything is read at the start. The page knows the API and nothing else; this module knows no run.
 """
 
+import hashlib
+import math
 from pathlib import Path
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from services.coordinator.api.dependencies import Parts, soon
+from shared.bus.bus import Bus
+from shared.peers.tickets import PAGE_S
 
 FOLDER = Path(__file__).parents[1] / "page"
 HEADERS = {
@@ -27,6 +35,7 @@ _TYPES = {
     ".svg": "image/svg+xml",
 }
 PREFIX = "/page/"
+SESSION_PATH = "/session"
 
 
 def page_type(path: str) -> str | None:
@@ -40,7 +49,12 @@ def page_type(path: str) -> str | None:
     return _TYPES.get(Path(path).suffix, "*/*") if path.startswith(PREFIX) else None
 
 
-def page_routes() -> APIRouter:
+def session_cookie(run_id: str) -> str:
+    """Return the name of a session's cookie: browsers keep those of all ports of a host together."""
+    return f"penstock-{run_id}"
+
+
+def page_routes(parts: Parts) -> APIRouter:
     """Return the routes of the page; they are no part of the API's description."""
     router = APIRouter(include_in_schema=False)
     files = {file.name: file.read_bytes() for file in FOLDER.iterdir() if file.suffix in _TYPES}
@@ -55,4 +69,25 @@ def page_routes() -> APIRouter:
             raise HTTPException(404, f"expected a file of the page, found none of the name {name!r}")
         return Response(files[name], media_type=page_type(PREFIX + name), headers=HEADERS)
 
+    @router.post(SESSION_PATH)
+    async def session(request: Request) -> Response:
+        code = request.headers.get("authorization", "").partition(" ")[2]
+        entered = parts.access.enter(code)
+        if entered is None or not await soon(_use(parts.bus, code)):
+            raise HTTPException(
+                401, "expected the code of a new link, found one that was used or has expired: try `penstock page`"
+            )
+        cookie, ticket = entered
+        answer = JSONResponse({"ticket": ticket}, headers={"Cache-Control": "no-store"})
+        is_secure = request.headers.get("origin", "").startswith("https://")
+        name = session_cookie(parts.bus.keys.run_id)
+        answer.set_cookie(name, cookie, httponly=True, samesite="strict", secure=is_secure)
+        return answer
+
     return router
+
+
+async def _use(bus: Bus, code: str) -> bool:
+    """Mark a code as used; False where it was."""
+    key = bus.keys.idempotency(hashlib.sha256(code.encode()).hexdigest())
+    return bool(await bus.write(key, "SET", "page", "NX", "EX", math.ceil(PAGE_S)))

@@ -98,12 +98,13 @@ class CodeTester:
     Args:
         scorer: its settings.
         address: where the executor is.
+        secret: what it asks for; empty: nothing.
 
     Raises:
         SettingsError: there is no address.
     """
 
-    def __init__(self, scorer: CodeScorer, address: str) -> None:
+    def __init__(self, scorer: CodeScorer, address: str, secret: bytes = b"") -> None:
         if not address:
             raise SettingsError(
                 f"expected the executor's address for scorer {scorer.name!r}, found none: start one (python -m "
@@ -117,7 +118,7 @@ class CodeTester:
             memory_bytes=scorer.memory_mib * MIB,
             output_bytes=scorer.output_kib * 1024,
         )
-        self._client = ExecutorClient(address, scorer.in_flight)
+        self._client = ExecutorClient(address, scorer.in_flight, secret)
         self._away = False
         self._given: dict[tuple[str, ...], tuple[str, ...]] = {}
         """By the sources of an assert's parts that hold no result: their values, as tagged JSON text."""

@@ -20,13 +20,13 @@ import os
 import random
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
 import httpx
 from prometheus_client import Counter, Histogram
 
 from shared.errors import SettingsError, TemporaryError
+from shared.files.secret_file import read_private
 from shared.settings.rewards.scorers import JudgeScorer
 
 REQUESTS = Counter(
@@ -236,12 +236,13 @@ def read_key(scorer: JudgeScorer) -> str:
     """Return the key of the judge's endpoint; "" where none is set.
 
     Raises:
-        SettingsError: the variable or the file that should hold it does not.
+        SettingsError: the variable or the file that should hold it does not, or others can read the file.
     """
     if scorer.api_key_variable:
         key, place, setting = os.environ.get(scorer.api_key_variable, ""), scorer.api_key_variable, "api_key_variable"
     elif scorer.api_key_file is not None:
-        key, place, setting = _content(scorer.api_key_file), str(scorer.api_key_file), "api_key_file"
+        place, setting = str(scorer.api_key_file), "api_key_file"
+        key = read_private(scorer.api_key_file, f"{setting} of scorer {scorer.name!r}", "key").decode(errors="replace")
     else:
         return ""
     key = key.strip()
@@ -251,10 +252,3 @@ def read_key(scorer: JudgeScorer) -> str:
             f"set it, or change {setting} in [[reward.scorers]]"
         )
     return key
-
-
-def _content(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return ""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from safetensors import SafetensorError
 
 from shared.errors import SettingsError
-from shared.model.model_source import check_source
+from shared.model.model_source import check_model, check_source
 from shared.process.importing import importing
 
 if TYPE_CHECKING:
@@ -86,8 +86,9 @@ def check_for_vllm(policy: "PolicySettings") -> None:
     """Refuse a model that vLLM computes otherwise than the trainer does.
 
     Raises:
-        SettingsError: it is one.
+        SettingsError: it is one, or there is none.
     """
+    check_model("policy.model", policy.model)
     with importing():
         from transformers import AutoConfig
 
@@ -112,7 +113,7 @@ def open_model(policy: "PolicySettings", tokenizer: Tokenizer, device: str, cont
     Raises:
         SettingsError: there is no such model or device, or its rotary embeddings are of a kind that is not known.
     """
-    check_source("policy.model", policy.model, ("config.json",))
+    check_model("policy.model", policy.model)
     with importing():
         import torch
         from transformers import AutoModelForCausalLM
@@ -122,7 +123,10 @@ def open_model(policy: "PolicySettings", tokenizer: Tokenizer, device: str, cont
     place = _device(device)
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            policy.model, dtype=getattr(torch, policy.dtype), trust_remote_code=policy.trust_remote_code
+            policy.model,
+            dtype=getattr(torch, policy.dtype),
+            trust_remote_code=policy.trust_remote_code,
+            use_safetensors=True,
         )
     except _UNUSABLE as error:
         raise SettingsError(

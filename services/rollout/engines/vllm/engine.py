@@ -116,6 +116,10 @@ class VllmEngine:
         """Take the next versions between two decoding steps, or once what runs is finished."""
         self._update = mode
 
+    def share_secret(self, secret: bytes) -> None:
+        """Serve weights to the processes that know ``secret`` from now on, and to no others."""
+        self._reports.tell({"kind": "secret", "secret": secret})
+
     @property
     def version(self) -> PolicyVersion | None:
         """The version of the weights that the next token will be drawn from; None before the first swap."""

@@ -30,7 +30,6 @@ async def open_vllm(
     shadow: Literal["auto", "full", "bucketed"] = "auto",
     peer_host: str = "",
     peer_port: int = 0,
-    secret: bytes = b"",
     deadline_s: float = 30.0,
 ) -> VllmEngine:
     """Return an engine; the event loop goes on while it loads. Of one that spans hosts this is the first's part; the others run ``node``.
@@ -39,8 +38,7 @@ async def open_vllm(
         arguments: what :func:`services.rollout.engines.vllm.arguments.gather` returned.
         hosts: those that the engine spans, as gathered, where it spans several.
         stop: token ids that end a completion, besides those that the model itself names: the tokenizer's.
-        peer_host: where to serve weights to other replicas; "": nowhere.
-        secret: that of the run, which they must know.
+        peer_host: where to serve weights to replicas that know the secret of ``share_secret``; "": nowhere.
         deadline_s: no wait of a peer may take longer.
 
     Raises:
@@ -52,7 +50,7 @@ async def open_vllm(
     try:
         llm = await asyncio.to_thread(_start, arguments, hosts)
         reporting = [reports.address, str(hosts.secret_file) if hosts else ""]
-        peers = [peer_host, peer_port, deadline_s, secret]
+        peers = [peer_host, peer_port, deadline_s]
         workers = await llm.collective_rpc("penstock_open", args=(reporting, logprobs == "captured", peers))
         check(workers)
         return VllmEngine(

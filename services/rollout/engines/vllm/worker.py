@@ -58,12 +58,10 @@ class PolicyWorker:
         worker: of vLLM, its model loaded.
         reporting: where the replica listens, and the file with the secret that it asks for, if it does.
         capture: keep logprobs on the device; otherwise tokens are only counted.
-        peers: (host, port, deadline in seconds, secret of the run) of the source that rank 0 opens for other replicas; empty host: none.
+        peers: (host, port, deadline in seconds) of the source that rank 0 opens for other replicas; empty host: none.
     """
 
-    def __init__(
-        self, worker: Any, reporting: tuple[str, str], capture: bool, peers: tuple[str, int, float, bytes]
-    ) -> None:
+    def __init__(self, worker: Any, reporting: tuple[str, str], capture: bool, peers: tuple[str, int, float]) -> None:
         self._device: torch.device = worker.device
         self._rank: int = worker.rank
         self._ranks: int = worker.parallel_config.world_size
@@ -92,8 +90,9 @@ class PolicyWorker:
         self._thread: threading.Thread | None = None
         self._patience_s = peers[2]
         self._source: WeightSource | None = None
+        self._secret = b""
         if peers[0] and self._rank == 0:
-            self._source = WeightSource(peers[0], peers[1], lambda: peers[3], deadline_s=peers[2])
+            self._source = WeightSource(peers[0], peers[1], lambda: self._secret, deadline_s=peers[2])
         self.refusal = can_listen(worker.model_runner) if capture else "rollout.vllm.logprobs says so"
         self.record: TokenRecord | None = None
         if self._rank == 0:  # every rank of tensor parallelism draws the same tokens
@@ -130,6 +129,9 @@ class PolicyWorker:
         """Do what the replica tells between, or during, steps of the model; called in a thread of its own."""
         if told["kind"] == "abort":
             self._receiver.abort()
+            return
+        if told["kind"] == "secret":
+            self._secret = told["secret"]
             return
         try:
             self.stage(Offer.unpack(told["offer"]), told["staging"])
@@ -232,9 +234,9 @@ class WorkerExtension:
     def penstock_open(self, reporting: list[str], capture: bool, peers: list[Any]) -> dict[str, Any]:
         """Connect to the replica and begin to record tokens."""
         sys.setswitchinterval(_SWITCH_S)
-        (address, secret_file), (host, port, deadline_s, secret) = reporting, peers
+        (address, secret_file), (host, port, deadline_s) = reporting, peers
         try:
-            self._policy = PolicyWorker(self, (address, secret_file), capture, (host, port, deadline_s, secret))
+            self._policy = PolicyWorker(self, (address, secret_file), capture, (host, port, deadline_s))
         except (PeerError, SettingsError) as error:
             return {"error": str(error)}
         return self._policy.describe()

@@ -23,13 +23,16 @@ from services.rollout.engines.vllm.arguments import check_arguments, gather, ser
 from services.rollout.engines.vllm.engine import VllmEngine
 from services.rollout.engines.vllm.start import open_vllm
 from services.rollout.engines.vllm.worker import adapter_request
+from shared.bus.bus import Bus
 from shared.bus.messages import FinishReason, Float32Array, Int32Array, PolicyRecord, PolicyVersion, Sampling
-from shared.errors import PermanentError, SettingsError, WeightsError
+from shared.bus.stores.run_secret import RunSecret
+from shared.errors import PeerError, PermanentError, SettingsError, WeightsError
+from shared.peers.handshake import introduce
 from shared.weights.format.layout import Header, Layout
 from shared.weights.format.snapshot import write_snapshot
 from shared.weights.receiver.puller import file_offer
 from shared.weights.transport.offer import Offer
-from tests.conftest import need_module, until
+from tests.conftest import PATIENCE_S, Server, need_module, until
 from tests.support import tiny
 from tests.support.tolerance import FORWARD
 
@@ -447,9 +450,41 @@ async def other(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VllmE
             arguments={"enable_lora": True, "max_lora_rank": 8, "max_loras": 1},
         ),
         logprobs="native",
+        peer_host="127.0.0.1",
     )
     yield opened
     await opened.close()
+
+
+async def test_weights_are_served_by_the_secret_that_an_emptied_bus_got_meanwhile(
+    other: VllmEngine, own_server: Server
+) -> None:
+    bus = await Bus.connect(own_server.url, "emptied", wait_s=PATIENCE_S)
+    own, of_new_process = RunSecret(bus), RunSecret(bus)
+    await own.refresh()
+    own.listen(other.share_secret)
+    before = own()
+    await until(lambda: _admits(other, before))
+    await bus.call(lambda: bus.client.flushall())
+    await of_new_process.refresh()
+    assert of_new_process() != before
+    assert not await _admits(other, of_new_process())
+    await own.refresh()
+    await until(lambda: _admits(other, of_new_process()))
+    assert not await _admits(other, before)
+    await bus.close()
+
+
+async def _admits(engine: VllmEngine, secret: bytes) -> bool:
+    host, _, port = engine.peer_address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        await introduce(reader, writer, secret)
+    except PeerError:
+        return False
+    finally:
+        writer.close()
+    return True
 
 
 async def test_adapters_swap_under_running_requests_and_vllms_own_logprobs_do_as_well(

@@ -1,0 +1,38 @@
+"""Signed texts that expire, which a process that knows a secret gives to one that does not, such as a browser.
+
+::
+
+    <Unix time of its end, hexadecimal>.<nonce>.<HMAC-SHA256 of the purpose and both, under the secret>
+"""
+
+import base64
+import hashlib
+import hmac
+import secrets
+import time
+
+PAGE = "page"
+"""The purpose of the code in a link to the coordinator's page."""
+PAGE_S = 300.0
+"""How long such a link is valid."""
+_NONCE_BYTES = 9
+_PROOF_BYTES = 18
+
+
+def issue(secret: bytes, purpose: str, life_s: float) -> str:
+    """Return a ticket for ``purpose`` that is valid for ``life_s``."""
+    body = f"{int(time.time() + life_s):x}.{secrets.token_urlsafe(_NONCE_BYTES)}"
+    return f"{body}.{_proof(secret, purpose, body)}"
+
+
+def is_valid(ticket: str, secret: bytes, purpose: str) -> bool:
+    """Whether ``ticket`` was issued with ``secret`` for ``purpose`` and has not expired."""
+    body, _, proof = ticket.rpartition(".")
+    if not hmac.compare_digest(proof.encode(), _proof(secret, purpose, body).encode()):
+        return False
+    return int(body.partition(".")[0], 16) > time.time()
+
+
+def _proof(secret: bytes, purpose: str, body: str) -> str:
+    proof = hmac.digest(secret, f"penstock {purpose}\n{body}".encode(), hashlib.sha256)[:_PROOF_BYTES]
+    return base64.urlsafe_b64encode(proof).decode()

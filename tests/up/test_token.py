@@ -1,0 +1,160 @@
+"""Laws of the token that `penstock up` makes: a real coordinator below a real `up`, asked over real HTTP."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from services.up.run_folder import NEXT_SETTINGS_FILE, SETTINGS_FILE
+from tests.conftest import PATIENCE_S, until
+from tests.up.test_up import Up
+
+COORDINATOR = f"""
+import os, pathlib, sys
+folder = pathlib.Path(os.environ["RUN"])
+config = next(file for file in (folder / "{NEXT_SETTINGS_FILE}", folder / "{SETTINGS_FILE}") if file.exists())
+os.execv(sys.executable, [sys.executable, "-m", "services.coordinator", "--config", str(config), "--replica", "coordinator-0"])
+"""
+
+STRANGER = """
+import json, os, sys, urllib.error, urllib.request
+url, token_file = sys.argv[1:]
+
+def status(method, path, token):
+    request = urllib.request.Request(url + path, method=method, headers={"Authorization": "Bearer " + token} if token else {})
+    try:
+        return urllib.request.urlopen(request).status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+def read(path):
+    try:
+        return open(path).read()
+    except OSError as error:
+        return type(error).__name__
+
+status("GET", "/none", "")  # imports what it needs, which the other user may be unable to read
+if os.geteuid() == 0:
+    os.setgroups([])
+    os.setuid(65534)
+asked = [(method, path) for method, path in (
+    ("GET", "/v1/run"), ("GET", "/v1/run/rollouts"), ("GET", "/v1/events/stream"), ("POST", "/v1/run/pause"),
+    ("POST", "/v1/run/stop"), ("PATCH", "/v1/run/settings"), ("POST", "/v1/runs"), ("POST", "/session"))]
+print(json.dumps({
+    "statuses": sorted({status(method, path, token) for method, path in asked for token in ("", "x" * 64)}),
+    "page": status("GET", "/", ""), "health": status("GET", "/healthz", ""), "token": read(token_file)}))
+"""
+
+
+@pytest.fixture
+def up() -> Iterator[Up]:
+    with tempfile.TemporaryDirectory() as name:  # not below pytest's folder, which is this user's alone
+        Path(name).chmod(0o755)
+        started = Up(Path(name))
+        started.script("coordinator-0", COORDINATOR)
+        yield started
+        started.close()
+
+
+async def url_of(up: Up) -> str:
+    await until(lambda: (up.run_folder / "coordinator.json").exists())
+    return str(json.loads((up.run_folder / "coordinator.json").read_text())["url"])
+
+
+def penstock(*words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-m", "services.cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment, check=False)
+
+
+def end(up: Up) -> str:
+    up.signal(signal.SIGTERM)
+    return up.wait()[1]
+
+
+async def test_another_user_of_the_machine_cannot_read_or_operate_a_run(up: Up) -> None:
+    up.start()
+    url, token = await url_of(up), up.run_folder / "token"
+    command = [sys.executable, "-c", STRANGER, url, str(token)]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    seen = json.loads(told.stdout)
+    assert (seen["statuses"], seen["page"], seen["health"]) == ([401], 200, 200)
+    if os.geteuid() == 0:
+        assert seen["token"] == "PermissionError"
+    end(up)
+
+
+async def test_the_command_line_reads_the_token_of_the_run_that_it_asks_and_sends_it_nowhere_else(up: Up) -> None:
+    up.start()
+    url, folder = await url_of(up), str(up.run_folder)
+    assert '"run_id": "law"' in penstock("status", "--json", "--run", folder).stdout
+    assert penstock("start", "--run", folder, "--url", url).returncode == 0
+    refused = penstock("start", "--run", folder, "--url", url.replace("127.0.0.1", "localhost"))
+    assert (refused.returncode, "expected a bearer token" in refused.stderr) == (1, True)
+    end(up)
+
+
+async def test_a_resume_keeps_the_token_and_no_file_or_line_of_the_run_holds_it(up: Up) -> None:
+    up.start()
+    await until(lambda: up.ready("coordinator-0"))
+    file = up.run_folder / "token"
+    token = file.read_text()
+    assert (re.fullmatch(r"[0-9a-f]{64}\n", token) is not None, file.stat().st_mode & 0o777) == (True, 0o600)
+    output = end(up)
+    up.start("resume", "--resume", str(up.run_folder))
+    await until(lambda: up.ready("coordinator-0"))
+    headers = {"Authorization": f"Bearer {token.strip()}"}
+    assert httpx.get(f"{await url_of(up)}/v1/run", headers=headers).status_code == 200
+    output += end(up)
+    assert f"`penstock page --run {up.run_folder}` prints a link that opens it" in output
+    assert "code=" not in output
+    texts = {path.name: path.read_bytes() for path in up.run_folder.rglob("*") if path.is_file() and path != file}
+    assert {SETTINGS_FILE, "coordinator-0.log"} <= set(texts)
+    assert [name for name, text in texts.items() if token.strip().encode() in text] == []
+    assert token.strip() not in output
+
+
+async def test_a_link_of_the_command_line_opens_a_session_once(up: Up) -> None:
+    up.start()
+    await until(lambda: up.ready("coordinator-0"))
+    link = penstock("page", "--run", str(up.run_folder)).stdout.strip()
+    url, _, code = link.partition("/#code=")
+    assert url == await url_of(up)
+    with httpx.Client(base_url=url) as browser:
+        entered = browser.post("/session", headers={"Authorization": f"Bearer {code}"})
+        ticket = {"Authorization": f"Bearer {entered.json()['ticket']}"}
+        assert browser.get("/v1/run", headers=ticket).status_code == 200
+        assert browser.post("/session", headers={"Authorization": f"Bearer {code}"}).status_code == 401
+    end(up)
+
+
+async def test_a_run_may_go_without_a_token_and_a_resume_of_it_may_have_one(up: Up) -> None:
+    up.start(str(up.folder / "run.toml"), "--coordinator.generate_token", "false")
+    await until(lambda: up.ready("coordinator-0"))
+    url = await url_of(up)
+    assert httpx.get(f"{url}/v1/run").status_code == 200
+    assert penstock("page", "--run", str(up.run_folder)).stdout == f"{url}/\n"
+    assert f"page: {url}/\n" in end(up)
+    assert not (up.run_folder / "token").exists()
+    up.start("resume", "--resume", str(up.run_folder), "--coordinator.generate_token", "true")
+    await until(lambda: up.ready("coordinator-0"))
+    assert httpx.get(f"{await url_of(up)}/v1/run").status_code == 401
+    end(up)
+
+
+def test_a_token_in_a_runs_folder_that_others_can_read_is_refused(up: Up) -> None:
+    up.run_folder.mkdir(parents=True)
+    (up.run_folder / "token").write_text("0" * 64)
+    (up.run_folder / "token").chmod(0o644)
+    up.start()
+    code, output = up.wait()
+    assert code != 0
+    assert f"expected a token that no other user can read, found {up.run_folder}/token with mode 0644" in output
