@@ -57,8 +57,8 @@ class EngineComparison:
         first = rates.get(str(self._fixed[0])) if self._fixed else None
         return {
             "over_first": {
-                count: round(statistics.median(a / b for a, b in zip(found, first or found, strict=True)), 3)
-                for count, found in rates.items()
+                count: round(statistics.median(a / b for a, b in zip(measured, first or measured, strict=True)), 3)
+                for count, measured in rates.items()
             },
             "engines": figures,
             "sharing": sharing(),
@@ -89,8 +89,8 @@ class EngineComparison:
         finally:
             await opened.close()
         figures: dict[str, Any] = {
-            count: {"tokens_per_s": [round(rate) for rate in found], "gpu": gpus[count]}
-            for count, found in rates.items()
+            count: {"tokens_per_s": [round(rate) for rate in measured], "gpu": gpus[count]}
+            for count, measured in rates.items()
         }
         return rates, {**figures, "start_s": round(start_s, 1), "started": choice.reason}
 

@@ -66,8 +66,8 @@ def tiny_arguments(folder: Path, of: Any, **arguments: Any) -> dict[str, Any]:
 
 
 async def open_two(folder: Path, of: Any, **arguments: Any) -> EngineSet:
-    one = tiny_arguments(folder, of, **arguments)
-    opened, choice = await open_engines(2, one, peer_host="127.0.0.1", secret=weights.SECRET, deadline_s=10.0)
+    shared = tiny_arguments(folder, of, **arguments)
+    opened, choice = await open_engines(2, shared, peer_host="127.0.0.1", secret=weights.SECRET, deadline_s=10.0)
     assert isinstance(opened, EngineSet)
     assert choice.engines == 2
     return opened
@@ -159,7 +159,7 @@ async def test_groups_are_spread_and_their_logprobs_do_not_depend_on_the_engine(
     for prompt, group in zip(prompts, groups, strict=True):
         check(group, 0, prompt)
     after = [metric("vllm:generation_tokens_total", engine=str(number)) for number in (0, 1)]
-    assert [one - other for one, other in zip(after, before, strict=True)] == [2 * 4 * 24, 2 * 4 * 24]
+    assert [now - then for now, then in zip(after, before, strict=True)] == [2 * 4 * 24, 2 * 4 * 24]
     greedy = [await engine.generate(request(samples=1, temperature=0.0)) for engine in engines.engines]
     first, second = (group.samples[0].token_ids.tolist() for group in greedy)
     assert first == second

@@ -44,8 +44,8 @@ def arguments(folder: Path) -> dict[str, Any]:
 async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EngineSet]:
     """Two engines that started at the same time, and took no more memory than they were given."""
     before = Gpu().memory
-    one = arguments(tmp_path_factory.mktemp("policy"))
-    opened, _ = await open_engines(2, one, peer_host="127.0.0.1", secret=weights.SECRET, deadline_s=30.0)
+    shared = arguments(tmp_path_factory.mktemp("policy"))
+    opened, _ = await open_engines(2, shared, peer_host="127.0.0.1", secret=weights.SECRET, deadline_s=30.0)
     assert isinstance(opened, EngineSet)
     taken = before.free_bytes - Gpu().memory.free_bytes
     assert taken <= SHARE * before.total_bytes
@@ -104,10 +104,10 @@ async def test_after_an_update_each_of_two_engines_gives_the_tokens_and_logprobs
         expected, probe = await greedy(single), await single.logprobs(PROMPT)
     finally:
         await single.close()
-    for sample, found in zip(several, probes, strict=True):
+    for sample, logprobs in zip(several, probes, strict=True):
         assert sample.token_ids.tolist() == expected.token_ids.tolist()
         np.testing.assert_allclose(sample.behavior_logprobs, expected.behavior_logprobs, atol=BFLOAT16)
-        np.testing.assert_allclose(found, probe, atol=BFLOAT16)
+        np.testing.assert_allclose(logprobs, probe, atol=BFLOAT16)
         assert sample.version_spans.tolist() == [[0, 2]]
 
 

@@ -48,7 +48,7 @@ class EngineSet:
         self._router = Router(len(engines))
         self._gate = SwapGate()
         self._pullers = {
-            number: Puller(one.place, 1, deadline_s, secret) for number, one in enumerate(engines) if number
+            number: Puller(engine.place, 1, deadline_s, secret) for number, engine in enumerate(engines) if number
         }
         self._probes = 0
 

@@ -38,8 +38,8 @@ class Gpu:
             ) from error
 
     def _memory(self) -> Memory:
-        found = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
-        return Memory(int(found.total), int(found.free))
+        memory = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
+        return Memory(int(memory.total), int(memory.free))
 
     async def busy_share(self) -> float | None:
         """Return the share of the next two seconds in which the GPU works; None where NVML does not report it."""
