@@ -11,6 +11,7 @@ import torch
 
 from services.rollout.engines.checkpoint_form import outline
 from services.rollout.engines.engine import GenerationRequest
+from services.rollout.engines.vllm.arguments import serving as explained
 from services.rollout.engines.vllm.engine import VllmEngine
 from services.rollout.engines.vllm.multihost.hosts import Hosts
 from services.rollout.engines.vllm.several import plan
@@ -62,7 +63,8 @@ def _upper_limit(
 
 
 def _demand(arguments: dict[str, Any]) -> Demand:
-    model = outline(arguments["model"], arguments["trust_remote_code"])
+    with explained(arguments["model"]):
+        model = outline(arguments["model"], arguments["trust_remote_code"])
     parameters = sum(parameter.numel() for parameter in model.parameters())
     vocabulary = model.config.get_text_config().vocab_size
     dtype: torch.dtype = getattr(torch, arguments["dtype"])
@@ -70,17 +72,14 @@ def _demand(arguments: dict[str, Any]) -> Demand:
 
 
 class _Starter:
-    """Starts engines that share what ``arguments`` give to one. The GPU's free memory is read once, here."""
+    """Starts engines that share what ``arguments`` give to one. The GPU's free memory is read once, here. Made in a thread."""
 
     def __init__(self, arguments: dict[str, Any], serving: dict[str, Any]) -> None:
         self._arguments, self._serving = arguments, serving
         self._gpu = Gpu() if torch.cuda.is_available() else None
         self._demand = _demand(arguments) if self._gpu else None
-
-    @property
-    def sharing(self) -> str:
+        self.sharing = f"; they share the GPU by {sharing()}" if self._gpu else ""
         """How the engines share the GPU, as the end of a sentence."""
-        return f"; they share the GPU by {sharing()}" if self._gpu else ""
 
     async def open(self, engines: int) -> EngineSet:
         """Return ``engines`` engines, started in parallel."""
@@ -137,9 +136,10 @@ class _Starter:
 
     async def _start(self, shares: list[dict[str, Any]], first: int, statistics: SharedStatistics) -> list[VllmEngine]:
         """Start engines ``first``, ``first + 1``, … in parallel; close them again if one fails."""
+        loggers = await asyncio.to_thread(lambda: [statistics.factory(first + place) for place in range(len(shares))])
         starts = [
-            open_vllm(share, **{**self._serving, **_role(number)}, stat_loggers=[statistics.factory(number)])
-            for number, share in enumerate(shares, first)
+            open_vllm(share, **{**self._serving, **_role(number)}, stat_loggers=[logger])
+            for number, (share, logger) in enumerate(zip(shares, loggers, strict=True), first)
         ]
         results = await asyncio.gather(*starts, return_exceptions=True)
         engines = [result for result in results if isinstance(result, VllmEngine)]
