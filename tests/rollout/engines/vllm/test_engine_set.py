@@ -30,6 +30,7 @@ from tests.rollout.engines.vllm.test_engine import (
     MODELS,
     PROMPT,
     UNMERGED,
+    _runs,
     adapted,
     adapter,
     model,
@@ -250,7 +251,7 @@ async def test_the_death_of_one_engine_names_it_and_ends_with_all(others: Engine
     assert len(failures) == 1
     assert failures[0].startswith("engine 1 of 2: ")
     await others.close()
-    await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+    await until(lambda: not any(_runs(pid) for pid in pids))
 
 
 async def test_auto_starts_as_many_engines_as_the_measured_load_asks_for(
