@@ -240,7 +240,9 @@ async def test_adapters_are_swapped_in_every_engine(others: EngineSet, tmp_path:
             np.testing.assert_allclose(sample.behavior_logprobs, expected, atol=UNMERGED)
 
 
-async def test_the_death_of_one_engine_names_it_and_ends_with_all(others: EngineSet) -> None:
+async def test_the_death_of_one_engine_names_it_and_ends_with_all(others: EngineSet, tmp_path: Path) -> None:
+    await others.stage(adapter(tmp_path, 2, 12))
+    await others.swap(PolicyVersion(2))
     running = [asyncio.ensure_future(others.generate(request(PROMPT + n, 2, 200))) for n in (0, 1)]
     for engine in others.engines:
         await tokens_flow(engine)
