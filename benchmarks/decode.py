@@ -5,8 +5,10 @@ same round. On a GPU: the shape of Qwen2-0.5B in bfloat16, 64 groups of 8 sample
 a tiny shape. The last part asks for both kinds in the same requests and compares them token by token.
 
     python -m benchmarks.decode --rounds 4
+    python -m benchmarks.decode --rounds 3 --engines 1 2 3 4 auto    # several engines on one GPU instead
 
-Prints one JSON object: ``ratio`` (captured ÷ none), ``native_ratio`` (vLLM's ÷ none), ``max_abs_difference`` (nats).
+Prints one JSON object: ``ratio`` (captured ÷ none), ``native_ratio`` (vLLM's ÷ none), ``max_abs_difference`` (nats). With ``--engines``: by number of
+engines, tokens per second and ``gpu`` (busy and idle share); ``over_first``, medians of the rounds' ratios to the first number.
 """
 
 import argparse
@@ -175,9 +177,16 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=4)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--engines", nargs="+", choices=("1", "2", "3", "4", "auto"), help="engines on one GPU")
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps(asyncio.run(measure(Path(folder), rounds))))
+        if arguments.engines:
+            from benchmarks.decode_engines import EngineComparison
+
+            measuring = EngineComparison(Path(folder), arguments.engines, arguments.rounds).measure()
+        else:
+            measuring = measure(Path(folder), arguments.rounds)
+        print(json.dumps(asyncio.run(measuring)))
 
 
 if __name__ == "__main__":

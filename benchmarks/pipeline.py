@@ -12,7 +12,7 @@ On GPUs each system trains on one and generates by vLLM on the other: TRL by its
 are not the benchmark's own are ``penstock up``'s.
 
 Prints where the time of a step goes (seconds by phase), then one JSON object: ``async_over_trl``, ``async_over_sync``
-(medians of the rounds' ratios) and ``samples_per_s`` of each.
+(medians of the rounds' ratios), ``samples_per_s`` of each, and each GPU's ``busy`` and ``idle`` share in the last round.
 """
 
 import argparse
@@ -32,6 +32,7 @@ from typing import Any
 
 import tomli_w
 
+from benchmarks.gpu_meter import gpu_meter
 from benchmarks.pipeline_work import ROOT, Work, arithmetic, long
 from benchmarks.shapes import SHAPES
 
@@ -44,8 +45,8 @@ _LAGS = {"async": 1, "sync": 0}
 
 def run_penstock(
     folder: Path, work: Work, steps: int, max_lag: int, flags: Sequence[str]
-) -> tuple[float, dict[str, float]]:
-    """Run ``penstock up`` and return (samples per second, mean seconds by phase) after the warm-up."""
+) -> tuple[float, dict[str, float], dict[str, dict[str, float]]]:
+    """Run ``penstock up`` and return (samples per second, mean seconds by phase, shares by GPU) after the warm-up."""
     name, settings = f"lag-{max_lag}", work.settings
     told = {
         "run": {**settings.get("run", {}), "id": name, "folder": str(folder), "steps": steps},
@@ -54,7 +55,9 @@ def run_penstock(
     }
     config = folder / f"{name}.toml"
     config.write_text(tomli_w.dumps({**settings, **told}))
-    _run([sys.executable, "-m", "services.cli", "up", str(config), *flags], folder, wrong=lambda: _guard(folder / name))
+    command = [sys.executable, "-m", "services.cli", "up", str(config), *flags]
+    with gpu_meter() as meter:
+        _run(command, folder, wrong=lambda: _guard(folder / name))
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     measured = lines[max(2, steps // 3) - 1 :]
     seconds = measured[-1]["finished_at_s"] - measured[0]["finished_at_s"]
@@ -62,7 +65,8 @@ def run_penstock(
     phases["generate (each group, in parallel)"] = _mean(measured[1:], "generate_s_mean")
     phases["score (each group, in parallel)"] = _mean(measured[1:], "score_s_mean")
     phases["step"] = seconds / (len(measured) - 1)
-    return sum(line["samples"] for line in measured[1:]) / seconds, phases
+    gpus = meter.figures(measured[0]["finished_at_s"], measured[-1]["finished_at_s"])
+    return sum(line["samples"] for line in measured[1:]) / seconds, phases, gpus
 
 
 def _mean(lines: Sequence[dict[str, Any]], name: str) -> float:
@@ -182,6 +186,7 @@ def main() -> None:
     arguments, flags = parser.parse_known_args()
     rates: dict[str, list[float]] = {mode: [] for mode in arguments.modes}
     phases: dict[str, dict[str, float]] = {}
+    gpus: dict[str, dict[str, dict[str, float]]] = {}
     with tempfile.TemporaryDirectory(prefix="penstock-bench-work-") as made:
         work = arithmetic()
         if arguments.work == "long":
@@ -194,14 +199,14 @@ def main() -> None:
                         rate = run_trl(Path(name), work, arguments.steps)
                     else:
                         lag = _LAGS[mode]
-                        rate, phases[mode] = run_penstock(Path(name), work, arguments.steps, lag, flags)
+                        rate, phases[mode], gpus[mode] = run_penstock(Path(name), work, arguments.steps, lag, flags)
                     found.append(rate)
                     print(f"{mode} {rate:,.1f}/s  ", end="", flush=True)
             print()
     print(f"\n{'seconds a step':40s}" + "".join(f"{mode:>10s}" for mode in phases))
     for phase in next(iter(phases.values()), {}):
         print(f"{phase:40s}" + "".join(f"{found[phase]:10.4f}" for found in phases.values()))
-    print(json.dumps({"work": work.name, **_figures(rates), "flags": flags}))
+    print(json.dumps({"work": work.name, **_figures(rates), "gpus": gpus, "flags": flags}))
 
 
 def _figures(rates: dict[str, list[float]]) -> dict[str, object]:

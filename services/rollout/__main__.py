@@ -5,6 +5,7 @@ Where its engine spans hosts (``rollout.nodes``), that is said on each with the 
 
 import asyncio
 import importlib.util
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from services.rollout.engines.engine import Engine
@@ -15,25 +16,31 @@ from shared.errors import SettingsError
 from shared.peers.addresses import use_interfaces
 from shared.process import service
 from shared.process.importing import importing
+from shared.process.telemetry import tell
 from shared.settings import Settings, check_plain_engine, check_reproducible
+
+Explain = Callable[[int, str], Awaitable[None]]
 
 _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks for which vLLM has kernels."""
 
 
-async def open_engine(settings: Settings, replica: str, host: str, secret: RunSecret) -> tuple[Engine, Codec]:
+async def open_engine(
+    settings: Settings, replica: str, host: str, secret: RunSecret, explain: Explain
+) -> tuple[Engine, Codec]:
     """Return the engine of ``rollout.engine`` and the codec of its vocabulary; heartbeats go on while a model loads.
 
     Args:
         host: the address at which other replicas reach this one.
         secret: that of the run, which they must know.
+        explain: is called with the number of vLLM's engines and the reason for it.
 
     Raises:
         SettingsError: there is no such model or device, or the engine cannot do what is set.
     """
     name = await asyncio.to_thread(choose_engine, settings)
     if name == "vllm":
-        return await _open_vllm(settings, replica, host, secret)
+        return await _open_vllm(settings, replica, host, secret, explain)
     if name == "scripted":
         from services.rollout.engines.scripted import ScriptedEngine
 
@@ -68,15 +75,18 @@ def pick_engine(device: str) -> str:
     return "vllm" if torch.cuda.is_available() else "transformers"
 
 
-async def _open_vllm(settings: Settings, replica: str, host: str, secret: RunSecret) -> tuple[Engine, Codec]:
+async def _open_vllm(
+    settings: Settings, replica: str, host: str, secret: RunSecret, explain: Explain
+) -> tuple[Engine, Codec]:
     from services.rollout.engines.transformers.loading import check_for_vllm, open_tokenizer
-    from services.rollout.engines.vllm.start import open_vllm
+    from services.rollout.engines.vllm.several.start import open_engines
 
     weights = settings.weights
     tokenizer = await asyncio.to_thread(open_tokenizer, settings.policy)
     await asyncio.to_thread(check_for_vllm, settings.policy)
     hosts = hosts_of(settings.rollout, host)
-    engine = await open_vllm(
+    engine, choice = await open_engines(
+        settings.rollout.engines_per_gpu,
         vllm_settings(settings, replica, hosts),
         hosts,
         stop=() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,),
@@ -88,6 +98,7 @@ async def _open_vllm(settings: Settings, replica: str, host: str, secret: RunSec
         deadline_s=weights.deadline_s,
     )
     secret.listen(engine.share_secret)
+    await explain(choice.engines, choice.reason)
     return engine, TokenizerCodec(tokenizer, engine)
 
 
@@ -162,7 +173,13 @@ async def run(settings: Settings, replica: str) -> None:
         from services.rollout.plausibility import Plausibility
         from shared.weights.receiver.puller import Puller
 
-        engine, codec = await open_engine(await context.live.refresh(), replica, context.host, context.secret)
+        async def explain(engines: int, reason: str) -> None:
+            context.status.values["engines"] = float(engines)
+            if settings.rollout.engines_per_gpu != 1:
+                await tell(context.bus, replica, "engines per GPU", f"{engines}: {reason}", engines=engines)
+
+        now = await context.live.refresh()
+        engine, codec = await open_engine(now, replica, context.host, context.secret, explain)
         engine.update_by(context.live.settings.weights.update)  # it may have changed while the model was loaded
         context.live.listen(lambda now: engine.update_by(now.weights.update))
         rollout = Rollout(

@@ -71,6 +71,9 @@ class RolloutSettings(Section):
     gpus: tuple[NonNegativeInt, ...] = Field(default=())
     """Which GPUs of this machine `penstock up` gives to the replicas, in turn, as many to each as it needs; none: they
     all see every GPU."""
+    engines_per_gpu: Literal["auto", 1, 2, 3, 4] = Field(default=1)
+    """vLLM engines that one replica runs side by side on its GPU. One leaves the GPU idle for much of the time with a model of less than
+    about 7B. `auto`: 1 to 4, by how busy the GPU is in a trial at the start."""
     threads: NonNegativeInt = Field(default=0)
     """CPU threads of one replica; 0: as torch decides."""
     metrics_port: NonNegativeInt = Field(default=0)

@@ -87,7 +87,7 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _agree(self) -> "Settings":
-        for rule in (_check_scorers, _check_warm_up, _check_gpus, _check_trainer, _check_slots):
+        for rule in (_check_scorers, _check_warm_up, _check_gpus, _check_engines, _check_trainer, _check_slots):
             rule(self)
         if self.rollout.engine in ("transformers", "scripted"):
             check_plain_engine(self, self.rollout.engine)
@@ -141,6 +141,31 @@ def _check_gpus(settings: Settings) -> None:
             )
 
 
+def _check_engines(settings: Settings) -> None:
+    engines = settings.rollout.engines_per_gpu
+    if engines == "auto" or engines == 1:
+        return
+    for key, value, expected in (
+        ("rollout.vllm.tensor_parallel_size", settings.rollout.vllm.tensor_parallel_size, 1),
+        ("rollout.nodes", settings.rollout.nodes, 1),
+    ):
+        if value != expected:
+            raise ValueError(
+                f"expected rollout.engines_per_gpu = 1 with {key} = {value}, whose engine spans several GPUs, found {engines}: "
+                "change one of them"
+            )
+    if settings.weights.shadow == "bucketed":
+        raise ValueError(
+            'expected weights.shadow = "auto" or "full" with rollout.engines_per_gpu > 1, found "bucketed": each engine needs '
+            "a second copy of the weights; change one of them"
+        )
+    if "kv_cache_memory_bytes" in settings.rollout.vllm.arguments:
+        raise ValueError(
+            "expected no kv_cache_memory_bytes in rollout.vllm.arguments with rollout.engines_per_gpu > 1, which splits the "
+            "memory itself: leave it out"
+        )
+
+
 def _check_trainer(settings: Settings) -> None:
     if settings.trainer.zero_stage == 0 and settings.policy.dtype == "bfloat16":
         raise ValueError(
@@ -189,6 +214,7 @@ def check_plain_engine(settings: Settings, engine: str) -> None:
     only_vllm = (
         ("rollout.nodes", settings.rollout.nodes, 1),
         ("rollout.vllm.tensor_parallel_size", settings.rollout.vllm.tensor_parallel_size, 1),
+        ("rollout.engines_per_gpu", 1 if (several := settings.rollout.engines_per_gpu) == "auto" else several, 1),
         ("weights.kv", settings.weights.kv, "keep"),
         ("weights.shadow", "full" if settings.weights.shadow == "auto" else settings.weights.shadow, "full"),
     )

@@ -51,24 +51,24 @@ class CheckpointForm:
         if self._outline is not None:
             return
         try:
-            outline = _outline(self._source, self._trusted)
+            model = outline(self._source, self._trusted)
         except (OSError, ValueError, ImportError) as error:
             raise WeightsError(
                 f"expected a causal language model that transformers can build in {self._source!r}, found: "
                 f"{str(error).splitlines()[0]}: change policy.model"
             ) from error
         self._names = checkpoint_names(self._source)
-        state = outline.state_dict()
-        conversions = _conversions(outline, loading=bool(self._names))
+        state = model.state_dict()
+        conversions = _conversions(model, loading=bool(self._names))
         if self._names:
-            self._renamed, conversions = _loaded(self._names, conversions, outline.base_model_prefix, state)
+            self._renamed, conversions = _loaded(self._names, conversions, model.base_model_prefix, state)
         for name, (group, pattern, converter) in _reversed(state.keys() - self._renamed.keys(), conversions).items():
             if converter is not None:
                 self._converted[name] = (group, pattern, converter)
                 self._sizes[group] += 1
             elif not self._names:
                 self._renamed[name] = group
-        self._outline = outline
+        self._outline = model
 
     def convert(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield ``tensors``, (published name, value), as the checkpoint holds them, each as soon as all that it is made of has come.
@@ -134,7 +134,7 @@ def _folder(source: str) -> Path | None:
     return Path(config).parent if isinstance(config, str) else None
 
 
-def _outline(source: str, trusted: bool) -> Any:
+def outline(source: str, trusted: bool) -> Any:
     """Return the model as the trainer builds it, without weights."""
     with importing():
         from transformers import AutoConfig, AutoModelForCausalLM

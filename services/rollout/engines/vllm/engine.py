@@ -148,6 +148,10 @@ class VllmEngine:
         """Return the logprobs of ``token_ids[1:]`` under the live weights, teacher-forced at temperature 1."""
         return await self._living(self._requests.logprobs(token_ids))
 
+    async def rehearse(self, request: GenerationRequest) -> None:
+        """Generate a group for measurements under whatever weights there are, and drop it."""
+        await self._living(self._requests.rehearse(request))
+
     # ---------------------------------------------------------------- weights
 
     async def stage(self, offer: Offer) -> None:

@@ -83,6 +83,12 @@ class Requests:
         found = [finished.prompt_logprobs[place][ids[place]].logprob for place in range(1, len(ids))]
         return np.array(found, dtype=np.float32)
 
+    async def rehearse(self, request: GenerationRequest) -> None:
+        """Generate the samples of ``request`` without their logprobs, and drop them."""
+        parameters = self.parameters(request, request.sampling.samples)
+        name = f"rehearsal{next(self._numbers)}"
+        await self.run(name, request.prompt_token_ids, name, parameters)
+
     def parameters(self, request: GenerationRequest, count: int) -> Any:
         """Return vLLM's parameters for ``count`` samples of ``request``."""
         from vllm import SamplingParams

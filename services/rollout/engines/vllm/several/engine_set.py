@@ -1,0 +1,132 @@
+"""Several vLLM engines on one GPU as one :class:`Engine`.
+
+::
+
+    generate ─▶ gate ─▶ router ─▶ engine 0 │ engine 1 │ …            a group belongs to one engine
+    stage    ─▶ engine 0 pulls ─▶ the others copy its shadow         CUDA IPC on a GPU, gloo on a CPU
+    swap     ─▶ gate shut ─▶ all engines between two of their steps ─▶ gate open
+
+Weights cross the network once. The other engines pull from engine 0 as replicas pull from one another (``weights/source``), so
+their shadows are verified in the same way. Offers by file are read by each engine.
+
+No group starts while the engines hold different versions. If a swap succeeds in only some of them, the set is ``torn``: groups wait
+until a later swap succeeds in all.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
+
+from services.rollout.engines.engine import EngineDied, GeneratedGroup, GenerationRequest, SwapReport, UpdateMode
+from services.rollout.engines.vllm.engine import VllmEngine
+from services.rollout.engines.vllm.several.router import Router
+from services.rollout.engines.vllm.swap_gate import SwapGate
+from shared.bus.messages import Float32Array, Int32Array, PolicyRecord, PolicyVersion
+from shared.errors import WeightsError
+from shared.weights.receiver.puller import Puller
+from shared.weights.transport.offer import Offer
+
+R = TypeVar("R")
+
+
+class EngineSet:
+    """An :class:`Engine` of two or more engines, of which the first serves weights to the others; made by ``start``.
+
+    Args:
+        deadline_s: for each wait of an engine that pulls from the first.
+    """
+
+    def __init__(self, engines: Sequence[VllmEngine], *, deadline_s: float) -> None:
+        first = engines[0]
+        self.engines = tuple(engines)
+        self.ranks, self.place, self.peer_address = first.ranks, first.place, first.peer_address
+        self.stop, self.context_tokens, self.vocabulary = first.stop, first.context_tokens, first.vocabulary
+        self.version: PolicyVersion | None = None
+        """The version that every engine holds."""
+        self._router = Router(len(engines))
+        self._gate = SwapGate()
+        self._secret = b""
+        self._pullers = {
+            number: Puller(engine.place, 1, deadline_s, lambda: self._secret) for number, engine in enumerate(engines) if number
+        }
+        self._probes = 0
+
+    @property
+    def torn(self) -> bool:
+        """Whether no group may start until another swap succeeds in every engine."""
+        return any(engine.torn for engine in self.engines) or len({engine.version for engine in self.engines}) > 1
+
+    def update_by(self, mode: UpdateMode) -> None:
+        """Take the next versions between two decoding steps, or once running completions have ended."""
+        for engine in self.engines:
+            engine.update_by(mode)
+
+    def share_secret(self, secret: bytes) -> None:
+        """Serve weights to the processes that know ``secret`` from now on, and to no others."""
+        self._secret = secret
+        self.engines[0].share_secret(secret)
+
+    async def generate(self, request: GenerationRequest) -> GeneratedGroup:
+        """Return a group of completions, all from one engine (see :class:`Engine`)."""
+        async with self._gate.passage():
+            with self._router.turn(request.prompt_token_ids, request.sampling.samples) as number:
+                return await self._named(number, self.engines[number].generate(request))
+
+    async def logprobs(self, token_ids: Int32Array) -> Float32Array:
+        """Return the logprobs of ``token_ids[1:]`` from each engine in turn, so that a probe's sequences check them all."""
+        number, self._probes = self._probes % len(self.engines), self._probes + 1
+        return await self._named(number, self.engines[number].logprobs(token_ids))
+
+    async def stage(self, offer: Offer) -> None:
+        """Receive ``offer`` in the first engine and pass it on to the others (see :class:`Engine`)."""
+        if offer.transport == "file":
+            await _all(self._named(number, engine.stage(offer)) for number, engine in enumerate(self.engines))
+            return
+        await self._named(0, self.engines[0].stage(offer))
+        await _all(self._named(number, self._pass_on(number, offer)) for number in self._pullers)
+
+    async def _pass_on(self, number: int, offer: Offer) -> None:
+        header, puller = offer.header, self._pullers[number]
+        record = PolicyRecord(header.version, None, header.step, 0.0, header.digest, "")
+        passed = await puller.ask(self.peer_address, record)
+        try:
+            await self.engines[number].stage(passed)
+        except (WeightsError, asyncio.CancelledError) as error:
+            await puller.finish(passed, str(error) or "cancelled")
+            raise
+        await puller.finish(passed, None)
+
+    async def swap(self, version: PolicyVersion) -> SwapReport:
+        """Make the staged version live in every engine (see :class:`Engine`)."""
+        await self._gate.shut()
+        try:
+            swaps = (self._named(number, engine.swap(version)) for number, engine in enumerate(self.engines))
+            reports = await _all(swaps)
+        finally:
+            if not self.torn:
+                await self._gate.open()
+        self._router.forget_prompts()
+        self.version = version
+        slowest = max(report.seconds for report in reports)
+        return SwapReport(slowest, reports[0].path, sum(report.copied_bytes for report in reports))
+
+    async def _named(self, number: int, work: Awaitable[R]) -> R:
+        """Return the result of ``work``; its failure names the engine."""
+        try:
+            return await work
+        except (EngineDied, WeightsError) as error:
+            raise type(error)(f"engine {number} of {len(self.engines)}: {error}") from error
+
+    async def close(self) -> None:
+        """End every engine's processes."""
+        await asyncio.gather(*(puller.close() for puller in self._pullers.values()))
+        await asyncio.gather(*(engine.close() for engine in self.engines))
+
+
+async def _all(work: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
+    """Return all results; wait for every one of them even if some fail, and raise the worst failure."""
+    results = await asyncio.gather(*work, return_exceptions=True)
+    failures = [result for result in results if isinstance(result, BaseException)]
+    if failures:
+        raise max(failures, key=lambda failure: isinstance(failure, EngineDied))
+    return [result for result in results if not isinstance(result, BaseException)]

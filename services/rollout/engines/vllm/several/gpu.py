@@ -1,0 +1,66 @@
+"""The GPU of this process by NVML, which makes no CUDA context, and whether CUDA MPS serves it."""
+
+import asyncio
+import os
+import shutil
+import statistics
+import subprocess
+from typing import Any
+
+from services.rollout.engines.vllm.several.plan import Memory
+from shared.errors import SettingsError
+
+_MPS_CONTROL = "nvidia-cuda-mps-control"
+_SAMPLES, _INTERVAL_S = 20, 0.1
+
+
+class Gpu:
+    """The first GPU that ``CUDA_VISIBLE_DEVICES`` names.
+
+    Raises:
+        SettingsError: NVML does not know it.
+    """
+
+    def __init__(self) -> None:
+        from vllm.third_party import pynvml
+
+        self._nvml: Any = pynvml
+        name = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
+        try:
+            pynvml.nvmlInit()
+            by_uuid = name.startswith(("GPU-", "MIG-"))
+            find = pynvml.nvmlDeviceGetHandleByUUID if by_uuid else pynvml.nvmlDeviceGetHandleByIndex
+            self._handle = find(name if by_uuid else int(name or 0))
+            self.memory = self._memory()
+        except (pynvml.NVMLError, ValueError) as error:
+            raise SettingsError(
+                f"expected NVML to report the GPU {name or 0}, found: {error}: set rollout.engines_per_gpu = 1"
+            ) from error
+
+    def _memory(self) -> Memory:
+        memory = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
+        return Memory(int(memory.total), int(memory.free))
+
+    async def busy_share(self) -> float | None:
+        """Return the share of the next two seconds in which the GPU works; None where NVML does not report it."""
+        samples: list[float] = []
+        for _ in range(_SAMPLES):
+            await asyncio.sleep(_INTERVAL_S)
+            try:
+                samples.append(self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100)
+            except self._nvml.NVMLError:
+                return None
+        return statistics.fmean(samples)
+
+
+def sharing() -> str:
+    """Say how CUDA lets processes share a GPU: by MPS, where its daemon answers, else in time slices."""
+    control = shutil.which(_MPS_CONTROL)
+    if control is not None:
+        try:
+            asked = subprocess.run([control], input=b"get_server_list\n", capture_output=True, timeout=5, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return "time slices"
+        if asked.returncode == 0:
+            return "CUDA MPS"
+    return "time slices"

@@ -1,0 +1,44 @@
+"""Choose the engine for each group: the least loaded one, or the one that has read the prompt before."""
+
+import contextlib
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from shared.bus.messages import Int32Array
+
+_PROMPTS = 4096
+"""Prompts whose engine is remembered, the newest."""
+
+
+class Router:
+    """Counts the outstanding samples of ``engines`` engines, numbered from 0."""
+
+    def __init__(self, engines: int) -> None:
+        self.outstanding = [0] * engines
+        """Samples that each engine has to generate."""
+        self._engine_of: OrderedDict[bytes, int] = OrderedDict()
+
+    @contextlib.contextmanager
+    def turn(self, prompt_token_ids: Int32Array, samples: int) -> Iterator[int]:
+        """Yield the engine for a group of ``samples`` completions, which count as outstanding meanwhile."""
+        engine = self._choose(hashlib.blake2b(prompt_token_ids.tobytes(), digest_size=16).digest(), samples)
+        self.outstanding[engine] += samples
+        try:
+            yield engine
+        finally:
+            self.outstanding[engine] -= samples
+
+    def forget_prompts(self) -> None:
+        """Forget which engine has read which prompt: new weights do not use the prefix cache of old ones."""
+        self._engine_of.clear()
+
+    def _choose(self, prompt: bytes, samples: int) -> int:
+        least = min(self.outstanding)
+        engine = self._engine_of.pop(prompt, None)
+        if engine is None or self.outstanding[engine] > least + samples:
+            engine = self.outstanding.index(least)
+        self._engine_of[prompt] = engine
+        if len(self._engine_of) > _PROMPTS:
+            self._engine_of.popitem(last=False)
+        return engine

@@ -1,0 +1,178 @@
+"""Start the engines of a replica, and decide how many it needs: ``rollout.engines_per_gpu``."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from services.rollout.engines.checkpoint_form import outline
+from services.rollout.engines.engine import GenerationRequest
+from services.rollout.engines.vllm.arguments import serving as explained
+from services.rollout.engines.vllm.engine import VllmEngine
+from services.rollout.engines.vllm.multihost.hosts import Hosts
+from services.rollout.engines.vllm.several import plan
+from services.rollout.engines.vllm.several.engine_set import EngineSet
+from services.rollout.engines.vllm.several.gpu import Gpu, sharing
+from services.rollout.engines.vllm.several.metrics import SharedStatistics
+from services.rollout.engines.vllm.several.plan import Choice, Demand
+from services.rollout.engines.vllm.start import open_vllm
+from shared.bus.messages import Sampling
+
+_PROMPT_TOKENS, _NEW_TOKENS, _GROUP = 16, 1024, 8
+_WARM_UP_S = 2.0
+
+
+async def open_engines(
+    count: int | Literal["auto"], arguments: dict[str, Any], hosts: Hosts | None = None, **serving: Any
+) -> tuple[VllmEngine | EngineSet, Choice]:
+    """Return ``count`` engines on one GPU as one, and how their number came about.
+
+    Args:
+        arguments: vLLM's for one engine with the whole GPU; sequences and memory are split.
+        serving: what :func:`services.rollout.engines.vllm.start.open_vllm` takes besides.
+
+    Raises:
+        SettingsError: vLLM cannot serve this, or the memory does not hold so many engines.
+    """
+    limit = await asyncio.to_thread(_upper_limit, count, arguments, hosts, serving)
+    if limit.engines == 1:
+        return await open_vllm(arguments, hosts, **serving), limit
+    starter = await asyncio.to_thread(_Starter, arguments, serving)
+    if count != "auto":
+        return await starter.open(limit.engines), Choice(limit.engines, f"{limit.reason}{starter.sharing}")
+    return await starter.open_by_load(limit)
+
+
+def _upper_limit(
+    count: int | Literal["auto"], arguments: dict[str, Any], hosts: Hosts | None, serving: dict[str, Any]
+) -> Choice:
+    if count != "auto":
+        return Choice(count, "rollout.engines_per_gpu")
+    if hosts is not None or arguments["tensor_parallel_size"] > 1:
+        return Choice(1, "the engine spans several GPUs")
+    if serving.get("shadow") == "bucketed":
+        return Choice(1, 'weights.shadow = "bucketed"')
+    if not torch.cuda.is_available():
+        return Choice(1, "there is no GPU")
+    cores = len(os.sched_getaffinity(0))
+    return plan.upper_limit(Gpu().memory, cores, arguments["gpu_memory_utilization"], _demand(arguments))
+
+
+def _demand(arguments: dict[str, Any]) -> Demand:
+    with explained(arguments["model"]):
+        model = outline(arguments["model"], arguments["trust_remote_code"])
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    vocabulary = model.config.get_text_config().vocab_size
+    dtype: torch.dtype = getattr(torch, arguments["dtype"])
+    return Demand(parameters, parameters * dtype.itemsize, arguments["max_num_seqs"] * vocabulary * 4)
+
+
+class _Starter:
+    """Starts engines that share what ``arguments`` give to one. The GPU's free memory is read once, here. Made in a thread."""
+
+    def __init__(self, arguments: dict[str, Any], serving: dict[str, Any]) -> None:
+        self._arguments, self._serving = arguments, serving
+        self._gpu = Gpu() if torch.cuda.is_available() else None
+        self._demand = _demand(arguments) if self._gpu else None
+        self.sharing = f"; they share the GPU by {sharing()}" if self._gpu else ""
+        """How the engines share the GPU, as the end of a sentence."""
+
+    async def open(self, engines: int) -> EngineSet:
+        """Return ``engines`` engines, started in parallel."""
+        async with self._started() as opened:
+            statistics = SharedStatistics(engines)
+            shares = [self._share(number, engines, self._sequences(engines)) for number in range(engines)]
+            opened += await self._start(shares, 0, statistics)
+            return self._set(opened)
+
+    async def open_by_load(self, limit: Choice) -> tuple[VllmEngine | EngineSet, Choice]:
+        """Return as many engines as the GPU has time for while the first one decodes; it starts with a ``limit``-th of the memory."""
+        assert self._gpu is not None
+        async with self._started() as opened:
+            statistics = SharedStatistics(1)
+            first = self._share(0, limit.engines, self._arguments["max_num_seqs"])
+            opened += await self._start([first], 0, statistics)
+            choice = await self._choose(opened[0], limit)
+            if choice.engines == 1:
+                await opened.pop().close()
+                return await open_vllm(self._arguments, **self._serving), choice
+            statistics.grow(choice.engines)
+            sequences = self._sequences(choice.engines)
+            others = [self._share(number, choice.engines, sequences) for number in range(1, choice.engines)]
+            opened += await self._start(others, 1, statistics)
+            return self._set(opened), choice
+
+    async def _choose(self, engine: VllmEngine, limit: Choice) -> Choice:
+        assert self._gpu is not None
+        load = asyncio.ensure_future(_decode(engine, self._arguments["max_num_seqs"]))
+        try:
+            await asyncio.wait({load}, timeout=_WARM_UP_S)
+            busy = await self._gpu.busy_share()
+        finally:
+            load.cancel()
+            await asyncio.wait({load})
+        if not load.cancelled():
+            load.result()  # raises
+        if busy is None:
+            return Choice(1, "NVML does not report how busy the GPU is")
+        choice = plan.by_load(busy, limit)
+        return Choice(choice.engines, f"{choice.reason}{self.sharing}")
+
+    def _sequences(self, engines: int) -> int:
+        return -(-int(self._arguments["max_num_seqs"]) // engines)
+
+    def _share(self, number: int, engines: int, sequences: int) -> dict[str, Any]:
+        """Return the arguments of engine ``number``: its own seed and its part of sequences and memory."""
+        whole = self._arguments
+        own = {"max_num_seqs": sequences, "seed": (whole["seed"] + number) % (1 << 31)}
+        if self._gpu is None or self._demand is None:
+            return {**whole, **own}
+        memory = self._gpu.memory.arguments(engines, whole["gpu_memory_utilization"], self._demand)
+        return {**whole, **own, **memory}
+
+    async def _start(self, shares: list[dict[str, Any]], first: int, statistics: SharedStatistics) -> list[VllmEngine]:
+        """Start engines ``first``, ``first + 1``, … in parallel; close them again if one fails."""
+        loggers = await asyncio.to_thread(lambda: [statistics.factory(first + place) for place in range(len(shares))])
+        starts = [
+            open_vllm(share, **{**self._serving, **_role(number)}, stat_loggers=[logger])
+            for number, (share, logger) in enumerate(zip(shares, loggers, strict=True), first)
+        ]
+        results = await asyncio.gather(*starts, return_exceptions=True)
+        engines = [result for result in results if isinstance(result, VllmEngine)]
+        for result in results:
+            if isinstance(result, BaseException):
+                await asyncio.gather(*(engine.close() for engine in engines))
+                raise result
+        return engines
+
+    def _set(self, engines: list[VllmEngine]) -> EngineSet:
+        return EngineSet(engines, deadline_s=self._serving.get("deadline_s", 30.0))
+
+    @contextlib.asynccontextmanager
+    async def _started(self) -> AsyncIterator[list[VllmEngine]]:
+        """Yield a list for engines, which are closed if the body fails."""
+        engines: list[VllmEngine] = []
+        try:
+            yield engines
+        except BaseException:
+            await asyncio.gather(*(engine.close() for engine in engines))
+            raise
+
+
+def _role(number: int) -> dict[str, Any]:
+    """The memory for shadows is set aside; the first engine alone serves weights."""
+    return {"shadow": "full"} if number == 0 else {"shadow": "full", "peer_host": ""}
+
+
+async def _decode(engine: VllmEngine, sequences: int) -> None:
+    """Let ``engine`` decode random prompts, ``sequences`` at a time, until cancelled."""
+    random = np.random.default_rng(0)
+    new_tokens = max(1, min(_NEW_TOKENS, engine.context_tokens - _PROMPT_TOKENS))
+    sampling = Sampling(samples=_GROUP, max_new_tokens=new_tokens, temperature=1.0)
+    while True:
+        prompts = random.integers(0, engine.vocabulary, (-(-sequences // _GROUP), _PROMPT_TOKENS), dtype=np.int32)
+        await asyncio.gather(*(engine.rehearse(GenerationRequest(prompt, sampling)) for prompt in prompts))
