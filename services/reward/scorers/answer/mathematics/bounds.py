@@ -13,7 +13,7 @@ import dataclasses
 import math
 from typing import Any
 
-_PRIME = 2**61 - 1
+_PRIME = 2**64 - 59
 _LARGEST_BITS = 2.0**20
 _MOST_TERMS = 2_000.0
 _LONGEST_EXPONENT_BITS = 1_000
@@ -76,7 +76,7 @@ def _whole(exponent: Any) -> int | None:
     kind = type(exponent).__name__
     if getattr(exponent, "is_Integer", False):
         return int(exponent.p) if int(exponent.p).bit_length() <= _LONGEST_EXPONENT_BITS else None
-    if kind not in ("Pow", "Mul"):
+    if kind not in ("Pow", "Mul", "Add"):
         return None
     values = [_whole(argument) for argument in exponent.args]
     if None in values or _size(exponent).bits > _LONGEST_EXPONENT_BITS:
@@ -84,7 +84,7 @@ def _whole(exponent: Any) -> int | None:
     numbers = [value for value in values if value is not None]
     if kind == "Pow":
         return numbers[0] ** numbers[1] if numbers[1] >= 0 else None
-    return math.prod(numbers)
+    return math.prod(numbers) if kind == "Mul" else sum(numbers)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
