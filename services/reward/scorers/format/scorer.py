@@ -42,12 +42,12 @@ from shared.settings.rewards import scorers
 from shared.settings.rewards.scorers import FormatRule
 
 _SHORT = 4_000
-"""A text up to this length, in characters, is checked in the event loop."""
+"""A text up to this length, in characters, is checked in the event loop; of a longer one so much is read at a time."""
 PATTERN_TIMEOUT_S = 0.5
 """Processor time that a pattern may take: status ``timeout``, value 0."""
 _COMMAND = (sys.executable, "-m", "services.reward.scorers.format.checks")
 _REMEMBERED = 4096
-_LETTER = regex.compile(r"\p{L}")
+_LETTERS = regex.compile(r"\p{L}+")
 
 
 class _TookTooLong(PenstockError):
@@ -81,7 +81,7 @@ class FormatChecker:
             slow["json"] = scorer.json_schema
         scripts = "".join(rf"\p{{Script={script}}}" for script in scorer.scripts)
         self._script = (
-            self._compiled("scripts", lambda: regex.compile(rf"[[{scripts}]&&\p{{L}}]", regex.V1)) if scripts else None
+            self._compiled("scripts", lambda: regex.compile(rf"[[{scripts}]&&\p{{L}}]+", regex.V1)) if scripts else None
         )
         self._checkers = Processes((*_COMMAND, json.dumps(slow)), 1, scorer.name, computes=True) if slow else None
         self._failed = Recent(_REMEMBERED)
@@ -168,7 +168,7 @@ class FormatChecker:
             return score
         except TemporaryError as error:
             return unavailable(self.name, str(error))
-        rules = partial(self._broken, sample, mismatch, json_problem)
+        rules = partial(self._broken, sample, mismatch, json_problem, await self._script_problem(sample.text))
         if len(sample.text) > _SHORT:
             return self._valued(await asyncio.to_thread(rules))
         return self._valued(await self._turns.take(rules))
@@ -193,6 +193,22 @@ class FormatChecker:
             return f"expected JSON in <{tag}>…</{tag}>, found none"
         return await self._ask("json", content, self._scorer.json_timeout_s)
 
+    async def _script_problem(self, text: str) -> str:
+        """Return how the letters break the rule of scripts, read in turns."""
+        script, rules = self._script, self._scorer
+        if script is None:
+            return ""
+        letters = counted = 0
+        for start in range(0, len(text), _SHORT):
+            part = text[start : start + _SHORT]
+            letters += await self._turns.take(partial(_characters, _LETTERS, part))
+            counted += await self._turns.take(partial(_characters, script, part))
+        share = counted / letters if letters else 1.0
+        if share >= rules.min_script_share:
+            return ""
+        names = ", ".join(rules.scripts)
+        return f"expected a share of {rules.min_script_share:g} of letters in {names}, found {share:.3g}"
+
     async def _ask(self, check: str, text: str, timeout_s: float) -> str:
         """Return how ``text`` breaks a rule.
 
@@ -208,10 +224,14 @@ class FormatChecker:
             setting = "json_schema" if check == "json" else check
             raise _TookTooLong(f"{setting} took longer than {timeout_s:g} s") from error
 
-    def _broken(self, sample: Sample, mismatch: str, json_problem: str) -> list[tuple[FormatRule, str]]:
-        return list(self._rules(sample, mismatch, json_problem))
+    def _broken(
+        self, sample: Sample, mismatch: str, json_problem: str, script_problem: str
+    ) -> list[tuple[FormatRule, str]]:
+        return list(self._rules(sample, mismatch, json_problem, script_problem))
 
-    def _rules(self, sample: Sample, mismatch: str, json_problem: str) -> Iterator[tuple[FormatRule, str]]:
+    def _rules(
+        self, sample: Sample, mismatch: str, json_problem: str, script_problem: str
+    ) -> Iterator[tuple[FormatRule, str]]:
         """Yield each declared rule's name and how it is broken, or nothing ("")."""
         text, rules = sample.text, self._scorer
         yield from _tag_rules(rules, text)
@@ -221,8 +241,8 @@ class FormatChecker:
             yield "length", _broken_length(len(text), rules.min_characters, rules.max_characters, "characters")
         if rules.min_tokens or rules.max_tokens is not None:
             yield "tokens", _broken_length(len(sample.token_ids), rules.min_tokens, rules.max_tokens, "tokens")
-        if self._script is not None:
-            yield "scripts", _broken_script(text, self._script, rules)
+        if rules.scripts:
+            yield "scripts", script_problem
         if rules.json_schema:
             yield "json", json_problem
         if rules.needs_stop:
@@ -290,9 +310,6 @@ def _broken_length(found: int, least: int, most: int | None, unit: str) -> str:
     return ""
 
 
-def _broken_script(text: str, script: "regex.Pattern[str]", rules: scorers.FormatScorer) -> str:
-    letters = len(_LETTER.findall(text, concurrent=True))
-    share = len(script.findall(text, concurrent=True)) / letters if letters else 1.0
-    if share >= rules.min_script_share:
-        return ""
-    return f"expected a share of {rules.min_script_share:g} of letters in {', '.join(rules.scripts)}, found {share:.3g}"
+def _characters(pattern: "regex.Pattern[str]", text: str) -> int:
+    """Return how many characters of ``text`` are in runs of ``pattern``."""
+    return sum(map(len, pattern.findall(text)))
