@@ -5,7 +5,7 @@ strongest tier that holds on this host. Three hostile programs are asked for bes
 run at a time as there are cores. ``slowdown`` is the wall time beside hostile programs by that alone in the same round; ``control`` is
 the same for two runs alone, and is what the load of the machine makes of nothing. ``waited_s`` is how long the honest program waited
 for its slot. ``timeouts`` counts honest programs that ran into a deadline of ``DEADLINE`` times the CPU time that the program
-takes alone.
+takes alone. The kind ``a loop`` harms nobody: its slowdown is that of any neighbour.
 
     python -m benchmarks.executor_fairness --rounds 10
 """
@@ -36,6 +36,7 @@ def start(act):
     except RuntimeError: act()
 """
 HOSTILE = {
+    "a loop": "while True: pass",
     "threads": f"import hashlib\n{_THREADS}\ndef act():\n  while True: hashlib.pbkdf2_hmac('sha256', b'x', b'y', 20000)\nstart(act)",
     "memory bandwidth": "a, b = bytearray(64 << 20), bytes(64 << 20)\nwhile True: a[:] = b",
     "page faults": "import mmap\nwhile True:\n  m = mmap.mmap(-1, 64 << 20)\n  for i in range(0, 64 << 20, 4096): m[i] = 1\n  m.close()",
