@@ -49,12 +49,11 @@ def serve(
         _write(output, {"ready": False, "error": f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]})
         return
     _write(output, {"ready": True})
-    if computes:
-        gc.freeze()
-    while computes and _worker_is_overdue(questions, output, answer):
-        _write(output, {"overdue": True})
     if not computes:
-        _answer_all(questions, output, answer)
+        return _answer_all(questions, output, answer)
+    gc.freeze()
+    while _worker_is_overdue(questions, output, answer):
+        _write(output, {"overdue": True})
 
 
 def _worker_is_overdue(questions: int, output: Any, answer: Answerer) -> bool:
