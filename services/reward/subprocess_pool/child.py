@@ -50,7 +50,8 @@ def serve(
         return
     _write(output, {"ready": True})
     if not computes:
-        return _answer_all(questions, output, answer)
+        _answer_all(questions, output, answer)
+        return
     gc.freeze()
     while _worker_is_overdue(questions, output, answer):
         _write(output, {"overdue": True})
