@@ -180,9 +180,9 @@ async def measure(todo: list[Case], processes: int, at_once: int) -> dict[str, f
 
 
 def _cpu_s() -> float:
-    """Return the processor time of this process and of the matcher's."""
+    """Return the processor time of this process and of those that it started."""
     this = psutil.Process()
-    return sum(sum(process.cpu_times()[:2]) for process in (this, *this.children()))
+    return sum(sum(process.cpu_times()[:2]) for process in (this, *this.children(recursive=True)))
 
 
 def library(todo: list[Case]) -> dict[str, float]:

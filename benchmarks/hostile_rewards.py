@@ -125,7 +125,7 @@ def groups(families: tuple[Family, ...], count: int, seed: int, samples: int) ->
     number = itertools.count()
     for family, rows in itertools.groupby(made, key=lambda each: each[0]):
         for batch in _batches((text for _, text in rows), samples):
-            yield family, _group(next(number), batch, programs=families is hostile_texts.PROGRAMS)
+            yield family, _group(next(number), batch, programs=families[0] in hostile_texts.PROGRAMS)
 
 
 def _batches(texts: Iterator[str], size: int) -> Iterator[tuple[str, ...]]:

@@ -138,11 +138,49 @@ async def test_a_process_inherits_no_secret(tmp_path: Path, monkeypatch: pytest.
     assert "PATH" in environment
 
 
+COMPUTING = """
+import os, sys
+from services.reward.subprocess_pool import child
+def answer(question):
+    while question["do"] == "compute": pass
+    if question["do"] == "die": os._exit(3)
+    return {"pid": os.getpid(), "parent": os.getppid()}
+child.serve(lambda: answer, int(sys.argv[1]), computes=True)
+"""
+
+
+@pytest.fixture
+async def computing() -> AsyncIterator[Processes]:
+    found = Processes([sys.executable, "-c", COMPUTING], 1, "stub", computes=True)
+    await found.warm()
+    yield found
+    await found.close()
+
+
+async def test_a_worker_that_computes_too_long_is_killed_and_a_fork_of_what_is_loaded_goes_on(
+    computing: Processes,
+) -> None:
+    before = await computing.ask({"do": "answer"}, LONG_S)
+    with pytest.raises(Overdue, match=r"no answer within 0\.2 s"):
+        await computing.ask({"do": "compute"}, 0.2)
+    after = await computing.ask({"do": "answer"}, LONG_S)
+    assert (after["parent"], after["pid"] == before["pid"]) == (before["parent"], False)
+
+
+async def test_a_worker_that_dies_takes_its_process_with_it(computing: Processes) -> None:
+    before = await computing.ask({"do": "answer"}, LONG_S)
+    with pytest.raises(Crashed, match="two processes died"):
+        await computing.ask({"do": "die"}, LONG_S)
+    assert (await computing.ask({"do": "answer"}, LONG_S))["parent"] != before["parent"]
+    await computing.close()
+    assert not psutil.pid_exists(int(str(before["pid"])))
+
+
 KILLED_PARENT = """
 import os, subprocess, sys, time
 child = subprocess.Popen([*sys.argv[1:], str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 child.stdout.readline()
-child.stdin.write(b'{"reference": "46", "answer": "10^{10^{10}}"}\\n')
+child.stdin.write(b'{"reference": "x=46", "answer": "' + b'1e1/' * 40 + b'7"}\\n')
 child.stdin.flush()
 print(child.pid, flush=True)
 time.sleep(600)

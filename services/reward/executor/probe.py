@@ -58,8 +58,8 @@ async def start(settings: ExecutorSettings, targets: escapes.EscapeTargets) -> E
 
 
 def slots(settings: ExecutorSettings) -> int:
-    """Return how many programs run at a time."""
-    return settings.slots or cores.count()
+    """Return how many programs run at a time: no more than there are cores, so that each has one of its own."""
+    return min(settings.slots or cores.count(), cores.count())
 
 
 def _advice() -> str:

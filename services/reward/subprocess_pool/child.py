@@ -5,6 +5,9 @@
     standard input   one JSON object a line: a question
     standard output  {"ready": true}, or {"ready": false, "error": "…"} and the end; then one JSON object for each question
 
+Where questions are computation and nothing else, a forked worker answers them. A question has ``cpu_s`` seconds of processor time; the
+kernel kills a worker that takes more, {"overdue": true} is the answer, and a fork of what is loaded already goes on.
+
 Whoever started the program kills it when it is late, and the kernel kills it when whoever started it is gone. What the
 program's libraries print goes to standard error, and what they read is empty, so that nothing can look like a question or
 an answer. It knows no question.
@@ -12,6 +15,7 @@ an answer. It knows no question.
 
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import resource
@@ -25,17 +29,19 @@ _LONGEST_ERROR = 1_000
 _PR_SET_PDEATHSIG = 1
 
 
-def serve(prepare: Callable[[], Answerer], parent: int, memory_bytes: int | None) -> None:
+def serve(
+    prepare: Callable[[], Answerer], parent: int, memory_bytes: int | None = None, *, computes: bool = False
+) -> None:
     """Answer until standard input ends.
 
     Args:
-        prepare: loads what is slow to load and returns what answers a question.
+        prepare: loads what is slow to load and returns what answers a question; where it computes, it starts no thread.
         parent: the id of the process that started this one.
         memory_bytes: limit of the address space; None: no limit.
+        computes: questions are computation and nothing else.
     """
     confine(parent, memory_bytes)
-    questions = os.fdopen(os.dup(0), "rb")
-    output = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    questions, output = os.dup(0), os.fdopen(os.dup(1), "w", encoding="utf-8")
     _close_standard_streams()
     try:
         answer = prepare()
@@ -43,8 +49,34 @@ def serve(prepare: Callable[[], Answerer], parent: int, memory_bytes: int | None
         _write(output, {"ready": False, "error": f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]})
         return
     _write(output, {"ready": True})
-    for line in questions:
-        _write(output, answer(json.loads(line)))
+    if not computes:
+        _answer_all(questions, output, answer)
+        return
+    gc.freeze()
+    while _worker_is_overdue(questions, output, answer):
+        _write(output, {"overdue": True})
+
+
+def _worker_is_overdue(questions: int, output: Any, answer: Answerer) -> bool:
+    """Let a fork answer; return whether the kernel killed it for its processor time."""
+    template = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        confine(template, None)
+        _answer_all(questions, output, answer)
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
+
+
+def _answer_all(questions: int, output: Any, answer: Answerer) -> None:
+    with os.fdopen(questions, "rb", closefd=False) as lines:
+        for line in lines:
+            question = json.loads(line)
+            signal.setitimer(signal.ITIMER_PROF, question.pop("cpu_s", 0.0))
+            answered = answer(question)
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+            _write(output, answered)
 
 
 def confine(parent: int, memory_bytes: int | None) -> None:

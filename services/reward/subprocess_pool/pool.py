@@ -4,14 +4,16 @@
 
     ask(question) ──▶ a free process ──▶ its answer
                           ├── late by the question's deadline   killed ──▶ Overdue
-                          │     └── and ``computes``, and did not    the host's fault ──▶ TemporaryError
+                          ├── ``computes``, and computed too long       ──▶ Overdue; a fork of the process goes on
+                          │     └── too little in ten times that      killed, the host's fault ──▶ TemporaryError
                           ├── died once                         asked again of a fresh one
                           ├── died twice                        ──▶ Crashed: it is the question
                           ├── cannot be started                 ──▶ TemporaryError
                           └── the asker was cancelled           killed
 
 A process speaks JSON lines (:mod:`child` is its side): ``{"ready": true}`` once, then one answer for each question. The
-deadline counts from when the question is put, not from when it began to wait. A killed process takes what it started with
+deadline counts from when the question is put, not from when it began to wait; where questions are computation alone it is
+processor time, which the kernel counts, so that a busy host fails nobody. A killed process takes what it started with
 it, and is replaced when the next question needs it. This module knows neither what is asked nor what a score is.
 """
 
@@ -23,7 +25,6 @@ import os
 import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 
-import psutil
 from prometheus_client import Counter
 
 from shared.bus.messages import Json
@@ -40,8 +41,8 @@ RESTARTS = Counter(
 START_WITHIN_S = 60.0
 WORN_AFTER_QUESTIONS = 5_000
 """A process is recycled after so many questions: computer algebra keeps memory."""
-_BUSY_SHARE = 0.02
-"""A process that is late and computed for less than this share of its time was stopped, or starved."""
+PATIENCE = 10
+"""A process that has not computed for a question's time within so many times that was stopped, or starved."""
 
 
 class Overdue(PenstockError):
@@ -72,17 +73,6 @@ class _Place:
     @property
     def worn(self) -> bool:
         return self._questions >= WORN_AFTER_QUESTIONS
-
-    @property
-    def cpu_s(self) -> float:
-        """Processor time that the process took so far."""
-        if self._process is None:
-            return 0.0
-        try:
-            times = psutil.Process(self._process.pid).cpu_times()
-        except psutil.NoSuchProcess:
-            return 0.0
-        return float(times.user + times.system)
 
     async def fill(self) -> None:
         """Start a process if there is none; return when it is ready."""
@@ -164,8 +154,7 @@ class Processes:
         command: what to start; the id of this process is added as its last argument.
         scorer: whose they are, for metrics.
         environment: names of variables that they may see, besides those that Python itself needs.
-        computes: a question is computation and nothing else, so a process that is late without having computed was held up
-            by its host.
+        computes: a question is computation and nothing else, and the program says so, too (:func:`child.serve`).
     """
 
     def __init__(
@@ -203,40 +192,47 @@ class Processes:
             elif found is not None:
                 raise found
 
-    async def ask(self, question: Mapping[str, Json], timeout_s: float) -> Mapping[str, Json]:
+    async def ask(self, question: dict[str, Json], timeout_s: float) -> Mapping[str, Json]:
         """Put a question to a free process and return its answer.
 
         Raises:
-            Overdue: no answer within ``timeout_s``.
+            Overdue: no answer within ``timeout_s``, which is processor time where the process computes.
             Crashed: two processes died of it.
             TemporaryError: no process can be started, or the host kept it from computing.
         """
-        line = json.dumps(question).encode() + b"\n"
+        within_s = PATIENCE * timeout_s if self._computes else timeout_s
+        line = json.dumps(question | {"cpu_s": timeout_s} if self._computes else question).encode() + b"\n"
         async with self._place() as place:
             for _ in range(2):
                 await place.fill()
                 self.questions += 1
-                before_s = place.cpu_s
                 try:
-                    async with asyncio.timeout(timeout_s):
-                        return await place.put(line)
+                    async with asyncio.timeout(within_s):
+                        answer = await place.put(line)
                 except EOFError:
                     self._replaced("died")
                 except TimeoutError as error:
                     self._replaced("overdue")
-                    held_up = self._computes and place.cpu_s - before_s < _BUSY_SHARE * timeout_s
                     await place.empty()
-                    if held_up:
-                        raise TemporaryError(
-                            f"expected a process that computes, found one that stood still for {timeout_s:g} s"
-                        ) from error
-                    raise Overdue(f"no answer within {timeout_s:g} s") from error
+                    raise self._late(timeout_s) from error
                 except BaseException:
                     self._replaced("cancelled")
                     place.kill()
                     raise
+                else:
+                    if "overdue" not in answer:
+                        return answer
+                    self._replaced("overdue")
+                    raise Overdue(f"no answer within {timeout_s:g} s")
                 await place.empty()
             raise Crashed("two processes died of it")
+
+    def _late(self, timeout_s: float) -> PenstockError:
+        if not self._computes:
+            return Overdue(f"no answer within {timeout_s:g} s")
+        return TemporaryError(
+            f"expected a process that computes, found one that stood still for {PATIENCE * timeout_s:g} s"
+        )
 
     @contextlib.asynccontextmanager
     async def _place(self) -> AsyncIterator[_Place]:

@@ -25,7 +25,7 @@ class ExecutorSettings(Section):
     """How programs are isolated; `auto`: the strongest of namespace and landlock that holds on this host, else refuse.
     `unsafe` isolates nothing and is for code that you wrote yourself."""
     slots: NonNegativeInt = Field(default=0)
-    """Programs that run at a time; 0: one a core, or fewer where a control group has a quota of CPU time."""
+    """Most programs that run at a time; 0 or more than there are cores: one a core, or fewer where a control group has a quota."""
     profiles: tuple[Literal["stdlib", "numpy"], ...] = Field(default=("stdlib", "numpy"), min_length=1)
     """Interpreters that are kept warm: with the standard library alone, or with numpy."""
     interpreter: str = Field(default="")

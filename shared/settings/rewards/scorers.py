@@ -40,8 +40,8 @@ class AnswerScorer(Section):
     for `whole` numbers; `restating` the question, such as 12+34 for 46."""
     needs_stop: bool = Field(default=False)
     """A completion cut at its length limit is `wrong_format`."""
-    timeout_s: PositiveFloat = Field(default=5.0)
-    """A comparison that takes longer is killed: status `timeout`, value 0."""
+    timeout_s: PositiveFloat = Field(default=1.0)
+    """Processor time of one comparison; one that takes more is killed: status `timeout`, value 0."""
     processes: PositiveInt = Field(default=1)
     """Killable processes that compare."""
 
@@ -95,8 +95,8 @@ class FormatScorer(Section):
     json_tag: str = Field(default="")
     """With json_schema: `answer` means that the JSON stands in the last <answer>…</answer>; empty: it is all of the
     completion."""
-    json_timeout_s: PositiveFloat = Field(default=2.0)
-    """A check against json_schema that takes longer is killed: status `timeout`, value 0."""
+    json_timeout_s: PositiveFloat = Field(default=0.5)
+    """Processor time of one check against json_schema; one that takes more is killed: status `timeout`, value 0."""
     needs_stop: bool = Field(default=False)
     """It must end by itself, not at its length limit."""
     weights: dict[FormatRule, PositiveFloat] = Field(default={})

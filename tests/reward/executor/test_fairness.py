@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from services.reward.executor import executor as supervisor
+from services.reward.executor import probe
 from services.reward.executor.cores import Cores, quota
 from services.reward.executor.executor import Executor
 from services.reward.executor.isolation import Interpreter, candidates
 from services.reward.executor.protocol import Job, Limits, Outcome
+from shared.settings import ExecutorSettings
 
 BUSY = "print('ready', flush=True)\nwhile True: pass"
 NEIGHBOURS = 5
@@ -83,6 +85,14 @@ def test_programs_share_a_core_only_when_there_are_more_of_them_than_cores(monke
         second.close()
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: {8, 9})
         assert second.enter_context(cores.take()) == 9
+
+
+@pytest.mark.parametrize(("asked", "slots"), [(0, 3), (2, 2), (3, 3), (64, 3)])
+def test_no_more_programs_run_at_a_time_than_there_are_cores(
+    monkeypatch: pytest.MonkeyPatch, asked: int, slots: int
+) -> None:
+    monkeypatch.setattr("services.reward.executor.cores.count", lambda: 3)
+    assert probe.slots(ExecutorSettings(slots=asked)) == slots
 
 
 @pytest.mark.parametrize(

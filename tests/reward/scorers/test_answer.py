@@ -336,14 +336,24 @@ async def test_equal_answers_are_compared_once_and_remembered(mathematics: Answe
 
 
 async def test_an_endless_comparison_is_killed_and_the_next_one_works() -> None:
-    hasty = matcher(command=COMMAND, timeout_s=2.0)
+    hasty = matcher(command=COMMAND, timeout_s=0.5)
     await hasty.start()
+    before = _matchers()
     try:
-        endless, other = await hasty.score(asked("46", "10^{10^{10}}", "It is 46."))
-        assert (endless.status, endless.value, endless.detail) == (ScoreStatus.TIMEOUT, 0.0, "no answer within 2 s")
+        endless, other = await hasty.score(asked(r"\sqrt{46}", rf"\boxed{{{'1e1/' * 40}7}}", r"It is $\sqrt{46}$."))
+        assert (endless.status, endless.value, endless.detail) == (ScoreStatus.TIMEOUT, 0.0, "no answer within 0.5 s")
         assert (other.status, other.value) == (ScoreStatus.OK, 1.0)
+        assert _matchers() == before, "a fork of the same process went on"
     finally:
         await hasty.close()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("text", ["10^{10^{10}}", "46!!!!!", r"\binom{10^9}{10^8}", "9^{9^{9^{46}}}", "(x+y+z)^{900}"])
+async def test_what_is_too_large_to_compute_is_not_begun(mathematics: AnswerMatcher, text: str) -> None:
+    found = await score(mathematics, r"\sqrt{46}", rf"\boxed{{{text}}}")
+    assert (found.status, found.value) == (ScoreStatus.TIMEOUT, 0.0)
+    assert found.detail == "computing it would take too long"
 
 
 async def test_no_matcher_process_is_left_behind() -> None:

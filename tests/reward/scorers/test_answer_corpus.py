@@ -165,7 +165,7 @@ async def test_what_is_written_to_break_the_matcher_ends_in_time_with_a_word_tha
     assert said <= {ScoreStatus.OK, ScoreStatus.WRONG_FORMAT, ScoreStatus.TIMEOUT, ScoreStatus.CRASHED}
     assert [(text[:20], score.status) for text, score in zip(HOSTILE, scores, strict=True) if score.value != 0.0] == []
     assert all(score.detail for score in scores)
-    assert scores[0].status is ScoreStatus.TIMEOUT
+    assert scores[0].status is ScoreStatus.OK, "a power of ten is not 46, which nobody need compute"
     assert [score.value for score in honest] == [1.0, 1.0]
 
 

@@ -1,5 +1,6 @@
 """Laws of the format checker and of the lot."""
 
+import asyncio
 import dataclasses
 
 import pytest
@@ -82,6 +83,27 @@ async def test_a_pattern_that_backtracks_for_ever_is_given_up(monkeypatch: pytes
     hostile = await check(found, "a" * 5_000 + "cb")
     assert hostile == Score("format", ScoreStatus.TIMEOUT, 0.0, "pattern took longer than 0.1 s")
     assert (await check(found, "ac1")).status is ScoreStatus.OK
+
+
+async def test_a_pattern_that_backtracks_for_ever_holds_up_no_other_scorer_and_is_not_tried_again() -> None:
+    hostile, honest = checker(pattern="(a+)+$"), checker(pattern="a+b?")
+    await asyncio.gather(hostile.start(), honest.start())
+    try:
+        endless = asyncio.create_task(check(hostile, "a" * 100_000 + "!"))
+        assert (await check(honest, "aab")).value == 1.0
+        assert not endless.done()
+        assert (await endless).status is ScoreStatus.TIMEOUT
+        asked = questions(hostile)
+        assert (await check(hostile, "a" * 100_000 + "!")).status is ScoreStatus.TIMEOUT
+        assert questions(hostile) == asked
+        assert (await check(hostile, "a" * 100_000)).value == 1.0
+    finally:
+        await asyncio.gather(hostile.close(), honest.close())
+
+
+def questions(found: FormatChecker) -> int:
+    assert found._checkers is not None
+    return found._checkers.questions
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from services.reward.scorers.answer.words import has_words, is_text, same_text, 
 
 LONGEST_FORMULA = 1_000
 """A longer formula is not compared, in characters: no reference is so long, and reading one takes minutes."""
+_MOST_PARENTHESES = 16
 
 _PERCENT = re.compile(r"\s*(?:\\?%|\\text\{\s*(?:percent|%|\\%)\s*\}|(?<=[0-9)}\s])percent)$")
 _NAME = re.compile(r"(?P<name>\\?[A-Za-z]+(?:_\{?[A-Za-z0-9]+\}?)?'?(?:\s*\(\s*[a-z](?:\s*,\s*[a-z])?\s*\))?|\([a-z],\s*[a-z](?:,\s*[a-z])?\))\s*=\s*(?P<rest>[^=].*)", re.DOTALL)  # fmt: skip
@@ -184,8 +185,12 @@ def _radians(text: str) -> str:
 
 
 def _parenthesised(text: str) -> str:
-    """Return ``text`` without parentheses around all of it."""
-    while text.startswith("(") and text.endswith(")") and len(split(text[1:-1])) == 1 and shapes.closed(text[1:-1]):
+    """Return ``text`` without parentheses around all of it, up to ``_MOST_PARENTHESES``."""
+    for _ in range(_MOST_PARENTHESES):
+        if not (
+            text.startswith("(") and text.endswith(")") and len(split(text[1:-1])) == 1 and shapes.closed(text[1:-1])
+        ):
+            break
         text = text[1:-1].strip()
     return text
 

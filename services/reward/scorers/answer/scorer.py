@@ -248,7 +248,7 @@ class AnswerMatcher:
         except Overdue as error:
             score = valued(self.name, ScoreStatus.TIMEOUT, 0.0, str(error))
         except Crashed as error:
-            return valued(self.name, ScoreStatus.CRASHED, 0.0, str(error))
+            score = valued(self.name, ScoreStatus.CRASHED, 0.0, str(error))
         except TemporaryError as error:
             return unavailable(self.name, str(error))
         self._remembered.put(score, reference, answer)

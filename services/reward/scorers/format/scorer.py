@@ -15,9 +15,8 @@
 Rules are counted and named in this order; a rule that is not declared is not counted. ``<think>…</think>`` is found
 literally; attributes and nesting are not read.
 
-The pattern runs under the ``regex`` package, which gives up at a deadline, since a pattern can take for ever on text
-that a model writes: first for a moment in this thread, then longer in another while this one goes on. A JSON schema can
-too, and is checked in a killable process (:mod:`json_check`).
+The pattern and the JSON schema can take for ever on text that a model writes, so both are checked in a killable process
+(:mod:`checks`). A text that took too long, or that killed two processes, is not checked again.
 """
 
 import asyncio
@@ -25,29 +24,34 @@ import dataclasses
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 
 import regex
 
 from services.reward.scorers.answer.extraction import tagged
+from services.reward.scorers.format import checks
 from services.reward.scorers.scorer import is_cut, unavailable, valued
 from services.reward.scorers.turns import Turns
+from services.reward.subprocess_pool.cache import Recent
 from services.reward.subprocess_pool.pool import Crashed, NotReady, Overdue, Processes
 from shared.bus.messages import RolloutGroup, Sample, Score, ScoreStatus
-from shared.errors import SettingsError, TemporaryError
+from shared.errors import PenstockError, SettingsError, TemporaryError
 from shared.settings.rewards import scorers
 from shared.settings.rewards.scorers import FormatRule
 
-_AT_ONCE_S = 0.002
-"""How long a pattern may hold the event loop."""
 _SHORT = 4_000
-"""A text up to this length, in characters, is checked in the event loop."""
-PATTERN_TIMEOUT_S = 1.0
-"""How long a pattern may take in all: status ``timeout``, value 0."""
-_JSON_COMMAND = (sys.executable, "-m", "services.reward.scorers.format.json_check")
-_LETTER = regex.compile(r"\p{L}")
+"""A text up to this length, in characters, is checked in the event loop; of a longer one so much is read at a time."""
+PATTERN_TIMEOUT_S = 0.5
+"""Processor time that a pattern may take: status ``timeout``, value 0."""
+_COMMAND = (sys.executable, "-m", "services.reward.scorers.format.checks")
+_REMEMBERED = 4096
+_LETTERS = regex.compile(r"\p{L}+")
+
+
+class _TookTooLong(PenstockError):
+    """A check was killed because it took too long."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,11 +73,18 @@ class FormatChecker:
         self.name = scorer.name
         self._scorer = scorer
         self._turns = Turns()
-        self._pattern = self._compiled("pattern", scorer.pattern, regex.DOTALL) if scorer.pattern else None
+        slow: dict[str, object] = {}
+        if scorer.pattern:
+            self._compiled("pattern", lambda: checks.compile_pattern(scorer.pattern))
+            slow["pattern"] = scorer.pattern
+        if scorer.json_schema:
+            slow["json"] = scorer.json_schema
         scripts = "".join(rf"\p{{Script={script}}}" for script in scorer.scripts)
-        self._script = self._compiled("scripts", rf"[[{scripts}]&&\p{{L}}]", regex.V1) if scripts else None
-        command = (*_JSON_COMMAND, json.dumps(scorer.json_schema))
-        self._checkers = Processes(command, 1, scorer.name) if scorer.json_schema else None
+        self._script = (
+            self._compiled("scripts", lambda: regex.compile(rf"[[{scripts}]&&\p{{L}}]+", regex.V1)) if scripts else None
+        )
+        self._checkers = Processes((*_COMMAND, json.dumps(slow)), 1, scorer.name, computes=True) if slow else None
+        self._failed = Recent(_REMEMBERED)
         rules = self._declared()
         if not rules:
             raise SettingsError(
@@ -86,9 +97,9 @@ class FormatChecker:
                 f"{min(unused)!r}: change weights in [[reward.scorers]]"
             )
 
-    def _compiled(self, setting: str, pattern: str, flags: int) -> "regex.Pattern[str]":
+    def _compiled(self, setting: str, compiled: Callable[[], "regex.Pattern[str]"]) -> "regex.Pattern[str]":
         try:
-            return regex.compile(pattern, flags)
+            return compiled()
         except regex.error as error:
             found = getattr(self._scorer, setting)
             wanted = (
@@ -115,14 +126,14 @@ class FormatChecker:
         return {rule for rule, is_declared in declared.items() if is_declared}
 
     async def start(self) -> None:
-        """Start the process that checks JSON, where there is a schema.
+        """Start the process that checks, where there is a pattern or a schema.
 
         Raises:
             SettingsError: the schema is none, or jsonschema is not installed.
         """
         if self._checkers is None:
             return
-        if importlib.util.find_spec("jsonschema") is None:
+        if self._scorer.json_schema and importlib.util.find_spec("jsonschema") is None:
             raise SettingsError(
                 f"expected the package jsonschema for scorer {self.name!r} with json_schema, found none: "
                 "pip install 'penstock[reward]', or remove json_schema in [[reward.scorers]]"
@@ -135,7 +146,7 @@ class FormatChecker:
             ) from error
 
     async def close(self) -> None:
-        """Kill the process that checks JSON."""
+        """Kill the process that checks."""
         if self._checkers is not None:
             await self._checkers.close()
 
@@ -144,19 +155,20 @@ class FormatChecker:
         return [await self._check(sample) for sample in group.samples]
 
     async def _check(self, sample: Sample) -> Score:
+        failed = self._failed.get(sample.text)
+        if failed is not None:
+            return failed
         try:
-            matches = await self._matches(sample.text)
-        except TimeoutError:
-            return valued(self.name, ScoreStatus.TIMEOUT, 0.0, f"pattern took longer than {PATTERN_TIMEOUT_S:g} s")
-        try:
+            mismatch = await self._mismatch(sample.text)
             json_problem = await self._json_problem(sample.text)
-        except Overdue as error:
-            return valued(self.name, ScoreStatus.TIMEOUT, 0.0, f"json_schema: {error}")
-        except Crashed as error:
-            return valued(self.name, ScoreStatus.CRASHED, 0.0, f"json_schema: {error}")
+        except (_TookTooLong, Crashed) as error:
+            status = ScoreStatus.CRASHED if isinstance(error, Crashed) else ScoreStatus.TIMEOUT
+            score = valued(self.name, status, 0.0, str(error))
+            self._failed.put(score, sample.text)
+            return score
         except TemporaryError as error:
             return unavailable(self.name, str(error))
-        rules = partial(self._broken, sample, matches, json_problem)
+        rules = partial(self._broken, sample, mismatch, json_problem, await self._script_problem(sample.text))
         if len(sample.text) > _SHORT:
             return self._valued(await asyncio.to_thread(rules))
         return self._valued(await self._turns.take(rules))
@@ -169,45 +181,69 @@ class FormatChecker:
         lost = sum(weight for weight, (_, problem) in zip(weights, rules, strict=True) if problem)
         return valued(self.name, ScoreStatus.WRONG_FORMAT, max(0.0, 1 - lost / sum(weights)), broken[0])
 
+    async def _mismatch(self, text: str) -> str:
+        return await self._ask("pattern", text, PATTERN_TIMEOUT_S) if self._scorer.pattern else ""
+
     async def _json_problem(self, text: str) -> str:
-        if self._checkers is None:
+        if not self._scorer.json_schema:
             return ""
         tag = self._scorer.json_tag
         content = tagged(text, tag) if tag else text
         if content is None:
             return f"expected JSON in <{tag}>…</{tag}>, found none"
-        answer = await self._checkers.ask({"text": content}, self._scorer.json_timeout_s)
-        return str(answer["broken"])
+        return await self._ask("json", content, self._scorer.json_timeout_s)
 
-    async def _matches(self, text: str) -> bool:
-        pattern = self._pattern
-        if pattern is None:
-            return True
+    async def _script_problem(self, text: str) -> str:
+        """Return how the letters break the rule of scripts, read in turns."""
+        script, rules = self._script, self._scorer
+        if script is None:
+            return ""
+        letters = counted = 0
+        for start in range(0, len(text), _SHORT):
+            part = text[start : start + _SHORT]
+            letters += await self._turns.take(partial(_characters, _LETTERS, part))
+            counted += await self._turns.take(partial(_characters, script, part))
+        share = counted / letters if letters else 1.0
+        if share >= rules.min_script_share:
+            return ""
+        names = ", ".join(rules.scripts)
+        return f"expected a share of {rules.min_script_share:g} of letters in {names}, found {share:.3g}"
+
+    async def _ask(self, check: str, text: str, timeout_s: float) -> str:
+        """Return how ``text`` breaks a rule.
+
+        Raises:
+            _TookTooLong: it was killed.
+            Crashed: two processes died of it.
+            TemporaryError: it could not be checked now.
+        """
+        assert self._checkers is not None
         try:
-            if len(text) <= _SHORT:
-                return await self._turns.take(lambda: pattern.fullmatch(text, timeout=_AT_ONCE_S) is not None)
-            raise TimeoutError
-        except TimeoutError:
-            return await asyncio.to_thread(
-                lambda: pattern.fullmatch(text, timeout=PATTERN_TIMEOUT_S, concurrent=True) is not None
-            )
+            return str((await self._checkers.ask({"check": check, "text": text}, timeout_s))["broken"])
+        except Overdue as error:
+            setting = "json_schema" if check == "json" else check
+            raise _TookTooLong(f"{setting} took longer than {timeout_s:g} s") from error
 
-    def _broken(self, sample: Sample, matches: bool, json_problem: str) -> list[tuple[FormatRule, str]]:
-        return list(self._rules(sample, matches, json_problem))
+    def _broken(
+        self, sample: Sample, mismatch: str, json_problem: str, script_problem: str
+    ) -> list[tuple[FormatRule, str]]:
+        return list(self._rules(sample, mismatch, json_problem, script_problem))
 
-    def _rules(self, sample: Sample, matches: bool, json_problem: str) -> Iterator[tuple[FormatRule, str]]:
+    def _rules(
+        self, sample: Sample, mismatch: str, json_problem: str, script_problem: str
+    ) -> Iterator[tuple[FormatRule, str]]:
         """Yield each declared rule's name and how it is broken, or nothing ("")."""
         text, rules = sample.text, self._scorer
         yield from _tag_rules(rules, text)
-        if self._pattern is not None:
-            yield "pattern", "" if matches else "expected text that matches the pattern"
+        if rules.pattern:
+            yield "pattern", mismatch
         if rules.min_characters or rules.max_characters is not None:
             yield "length", _broken_length(len(text), rules.min_characters, rules.max_characters, "characters")
         if rules.min_tokens or rules.max_tokens is not None:
             yield "tokens", _broken_length(len(sample.token_ids), rules.min_tokens, rules.max_tokens, "tokens")
-        if self._script is not None:
-            yield "scripts", _broken_script(text, self._script, rules)
-        if self._checkers is not None:
+        if rules.scripts:
+            yield "scripts", script_problem
+        if rules.json_schema:
             yield "json", json_problem
         if rules.needs_stop:
             yield "stop", "expected an end, found its length limit" if is_cut(sample) else ""
@@ -274,9 +310,6 @@ def _broken_length(found: int, least: int, most: int | None, unit: str) -> str:
     return ""
 
 
-def _broken_script(text: str, script: "regex.Pattern[str]", rules: scorers.FormatScorer) -> str:
-    letters = len(_LETTER.findall(text, concurrent=True))
-    share = len(script.findall(text, concurrent=True)) / letters if letters else 1.0
-    if share >= rules.min_script_share:
-        return ""
-    return f"expected a share of {rules.min_script_share:g} of letters in {', '.join(rules.scripts)}, found {share:.3g}"
+def _characters(pattern: "regex.Pattern[str]", text: str) -> int:
+    """Return how many characters of ``text`` are in runs of ``pattern``."""
+    return sum(map(len, pattern.findall(text)))

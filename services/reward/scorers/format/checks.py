@@ -1,12 +1,12 @@
-"""The program of one JSON checker process: asked about text, it says whether it is JSON that keeps the schema.
+"""The program of one checking process: asked about text, it says whether it matches the pattern, or is JSON that keeps the schema.
 
 ::
 
-    question   {"text": "{\\"answer\\": 7}"}
-    answer     {"broken": ""}                 or how it breaks the schema, in one sentence
+    question   {"check": "pattern", "text": "…"}                     answer   {"broken": ""}, or how it breaks the rule,
+    question   {"check": "json", "text": "{\\"answer\\": 7}"}                   in one sentence
 
-It is a process of its own because a schema's patterns and ``uniqueItems`` can take for ever on what a model writes: whoever
-started it kills it when it is late. Duplicate names in an object, and NaN and Infinity, are no JSON. References lead only to
+It is a process of its own because a pattern, a schema's patterns and ``uniqueItems`` can take for ever on what a model writes, and
+matching holds the interpreter's lock. Duplicate names in an object, and NaN and Infinity, are no JSON. References lead only to
 places within the schema: nothing is fetched. This is the only file that knows ``jsonschema``.
 """
 
@@ -14,6 +14,8 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import regex
 
 from services.reward.subprocess_pool import child
 
@@ -82,10 +84,28 @@ def _refuse(constant: str) -> object:
     raise ValueError(f"{constant}, which is no JSON")
 
 
+def make_match(pattern: str) -> Callable[[str], str]:
+    """Return what says that a text does not match ``pattern`` as a whole: "" where it does."""
+    compiled = compile_pattern(pattern)
+    return lambda text: "" if compiled.fullmatch(text) else "expected text that matches the pattern"
+
+
+def compile_pattern(pattern: str) -> "regex.Pattern[str]":
+    """Return a scorer's pattern; its dot matches new lines, too.
+
+    Raises:
+        regex.error: it is no regular expression.
+    """
+    return regex.compile(pattern, regex.DOTALL)
+
+
 def _prepare() -> child.Answerer:
-    check = make_check(json.loads(sys.argv[1]))
-    return lambda question: {"broken": check(question["text"])}
+    rules = json.loads(sys.argv[1])
+    checks = {"pattern": make_match(rules["pattern"])} if "pattern" in rules else {}
+    if "json" in rules:
+        checks["json"] = make_check(rules["json"])
+    return lambda question: {"broken": checks[question["check"]](question["text"])}
 
 
 if __name__ == "__main__":
-    child.serve(_prepare, parent=int(sys.argv[2]), memory_bytes=_MEMORY_BYTES)
+    child.serve(_prepare, parent=int(sys.argv[2]), memory_bytes=_MEMORY_BYTES, computes=True)
