@@ -22,7 +22,7 @@ from services.up.metrics import prometheus
 from services.up.metrics.targets import Targets, targets_file
 from services.up.plan import ProcessPlan
 from services.up.prepare import EMBEDDED, Prepared
-from services.up.process import Backoff, Child, ChildState
+from services.up.process import Child, ChildState, Restarts
 from services.up.supervisor import Ending, Supervisor
 from shared.bus import embedded
 from shared.files.durable import free_bytes
@@ -47,7 +47,7 @@ def plans_with_prometheus(run: Prepared, bus_url: str) -> Sequence[ProcessPlan]:
 
 
 @run_folder.private_files()
-def go(run: Prepared, planner: Planner = service_plans, backoff: Backoff | None = None) -> Ending:
+def go(run: Prepared, planner: Planner = service_plans, restarts: Restarts | None = None) -> Ending:
     """Run until it ends; return how. Leaves no process, no socket and no snapshot in memory behind.
 
     Raises:
@@ -61,7 +61,7 @@ def go(run: Prepared, planner: Planner = service_plans, backoff: Backoff | None 
             plans.insert(0, plan.valkey(socket, run.folder / "valkey", plan.current_environment()))
         (run.folder / "coordinator.json").unlink(missing_ok=True)
         process_tree.inherit_orphans()
-        return asyncio.run(_go(run, plans, url, backoff or Backoff()))
+        return asyncio.run(_go(run, plans, url, restarts or Restarts()))
     finally:
         for file in (run.folder / "coordinator.json", targets_file(run.folder)):
             file.unlink(missing_ok=True)  # those ports may be another's tomorrow
@@ -71,10 +71,10 @@ def go(run: Prepared, planner: Planner = service_plans, backoff: Backoff | None 
             shutil.rmtree(socket.parent, ignore_errors=True)
 
 
-async def _go(run: Prepared, plans: Sequence[ProcessPlan], bus_url: str, backoff: Backoff) -> Ending:
+async def _go(run: Prepared, plans: Sequence[ProcessPlan], bus_url: str, restarts: Restarts) -> Ending:
     with open_screen(f"penstock · {run.settings.run.id}") as screen:
         watch = Watch(run.folder, screen.tell, read_token(run.settings.coordinator.token_file))
-        supervisor = Supervisor(run.folder, plans, bus_url, backoff, screen.tell, watch.finished)
+        supervisor = Supervisor(run.folder, plans, bus_url, restarts, screen.tell, watch.finished)
         screen.tell(f"run folder: {run.folder}")
         for child in (child for child in plans if child.service == plan.PROMETHEUS):
             screen.tell(f"Prometheus: {prometheus.url(child)}")

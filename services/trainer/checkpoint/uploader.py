@@ -17,11 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from services.trainer import metrics
+from shared.backoff import Backoff
 from shared.errors import StoreError
 
 log = logging.getLogger(__name__)
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_BACKOFF = Backoff(1.0, longest_s=60.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,7 +112,6 @@ class Uploader:
 
     def _copy(self, job: Upload) -> bool:
         """Return whether nothing of the job is left to do; else it was given up for a newer one, or as the process ends."""
-        pause_s = _FIRST_PAUSE_S
         while job.is_there():
             started_s = time.perf_counter()
             try:
@@ -123,9 +123,8 @@ class Uploader:
                 log.warning("not stored", extra=shown)
                 if self._failures == 1:
                     self._failed(job, error)
-                if self._gives_up(job, pause_s):
+                if self._gives_up(job, _BACKOFF.wait_s(self._failures)):
                     return False
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 continue
             self._failures = 0
             metrics.STORE_BYTES.inc(sent_bytes)

@@ -30,7 +30,7 @@ from tests.support.browser import opened, shows
 from tests.support.coordinator_players import Trainer, make, replicas, running, settings
 
 if TYPE_CHECKING:
-    from playwright.async_api import Page
+    pass
 
 TOKEN, READ_TOKEN = "a-token-that-may-operate", "a-token-that-may-read"
 HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"

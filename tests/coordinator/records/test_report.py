@@ -123,7 +123,7 @@ def checked(report: Path) -> dict[str, Any]:
     scripts = re.findall(r"<script([^>]*)>(.*?)</script>", html, re.DOTALL)
     assert [attributes for attributes, _ in scripts] == [' id="data" type="application/json"', ' type="module"']
     digest = base64.b64encode(hashlib.sha256(scripts[1][1].encode()).digest()).decode()
-    assert f"default-src 'none'; style-src 'sha256-" in html
+    assert "default-src 'none'; style-src 'sha256-" in html
     assert f"; script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'\"" in html
     data: dict[str, Any] = json.loads(scripts[0][1])
     return data
