@@ -26,6 +26,7 @@ from services.up.process import Child, ChildState, Restarts
 from services.up.supervisor import Ending, Supervisor
 from shared.bus import embedded
 from shared.files.durable import free_bytes
+from shared.settings import SETTINGS_FILE
 
 INTERRUPTED, TERMINATED = 130, 143
 _SHOW_EVERY_S = 0.5
@@ -114,16 +115,14 @@ class _Acceptance:
         except OSError as error:
             if str(error) != self._refused:
                 self._refused = str(error)
-                self._screen.tell(
-                    f"{run_folder.SETTINGS_FILE} keeps what it said for now: {error}: make room in run.folder"
-                )
+                self._screen.tell(f"{SETTINGS_FILE} keeps what it said for now: {error}: make room in run.folder")
 
     def close(self) -> None:
         """Say where the settings of a resume were not accepted."""
-        settings, kept = self._run.config, self._run.folder / run_folder.SETTINGS_FILE
+        settings, kept = self._run.config, self._run.folder / SETTINGS_FILE
         if self._is_open and settings.read_bytes() != kept.read_bytes():
             self._screen.tell(
-                f"{run_folder.SETTINGS_FILE} keeps what it said: the changes of this resume did not come into effect"
+                f"{SETTINGS_FILE} keeps what it said: the changes of this resume did not come into effect"
             )
 
 
