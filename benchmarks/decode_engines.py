@@ -71,7 +71,8 @@ class EngineComparison:
     async def _measure_fixed(self) -> tuple[dict[str, list[float]], dict[str, Any]]:
         most = max(self._fixed)
         started_s = time.monotonic()
-        opened, choice = await open_engines(max(2, most), self._arguments(max(2, most)), secret=b"benchmark")
+        opened, choice = await open_engines(max(2, most), self._arguments(max(2, most)))
+        opened.share_secret(b"benchmark")
         start_s = time.monotonic() - started_s
         assert isinstance(opened, EngineSet)
         rates: dict[str, list[float]] = {str(count): [] for count in self._fixed}
@@ -81,7 +82,7 @@ class EngineComparison:
             for number in range(self._rounds + 1):
                 turn = number % len(self._fixed)
                 for count in self._fixed[turn:] + self._fixed[:turn]:
-                    part = EngineSet(opened.engines[:count], secret=bytes, deadline_s=60.0)
+                    part = EngineSet(opened.engines[:count], deadline_s=60.0)
                     rate, gpu = await self._decode(part)
                     if number:  # the first round is warm-up
                         rates[str(count)].append(rate)
@@ -96,7 +97,8 @@ class EngineComparison:
 
     async def _measure_auto(self) -> dict[str, Any]:
         started_s = time.monotonic()
-        opened, choice = await open_engines("auto", self._arguments(1), secret=b"benchmark")
+        opened, choice = await open_engines("auto", self._arguments(1))
+        opened.share_secret(b"benchmark")
         start_s = time.monotonic() - started_s
         try:
             await self._put(opened)

@@ -1,27 +1,26 @@
-"""penstock: the command line. Starts a whole run, and looks at, pauses and stops one that goes on.
+"""penstock: the command line. Starts a whole run, shows a run, and steers it.
 
-Every command but ``up``, ``report`` and ``settings`` is a thin client of the coordinator's HTTP API; ``export`` is one while the run goes on.
+``up``, ``report``, ``settings`` and ``audit-rewards`` work on files; ``export`` does where no coordinator answers. Every
+other command is a thin client of the coordinator's HTTP API.
 """
 
 import importlib.metadata
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
 from services.cli import commands
-from services.cli.commands import LATEST, AsJson, Reason, Run, TokenFile, Url, Version, coordinator
+from services.cli.commands import LOOK, OPERATE, Version
+from services.cli.connection import LATEST, AsJson, Connection, Reason, TokenFile, Url, connected
 from services.up.display import console
 from shared.errors import PenstockError, SettingsError
 
-if TYPE_CHECKING:
-    from services.client.coordinator import CoordinatorClient
-
 _EVENTS = 5
-"""How many of the newest events `penstock status` shows."""
+"""The number of events that `penstock status` shows."""
+_RUN, _TOOLS = "Run", "Tools"
 
 app = typer.Typer(
     name="penstock",
@@ -29,51 +28,48 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     help=(
-        "Asynchronous RL post-training for language models, as a message-bus system.\n\n"
-        "**Try it:** `penstock up config/arithmetic.toml` trains a tiny model on this machine's CPU; "
-        "meanwhile, in another terminal, `penstock status`, `penstock pause`, `penstock resume`.\n\n"
-        "**Your own data:** copy `config/own-data.toml`, set `policy.model` and `data.path`, and start it with `penstock up`. "
-        "`penstock settings` explains every setting.\n\n"
-        "Exit codes: 0 done, 1 no answer or refused, 2 wrong settings, 130 interrupted (go on with `up --resume`)."
+        "Asynchronous RL post-training for language models.\n\n"
+        "**Example:** `penstock up config/arithmetic.toml` trains a tiny model on this machine's CPU. For your own data, copy "
+        "`config/own-data.toml` and set `policy.model` and `data.path`. `penstock COMMAND --help` has examples.\n\n"
+        "Exit codes: 0 done, 1 no answer or refused, 2 wrong settings, 130 interrupted (continue with `up --resume`)."
     ),
 )
-
-commands.add_to(app)
+RunArgument = Annotated[Path, typer.Argument(metavar="[RUN]", help="The run's folder, its settings file, or `latest`.")]
 
 
 @app.callback(invoke_without_command=True)
 def _top(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
 ) -> None:
     if version:
         console.say(f"penstock {_version()}")
         raise typer.Exit
 
 
-@app.command(context_settings={"ignore_unknown_options": True})
+@app.command(rich_help_panel=_RUN, context_settings={"ignore_unknown_options": True})
 def up(
     words: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[CONFIG] [--TABLE.SETTING VALUE]...",
-            help="The run's TOML file, and any settings to override.",
+            help="The run's TOML file, and settings to override.",
             show_default=False,
         ),
     ] = None,
     resume: Annotated[
         Path | None,
-        typer.Option(metavar="RUN_FOLDER", help="Go on with the run in this folder instead.", show_default=False),
+        typer.Option(metavar="RUN_FOLDER", help="Continue the run in this folder.", show_default=False),
     ] = None,
     prometheus: Annotated[
         bool,
-        typer.Option("--prometheus", help="Run the local Prometheus beside it, with its data in the run's folder."),
+        typer.Option("--prometheus", help="Also run the local Prometheus, with its data in the run's folder."),
     ] = False,
 ) -> None:
-    """Start a whole run on this machine and look after it until it ends.
+    """Start a run on this machine and supervise it until it ends.
 
     Starts an embedded Valkey (unless `bus.url` names a server), the coordinator, the rollout and reward replicas and the
-    trainer, each as its own process; starts one again that dies; stops all in order on Ctrl-C (twice: at once).
-    Everything the run leaves lies in `runs/<run id>/`, and `runs/latest` leads to the newest.
+    trainer, each as a process. Restarts a process that dies. Stops all of them in order on Ctrl-C (twice: at once).
+    Everything is written to `runs/<run id>/`; `runs/latest` links to the newest run.
 
     **Examples**
 
@@ -105,98 +101,141 @@ def up(
     raise typer.Exit(ending.code)
 
 
-@app.command()
-def status(run: Run = LATEST, url: Url = "", token_file: TokenFile = None, as_json: AsJson = False) -> None:
-    """Show what a run does now.
+@app.command(rich_help_panel=_RUN)
+@connected
+def start(connection: Connection, reason: Reason = "") -> None:
+    """Start a run that waits (`coordinator.autostart = false`).
+
+    **Example:** `penstock start`
+    """
+    _steer(connection, "start", reason=reason)
+
+
+@app.command(rich_help_panel=_RUN)
+@connected
+def pause(
+    connection: Connection,
+    drain: Annotated[bool, typer.Option("--drain", help="Wait until no group is generated or scored.")] = False,
+    reason: Reason = "",
+) -> None:
+    """Pause a run: no new prompts are admitted; groups under way finish.
+
+    **Example:** `penstock pause --drain --reason "maintenance"`
+    """
+    _steer(connection, "pause", reason=reason, mode="drain" if drain else "admission")
+
+
+@app.command(rich_help_panel=_RUN)
+@connected
+def resume(connection: Connection, reason: Reason = "") -> None:
+    """Continue a paused run. If its `penstock up` has ended, use `penstock up --resume`.
+
+    **Example:** `penstock resume`
+    """
+    _steer(connection, "resume", reason=reason)
+
+
+@app.command(rich_help_panel=_RUN)
+@connected
+def stop(connection: Connection, reason: Reason = "") -> None:
+    """End a run for good before its last step, with summary and report.
+
+    **Example:** `penstock stop --reason "good enough"`
+    """
+    _steer(connection, "stop", reason=reason)
+
+
+@app.command(rich_help_panel=LOOK)
+@connected
+def status(connection: Connection) -> None:
+    """Show a run: state, figures, replicas and newest events.
 
     **Examples:** `penstock status` · `penstock status --run runs/arithmetic-…` · `penstock status --json | jq .step`
     """
     from services.up.display import view
 
-    asked = coordinator(run, url, token_file)
-    if as_json:
-        console.say(asked.run_json())
+    coordinator = connection.coordinator()
+    if connection.as_json:
+        console.say(coordinator.run_json())
         return
-    seen, replicas = asked.run(), asked.replicas()
-    happened = [view.event_line(event) for event in asked.newest_events(_EVENTS)]
+    seen, replicas = coordinator.run(), coordinator.replicas()
+    lines = [view.event_line(event) for event in coordinator.newest_events(_EVENTS)]
     rows = [view.row_of(replica) for replica in replicas]
-    console.show(view.screen(f"penstock · {seen.run_id}", seen, rows, happened))
+    console.show(view.screen(f"penstock · {seen.run_id}", seen, rows, lines))
 
 
-@app.command()
-def start(
-    reason: Reason = "", run: Run = LATEST, url: Url = "", token_file: TokenFile = None, as_json: AsJson = False
-) -> None:
-    """Start a run that waits (`coordinator.autostart = false`)."""
-    _steer("start", {"reason": reason}, coordinator(run, url, token_file), as_json)
+commands.add_to(app)
 
 
-@app.command()
-def pause(
-    drain: Annotated[bool, typer.Option("--drain", help="Wait until nothing is generated or scored any more.")] = False,
-    reason: Reason = "",
-    run: Run = LATEST,
-    url: Url = "",
-    token_file: TokenFile = None,
-    as_json: AsJson = False,
-) -> None:
-    """Pause: nothing more is admitted, running groups finish. `penstock resume` goes on exactly there."""
-    body = {"reason": reason, "mode": "drain" if drain else "admission"}
-    _steer("pause", body, coordinator(run, url, token_file), as_json)
+@app.command(rich_help_panel=OPERATE)
+@connected
+def rollback(connection: Connection, version: Version, reason: Reason = "") -> None:
+    """Return a run to a version with a checkpoint.
 
-
-@app.command()
-def resume(
-    reason: Reason = "", run: Run = LATEST, url: Url = "", token_file: TokenFile = None, as_json: AsJson = False
-) -> None:
-    """Go on after a pause. (A run whose `penstock up` has ended goes on with `penstock up --resume`.)"""
-    _steer("resume", {"reason": reason}, coordinator(run, url, token_file), as_json)
-
-
-@app.command()
-def stop(
-    reason: Reason = "", run: Run = LATEST, url: Url = "", token_file: TokenFile = None, as_json: AsJson = False
-) -> None:
-    """End a run for good, before its last step; summary and report are written. Ctrl-C on `up` only interrupts it."""
-    _steer("stop", {"reason": reason}, coordinator(run, url, token_file), as_json)
-
-
-@app.command()
-def rollback(
-    version: Version,
-    reason: Reason = "",
-    run: Run = LATEST,
-    url: Url = "",
-    token_file: TokenFile = None,
-    as_json: AsJson = False,
-) -> None:
-    """Take a run back to a version with a checkpoint: weights, optimizer, step and place in the dataset.
-
-    Every later version of its branch is revoked, and nothing that it generated is trained on. `penstock policies` shows which
-    versions have a checkpoint.
+    Weights, optimizer, step and position in the dataset are restored. Every later version of its branch is revoked, and
+    no group that they generated is trained on. `penstock policies` shows which versions have a checkpoint.
 
     **Example:** `penstock rollback 40 --reason "reward fell"`
     """
-    asked = coordinator(run, url, token_file)
+    coordinator, printed = connection.coordinator(), set[str]()
 
-    def tell(detail: str) -> None:
-        if detail and not as_json:
+    def report_progress(detail: str) -> None:
+        if detail and detail not in printed and not connection.as_json:
             console.warn(detail)
+        printed.add(detail)
 
-    done = asked.finished(asked.post(f"/v1/policies/{version}/rollback", {"reason": reason}), _once(tell))
-    if as_json:
-        console.say_json(done)
+    operation = coordinator.post(f"/v1/policies/{version}/rollback", {"reason": reason})
+    ended = coordinator.finished(operation, report_progress)
+    if connection.as_json:
+        console.say_json(ended)
         return
-    found = done["result"]
+    result = ended["result"]
     console.say(
-        f"version {version} is live again, as version {found['version']}: {found['revoked']} versions revoked, "
-        f"{found['undone']} trained groups undone"
+        f"version {version} is live again, as version {result['version']}: {result['revoked']} versions revoked, "
+        f"{result['undone']} trained groups undone"
     )
 
 
-@app.command()
-def report(run: Run = LATEST) -> None:
-    """Write the run's report.html anew from its records, also while it goes on.
+@app.command(rich_help_panel=OPERATE)
+def export(
+    run: RunArgument = LATEST,
+    version: Annotated[
+        str, typer.Option(metavar="N|latest", help="The policy version; `latest` is the newest available.")
+    ] = "latest",
+    to: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="A new or empty folder. Default: `exports/` of the run.")
+    ] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Export the LoRA adapter alone, not merged.")] = False,
+    here: Annotated[bool, typer.Option("--here", help="Read the run's files, even if the run is active.")] = False,
+    url: Url = "",
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a policy version in Hugging Face form (config, safetensors, tokenizer).
+
+    The trainer of an active run writes it beside its steps; this command reads the files of any other run. Available are
+    version 0 and the versions that have a snapshot or a checkpoint.
+
+    **Examples:** `penstock export latest` · `penstock export --version 40 --to my-model` · `penstock export runs/… --version 40 --to my-adapter --adapter`
+    """
+    from services.cli import export as exports
+
+    number, run = exports.number(version), _named(run)
+    if (coordinator := None if here else exports.find_alive(run, url, token_file)) is not None:
+        exported = exports.ask(coordinator, number, to, adapter=adapter)
+    else:
+        exported = exports.make(run, number, to, adapter=adapter)
+    if as_json:
+        console.say_json(exported)
+    else:
+        console.say(f"version {exported['version']} (step {exported['step']}): {exported['folder']}")
+
+
+@app.command(rich_help_panel=_TOOLS)
+def report(
+    run: Annotated[Path, typer.Option("--run", metavar="RUN_FOLDER", help="The run's folder.")] = LATEST,
+) -> None:
+    """Write `report.html` of a run from its records, at any time.
 
     **Example:** `penstock report --run runs/latest`
     """
@@ -210,119 +249,74 @@ def report(run: Run = LATEST) -> None:
         raise PenstockError(f"expected to write the report in {run}, found: {error}") from error
 
 
-@app.command()
-def export(
-    run: Annotated[
-        Path, typer.Argument(metavar="[RUN]", help="The run's folder, its settings file, or `latest`.")
-    ] = LATEST,
-    version: Annotated[
-        str,
-        typer.Option(metavar="N|latest", help="Which version of the policy; `latest`: the newest that is there."),
-    ] = "latest",
-    to: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Where to write; new or empty. Default: exports/ of the run.")
+@app.command("audit-rewards", rich_help_panel=_TOOLS)
+def audit_rewards(
+    run: RunArgument = LATEST,
+    sample: Annotated[int, typer.Option("--sample", min=1, metavar="N", help="The number of groups to sample.")] = 100,
+    above: Annotated[
+        float | None,
+        typer.Option("--above", metavar="R", help="The least reward of a completion. Default: half of the largest."),
     ] = None,
-    adapter: Annotated[bool, typer.Option("--adapter", help="The LoRA adapter alone, not merged.")] = False,
-    here: Annotated[bool, typer.Option("--here", help="From the run's files, whether or not the run goes on.")] = False,
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="N", help="The seed of the sample and of the tests' order.")
+    ] = 0,
     url: Url = "",
     token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a version of the policy in Hugging Face form (config, safetensors, tokenizer), as replicas got it.
+    """Score a sample of rewarded completions again with stricter scorers, and list the disagreements.
 
-    While the run goes on its trainer writes it, beside its steps; a run that is over is read from its files, here. For the versions that
-    still have a snapshot or a checkpoint, and for 0.
-
-    **Examples:** `penstock export latest` · `penstock export --version 40 --to my-model` · `penstock export runs/… --version 40 --to my-adapter --adapter`
-    """
-    from services.cli import export as exports
-
-    wanted, run = exports.number(version), LATEST if str(run) == LATEST.name and not run.exists() else run
-    if (asked := None if here else exports.find_alive(run, url, token_file)) is not None:
-        found = exports.ask(asked, wanted, to, adapter=adapter)
-    else:
-        found = exports.make(run, wanted, to, adapter=adapter)
-    if as_json:
-        console.say_json(found)
-    else:
-        console.say(f"version {found['version']} (step {found['step']}): {found['folder']}")
-
-
-@app.command("audit-rewards")
-def audit_rewards(
-    run: Annotated[
-        Path, typer.Argument(metavar="[RUN]", help="The run's folder, its settings file, or `latest`.")
-    ] = LATEST,
-    sample: Annotated[int, typer.Option("--sample", min=1, metavar="N", help="Number of groups to look at.")] = 100,
-    above: Annotated[
-        float | None,
-        typer.Option(
-            "--above", metavar="R", help="Look at completions with at least this reward. Default: half of the largest."
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of the sample and of the order of tests.")] = 0,
-    url: Url = "",
-    token_file: TokenFile = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-) -> None:
-    """Judge a sample of a run's rewarded completions again, more strictly, and list what the stricter scorers doubt.
-
-    Programs run in an executor of the audit's own. Judges and reward models are not asked again. docs/rewards.md, "Audit", says how to
-    read it. Exit codes: 0 no disagreement, 1 disagreements, 2 the audit could not be made.
+    Programs run in a separate executor. Judges and reward models are not asked again. docs/rewards.md, "Audit", explains
+    the result. Exit codes: 0 no disagreement, 1 disagreements, 2 the audit could not be made.
 
     **Examples:** `penstock audit-rewards latest` · `penstock audit-rewards runs/math-… --sample 500 --above 0.9 --json`
     """
     from services.cli import audit_rewards as audits
+    from shared.settings import load_run
 
     try:
-        source = audits.source_of(LATEST if str(run) == LATEST.name and not run.exists() else run, url, token_file)
-        found = audits.make(source, above=above, count=sample, seed=seed)
+        settings = load_run(_named(run))
+        audited = audits.make(settings, url, token_file, above=above, count=sample, seed=seed)
     except PenstockError as error:
         raise SettingsError(str(error)) from error
     if as_json:
-        audits.say_json(found, source.settings)
+        audits.say_json(audited, settings)
     else:
-        audits.show(found, source.settings)
-    raise typer.Exit(1 if found.disagreements else 0)
+        audits.show(audited, settings)
+    raise typer.Exit(1 if audited.disagreements else 0)
 
 
-@app.command()
+@app.command(rich_help_panel=_TOOLS)
 def settings(
-    name: Annotated[str, typer.Argument(metavar="[NAME]", help="Only those whose name holds this.")] = "",
+    name: Annotated[str, typer.Argument(metavar="[NAME]", help="A part of the settings' names.")] = "",
 ) -> None:
-    """Print every setting with its default and what it does.
+    """Explain every setting, with its default.
 
     **Examples:** `penstock settings` · `penstock settings trainer` · `penstock settings max_lag`
     """
     from services.cli import settings_help
 
-    found = [entry for entry in settings_help.entries() if name in entry.key]
-    if not found:
+    entries = [entry for entry in settings_help.entries() if name in entry.key]
+    if not entries:
         raise PenstockError(f"expected a part of a setting's name, found {name!r}: try `penstock settings`")
-    settings_help.show(found, Console())
+    settings_help.show(entries, Console())
 
 
-def _steer(command: str, body: dict[str, str], asked: "CoordinatorClient", as_json: bool) -> None:
-    answer = asked.post(f"/v1/run/{command}", body)
+def _named(run: Path) -> Path:
+    """Return the run that a person named; the word ``latest`` is the newest run of this folder."""
+    return LATEST if str(run) == LATEST.name and not run.exists() else run
+
+
+def _steer(connection: Connection, command: str, **body: str) -> None:
+    coordinator = connection.coordinator()
+    answer = coordinator.post(f"/v1/run/{command}", body)
     if "kind" in answer:
-        answer = asked.finished(answer, lambda detail: None)
-    if as_json:
+        answer = coordinator.finished(answer, lambda detail: None)
+    if connection.as_json:
         console.say_json(answer)
         return
-    seen = asked.run()
+    seen = coordinator.run()
     console.say(f"{seen.run_id}: {seen.state}, step {seen.step} of {seen.steps}")
-
-
-def _once(tell: Callable[[str], None]) -> Callable[[str], None]:
-    """Tell each thing once, however often it is heard."""
-    heard: set[str] = set()
-
-    def tell_new(text: str) -> None:
-        if text not in heard:
-            heard.add(text)
-            tell(text)
-
-    return tell_new
 
 
 def _split(words: list[str]) -> tuple[Path | None, list[str]]:

@@ -31,7 +31,7 @@ from services.reward.executor.protocol import Job
 from services.up.display import console
 from shared.bus.messages import FinishReason, Json
 from shared.errors import SettingsError, TemporaryError
-from shared.settings import Settings, load
+from shared.settings import Settings
 
 if TYPE_CHECKING:
     from services.client.coordinator import CoordinatorClient
@@ -41,53 +41,24 @@ _START_WITHIN_S = 60.0
 _SHOWN_TEXT, _SHOWN_DETAIL = 60, 100
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RecordSource:
-    """Where a run's settings and groups are."""
-
-    settings: Settings
-    folder: Path
-    url: str
-    token_file: Path | None
-
-
-def source_of(run: Path, url: str, token_file: Path | None) -> RecordSource:
-    """Return where the run that a person names keeps its settings and groups.
-
-    Raises:
-        SettingsError: there is no such run.
-    """
-    if run.is_file():
-        settings = load(run)
-        if not settings.run.id and not url:
-            raise SettingsError(
-                f"expected run.id in {run} or a coordinator's address, found neither: give the run's folder, or --url"
-            )
-        return RecordSource(settings, settings.run_folder, url, token_file)
-    folder = run.resolve()
-    if not (folder / "settings.toml").is_file():
-        raise SettingsError(f"expected a run's folder or its settings file, found neither at {run}: change RUN")
-    return RecordSource(load(folder / "settings.toml", environment={}), folder, url, token_file)
-
-
-def read_groups(source: RecordSource) -> list[AuditedGroup]:
+def read_groups(settings: Settings, url: str, token_file: Path | None) -> list[AuditedGroup]:
     """Return the groups that a run recorded, with the columns of their problems.
 
     Raises:
         SettingsError: none was recorded.
         PenstockError: the coordinator does not answer.
     """
-    asked = find_alive(source.folder, source.url, source.token_file)
+    asked = find_alive(settings.run_folder, url, token_file)
     if asked is None:
-        rows: list[Mapping[str, Any]] = list(jsonl.read(source.folder / "rollouts.jsonl"))
+        rows: list[Mapping[str, Any]] = list(jsonl.read(settings.run_folder / "rollouts.jsonl"))
     else:
         rows = _pages(asked)
     if not rows:
         raise SettingsError(
-            f"expected recorded groups of the run in {source.folder}, found none: coordinator.sample_every_steps says how "
+            f"expected recorded groups of the run in {settings.run_folder}, found none: coordinator.sample_every_steps says how "
             "often one is recorded"
         )
-    columns = _columns(source.settings)
+    columns = _columns(settings)
     return [_group(row, columns) for row in rows]
 
 
@@ -169,14 +140,19 @@ async def _answers(address: str, process: "subprocess.Popen[bytes]") -> None:
     raise SettingsError("expected an executor for the run's code scorers, found that it does not start: see above")
 
 
-def make(source: RecordSource, *, above: float | None, count: int, seed: int) -> AuditReport:
+def make(
+    settings: Settings, url: str, token_file: Path | None, *, above: float | None, count: int, seed: int
+) -> AuditReport:
     """Audit the rewards of a run.
 
     Raises:
         PenstockError: there is nothing to audit, or a scorer cannot work here.
     """
-    groups = read_groups(source)
-    settings = source.settings
+    if not settings.run.id and not url:
+        raise SettingsError(
+            "expected run.id in the settings file or a coordinator's address, found neither: give the run's folder, or --url"
+        )
+    groups = read_groups(settings, url, token_file)
     with fresh_executor(settings) as address:
         return asyncio.run(audit.audit(groups, settings, above=above, count=count, seed=seed, executor=address))
 

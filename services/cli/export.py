@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from shared.bus.messages import PolicyVersion
 from shared.bus.stores.exports import check_free, export_folder
 from shared.errors import PenstockError, SettingsError
+from shared.files.durable import whole_folder
+from shared.settings import load_run
 
 if TYPE_CHECKING:
     from services.client.coordinator import CoordinatorClient, JsonObject
@@ -110,10 +112,10 @@ def make(run: Path, version: int | None, to: Path | None, *, adapter: bool) -> "
         PenstockError: it cannot be made, or what it needs is not installed.
     """
     try:
-        from services.trainer.export.huggingface import export_version, newest_version, settings_of
+        from services.trainer.export.huggingface import export_version, newest_version
     except ImportError as error:
         raise PenstockError(f"expected penstock[trainer] for export, found {error}: install it") from error
-    settings = settings_of(run)
+    settings = load_run(run)
     wanted = newest_version(settings, adapter=adapter) if version is None else PolicyVersion(version)
     folder = to or export_folder(settings, wanted, adapter=adapter)
     found = export_version(settings, wanted, folder, adapter=adapter)
@@ -129,14 +131,11 @@ def _open_to_umask(folder: Path) -> None:
 
 
 def _copy(made: Path, to: Path) -> None:
-    beside = to.with_name(f".{to.name}.tmp")
     try:
-        shutil.rmtree(beside, ignore_errors=True)
-        shutil.copytree(made, beside)
-        _open_to_umask(beside)
-        if to.is_dir():
-            to.rmdir()
-        beside.rename(to)
+        with whole_folder(to) as beside:
+            shutil.copytree(made, beside, dirs_exist_ok=True)
+            _open_to_umask(beside)
+            if to.is_dir():
+                to.rmdir()
     except OSError as error:
-        shutil.rmtree(beside, ignore_errors=True)
         raise PenstockError(f"expected to write {to}, found: {error}: change --to") from error

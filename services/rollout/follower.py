@@ -28,6 +28,7 @@ from services.rollout.engines.engine import Engine, EngineDied, SwapReport
 from services.rollout.probe_check import ProbeCheck
 from services.rollout.sources import PullAttempt, attempts, holders
 from services.rollout.version_hold import Hold
+from shared.backoff import Backoff
 from shared.bus import streams
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyRecord, PolicyUpdate, PolicyVersion
@@ -66,7 +67,8 @@ WEIGHT_PULLS_OVERTAKEN = Counter(
     "penstock_rollout_weight_pulls_overtaken_total", "Versions that were given up for a newer one."
 )
 
-_FIRST_RETRY_S, _LONGEST_RETRY_S, _IDLE_S = 0.1, 5.0, 1.0
+_BACKOFF = Backoff(0.1, longest_s=5.0)
+_IDLE_S = 1.0
 
 
 class Follower:
@@ -209,21 +211,21 @@ class Follower:
         await self._notify()
 
     async def _keep_up(self) -> None:
-        retry_s = _FIRST_RETRY_S
+        failures = 0
         retried: PolicyUpdate | None = None
         while True:
             update = await self._next()
             errors = await self._pull(update, again=update is retried)
             if not errors:
-                retry_s = _FIRST_RETRY_S
+                failures = 0
             elif update is not self._wanted and update.record.version == self._hold.version:
                 self._unreachable = update.record.version
-            elif await self._overtaken(update, retry_s):
+            elif await self._overtaken(update, _BACKOFF.wait_s(failures + 1)):
                 WEIGHT_PULLS_OVERTAKEN.inc()
-                retry_s = _FIRST_RETRY_S
+                failures = 0
             else:
                 await self._note_failure(update.record.version, "; ".join(errors))
-                retried, retry_s = update, min(2 * retry_s, _LONGEST_RETRY_S)
+                retried, failures = update, failures + 1
 
     async def _next(self) -> PolicyUpdate:
         """Wait for an update that the engine is behind, and may go to."""

@@ -24,7 +24,7 @@ from shared.files.secret_file import make_secret, read_secret
 from shared.model.context import check_context, read_config
 from shared.model.model_source import check_model, check_source
 from shared.process.service import own_host
-from shared.settings import Settings, dump, load, sources
+from shared.settings import SETTINGS_FILE, Settings, dump, load, sources
 from shared.settings.rewards.models import ModelScorer
 from shared.settings.rewards.scorers import Scorer
 from shared.settings.section import Section
@@ -53,7 +53,7 @@ class Prepared:
         Raises:
             OSError: they cannot be written.
         """
-        write_whole(self.folder / run_folder.SETTINGS_FILE, self.config.read_text(encoding="utf-8"))
+        write_whole(self.folder / SETTINGS_FILE, self.config.read_text(encoding="utf-8"))
 
 
 def prepare(config: Path | None, resume: Path | None, flags: Sequence[str]) -> Prepared:
@@ -91,9 +91,9 @@ def _locked(folder: Path) -> Iterator[TextIO]:
 
 
 def _resumed(folder: Path, flags: Sequence[str]) -> Prepared:
-    if not (folder / run_folder.SETTINGS_FILE).is_file():
+    if not (folder / SETTINGS_FILE).is_file():
         raise SettingsError(
-            f"expected a run's folder after --resume, found no {run_folder.SETTINGS_FILE} in {folder}: give runs/<run id>"
+            f"expected a run's folder after --resume, found no {SETTINGS_FILE} in {folder}: give runs/<run id>"
         )
     folder = folder.resolve()  # `latest` may soon lead elsewhere
     with run_folder.private_files(), _locked(folder) as held:
@@ -108,8 +108,8 @@ def _as_before(folder: Path, flags: Sequence[str]) -> Settings:
     Raises:
         SettingsError: it cannot go on so.
     """
-    before = load(folder / run_folder.SETTINGS_FILE, environment={})
-    settings = _resolved(load(folder / run_folder.SETTINGS_FILE, flags))
+    before = load(folder / SETTINGS_FILE, environment={})
+    settings = _resolved(load(folder / SETTINGS_FILE, flags))
     check_unchanged(before, settings, sources(flags, os.environ))
     if HIDDEN in settings.bus.url:
         raise SettingsError(
@@ -131,7 +131,7 @@ def _placed(settings: Settings, folder: Path, held: TextIO, resumed: bool) -> Pr
     settings = _with(settings, "weights", folder=snapshots)
     settings = _with_executor(settings)
     run_folder.mark_in_memory(snapshots, folder)
-    config = folder / (run_folder.NEXT_SETTINGS_FILE if resumed else run_folder.SETTINGS_FILE)
+    config = folder / (run_folder.NEXT_SETTINGS_FILE if resumed else SETTINGS_FILE)
     try:
         settings = _with_token(settings)
         dump(settings, config)

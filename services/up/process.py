@@ -24,6 +24,7 @@ from typing import BinaryIO
 
 from services.up import process_tree
 from services.up.plan import ProcessPlan
+from shared.backoff import Backoff
 
 WRONG_SETTINGS = 2
 _LAST_LINES = 15
@@ -41,7 +42,7 @@ class ChildState(StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Backoff:
+class Restarts(Backoff):
     """How patiently a process is started again."""
 
     first_s: float = 0.25
@@ -50,10 +51,6 @@ class Backoff:
     """A process that was ready and lived so long counts as well: the next wait is the first again."""
     give_up: int = 5
     """So many deaths in a row of a process that was never ready end the run."""
-
-    def wait_s(self, failures: int) -> float:
-        """Return the wait after the ``failures``-th death in a row, counted from 1."""
-        return min(self.first_s * 2.0 ** min(failures - 1, 30), self.longest_s)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,7 +66,7 @@ class Surroundings:
     """What a process is handed by its supervisor."""
 
     logs: Path
-    backoff: Backoff
+    restarts: Restarts
     starting: asyncio.Lock
     """Held while a process is started, so that nobody takes it for an orphan."""
     changed: Callable[[], None]
@@ -197,13 +194,13 @@ class Child:
     def _judge(self, code: int) -> ProcessFailure | None:
         """Count a death; return why the run cannot go on, or None when the process should be started again."""
         lived_s = time.time() - self.started_at_s
-        well = self._is_ready and lived_s >= self._around.backoff.well_after_s
+        well = self._is_ready and lived_s >= self._around.restarts.well_after_s
         self._failures = 1 if well else self._failures + 1
         if self._was_ready:
             return None
         if code > 0 and (sentence := self._sentence()):
             return ProcessFailure(sentence, WRONG_SETTINGS)
-        if self._failures < self._around.backoff.give_up:
+        if self._failures < self._around.restarts.give_up:
             return None
         return ProcessFailure(
             f"{self.plan.name} stopped {self._failures} times before it was ready (last: {how(code)}); the end of its log, "
@@ -212,7 +209,7 @@ class Child:
         )
 
     async def _wait_before_restart(self, code: int) -> None:
-        wait_s = self._around.backoff.wait_s(self._failures)
+        wait_s = self._around.restarts.wait_s(self._failures)
         self.restarts += 1
         self.last_death = (self._sentence() or self._exception() if code > 0 else "") or how(code)
         self._set(ChildState.WAITING)

@@ -24,10 +24,11 @@ from services.up.metrics import prometheus
 from services.up.metrics.targets import Targets, targets_file
 from services.up.plan import ProcessPlan
 from services.up.prepare import EMBEDDED, Prepared
-from services.up.process import Backoff, Child, ChildState
+from services.up.process import Child, ChildState, Restarts
 from services.up.supervisor import Ending, Supervisor
 from shared.bus import embedded
 from shared.files.durable import free_bytes
+from shared.settings import SETTINGS_FILE
 
 INTERRUPTED, TERMINATED = 130, 143
 _SHOW_EVERY_S = 0.5
@@ -49,7 +50,7 @@ def plans_with_prometheus(run: Prepared, bus_url: str) -> Sequence[ProcessPlan]:
 
 
 @run_folder.private_files()
-def go(run: Prepared, planner: Planner = service_plans, backoff: Backoff | None = None) -> Ending:
+def go(run: Prepared, planner: Planner = service_plans, restarts: Restarts | None = None) -> Ending:
     """Run until it ends; return how. Leaves no process, no socket and no snapshot in memory behind.
 
     Raises:
@@ -63,7 +64,7 @@ def go(run: Prepared, planner: Planner = service_plans, backoff: Backoff | None 
             plans.insert(0, plan.valkey(socket, run.folder / "valkey", plan.current_environment()))
         (run.folder / "coordinator.json").unlink(missing_ok=True)
         process_tree.inherit_orphans()
-        return asyncio.run(_go(run, plans, url, backoff or Backoff()))
+        return asyncio.run(_go(run, plans, url, restarts or Restarts()))
     finally:
         for file in (run.folder / "coordinator.json", targets_file(run.folder)):
             file.unlink(missing_ok=True)  # those ports may be another's tomorrow
@@ -73,11 +74,11 @@ def go(run: Prepared, planner: Planner = service_plans, backoff: Backoff | None 
             shutil.rmtree(socket.parent, ignore_errors=True)
 
 
-async def _go(run: Prepared, plans: Sequence[ProcessPlan], bus_url: str, backoff: Backoff) -> Ending:
+async def _go(run: Prepared, plans: Sequence[ProcessPlan], bus_url: str, restarts: Restarts) -> Ending:
     with open_screen(f"penstock · {run.settings.run.id}") as screen:
         token = read_token(run.settings.coordinator.token_file)
         watch = Watch(run.folder, screen.tell, token)
-        supervisor = Supervisor(run.folder, plans, bus_url, backoff, screen.tell, watch.finished)
+        supervisor = Supervisor(run.folder, plans, bus_url, restarts, screen.tell, watch.finished)
         screen.tell(f"run folder: {run.folder}")
         for child in (child for child in plans if child.service == plan.PROMETHEUS):
             screen.tell(f"Prometheus: {prometheus.url(child)}")
@@ -117,16 +118,14 @@ class _Acceptance:
         except OSError as error:
             if str(error) != self._refused:
                 self._refused = str(error)
-                self._screen.tell(
-                    f"{run_folder.SETTINGS_FILE} keeps what it said for now: {error}: make room in run.folder"
-                )
+                self._screen.tell(f"{SETTINGS_FILE} keeps what it said for now: {error}: make room in run.folder")
 
     def close(self) -> None:
         """Say where the settings of a resume were not accepted."""
-        settings, kept = self._run.config, self._run.folder / run_folder.SETTINGS_FILE
+        settings, kept = self._run.config, self._run.folder / SETTINGS_FILE
         if self._is_open and settings.read_bytes() != kept.read_bytes():
             self._screen.tell(
-                f"{run_folder.SETTINGS_FILE} keeps what it said: the changes of this resume did not come into effect"
+                f"{SETTINGS_FILE} keeps what it said: the changes of this resume did not come into effect"
             )
 
 

@@ -18,9 +18,8 @@ from typing import TextIO
 from services.up import process_tree
 from shared.bus.streams import RUN_ID_PATTERN
 from shared.errors import SettingsError
-from shared.settings import Settings
+from shared.settings import SETTINGS_FILE, Settings
 
-SETTINGS_FILE = "settings.toml"
 NEXT_SETTINGS_FILE = "settings.next.toml"
 """The settings of a resume, which become the run's once its services work with them."""
 _MEMORY = Path("/dev/shm")  # noqa: S108

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from services.up import process_tree
 from services.up.plan import EXECUTOR, PROMETHEUS, STOP_ORDER, STOP_ORDER_ENDED, VALKEY, ProcessPlan
-from services.up.process import Backoff, Child, ChildState, ProcessFailure, Surroundings
+from services.up.process import Child, ChildState, ProcessFailure, Restarts, Surroundings
 from shared.bus import connection
 from shared.errors import BusUnavailable, SettingsError
 from shared.files.durable import Kept
@@ -47,7 +47,7 @@ class Supervisor:
         run_folder: Path,
         plans: Sequence[ProcessPlan],
         bus_url: str,
-        backoff: Backoff,
+        restarts: Restarts,
         tell: Callable[[str], None],
         finished: Callable[[], Awaitable[bool]],
     ) -> None:
@@ -60,7 +60,7 @@ class Supervisor:
         self._table = Kept(run_folder / "up.json", tell)
         logs = run_folder / "logs"
         logs.mkdir(exist_ok=True)
-        around = Surroundings(logs, backoff, self._starting, self._write_table, tell, self._fail, finished)
+        around = Surroundings(logs, restarts, self._starting, self._write_table, tell, self._fail, finished)
         self.children = [Child(plan, around) for plan in plans]
 
     def end(self, ending: Ending) -> None:

@@ -10,7 +10,6 @@ every other write is a script that may go over the limit (``allow-oom``), becaus
 import asyncio
 import hashlib
 import logging
-import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from importlib import resources
@@ -28,6 +27,7 @@ from redis.exceptions import (
     TryAgainError,
 )
 
+from shared.backoff import Backoff
 from shared.bus import connection
 from shared.errors import BusFull, BusUnavailable
 
@@ -45,7 +45,7 @@ _UNAVAILABLE = (
     TryAgainError,
     OSError,
 )
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
+_BACKOFF = Backoff(0.05, longest_s=2.0)
 _SCRIPTS = {
     path.name.removesuffix(".lua"): path.read_text()
     for path in resources.files("shared.bus").joinpath("scripts").iterdir()
@@ -84,7 +84,7 @@ class Server:
         Raises:
             BusUnavailable: the server did not answer for ``wait_s``.
         """
-        started_s, wait_s = time.monotonic(), _FIRST_WAIT_S
+        started_s, failures = time.monotonic(), 0
         cancels = _cancels()
         while True:
             try:
@@ -98,8 +98,8 @@ class Server:
                     ) from error
                 self._note_lost(error)
                 _raise_swallowed(cancels)
-                await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
-                wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+                failures += 1
+                await asyncio.sleep(_BACKOFF.jittered_s(failures))
             else:
                 self._note_back()
                 return result

@@ -36,6 +36,7 @@ from typing import Any, Generic, TypeVar
 
 from prometheus_client import Counter
 
+from shared.backoff import Backoff
 from shared.bus import wire
 from shared.bus.bus import Bus, Delivery, EntryId
 from shared.bus.crowd import Crowd
@@ -320,7 +321,7 @@ class Worker(Generic[In, Out]):
         await self._try_later(delivery, reason, counted=True)
 
     async def _try_later(self, delivery: Delivery[In], reason: str, *, counted: bool) -> None:
-        wait_s = min(self._patience.retry_s * 2 ** (delivery.attempts - 1), self._patience.claim_after_s)
+        wait_s = Backoff(self._patience.retry_s, self._patience.claim_after_s).wait_s(delivery.attempts)
         log.warning(
             "entry will be tried again",
             extra={"stream": self._source.name, "group": delivery.group_id, "reason": reason, "wait_s": wait_s},

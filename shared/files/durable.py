@@ -1,9 +1,11 @@
 """Files that are whole: never seen half written, or, where that is asked for, surviving the machine; and full disks."""
 
 import asyncio
+import contextlib
 import errno
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 LEAST_BYTES = 4 * 2**20
@@ -30,6 +32,30 @@ def write_whole(path: Path, text: str, mode: int | None = None) -> None:
     except OSError:
         beside.unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Give the block an empty folder, which takes the place of ``folder`` when the block has ended well."""
+    beside = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    try:
+        yield beside
+        replace_folder(beside, folder)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def replace_folder(written: Path, folder: Path) -> None:
+    """Rename ``written`` to ``folder``, in place of what is there; the name, not what is in it, survives the machine (:func:`flush`)."""
+    if folder.exists():
+        replaced = folder.with_name(f".{folder.name}.old.tmp")
+        shutil.rmtree(replaced, ignore_errors=True)
+        folder.rename(replaced)
+        shutil.rmtree(replaced, ignore_errors=True)
+    written.rename(folder)
+    flush(folder.parent)
 
 
 class Kept:

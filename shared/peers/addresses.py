@@ -42,8 +42,8 @@ def rendezvous_address(host: str, own: str) -> str:
     except OSError:
         return own
     addresses = sorted(address for address in resolved if _is_own(address))
-    if not _is_loopback(own):
-        addresses = [address for address in addresses if not _is_loopback(address)]
+    if not is_loopback(own):
+        addresses = [address for address in addresses if not is_loopback(address)]
     return addresses[0] if addresses else own
 
 
@@ -55,7 +55,7 @@ def use_interfaces(own: str, *, spans_hosts: bool) -> None:
         spans_hosts: whether gloo's groups have members on other hosts; otherwise they stay on loopback.
     """
     loopback = _interface_of("127.0.0.1")
-    interface = loopback if _is_loopback(own) else _interface_of(own)
+    interface = loopback if is_loopback(own) else _interface_of(own)
     if interface:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     gloo = interface if spans_hosts else loopback
@@ -85,8 +85,9 @@ def _is_own(address: str) -> bool:
     return True
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` is this machine alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return host == "localhost"
+        return host.lower() == "localhost"

@@ -2,6 +2,7 @@
 
 A frame is four bytes of length (big endian) and a MessagePack map. Longer than 64 MiB, or no map: the peer is none of ours, and
 the connection is closed. What the maps say is the business of who uses them: ``shared/weights/source/session.py`` (a puller and its source),
+``services/rollout/engines/vllm/worker_channel.py`` (a replica and the workers of its engine),
 ``services/reward/executor/protocol.py`` (programs to run and what became of them).
 """
 
@@ -49,13 +50,13 @@ def readable(connection: socket.socket, timeout_s: float | None = 0.0) -> bool:
     return bool(waiting.poll(None if timeout_s is None else timeout_s * 1000))
 
 
-def receive(connection: socket.socket, deadline_s: float, largest: int = MAX_BYTES) -> Frame:
-    """Return the next frame, of at most ``largest`` bytes; all of it must come within ``deadline_s``.
+def receive(connection: socket.socket, deadline_s: float | None, largest: int = MAX_BYTES) -> Frame:
+    """Return the next frame, of at most ``largest`` bytes; all of it must come within ``deadline_s`` (None: wait for ever).
 
     Raises:
         PeerError: it did not, the peer left, or what it sent is no frame.
     """
-    ends_at_s = time.monotonic() + deadline_s
+    ends_at_s = None if deadline_s is None else time.monotonic() + deadline_s
     return _unpack(_read(connection, _length(_read(connection, _LENGTH.size, ends_at_s), largest), ends_at_s))
 
 
@@ -79,12 +80,11 @@ def _length(prefix: bytes, largest: int) -> int:
     return size
 
 
-def _read(connection: socket.socket, size: int, ends_at_s: float) -> bytes:
+def _read(connection: socket.socket, size: int, ends_at_s: float | None) -> bytes:
     found = bytearray()
     while len(found) < size:
-        left_s = ends_at_s - time.monotonic()
         try:
-            connection.settimeout(max(left_s, 0.001))
+            connection.settimeout(None if ends_at_s is None else max(ends_at_s - time.monotonic(), 0.001))
             part = connection.recv(min(size - len(found), _CHUNK_BYTES))
         except TimeoutError as error:
             raise PeerError(f"expected {size} bytes of the peer, found {len(found)} at the deadline") from error

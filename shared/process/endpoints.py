@@ -26,6 +26,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, Gauge, generate_lat
 
 from shared.bus.messages import Json
 from shared.errors import SettingsError
+from shared.peers.addresses import is_loopback
 from shared.peers.handshake import Newcomers
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class Endpoints:
 
     def __init__(self, host: str, port: int, setting: str, ready: Callable[[], Mapping[str, Json]]) -> None:
         names = frozenset({host.lower(), socket.gethostname().lower()})
-        is_private = not _is_loopback(host)
+        is_private = not is_loopback(host)
 
         def answer(path: str, hosts: list[str]) -> _Answer:
             is_probe = not hosts and path in _PROBES  # by HTTP/1.0; browsers always name a host
@@ -92,12 +93,6 @@ def _is_address(name: str) -> bool:
     with contextlib.suppress(ValueError):
         return bool(ipaddress.ip_address(name))
     return False
-
-
-def _is_loopback(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host.lower() == "localhost"
 
 
 def _answer(path: str, ready: Callable[[], Mapping[str, Json]]) -> _Answer:

@@ -20,7 +20,17 @@ What two services must agree on stands once. Unknown keys are errors. Loaded in 
 nothing else reads the environment. What of it may change while the run goes on is ``shared.bus.stores.live_settings``'s.
 """
 
-from shared.settings.loading import ENVIRONMENT_PREFIX, dump, dumps, load, loads, override, sources
+from shared.settings.loading import (
+    ENVIRONMENT_PREFIX,
+    SETTINGS_FILE,
+    dump,
+    dumps,
+    load,
+    load_run,
+    loads,
+    override,
+    sources,
+)
 from shared.settings.policy import LoraSettings, PolicySettings, WeightsSettings
 from shared.settings.rewards.reward import ExecutorSettings
 from shared.settings.rollout import RolloutSettings
@@ -30,6 +40,7 @@ from shared.settings.trainer import TrainerSettings
 
 __all__ = [
     "ENVIRONMENT_PREFIX",
+    "SETTINGS_FILE",
     "BusSettings",
     "CoordinatorSettings",
     "DataSettings",
@@ -45,6 +56,7 @@ __all__ = [
     "dump",
     "dumps",
     "load",
+    "load_run",
     "loads",
     "override",
     "sources",

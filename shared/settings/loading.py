@@ -23,6 +23,8 @@ from shared.settings.root import Settings
 from shared.text.redaction import SECRET_NAME, redact, redacted
 
 ENVIRONMENT_PREFIX = "PENSTOCK__"
+SETTINGS_FILE = "settings.toml"
+"""Where ``penstock up`` writes a run's settings, in its folder."""
 
 
 def load(path: Path | None, flags: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Settings:
@@ -37,6 +39,23 @@ def load(path: Path | None, flags: Sequence[str] = (), environment: Mapping[str,
     """
     environment = os.environ if environment is None else environment
     return loads("" if path is None else _read(path), str(path or "settings"), flags, environment)
+
+
+def load_run(run: Path) -> Settings:
+    """Return the settings of the run in folder ``run``, which may have moved, or those in the TOML file ``run``.
+
+    Raises:
+        SettingsError: there are none.
+    """
+    if run.is_file():
+        return load(run)
+    folder = run.resolve()
+    if not (folder / SETTINGS_FILE).is_file():
+        raise SettingsError(f"expected a run's folder or its settings file, found neither at {run}: change RUN")
+    settings = load(folder / SETTINGS_FILE, environment={})
+    return settings.model_copy(
+        update={"run": settings.run.model_copy(update={"folder": folder.parent, "id": folder.name})}
+    )
 
 
 def loads(toml: str, name: str, flags: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Settings:

@@ -132,6 +132,7 @@ async def test_a_replica_whose_logprobs_are_not_the_trainers_pauses_the_run(bus:
     stop = asyncio.Event()
     present = asyncio.create_task(Presence(bus, "rollout", "rollout-1", 60.0, status).run(stop))
     await until(lambda: _failing(bus))
+    await parts.monitor.read_beats()
     parts.monitor.forget()
     await parts.guards.look(await parts.monitor.view())
     paused = await ledger.status()
@@ -255,7 +256,7 @@ async def test_a_step_that_goes_wrong_between_two_looks_is_found_and_over_at_the
         for report in steps(kl_mean=[0.0, 0.0, 1.0, 1.0, 0.0, 0.0])
     ]
     seen: list[StepReport] = []
-    found = guards.Guards(bus, ledger, of.guards, 2, parts.monitor.view, lambda: seen, lambda: None)
+    found = guards.Guards(bus, ledger, of.guards, 2, parts.monitor.view, lambda: seen, tuple, lambda: None)
     for count, active in ((2, []), (6, ["kl"]), (6, [])):
         seen[:] = told[:count]
         await found.look(await parts.monitor.view())
@@ -286,7 +287,7 @@ async def test_of_guards_that_trip_in_one_look_the_first_to_go_wrong_comes_first
         entropy=[1.0, 1.0, 1.0, 1.0, 0.0],
     )
     reports = [dataclasses.replace(report, finished_at_s=time.time() + report.step) for report in made]
-    found = guards.Guards(bus, ledger, of.guards, 2, parts.monitor.view, lambda: reports, lambda: None)
+    found = guards.Guards(bus, ledger, of.guards, 2, parts.monitor.view, lambda: reports, tuple, lambda: None)
     await found.look(await parts.monitor.view())
     names = [event.name for _, event in reversed(await bus.newest(EVENTS, Event, 9))]
     assert names == ["guard lag", "guard kl", "guard no_signal", "guard entropy"]

@@ -13,7 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.up.run_folder import NEXT_SETTINGS_FILE, SETTINGS_FILE
+from services.up.run_folder import NEXT_SETTINGS_FILE
+from shared.settings import SETTINGS_FILE
 from tests.conftest import PATIENCE_S, until
 from tests.up.test_up import Up
 

@@ -16,12 +16,12 @@ import pytest
 from services.up import run_folder
 from services.up.display.view import duration, spark
 from services.up.plan import services
-from services.up.process import Backoff, how
+from services.up.process import Restarts, how
 from shared.settings import Settings, load
 from tests.conftest import PATIENCE_S, until
 from tests.support.disks import small_disk
 
-BACKOFF = Backoff(first_s=0.1, longest_s=1.0, well_after_s=0.0, give_up=3)
+RESTARTS = Restarts(first_s=0.1, longest_s=1.0, well_after_s=0.0, give_up=3)
 
 DRIVER = """
 import os
@@ -29,7 +29,7 @@ import sys
 from pathlib import Path
 from services.up.plan import ProcessPlan, current_environment, executor
 from services.up.prepare import prepare
-from services.up.process import Backoff
+from services.up.process import Restarts
 import services.up.display.watch
 from services.up.run import go
 from shared.settings import Settings
@@ -48,7 +48,7 @@ def planner(run, url):
 
 config, *flags = sys.argv[2:]
 run = prepare(None, Path(flags[1]), flags[2:]) if config == "resume" else prepare(Path(config), None, flags)
-ending = go(run, planner, Backoff(first_s=0.1, longest_s=0.4, well_after_s=0.0, give_up=3))
+ending = go(run, planner, Restarts(first_s=0.1, longest_s=0.4, well_after_s=0.0, give_up=3))
 print("ENDING", ending.code, ending.sentence, flush=True)
 sys.exit(ending.code)
 """
@@ -262,8 +262,8 @@ def _runs(process: psutil.Process, script: str) -> bool:
 
 
 async def test_waits_double_up_to_a_cap() -> None:
-    backoff = Backoff(first_s=0.25, longest_s=1.5)
-    assert [backoff.wait_s(failures) for failures in (1, 2, 3, 4, 5, 1000)] == [0.25, 0.5, 1.0, 1.5, 1.5, 1.5]
+    restarts = Restarts(first_s=0.25, longest_s=1.5)
+    assert [restarts.wait_s(failures) for failures in (1, 2, 3, 4, 5, 1000)] == [0.25, 0.5, 1.0, 1.5, 1.5, 1.5]
 
 
 # ---------------------------------------------------------------- failure

@@ -16,7 +16,6 @@ whose own name resolves to 127.0.0.1 (DNS rebinding) would otherwise operate the
 
 import dataclasses
 import hmac
-import ipaddress
 import re
 import secrets
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from enum import StrEnum
 from shared.errors import SettingsError
 from shared.files.secret_file import read_secret
 from shared.peers import tickets
+from shared.peers.addresses import is_loopback
 from shared.settings import CoordinatorSettings
 
 _SESSION_S = 43_200.0
@@ -111,11 +111,3 @@ def open_access(settings: CoordinatorSettings) -> Access:
             "expected different tokens to operate and to read, found the same twice: change coordinator.read_token_file"
         )
     return Access(operate, read)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches ``host``."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -125,6 +125,8 @@ def one_line_a_step(lines: Iterable[dict[str, Json]]) -> list[dict[str, Json]]:
     """Return the lines that hold: a run that was taken back to a checkpoint wrote some steps twice."""
     steps: list[dict[str, Json]] = []
     for line in lines:
+        if not isinstance(line.get("step"), int):
+            continue
         while steps and _figure(steps[-1], "step") >= _figure(line, "step"):
             steps.pop()
         steps.append(line)

@@ -38,7 +38,7 @@ from services.coordinator.schemas.run import GuardView, RunView
 from shared.bus.bus import Bus
 from shared.bus.messages import StepReport
 from shared.bus.stores.ledger import Ledger, RunState
-from shared.process.telemetry import WEIGHTS_PROBE, Heartbeat, heartbeats, tell
+from shared.process.telemetry import WEIGHTS_PROBE, Heartbeat, tell
 from shared.settings.guards import (
     Action,
     EntropyGuard,
@@ -192,6 +192,7 @@ class Guards:
     Args:
         view: looks at the run.
         reports: the newest step reports, oldest first.
+        beats: the newest heartbeats.
         changed: is called when the run was paused.
     """
 
@@ -203,6 +204,7 @@ class Guards:
         groups_per_step: int,
         view: Callable[[], Awaitable[RunView]],
         reports: Callable[[], Reports],
+        beats: Callable[[], Sequence[Heartbeat]],
         changed: Callable[[], None],
     ) -> None:
         self._bus = bus
@@ -211,6 +213,7 @@ class Guards:
         self._groups_per_step = groups_per_step
         self._view = view
         self._reports = reports
+        self._beats = beats
         self._changed = changed
         self._looks: deque[bool] = deque(maxlen=settings.rollouts_starving.window_s)
         self._progress = (0.0, 0, 0)
@@ -246,7 +249,7 @@ class Guards:
         status = await self._ledger.status()
         found = self._find(view, status.changed_at_s, status.last_commit_s)
         found |= await self._find_unscored(view, status.changed_at_s)
-        found |= await self._find_probe(status.changed_at_s)
+        found |= self._find_probe(status.changed_at_s)
         before = self.active
         active = {
             name: GuardView(
@@ -289,11 +292,11 @@ class Guards:
         newest = await newest_reason(self._bus, DeadLetterSource.ROLLOUTS)
         return {"unscored": (guard.action, unscored(given_up, newest or "its dead letter is gone", guard))}
 
-    async def _find_probe(self, since_s: float) -> dict[str, tuple[Action, str]]:
+    def _find_probe(self, since_s: float) -> dict[str, tuple[Action, str]]:
         action = self._settings.probe.action
         if action == "off":
             return {}
-        sentence = probe(await heartbeats(self._bus), since_s)
+        sentence = probe(self._beats(), since_s)
         return {"probe": (action, sentence)} if sentence else {}
 
     def _given_up_in_a_row(self, view: RunView, since_s: float) -> int:

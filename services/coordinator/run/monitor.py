@@ -103,7 +103,7 @@ class Monitor:
         """Set the gauges for ever."""
         while True:
             self._set_gauges(await self.view())
-            await self._set_replicas()
+            await self.read_beats()
             await asyncio.sleep(_EVERY_S)
 
     def forget(self) -> None:
@@ -129,6 +129,10 @@ class Monitor:
     def reports(self) -> Sequence[StepReport]:
         """Return the reports of the newest steps of the run's branch, oldest first."""
         return tuple(self._history)
+
+    def beats(self) -> Sequence[Heartbeat]:
+        """Return the heartbeats as :meth:`read_beats` read them last."""
+        return self._beats
 
     # ---------------------------------------------------------------- read
 
@@ -222,7 +226,8 @@ class Monitor:
         _set_evaluations(view.evaluations)
         self._telling.values = {"step": float(view.step), "groups_in_flight": float(view.groups_in_flight)}
 
-    async def _set_replicas(self) -> None:
+    async def read_beats(self) -> None:
+        """Read the heartbeats, and set the gauges of replicas."""
         beats = self._beats = await heartbeats(self._bus)
         REPLICAS_VERSION.clear()  # a replica that is gone leaves no line
         for beat in beats:

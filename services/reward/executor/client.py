@@ -4,7 +4,7 @@
 
     run(job) ──▶ a place of ``in_flight`` ──▶ the connection ──▶ its answer
                                                   ├── cannot be reached, or lost     TemporaryError; the next job tries again, not
-                                                  │                                  before a wait that doubles up to ``_LONGEST_WAIT_S``
+                                                  │                                  before a wait that doubles up to 5 s
                                                   └── the asker was cancelled        the program is killed
 
 An executor that went away says nothing about a program: whoever asked tries again.
@@ -16,6 +16,7 @@ import itertools
 import time
 
 from services.reward.executor.protocol import Execution, Job, job_frame, read_execution
+from shared.backoff import Backoff
 from shared.errors import PeerError, TemporaryError
 from shared.files.secret_file import read_secret
 from shared.peers import frames
@@ -23,7 +24,7 @@ from shared.peers.handshake import introduce
 from shared.settings.rewards.reward import ExecutorSettings
 
 CONNECT_WITHIN_S = 5.0
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
+_BACKOFF = Backoff(0.2, longest_s=5.0)
 _CLOSED = PeerError("the connection was closed")
 
 
@@ -92,7 +93,7 @@ class ExecutorClient:
                 reader, writer = await self._open()
         except (OSError, TimeoutError, PeerError) as error:
             self._failures += 1
-            self._not_before_s = time.monotonic() + min(_FIRST_WAIT_S * 2.0**self._failures, _LONGEST_WAIT_S)
+            self._not_before_s = time.monotonic() + _BACKOFF.wait_s(self._failures)
             raise self._gone(error) from error
         self._failures = 0
         self._reading = asyncio.create_task(self._read(reader))

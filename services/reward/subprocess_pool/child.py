@@ -14,7 +14,6 @@ an answer. It knows no question.
 """
 
 import contextlib
-import ctypes
 import gc
 import json
 import os
@@ -24,9 +23,10 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+from shared.process.parent import die_with
+
 Answerer: TypeAlias = Callable[[dict[str, Any]], Mapping[str, object]]
 _LONGEST_ERROR = 1_000
-_PR_SET_PDEATHSIG = 1
 
 
 def serve(
@@ -86,9 +86,7 @@ def confine(parent: int, memory_bytes: int | None) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if memory_bytes is not None:
             resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    if not die_with(parent, signal.SIGKILL):
         sys.exit(0)
 
 

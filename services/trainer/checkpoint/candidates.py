@@ -25,6 +25,7 @@ from services.trainer.checkpoint import local_store
 from services.trainer.checkpoint.local_store import Checkpoint
 from services.trainer.checkpoint.remote_store import CheckpointStore, StoredCheckpoint
 from services.trainer.checkpoint.signatures import UNSIGNED, Signer
+from shared.backoff import Backoff
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion
 from shared.bus.stores.ledger import JournalEntry, Ledger, RunStatus
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Journal = tuple[tuple[JournalEntry, ...], ...]
 """The groups of each step after a checkpoint, up to the ledger's step."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+_BACKOFF = Backoff(1.0, longest_s=30.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -182,7 +183,7 @@ class Candidates:
 
     async def _ask(self, work: Callable[[], T]) -> T:
         """Return what the store answers, as soon as it does."""
-        pause_s = _FIRST_PAUSE_S
+        failures = 0
         while True:
             try:
                 return await asyncio.to_thread(work)
@@ -192,11 +193,11 @@ class Candidates:
                         f"{error}: the run's folder alone does not say where to go on; change trainer.store or the credentials "
                         "in the environment"
                     ) from error
+                failures += 1
                 log.warning("waiting for object storage", extra={"error": str(error)})
-                if pause_s == _FIRST_PAUSE_S:
+                if failures == 1:
                     await tell(self._bus, "trainer", "waiting for object storage", str(error))
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            await asyncio.sleep(_BACKOFF.wait_s(failures))
 
 
 def _step_in(name: str) -> int:

@@ -89,9 +89,7 @@ def rename(written: Path, root: Path, state: CheckpointState, files: tuple[Check
     folder = root / f"step-{state.step:06d}"
     for path in [*written.rglob("*"), written]:
         durable.flush(path)
-    shutil.rmtree(folder, ignore_errors=True)
-    written.rename(folder)
-    durable.flush(root)
+    durable.replace_folder(written, folder)
     return Checkpoint(folder, state, files)
 
 

@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from services.trainer import metrics
+from shared.backoff import Backoff
 from shared.errors import StoreError
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_BACKOFF = Backoff(1.0, longest_s=60.0)
 
 
 async def in_thread(work: Callable[[], T]) -> T:
@@ -118,16 +119,16 @@ class Uploader:
 
     async def _copy(self, job: Upload) -> bool:
         """Return whether nothing of the job is left to do; else it was given up for a newer one, or as the process ends."""
-        pause_s = _FIRST_PAUSE_S
         while job.is_there():
             started_s = time.perf_counter()
             try:
                 sent_bytes = await job.copy()
             except StoreError as error:
                 await self._note_failure(job, error)
-                if await self._until(lambda: self._closing or job.kind in self._waiting, pause_s):
+                if await self._until(
+                    lambda: self._closing or job.kind in self._waiting, _BACKOFF.wait_s(self._failures)
+                ):
                     return False
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 continue
             self._failures = 0
             metrics.STORE_BYTES.inc(sent_bytes)

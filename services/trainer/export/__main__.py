@@ -16,7 +16,7 @@ from pathlib import Path
 from shared.bus.messages import PolicyVersion
 from shared.errors import PenstockError
 from shared.process.parent import die_with
-from shared.settings import loads
+from shared.settings import load_run, loads
 
 
 def main() -> int:
@@ -33,10 +33,10 @@ def main() -> int:
     asked = parser.parse_args()
     if asked.dies_with is not None and not die_with(asked.dies_with, signal.SIGKILL):
         return 1
-    from services.trainer.export.huggingface import export_version, settings_of
+    from services.trainer.export.huggingface import export_version
 
     try:
-        settings = loads(sys.stdin.read(), "stdin") if asked.run == "-" else settings_of(Path(asked.run))
+        settings = loads(sys.stdin.read(), "stdin") if asked.run == "-" else load_run(Path(asked.run))
         found = export_version(
             settings, PolicyVersion(asked.version), asked.to, adapter=asked.adapter, checkpoint=asked.checkpoint
         )

@@ -2,7 +2,7 @@
 
 ::
 
-    order ──▶ take ──▶ python -m services.trainer.export ──▶ exports/.7/v000040 ──rename──▶ exports/v000040 ──▶ answer
+    order ──▶ take ──▶ python -m services.trainer.export ──▶ exports/v000040, whole ──▶ answer
 
 The process reads files only, at a low priority and without a GPU, and the kernel ends it with this one; where memory runs out, it goes
 first. So training waits for nothing (this module imports no torch), and the cleanup of checkpoints leaves the one that is read. An order whose trainer died is taken
@@ -82,19 +82,15 @@ class Exporter:
         step = 0 if record is None else record.step
         if folder.is_dir():
             return ExportResult(done=True, detail="it was there already", folder=str(folder), step=step)
-        beside = folder.parent / f".{order.number}"
         try:
-            await asyncio.to_thread(_make_room, folder.parent, beside)
-            ended = await self._process(order, beside / folder.name)
-            if ended is None or not ended.done:
-                return ended
-            await asyncio.to_thread(_move, beside / folder.name, folder)
+            await asyncio.to_thread(_clear_unfinished, folder.parent)
+            ended = await self._process(order, folder)
         except OSError as error:
             return ExportResult(done=False, detail=f"storage refused: {error}: make room in run.folder")
         finally:
             self.reading = ""
-            await asyncio.to_thread(shutil.rmtree, beside, ignore_errors=True)
-        return dataclasses.replace(ended, folder=str(folder), step=step)
+            await asyncio.to_thread(_clear_unfinished, folder.parent)
+        return dataclasses.replace(ended, folder=str(folder), step=step) if ended and ended.done else ended
 
     async def _process(self, order: ExportRequest, folder: Path) -> ExportResult | None:
         self.reading = (await self._ledger.checkpoints()).get(order.version, "")
@@ -172,14 +168,8 @@ def _ending(code: int, said: str, wrong: str) -> ExportResult:
     return ExportResult(done=False, detail=last.removeprefix("export: "))
 
 
-def _make_room(root: Path, beside: Path) -> None:
-    """Make ``beside``, without what earlier attempts left."""
-    root.mkdir(parents=True, exist_ok=True)
-    for old in root.glob(".*"):
-        shutil.rmtree(old, ignore_errors=True)
-    beside.mkdir()
-
-
-def _move(made: Path, folder: Path) -> None:
-    if not folder.is_dir():  # another trainer's is as good
-        made.rename(folder)
+def _clear_unfinished(exports: Path) -> None:
+    """Make the folder of exports, without what processes that were killed left in it."""
+    exports.mkdir(parents=True, exist_ok=True)
+    for unfinished in exports.glob(".*.tmp"):
+        shutil.rmtree(unfinished, ignore_errors=True)

@@ -36,13 +36,11 @@ from services.trainer.model.policy import export, export_adapter, load_model, ou
 from shared.bus.messages import PolicyVersion
 from shared.bus.stores.exports import check_free
 from shared.errors import PenstockError, WeightsError
-from shared.settings import Settings, load
+from shared.settings import Settings
 from shared.weights.format import manifest
 from shared.weights.format.snapshot import MANIFEST, committed, read_snapshot
 
 _ADAPTER = "adapter_config.json"
-SETTINGS_FILE = "settings.toml"
-"""Where ``penstock up`` notes a run's settings, in its folder."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -211,16 +209,3 @@ def _write(found: Found, settings: Settings, folder: Path, *, adapter: bool) -> 
             "none: policy.model is no longer what the run was started with"
         )
     export(model, ((name, whole[name] if whole else part.merged()) for name, part in initial.items()), policy, folder)
-
-
-def settings_of(run: Path) -> Settings:
-    """Return the settings of the run in folder ``run``, which may have moved; or those in the TOML file ``run``.
-
-    Raises:
-        SettingsError: there are none.
-    """
-    if run.is_file():
-        return load(run)
-    folder = run.resolve()
-    found = load(folder / SETTINGS_FILE, environment={})
-    return found.model_copy(update={"run": found.run.model_copy(update={"folder": folder.parent, "id": folder.name})})

@@ -4,9 +4,7 @@ It computes logits only where a trained token is predicted, and not all of them 
 ``attention`` know transformers.
 """
 
-import contextlib
-import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from services.trainer.model.sizes import measure
 from services.trainer.model.stochastic_layers import train_without_noise
 from services.trainer.model.trunk import Packing, Trunk
 from shared.errors import SettingsError
+from shared.files.durable import whole_folder
 from shared.model.logits_projection import LogitsType, projection
 from shared.model.logits_transform import logits_transform
 from shared.model.model_source import check_model
@@ -188,7 +187,7 @@ def export(model: Any, tensors: Iterable[tuple[str, Tensor]], settings: PolicySe
     """Write ``model`` with ``tensors`` (copied one by one) and the tokenizer in Hugging Face form, whole or not at all."""
     from transformers import AutoTokenizer
 
-    with _whole(folder) as beside:
+    with whole_folder(folder) as beside:
         model.save_pretrained(beside, state_dict={name: tensor.to("cpu", copy=True) for name, tensor in tensors})
         AutoTokenizer.from_pretrained(
             settings.tokenizer or settings.model, trust_remote_code=settings.trust_remote_code
@@ -199,18 +198,7 @@ def export_adapter(factors: Mapping[str, Tensor], configuration: bytes, folder: 
     """Write an adapter's ``factors`` (names of a PEFT file) with its ``adapter_config.json`` in PEFT form, whole or not at all."""
     from safetensors.torch import save_file
 
-    with _whole(folder) as beside:
+    with whole_folder(folder) as beside:
         (beside / "adapter_config.json").write_bytes(configuration)
         copies = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in factors.items()}
         save_file(copies, beside / "adapter_model.safetensors")
-
-
-@contextlib.contextmanager
-def _whole(folder: Path) -> Iterator[Path]:
-    """Give the block a folder to write, which takes the place of ``folder`` when all is written."""
-    beside = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    yield beside
-    shutil.rmtree(folder, ignore_errors=True)
-    beside.rename(folder)

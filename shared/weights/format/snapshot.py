@@ -118,7 +118,7 @@ def _write_whole(folder: Path, version: PolicyVersion, fill: Callable[[Path], Ma
         data = manifest.encode()
         _write(unfinished / MANIFEST, data)
         durable.flush(unfinished)
-        _commit(unfinished, location)
+        durable.replace_folder(unfinished, location)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise WeightsError(
@@ -229,15 +229,6 @@ def _write_bucket(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[BucketE
         os.fsync(file.fileno())
     offsets = {name: 8 + header_bytes + int(header[name]["data_offsets"][0]) for name in tensors}
     return BucketEntry(path.name, path.stat().st_size, sha256), offsets
-
-
-def _commit(unfinished: Path, committed: Path) -> None:
-    if committed.exists():  # a dead trainer's: a reader that wants it has another digest and is refused anyway
-        aside = unfinished.with_name(f"{unfinished.name.removesuffix('.tmp')}.old.tmp")
-        committed.rename(aside)
-        shutil.rmtree(aside, ignore_errors=True)
-    unfinished.rename(committed)
-    durable.flush(committed.parent)
 
 
 def _make_private(folder: Path) -> None:

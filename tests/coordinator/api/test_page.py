@@ -27,18 +27,16 @@ from shared.bus.stores.exports import Exports
 from shared.bus.stores.ledger import Ledger, RunState
 from shared.peers import tickets
 from shared.process.telemetry import Presence, Status, tell
-from tests.conftest import need, need_module, until
+from tests.conftest import until
 from tests.coordinator.api.test_schema import bury
+from tests.support.browser import opened, shows
 from tests.support.coordinator_players import Trainer, make, replicas, running, settings
 
 if TYPE_CHECKING:
-    from playwright.async_api import Page
+    pass
 
 TOKEN, READ_TOKEN = "a-token-that-may-operate", "a-token-that-may-read"
 HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
-# Without a sandbox of its own: CI runs as root in a container. It opens nothing but this coordinator's page.
-CHROMIUM = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking", "--disable-sync")
-WAIT_MS = 30_000
 
 
 @pytest.fixture
@@ -67,36 +65,6 @@ async def served(parts: Coordinator, folder: Path, access: Access) -> AsyncItera
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
         server.close()
-
-
-@contextlib.asynccontextmanager
-async def opened(url: str, width: int = 1280) -> AsyncIterator["Page"]:
-    """Open the page in Chromium; at the end nothing may have gone wrong in it, and nothing may have gone elsewhere."""
-    need_module("playwright", "playwright")
-    chromium = need("chromium", "chromium")
-    from playwright.async_api import async_playwright
-
-    wrong: list[str] = []
-    asked: set[str] = set()
-    async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=chromium, args=list(CHROMIUM))
-        page = await browser.new_page(viewport={"width": width, "height": 900})
-        page.set_default_timeout(WAIT_MS)
-        page.on("console", lambda said: wrong.append(said.text) if said.type in ("error", "warning") else None)
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("request", lambda request: asked.add(request.url))
-        await page.goto(url)
-        yield page
-        title = await page.title()
-        await browser.close()
-    # that a request is refused (token, revision, values) is what the browser, not the page, notes on its console
-    assert [one for one in wrong if not re.search("status of 4(01|03|12|22) ", one)] == []
-    assert {one for one in asked if not one.startswith(url.partition("#")[0])} == set()
-    assert title != "taken"
-
-
-async def shows(page: "Page", selector: str, text: str) -> None:
-    await page.locator(selector).filter(has_text=text).first.wait_for()
 
 
 # ---------------------------------------------------------------- its files

@@ -1,15 +1,23 @@
 """Laws of report.html: one self-contained file, whatever records there are, and nothing of a run is taken for HTML."""
 
+import base64
+import contextlib
+import hashlib
 import json
 import math
 import re
-from html.parser import HTMLParser
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from services.coordinator.records.charts import Band, Series, curves, figure, stack, ticks
 from services.coordinator.records.report import write_report
+from tests.support.browser import opened, shows
+
+if TYPE_CHECKING:
+    from playwright.async_api import Page
 
 STEPS = 250
+ATTACK = "</pre></script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">"
 
 
 def line(step: int) -> dict[str, object]:
@@ -50,16 +58,29 @@ def line(step: int) -> dict[str, object]:
     }
 
 
+def rollout(step: int, prompt: str, answer: str, texts: Sequence[str]) -> dict[str, object]:
+    completions = [
+        {
+            "text": text,
+            "reward": float(text == answer),
+            "scores": {"answer": {"status": "ok", "value": float(text == answer), "detail": ""}},
+            "tokens": len(text),
+            "finish_reason": "stop",
+            "versions": [3],
+        }
+        for text in texts
+    ]
+    about = {"entry": f"{step}-0", "step": step, "group": step, "problem": "train.jsonl:1", "replica": "rollout-0"}
+    return {**about, "prompt": prompt, "answer": answer, "completions": completions}
+
+
 def whole_run(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     evaluations: list[dict[str, object]] = [
         {"step": step, "version": step, "accuracy": 0.364 + 0.55 * (1 - math.exp(-step / 80)), "problems": 500}
         for step in range(0, STEPS + 1, 25)
     ]
-    completions = [{"text": text, "reward": float(text == "46"), "versions": [3]} for text in ("46", "36", "<b>46</b>")]
-    rollouts: list[dict[str, object]] = [
-        {"step": step, "prompt": "12+34=", "answer": "46", "completions": completions} for step in range(5, STEPS, 5)
-    ]
+    rollouts = [rollout(step, "12+34=", "46", ("46", "36", "<b>46</b>")) for step in range(5, STEPS, 5)]
     events: list[dict[str, object]] = [
         {"at_s": 1_800_000_000.0, "source": "coordinator", "name": "run started", "detail": "by itself"},
         {"at_s": 1.8e9, "source": "data", "name": "held-out data heldout", "detail": "23 of the 30 <problems>"},
@@ -91,115 +112,141 @@ def whole_run(folder: Path) -> Path:
     return folder
 
 
-class Balanced(HTMLParser):
-    """Every tag that is opened is closed, in order."""
-
-    VOID = frozenset({"meta", "link", "br"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        pass
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
+def write_lines(file: Path, lines: Sequence[Mapping[str, object]]) -> None:
+    file.write_text("".join(json.dumps(one) + "\n" for one in lines))
 
 
-def check(html: str) -> None:
-    parser = Balanced()
-    parser.feed(html)
-    assert parser.open == []
-    assert "<script" not in html
-    assert not re.search(r'(src|href)="(?!data:)', html)
-    assert "nan" not in re.findall(r'points="([^"]*)"', html)
+def checked(report: Path) -> dict[str, Any]:
+    """Return the records that a report contains; it refers to no other file, and runs only the script that its policy names."""
+    html = report.read_text()
+    assert not re.search(r"<[^>]*\\b(src|href)=", html)
+    scripts = re.findall(r"<script([^>]*)>(.*?)</script>", html, re.DOTALL)
+    assert [attributes for attributes, _ in scripts] == [' id="data" type="application/json"', ' type="module"']
+    digest = base64.b64encode(hashlib.sha256(scripts[1][1].encode()).digest()).decode()
+    assert "default-src 'none'; style-src 'sha256-" in html
+    assert f"; script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'\"" in html
+    data: dict[str, Any] = json.loads(scripts[0][1])
+    return data
 
 
-def test_a_whole_run_becomes_one_page_with_its_curves(tmp_path: Path) -> None:
-    html = write_report(whole_run(tmp_path)).read_text()
-    check(html)
-    assert "0.364 → 0.89" in html
-    assert "2 min 6 s" in html
-    for title in ("Reward", "Held-out accuracy", "Lag", "KL", "Entropy", "Throughput", "phases"):
-        assert title in html
-    assert "<td>dropped:run_ended</td>" in html.replace(' class=""', "")
-    assert "75.0%" in html
-    assert html.count("<svg") == 13
-    assert "Reward by scorer" in html
-    assert "Learning rate" in html
-    assert '<p class="bad">23 of the 30 &lt;problems&gt;</p>' in html
+@contextlib.asynccontextmanager
+async def shown(folder: Path, lines: Sequence[Mapping[str, object]] = ()) -> AsyncIterator["Page"]:
+    """Open the report of a run of these steps in a browser."""
+    if lines:
+        write_lines(folder / "metrics.jsonl", lines)
+    async with opened(write_report(folder).as_uri()) as page:
+        yield page
 
 
-def test_no_record_at_all_is_still_a_page(tmp_path: Path) -> None:
-    html = write_report(tmp_path).read_text()
-    check(html)
-    assert "no step yet" in html
+async def test_a_whole_run_becomes_one_page_with_its_curves(tmp_path: Path) -> None:
+    data = checked(write_report(whole_run(tmp_path)))
+    assert (data["steps"][0], data["steps"][-1], len(data["steps"])) == (1, 250, 250)
+    assert data["columns"]["lag_counts"][7] == {"0": 128, "1": 384}
+    assert [group["step"] for group in data["rollouts"]] == [245, 210, 175, 140, 110, 75, 40, 5]
+    assert data["settings"] == "[run]\nsteps = 250\n"
+    async with shown(tmp_path) as page:
+        for text in ("0.364 → 0.89", "2 min 6 s"):
+            await shows(page, ".tile b", text)
+        charts = page.locator("[data-curve]:visible:has(svg)")
+        titles = [text.split(" ", 1)[0] for text in await charts.locator("h3").all_text_contents()]
+        expected = (
+            "Reward Reward Held-out KL Entropy Lag Throughput Time Response Gradient Learning Clipped Zero-variance"
+        )
+        assert titles == expected.split()
+        assert await page.locator('[data-curve="Critic"]').is_hidden()
+        await page.locator(
+            '[data-curve="Reward by scorer"] svg[aria-label="answer 0.5, format 0.75 at step 250"]'
+        ).wait_for()
+        await shows(page, "#tables tr", "dropped:run_ended10")
+        await shows(page, "#tables tr", "196,00075.0%")
+        await shows(page, "#tables tr", "whole step0.500")
+        await shows(page, "#head .bad", "23 of the 30 <problems>")
+        await shows(page, "#rollouts .text", "<b>46</b>")
+        assert await page.title() == "Penstock: arithmetic-20261121-101500-3f9c"
 
 
-def test_any_record_may_be_missing_or_torn(tmp_path: Path) -> None:
+async def test_no_record_at_all_is_still_a_page(tmp_path: Path) -> None:
+    assert checked(write_report(tmp_path))["steps"] == []
+    async with shown(tmp_path) as page:
+        await shows(page, ".state", "no step yet")
+
+
+async def test_any_record_may_be_missing_or_torn(tmp_path: Path) -> None:
     names = ("metrics.jsonl", "evaluations.jsonl", "rollouts.jsonl", "events.jsonl", "summary.json", "settings.toml")
     for name in names:
-        folder = whole_run(tmp_path / f"without {name}")
-        (folder / name).unlink()
-        check(write_report(folder).read_text())
-        folder = whole_run(tmp_path / f"torn {name}")
-        (folder / name).write_bytes((folder / name).read_bytes()[:-9] + b"\xff{")
-        check(write_report(folder).read_text())
+        without = whole_run(tmp_path / f"without {name}")
+        (without / name).unlink()
+        torn = whole_run(tmp_path / f"torn {name}")
+        (torn / name).write_bytes((torn / name).read_bytes()[:-9] + b"\xff{")
+        for folder in (without, torn):
+            checked(write_report(folder))
+            async with shown(folder) as page:
+                await page.locator("#records details").first.wait_for(state="attached")  # what is drawn last
 
 
-def test_what_a_model_wrote_is_never_html(tmp_path: Path) -> None:
-    attack = '</pre><script>alert("x")</script>'
-    (tmp_path / "rollouts.jsonl").write_text(
-        json.dumps({"step": 5, "prompt": attack, "answer": attack, "completions": [{"text": attack, "reward": 1}]})
-    )
-    (tmp_path / "events.jsonl").write_text(json.dumps({"at_s": 1.0, "name": attack, "detail": attack}))
-    (tmp_path / "summary.json").write_text(json.dumps({"run_id": attack, "counts": {attack: 1}, "reason": attack}))
-    (tmp_path / "settings.toml").write_text(attack)
-    html = write_report(tmp_path).read_text()
-    check(html)
-    assert "&lt;script&gt;alert(&quot;x&quot;)&lt;/script&gt;" in html
+async def test_what_a_model_wrote_is_never_html(tmp_path: Path) -> None:
+    write_lines(tmp_path / "rollouts.jsonl", [rollout(5, ATTACK, ATTACK, [ATTACK, "\ud800"])])
+    write_lines(tmp_path / "events.jsonl", [{"at_s": 1.0, "source": "data", "name": ATTACK, "detail": ATTACK}])
+    (tmp_path / "summary.json").write_text(json.dumps({"run_id": ATTACK, "counts": {ATTACK: 1}, "reason": ATTACK}))
+    (tmp_path / "settings.toml").write_text(ATTACK)
+    assert checked(write_report(tmp_path))["rollouts"][0]["completions"][0]["text"] == ATTACK
+    async with shown(tmp_path) as page:
+        for place in ("h1", ".bad", "#tables td", "#rollouts pre", "#rollouts .text", "#records pre", "#records td"):
+            await page.locator(place).filter(has_text=ATTACK).first.wait_for(state="attached")
+        assert await page.locator("img").count() == 0
+        assert await page.locator("script").count() == 2
 
 
-def test_a_step_that_was_made_again_counts_once(tmp_path: Path) -> None:
+async def test_a_step_that_was_made_again_counts_once(tmp_path: Path) -> None:
     lines = [
         {"step": step, "reward_mean": reward, "lag_counts": {"0": 1}} for step, reward in ((1, 0.1), (2, 0.9), (2, 0.3))
     ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
-    html = write_report(tmp_path).read_text()
-    assert "0.1 → 0.3" in html
-    assert "100.0%" in html
+    async with shown(tmp_path, lines) as page:
+        await shows(page, ".tile b", "0.1 → 0.3")
+        await shows(page, "#tables tr", "02100.0%")
 
 
-def test_ticks_are_round_and_hold_the_values() -> None:
-    assert ticks(0.1, 0.93) == [0.0, 0.25, 0.5, 0.75, 1.0]
-    assert ticks(0.0, 3400.0) == [0.0, 1000.0, 2000.0, 3000.0, 4000.0]
-    assert ticks(5.0, 5.0) == [2.0, 4.0, 6.0, 8.0]
-    assert ticks(0.0, 0.0) == [-0.5, -0.25, 0.0, 0.25, 0.5]
+# ---------------------------------------------------------------- charts, of the page and of the report
 
 
-def test_a_missing_value_leaves_a_gap() -> None:
-    svg = curves([1, 2, 3, 4], [Series("x", [1.0, None, float("nan"), 2.0])])
-    assert svg.count("<polyline") == 2
-    assert curves([1, 2], [Series("x", [None, None])]) == ""
-    assert curves([], []) == ""
+async def test_ticks_are_round_and_hold_the_values(tmp_path: Path) -> None:
+    lows = {"grad_norm": 3400.0, "response_tokens_mean": 0.0, "tokens_per_s": 50_000.0, "scorer_mean_a": 0.1}
+    highs = {"grad_norm": 3400.0, "response_tokens_mean": 0.0, "tokens_per_s": 50_000.0, "scorer_mean_a": 0.93}
+    expected = {
+        "Gradient norm": ["0", "1000", "2000", "3000", "4000"],
+        "Response length": ["-0.5", "-0.25", "0", "0.25", "0.5"],
+        "Throughput": ["0k", "20k", "40k", "60k"],
+        "Reward by scorer": ["0", "0.25", "0.5", "0.75", "1"],
+    }
+    async with shown(tmp_path, [{"step": 1, **lows}, {"step": 2, **highs}]) as page:
+        for title, ticks in expected.items():
+            assert await page.locator(f'[data-curve="{title}"] text[text-anchor=end]').all_text_contents() == ticks
 
 
-def test_stacked_areas_stand_on_one_another() -> None:
-    svg = stack([0, 1], [Series("a", [1.0, 1.0]), Series("b", [1.0, 3.0])])
-    points = re.findall(r'<polygon class="stack s\d" points="([^"]*)"', svg)
-    assert points == ["48.0,134.0 430.0,134.0 430.0,176.0 48.0,176.0", "48.0,92.0 430.0,8.0 430.0,134.0 48.0,134.0"]
+async def test_a_missing_value_leaves_a_gap(tmp_path: Path) -> None:
+    values = enumerate((1.0, None, float("nan"), 2.0), 1)
+    async with shown(tmp_path, [{"step": step, "kl_mean": value} for step, value in values]) as page:
+        assert await page.locator("[data-curve=KL] polyline").count() == 2
+        assert await page.locator("[data-curve=Entropy]").text_content() == "Entropy nats a tokennothing yet"
 
 
-def test_a_long_run_stays_a_small_file() -> None:
-    values = [float(step) for step in range(10_000)]
-    svg = curves(values, [Series("x", values)], [Band("band", values, values)])
-    assert len(svg) < 60_000
+async def test_stacked_areas_stand_on_one_another(tmp_path: Path) -> None:
+    lines = [{"step": step, "phase_wait_s": 1.0, "phase_commit_s": top} for step, top in ((0, 1.0), (1, 3.0))]
+    async with shown(tmp_path, lines) as page:
+        areas = await page.locator("polygon.stack").all()
+        assert [await area.get_attribute("points") for area in areas] == [
+            "48.0,134.0 430.0,134.0 430.0,176.0 48.0,176.0",
+            "48.0,92.0 430.0,8.0 430.0,134.0 48.0,134.0",
+        ]
 
 
-def test_figures_are_short() -> None:
-    assert [figure(value) for value in (12345.6, 0.01234, 2.0, None)] == ["12,346", "0.0123", "2", "–"]
+async def test_a_long_run_is_drawn_with_few_points(tmp_path: Path) -> None:
+    async with shown(tmp_path, [{"step": step, "kl_mean": step / 3} for step in range(10_000)]) as page:
+        assert await page.locator("[data-curve=KL] rect").count() == 239
+    assert len((tmp_path / "report.html").read_text()) < 250_000
+
+
+async def test_figures_are_short(tmp_path: Path) -> None:
+    async with shown(tmp_path, [{"step": 1, "lag_mean": 0.012345, "lag_max": 12345.6, "kl_mean": 2.0}]) as page:
+        await page.locator('[aria-label="lag mean 0.0123, lag max 12,346 at step 1"]').wait_for()
+        await page.locator('[aria-label="kl mean 2 at step 1"]').wait_for()

@@ -19,14 +19,14 @@ from services.trainer.checkpoint import local_store
 from services.trainer.checkpoint.manifests import CheckpointState
 from services.trainer.checkpoint.remote_store import CheckpointStore
 from services.trainer.checkpoint.s3 import ObjectStore
-from services.trainer.export.huggingface import export_version, settings_of
+from services.trainer.export.huggingface import export_version
 from services.trainer.metrics import Phases
 from services.trainer.model import adapter
 from services.trainer.model.engine import TrainingEngine
 from services.trainer.model.policy import Policy, load_model
 from shared.bus.messages import PolicyVersion
 from shared.errors import PenstockError
-from shared.settings import Settings, dump
+from shared.settings import Settings, dump, load_run
 from shared.weights.format.snapshot import write_adapter, write_snapshot
 from tests.support import tiny
 from tests.support.object_storage import Storage
@@ -255,7 +255,7 @@ def test_a_process_of_its_own_answers_with_json_and_a_run_that_was_moved_is_foun
     run.checkpoint()
     moved = tmp_path / "elsewhere"
     run.settings.run_folder.rename(moved)
-    assert settings_of(moved).run_folder == moved
+    assert load_run(moved).run_folder == moved
     command = [sys.executable, "-m", "services.trainer.export", str(moved), "--version", "1", "--to"]
     done = subprocess.run(
         [*command, str(tmp_path / "out")], cwd=ROOT, capture_output=True, text=True, timeout=400, check=True

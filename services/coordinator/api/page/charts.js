@@ -1,4 +1,4 @@
-// Curves as SVG, as services/coordinator/records/charts.py draws them for report.html: the same shapes, the same style sheet.
+// Curves as SVG.
 
 import { el, figure, svg } from "./dom.js";
 
@@ -55,7 +55,7 @@ export function ticks(low, high) {
 
 function picture(marks, steps, series) {
   const now = series.map((one) => `${one.name} ${figure(one.values.findLast(Number.isFinite))}`).join(", ");
-  const label = `${now} at step ${steps.at(-1)}`;
+  const label = `${now} at step ${Math.round(steps.at(-1) ?? 0)}`;
   const drawn = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": label }, marks);
   const keys = series.map((one, index) => el("span", { class: `key s${index % 6}` }, one.name));
   return [drawn, el("div", { class: "legend" }, series.length > 1 ? keys : "")];

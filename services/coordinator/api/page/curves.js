@@ -3,8 +3,8 @@
 import { curves, stack } from "./charts.js";
 import { el, redraw } from "./dom.js";
 
-/** Of a step's phases, with the words of report.html. */
-const PHASES = {
+/** Labels of the phases of a step. */
+export const PHASES = {
   phase_wait_s: "wait for experience",
   phase_proximal_s: "proximal logprobs",
   phase_reference_s: "reference logprobs",
@@ -28,7 +28,7 @@ export function drawCurves(node, reports, evaluations, maxLag) {
   const bound = maxLag === null ? "" : `; at most ${maxLag}`;
   const phases = Object.entries(PHASES).map(([name, label]) => ({ name: label, values: column(name) }));
   const cards = [
-    ["Reward", "of training samples: mean, one deviation", () => rewards(steps, column)],
+    ["Reward", "of training samples: mean, one deviation, min to max", () => rewards(steps, column)],
     ["Reward by scorer", "mean value of each scorer", () => curves(steps, scorers(reports, column))],
     ["Held-out accuracy", "by set; 95 % interval of the first", () => accuracies(evaluations)],
     ["KL", "nats a token, behavior against policy", plain(["kl_mean"])],
@@ -42,11 +42,15 @@ export function drawCurves(node, reports, evaluations, maxLag) {
     ["Clipped tokens", "share of trained tokens", plain(["clip_fraction", "masked_fraction"])],
     ["Effective sample size", "share of trained tokens; 1 is on policy", plain(["ess"], { high: 1 })],
     ["Zero-variance groups", "a step's groups that teach nothing", plain(["zero_std_groups"])],
+    ["KL to the reference", "nats a token", plain(["reference_kl"]), "kl_coefficient"],
+    ["Critic", "share of the returns that it foresaw", plain(["explained_variance"], { low: null }), "explained_variance"],
+    ["Preferences", "share of pairs that the policy orders right", plain(["preference_accuracy"]), "preference_accuracy"],
   ];
   const sign = [reports.at(-1)?.id ?? null, reports.length, evaluations.map((one) => one.version), maxLag];
   if (node.childElementCount === 0) node.append(...cards.map(([title]) => el("div", { class: "card curve", "data-curve": title })));
-  cards.forEach(([title, note, make], index) => {
+  cards.forEach(([title, note, make, needed], index) => {
     const card = node.children[index];
+    card.hidden = needed !== undefined && !column(needed).some(Number.isFinite);
     if (matchMedia("(hover: hover)").matches && card.matches(":hover")) return; // somebody reads what a point was
     redraw(card, sign, () => [el("h3", {}, title, " ", el("small", {}, note)), make() ?? el("p", { class: "soft" }, "nothing yet")].flat());
   });
@@ -62,8 +66,9 @@ function rewards(steps, column) {
   const [mean, deviation, least, most] = ["reward_mean", "reward_std", "reward_min", "reward_max"].map(column);
   const near = (sign, bound, within) => steps.map((_, index) => (mean[index] === null || deviation[index] === null ? null
     : within(bound[index] ?? sign * Infinity, mean[index] + sign * deviation[index])));
-  const band = { name: "one deviation", low: near(-1, least, Math.max), high: near(1, most, Math.min) };
-  return curves(steps, [{ name: "mean reward", values: mean }], { bands: [band] });
+  const bands = [{ name: "min to max", low: least, high: most },
+    { name: "one deviation", low: near(-1, least, Math.max), high: near(1, most, Math.min) }];
+  return curves(steps, [{ name: "mean reward", values: mean }], { bands });
 }
 
 function accuracies(evaluations) {

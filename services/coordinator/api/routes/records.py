@@ -12,7 +12,7 @@ import asyncio
 import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Query
 from pydantic import ValidationError
@@ -21,91 +21,14 @@ from services.coordinator.api.dependencies import EntryCursor, Limit, Parts, pag
 from services.coordinator.records import jsonl
 from services.coordinator.records.recorder import rollout_line
 from services.coordinator.run.monitor import numbers
+from services.coordinator.schemas.records import RolloutView, StepView, rollout_view
 from services.coordinator.schemas.resources import Page
-from services.coordinator.schemas.run import ResponseModel
 from shared.bus import wire
-from shared.bus.messages import Experience, FinishReason, Json, ScoreStatus, StepReport
+from shared.bus.messages import Experience, Json, StepReport
 from shared.bus.streams import JOURNAL, STEPS, Stream
 from shared.errors import MessageError
 
 Few = Annotated[int, Query(ge=1, le=50, description="At most so many groups.")]
-
-
-class StepView(ResponseModel):
-    """What the trainer reported of one optimizer step."""
-
-    id: str
-    """Its place among the reports."""
-    step: int
-    """Optimizer step."""
-    version: int
-    """The policy version that it made."""
-    finished_at_s: float
-    """When it was committed, Unix time."""
-    samples: int
-    """Samples that it trained on."""
-    lag_counts: dict[str, int]
-    """Those samples by lag in steps."""
-    metrics: dict[str, float | None]
-    """What was measured; docs/reference/metrics.md has every name. Null: not finite."""
-
-
-class ScoreView(ResponseModel):
-    """What one scorer said of a completion."""
-
-    status: ScoreStatus
-    """ok, or why there is no value."""
-    value: float | None
-    """Its value; null where there is none."""
-    detail: str
-    """What it found, for people."""
-
-
-class CompletionView(ResponseModel):
-    """One completion of a group."""
-
-    text: str
-    """What the policy wrote."""
-    reward: float | None
-    """Its reward; null: not finite."""
-    scores: dict[str, ScoreView]
-    """What each scorer said, by name."""
-    tokens: int
-    """Its length."""
-    finish_reason: FinishReason
-    """Why it ended."""
-    versions: list[int]
-    """The policy versions that wrote it."""
-
-
-class Turn(ResponseModel):
-    """One message of a conversation."""
-
-    role: str
-    """Who speaks."""
-    content: Any
-    """What is said."""
-
-
-class RolloutView(ResponseModel):
-    """A group that was trained on: a problem and its completions."""
-
-    id: str
-    """Its place in the journal."""
-    step: int
-    """The optimizer step that used it."""
-    group: int
-    """The group's number."""
-    problem: str
-    """The problem's name in the dataset."""
-    prompt: str | list[Turn] | None
-    """What was asked: text, or a conversation."""
-    answer: str | None
-    """The reference answer, where there is one."""
-    replica: str
-    """Who generated it."""
-    completions: list[CompletionView]
-    """Its samples."""
 
 
 def record_routes(parts: Parts) -> APIRouter:
@@ -164,7 +87,7 @@ def _journalled(rows: list[tuple[str, Mapping[bytes, bytes]]]) -> Iterator[Rollo
             experience = wire.decode(fields.get(b"data", b""), Experience)
         except MessageError:
             continue  # of a version to come
-        yield _rollout(rollout_line(entry, int(fields[b"step"]), experience))
+        yield rollout_view(_finite(rollout_line(entry, int(fields[b"step"]), experience)))
 
 
 def _recorded(file: Path, before: str | None, count: int) -> list[RolloutView]:
@@ -174,7 +97,7 @@ def _recorded(file: Path, before: str | None, count: int) -> list[RolloutView]:
 def _older(file: Path, before: str | None) -> Iterator[RolloutView]:
     for line in jsonl.newest_first(file):
         try:
-            found = _rollout(line)
+            found = rollout_view(_finite(line))
         except (KeyError, ValidationError):
             continue  # of another version
         if before is None or _place(found.id) < _place(before):
@@ -186,5 +109,5 @@ def _place(entry: str) -> tuple[int, int]:
     return int(at_ms), int(number)
 
 
-def _rollout(line: Mapping[str, Json]) -> RolloutView:
-    return RolloutView.model_validate({**jsonl.finite(dict(line)), "id": line["entry"]})  # type: ignore[dict-item]
+def _finite(line: Mapping[str, Json]) -> dict[str, Json]:
+    return {name: jsonl.finite(value) for name, value in line.items()}

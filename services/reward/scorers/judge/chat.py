@@ -17,7 +17,6 @@ import contextlib
 import datetime
 import email.utils
 import os
-import random
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -25,6 +24,7 @@ from typing import TypeVar
 import httpx
 from prometheus_client import Counter, Histogram
 
+from shared.backoff import Backoff
 from shared.errors import SettingsError, TemporaryError
 from shared.files.secret_file import read_private
 from shared.settings.rewards.scorers import JudgeScorer
@@ -102,7 +102,7 @@ class ChatClient:
             NoVerdict: nothing that could be read, and the last request was answered.
             NoAnswer: no answer.
         """
-        scorer, backoff_s = self._scorer, self._scorer.backoff_s
+        scorer = self._scorer
         for attempt in range(1, scorer.attempts + 1):
             try:
                 return await self._ask_once(question, read)
@@ -113,15 +113,11 @@ class ChatClient:
                     raise NoAnswer(
                         f"{error}, and to wait {error.wait_s:g} s; max_wait_s is {scorer.max_wait_s:g}"
                     ) from error
-                await self._wait(error.wait_s, backoff_s)
-                backoff_s *= 2
+                if error.wait_s is not None:
+                    self._pace.hold(error.wait_s)
+                else:
+                    await asyncio.sleep(Backoff(scorer.backoff_s, scorer.max_wait_s).jittered_s(attempt))
         raise AssertionError("expected at least one attempt")
-
-    async def _wait(self, asked_s: float | None, backoff_s: float) -> None:
-        if asked_s is not None:
-            self._pace.hold(asked_s)
-        else:
-            await asyncio.sleep(min(backoff_s, self._scorer.max_wait_s) * random.uniform(0.5, 1.0))
 
     async def _ask_once(self, question: str, read: Callable[[str], T | None]) -> T:
         async with self._places:

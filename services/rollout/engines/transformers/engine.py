@@ -45,6 +45,7 @@ from services.rollout.engines.transformers.loading import OpenedModel
 from services.rollout.engines.transformers.shadow import Shadow
 from shared.bus.messages import Float32Array, Int32Array, PolicyVersion
 from shared.errors import WeightsError
+from shared.model.logits import logprobs
 from shared.peers.handshake import Secret
 from shared.weights.transport.offer import Offer
 from shared.weights.transport.place import DeviceLocation, boot_id, plain_uuid
@@ -290,8 +291,8 @@ class TransformersEngine:
             use_cache=False,
             logits_to_keep=0,
         )
-        logprobs_TV = torch.log_softmax(output.logits[0, :-1].float(), dim=-1)
-        logprobs_T = logprobs_TV.gather(1, ids_1T[0, 1:].unsqueeze(1)).squeeze(1)
+        temperature_T = torch.ones(ids_1T.shape[1] - 1, device=self._opened.device)
+        logprobs_T = logprobs(output.logits[0, :-1], ids_1T[0, 1:], temperature_T)
         self._call(inbox.answer, item.answer, logprobs_T.cpu().numpy())
 
     def _tell_all(self) -> None:

@@ -32,8 +32,9 @@ from services.rollout.engines.vllm.runner_hooks import RunnerTap, can_listen
 from services.rollout.engines.vllm.swap.weight_swap import WeightSwapper
 from services.rollout.engines.vllm.token_record import Finished, TokenRecord
 from services.rollout.engines.vllm.windows import check_windows
-from services.rollout.engines.vllm.worker_channel import Message, Reporter
+from services.rollout.engines.vllm.worker_channel import Reporter
 from shared.errors import PeerError, SettingsError, WeightsError
+from shared.peers.frames import Frame
 from shared.process.allocation import is_out_of_memory
 from shared.process.parent import die_with
 from shared.weights.format.flat import FlatSnapshot
@@ -125,7 +126,7 @@ class PolicyWorker:
         self._thread = threading.Thread(target=self._receive, args=(offer, staging), name="staging", daemon=True)
         self._thread.start()
 
-    def _obey(self, told: Message) -> None:
+    def _obey(self, told: Frame) -> None:
         """Do what the replica tells between, or during, steps of the model; called in a thread of its own."""
         if told["kind"] == "abort":
             self._receiver.abort()
@@ -217,7 +218,7 @@ class PolicyWorker:
         return self._swapper.torn
 
     def _deliver(self, finished: Finished) -> None:
-        def rows() -> list[Message]:
+        def rows() -> list[Frame]:
             return [
                 {"kind": "row", "request": request, "logprobs": logprobs, "versions": versions}
                 for request, logprobs, versions in finished.rows()

@@ -2,7 +2,7 @@
 
 ::
 
-    worker (each rank)   Reporter ◀── challenge             length-prefixed msgpack
+    worker (each rank)   Reporter ◀── challenge             frames (shared.peers)
                                   ──▶ hello                 with a proof that it knows the secret
                                   ◀── welcome
                                   ──▶ row, staged           one writer thread
@@ -30,32 +30,28 @@ import secrets
 import shutil
 import signal
 import socket
-import struct
 import tempfile
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, BinaryIO, TypeGuard
+from typing import TypeGuard
 
-import msgpack
 import numpy as np
 
 from shared.bus.messages import Float32Array
 from shared.errors import PeerError
+from shared.peers import frames
+from shared.peers.frames import Frame
 from shared.peers.handshake import Newcomers
 
 log = logging.getLogger(__name__)
 
-_LENGTH = struct.Struct("<I")
-_LARGEST_BYTES = 64 << 20
 _STRANGER_BYTES, _STRANGERS = 4096, 64
 """What a connection may say before it has proved itself, and how many such there may be: one more drops the oldest."""
 _MAX_RANKS, _MAX_PIDS = 1 << 16, 16
 _GREETING_S = 10.0
 _SILENT_S = 15
 _CHILD = re.compile(r"(?:(\d+)_)?(g\d+)(?:-.*)?")
-
-Message = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -79,36 +75,35 @@ class Reporter:
     """
 
     def __init__(
-        self, address: str, rank: int, obey: Callable[[Message], None], *, secret: bytes = b"", beside: bool = True
+        self, address: str, rank: int, obey: Callable[[Frame], None], *, secret: bytes = b"", beside: bool = True
     ) -> None:
         self._obey = obey
         self._beside = beside
         try:
             with contextlib.ExitStack() as refused:
                 self._socket = refused.enter_context(_connect(address))
-                self._stream = refused.enter_context(self._socket.makefile("rb"))
                 self._replica = self._greet(rank, secret)
                 self._socket.settimeout(None)
                 refused.pop_all()
-        except OSError as error:
+        except (OSError, PeerError) as error:
             raise PeerError(f"expected the replica at {address} to let rank {rank} in, found: {error}") from error
-        self._waiting: queue.SimpleQueue[Callable[[], Iterable[Message]]] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[Callable[[], Iterable[Frame]]] = queue.SimpleQueue()
         threading.Thread(target=self._write, name="reports", daemon=True).start()
         threading.Thread(target=self._watch, name="replica watch", daemon=True).start()
 
     def _greet(self, rank: int, secret: bytes) -> int:
         """Prove that this is a worker of the replica; return the replica's process."""
-        challenge = _read(self._stream)
-        if challenge is None:
-            raise OSError("it hung up")
+        challenge = frames.receive(self._socket, _GREETING_S)
         pids = [os.getpid(), os.getppid()] if self._beside else []
         proof = prove(secret, challenge["nonce"], rank)
-        self._socket.sendall(_packed({"kind": "hello", "rank": rank, "pids": pids, "proof": proof}))
-        if _read(self._stream) is None:
-            raise OSError("it refused: rollout.secret_file must hold the same secret on every host")
+        self._socket.sendall(frames.pack({"kind": "hello", "rank": rank, "pids": pids, "proof": proof}))
+        try:
+            frames.receive(self._socket, _GREETING_S)
+        except PeerError as error:
+            raise PeerError("it refused: rollout.secret_file must hold the same secret on every host") from error
         return int(challenge["pid"])
 
-    def send(self, messages: Callable[[], Iterable[Message]]) -> None:
+    def send(self, messages: Callable[[], Iterable[Frame]]) -> None:
         """Send what ``messages`` returns; it is called in the writer's thread, where it may wait for a device."""
         self._waiting.put(messages)
 
@@ -116,14 +111,14 @@ class Reporter:
         with contextlib.suppress(OSError):  # the replica is gone: _watch ends the process
             while True:
                 for message in self._waiting.get()():
-                    self._socket.sendall(_packed(message))
+                    self._socket.sendall(frames.pack(message))
 
     def _watch(self) -> None:
         """Obey until the replica's end; then end the process that started this one, if that is not the replica, and this."""
         parent = os.getppid()
-        with contextlib.suppress(OSError):
-            while (told := _read(self._stream)) is not None:
-                self._obey(told)
+        with contextlib.suppress(OSError, PeerError):
+            while True:
+                self._obey(frames.receive(self._socket, None))
         if self._beside and parent not in (self._replica, 1) and parent == os.getppid():
             with contextlib.suppress(OSError):
                 os.kill(parent, signal.SIGKILL)
@@ -132,22 +127,7 @@ class Reporter:
 
 def prove(secret: bytes, nonce: bytes, rank: int) -> bytes:
     """Return what rank ``rank`` answers the challenge ``nonce``: HMAC-SHA256 under ``secret``."""
-    return hmac.digest(secret, nonce + _LENGTH.pack(rank), hashlib.sha256)
-
-
-def _packed(message: Message) -> bytes:
-    data: bytes = msgpack.packb(message)
-    return _LENGTH.pack(len(data)) + data
-
-
-def _read(stream: BinaryIO) -> Message | None:
-    """Return the next message; None at the end of the stream."""
-    head = stream.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        return None
-    (length,) = _LENGTH.unpack(head)
-    data = stream.read(length)
-    return msgpack.unpackb(data) if len(data) == length else None
+    return hmac.digest(secret, nonce + rank.to_bytes(4, "little"), hashlib.sha256)
 
 
 def _connect(address: str) -> socket.socket:
@@ -212,9 +192,9 @@ class Reports:
         self._server = await asyncio.start_unix_server(self._serve, path)
         self.address = f"unix:{path}"
 
-    def tell(self, message: Message) -> None:
+    def tell(self, message: Frame) -> None:
         """Send ``message`` to every worker."""
-        data = _packed(message)
+        data = frames.pack(message)
         for writer in self._writers:
             writer.write(data)
 
@@ -275,10 +255,10 @@ class Reports:
         """Let a worker in and return its rank; None for anybody else."""
         nonce = secrets.token_bytes(32)
         try:
-            writer.write(_packed({"kind": "challenge", "nonce": nonce, "pid": os.getpid()}))
+            writer.write(frames.pack({"kind": "challenge", "nonce": nonce, "pid": os.getpid()}))
             async with asyncio.timeout(_GREETING_S):
-                rank, pids, proof = _hello(await _next(reader, _STRANGER_BYTES))
-        except (OSError, EOFError, TimeoutError) as error:
+                rank, pids, proof = _hello(await frames.receive_async(reader, _STRANGER_BYTES))
+        except (OSError, PeerError) as error:
             log.debug("a connection was refused that is no worker's", extra={"found": repr(error)})
             return None
         if not hmac.compare_digest(proof, prove(self._secret, nonce, rank)):
@@ -289,19 +269,19 @@ class Reports:
         if self._host:
             _keep_alive(writer.get_extra_info("socket"))
         self.pids.update(pids - {os.getpid()})
-        writer.write(_packed({"kind": "welcome"}))
+        writer.write(frames.pack({"kind": "welcome"}))
         self._writers.add(writer)
         return rank
 
     async def _listen(self, rank: int, reader: asyncio.StreamReader) -> None:
         try:
             while True:
-                await self._note(rank, await _next(reader, _LARGEST_BYTES))
-        except (OSError, EOFError, LookupError, TypeError, ValueError) as error:
+                await self._note(rank, await frames.receive_async(reader))
+        except (OSError, PeerError, LookupError, TypeError, ValueError) as error:
             if not self._closed and not self.died.done():
                 self.died.set_result(f"worker {rank} went away: {error}")
 
-    async def _note(self, rank: int, message: Message) -> None:
+    async def _note(self, rank: int, message: Frame) -> None:
         if message["kind"] == "staged":
             self._stagings.setdefault(message["staging"], {})[rank] = (message["error"], message["seconds"])
         elif not self._keep(message):
@@ -309,7 +289,7 @@ class Reports:
         async with self._changed:
             self._changed.notify_all()
 
-    def _keep(self, message: Message) -> bool:
+    def _keep(self, message: Frame) -> bool:
         """Keep a row that is expected. vLLM names a sample ``<place>_<ours>-<random>``, without the place if it is alone."""
         found = _CHILD.fullmatch(message["request"])
         if found is None or found[2] not in self._rows:
@@ -320,7 +300,7 @@ class Reports:
         return True
 
 
-def _hello(message: Message) -> tuple[int, set[int], bytes]:
+def _hello(message: Frame) -> tuple[int, set[int], bytes]:
     """Return rank, processes and proof of a worker's greeting; raises OSError for anything else."""
     rank, pids, proof = (message.get(name) for name in ("rank", "pids", "proof"))
     if not _is_whole(rank, 0, _MAX_RANKS - 1) or not isinstance(pids, list) or not isinstance(proof, bytes):
@@ -332,17 +312,3 @@ def _hello(message: Message) -> tuple[int, set[int], bytes]:
 
 def _is_whole(value: object, least: int, most: int) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-
-
-async def _next(reader: asyncio.StreamReader, largest_bytes: int) -> Message:
-    """Return the next message; raises OSError or EOFError where there is none, it is too long, or no map."""
-    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-    if length > largest_bytes:
-        raise OSError(f"a message of {length} bytes")
-    try:
-        message = msgpack.unpackb(await reader.readexactly(length))
-    except (ValueError, msgpack.UnpackException) as error:
-        raise OSError("a message that is no MessagePack") from error
-    if not isinstance(message, dict):
-        raise OSError("a message that is no map")
-    return message

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
-import msgpack
 import numpy as np
 import psutil
 import pytest
@@ -28,6 +27,7 @@ from services.rollout.engines.vllm.start import check, open_vllm
 from services.rollout.engines.vllm.worker_channel import prove
 from shared.bus.messages import PolicyVersion
 from shared.errors import SettingsError
+from shared.peers import frames
 from shared.settings import Settings, load
 from shared.weights.receiver.puller import Puller
 from tests.conftest import free_port, need_module, until
@@ -233,14 +233,13 @@ async def test_the_second_host_says_that_its_workers_are_there_and_nothing_of_a_
 async def test_nobody_is_let_in_who_does_not_know_the_secret(engine: VllmEngine, node: Node, stranger: str) -> None:
     host, _, port = engine._reports.address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    challenge = msgpack.unpackb(await reader.readexactly(int.from_bytes(await reader.readexactly(4), "little")))
+    challenge = await frames.receive_async(reader)
     secret = secret_of(node.folder / "secret")
     if stranger == "babbling":
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
     elif stranger != "silent":
         proof = prove(b"something else entirely" if "secret" in stranger else secret, challenge["nonce"], 1)
-        hello = msgpack.packb({"kind": "hello", "rank": 0, "pids": [os.getpid()], "proof": proof})
-        writer.write(len(hello).to_bytes(4, "little") + hello)
+        writer.write(frames.pack({"kind": "hello", "rank": 0, "pids": [os.getpid()], "proof": proof}))
     writer.write_eof()
     assert await asyncio.wait_for(reader.read(), 10) == b""
     writer.close()

@@ -38,7 +38,7 @@ def test_the_reason_says_what_was_measured() -> None:
 @pytest.mark.parametrize(
     ("cores", "memory", "parameters", "engines"),
     [
-        (32, H200, 494_000_000, 4),
+        (32, H200, 494_000_000, 3),
         (6, H200, 494_000_000, 3),
         (3, H200, 494_000_000, 1),
         (32, Memory(24 * GIB, 23 * GIB), 494_000_000, 2),

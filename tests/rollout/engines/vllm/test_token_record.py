@@ -19,6 +19,7 @@ from services.rollout.engines.vllm.runner_hooks import RunnerTap, can_listen
 from services.rollout.engines.vllm.token_record import Finished, TokenRecord, token_logprobs
 from services.rollout.engines.vllm.worker_channel import Reporter, Reports, prove
 from shared.errors import PeerError
+from shared.peers import frames
 from tests.conftest import until
 
 CPU = torch.device("cpu")
@@ -379,10 +380,9 @@ async def test_a_greeting_that_is_nonsense_is_refused_and_breaks_nothing(
     await reports.open()
     host, _, port = reports.address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    challenge = msgpack.unpackb(await reader.readexactly(int.from_bytes(await reader.readexactly(4), "little")))
+    challenge = await frames.receive_async(reader)
     hello = {"kind": "hello", "rank": 0, "pids": [1], "proof": prove(SECRET, challenge["nonce"], 0), **changed}
-    packed = msgpack.packb(hello)
-    writer.write(len(packed).to_bytes(4, "little") + packed)
+    writer.write(frames.pack(hello))
     assert await reader.read() == b""
     writer.close()
     await until(lambda: not reports._readers)

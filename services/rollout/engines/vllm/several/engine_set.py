@@ -47,7 +47,9 @@ class EngineSet:
         self._gate = SwapGate()
         self._secret = b""
         self._pullers = {
-            number: Puller(engine.place, 1, deadline_s, lambda: self._secret) for number, engine in enumerate(engines) if number
+            number: Puller(engine.place, 1, deadline_s, lambda: self._secret)
+            for number, engine in enumerate(engines)
+            if number
         }
         self._probes = 0
 

@@ -1,0 +1,93 @@
+"""The options of every command that talks to a coordinator, and the connection that they name."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec
+
+import typer
+
+if TYPE_CHECKING:
+    from services.client.coordinator import CoordinatorClient
+
+P = ParamSpec("P")
+LATEST = Path("runs/latest")
+Url = Annotated[str, typer.Option("--url", metavar="URL", help="The coordinator's address, instead of --run.")]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--token-file",
+        metavar="FILE",
+        envvar="PENSTOCK_TOKEN_FILE",
+        help="A file whose first line is the bearer token. Default: `token` in the run's folder, for that run's coordinator.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="The reason, recorded with the change.")]
+Most = Annotated[int, typer.Option("--most", min=1, metavar="N", help="The maximum number of rows.")]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Connection:
+    """Which coordinator a command talks to, and how it prints the answer."""
+
+    run: Annotated[Path, typer.Option("--run", metavar="RUN_FOLDER", help="The run's folder.")] = LATEST
+    url: Url = ""
+    token_file: TokenFile = None
+    as_json: AsJson = False
+
+    def coordinator(self) -> "CoordinatorClient":
+        """Return a client of the coordinator."""
+        from services.client.coordinator import CoordinatorClient
+
+        return CoordinatorClient(*self._address_and_token())
+
+    def page_link(self) -> str:
+        """Return a link that opens the run's page once."""
+        from services.client.coordinator import page_link
+
+        return page_link(*self._address_and_token())
+
+    def _address_and_token(self) -> tuple[str, str]:
+        from services.client.coordinator import find, read_token
+
+        address = find(self.url, self.run)
+        return address, read_token(self.token_file, address, self.run)
+
+    def print_item(self, item: dict[str, Any]) -> None:
+        """Print one thing that the coordinator answered."""
+        from services.cli import tables
+
+        tables.show_one(item, as_json=self.as_json)
+
+    def print_list(self, command: str, path: str, most: int) -> None:
+        """Get a list and print it with the columns of ``command``."""
+        from services.cli import tables
+
+        tables.show(command, self.coordinator().items(path, most), as_json=self.as_json)
+
+    def get(self, path: str) -> None:
+        """Get one thing and print it."""
+        self.print_item(self.coordinator().get(path))
+
+    def post(self, path: str, **body: str) -> None:
+        """Post a command and print the answer."""
+        self.print_item(self.coordinator().post(path, body or None))
+
+
+def connected(command: Callable[Concatenate[Connection, P], None]) -> Callable[..., None]:
+    """Give ``command`` the options of :class:`Connection`, which becomes its first argument."""
+    options = inspect.signature(Connection).parameters
+    own = list(inspect.signature(command).parameters.values())[1:]
+    parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (*own, *options.values())]
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        connection = Connection(**{name: given.pop(name) for name in options})
+        command(connection, **given)  # type: ignore[call-arg]  # typer gives every parameter by name
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {one.name: one.annotation for one in parameters}
+    return run
