@@ -74,7 +74,7 @@ def long(folder: Path, shape: str, device: str, kernels: str) -> Work:
         "rollout": {"replicas": 1, "max_groups": 2 * groups, "device": device},
         "reward": {"expression": "random", "scorers": [{"kind": "random"}]},
         "algorithm": {"groups_per_step": groups},
-        "guards": {"entropy": {"action": "off"}},
+        "guards": {"pause": [], "off": ["entropy"]},
         "trainer": {"zero_stage": 1, "device": device, "learning_rate": 1e-6, "micro_batch_tokens": 32_768},
     }
     if gpu:

@@ -199,7 +199,16 @@ def assemble(
     )
     monitor = Monitor(bus, live, status, lambda: [*data.notices, *_room(folder, recorder)])
     groups_per_step = settings.algorithm.groups_per_step
-    guards = Guards(bus, ledger, settings.guards, groups_per_step, monitor.view, monitor.reports, look)
+    guards = Guards(
+        bus,
+        ledger,
+        settings.guards,
+        groups_per_step,
+        monitor.view,
+        monitor.reports,
+        look,
+        settings.internal.starving_window_s,
+    )
     rollbacks = Rollbacks(
         bus,
         ledger,

@@ -14,6 +14,7 @@ from shared.expression import Expression
 from shared.settings.algorithm import AlgorithmSettings
 from shared.settings.evaluation import EvaluationSettings
 from shared.settings.guards import GuardsSettings
+from shared.settings.internal import InternalSettings
 from shared.settings.policy import PolicySettings, WeightsSettings
 from shared.settings.rewards.reward import RewardSettings
 from shared.settings.rollout import RolloutSettings, SamplingSettings
@@ -50,9 +51,11 @@ class Settings(Section):
     coordinator: CoordinatorSettings = Field(default=CoordinatorSettings())
     """Admission, ledger and the HTTP API."""
     guards: GuardsSettings = Field(default=GuardsSettings())
-    """What must not go on unseen, and what is done about it."""
+    """Conditions that warn, or pause the run."""
     telemetry: TelemetrySettings = Field(default=TelemetrySettings())
     """Logs and heartbeats."""
+    internal: InternalSettings = Field(default=InternalSettings())
+    """For tests; not supported."""
 
     @property
     def slots(self) -> int:

@@ -39,7 +39,7 @@ from tests.support import executor_process, reward_models
 from tests.support.object_storage import Storage
 
 SCORER = f'{{kind = "python", function = "tests.chaos.spoiled_scorer:score", environment = ["{VARIABLE}"]}}'
-MAX_LAG, LONGER_LAG, KL_STEPS = 1, 6, 5
+MAX_LAG, LONGER_LAG, STEPS = 1, 6, 4
 STILL, SLOW, RUINOUS = 1e-12, 1e-6, 0.02
 """Learning rates: weights stay as they are; groups whose answers differ are there to the end; one step and the policy is gone."""
 GROUPS, SAMPLES = 8, 64
@@ -57,19 +57,15 @@ FLAGS = {
     "weights.probe_every_versions": 2,
     "trainer.learning_rate": SLOW,
     "trainer.checkpoint_every_steps": 10,
-    "guards.no_signal.steps": 5,
-    "guards.kl.steps": KL_STEPS,
-    "guards.entropy.steps": 2,
-    "guards.entropy.floor_nats": 1e-3,
-    "guards.lag.action": "pause",  # over at the next step otherwise, and hardly seen
-    "guards.lag.steps": 2,
-    "guards.lag.stale_share": 0.5,  # a replica that is killed makes fewer old
-    "guards.trainer_starving.steps": 4,
-    "guards.trainer_starving.share": 0.6,
-    "guards.rollouts_starving.window_s": 3,
-    "guards.unscored.groups": 4,
-    "guards.probe.action": "tell",  # one of several replicas is another model, and the run goes on beside it
-    "guards.stalled.after_s": 3,
+    "guards.pause": '["no_signal", "kl", "entropy", "lag", "unscored"]',
+    # lag: over at the next step otherwise, and hardly seen; not probe: a replica is another model, and the run goes on beside it
+    "guards.steps": STEPS,
+    "guards.entropy_nats": 1e-3,
+    "guards.stale_share": 0.35,  # a replica that is killed makes fewer old
+    "guards.starving_share": 0.6,
+    "guards.unscored_groups": 4,
+    "guards.stalled_s": 3,
+    "internal.starving_window_s": 3,
 }
 LEAST_MINUTE_S, STEPS_A_MINUTE = 0.6, 2
 TIMES = {
@@ -91,7 +87,7 @@ MODEL_WIDTH, MODEL_ROOM_BYTES = 1 << 20, 320 * 1024**2
 time, and do not find them; one of at most 10 takes 126 MB, and does, beside all that a process takes when it does something for the first time."""
 ISOLATED, UNSAFE, ODD, TIGHT = "executor-isolated", "executor-unsafe", "rollout-odd", "reward-tight"
 MEASURED_STEPS, STEADY_STEPS = 10, 25
-"""From which it is told how long one takes; what the guard of the throughput looks at: five steps, and four times as many before them."""
+"""From which it is told how long one takes; more than the guard `throughput` examines: two steps, and the eight before them."""
 
 
 class Faults:
