@@ -33,12 +33,10 @@ async def run(settings: Settings, replica: str) -> int:
             signal.signal(number, signal.SIG_IGN)  # rank 0 says when to stop
         log.set_up(settings.telemetry.log_level, f"{replica}.{os.environ['RANK']}")
         if os.environ["LOCAL_RANK"] == "0":  # of another host, whose pod is looked at too
-            Endpoints(
-                own_host(settings), settings.trainer.metrics_port, "trainer.metrics_port", lambda: {"ready": True}
-            )
+            Endpoints(own_host(settings), settings.run.metrics_port, "run.metrics_port", lambda: {"ready": True})
         train(settings, None)
         return 0
-    async with serve(settings, "trainer", replica, settings.trainer.metrics_port) as context:
+    async with serve(settings, "trainer", replica) as context:
         with importing():
             from services.trainer.rank0.lead import Lead
 
@@ -46,7 +44,7 @@ async def run(settings: Settings, replica: str) -> int:
         lead.begin()
         try:
             await asyncio.to_thread(train, settings, lead)
-            stopped = settings.trainer.stopped_exit_status
+            stopped = settings.internal.stopped_exit_status
             return stopped if stopped and not await lead.is_over() else 0
         finally:
             await lead.clean_up()
@@ -68,16 +66,16 @@ def train(settings: Settings, lead: "Leading | None") -> None:
         from services.trainer.rank_group import start_ranks
         from services.trainer.self_test import self_test
 
-    if settings.trainer.threads:
-        torch.set_num_threads(settings.trainer.threads)
+    if settings.run.threads:
+        torch.set_num_threads(settings.run.threads)
     torch.manual_seed(settings.run.seed)
-    device = pick_device(settings.trainer.device)
-    if settings.trainer.deterministic:
+    device = pick_device(settings.run.device)
+    if settings.run.deterministic != "off":
         make_deterministic(device)
     start_ranks(device, settings, own_host(settings))
     algorithm = settings.algorithm
     dtype = torch.float32 if device == "cpu" or settings.policy.dtype == "float32" else torch.bfloat16
-    kind, fused, chunk = settings.trainer.attention, settings.trainer.kernels, settings.trainer.logits_chunk_tokens
+    kind, fused, chunk = settings.internal.attention, settings.trainer.kernels, settings.internal.logits_chunk_tokens
     bonus = algorithm.entropy_bonus > 0
     context = settings.rollout.vllm.max_model_len
     check_context(read_config(settings.policy.model), context, settings.sampling.max_new_tokens, settings.policy.model)

@@ -28,12 +28,12 @@ PRESETS: Mapping[Preset, Mapping[str, Any]] = {
     "reinforce_pp": {"advantage": "reinforce_pp"},
     "reinforce_pp_baseline": {"advantage": "reinforce_pp_baseline"},
     "maxrl": {"advantage": "maxrl"},
-    "dapo": {"clip_high": 0.28, "dynamic_sampling": True, "overlong_buffer": 0.2},
+    "dapo": {"clip_high": 0.28, "dynamic_sampling": True, "overlong": (0.2, 1.0)},
     "gspo": {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence"},
     "cispo": {"loss": "cispo", "clip_high": 4.0},
     "ppo": {"advantage": "gae"},
     "tis": _RECOMPUTED,
-    "icepop": {"proximal": "recomputed", "correction": "token_mask", "correction_high": 5.0},
+    "icepop": {"proximal": "recomputed", "correction": "token_mask", "correction_band": (0.5, 5.0)},
     "decoupled_ppo": {**_RECOMPUTED, "minibatches": 2},
     "a3po": {"proximal": "log_linear", "correction": "token_tis", "minibatches": 2},
     "reinforce": {"advantage": "dr_grpo", "loss": "policy_gradient", "correction": "token_tis"},
@@ -54,8 +54,6 @@ class KlSettings(Section):
     over the sample before the group is compared)."""
     target: NonNegativeFloat = Field(default=0.0)
     """Mean KL per token (nats) that the coefficient is steered to; 0: the coefficient is fixed."""
-    horizon: PositiveInt = Field(default=10_000)
-    """Samples that it takes to change the coefficient by the whole error."""
 
 
 class CriticSettings(Section):
@@ -73,6 +71,9 @@ class CriticSettings(Section):
     """γ: what a reward is worth one token earlier."""
     decay: Annotated[float, Field(ge=0, le=1)] = Field(default=0.95)
     """λ of generalised advantages. 1: returns minus values; lower: less variance, more trust in the critic."""
+
+
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class AlgorithmSettings(Section):
@@ -101,16 +102,13 @@ class AlgorithmSettings(Section):
     dual_clip: NonNegativeFloat = Field(default=0.0)
     """With loss = "clip", the ratio is also bounded by this where the advantage is negative; over 1, or 0: not."""
     correction: Literal[
-        "ratio", "none", "token_tis", "sequence_tis", "token_mask", "sequence_mask", "geometric_mask"
+        "ratio", "none", "ignored", "token_tis", "sequence_tis", "token_mask", "sequence_mask", "geometric_mask"
     ] = Field(default="ratio")
     """What makes up for behavior being another policy: the loss's own ratio against behavior logprobs (`ratio`), a weight
-    truncated at correction_high (per token or sequence), or a band outside of which tokens or sequences count nothing."""
-    correction_low: NonNegativeFloat = Field(default=0.5)
-    """Where the band of the masks begins."""
-    correction_high: PositiveFloat = Field(default=2.0)
-    """Where truncation, or the band of the masks, ends."""
-    allow_uncorrected: bool = Field(default=False)
-    """Let a run with max_lag > 0 go without a correction, to see what that does."""
+    truncated at correction_band (per token or sequence), or a band outside of which tokens or sequences count nothing. `ignored`: no correction
+    though samples may be off-policy, to see what that does."""
+    correction_band: tuple[NonNegativeFloat, PositiveFloat] = Field(default=(0.5, 2.0))
+    """The ratios that count: truncation ends at the second number; the masks drop what is outside both."""
     proximal: Literal["behavior", "recomputed", "log_linear"] = Field(default="behavior")
     """What the clipped ratio starts from: behavior logprobs, those of the weights before this step (one more forward
     pass), or an interpolation of behavior and policy by lag."""
@@ -124,12 +122,9 @@ class AlgorithmSettings(Section):
     """Optimizer updates per epoch, each on its share of the groups (drawn by run.seed and the step)."""
     dynamic_sampling: bool = Field(default=False)
     """Drop groups whose rewards are all equal when they arrive (`dropped:no_signal`), and have others generated."""
-    dynamic_sampling_rounds: PositiveInt = Field(default=10)
-    """After so many times groups_per_step were dropped for one step, groups without signal are taken all the same."""
-    overlong_buffer: Annotated[float, Field(ge=0, le=1)] = Field(default=0.0)
-    """Share of sampling.max_new_tokens at whose end a sample's reward falls linearly; 0: length costs nothing."""
-    overlong_penalty: NonNegativeFloat = Field(default=1.0)
-    """How much is taken off at the full length."""
+    overlong: tuple[Share, NonNegativeFloat] = Field(default=(0.0, 1.0))
+    """[share of sampling.max_new_tokens at whose end a sample's reward falls linearly, penalty at the full length]; a share of 0:
+    length costs nothing."""
     dpo_beta: PositiveFloat = Field(default=0.1)
     """With loss = "dpo": how strongly the reference holds the policy."""
     kl: KlSettings = Field(default=KlSettings())
@@ -206,7 +201,7 @@ class AlgorithmSettings(Section):
                 'expected nothing to clip with algorithm.loss = "policy_gradient", found proximal or dual_clip: '
                 "leave them out"
             )
-        if self.correction == "none" and self.epochs * self.minibatches > 1 and not self.allow_uncorrected:
+        if self.correction == "none" and self.epochs * self.minibatches > 1:
             return (
                 "expected a correction where a batch is used for several updates, found none: set algorithm.correction "
                 '= "token_tis", or algorithm.epochs and algorithm.minibatches to 1'
@@ -239,10 +234,11 @@ class AlgorithmSettings(Section):
                 f"expected algorithm.groups_per_step to be a multiple of minibatches, found {self.groups_per_step} and "
                 f"{self.minibatches}: change one of them"
             )
-        if not self.correction_low <= 1 <= self.correction_high:
+        low, high = self.correction_band
+        if not low <= 1 <= high:
             return (
-                "expected correction_low <= 1 <= correction_high, found "
-                f"{self.correction_low} and {self.correction_high}: a ratio of 1 must lie inside; change one of them"
+                f"expected algorithm.correction_band to contain the ratio 1, found [{low:g}, {high:g}]: change "
+                "algorithm.correction_band"
             )
         if self.kl.target and not self.kl.coefficient:
             return (
@@ -251,10 +247,10 @@ class AlgorithmSettings(Section):
         return ""
 
     def _uncorrected(self) -> str:
-        if self.max_lag == 0 or self.correction != "none" or self.loss == "dpo" or self.allow_uncorrected:
+        if self.max_lag == 0 or self.correction != "none" or self.loss == "dpo":
             return ""
         return (
             f'expected an off-policy correction with algorithm.max_lag = {self.max_lag}, found correction = "none": set '
             'algorithm.correction ("ratio", or "token_tis" with a recomputed proximal), or algorithm.max_lag = 0; '
-            "algorithm.allow_uncorrected = true runs it all the same"
+            'algorithm.correction = "ignored" runs it all the same'
         )

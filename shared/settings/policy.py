@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat
 
 from shared.settings.section import Section
 
@@ -46,10 +46,6 @@ class WeightsSettings(Section):
     """Port at which the trainer serves weights; 0: any free one."""
     deadline_s: PositiveFloat = Field(default=30.0)
     """No wait of a pull takes longer: for an answer, for a peer, for a bucket. Then the next source is tried."""
-    bucket_mib: PositiveInt = Field(default=512)
-    """Weights move in buckets of at most so many MiB, unless a single tensor is larger."""
-    fan_out: PositiveInt = Field(default=2)
-    """How many replicas pull from the trainer; so many more pull from each of them, and so on."""
     kv: Literal["keep", "recompute"] = Field(default="keep")
     """At new weights, running completions go on with their key-value cache, or it is computed anew."""
     update: Literal["inflight", "drain"] = Field(default="inflight")
@@ -57,8 +53,6 @@ class WeightsSettings(Section):
     shadow: Literal["auto", "full", "bucketed"] = Field(default="auto")
     """Where a replica receives: into a second copy of the weights (`full`), or bucket by bucket into the live ones while
     generation is held (`bucketed`); `auto`: full where the memory is there."""
-    probe_every_versions: NonNegativeInt = Field(default=10)
-    """Each so many versions, and at the trainer's start, replicas check logprobs of a few sequences; 0: never."""
     probe_gap_nats: PositiveFloat = Field(default=0.05)
     """A mean absolute difference between trainer's and replica's logprobs above this is an alarm."""
     folder: Path | None = Field(default=None)

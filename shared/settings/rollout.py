@@ -26,21 +26,14 @@ class VllmSettings(Section):
 
     tensor_parallel_size: PositiveInt = Field(default=1)
     """GPUs of one replica, which share each layer."""
-    max_num_seqs: NonNegativeInt = Field(default=0)
-    """Most samples decoded at a time; 0: rollout.max_groups × sampling.group_size."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(default=0.85)
     """Share of the GPU's memory that vLLM may take, weights and key-value cache together."""
     max_model_len: NonNegativeInt = Field(default=0)
     """Longest prompt with its completion, in tokens; 0: the model's own context. With transformers too, and in the trainer: it decides
     which factors a model with longrope takes."""
-    enforce_eager: bool = Field(default=False)
-    """Run without CUDA graphs: a quicker start, slower decoding."""
-    enable_prefix_caching: bool = Field(default=True)
-    """Prefill a prompt once for all of its samples. Prompts never reuse what older weights computed."""
-    logprobs: Literal["captured", "native"] = Field(default="captured")
-    """Behavior logprobs as our hook captures them where tokens are drawn, or as vLLM returns them."""
     arguments: dict[str, Any] = Field(default={})
-    """Anything else for vLLM's AsyncEngineArgs, by its name there."""
+    """Anything else for vLLM's AsyncEngineArgs, by its name there: {enforce_eager = true} starts without CUDA graphs, {max_num_seqs =
+    64} bounds the samples decoded at a time (default: rollout.max_groups × sampling.group_size)."""
 
 
 class RolloutSettings(Section):
@@ -62,19 +55,9 @@ class RolloutSettings(Section):
     there is a GPU, else transformers."""
     max_groups: PositiveInt = Field(default=16)
     """How many groups one replica generates at a time."""
-    reproducible: bool = Field(default=False)
-    """Generate each group as a batch of its own, so that a run of the same `run.seed` on the same kind of machine repeats to the
-    bit: otherwise which groups share a batch, and with it how products are rounded, depends on timing. Slower, by 1.6 in the
-    arithmetic example. Needs algorithm.max_lag = 0 and the transformers engine."""
-    device: str = Field(default="auto")
-    """`auto` (a GPU where there is one), `cpu`, or `cuda:0`."""
     gpus: tuple[NonNegativeInt, ...] = Field(default=())
     """Which GPUs of this machine `penstock up` gives to the replicas, in turn, as many to each as it needs; none: they
     all see every GPU."""
-    threads: NonNegativeInt = Field(default=0)
-    """CPU threads of one replica; 0: as torch decides."""
-    metrics_port: NonNegativeInt = Field(default=0)
-    """Port of /metrics, /healthz and /readyz; 0: any free one."""
     vllm: VllmSettings = Field(default=VllmSettings())
     """vLLM, where it generates."""
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from shared.settings.section import Section
 
@@ -22,6 +22,17 @@ class RunSettings(Section):
     host: str = Field(default="", pattern=r"^[0-9A-Za-z_.-]*$")
     """Address at which other machines reach the processes of this one, for /metrics and weights; empty: `POD_IP`, else the address
     from which this machine reaches the bus. Differs from machine to machine: give it as a flag or by PENSTOCK__RUN__HOST."""
+    metrics_port: Annotated[int, Field(ge=0, le=65_535)] = Field(default=0)
+    """Port of a service's /metrics, /healthz and /readyz, without a token; 0: any free one. `penstock up` gives its services
+    this port and the following ones."""
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto")
+    """Where models run; `auto`: a GPU where there is one."""
+    threads: NonNegativeInt = Field(default=0)
+    """CPU threads of each process that runs a model; 0: as torch decides."""
+    deterministic: Literal["off", "steps", "run"] = Field(default="off")
+    """`steps`: training steps repeat to the bit, also on a GPU, where some operations are then slower (on a CPU they do anyway).
+    `run`: the whole run repeats to the bit on the same kind of machine: each group is generated as its own batch, which is slower
+    (1.6 times in the arithmetic example) and needs algorithm.max_lag = 0 and the transformers engine."""
 
 
 class BusSettings(Section):
@@ -30,16 +41,10 @@ class BusSettings(Section):
     url: str = Field(default="embedded")
     """`embedded` (a Valkey of its own under the run's folder), redis://, rediss://, unix://, redis+sentinel:// or
     redis+cluster://. Give a URL with a password by the environment: PENSTOCK__BUS__URL."""
-    claim_after_s: PositiveFloat = Field(default=30.0)
-    """An entry whose consumer has not renewed it for so long is taken over by another."""
     max_attempts: PositiveInt = Field(default=5)
     """An entry that failed so often is moved to the dead letters."""
     drain_s: NonNegativeFloat = Field(default=20.0)
     """How long a service that is told to stop finishes what it holds before it gives it back."""
-    start_wait_s: PositiveFloat = Field(default=30.0)
-    """How long a service waits for the bus at its start; later it waits for ever."""
-    audit_entries: NonNegativeInt = Field(default=100_000)
-    """How many endings of groups the audit stream keeps; 0: none."""
 
 
 class DataSettings(Section):
@@ -48,9 +53,7 @@ class DataSettings(Section):
     path: Path = Field(default=Path("train.jsonl"))
     """JSONL, Parquet, or a folder of a Hugging Face dataset saved to disk."""
     prompt_field: str = Field(default="prompt")
-    """The column with the prompt's text."""
-    messages_field: str = Field(default="messages")
-    """The column with chat messages (`[{role, content}]`); used where the prompt's column is missing."""
+    """The column with the prompt: text, or chat messages (`[{role, content}]`). A row without it may have `messages` instead."""
     answer_field: str = Field(default="answer")
     """The column with the reference answer; every other column goes to the scorers."""
     scorers_field: str = Field(default="")
@@ -69,8 +72,6 @@ class CoordinatorSettings(Section):
     """Address of the HTTP API; /metrics and weights are served at `run.host`."""
     port: NonNegativeInt = Field(default=0)
     """Port of the HTTP API; 0: any free one, written to <run folder>/coordinator.json."""
-    metrics_port: NonNegativeInt = Field(default=0)
-    """Port of /metrics, /healthz and /readyz, which ask for no token; 0: any free one."""
     token_file: Path | None = Field(default=None)
     """A file, readable by you alone, whose first line is the bearer token that may read and operate; needed where `host` is no loopback
     address, and where other people use this machine: without a token each of them may operate the run."""
@@ -83,11 +84,7 @@ class CoordinatorSettings(Section):
 
 
 class TelemetrySettings(Section):
-    """Logs and heartbeats."""
+    """Logs."""
 
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(default="INFO")
     """Least severe line that is logged."""
-    heartbeat_s: PositiveFloat = Field(default=1.0)
-    """Seconds between a replica's heartbeats; it counts as gone after 5 of them."""
-    prometheus_port: Annotated[int, Field(ge=0, le=65_535)] = Field(default=9090)
-    """Where `penstock up --prometheus` serves, on loopback; 0: any free port."""

@@ -42,18 +42,16 @@ DEEPSPEED_KEYS = {
 """What ``trainer.deepspeed`` must not say, and which setting decides it."""
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class StoreSettings(Section):
     """Where checkpoints are copied to beside training, for folders that do not outlive their machine."""
 
     uri: str = Field(default="", pattern=r"^$|^s3://[^/@]+(/.*)?$")
     """`s3://bucket/prefix`, in S3 or in what speaks its protocol; `<prefix>/<run id>/` is this run's. Empty: none."""
     endpoint: str = Field(default="", pattern=r"^$|^https?://[^@]+$")
-    """URL of a server that is not AWS's; empty: as AWS's own tools find it."""
-    region: str = Field(default="")
-    """Region of the bucket; empty: as AWS's own tools find it."""
-    keep_last: PositiveInt = Field(default=2)
-    """Checkpoints that are kept there, besides pinned ones. From 2 on, the journal reaches back to the last but one, so that
-    a damaged newest one costs no step."""
+    """URL of a server that is not AWS's; empty: as AWS's own tools find it, as they do region and credentials."""
     counts: Literal["stored", "written"] = Field(default="stored")
     """From when on a checkpoint may be relied upon, and the journal before it goes: once it is whole in the store, or as soon
     as it is `written` to the run's folder, which must then outlive the machine, as a shared volume does."""
@@ -72,12 +70,8 @@ class TrainerSettings(Section):
     """`host:port` at which the first of several hosts lets the others join. It listens on that address alone, without a password."""
     zero_stage: Literal[0, 1, 2, 3] = Field(default=1)
     """DeepSpeed ZeRO stage: ranks share nothing (0), the optimizer's state (1), gradients too (2), weights too (3)."""
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto")
-    """`auto`: a GPU where there is one."""
     gpus: tuple[NonNegativeInt, ...] = Field(default=())
     """Which GPUs of this machine `penstock up` gives to the ranks, one to each; none: they see every GPU."""
-    threads: NonNegativeInt = Field(default=0)
-    """CPU threads of one rank; 0: as torch decides."""
     optimizer: Literal["adamw", "adamw_8bit"] = Field(default="adamw")
     """AdamW, or the same with its two moments in 8 bits each (bitsandbytes): a quarter of their memory."""
     learning_rate: NonNegativeFloat = Field(default=1e-6)
@@ -88,10 +82,8 @@ class TrainerSettings(Section):
     """What the learning rate does after the warm-up, until run.steps."""
     final_learning_rate: NonNegativeFloat = Field(default=0.0)
     """Where `linear` and `cosine` end."""
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.9)
-    """AdamW's first moment decay."""
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.999)
-    """AdamW's second moment decay."""
+    adam_betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999))
+    """AdamW's decay rates of the first and the second moment."""
     weight_decay: NonNegativeFloat = Field(default=0.0)
     """AdamW's weight decay."""
     max_grad_norm: PositiveFloat = Field(default=1.0)
@@ -99,9 +91,6 @@ class TrainerSettings(Section):
     micro_batch_tokens: PositiveInt = Field(default=16_384)
     """Most tokens in one forward pass on one rank; a longer sample leaves untrained. A group's prompt counts once, or once for each sample
     where `trainer.packing` computes it so."""
-    attention: Literal["auto", "mask", "varlen"] = Field(default="auto")
-    """How packed sequences attend: torch's variable-length attention (`varlen`; CUDA, half precision), or rectangles of similar
-    sequences with a mask (`mask`, anywhere); `auto`: varlen where it runs. Both give the logprobs of separate sequences."""
     packing: Literal["auto", "rows", "sequences"] = Field(default="auto")
     """How sequences go through the model. `rows`: a group's prompt is computed once and its completions beside it. `sequences`: each prompt
     and completion by itself, as transformers runs it; exact for every causal model, and several times slower where prompts are long.
@@ -109,26 +98,20 @@ class TrainerSettings(Section):
     kernels: Literal["auto", "torch", "liger"] = Field(default="auto")
     """What computes norms, rotary embeddings and gated MLPs on a GPU: torch, or Liger's fused kernels (extra fused-kernels); `auto`: Liger's
     where they are installed and know the model. With `torch` the logprobs of logits are left to torch as well."""
-    logits_chunk_tokens: NonNegativeInt = Field(default=2048)
-    """Logits of so many tokens are in memory at a time, and computed again in the backward pass; 0: of a whole micro-batch."""
     logits: Literal["model", "float32"] = Field(default="model")
     """In which type logits are made of bfloat16 hidden states, here and by the reward service's reference: the `model`'s own, as vLLM makes
     them, or `float32`, whose logprobs are exact where the others are 0.02 nats per token off (docs/algorithms.md)."""
-    deterministic: bool = Field(default=False)
-    """On a GPU: make each step with operations that repeat it to the bit, some of which are slower, so that a replay does. On a CPU
-    steps repeat anyway."""
     gradient_checkpointing: bool = Field(default=False)
     """Compute each layer's activations again in the backward pass instead of keeping them: less memory, a third more work."""
     offload: Literal["none", "optimizer", "all"] = Field(default="none")
     """What lies in the host's memory between uses: the optimizer's state (zero_stage 1 to 3), or weights too (zero_stage 3)."""
     deepspeed: dict[str, Any] = Field(default={})
     """More settings of DeepSpeed, in its own words; those that other settings decide are refused."""
-    peak_flops: NonNegativeFloat = Field(default=0.0)
-    """What one GPU can do, in TFLOP/s, to report utilisation (`mfu`); 0: by the GPU's name, where it is known."""
     checkpoint_every_steps: PositiveInt = Field(default=20)
     """Steps between checkpoints; the journal replays what lies after the newest."""
     keep_last: PositiveInt = Field(default=2)
-    """Checkpoints that are kept in the run's folder."""
+    """Newest checkpoints that are kept, in the run's folder and in trainer.store, besides pinned ones. From 2 on, the journal in
+    trainer.store reaches back to the last but one, so that a damaged newest one costs no step."""
     signing_key_file: Path | None = Field(default=None)
     """File with a secret key of the run, at least 32 characters, that signs each checkpoint; one that is not signed, in the run's folder or
     in `trainer.store`, is then refused. Several keys, one per line: the first signs, all are accepted. Without it whoever can
@@ -138,11 +121,6 @@ class TrainerSettings(Section):
     max_skipped_steps: NonNegativeInt = Field(default=3)
     """So many batches in a row may give a loss or gradient that is not finite: each leaves uncommitted, counted as
     dropped:nonfinite. One more pauses the run."""
-    stopped_exit_status: Annotated[int, Field(ge=0, le=255)] = Field(default=0)
-    """Exit status of a trainer that is told to stop before its run is over. Where 0 means done, as in a Job of Kubernetes, 143 has it
-    started again."""
-    metrics_port: NonNegativeInt = Field(default=0)
-    """Port of /metrics, /healthz and /readyz of rank 0; 0: any free one."""
 
     @model_validator(mode="after")
     def _agree(self) -> "TrainerSettings":

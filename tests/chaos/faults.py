@@ -54,7 +54,7 @@ FLAGS = {
     "bus.drain_s": 60,  # how long the end of the run waits for a frozen trainer: until what failed is told
     "evaluation.problems": 4,
     "weights.deadline_s": 1,
-    "weights.probe_every_versions": 2,
+    "internal.probe_every_versions": 2,
     "trainer.learning_rate": SLOW,
     "trainer.checkpoint_every_steps": 10,
     "guards.pause": '["no_signal", "kl", "entropy", "lag", "unscored"]',
@@ -279,7 +279,7 @@ async def prepared(folder: Path, storage: Storage) -> AsyncIterator[Faults]:
         async with running(folder, server.url, flags, prometheus=True, forked=False) as run:
             await run.until((run.folder / "settings.toml").exists)
             bus = await run.connect()
-            quick = ("--reward.executor.profiles", '["stdlib"]', "--reward.executor.check_every_s", "0.5")
+            quick = ("--reward.executor.profiles", '["stdlib"]', "--internal.executor_check_s", "0.5")
             isolated = around.enter_context(executor_process.running(*quick))
             unsafe = around.enter_context(executor_process.running(*quick, "--reward.executor.isolation", "unsafe"))
             found = Faults(run, bus, server, storage, scorer, isolated, around)
@@ -297,7 +297,7 @@ async def prepared(folder: Path, storage: Storage) -> AsyncIterator[Faults]:
 async def _join(faults: Faults, folder: Path) -> None:
     """Start the replica of another model and the one whose memory will be limited, which take nothing; wait until they could."""
     large, odd = await asyncio.to_thread(_large_model, folder / "large"), _other_model(folder / "odd")
-    model = f'{{kind = "model", model = "{large}", device = "cpu", threads = 1}}'
+    model = f'{{kind = "model", model = "{large}"}}'
     for service, name, flags in (
         ("rollout", ODD, {"policy.model": odd}),
         ("reward", TIGHT, {"reward.scorers": f"[{SCORER}, {model}]", "reward.max_groups": 1}),

@@ -298,7 +298,7 @@ def test_wrong_input_ends_the_process_with_code_2_and_no_traceback(run: Path) ->
     assert "Traceback" not in shown.stderr
 
 
-@pytest.mark.parametrize("setting", ["coordinator.port", "rollout.metrics_port"])
+@pytest.mark.parametrize("setting", ["coordinator.port", "run.metrics_port"])
 def test_a_taken_port_is_a_sentence(
     run: Path, setting: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

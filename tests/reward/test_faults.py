@@ -35,8 +35,8 @@ def settings(folder: Path, mode: str = "exact", **model: Any) -> Settings:
             "reward": {
                 "expression": "answer + 0 * model",
                 "scorers": [
-                    {"kind": "answer", "mode": mode, "timeout_s": 1.0, "processes": 1, "extract": "whole"},
-                    {"kind": "model", "model": str(folder), "device": "cpu", "threads": 1, **model},
+                    {"kind": "answer", "mode": mode, "processes": 1, "extract": "whole"},
+                    {"kind": "model", "model": str(folder), **model},
                 ],
             }
         }

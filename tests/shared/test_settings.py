@@ -44,15 +44,15 @@ def test_flags_come_before_the_environment_and_that_before_the_file(tmp_path: Pa
         ('[rollout]\nnodes = 2\nrendezvous = "a:1"\nsecret_file = "s"\nvllm.tensor_parallel_size = 3', "expected rollout.vllm.tensor_parallel_size to be a multiple of rollout.nodes = 2, as many GPUs on each host, found 3"),
         ('[rollout]\nengine = "transformers"\nnodes = 2\nrendezvous = "a:1"\nsecret_file = "s"\nvllm.tensor_parallel_size = 2', 'expected rollout.nodes = 1 with the engine "transformers", found 2'),
         ("[run", "expected TOML in"),
-        ("[rollout.vllm]\nmax_num_seq = 4", "rollout.vllm.max_num_seq: expected a known setting, found 'max_num_seq'; did you mean 'max_num_seqs'?"),
+        ("[rollout.vllm]\nmax_model_length = 4", "rollout.vllm.max_model_length: expected a known setting, found 'max_model_length'; did you mean 'max_model_len'?"),
         ("[rollout.vllm]\ngpu_memory_utilization = 1.5", "rollout.vllm.gpu_memory_utilization: expected less than or equal to 1, found 1.5: change rollout.vllm.gpu_memory_utilization"),
         ('[rollout]\nengine = "transformers"\nvllm.tensor_parallel_size = 2', 'expected rollout.vllm.tensor_parallel_size = 1 with the engine "transformers", found 2: change it, or set rollout.engine = "vllm"'),
         ('[rollout]\nengine = "transformers"\n[weights]\nkv = "recompute"', 'expected weights.kv = "keep" with the engine "transformers", found "recompute"'),
         ('[rollout]\nengine = "scripted"\n[weights]\nshadow = "bucketed"', 'expected weights.shadow = "full" with the engine "scripted", found "bucketed"'),
-        ("[rollout]\nreproducible = true\n[algorithm]\nmax_lag = 2", "expected algorithm.max_lag = 0 with rollout.reproducible, found 2"),
-        ('[rollout]\nreproducible = true\nengine = "vllm"\n[algorithm]\nmax_lag = 0', 'expected the engine "transformers" with rollout.reproducible, found "vllm"'),
+        ('[run]\ndeterministic = "run"\n[algorithm]\nmax_lag = 2', 'expected algorithm.max_lag = 0 with run.deterministic = "run", found 2'),
+        ('[run]\ndeterministic = "run"\n[rollout]\nengine = "vllm"\n[algorithm]\nmax_lag = 0', 'expected the engine "transformers" with run.deterministic = "run", found "vllm"'),
         ('[weights]\ntransport = "carrier pigeon"', "weights.transport: expected 'pull' or 'file', found 'carrier pigeon': change weights.transport"),
-        ("[weights]\nfan_out = 0", "weights.fan_out: expected greater than 0, found 0: change weights.fan_out"),
+        ("[weights]\nkeep = 1", "weights.keep: expected greater than or equal to 2, found 1: change weights.keep"),
     ],
 )  # fmt: skip
 def test_a_wrong_setting_is_a_sentence_that_names_it(tmp_path: Path, text: str, sentence: str) -> None:
@@ -62,13 +62,17 @@ def test_a_wrong_setting_is_a_sentence_that_names_it(tmp_path: Path, text: str, 
 
 
 def test_a_table_within_a_table_is_set_by_file_environment_and_flag(tmp_path: Path) -> None:
-    path = write(tmp_path, "[rollout]\nreplicas = 3\n[rollout.vllm]\nmax_num_seqs = 1\nenforce_eager = true\n")
-    environment = {"PENSTOCK__ROLLOUT__VLLM__MAX_NUM_SEQS": "2", "PENSTOCK__ROLLOUT__VLLM__MAX_MODEL_LEN": "512"}
-    flags = ["--rollout.vllm.max_num_seqs", "8", "--rollout.vllm.arguments.swap_space", "0.5"]
+    path = write(
+        tmp_path, "[rollout]\nreplicas = 3\n[rollout.vllm]\nmax_model_len = 1\narguments.enforce_eager = true\n"
+    )
+    environment = {
+        "PENSTOCK__ROLLOUT__VLLM__MAX_MODEL_LEN": "2",
+        "PENSTOCK__ROLLOUT__VLLM__GPU_MEMORY_UTILIZATION": "0.5",
+    }
+    flags = ["--rollout.vllm.max_model_len", "8", "--rollout.vllm.arguments.swap_space", "0.5"]
     found = load(path, flags, environment).rollout
-    assert (found.replicas, found.vllm.max_num_seqs, found.vllm.max_model_len) == (3, 8, 512)
-    assert found.vllm.enforce_eager
-    assert found.vllm.arguments == {"swap_space": 0.5}
+    assert (found.replicas, found.vllm.max_model_len, found.vllm.gpu_memory_utilization) == (3, 8, 0.5)
+    assert found.vllm.arguments == {"enforce_eager": True, "swap_space": 0.5}
 
 
 @pytest.mark.parametrize("engine", ["auto", "vllm"])
@@ -86,7 +90,7 @@ def test_every_field_says_what_it_is() -> None:
     found = [entry.key for entry in settings_help.entries()]
     assert [entry.key for entry in settings_help.entries() if not entry.text] == []
     assert len(found) == len(set(found))
-    assert {"run.id", "rollout.vllm.max_num_seqs", "reward.scorers[answer].mode", "weights.deadline_s"} <= set(found)
+    assert {"run.id", "rollout.vllm.max_model_len", "reward.scorers[answer].mode", "weights.deadline_s"} <= set(found)
 
 
 def test_what_is_dumped_is_loaded_again_without_the_password(tmp_path: Path) -> None:

@@ -315,7 +315,7 @@ def trainer(folder: Path, **options: Any) -> tuple[Trainer, Leader]:
         {
             **settings().model_dump(),
             "run": {"id": "faults", "folder": folder},
-            "weights": {"probe_every_versions": 0},
+            "internal": {"probe_every_versions": 0},
             "trainer": {"learning_rate": 1e-3, "zero_stage": 0, "checkpoint_every_steps": 1, **options},
         }
     )

@@ -244,7 +244,7 @@ class Guards:
         found |= await self._find_unscored(view, status.changed_at_s)
         found |= await self._find_probe(status.changed_at_s)
         before = self.active
-        active = {
+        active: dict[str, GuardView] = {
             name: GuardView(
                 guard=name,
                 action=action,

@@ -234,7 +234,7 @@ class Learner:
         """Return how fast this rank made the step's forward passes, backward passes and updates."""
         once = sum(found.batch.flops for found in everything)
         flops = once * (1 + BACKWARD) * self._algorithm.epochs
-        return utilisation(flops, seconds, self._settings.trainer.peak_flops, self._policy.device)
+        return utilisation(flops, seconds, self._settings.internal.peak_tflops, self._policy.device)
 
     def _update_policy(
         self, minibatch: Minibatch, rate: float, sums: StepSums, tally: Tally, step: int, passes: ForwardPasses
@@ -323,7 +323,7 @@ class Learner:
             found["explained_variance"] = explained_variance(torch.cat(returns), torch.cat(values))
         kl = self._algorithm.kl
         if kl.target:
-            self.kl_coefficient = next_coefficient(self.kl_coefficient, reference_kl, kl.target, samples, kl.horizon)
+            self.kl_coefficient = next_coefficient(self.kl_coefficient, reference_kl, kl.target, samples)
         return found
 
 

@@ -47,14 +47,14 @@ class Retention:
     """
 
     def __init__(self, settings: Settings, bus: Bus, call: Call, reading: Callable[[], str] = lambda: "") -> None:
-        self._options = settings.trainer.store
+        self._uri, self._keep_last = settings.trainer.store.uri, settings.trainer.keep_last
         self._bus = bus
         self._ledger = Ledger(bus)
         self._call = call
         self._reading = reading
         self.store = open_store(settings)
         self._uploader = Uploader(self._tell_failure) if self.store is not None else None
-        self._relies_on_folder = self.store is None or self._options.counts == "written"
+        self._relies_on_folder = self.store is None or settings.trainer.store.counts == "written"
         self._naming = threading.Lock()
         """Held from reading to writing what the ledger knows of a checkpoint, which both threads do; see ``_same``."""
         self._same: dict[PolicyVersion, list[PolicyVersion]] = {}
@@ -129,7 +129,7 @@ class Retention:
     def close(self, wait_s: float) -> None:
         """Let what is being copied be finished, for at most ``wait_s``."""
         if self._uploader is not None and not self._uploader.close(wait_s):
-            log.warning("left before everything was stored", extra={"uri": self._options.uri})
+            log.warning("left before everything was stored", extra={"uri": self._uri})
 
     # ---------------------------------------------------------------- stored, in the uploader's thread
 
@@ -170,12 +170,12 @@ class Retention:
     def _trim_journal(self, usable: Sequence[StoredCheckpoint]) -> None:
         if self._relies_on_folder:
             return
-        back = min(2, self._options.keep_last)
+        back = min(2, self._keep_last)
         if len(usable) >= back and (entry := usable[-back].state.journal_entry):
             self._call(self._ledger.trim_journal(entry))
 
     def _clean(self, store: CheckpointStore, usable: Sequence[StoredCheckpoint]) -> None:
-        kept = {one.name for one in usable[-self._options.keep_last :]}
+        kept = {one.name for one in usable[-self._keep_last :]}
         for old in store.whole():
             if old.name not in kept and self._call(self._ledger.forget_checkpoint(old.uri)):
                 store.delete(old)

@@ -5,9 +5,9 @@ The tables of ``[[reward.scorers]]`` stand in ``scorers.py`` and ``models.py``.
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
-from shared.settings.rewards.models import ReferenceSettings
+from shared.settings.rewards.models import ModelsSettings
 from shared.settings.rewards.scorers import AnswerScorer, Scorer
 from shared.settings.section import Section
 
@@ -26,16 +26,6 @@ class ExecutorSettings(Section):
     """Interpreters that are kept warm: with the standard library alone, or with numpy."""
     interpreter: str = Field(default="")
     """Python that runs the programs; empty: the one that runs Penstock."""
-    user_id: PositiveInt = Field(default=65_534)
-    """User that programs run as when the executor is started by root; otherwise they run as the executor's own."""
-    recycle_after: PositiveInt = Field(default=5_000)
-    """A warm interpreter is replaced after so many programs."""
-    check_every_s: PositiveFloat = Field(default=15.0)
-    """Each so often a program that tries to escape is run; unless it is contained, /readyz says no."""
-    max_waiting: PositiveInt = Field(default=1024)
-    """So many programs of one connection may wait or run; further ones are not read before."""
-    metrics_port: NonNegativeInt = Field(default=0)
-    """Port of /metrics, /healthz and /readyz; 0: any free one."""
 
 
 class RewardSettings(Section):
@@ -48,13 +38,11 @@ class RewardSettings(Section):
     scorers: tuple[Scorer, ...] = Field(default=(AnswerScorer(kind="answer"),), min_length=1)
     """Who scores; all run at once."""
     max_groups: PositiveInt = Field(default=32)
-    """How many groups one replica scores at a time; the others wait on the bus."""
-    reference: ReferenceSettings = Field(default=ReferenceSettings())
-    """The frozen initial policy, where algorithm.reference = "reward"."""
+    """Groups that one replica scores at a time; the others wait on the bus."""
+    models: ModelsSettings = Field(default=ModelsSettings())
+    """Where reward models and the reference run."""
     gpus: tuple[NonNegativeInt, ...] = Field(default=())
     """Which GPUs of this machine `penstock up` gives to the replicas, in turn, as many to each; none: they all see every
     GPU."""
-    metrics_port: NonNegativeInt = Field(default=0)
-    """Port of /metrics, /healthz and /readyz; 0: any free one."""
     executor: ExecutorSettings = Field(default=ExecutorSettings())
     """The process that runs model-written code."""

@@ -50,7 +50,7 @@ JOBS = int(os.environ.get("PENSTOCK_EXECUTOR_JOBS", "3000"))
 def process() -> Iterator[Running]:
     """In the strongest tier there is, both profiles."""
     need("bwrap", "bubblewrap")
-    with running("--reward.executor.check_every_s", "1000") as found:
+    with running("--internal.executor_check_s", "1000") as found:
         yield found
 
 
@@ -214,7 +214,7 @@ async def test_no_tier_means_no_start_and_every_reason_is_told(monkeypatch: pyte
     monkeypatch.setattr(Interpreter, "find", lambda _: broken)
     monkeypatch.setattr("services.reward.executor.isolation._SYSTEM", ())
     with escapes.targets() as targets, pytest.raises(SettingsError) as refusal:
-        await probe.start(settings, targets)
+        await probe.start(settings, targets, recycle_after=1000)
     lines = str(refusal.value).splitlines()
     assert lines[0] == "expected isolation that holds on this host, found none:"
     assert lines[1] == "  namespace: bwrap not found: install bubblewrap"
@@ -225,7 +225,7 @@ async def test_no_tier_means_no_start_and_every_reason_is_told(monkeypatch: pyte
         escapes.targets() as targets,
         pytest.raises(SettingsError, match="this kernel does not offer Landlock, which both"),
     ):
-        await probe.start(settings, targets)
+        await probe.start(settings, targets, recycle_after=1000)
 
 
 def test_a_refusal_is_one_message_and_exit_code_2() -> None:
@@ -375,8 +375,8 @@ async def test_a_client_finds_an_executor_that_came_back_and_says_so_while_there
 @pytest.mark.timeout(1200)
 async def test_thousands_of_programs_leave_no_process_descriptor_memory_or_file() -> None:
     need("bwrap", "bubblewrap")
-    flags = ("--reward.executor.recycle_after", str(3 * JOBS // 10), "--reward.executor.profiles", '["stdlib"]')
-    with running(*flags, "--reward.executor.check_every_s", "1000") as found:
+    flags = ("--internal.executor_recycle_after", str(3 * JOBS // 10), "--reward.executor.profiles", '["stdlib"]')
+    with running(*flags, "--internal.executor_check_s", "1000") as found:
         client = ExecutorClient(found.address)
 
         async def some(count: int) -> None:

@@ -98,8 +98,8 @@ def fenced(program: str) -> str:
     return f"```python\n{program}\n```"
 
 
-def scorer(executor: ScriptedExecutor, **changes: Any) -> CodeTester:
-    return CodeTester(CodeScorer(kind="code", **{"wait_s": 0.0, **changes}), executor.address)
+def scorer(executor: ScriptedExecutor, wait_s: float = 0.0, **changes: Any) -> CodeTester:
+    return CodeTester(CodeScorer(kind="code", **changes), executor.address, wait_s)
 
 
 @contextlib.asynccontextmanager
@@ -255,7 +255,7 @@ async def test_while_the_executor_is_away_the_service_is_degraded_and_the_group_
     executor.answer = sums_right_up_to(9)
     status = Status(state="working")
     settings = Settings.model_validate(
-        {"reward": {"executor": {"address": executor.address}, "scorers": [{"kind": "code", "wait_s": 30.0}]}}
+        {"reward": {"executor": {"address": executor.address}, "scorers": [{"kind": "code"}]}}
     )
     handler = make_scoring(settings, status)
     patience = Patience(claim_after_s=1.0, max_attempts=3, retry_s=0.01, drain_s=5.0)

@@ -46,6 +46,10 @@ _SHORT = 4_000
 """A text up to this length, in characters, is checked in the event loop."""
 PATTERN_TIMEOUT_S = 1.0
 """How long a pattern may take in all: status ``timeout``, value 0."""
+JSON_TIMEOUT_S = 2.0
+"""How long a check against json_schema may take: its process is killed then, status ``timeout``, value 0."""
+_MIN_SCRIPT_SHARE = 0.95
+"""Names and symbols of another script are tolerated, a paragraph is not."""
 _JSON_COMMAND = (sys.executable, "-m", "services.reward.scorers.format.json_check")
 _LETTER = regex.compile(r"\p{L}")
 
@@ -56,6 +60,21 @@ class TextSpan:
 
     start: int
     end: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Tag:
+    """One entry of `tags`."""
+
+    tag: str
+    required: bool
+    once: bool
+
+    @classmethod
+    def read(cls, written: str) -> "_Tag":
+        """Read `think`, `think?`, `think+` or `think*`."""
+        count = written[-1] if written[-1] in "?+*" else ""
+        return cls(written.removesuffix(count), required=count in ("", "+"), once=count in ("", "?"))
 
 
 class FormatChecker:
@@ -78,7 +97,7 @@ class FormatChecker:
         if not rules:
             raise SettingsError(
                 f"expected at least one rule for scorer {scorer.name!r}, found none: "
-                "give it tags, pattern, max_characters, needs_stop or another in [[reward.scorers]]"
+                "give it tags, pattern, characters, needs_stop or another in [[reward.scorers]]"
             )
         if unused := set(scorer.weights) - rules:
             raise SettingsError(
@@ -106,8 +125,8 @@ class FormatChecker:
             "order": len(rules.tags) > 1,
             "outside": rules.nothing_outside and bool(rules.tags),
             "pattern": bool(rules.pattern),
-            "length": bool(rules.min_characters or rules.max_characters),
-            "tokens": bool(rules.min_tokens or rules.max_tokens),
+            "length": any(rules.characters),
+            "tokens": any(rules.tokens),
             "scripts": bool(rules.scripts),
             "json": bool(rules.json_schema),
             "stop": rules.needs_stop,
@@ -176,7 +195,7 @@ class FormatChecker:
         content = tagged(text, tag) if tag else text
         if content is None:
             return f"expected JSON in <{tag}>…</{tag}>, found none"
-        answer = await self._checkers.ask({"text": content}, self._scorer.json_timeout_s)
+        answer = await self._checkers.ask({"text": content}, JSON_TIMEOUT_S)
         return str(answer["broken"])
 
     async def _matches(self, text: str) -> bool:
@@ -201,10 +220,10 @@ class FormatChecker:
         yield from _tag_rules(rules, text)
         if self._pattern is not None:
             yield "pattern", "" if matches else "expected text that matches the pattern"
-        if rules.min_characters or rules.max_characters is not None:
-            yield "length", _broken_length(len(text), rules.min_characters, rules.max_characters, "characters")
-        if rules.min_tokens or rules.max_tokens is not None:
-            yield "tokens", _broken_length(len(sample.token_ids), rules.min_tokens, rules.max_tokens, "tokens")
+        if any(rules.characters):
+            yield "length", _broken_length(len(text), *rules.characters, "characters")
+        if any(rules.tokens):
+            yield "tokens", _broken_length(len(sample.token_ids), *rules.tokens, "tokens")
         if self._script is not None:
             yield "scripts", _broken_script(text, self._script, rules)
         if self._checkers is not None:
@@ -214,7 +233,8 @@ class FormatChecker:
 
 
 def _tag_rules(rules: scorers.FormatScorer, text: str) -> Iterator[tuple[FormatRule, str]]:
-    found = [(rule, spans(text, rule.tag)) for rule in rules.tags]
+    declared = [_Tag.read(written) for written in rules.tags]
+    found = [(rule, spans(text, rule.tag)) for rule in declared]
     for rule, places in found:
         yield "tags", _broken_tag(rule, places, text)
     if len(rules.tags) > 1:
@@ -239,7 +259,7 @@ def spans(text: str, tag: str) -> list[TextSpan]:
     return found
 
 
-def _broken_tag(rule: scorers.TagRule, places: list[TextSpan], text: str) -> str:
+def _broken_tag(rule: _Tag, places: list[TextSpan], text: str) -> str:
     openings, closings = text.count(f"<{rule.tag}>"), text.count(f"</{rule.tag}>")
     if openings != closings or len(places) < min(openings, 1):
         return f"expected <{rule.tag}> closed by </{rule.tag}>, found {openings} and {closings}"
@@ -266,10 +286,10 @@ def _broken_outside(text: str, inside: list[TextSpan]) -> str:
     return "expected nothing outside the tags" if text[position:].strip() else ""
 
 
-def _broken_length(found: int, least: int, most: int | None, unit: str) -> str:
+def _broken_length(found: int, least: int, most: int, unit: str) -> str:
     if found < least:
         return f"expected at least {least} {unit}, found {found}"
-    if most is not None and found > most:
+    if most and found > most:
         return f"expected at most {most} {unit}, found {found}"
     return ""
 
@@ -277,6 +297,6 @@ def _broken_length(found: int, least: int, most: int | None, unit: str) -> str:
 def _broken_script(text: str, script: "regex.Pattern[str]", rules: scorers.FormatScorer) -> str:
     letters = len(_LETTER.findall(text, concurrent=True))
     share = len(script.findall(text, concurrent=True)) / letters if letters else 1.0
-    if share >= rules.min_script_share:
+    if share >= _MIN_SCRIPT_SHARE:
         return ""
-    return f"expected a share of {rules.min_script_share:g} of letters in {', '.join(rules.scripts)}, found {share:.3g}"
+    return f"expected a share of {_MIN_SCRIPT_SHARE:g} of letters in {', '.join(rules.scripts)}, found {share:.3g}"

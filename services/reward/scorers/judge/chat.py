@@ -4,8 +4,8 @@
 
     ask ──▶ a place (concurrency) ──▶ a turn (requests_per_s) ──▶ POST {url}/chat/completions, within timeout_s
              ▲                                                       ├── 200 with a message      ──▶ its text
-             │  wait: backoff_s, doubled each time, or as            ├── 408, 409, 425, 429, 5xx, no connection,
-             └─ Retry-After says; at most max_wait_s ────────────────┤   late, 200 without a message or without a verdict
+             │  wait: BACKOFF_S, doubled each time, or as            ├── 408, 409, 425, 429, 5xx, no connection,
+             └─ Retry-After says; at most MAX_WAIT_S ────────────────┤   late, 200 without a message or without a verdict
                                                                      └── anything else           ──▶ NoAnswer at once
 
 What ``Retry-After`` says holds for every request of this client. The key is sent and never shown: where an endpoint's
@@ -47,6 +47,12 @@ _LONGEST_ERROR = 120
 _LARGEST_RESPONSE_BYTES = 4 * 1024**2
 """A larger response is not read: no verdict is so long."""
 _MOST_TOKENS = 10**9
+_REQUEST = {"max_tokens": 512, "temperature": 0.0}
+"""Unless `request` sets them: a verdict with its reasons fits, and is the same each time."""
+BACKOFF_S = 0.5
+"""Wait after the first failure. It doubles with each further one, with jitter."""
+MAX_WAIT_S = 30.0
+"""Longest wait between two requests for a sample; the group is given back to the bus if the endpoint asks for more."""
 
 
 T = TypeVar("T")
@@ -102,17 +108,15 @@ class ChatClient:
             NoVerdict: nothing that could be read, and the last request was answered.
             NoAnswer: no answer.
         """
-        scorer, backoff_s = self._scorer, self._scorer.backoff_s
+        scorer, backoff_s = self._scorer, BACKOFF_S
         for attempt in range(1, scorer.attempts + 1):
             try:
                 return await self._ask_once(question, read)
             except _Passing as error:
                 if attempt == scorer.attempts:
                     raise error.ending(f"{error}, as the last of {attempt} requests") from error
-                if (error.wait_s or 0.0) > scorer.max_wait_s:
-                    raise NoAnswer(
-                        f"{error}, and to wait {error.wait_s:g} s; max_wait_s is {scorer.max_wait_s:g}"
-                    ) from error
+                if (error.wait_s or 0.0) > MAX_WAIT_S:
+                    raise NoAnswer(f"{error}, and to wait {error.wait_s:g} s, more than {MAX_WAIT_S:g} s") from error
                 await self._wait(error.wait_s, backoff_s)
                 backoff_s *= 2
         raise AssertionError("expected at least one attempt")
@@ -121,7 +125,7 @@ class ChatClient:
         if asked_s is not None:
             self._pace.hold(asked_s)
         else:
-            await asyncio.sleep(min(backoff_s, self._scorer.max_wait_s) * random.uniform(0.5, 1.0))
+            await asyncio.sleep(min(backoff_s, MAX_WAIT_S) * random.uniform(0.5, 1.0))
 
     async def _ask_once(self, question: str, read: Callable[[str], T | None]) -> T:
         async with self._places:
@@ -165,8 +169,7 @@ class ChatClient:
         return {
             "model": self._scorer.model,
             "messages": [*messages, {"role": "user", "content": question}],
-            "max_tokens": self._scorer.max_tokens,
-            "temperature": self._scorer.temperature,
+            **_REQUEST,
             **self._scorer.request,
         }
 
@@ -238,17 +241,15 @@ def read_key(scorer: JudgeScorer) -> str:
     Raises:
         SettingsError: the variable or the file that should hold it does not.
     """
-    if scorer.api_key_variable:
-        key, place, setting = os.environ.get(scorer.api_key_variable, ""), scorer.api_key_variable, "api_key_variable"
-    elif scorer.api_key_file is not None:
-        key, place, setting = _content(scorer.api_key_file), str(scorer.api_key_file), "api_key_file"
-    else:
+    source, _, place = scorer.key_source.partition(":")
+    if not source:
         return ""
+    key = os.environ.get(place, "") if source == "env" else _content(Path(place))
     key = key.strip()
     if not key or not key.isascii() or not key.isprintable():
         raise SettingsError(
             f"expected a key in {place} for scorer {scorer.name!r}, found none that a header can carry: "
-            f"set it, or change {setting} in [[reward.scorers]]"
+            "set it, or change key_source in [[reward.scorers]]"
         )
     return key
 

@@ -67,6 +67,8 @@ class VerdictReader:
     def __init__(self, scorer: JudgeScorer) -> None:
         self._scorer = scorer
         self._labels = {label.strip().lower(): value for label, value in scorer.labels.items()}
+        if scorer.json_field:
+            return
         try:
             self._pattern = regex.compile(scorer.pattern)
         except regex.error as error:
