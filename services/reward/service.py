@@ -108,7 +108,7 @@ async def work(context: Context, scoring: Scoring) -> None:
             kind=RolloutGroup,
             output=output,
             handler=scoring,
-            concurrency=context.settings.reward.max_groups,
+            concurrency=context.settings.internal.reward_groups,
             patience=context.patience,
             taking=context.cordon.taking,
             crowd=crowd,

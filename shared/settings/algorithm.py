@@ -28,9 +28,9 @@ PRESETS: Mapping[Preset, Mapping[str, Any]] = {
     "reinforce_pp": {"advantage": "reinforce_pp"},
     "reinforce_pp_baseline": {"advantage": "reinforce_pp_baseline"},
     "maxrl": {"advantage": "maxrl"},
-    "dapo": {"clip_high": 0.28, "dynamic_sampling": True, "overlong": (0.2, 1.0)},
-    "gspo": {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence"},
-    "cispo": {"loss": "cispo", "clip_high": 4.0},
+    "dapo": {"clip": (0.2, 0.28), "dynamic_sampling": True, "overlong": (0.2, 1.0)},
+    "gspo": {"loss": "gspo", "clip": (3e-4, 4e-4), "aggregation": "sequence"},
+    "cispo": {"loss": "cispo", "clip": (0.2, 4.0)},
     "ppo": {"advantage": "gae"},
     "tis": _RECOMPUTED,
     "icepop": {"proximal": "recomputed", "correction": "token_mask", "correction_band": (0.5, 5.0)},
@@ -73,6 +73,7 @@ class CriticSettings(Section):
     """λ of generalised advantages. 1: returns minus values; lower: less variance, more trust in the critic."""
 
 
+Clip = Annotated[float, Field(gt=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -95,10 +96,9 @@ class AlgorithmSettings(Section):
     loss: Literal["clip", "gspo", "cispo", "policy_gradient", "dpo"] = Field(default="clip")
     """What is minimised: PPO's clipped ratio per token, the same per sequence (gspo), a clipped weight (cispo), plain
     policy gradient, or preferences between a group's best and worst (dpo)."""
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = Field(default=0.2)
-    """The ratio is clipped at 1 − clip_low where the advantage is negative (clip, gspo)."""
-    clip_high: PositiveFloat = Field(default=0.2)
-    """The ratio is clipped at 1 + clip_high where the advantage is positive (clip, gspo); cispo: largest weight − 1."""
+    clip: tuple[Clip, PositiveFloat] = Field(default=(0.2, 0.2))
+    """[low, high]: the ratio is clipped at 1 − low where the advantage is negative and at 1 + high where it is positive (clip, gspo);
+    cispo: high is the largest weight − 1."""
     dual_clip: NonNegativeFloat = Field(default=0.0)
     """With loss = "clip", the ratio is also bounded by this where the advantage is negative; over 1, or 0: not."""
     correction: Literal[

@@ -51,8 +51,6 @@ class GateSettings(Section):
     action: Literal["off", "tell", "rollback"] = Field(default="off")
     """`rollback`: revoke the version and return to the newest checkpoint that is known to be good; `tell`: report it (events, a metric).
     The accuracy of the first set in evaluation.path counts."""
-    against: Literal["best", "last"] = Field(default="best")
-    """Compare with the best version that passed, or with the last one."""
     max_fall: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.05)
     """Largest fall of accuracy (0 to 1) that passes. A larger one fails only if the 95 % interval of the fall is above 0."""
 

@@ -20,6 +20,8 @@ class InternalSettings(Section):
     """Exit status of a trainer that is told to stop before its run is over; a Job of Kubernetes restarts it for 143."""
     executor_check_s: PositiveFloat = Field(default=15.0)
     """Seconds between two checks of the executor with a program that tries to escape."""
+    executor_profiles: tuple[Literal["stdlib", "numpy"], ...] = Field(default=())
+    """Interpreters that the executor keeps warm; empty: those of the code scorers, or both if it knows no code scorer."""
     executor_recycle_after: PositiveInt = Field(default=5_000)
     """Programs after which the executor replaces a warm interpreter."""
     probe_every_versions: NonNegativeInt = Field(default=10)
@@ -32,5 +34,7 @@ class InternalSettings(Section):
     """Speed of one GPU, to report its utilization (`mfu`); 0: by the GPU's name."""
     logprobs: Literal["captured", "native"] = Field(default="captured")
     """Behavior logprobs as our hook captures them in vLLM, or as vLLM returns them."""
+    reward_groups: PositiveInt = Field(default=32)
+    """Groups that one reward replica scores at a time; the others wait on the bus."""
     starving_window_s: PositiveInt = Field(default=60)
     """Seconds that the guard `rollouts_starving` examines, with one look at the streams in each."""

@@ -42,8 +42,6 @@ class WeightsSettings(Section):
     transport: Literal["pull", "file"] = Field(default="pull")
     """`pull`: replicas fetch each version over the network from the trainer's memory and from one another, beside
     running generation; `file`: safetensors on storage that trainer and replicas share."""
-    source_port: Annotated[int, Field(ge=0, le=65_535)] = Field(default=0)
-    """Port at which the trainer serves weights; 0: any free one."""
     deadline_s: PositiveFloat = Field(default=30.0)
     """No wait of a pull takes longer: for an answer, for a peer, for a bucket. Then the next source is tried."""
     kv: Literal["keep", "recompute"] = Field(default="keep")

@@ -84,6 +84,12 @@ class Settings(Section):
         return ModelWork(**{**models.model_dump(), "device": device}, threads=self.run.threads)
 
     @property
+    def executor_profiles(self) -> tuple[str, ...]:
+        """The interpreters that the code executor keeps warm: with the standard library alone, or with numpy."""
+        chosen = {scorer.profile for scorer in self.reward.scorers if scorer.kind == "code"}
+        return self.internal.executor_profiles or tuple(sorted(chosen)) or ("stdlib", "numpy")
+
+    @property
     def run_folder(self) -> Path:
         """Where everything this run leaves lies."""
         return self.run.folder / self.run.id

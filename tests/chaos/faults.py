@@ -279,7 +279,7 @@ async def prepared(folder: Path, storage: Storage) -> AsyncIterator[Faults]:
         async with running(folder, server.url, flags, prometheus=True, forked=False) as run:
             await run.until((run.folder / "settings.toml").exists)
             bus = await run.connect()
-            quick = ("--reward.executor.profiles", '["stdlib"]', "--internal.executor_check_s", "0.5")
+            quick = ("--internal.executor_profiles", '["stdlib"]', "--internal.executor_check_s", "0.5")
             isolated = around.enter_context(executor_process.running(*quick))
             unsafe = around.enter_context(executor_process.running(*quick, "--reward.executor.isolation", "unsafe"))
             found = Faults(run, bus, server, storage, scorer, isolated, around)
@@ -300,7 +300,7 @@ async def _join(faults: Faults, folder: Path) -> None:
     model = f'{{kind = "model", model = "{large}"}}'
     for service, name, flags in (
         ("rollout", ODD, {"policy.model": odd}),
-        ("reward", TIGHT, {"reward.scorers": f"[{SCORER}, {model}]", "reward.max_groups": 1}),
+        ("reward", TIGHT, {"reward.scorers": f"[{SCORER}, {model}]", "internal.reward_groups": 1}),
     ):
         await tell_replica(faults.bus, name, Word.CORDONED)
         flags = {**flags, f"{service}.metrics_port": faults.ports[name]}

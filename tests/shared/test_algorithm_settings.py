@@ -17,7 +17,7 @@ def algorithm(**values: Any) -> AlgorithmSettings:
 def test_without_a_preset_the_rule_is_grpo_with_a_clipped_ratio_against_behavior() -> None:
     found = algorithm()
     assert (found.preset, found.advantage, found.loss, found.proximal) == ("grpo", "grpo", "clip", "behavior")
-    assert (found.clip_low, found.clip_high, found.aggregation, found.correction) == (0.2, 0.2, "token", "ratio")
+    assert (found.clip, found.aggregation, found.correction) == ((0.2, 0.2), "token", "ratio")
     assert (found.epochs, found.minibatches, found.kl.coefficient, found.dynamic_sampling) == (1, 1, 0.0, False)
     assert not found.needs_reference
     assert not found.needs_critic
@@ -31,8 +31,8 @@ def test_every_preset_holds_with_a_lag_and_sets_what_its_table_says(preset: str)
 
 
 def test_an_explicit_key_wins_over_the_preset() -> None:
-    found = algorithm(preset="dapo", clip_high=0.3)
-    assert (found.clip_high, found.dynamic_sampling) == (0.3, True)
+    found = algorithm(preset="dapo", clip=[0.2, 0.3])
+    assert (found.clip, found.dynamic_sampling) == ((0.2, 0.3), True)
 
 
 def test_a_resolved_preset_is_the_same_when_it_is_read_again(tmp_path: Path) -> None:

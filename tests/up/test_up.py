@@ -345,7 +345,7 @@ async def test_an_executor_is_ready_once_it_listens_comes_back_and_leaves_no_soc
     up: Up, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NEEDS_EXECUTOR", "1")
-    flags = ("--reward.executor.isolation", "landlock", "--reward.executor.profiles", '["stdlib"]')
+    flags = ("--reward.executor.isolation", "landlock", "--internal.executor_profiles", '["stdlib"]')
     up.start(str(up.folder / "run.toml"), *flags)
     await until(lambda: up.ready("executor"))
     socket = Path(load(up.run_folder / "settings.toml").reward.executor.address.removeprefix("unix:"))

@@ -5,7 +5,7 @@
     evaluation ─▶ judge: passed │ fell ──(kept with the evaluation)──▶ act: tell │ roll back │ pause
 
 A version fell where, of the gated set, ``fall = accuracy of the reference − its own`` is over ``max_fall`` and the whole 95 % interval of the
-fall (``accuracy.fall``) lies above 0; the reference is the best, or the last, version of the branch that passed. The first one passes; one with
+fall (``accuracy.fall``) lies above 0; the reference is the best version of the branch that passed. The first one passes; one with
 fewer than ``MIN_PROBLEMS`` answers does neither. The run goes back to the newest checkpoint of a version that passed or that one which
 passed came from: what was trained after it was never found good. A version that fell is acted on once; the judgement lies with its
 evaluation and what was done about it on the bus, so a coordinator that dies in between is no matter.
@@ -56,7 +56,7 @@ def judge(found: Evaluation, before: Sequence[Evaluation], gate: GateSettings) -
     passed = [one for one in before if one.set == found.set and one.gate == PASSED and one.version < found.version]
     if not passed:
         return dataclasses.replace(found, gate=PASSED, gate_detail="the first: nothing to compare with")
-    reference = passed[-1] if gate.against == "last" else max(passed, key=lambda one: (one.accuracy or 0, one.version))
+    reference = max(passed, key=lambda one: (one.accuracy or 0, one.version))
     other = _estimate(reference)
     assert other is not None
     by = fall(other, own)

@@ -197,10 +197,9 @@ def _strict_format(scorer: FormatScorer) -> FormatScorer:
 
 
 def _code_variants(scorer: CodeScorer, executor: str) -> list[_Variant]:
-    every = scorer.model_copy(update={"max_tests": 0})
-    share = every.model_copy(update={"credit": "share"})
+    share = scorer.model_copy(update={"credit": "share"})
     return [
-        _Variant("all tests, shuffled", scorer.name, CodeTester(every, executor), "shuffled", scorer.tests_field),
+        _Variant("all tests, shuffled", scorer.name, CodeTester(scorer, executor), "shuffled", scorer.tests_field),
         _Variant("wrong expected values", scorer.name, CodeTester(share, executor), "mutated", scorer.tests_field),
     ]
 

@@ -30,16 +30,18 @@ _NO_LANDLOCK = (
 _ADVICE = "docs/sandbox.md says what each tier needs (reward.executor.isolation)"
 
 
-async def start(settings: ExecutorSettings, targets: escapes.EscapeTargets, recycle_after: int) -> Executor:
+async def start(
+    settings: ExecutorSettings, profiles: tuple[str, ...], targets: escapes.EscapeTargets, recycle_after: int
+) -> Executor:
     """Return an executor in the strongest tier that holds, started.
 
     Raises:
         SettingsError: none does; the message lists every attempt.
     """
     interpreter = Interpreter.find(settings.interpreter)
-    if "numpy" in settings.profiles and not interpreter.numpy:
+    if "numpy" in profiles and not interpreter.numpy:
         raise SettingsError(
-            f"expected numpy in {interpreter.program}, found none: change reward.executor.interpreter or reward.executor.profiles"
+            f"expected numpy in {interpreter.program}, found none: change reward.executor.interpreter, or profile in [[reward.scorers]]"
         )
     reasons: list[str] = []
     for tier in _ORDER if settings.isolation == "auto" else (settings.isolation,):
@@ -49,8 +51,8 @@ async def start(settings: ExecutorSettings, targets: escapes.EscapeTargets, recy
             reasons.append(f"{tier}: {error}")
             continue
         for way in ways:
-            executor = Executor(way, settings.profiles, slots(settings), recycle_after)
-            found = await _failures(executor, way, settings.profiles, targets)
+            executor = Executor(way, profiles, slots(settings), recycle_after)
+            found = await _failures(executor, way, profiles, targets)
             if not found:
                 return executor
             await executor.close()

@@ -60,18 +60,18 @@ async def run(settings: Settings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     _warn_of_secrets()
-    chosen = settings.reward.executor
+    chosen, profiles = settings.reward.executor, settings.executor_profiles
     endpoints = Endpoints(own_host(settings), settings.run.metrics_port, "run.metrics_port", health.checks)
     try:
         with escapes.targets() as targets:
-            executor = await probe.start(chosen, targets, settings.internal.executor_recycle_after)
+            executor = await probe.start(chosen, profiles, targets, settings.internal.executor_recycle_after)
             try:
                 health.tier = executor.tier
                 INFO.labels(executor.tier).set(1)
                 async with serve(executor, chosen.address or DEFAULT_ADDRESS, _MAX_WAITING) as address:
                     health.address = address
                     _tell(executor.tier, address, endpoints.address)
-                    await _check(executor, chosen.profiles, targets, settings.internal.executor_check_s, health, stop)
+                    await _check(executor, profiles, targets, settings.internal.executor_check_s, health, stop)
             finally:
                 await executor.close()
     finally:

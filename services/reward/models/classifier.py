@@ -54,7 +54,7 @@ class Classifier:
         self._scorer = scorer
         self._where = f"of scorer {scorer.name!r} in [[reward.scorers]]"
         device = pick_device(work.device, "reward.models.device")
-        dtype = pick_dtype(work.dtype, device)
+        dtype = pick_dtype(device)
         self._tokenizer = self._load(self._open_tokenizer, "tokenizer", scorer.tokenizer or scorer.model)
         opened = self._open_classifier if scorer.head == "classifier" else self._open_scalar
         model = self._load(lambda: opened(dtype), "model", scorer.model)

@@ -66,7 +66,7 @@ class FrozenPolicy:
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 policy.model,
-                dtype=pick_dtype(work.dtype, device, on_gpu=policy.dtype),
+                dtype=pick_dtype(device, on_gpu=policy.dtype),
                 trust_remote_code=policy.trust_remote_code,
             )
         except (OSError, ValueError) as error:

@@ -68,7 +68,7 @@ def _anchor(inputs: LossInputs, policy_logprobs_N: Tensor, algorithm: AlgorithmS
 def _loss(
     inputs: LossInputs, policy_N: Tensor, anchor_N: Tensor, advantages_N: Tensor, algorithm: AlgorithmSettings
 ) -> losses.PolicyLoss:
-    low, high = algorithm.clip_low, algorithm.clip_high
+    low, high = algorithm.clip
     if algorithm.loss == "gspo":
         return losses.sequence_clipped_ratio(policy_N, anchor_N, advantages_N, inputs.lengths_S, low, high)
     if algorithm.loss == "cispo":

@@ -103,7 +103,7 @@ class Publication:
         weights = self._settings.weights
         self._source = WeightSource(
             self._host,
-            weights.source_port,
+            0,  # any free port: it travels with each version
             self._secret,
             deadline_s=weights.deadline_s,
             file_folder=self._settings.snapshot_folder,

@@ -15,9 +15,7 @@ class ModelsSettings(Section):
     """Where the reward service runs its models, reward models and the reference, and how it fills their forward passes."""
 
     device: str = Field(default="auto")
-    """`auto` (as run.device), `cpu`, `cuda`, or one GPU, as `cuda:0`."""
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(default="auto")
-    """Number type of the weights; `auto`: bfloat16 on a GPU (for the reference: policy.dtype), float32 on a CPU."""
+    """`auto` (as run.device), `cpu`, `cuda`, or one GPU, as `cuda:0`. Weights are bfloat16 on a GPU (the reference: policy.dtype), else float32."""
     batch_tokens: PositiveInt = Field(default=16_384)
     """Maximum tokens of a forward pass, padding included; a single longer sample makes a larger one."""
     offload_after_s: NonNegativeFloat = Field(default=0.0)

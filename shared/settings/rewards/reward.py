@@ -22,8 +22,6 @@ class ExecutorSettings(Section):
     `unsafe` isolates nothing and is for code that you wrote yourself."""
     slots: NonNegativeInt = Field(default=0)
     """Programs that run at a time; 0: one a core, or fewer where a control group has a quota of CPU time."""
-    profiles: tuple[Literal["stdlib", "numpy"], ...] = Field(default=("stdlib", "numpy"), min_length=1)
-    """Interpreters that are kept warm: with the standard library alone, or with numpy."""
     interpreter: str = Field(default="")
     """Python that runs the programs; empty: the one that runs Penstock."""
 
@@ -37,8 +35,6 @@ class RewardSettings(Section):
     """The reward from the scorers' values, as `0.9 * answer + 0.1 * format`; empty: the mean of those that apply."""
     scorers: tuple[Scorer, ...] = Field(default=(AnswerScorer(kind="answer"),), min_length=1)
     """Who scores; all run at once."""
-    max_groups: PositiveInt = Field(default=32)
-    """Groups that one replica scores at a time; the others wait on the bus."""
     models: ModelsSettings = Field(default=ModelsSettings())
     """Where reward models and the reference run."""
     gpus: tuple[NonNegativeInt, ...] = Field(default=())

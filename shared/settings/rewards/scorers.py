@@ -106,8 +106,6 @@ class CodeScorer(BaseScorer):
     """1 for a program that passes `all` tests, else 0; or the `share` of tests that it passes."""
     needs_block: bool = Field(default=True)
     """A completion without a fenced block is `wrong_format`; otherwise all of it is the program."""
-    max_tests: NonNegativeInt = Field(default=0)
-    """Only the first so many tests of a problem are run; 0: all."""
     tolerance: NonNegativeFloat = Field(default=0.0)
     """Numbers a and b are equal where |a - b| <= tolerance · max(1, |a|, |b|); 0: where Python says that they are."""
     timeout_s: Annotated[float, Field(gt=0, le=600)] = Field(default=5.0)
@@ -162,10 +160,8 @@ class JudgeScorer(BaseScorer):
     pattern: str = Field(default=r"(?i)score:\s*(-?\d+(?:\.\d+)?)")
     """Where the verdict is in the judge's answer: the first group of this expression's last match, or, as `json:FIELD`, a field
     of the last JSON object that has it."""
-    labels: dict[str, float] = Field(default={})
-    """What verdicts that are words mean: {yes = 1, no = 0}; then nothing else is a verdict."""
-    scale: tuple[float, float] = Field(default=(0.0, 10.0))
-    """The verdicts that become values 0 and 1; a number outside is no verdict. Not used with labels."""
+    scale: tuple[float, float] | dict[str, float] = Field(default=(0.0, 10.0))
+    """Numbers that become values 0 and 1 (one outside is no verdict), or the value of each verdict that is a word: {yes = 1, no = 0}."""
     request: dict[str, Any] = Field(default={})
     """Fields of the request's body, over {max_tokens = 512, temperature = 0}: {response_format = {type = "json_object"}}."""
     concurrency: PositiveInt = Field(default=16)
@@ -174,8 +170,6 @@ class JudgeScorer(BaseScorer):
     """Most requests that one reward replica begins in a second; 0: no limit."""
     timeout_s: PositiveFloat = Field(default=60.0)
     """A request that takes longer is broken off and counts as failed."""
-    attempts: PositiveInt = Field(default=4)
-    """Requests for one sample, failed ones and those without a verdict, before it is given up for now."""
     on_unparsable: Literal["unavailable", "zero"] = Field(default="unavailable")
     """What it means when the judge answered each time without a verdict: that the reward is not known, or a reward of 0 with
     the status `crashed`."""
@@ -187,7 +181,7 @@ class JudgeScorer(BaseScorer):
 
     @model_validator(mode="after")
     def _agree(self) -> "JudgeScorer":
-        if not self.scale[0] < self.scale[1]:
+        if isinstance(self.scale, tuple) and not self.scale[0] < self.scale[1]:
             raise ValueError(
                 f"expected a scale from low to high for scorer {self.name!r}, found {list(self.scale)}: change scale in "
                 "[[reward.scorers]]"

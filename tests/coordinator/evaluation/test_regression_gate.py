@@ -47,10 +47,9 @@ def test_only_a_fall_that_is_large_and_real_fails(correct: int, problems: int, e
     assert judge(found(2, correct, problems), [found(1, 80, gate=PASSED)], GATE).gate == expected
 
 
-def test_the_reference_is_the_best_or_the_last_that_passed() -> None:
+def test_the_reference_is_the_best_that_passed() -> None:
     before = [found(1, 90, gate=PASSED), found(2, 60, gate=PASSED), found(3, 99, gate=FELL)]
     assert judge(found(4, 62), before, GATE).gate == FELL
-    assert judge(found(4, 62), before, GATE.model_copy(update={"against": "last"})).gate == PASSED
     assert judge(found(4, 1), [], GATE).gate == PASSED, "the first has nothing to be compared with"
 
 

@@ -14,7 +14,7 @@ from tests.support.executor_attacks import ATTACKS, Attack
 from tests.support.executor_process import Running, pod, running
 
 PLACES = ("namespace", "landlock", "pod")
-STDLIB = ("--reward.executor.profiles", '["stdlib"]', "--internal.executor_check_s", "1000")
+STDLIB = ("--internal.executor_profiles", '["stdlib"]', "--internal.executor_check_s", "1000")
 
 
 @pytest.fixture(scope="module", params=PLACES)

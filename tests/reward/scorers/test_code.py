@@ -194,7 +194,7 @@ async def test_equal_programs_of_a_group_run_once_and_samples_without_a_program_
 
 
 async def test_a_job_holds_the_scorers_limits(executor: ScriptedExecutor) -> None:
-    async with scoring(executor, timeout_s=2.5, memory_mib=64, output_kib=4, profile="numpy", max_tests=1) as tester:
+    async with scoring(executor, timeout_s=2.5, memory_mib=64, output_kib=4, profile="numpy") as tester:
         await tester.score(group(fenced("…")))
     (job,) = executor.jobs
     assert (job.limits.wall_s, job.limits.cpu_s, job.limits.memory_bytes, job.limits.output_bytes, job.profile) == (

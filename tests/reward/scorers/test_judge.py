@@ -93,10 +93,11 @@ async def serving(behaviour: Behaviour) -> AsyncIterator[Endpoint]:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat, "BACKOFF_S", 0.01)
+    monkeypatch.setattr(chat, "ATTEMPTS", 3)
 
 
 def settings(url: object = "http://127.0.0.1:9/v1", **more: object) -> JudgeScorer:
-    return JudgeScorer.model_validate({"kind": "judge", "url": url, "model": "m", "attempts": 3} | more)
+    return JudgeScorer.model_validate({"kind": "judge", "url": url, "model": "m"} | more)
 
 
 async def judged(endpoint: Endpoint, *texts: str, **more: object) -> list[Score]:
@@ -184,9 +185,9 @@ async def test_an_endpoint_that_hangs_is_given_up() -> None:
         return None
 
     async with serving(hang) as endpoint:
-        (score,) = await judged(endpoint, "46", timeout_s=0.1, attempts=2)
+        (score,) = await judged(endpoint, "46", timeout_s=0.1)
     assert score.status is ScoreStatus.UNAVAILABLE
-    assert score.detail == "found no answer within 0.1 s, as the last of 2 requests"
+    assert score.detail == "found no answer within 0.1 s, as the last of 3 requests"
 
 
 async def test_an_endpoint_that_is_not_there_is_unavailable() -> None:
@@ -276,13 +277,13 @@ async def test_a_judge_without_a_verdict_may_count_as_nothing_where_the_user_say
         ({"scale": [-1, 1]}, "Score: -0.5", 0.25),
         ({}, "Score: 11", None),
         ({}, "five", None),
-        ({"pattern": r"\[\[(\w+)\]\]", "labels": {"yes": 1, "NO": 0}}, "I say [[Yes]]", 1.0),
-        ({"pattern": r"\[\[(\w+)\]\]", "labels": {"yes": 1, "no": 0}}, "[[maybe]]", None),
+        ({"pattern": r"\[\[(\w+)\]\]", "scale": {"yes": 1, "NO": 0}}, "I say [[Yes]]", 1.0),
+        ({"pattern": r"\[\[(\w+)\]\]", "scale": {"yes": 1, "no": 0}}, "[[maybe]]", None),
         ({"pattern": "json:score"}, '```json\n{"why": "{x}", "score": 8}\n```', 0.8),
         ({"pattern": "json:score"}, '{"score": "8"} then {"score": 4}', 0.4),
         ({"pattern": "json:score"}, '{"score": NaN}', None),
         ({"pattern": "json:score"}, '{"score": true}', None),
-        ({"pattern": "json:right", "labels": {"true": 1, "false": 0}}, '{"right": false}', 0.0),
+        ({"pattern": "json:right", "scale": {"true": 1, "false": 0}}, '{"right": false}', 0.0),
         ({"pattern": "json:score"}, '{"score": 8', None),
         ({"pattern": "json:score"}, "{" * 100_000, None),
     ],

@@ -163,7 +163,7 @@ class CodeTester:
             self._check_profile(tests)
         except BadTests as error:
             raise self._refusal(prompt, error) from error
-        return tests[: self._scorer.max_tests or None]
+        return tests
 
     def _refusal(self, prompt: Prompt, error: BadTests) -> PermanentError:
         return PermanentError(

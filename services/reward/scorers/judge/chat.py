@@ -49,6 +49,8 @@ _LARGEST_RESPONSE_BYTES = 4 * 1024**2
 _MOST_TOKENS = 10**9
 _REQUEST = {"max_tokens": 512, "temperature": 0.0}
 """Unless `request` sets them: a verdict with its reasons fits, and is the same each time."""
+ATTEMPTS = 4
+"""Requests for one sample before its group is given back to the bus, which tries it again later."""
 BACKOFF_S = 0.5
 """Wait after the first failure. It doubles with each further one, with jitter."""
 MAX_WAIT_S = 30.0
@@ -108,12 +110,12 @@ class ChatClient:
             NoVerdict: nothing that could be read, and the last request was answered.
             NoAnswer: no answer.
         """
-        scorer, backoff_s = self._scorer, BACKOFF_S
-        for attempt in range(1, scorer.attempts + 1):
+        backoff_s = BACKOFF_S
+        for attempt in range(1, ATTEMPTS + 1):
             try:
                 return await self._ask_once(question, read)
             except _Passing as error:
-                if attempt == scorer.attempts:
+                if attempt == ATTEMPTS:
                     raise error.ending(f"{error}, as the last of {attempt} requests") from error
                 if (error.wait_s or 0.0) > MAX_WAIT_S:
                     raise NoAnswer(f"{error}, and to wait {error.wait_s:g} s, more than {MAX_WAIT_S:g} s") from error
