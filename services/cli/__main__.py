@@ -288,18 +288,24 @@ def audit_rewards(
 
 @app.command()
 def settings(
-    name: Annotated[str, typer.Argument(metavar="[NAME]", help="Only those whose name holds this.")] = "",
+    name: Annotated[
+        str, typer.Argument(metavar="[SECTION | NAME]", help="Explain this section, or these settings.")
+    ] = "",
+    every: Annotated[bool, typer.Option("--all", help="Explain all settings.")] = False,
 ) -> None:
-    """Print every setting with its default and what it does.
+    """Print the settings that most runs set, with their defaults, or explain others.
 
-    **Examples:** `penstock settings` · `penstock settings trainer` · `penstock settings max_lag`
+    **Examples:** `penstock settings` · `penstock settings trainer` · `penstock settings max_lag` · `penstock settings --all`
     """
     from services.cli import settings_help
 
-    found = [entry for entry in settings_help.entries() if name in entry.key]
-    if not found:
-        raise PenstockError(f"expected a part of a setting's name, found {name!r}: try `penstock settings`")
-    settings_help.show(found, Console())
+    if not (name or every):
+        settings_help.show_common(Console())
+        return
+    entries = settings_help.matching(name) if name else settings_help.entries()
+    if not entries:
+        raise PenstockError(f"no setting's name contains {name!r}: try `penstock settings --all`")
+    settings_help.show(entries, Console())
 
 
 def _steer(command: str, body: dict[str, str], asked: "CoordinatorClient", as_json: bool) -> None:

@@ -68,10 +68,8 @@ class Context:
     @property
     def patience(self) -> Patience:
         """How the workers of this run try and drain."""
-        bus = self.settings.bus
-        return Patience(
-            claim_after_s=self.settings.internal.claim_after_s, max_attempts=bus.max_attempts, drain_s=bus.drain_s
-        )
+        internal = self.settings.internal
+        return Patience(internal.claim_after_s, internal.max_attempts, drain_s=self.settings.bus.drain_s)
 
 
 def parse(service: str, arguments: Sequence[str]) -> tuple[Settings, str]:

@@ -46,31 +46,31 @@ class KlSettings(Section):
     """A penalty on the distance to the reference: the initial policy, frozen."""
 
     coefficient: NonNegativeFloat = Field(default=0.0)
-    """How much a nat costs; 0: no penalty, and no reference is held."""
+    """Cost of a nat; 0: no penalty, and no reference is held."""
     estimator: Literal["k1", "k2", "k3"] = Field(default="k3")
-    """Which estimate per token. In a reward: k1. In a loss: k2 or k3, as the gradient of k1 is noise around 0."""
+    """Estimator per token. In a reward: k1. In a loss: k2 or k3, because the gradient of k1 is noise around 0."""
     where: Literal["loss", "reward"] = Field(default="loss")
-    """Added to the loss of each token, or taken off the rewards (of each token for gae and reinforce_pp, else summed
-    over the sample before the group is compared)."""
+    """Added to the `loss` of each token, or subtracted from the `reward` (of each token for gae and reinforce_pp,
+    else summed over the sample before the group is compared)."""
     target: NonNegativeFloat = Field(default=0.0)
-    """Mean KL per token (nats) that the coefficient is steered to; 0: the coefficient is fixed."""
+    """Mean KL per token (nats) to which the coefficient is steered; 0: the coefficient is fixed."""
 
 
 class CriticSettings(Section):
     """The critic that advantage = "gae" needs: a language model's trunk with one output per token."""
 
     model: str = Field(default="")
-    """Its initial weights, as policy.model; empty: those of policy.model."""
+    """Initial weights of the critic, as policy.model; empty: those of policy.model."""
     learning_rate: NonNegativeFloat = Field(default=1e-5)
-    """Of its own AdamW; constant after trainer.warmup_steps."""
+    """Learning rate of its AdamW, constant after trainer.warmup_steps."""
     clip: NonNegativeFloat = Field(default=0.2)
-    """A value moves at most so far in one step; 0: unbounded."""
+    """Largest change of a value in one step; 0: no limit."""
     warmup_steps: NonNegativeInt = Field(default=0)
-    """Steps at the start in which the critic learns and the policy stays as it is."""
+    """Steps at the start in which only the critic learns."""
     discount: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0)
-    """γ: what a reward is worth one token earlier."""
+    """Discount γ of a reward per token."""
     decay: Annotated[float, Field(ge=0, le=1)] = Field(default=0.95)
-    """λ of generalised advantages. 1: returns minus values; lower: less variance, more trust in the critic."""
+    """Decay λ of generalized advantages. 1: returns minus values; lower: less variance, more trust in the critic."""
 
 
 Clip = Annotated[float, Field(gt=0, lt=1)]
@@ -81,57 +81,58 @@ class AlgorithmSettings(Section):
     """The update rule."""
 
     preset: Preset = Field(default="grpo")
-    """A table of overrides of the settings below; what is set explicitly wins. `penstock settings preset` shows them."""
+    """Algorithm: a set of values for the settings below. Values that you set take precedence."""
     groups_per_step: PositiveInt = Field(default=32)
-    """Groups per step: the batch."""
+    """Groups per optimizer step, each of sampling.group_size samples."""
     max_lag: NonNegativeInt = Field(default=1)
-    """Largest lag of a sample, in steps; 0: synchronous. Admission keeps (max_lag + 1) × groups_per_step in flight."""
+    """Maximum lag of a sample, in steps; 0: synchronous. At most (max_lag + 1) × groups_per_step groups are in
+    flight."""
     on_stale: Literal["drop", "requeue"] = Field(default="drop")
-    """A group over max_lag leaves, or goes back to the prompts."""
+    """What happens to a group over max_lag: it is dropped, or its prompt is requeued."""
     advantage: Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline", "gae"] = Field(
         default="grpo"
     )
-    """How rewards become advantages: within the group (grpo divides by its deviation, dr_grpo does not, rloo leaves the
-    sample itself out, maxrl divides by the mean), over the batch (reinforce_pp), or by a critic (gae)."""
+    """How rewards become advantages: within the group (grpo divides by its deviation, dr_grpo does not, rloo leaves
+    the sample itself out, maxrl divides by the mean), over the batch (reinforce_pp), or by a critic (gae)."""
     loss: Literal["clip", "gspo", "cispo", "policy_gradient", "dpo"] = Field(default="clip")
-    """What is minimised: PPO's clipped ratio per token, the same per sequence (gspo), a clipped weight (cispo), plain
-    policy gradient, or preferences between a group's best and worst (dpo)."""
+    """Loss: PPO's clipped ratio per token, the same per sequence (gspo), a clipped weight (cispo), plain policy
+    gradient, or preferences between a group's best and worst sample (dpo)."""
     clip: tuple[Clip, PositiveFloat] = Field(default=(0.2, 0.2))
-    """[low, high]: the ratio is clipped at 1 − low where the advantage is negative and at 1 + high where it is positive (clip, gspo);
-    cispo: high is the largest weight − 1."""
+    """[low, high]: the ratio is clipped at 1 − low where the advantage is negative, and at 1 + high where it is
+    positive (clip, gspo). For cispo, high is the largest weight − 1."""
     dual_clip: NonNegativeFloat = Field(default=0.0)
-    """With loss = "clip", the ratio is also bounded by this where the advantage is negative; over 1, or 0: not."""
+    """Bound of the ratio where the advantage is negative, with loss = "clip"; more than 1, or 0: no bound."""
     correction: Literal[
         "ratio", "none", "ignored", "token_tis", "sequence_tis", "token_mask", "sequence_mask", "geometric_mask"
     ] = Field(default="ratio")
-    """What makes up for behavior being another policy: the loss's own ratio against behavior logprobs (`ratio`), a weight
-    truncated at correction_band (per token or sequence), or a band outside of which tokens or sequences count nothing. `ignored`: no correction
-    though samples may be off-policy, to see what that does."""
+    """Correction for samples of another policy: the loss's own ratio to behavior logprobs (`ratio`), a weight
+    truncated at the end of correction_band (per token or sequence), or a mask that drops tokens or sequences
+    outside the band. `ignored`: no correction although samples may be off-policy, to see its effect."""
     correction_band: tuple[NonNegativeFloat, PositiveFloat] = Field(default=(0.5, 2.0))
-    """The ratios that count: truncation ends at the second number; the masks drop what is outside both."""
+    """Ratios that count, [low, high]: weights are truncated at high; masks drop what is outside."""
     proximal: Literal["behavior", "recomputed", "log_linear"] = Field(default="behavior")
-    """What the clipped ratio starts from: behavior logprobs, those of the weights before this step (one more forward
+    """Where the clipped ratio starts: behavior logprobs, those of the weights before this step (one more forward
     pass), or an interpolation of behavior and policy by lag."""
     aggregation: Literal["token", "sequence", "constant"] = Field(default="token")
-    """A batch's loss: the mean over its tokens, over its samples' means, or the sum over samples × max_new_tokens."""
+    """Loss of a batch: the mean over its tokens, over its samples' means, or the sum over samples × max_new_tokens."""
     entropy_bonus: NonNegativeFloat = Field(default=0.0)
-    """Coefficient of the policy's entropy (nats per token), which is added to the objective."""
+    """Coefficient of the policy's entropy (nats per token) in the objective."""
     epochs: Annotated[int, Field(ge=1, le=8)] = Field(default=1)
-    """How often a batch is gone through."""
+    """Passes over a batch."""
     minibatches: Annotated[int, Field(ge=1)] = Field(default=1)
     """Optimizer updates per epoch, each on its share of the groups (drawn by run.seed and the step)."""
     dynamic_sampling: bool = Field(default=False)
-    """Drop groups whose rewards are all equal when they arrive (`dropped:no_signal`), and have others generated."""
+    """Whether groups with equal rewards are dropped on arrival (`dropped:no_signal`) and replaced."""
     overlong: tuple[Share, NonNegativeFloat] = Field(default=(0.0, 1.0))
-    """[share of sampling.max_new_tokens at whose end a sample's reward falls linearly, penalty at the full length]; a share of 0:
-    length costs nothing."""
+    """[share of sampling.max_new_tokens over which a long sample's reward falls linearly, penalty at the full
+    length]; a share of 0: length has no cost."""
     dpo_beta: PositiveFloat = Field(default=0.1)
     """With loss = "dpo": how strongly the reference holds the policy."""
     kl: KlSettings = Field(default=KlSettings())
     """A penalty on the distance to the reference."""
     reference: Literal["trainer", "reward"] = Field(default="trainer")
-    """Who holds the frozen initial policy, where one is needed: every rank of the `trainer` (with policy.lora it costs
-    nothing there), or the `reward` service, whose logprobs travel with each group ([reward.reference])."""
+    """Where the frozen initial policy is, if it is needed: on every rank of the `trainer` (free with policy.lora), or
+    in the `reward` service, whose logprobs travel with each group."""
     critic: CriticSettings = Field(default=CriticSettings())
     """The critic that advantage = "gae" needs."""
 

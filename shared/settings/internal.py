@@ -12,6 +12,8 @@ class InternalSettings(Section):
 
     claim_after_s: PositiveFloat = Field(default=30.0)
     """Seconds after which another consumer takes over an entry that its consumer no longer renews."""
+    max_attempts: PositiveInt = Field(default=5)
+    """Failed attempts at an entry after which it is moved to the dead letters."""
     heartbeat_s: PositiveFloat = Field(default=1.0)
     """Seconds between a replica's heartbeats; it counts as gone after 5 of them."""
     start_wait_s: PositiveFloat = Field(default=30.0)

@@ -50,7 +50,7 @@ FLAGS = {
     "algorithm.advantage": "dr_grpo",  # not divided by the deviation: rewards out of proportion are gradients out of proportion
     "algorithm.max_lag": MAX_LAG,
     "rollout.replicas": 1,
-    "bus.max_attempts": 2,
+    "internal.max_attempts": 2,
     "bus.drain_s": 60,  # how long the end of the run waits for a frozen trainer: until what failed is told
     "evaluation.problems": 4,
     "weights.deadline_s": 1,

@@ -29,16 +29,18 @@ TEXTS = ("46", "4", "47", "2")
 Forward = Callable[..., Any]
 
 
-def settings(folder: Path, mode: str = "exact", **model: Any) -> Settings:
+def settings(folder: Path, mode: str = "exact", **models: Any) -> Settings:
     return Settings.model_validate(
         {
+            "run": {"device": "cpu", "threads": 1},
             "reward": {
+                "models": models,
                 "expression": "answer + 0 * model",
                 "scorers": [
                     {"kind": "answer", "mode": mode, "processes": 1, "extract": "whole"},
-                    {"kind": "model", "model": str(folder), **model},
+                    {"kind": "model", "model": str(folder)},
                 ],
-            }
+            },
         }
     )
 

@@ -1,12 +1,15 @@
 """Laws of the settings: where they come from, and what is said of those that are wrong."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tomli_w
 
 from services.cli import settings_help
 from shared.errors import SettingsError
-from shared.settings import Settings, dump, load
+from shared.settings import Settings, dump, load, loads
+from shared.settings.removed import REMOVED
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,6 +94,50 @@ def test_every_field_says_what_it_is() -> None:
     assert [entry.key for entry in settings_help.entries() if not entry.text] == []
     assert len(found) == len(set(found))
     assert {"run.id", "rollout.vllm.max_model_len", "reward.scorers[answer].mode", "weights.deadline_s"} <= set(found)
+
+
+OLD = [
+    ("[guards.kl]\naction = 'off'", [], {}, "run.toml: guards.kl was removed: guards.pause and guards.off list"),
+    ("", ["--trainer.threads", "2"], {}, "flag --trainer.threads: trainer.threads was removed: run.threads holds for"),
+    ("", [], {"PENSTOCK__ROLLOUT__DEVICE": "cpu"}, "environment variable PENSTOCK__ROLLOUT__DEVICE: rollout.device was removed: run.device"),
+    ("", ["--guards.stalled.after_s=5"], {}, "guards.stalled was removed: guards.pause and guards.off list"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "flags", "environment", "sentence"), OLD)
+def test_a_removed_setting_says_what_replaced_it(
+    tmp_path: Path, text: str, flags: list[str], environment: dict[str, str], sentence: str
+) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load(write(tmp_path, text), flags, environment)
+    assert sentence in str(caught.value)
+
+
+REQUIRED = {"judge": {"url": "http://x", "model": "m"}, "model": {"model": "m"}, "python": {"function": "f"}}
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_every_removed_setting_is_refused_with_its_sentence(key: str) -> None:
+    table, _, name = key.rpartition(".")
+    kind = table.partition("[")[2].removesuffix("]")
+    values: dict[str, Any] = {name: 1}
+    if kind:
+        values = {"reward": {"scorers": [{"kind": kind, **REQUIRED.get(kind, {}), **values}]}}
+    else:
+        for part in reversed(table.split(".")):
+            values = {part: values}
+    with pytest.raises(SettingsError) as caught:
+        loads(tomli_w.dumps(values), "run.toml")
+    assert f"{name} was removed: {REMOVED[key]}" in str(caught.value)
+
+
+def test_there_are_at_most_200_settings() -> None:
+    """A setting must earn its place: a user changes it, or it is a constant."""
+    listed = {entry.key for entry in settings_help.entries() if entry.kind}
+    every = {entry.key for entry in settings_help.entries(internal=True) if entry.kind}
+    assert len(listed) <= 200
+    assert len(every - listed) <= 25
+    assert all(key.startswith("internal.") for key in every - listed)
 
 
 def test_what_is_dumped_is_loaded_again_without_the_password(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ class Intake:
         self._arrived.set()
 
     async def _hold(self, delivery: Delivery[Experience]) -> None:
-        if delivery.attempts > self._settings.bus.max_attempts:
+        if delivery.attempts > self._settings.internal.max_attempts:
             cause = await self._bus.cause(delivery) or "it left no message"
             await self._bury(
                 delivery, f"ended the trainer {delivery.attempts - 1} times when it was tried alone: {cause}"

@@ -11,7 +11,7 @@ class BaseScorer(Section):
     """One scorer."""
 
     name: str = Field(default="", pattern=r"^[a-z_][a-z0-9_]*$")
-    """Its name in reward.expression and in metrics; by default its kind."""
+    """Name in reward.expression and in metrics. Default: its kind."""
 
     @model_validator(mode="before")
     @classmethod

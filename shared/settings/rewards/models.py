@@ -15,9 +15,10 @@ class ModelsSettings(Section):
     """Where the reward service runs its models, reward models and the reference, and how it fills their forward passes."""
 
     device: str = Field(default="auto")
-    """`auto` (as run.device), `cpu`, `cuda`, or one GPU, as `cuda:0`. Weights are bfloat16 on a GPU (the reference: policy.dtype), else float32."""
+    """Device: `auto` (as run.device), `cpu`, `cuda`, or one GPU, as `cuda:0`. Weights are bfloat16 on a GPU (the
+    reference: policy.dtype), else float32."""
     batch_tokens: PositiveInt = Field(default=16_384)
-    """Maximum tokens of a forward pass, padding included; a single longer sample makes a larger one."""
+    """Maximum tokens of a forward pass, padding included; only a single longer sample makes a larger one."""
     offload_after_s: NonNegativeFloat = Field(default=0.0)
     """Seconds without work after which weights move to the host's memory until the next group; 0: never."""
 
@@ -35,25 +36,26 @@ class ModelScorer(BaseScorer):
     kind: Literal["model"]
     """The reward model."""
     model: str
-    """A folder in Hugging Face form, or a hub name where there is a network."""
+    """Reward model: a folder in Hugging Face form, or a hub name."""
     tokenizer: str = Field(default="")
-    """Where its tokenizer is; empty: with the model. It reads text, whatever the policy's tokenizer is."""
+    """Folder or hub name of its tokenizer; empty: the model's. It reads text, so it need not be the policy's."""
     trust_remote_code: bool = Field(default=False)
-    """Run Python code that comes with the model."""
+    """Whether to run Python code that comes with the model."""
     head: Literal["classifier", "scalar"] = Field(default="classifier")
-    """`classifier`: the model's own class for sequence classification; `scalar`: its trunk, and a linear layer that lies
-    beside it in the checkpoint (`score`, `v_head`, `value_head`, …), read at the last token."""
+    """Kind of output layer. `classifier`: the model's own class for sequence classification; `scalar`: its trunk with
+    a linear layer that is beside it in the checkpoint (`score`, `v_head`, `value_head`, …), read at the last
+    token."""
     label: str = Field(default="")
-    """Which output is the value, by name or number; may be empty where there is one."""
+    """Output that is the value, by name or number; may be empty if there is only one."""
     value: Literal["logit", "probability"] = Field(default="logit")
-    """The output itself; or its sigmoid where there is one output, its softmax where there are several."""
+    """The output itself (`logit`), or its `probability`: the sigmoid of a single output, the softmax of several."""
     template: str = Field(default="auto")
-    """How prompt and completion become text: `chat` (the tokenizer's chat template), `plain` (concatenated; messages are
-    joined by line breaks), `auto` (chat where the tokenizer has a template), or a chat template of your own (Jinja)."""
+    """How prompt and completion become text: `chat` (the tokenizer's chat template), `plain` (concatenated; messages
+    joined by line breaks), `auto` (chat if the tokenizer has a template), or your own chat template (Jinja)."""
     max_tokens: NonNegativeInt = Field(default=0)
-    """A longer text loses its beginning, which is counted; 0: the model's own context."""
+    """Maximum length of the text; a longer one loses its beginning, which is counted. 0: the model's context."""
     normalise: Literal["none", "running"] = Field(default="none")
-    """`running`: less the mean and divided by the deviation of all values of the run so far, over all replicas."""
+    """`running`: subtract the mean and divide by the deviation of all values of the run so far, over all replicas."""
 
     @property
     def model_setting(self) -> str:

@@ -16,12 +16,12 @@ class ExecutorSettings(Section):
     """The process that runs model-written code, isolated (docs/sandbox.md)."""
 
     address: str = Field(default="", pattern=r"^(|unix:/.+|[^/:]+:\d+|\[[0-9a-fA-F:]+\]:\d+)$")
-    """Where it is: `unix:/path` or `host:port`; empty: `penstock up` starts one, where a scorer needs it."""
+    """Address of the executor: `unix:/path` or `host:port`. Empty: `penstock up` starts one if a scorer needs it."""
     isolation: Literal["auto", "namespace", "landlock", "unsafe"] = Field(default="auto")
-    """How programs are isolated; `auto`: the strongest of namespace and landlock that holds on this host, else refuse.
-    `unsafe` isolates nothing and is for code that you wrote yourself."""
+    """How programs are isolated. `auto`: the strongest of namespace and landlock that works on this host, else the
+    start is refused. `unsafe` isolates nothing; use it only for code that you wrote."""
     slots: NonNegativeInt = Field(default=0)
-    """Programs that run at a time; 0: one a core, or fewer where a control group has a quota of CPU time."""
+    """Programs that run at a time; 0: one per core, or fewer if a control group limits CPU time."""
     interpreter: str = Field(default="")
     """Python that runs the programs; empty: the one that runs Penstock."""
 
@@ -30,15 +30,14 @@ class RewardSettings(Section):
     """What a completion is worth."""
 
     replicas: PositiveInt = Field(default=1)
-    """How many `penstock up` starts."""
+    """Replicas that `penstock up` starts."""
     expression: str = Field(default="")
-    """The reward from the scorers' values, as `0.9 * answer + 0.1 * format`; empty: the mean of those that apply."""
+    """Reward as a formula of the scorers' values: `0.9 * answer + 0.1 * format`. Empty: the mean of those that apply."""
     scorers: tuple[Scorer, ...] = Field(default=(AnswerScorer(kind="answer"),), min_length=1)
-    """Who scores; all run at once."""
+    """Scorers, each a table [[reward.scorers]] with a kind; all run concurrently."""
     models: ModelsSettings = Field(default=ModelsSettings())
     """Where reward models and the reference run."""
     gpus: tuple[NonNegativeInt, ...] = Field(default=())
-    """Which GPUs of this machine `penstock up` gives to the replicas, in turn, as many to each; none: they all see every
-    GPU."""
+    """GPU indices for the replicas, in turn. Used by `penstock up`; empty: every replica sees all GPUs."""
     executor: ExecutorSettings = Field(default=ExecutorSettings())
     """The process that runs model-written code."""

@@ -24,7 +24,7 @@ V = PolicyVersion
 
 def settings(on_stale: str = "drop", max_lag: int = 1) -> Settings:
     return Settings.model_validate(
-        {"algorithm": {"groups_per_step": 2, "max_lag": max_lag, "on_stale": on_stale}, "bus": {"max_attempts": 2}}
+        {"algorithm": {"groups_per_step": 2, "max_lag": max_lag, "on_stale": on_stale}, "internal": {"max_attempts": 2}}
     )
 
 
