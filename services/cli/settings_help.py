@@ -209,7 +209,8 @@ def _default(field: FieldInfo, holds_tables: bool) -> str:
         return ""
     value = field.default
     if holds_tables:
-        return f"[{', '.join(f'{{kind = "{one.kind}"}}' for one in value)}]" if isinstance(value, tuple) else "…"
+        kinds = [f'{{kind = "{scorer.kind}"}}' for scorer in value] if isinstance(value, tuple) else ["…"]
+        return f"[{', '.join(kinds)}]"
     if value is None:
         return "none"
     if isinstance(value, tuple):
