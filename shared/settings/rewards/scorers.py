@@ -154,7 +154,7 @@ class JudgeScorer(BaseScorer):
     key_source: str = Field(default="", pattern=r"^(env:\w+|file:.+)?$")
     """Where the endpoint's API key is: `env:VARIABLE`, or `file:PATH` (a mounted secret). Empty: no key."""
     system: str = Field(default="")
-    """System message; empty: none is sent."""
+    """System message; empty: no such message."""
     template: str = Field(
         default="Question:\n{prompt}\n\nReference answer:\n{answer}\n\nResponse:\n{completion}\n\n"
         "Rate the response from 0 (useless) to 10 (perfect). End with a line `Score: N`."
