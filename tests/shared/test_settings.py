@@ -8,7 +8,7 @@ import tomli_w
 
 from services.cli import settings_help
 from shared.errors import SettingsError
-from shared.settings import Settings, dump, load, loads
+from shared.settings import Settings, dump, dumps, load, loads
 from shared.settings.removed import REMOVED
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +47,11 @@ def test_flags_come_before_the_environment_and_that_before_the_file(tmp_path: Pa
         ('[rollout]\nnodes = 2\nrendezvous = "a:1"\nsecret_file = "s"\nvllm.tensor_parallel_size = 3', "expected rollout.vllm.tensor_parallel_size to be a multiple of rollout.nodes = 2, as many GPUs on each host, found 3"),
         ('[rollout]\nengine = "transformers"\nnodes = 2\nrendezvous = "a:1"\nsecret_file = "s"\nvllm.tensor_parallel_size = 2', 'expected rollout.nodes = 1 with the engine "transformers", found 2'),
         ("[run", "expected TOML in"),
+        ('[guards]\noff = ["kl"]', "expected 'kl' in guards.pause or in guards.off, found it in both"),
+        ('[evaluation]\npath = "a.jsonl"\nsamples = { aime = 4 }', "expected the name of a set in evaluation.samples, found 'aime'; evaluation.path has heldout"),
+        ('[evaluation]\npath = { aime = "a.jsonl" }\nsamples = 4', 'expected a temperature above 0 for 4 samples of each problem in the set "aime"'),
+        ('[evaluation.gate]\naction = "tell"', 'expected a held-out set with evaluation.gate.action = "tell", found none: set evaluation.path'),
+        ('[[reward.scorers]]\nkind = "answer"\nextract = "choices"', "extract: expected string should match pattern"),
         ("[rollout.vllm]\nmax_model_length = 4", "rollout.vllm.max_model_length: expected a known setting, found 'max_model_length'; did you mean 'max_model_len'?"),
         ("[rollout.vllm]\ngpu_memory_utilization = 1.5", "rollout.vllm.gpu_memory_utilization: expected less than or equal to 1, found 1.5: change rollout.vllm.gpu_memory_utilization"),
         ('[rollout]\nengine = "transformers"\nvllm.tensor_parallel_size = 2', 'expected rollout.vllm.tensor_parallel_size = 1 with the engine "transformers", found 2: change it, or set rollout.engine = "vllm"'),
@@ -94,6 +99,22 @@ def test_every_field_says_what_it_is() -> None:
     assert [entry.key for entry in settings_help.entries() if not entry.text] == []
     assert len(found) == len(set(found))
     assert {"run.id", "rollout.vllm.max_model_len", "reward.scorers[answer].mode", "weights.deadline_s"} <= set(found)
+
+
+def test_each_held_out_set_has_its_own_settings_or_those_of_all(tmp_path: Path) -> None:
+    text = '[evaluation]\npath = { easy = "a.jsonl", hard = "b.jsonl" }\nsamples = { hard = 6 }\ntemperature = { hard = 0.8 }\nproblems = 50\n'
+    settings = load(write(tmp_path, text), environment={})
+    easy, hard = settings.evaluation.held_out
+    assert (easy.name, easy.path, easy.samples, easy.temperature, easy.problems, easy.pass_at) == (
+        "easy",
+        Path("a.jsonl"),
+        1,
+        0.0,
+        50,
+        (),
+    )
+    assert (hard.name, hard.samples, hard.temperature, hard.problems, hard.pass_at) == ("hard", 6, 0.8, 50, (2, 4, 6))
+    assert loads(dumps(settings), "again").evaluation == settings.evaluation
 
 
 OLD = [
