@@ -44,7 +44,7 @@ async def executor(isolation: str, slots: int) -> AsyncIterator[ExecutorClient]:
         address = f"unix:{folder}/executor.sock"
         command = [sys.executable, "-m", "services.reward.executor", "--reward.executor.address", address]
         command += ["--reward.executor.isolation", isolation, "--reward.executor.slots", str(slots)]
-        command += ["--reward.executor.profiles", '["stdlib"]', "--telemetry.log_level", "ERROR"]
+        command += ["--internal.executor_profiles", '["stdlib"]', "--telemetry.log_level", "ERROR"]
         messages = Path(folder) / "stderr"
         with messages.open("wb") as stderr:
             process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.DEVNULL, stderr=stderr)

@@ -88,7 +88,7 @@ class Service:
         """Start it, again and again."""
         while True:
             command = [sys.executable, "-m", "services.reward", "--config", str(self._config), "--replica", "reward-0"]
-            command += [f"--reward.metrics_port={port}"]
+            command += [f"--run.metrics_port={port}"]
             self._process = await asyncio.create_subprocess_exec(*command, stdout=self._log, stderr=self._log)
             self.starts += 1
             await self._process.wait()

@@ -196,7 +196,7 @@ ANSWERS = (
 )
 FORMAT = {
     "kind": "format",
-    "tags": [{"tag": "answer"}],
+    "tags": ["answer"],
     "pattern": r"(?:a|a)*b|[\s\S]*",
     "scripts": ["Latin"],
     "json_schema": {

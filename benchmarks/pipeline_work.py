@@ -67,22 +67,23 @@ def long(folder: Path, shape: str, device: str, kernels: str) -> Work:
     _write_prompts(folder / "prompts.jsonl")
     groups, samples, tokens = (32, 8, 512) if gpu else (8, 4, 32)
     settings: dict[str, Any] = {
+        "run": {"device": device},
         "bus": {"url": "embedded"},
         "policy": {"model": str(folder / "model"), "dtype": "bfloat16" if gpu else "float32"},
         "data": {"path": str(folder / "prompts.jsonl")},
         "sampling": {"group_size": samples, "max_new_tokens": tokens, "temperature": 1.0},
-        "rollout": {"replicas": 1, "max_groups": 2 * groups, "device": device},
+        "rollout": {"replicas": 1, "max_groups": 2 * groups},
         "reward": {"expression": "random", "scorers": [{"kind": "random"}]},
         "algorithm": {"groups_per_step": groups},
-        "guards": {"entropy": {"action": "off"}},
-        "trainer": {"zero_stage": 1, "device": device, "learning_rate": 1e-6, "micro_batch_tokens": 32_768},
+        "guards": {"pause": [], "off": ["entropy"]},
+        "trainer": {"zero_stage": 1, "learning_rate": 1e-6, "micro_batch_tokens": 32_768},
     }
     if gpu:
         settings["rollout"] |= {"engine": "vllm", "gpus": [1], "vllm": {"max_model_len": 2048}}
         settings["trainer"] |= {"gpus": [0], "kernels": kernels}
     else:
-        settings["rollout"] |= {"engine": "transformers", "threads": 1}
-        settings["trainer"] |= {"threads": 1}
+        settings["rollout"] |= {"engine": "transformers"}
+        settings["run"] |= {"threads": 1}
     name = f"long: {shape} on {device}, {groups} x {samples} samples, {tokens} new tokens"
     return Work(name, settings, ["--reward", "lot", *(["--micro-batch", "16"] if gpu else [])], served=gpu)
 

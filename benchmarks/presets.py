@@ -19,7 +19,7 @@ from benchmarks.learning import Learned, learn
 from shared.settings.algorithm import Preset
 
 TUNED: Mapping[str, Mapping[str, Any]] = {
-    "gspo": {"clip_low": 0.2, "clip_high": 0.28},
+    "gspo": {"clip": (0.2, 0.28)},
     "ppo": {"critic": {"learning_rate": 1e-3}},
 }
 """Algorithm settings beside the preset: GSPO's bounds are those of steps a thousand times smaller."""

@@ -1,11 +1,11 @@
 """Whether a replay repeats a step to the bit on this device, and what that costs.
 
     python -m benchmarks.replay                                       # a toy on a CPU
-    python -m benchmarks.replay --device cuda --shape 0.5b            # trainer.deterministic as a user would set it: off, then on
+    python -m benchmarks.replay --device cuda --shape 0.5b            # run.deterministic = "steps" as a user would set it: off, then on
 
 Makes the same steps several times from the same random weights, in processes of their own: groups with a shared prompt, packed, LoRA with dropout where
 ``--lora`` is given, and with ``--short-of-memory`` the second forward pass of the first time fails for want of memory (the others replay its plan). Says for
-``trainer.deterministic`` off and on whether all weights are equal to the bit, the largest difference otherwise, and the median seconds of a step. Prints
+``run.deterministic = "steps"`` off and on whether all weights are equal to the bit, the largest difference otherwise, and the median seconds of a step. Prints
 one JSON object.
 """
 
@@ -51,10 +51,12 @@ STEPS, TIMES = 3, 3
 
 def settings(arguments: argparse.Namespace) -> Settings:
     """Return the settings of the trainer that repeats itself."""
-    trainer = {"zero_stage": 1, "device": arguments.device, "learning_rate": 1e-4, "micro_batch_tokens": arguments.cap}
+    trainer = {"zero_stage": 1, "learning_rate": 1e-4, "micro_batch_tokens": arguments.cap}
     dtype = "bfloat16" if arguments.device == "cuda" else "float32"
     lora = {"rank": 16, "dropout": 0.1} if arguments.lora else {}
-    return Settings.model_validate({"policy": {"dtype": dtype, "lora": lora}, "trainer": trainer})
+    return Settings.model_validate(
+        {"run": {"device": arguments.device}, "policy": {"dtype": dtype, "lora": lora}, "trainer": trainer}
+    )
 
 
 def batch(arguments: argparse.Namespace, vocabulary: int) -> list[Experience]:
@@ -89,7 +91,7 @@ def repeat(arguments: argparse.Namespace) -> dict[str, Any]:
     for number in range(TIMES):
         torch.manual_seed(0)
         model = adapter.add(random_model(SHAPES[arguments.shape], of, arguments.device), of.policy)
-        policy = Policy(model, chunk_tokens=of.trainer.logits_chunk_tokens).train()
+        policy = Policy(model, chunk_tokens=of.internal.logits_chunk_tokens).train()
         engine = TrainingEngine(policy, of, arguments.device)
         learner = Learner(engine, of, Phases(engine.device))
         if arguments.short_of_memory and not number:

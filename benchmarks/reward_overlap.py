@@ -159,7 +159,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), arguments.hidden, arguments.layers)
-        model: Scorer = {"kind": "model", "model": folder, "device": arguments.device, "threads": 1, "wait_s": 0.0}
+        model: Scorer = {"kind": "model", "model": folder}
         result = asyncio.run(measure(arguments, model))
     print(json.dumps({**result, "samples": arguments.samples, "cpus": os.cpu_count(), "device": arguments.device}))
 

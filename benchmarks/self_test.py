@@ -25,8 +25,8 @@ from shared.settings import Settings
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return what was measured."""
-    trainer = {"device": arguments.device, "gradient_checkpointing": arguments.gradient_checkpointing}
-    settings = Settings.model_validate({"trainer": trainer})
+    trainer = {"gradient_checkpointing": arguments.gradient_checkpointing}
+    settings = Settings.model_validate({"run": {"device": arguments.device}, "trainer": trainer})
     start_ranks(arguments.device)
     policy = Policy(random_model(SHAPES[arguments.shape], settings, arguments.device)).train()
     place(policy, settings, arguments.device)

@@ -3,7 +3,7 @@
     python -m benchmarks.staleness --lags 0,1,4,8 --steps 300
 
 Corrected: the preset (``--preset``; the default, ``tis``, weighs tokens by a truncated ratio). Uncorrected: the same with
-``correction = "none"``, which takes ``allow_uncorrected`` to run at all. ``max_lag`` is how many steps generation may be
+``correction = "ignored"``. ``max_lag`` is how many steps generation may be
 ahead; the lag that was measured stands beside it.
 
 Prints a row of a Markdown table per run, then one JSON object.
@@ -26,7 +26,7 @@ def run(folder: Path, preset: str, lag: int, corrected: bool, steps: int, learni
     """Run one lag."""
     algorithm: dict[str, Any] = {"preset": preset, "max_lag": lag}
     if not corrected:
-        algorithm |= {"correction": "none", "allow_uncorrected": True}
+        algorithm |= {"correction": "ignored"}
     return learn(folder, name(lag, corrected), algorithm, {"trainer": {"learning_rate": learning_rate}}, steps)
 
 

@@ -56,13 +56,15 @@ def settings(arguments: argparse.Namespace) -> Settings:
     """Return the settings of the trainer that is measured."""
     return Settings.model_validate(
         {
+            "run": {"device": arguments.device},
             "policy": {"dtype": "bfloat16" if arguments.device == "cuda" else "float32"},
             "trainer": {
-                "ranks": arguments.ranks, "zero_stage": arguments.zero_stage, "device": arguments.device,
+                "ranks": arguments.ranks, "zero_stage": arguments.zero_stage,
                 "learning_rate": 0.0, "micro_batch_tokens": arguments.cap, "optimizer": arguments.optimizer,
                 "kernels": arguments.kernels, "gradient_checkpointing": arguments.gradient_checkpointing, "offload": arguments.offload,
-                "deepspeed": json.loads(arguments.deepspeed), "peak_flops": arguments.peak_tflops,
+                "deepspeed": json.loads(arguments.deepspeed),
             },
+            "internal": {"peak_tflops": arguments.peak_tflops},
         }
     )  # fmt: skip
 
@@ -110,7 +112,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     tell(f"{arguments.ranks} ranks on {arguments.device}, building {arguments.shape}")
     model = random_model(SHAPES[arguments.shape], of, arguments.device)
     fused = kernels.fuses_logits(of.trainer.kernels)
-    policy = EitherPolicy(model, chunk_tokens=of.trainer.logits_chunk_tokens, fused_logits=fused).train()
+    policy = EitherPolicy(model, chunk_tokens=of.internal.logits_chunk_tokens, fused_logits=fused).train()
     sizes = policy.sizes
     engine = TrainingEngine(policy, of, arguments.device)
     longest = arguments.cap // 4

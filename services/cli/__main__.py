@@ -288,17 +288,23 @@ def audit_rewards(
 
 @app.command(rich_help_panel=_TOOLS)
 def settings(
-    name: Annotated[str, typer.Argument(metavar="[NAME]", help="A part of the settings' names.")] = "",
+    name: Annotated[
+        str, typer.Argument(metavar="[SECTION | NAME]", help="Explain this section, or these settings.")
+    ] = "",
+    every: Annotated[bool, typer.Option("--all", help="Explain all settings.")] = False,
 ) -> None:
-    """Explain every setting, with its default.
+    """Print the settings that most runs set, with their defaults, or explain others.
 
-    **Examples:** `penstock settings` · `penstock settings trainer` · `penstock settings max_lag`
+    **Examples:** `penstock settings` · `penstock settings trainer` · `penstock settings max_lag` · `penstock settings --all`
     """
     from services.cli import settings_help
 
-    entries = [entry for entry in settings_help.entries() if name in entry.key]
+    if not (name or every):
+        settings_help.show_common(Console())
+        return
+    entries = settings_help.matching(name) if name else settings_help.entries()
     if not entries:
-        raise PenstockError(f"expected a part of a setting's name, found {name!r}: try `penstock settings`")
+        raise PenstockError(f"no setting's name contains {name!r}: try `penstock settings --all`")
     settings_help.show(entries, Console())
 
 

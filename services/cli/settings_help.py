@@ -1,10 +1,16 @@
-"""Say what every setting is: its name, type, default and docstring, from the models themselves."""
+"""Explain the settings: their names, types, defaults and docstrings, from the models themselves.
+
+``python -m services.cli.settings_help docs/reference/settings.md`` writes the reference page.
+"""
 
 import dataclasses
 import json
+import re
+import sys
 import types
 import typing
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -16,43 +22,133 @@ from rich.text import Text
 from shared.settings import Settings
 from shared.settings.algorithm import PRESETS
 
+COMMON = (
+    "run.steps", "run.device",
+    "bus.url",
+    "policy.model", "policy.dtype", "policy.lora.rank",
+    "data.path",
+    "evaluation.path", "evaluation.every_steps",
+    "sampling.group_size", "sampling.max_new_tokens", "sampling.temperature",
+    "rollout.engine", "rollout.replicas", "rollout.gpus",
+    "reward.scorers", "reward.expression",
+    "algorithm.preset", "algorithm.groups_per_step", "algorithm.max_lag",
+    "trainer.gpus", "trainer.zero_stage", "trainer.learning_rate", "trainer.micro_batch_tokens",
+    "trainer.checkpoint_every_steps",
+)  # fmt: skip
+"""What most runs set, in the order of a settings file."""
+_INTERNAL = "internal"
+_WIDTH, _NAME_WIDTH, _BRIEF_WIDTH = 100, 41, 58
+_SHARED = ("kind", "name")
+"""Settings of every kind of scorer, which are listed once."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """One setting."""
+    """One setting, or one preset."""
 
     key: str
     kind: str
     default: str
     text: str
 
+    @property
+    def section(self) -> str:
+        """The table that the setting is in."""
+        return self.key.rpartition(".")[0]
 
-def entries() -> list[Entry]:
-    """Return every setting, in the order of the file."""
-    return list(_of(Settings, ""))
+    @property
+    def brief(self) -> str:
+        """The beginning of the text, short enough for one line."""
+        text = self.text.split(". ")[0]
+        if len(text) > _BRIEF_WIDTH:
+            text = re.sub(r" \([^)]*\)", "", text)
+        while len(text) > _BRIEF_WIDTH and (parts := re.split(r"[:;,] ", text))[1:]:
+            text = text[: -len(parts[-1])].rstrip(" :;,")
+        return text.rstrip(".")
+
+
+def entries(*, internal: bool = False) -> list[Entry]:
+    """Return every setting, in the order of the file; those for tests only if ``internal``."""
+    return [entry for entry in _of(Settings, "") if internal or not entry.key.startswith(f"{_INTERNAL}.")]
+
+
+def matching(name: str) -> list[Entry]:
+    """Return the settings of the section ``name``, or those whose key contains it."""
+    every = entries(internal=True)
+    within = [entry for entry in every if entry.key == name or re.match(rf"{re.escape(name)}[.\[]", entry.key)]
+    return within or [entry for entry in every if name in entry.key]
+
+
+def show_common(console: Console) -> None:
+    """Print the settings that most runs set, a line each, and the sections of the others."""
+    every = {entry.key: entry for entry in entries() if entry.kind}
+    for section, group in groupby((every[key] for key in COMMON), lambda entry: entry.key.partition(".")[0]):
+        console.print(Text(f"\n[{section}]", style="bold"))
+        for entry in group:
+            name = _shortened(f"{entry.key} = {entry.default}")
+            console.print(
+                Text(f"{name:<{_NAME_WIDTH}}", style="cyan").append(f" {entry.brief}", style="default"), soft_wrap=True
+            )
+    sections = [f"{name} ({len(list(group))})" for name, group in groupby(every.values(), lambda entry: entry.section)]
+    console.print(
+        f"\n{len(every)} settings, by section: {', '.join(sections)}.\n"
+        "`penstock settings SECTION` or `penstock settings NAME` explains them, `penstock settings --all` explains all.",
+        width=_WIDTH,
+        highlight=False,
+        markup=False,
+    )
 
 
 def show(found: Sequence[Entry], console: Console) -> None:
-    """Print settings for people."""
-    table = ""
-    for entry in found:
-        head = entry.key.rpartition(".")[0]
-        if head != table:
-            table = head
-            console.print(Text(f"\n[{head}]", style="bold"))
-        line = Text(entry.key, style="cyan")
-        if entry.kind:
-            line.append(f"  {entry.kind}", style="dim").append(
-                f" = {entry.default}" if entry.default else "  (no default)"
-            )
-        console.print(line, soft_wrap=True)
-        console.print(Padding(Text(entry.text), (0, 0, 0, 4)))
+    """Print settings with all that there is to say about each."""
+    for section, group in groupby(found, lambda entry: entry.section):
+        console.print(Text(f"\n[{section}]", style="bold"))
+        for entry in group:
+            line = Text(entry.key, style="cyan")
+            if entry.kind:
+                line.append(f"  {entry.kind}{_assigned(entry)}", style="dim")
+            console.print(line, soft_wrap=True)
+            console.print(Padding(Text(entry.text), (0, 0, 0, 4)))
 
 
-def _of(model: type[BaseModel], prefix: str) -> Iterator[Entry]:
+def markdown() -> str:
+    """Return the reference page."""
+    lines = [
+        "# Settings",
+        "",
+        "Every setting, by section of the run's TOML file. Environment variables (`PENSTOCK__TRAINER__RANKS=2`) override the",
+        "file, and flags (`--trainer.ranks 2`) override both. `penstock settings` shows the common ones. This page is written by",
+        "`python -m services.cli.settings_help docs/reference/settings.md`.",
+    ]
+    for section, group in groupby(entries(), lambda entry: entry.section):
+        lines += ["", f"## {section}", "", "| setting | default | meaning |", "| --- | --- | --- |"]
+        lines += [f"| `{_cell(entry.key)}` | {_default_cell(entry)} | {_cell(entry.text)} |" for entry in group]
+    return "\n".join(lines) + "\n"
+
+
+def _assigned(entry: Entry) -> str:
+    return f" = {entry.default}" if entry.default else "  (no default)"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) < _NAME_WIDTH else f"{text[: _NAME_WIDTH - 2]}…"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+
+
+def _default_cell(entry: Entry) -> str:
+    default = entry.default.replace("\n", "\\n").replace("|", "\\|")
+    return f"`{default}`" if default else ""
+
+
+def _of(model: type[BaseModel], prefix: str, without: Sequence[str] = ()) -> Iterator[Entry]:
     fields = sorted(model.model_fields.items(), key=lambda item: bool(_models(item[1].annotation)))
     for name, field in fields:
         parts = _models(field.annotation)
+        if name in without:
+            continue
         if parts == [field.annotation]:
             yield from _of(parts[0], f"{prefix}{name}.")
             continue
@@ -60,9 +156,19 @@ def _of(model: type[BaseModel], prefix: str) -> Iterator[Entry]:
         yield Entry(f"{prefix}{name}", _kind(field.annotation), _default(field, bool(parts)), text)
         if f"{prefix}{name}" == "algorithm.preset":
             yield from _presets()
-        for part in parts:
-            kind = _literal(part)
-            yield from _of(part, f"{prefix}{name}[{kind}]." if kind else f"{prefix}{name}[].")
+        yield from _of_parts(f"{prefix}{name}", parts)
+
+
+def _of_parts(key: str, parts: Sequence[type[BaseModel]]) -> Iterator[Entry]:
+    """Yield the settings of a list of tables: those that all kinds have, then those of each kind."""
+    kinds = [_literal(part) for part in parts]
+    if not any(kinds):
+        return
+    yield Entry(f"{key}[].kind", " | ".join(map(repr, kinds)), "", "What it is; the settings of each kind follow.")
+    name = parts[0].model_fields["name"]
+    yield Entry(f"{key}[].name", "text", "the kind", " ".join((name.description or "").split()))
+    for part, kind in zip(parts, kinds, strict=True):
+        yield from _of(part, f"{key}[{kind}].", without=_SHARED)
 
 
 def _presets() -> Iterator[Entry]:
@@ -103,9 +209,16 @@ def _default(field: FieldInfo, holds_tables: bool) -> str:
         return ""
     value = field.default
     if holds_tables:
-        return f"[{len(value)}]" if isinstance(value, tuple) else "…"
+        kinds = [f'{{kind = "{scorer.kind}"}}' for scorer in value] if isinstance(value, tuple) else ["…"]
+        return f"[{', '.join(kinds)}]"
     if value is None:
         return "none"
+    if isinstance(value, tuple):
+        return json.dumps(value, ensure_ascii=False)
     if isinstance(value, bool):
         return str(value).lower()
     return f'"{value}"' if isinstance(value, (str, Path)) else str(value)
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(markdown(), encoding="utf-8")

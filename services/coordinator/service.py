@@ -31,6 +31,7 @@ from services.coordinator.operations.operations import Operations
 from services.coordinator.policies.exports import KIND as EXPORT
 from services.coordinator.policies.exports import Exporting
 from services.coordinator.policies.promotion import Promotion
+from services.coordinator.policies.relay_tree import FAN_OUT
 from services.coordinator.policies.rollback import KIND as ROLLBACK
 from services.coordinator.policies.rollback import Rollbacks, request
 from services.coordinator.records.recorder import Recorder
@@ -132,7 +133,7 @@ async def start(settings: Settings, replica: str) -> None:
     data = await asyncio.to_thread(load_data, settings)
     server = Server(settings.coordinator.host, settings.coordinator.port)
     try:
-        async with serve(settings, "coordinator", replica, settings.coordinator.metrics_port) as context:
+        async with serve(settings, "coordinator", replica) as context:
             await context.live.refresh()
             scorers = [scorer.name for scorer in settings.reward.scorers]
             for doubt in data.notices:
@@ -199,7 +200,17 @@ def assemble(
     )
     monitor = Monitor(bus, live, status, lambda: [*data.notices, *_room(folder, recorder)])
     groups_per_step = settings.algorithm.groups_per_step
-    guards = Guards(bus, ledger, settings.guards, groups_per_step, monitor.view, monitor.reports, monitor.beats, look)
+    guards = Guards(
+        bus,
+        ledger,
+        settings.guards,
+        groups_per_step,
+        monitor.view,
+        monitor.reports,
+        monitor.beats,
+        look,
+        settings.internal.starving_window_s,
+    )
     rollbacks = Rollbacks(
         bus,
         ledger,
@@ -235,7 +246,7 @@ def assemble(
         folder,
         look,
     )
-    promotion = Promotion(bus, ledger, settings.weights.fan_out, promoted)
+    promotion = Promotion(bus, ledger, FAN_OUT, promoted)
     live.listen(lambda settings: look())
     lease = Lease(bus, replica)
     return Coordinator(promotion, admission, lifecycle, recorder, monitor, rollbacks, guards, operations, lease, api)

@@ -43,7 +43,7 @@ class Reference:
             SettingsError: there is none that loads.
         """
         policy = await asyncio.to_thread(_open, self._settings)
-        self._batcher = Batcher(policy, self._settings.reward.reference, self.name)
+        self._batcher = Batcher(policy, self._settings.model_work, self.name)
         self._batcher.start()
 
     async def close(self) -> None:

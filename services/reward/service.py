@@ -64,7 +64,8 @@ def make_scorer(scorer: ScorerSettings, settings: Settings, bus: Bus | None = No
             return FormatChecker(scorer)
         case ModelScorer():
             running = bus is not None and scorer.normalise == "running"
-            return RewardModel(scorer, Normaliser(bus, scorer.name) if running and bus is not None else None)
+            normaliser = Normaliser(bus, scorer.name) if running and bus is not None else None
+            return RewardModel(scorer, normaliser, settings.model_work)
         case PythonScorer():
             return FunctionScorer(scorer)
         case JudgeScorer():
@@ -109,7 +110,7 @@ async def work(context: Context, scoring: Scoring) -> None:
             kind=RolloutGroup,
             output=output,
             handler=scoring,
-            concurrency=context.settings.reward.max_groups,
+            concurrency=context.settings.internal.reward_groups,
             patience=context.patience,
             taking=context.cordon.taking,
             crowd=crowd,
@@ -133,7 +134,7 @@ async def run(settings: Settings, replica: str) -> None:
         BusUnavailable: no bus at the start.
     """
     make_scoring(settings, Status())  # wrong settings are told before anything is waited for
-    async with serve(settings, "reward", replica, settings.reward.metrics_port) as context:
+    async with serve(settings, "reward", replica) as context:
         scoring = make_scoring(await context.live.refresh(), context.status, context.bus)
         context.live.listen(scoring.reward_by)
         watching = asyncio.create_task(scoring.watch())

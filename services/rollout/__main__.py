@@ -56,7 +56,7 @@ def choose_engine(settings: Settings) -> str:
     """
     name: str = settings.rollout.engine
     if name == "auto":
-        name = pick_engine(settings.rollout.device)
+        name = pick_engine(settings.run.device)
     try:
         check_reproducible(settings, name)
         if name != "vllm":
@@ -90,7 +90,7 @@ async def _open_vllm(
         vllm_settings(settings, replica, hosts),
         hosts,
         stop=() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,),
-        logprobs=settings.rollout.vllm.logprobs,
+        logprobs=settings.internal.logprobs,
         kv=weights.kv,
         update=weights.update,
         shadow=weights.shadow,
@@ -116,13 +116,11 @@ def vllm_settings(settings: Settings, replica: str, hosts: Hosts | None) -> dict
         settings.policy.model,
         dtype=settings.policy.dtype,
         seed=seed_of(settings.run.seed, replica),
-        max_num_seqs=vllm.max_num_seqs or settings.rollout.max_groups * settings.sampling.group_size,
+        max_num_seqs=settings.rollout.max_groups * settings.sampling.group_size,
         trust_remote_code=settings.policy.trust_remote_code,
         tensor_parallel_size=vllm.tensor_parallel_size,
         gpu_memory_utilization=vllm.gpu_memory_utilization,
         max_model_len=vllm.max_model_len,
-        enforce_eager=vllm.enforce_eager,
-        enable_prefix_caching=vllm.enable_prefix_caching,
         arguments=vllm_arguments(settings),
         hosts=hosts,
     )
@@ -146,13 +144,13 @@ async def _open_transformers(settings: Settings, host: str, secret: RunSecret) -
 
     tokenizer = await asyncio.to_thread(open_tokenizer, settings.policy)
     context = settings.rollout.vllm.max_model_len
-    opened = await asyncio.to_thread(open_model, settings.policy, tokenizer, settings.rollout.device, context)
+    opened = await asyncio.to_thread(open_model, settings.policy, tokenizer, settings.run.device, context)
     await asyncio.to_thread(try_out, opened)
     engine = TransformersEngine(
         opened,
         max_rows=settings.rollout.max_groups * settings.sampling.group_size,
-        alone=settings.rollout.reproducible,
-        threads=settings.rollout.threads,
+        alone=settings.run.deterministic == "run",
+        threads=settings.run.threads,
         host=host if settings.weights.transport == "pull" else "",
         secret=secret,
         deadline_s=settings.weights.deadline_s,
@@ -169,7 +167,7 @@ async def run(settings: Settings, replica: str) -> None:
         return
     from services.rollout.service import Rollout
 
-    async with service.serve(settings, "rollout", replica, settings.rollout.metrics_port) as context:
+    async with service.serve(settings, "rollout", replica) as context:
         from services.rollout.plausibility import Plausibility
         from shared.weights.receiver.puller import Puller
 
@@ -197,7 +195,7 @@ async def run(settings: Settings, replica: str) -> None:
             taking=context.cordon.taking,
             plausibility=Plausibility(context.bus, settings, context.live.refresh),
         )
-        await rollout.run(context.stop, settings.telemetry.heartbeat_s)
+        await rollout.run(context.stop, settings.internal.heartbeat_s)
 
 
 async def _hold_workers(settings: Settings, replica: str) -> None:

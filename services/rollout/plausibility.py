@@ -27,7 +27,7 @@ class Plausibility:
         self._bus = bus
         self._refresh = refresh
         evaluation = settings.evaluation
-        asked = [held_out.samples or 1 for held_out in evaluation.held_out]
+        asked = [held_out.samples for held_out in evaluation.held_out]
         self._most_samples = max([_TIMES * settings.sampling.group_size, *asked])
         self._cursor = -1
         self._newest = PolicyVersion(-1)

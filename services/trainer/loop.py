@@ -61,7 +61,7 @@ class Trainer:
         self._stop_requested = stop_requested
         self._phases = Phases(engine.device)
         self._learner = Learner(engine, settings, self._phases, critic, reference)
-        every, context = settings.weights.probe_every_versions, settings.rollout.vllm.max_model_len
+        every, context = settings.internal.probe_every_versions, settings.rollout.vllm.max_model_len
         self._prober = Prober(engine, settings.run.seed, every, context)
         self._root = settings.run_folder / "checkpoints"
         self.step = 0

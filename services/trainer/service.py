@@ -36,7 +36,7 @@ async def run(settings: Settings, replica: str) -> int:
         signal.siginterrupt(number, False)
     log.set_up(settings.telemetry.log_level, f"{replica}.{os.environ['RANK']}")
     if os.environ["LOCAL_RANK"] == "0":  # of another host, whose pod is looked at too
-        Endpoints(own_host(settings), settings.trainer.metrics_port, "trainer.metrics_port", lambda: {"ready": True})
+        Endpoints(own_host(settings), settings.run.metrics_port, "run.metrics_port", lambda: {"ready": True})
     with importing():
         from services.trainer.rank0.artifacts import Artifacts
         from services.trainer.rank0.mailbox import NoMailbox
@@ -48,7 +48,7 @@ async def run(settings: Settings, replica: str) -> int:
 
 async def _run_rank_0(settings: Settings, replica: str) -> int:
     """Drive all ranks on the event loop, and train in a thread."""
-    async with serve(settings, "trainer", replica, settings.trainer.metrics_port) as context:
+    async with serve(settings, "trainer", replica) as context:
         with importing():
             from services.trainer.rank0.artifacts import Rank0Artifacts
             from services.trainer.rank0.driver import Driver
@@ -63,7 +63,7 @@ async def _run_rank_0(settings: Settings, replica: str) -> int:
             for error in await asyncio.gather(driver.run(), training, return_exceptions=True):
                 if error is not None:
                     raise error  # the other side's is the same one
-            stopped = settings.trainer.stopped_exit_status
+            stopped = settings.internal.stopped_exit_status
             return stopped if stopped and not await driver.is_over() else 0
         finally:
             await asyncio.to_thread(publication.close)

@@ -47,11 +47,11 @@ def train(
 
 def _begin(settings: Settings) -> str:
     """Set torch up, and join the other ranks; return the device."""
-    if settings.trainer.threads:
-        torch.set_num_threads(settings.trainer.threads)
+    if settings.run.threads:
+        torch.set_num_threads(settings.run.threads)
     torch.manual_seed(settings.run.seed)
-    device = pick_device(settings.trainer.device)
-    if settings.trainer.deterministic:
+    device = pick_device(settings.run.device)
+    if settings.run.deterministic != "off":
         make_deterministic(device)
     start_ranks(device, settings, own_host(settings))
     return device
@@ -79,8 +79,8 @@ class _Loading:
         policy = Policy(
             model,
             entropy_gradient=settings.algorithm.entropy_bonus > 0,
-            kind=trainer.attention,
-            chunk_tokens=trainer.logits_chunk_tokens,
+            kind=settings.internal.attention,
+            chunk_tokens=settings.internal.logits_chunk_tokens,
             fused_logits=kernels.fuses_logits(trainer.kernels),
             logits=trainer.logits,
             packing=trainer.packing,
@@ -99,9 +99,9 @@ class _Loading:
             settings.policy,
             self._dtype,
             self._device,
-            kind=trainer.attention,
+            kind=settings.internal.attention,
             fused=trainer.kernels,
-            chunk_tokens=trainer.logits_chunk_tokens,
+            chunk_tokens=settings.internal.logits_chunk_tokens,
             logits=trainer.logits,
             context_tokens=self._context,
             packing=trained.trunk.packing,
@@ -113,7 +113,9 @@ class _Loading:
             return None
         trunk, width = load_trunk(settings.policy, settings.algorithm.critic.model, self._dtype, self._context)
         kernels.install(trunk, trainer.kernels, self._device)
-        return self._engine("critic", Critic(trunk, width, kind=trainer.attention, packing=trainer.packing).train())
+        return self._engine(
+            "critic", Critic(trunk, width, kind=settings.internal.attention, packing=trainer.packing).train()
+        )
 
     def _engine(self, part: str, module: Policy | Critic) -> TrainingEngine:
         place(module, self._settings, self._device)

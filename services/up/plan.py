@@ -53,7 +53,7 @@ def services(settings: Settings, config: Path, bus_url: str, environment: Mappin
     """Return the processes of a run, the bus aside. ``config`` holds the resolved settings; ``bus_url`` comes to each
     process by its environment, because it may hold a password."""
     counts = {"coordinator": 1, "rollout": settings.rollout.replicas, "reward": settings.reward.replicas, "trainer": 1}
-    threads = {"rollout": settings.rollout.threads, "trainer": settings.trainer.threads}
+    threads = {"rollout": settings.run.threads, "trainer": settings.run.threads}
     return [
         ProcessPlan(
             name=f"{service}-{index}",
@@ -61,7 +61,7 @@ def services(settings: Settings, config: Path, bus_url: str, environment: Mappin
             command=(
                 *(sys.executable, "-m", f"services.{service}"),
                 *("--config", str(config), "--replica", f"{service}-{index}"),
-                *_port_flags(settings, service, index),
+                *_port_flag(settings, f"{service}-{index}"),
             ),
             environment=_environment(environment, bus_url, threads.get(service, 0)) | _gpus(settings, service, index),
             stop_s=settings.bus.drain_s + _STOP_AFTER_DRAIN_S,
@@ -83,7 +83,7 @@ def executor(settings: Settings, config: Path, environment: Mapping[str, str]) -
     if not settings.needs_executor or not is_own_executor(address):
         return []
     host = own_host(settings)
-    port = settings.reward.executor.metrics_port or free_port(host)
+    port = _ports(settings).get(EXECUTOR) or free_port(host)
     return [
         ProcessPlan(
             name=EXECUTOR,
@@ -94,7 +94,7 @@ def executor(settings: Settings, config: Path, environment: Mapping[str, str]) -
                 "services.reward.executor",
                 "--config",
                 str(config),
-                "--reward.executor.metrics_port",
+                "--run.metrics_port",
                 str(port),
                 "--run.host",
                 host,
@@ -132,19 +132,22 @@ def _executor_prefix() -> str:
 
 
 def metrics_ports(settings: Settings) -> list[tuple[str, int]]:
-    """Return (setting, port) of every fixed port of the services' metrics. Replica i takes port + i."""
-    found = [(settings.rollout.metrics_port, settings.rollout.replicas, "rollout")]
-    found += [(settings.reward.metrics_port, settings.reward.replicas, "reward")]
-    found += [(settings.trainer.metrics_port, 1, "trainer"), (settings.coordinator.metrics_port, 1, "coordinator")]
-    if settings.needs_executor:
-        found += [(settings.reward.executor.metrics_port, 1, "reward.executor")]
-    return [(f"{name}.metrics_port", port + index) for port, count, name in found if port for index in range(count)]
+    """Return (setting, port) of every fixed port of the services' metrics."""
+    return [("run.metrics_port", port) for port in _ports(settings).values()]
 
 
-def _port_flags(settings: Settings, service: str, index: int) -> tuple[str, ...]:
-    ports = {"rollout": settings.rollout.metrics_port, "reward": settings.reward.metrics_port}
-    port = ports.get(service, 0)
-    return (f"--{service}.metrics_port", str(port + index)) if port and index else ()
+def _ports(settings: Settings) -> dict[str, int]:
+    """Return each process's metrics port: run.metrics_port and the following ones; nothing where any port will do."""
+    names = ["coordinator-0", "trainer-0", *([EXECUTOR] if settings.needs_executor else [])]
+    names += [f"rollout-{index}" for index in range(settings.rollout.replicas)]
+    names += [f"reward-{index}" for index in range(settings.reward.replicas)]
+    first = settings.run.metrics_port
+    return {name: first + index for index, name in enumerate(names)} if first else {}
+
+
+def _port_flag(settings: Settings, name: str) -> tuple[str, ...]:
+    port = _ports(settings).get(name)
+    return () if port is None else ("--run.metrics_port", str(port))
 
 
 def _gpus(settings: Settings, service: str, index: int) -> dict[str, str]:

@@ -167,10 +167,10 @@ def _resolved(settings: Settings) -> Settings:
 
 
 def _with_absolute_sets(settings: Settings) -> Settings:
-    found = settings.evaluation
-    path = None if found.path is None else found.path.absolute()
-    sets = tuple(one.model_copy(update={"path": one.path.absolute()}) for one in found.sets)
-    return _with(settings, "evaluation", path=path, sets=sets)
+    path = settings.evaluation.path
+    if isinstance(path, dict):
+        return _with(settings, "evaluation", path={name: one.absolute() for name, one in path.items()})
+    return settings if path is None else _with(settings, "evaluation", path=path.absolute())
 
 
 def _with_critic(settings: Settings) -> Settings:

@@ -68,8 +68,8 @@ class Context:
     @property
     def patience(self) -> Patience:
         """How the workers of this run try and drain."""
-        bus = self.settings.bus
-        return Patience(claim_after_s=bus.claim_after_s, max_attempts=bus.max_attempts, drain_s=bus.drain_s)
+        internal = self.settings.internal
+        return Patience(internal.claim_after_s, internal.max_attempts, drain_s=self.settings.bus.drain_s)
 
 
 def parse(service: str, arguments: Sequence[str]) -> tuple[Settings, str]:
@@ -134,16 +134,14 @@ def _registered(url: str, run_id: str, flags: Sequence[str]) -> Settings:
 
 
 @contextlib.asynccontextmanager
-async def serve(settings: Settings, service: str, replica: str, metrics_port: int) -> AsyncIterator[Context]:
+async def serve(settings: Settings, service: str, replica: str) -> AsyncIterator[Context]:
     """Connect to the bus, serve metrics and beat while the body runs; SIGTERM and SIGINT set ``stop``.
 
     A process that was told to stop and cannot (its bus is gone for good, say) ends ``_LEAVE_S`` after ``bus.drain_s``.
     """
     stop, told_to_stop = _listen_for_stop(settings.bus.drain_s)
     status = Status()
-    bus = await Bus.connect(
-        settings.bus.url, settings.run.id, wait_s=settings.bus.start_wait_s, audit_entries=settings.bus.audit_entries
-    )
+    bus = await Bus.connect(settings.bus.url, settings.run.id, wait_s=settings.internal.start_wait_s)
     bus.wait_for_ever()
 
     live, cordon, secret = Live(bus, settings), Cordon(bus, replica, told_to_stop), RunSecret(bus)
@@ -155,12 +153,12 @@ async def serve(settings: Settings, service: str, replica: str, metrics_port: in
         status.settings_revision, status.taking = live.revision, cordon.taking.is_set()
 
     endpoints = Endpoints(
-        own_host(settings), metrics_port, f"{service}.metrics_port", lambda: readiness(status, bus.available)
+        own_host(settings), settings.run.metrics_port, "run.metrics_port", lambda: readiness(status, bus.available)
     )
     status.address = endpoints.address
     await cordon.begin()
     await secret.refresh()
-    presence = Presence(bus, service, replica, settings.telemetry.heartbeat_s, status, hear)
+    presence = Presence(bus, service, replica, settings.internal.heartbeat_s, status, hear)
     beating = asyncio.Event()
     beats = asyncio.create_task(presence.run(beating))
     try:
@@ -179,13 +177,15 @@ async def serve(settings: Settings, service: str, replica: str, metrics_port: in
 
 
 @contextlib.asynccontextmanager
-async def attend(settings: Settings, service: str, metrics_port: int) -> AsyncIterator[tuple[asyncio.Event, Status]]:
+async def attend(settings: Settings) -> AsyncIterator[tuple[asyncio.Event, Status]]:
     """Serve metrics while the body runs, without a bus; SIGTERM and SIGINT set the event. It ends as :func:`serve` says."""
     stop, _ = _listen_for_stop(settings.bus.drain_s)
     status = Status()
-    setting = f"{service}.metrics_port"
     endpoints = Endpoints(
-        own_host(settings), metrics_port, setting, lambda: {"ready": status.ready, "state": status.state}
+        own_host(settings),
+        settings.run.metrics_port,
+        "run.metrics_port",
+        lambda: {"ready": status.ready, "state": status.state},
     )
     status.address = endpoints.address
     try:

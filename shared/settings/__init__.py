@@ -7,13 +7,15 @@
       run.py            [run] [bus] [data] [coordinator] [telemetry]
       policy.py         [policy] [policy.lora] [weights]
       rollout.py        [sampling] [rollout] [rollout.vllm]
-      reward.py         [reward] [reward.executor]
-        scorers.py        [[reward.scorers]], a class for each kind
-        reward_models.py  [reward.reference], and reward models among the scorers
+      rewards/reward.py   [reward] [reward.executor]
+      rewards/scorers.py  [[reward.scorers]], a class for each kind
+      rewards/models.py   [reward.models], and reward models among the scorers
       algorithm.py      [algorithm] [algorithm.kl] [algorithm.critic], presets
       trainer.py        [trainer] [trainer.store], and what of DeepSpeed's settings is ours to make
-      evaluation.py     [evaluation] [[evaluation.sets]] [evaluation.gate]
-      guards.py         [guards.*]
+      evaluation.py     [evaluation] [evaluation.gate]
+      guards.py         [guards]
+      internal.py       [internal], for tests and the Helm chart
+    removed.py        settings that no longer exist, and what replaced them
     section.py        what every table has in common
 
 What two services must agree on stands once. Unknown keys are errors. Loaded in ``__main__``, passed down as values;

@@ -28,12 +28,12 @@ PRESETS: Mapping[Preset, Mapping[str, Any]] = {
     "reinforce_pp": {"advantage": "reinforce_pp"},
     "reinforce_pp_baseline": {"advantage": "reinforce_pp_baseline"},
     "maxrl": {"advantage": "maxrl"},
-    "dapo": {"clip_high": 0.28, "dynamic_sampling": True, "overlong_buffer": 0.2},
-    "gspo": {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence"},
-    "cispo": {"loss": "cispo", "clip_high": 4.0},
+    "dapo": {"clip": (0.2, 0.28), "dynamic_sampling": True, "overlong": (0.2, 1.0)},
+    "gspo": {"loss": "gspo", "clip": (3e-4, 4e-4), "aggregation": "sequence"},
+    "cispo": {"loss": "cispo", "clip": (0.2, 4.0)},
     "ppo": {"advantage": "gae"},
     "tis": _RECOMPUTED,
-    "icepop": {"proximal": "recomputed", "correction": "token_mask", "correction_high": 5.0},
+    "icepop": {"proximal": "recomputed", "correction": "token_mask", "correction_band": (0.5, 5.0)},
     "decoupled_ppo": {**_RECOMPUTED, "minibatches": 2},
     "a3po": {"proximal": "log_linear", "correction": "token_tis", "minibatches": 2},
     "reinforce": {"advantage": "dr_grpo", "loss": "policy_gradient", "correction": "token_tis"},
@@ -46,97 +46,93 @@ class KlSettings(Section):
     """A penalty on the distance to the reference: the initial policy, frozen."""
 
     coefficient: NonNegativeFloat = Field(default=0.0)
-    """How much a nat costs; 0: no penalty, and no reference is held."""
+    """Cost of a nat; 0: no penalty, and no reference is held."""
     estimator: Literal["k1", "k2", "k3"] = Field(default="k3")
-    """Which estimate per token. In a reward: k1. In a loss: k2 or k3, as the gradient of k1 is noise around 0."""
+    """Estimator per token. In a reward: k1. In a loss: k2 or k3, because the gradient of k1 is noise around 0."""
     where: Literal["loss", "reward"] = Field(default="loss")
-    """Added to the loss of each token, or taken off the rewards (of each token for gae and reinforce_pp, else summed
-    over the sample before the group is compared)."""
+    """Added to the `loss` of each token, or subtracted from the `reward` (of each token for gae and reinforce_pp,
+    else summed over the sample before the group is compared)."""
     target: NonNegativeFloat = Field(default=0.0)
-    """Mean KL per token (nats) that the coefficient is steered to; 0: the coefficient is fixed."""
-    horizon: PositiveInt = Field(default=10_000)
-    """Samples that it takes to change the coefficient by the whole error."""
+    """Mean KL per token (nats) to which the coefficient is steered; 0: the coefficient is fixed."""
 
 
 class CriticSettings(Section):
     """The critic that advantage = "gae" needs: a language model's trunk with one output per token."""
 
     model: str = Field(default="")
-    """Its initial weights, as policy.model; empty: those of policy.model."""
+    """Initial weights of the critic, as policy.model; empty: those of policy.model."""
     learning_rate: NonNegativeFloat = Field(default=1e-5)
-    """Of its own AdamW; constant after trainer.warmup_steps."""
+    """Learning rate of its AdamW, constant after trainer.warmup_steps."""
     clip: NonNegativeFloat = Field(default=0.2)
-    """A value moves at most so far in one step; 0: unbounded."""
+    """Largest change of a value in one step; 0: no limit."""
     warmup_steps: NonNegativeInt = Field(default=0)
-    """Steps at the start in which the critic learns and the policy stays as it is."""
+    """Steps at the start in which only the critic learns."""
     discount: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0)
-    """γ: what a reward is worth one token earlier."""
+    """Discount γ of a reward per token."""
     decay: Annotated[float, Field(ge=0, le=1)] = Field(default=0.95)
-    """λ of generalised advantages. 1: returns minus values; lower: less variance, more trust in the critic."""
+    """Decay λ of generalized advantages. 1: returns minus values; lower: less variance, more trust in the critic."""
+
+
+Clip = Annotated[float, Field(gt=0, lt=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class AlgorithmSettings(Section):
     """The update rule."""
 
     preset: Preset = Field(default="grpo")
-    """A table of overrides of the settings below; what is set explicitly wins. `penstock settings preset` shows them."""
+    """Algorithm: a set of values for the settings below. Values that you set take precedence."""
     groups_per_step: PositiveInt = Field(default=32)
-    """Groups per step: the batch."""
+    """Groups per optimizer step, each of sampling.group_size samples."""
     max_lag: NonNegativeInt = Field(default=1)
-    """Largest lag of a sample, in steps; 0: synchronous. Admission keeps (max_lag + 1) × groups_per_step in flight."""
+    """Maximum lag of a sample, in steps; 0: synchronous. At most (max_lag + 1) × groups_per_step groups are in
+    flight."""
     on_stale: Literal["drop", "requeue"] = Field(default="drop")
-    """A group over max_lag leaves, or goes back to the prompts."""
+    """What happens to a group over max_lag: it is dropped, or its prompt is requeued."""
     advantage: Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline", "gae"] = Field(
         default="grpo"
     )
-    """How rewards become advantages: within the group (grpo divides by its deviation, dr_grpo does not, rloo leaves the
-    sample itself out, maxrl divides by the mean), over the batch (reinforce_pp), or by a critic (gae)."""
+    """How rewards become advantages: within the group (grpo divides by its deviation, dr_grpo does not, rloo leaves
+    the sample itself out, maxrl divides by the mean), over the batch (reinforce_pp), or by a critic (gae)."""
     loss: Literal["clip", "gspo", "cispo", "policy_gradient", "dpo"] = Field(default="clip")
-    """What is minimised: PPO's clipped ratio per token, the same per sequence (gspo), a clipped weight (cispo), plain
-    policy gradient, or preferences between a group's best and worst (dpo)."""
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = Field(default=0.2)
-    """The ratio is clipped at 1 − clip_low where the advantage is negative (clip, gspo)."""
-    clip_high: PositiveFloat = Field(default=0.2)
-    """The ratio is clipped at 1 + clip_high where the advantage is positive (clip, gspo); cispo: largest weight − 1."""
+    """Loss: PPO's clipped ratio per token, the same per sequence (gspo), a clipped weight (cispo), plain policy
+    gradient, or preferences between a group's best and worst sample (dpo)."""
+    clip: tuple[Clip, PositiveFloat] = Field(default=(0.2, 0.2))
+    """[low, high]: the ratio is clipped at 1 − low where the advantage is negative, and at 1 + high where it is
+    positive (clip, gspo). For cispo, high is the largest weight − 1."""
     dual_clip: NonNegativeFloat = Field(default=0.0)
-    """With loss = "clip", the ratio is also bounded by this where the advantage is negative; over 1, or 0: not."""
+    """Bound of the ratio where the advantage is negative, with loss = "clip"; more than 1, or 0: no bound."""
     correction: Literal[
-        "ratio", "none", "token_tis", "sequence_tis", "token_mask", "sequence_mask", "geometric_mask"
+        "ratio", "none", "ignored", "token_tis", "sequence_tis", "token_mask", "sequence_mask", "geometric_mask"
     ] = Field(default="ratio")
-    """What makes up for behavior being another policy: the loss's own ratio against behavior logprobs (`ratio`), a weight
-    truncated at correction_high (per token or sequence), or a band outside of which tokens or sequences count nothing."""
-    correction_low: NonNegativeFloat = Field(default=0.5)
-    """Where the band of the masks begins."""
-    correction_high: PositiveFloat = Field(default=2.0)
-    """Where truncation, or the band of the masks, ends."""
-    allow_uncorrected: bool = Field(default=False)
-    """Let a run with max_lag > 0 go without a correction, to see what that does."""
+    """Correction for samples of another policy: the loss's own ratio to behavior logprobs (`ratio`), a weight
+    truncated at the end of correction_band (per token or sequence), or a mask that drops tokens or sequences
+    outside the band. `ignored`: no correction although samples may be off-policy, to see its effect."""
+    correction_band: tuple[NonNegativeFloat, PositiveFloat] = Field(default=(0.5, 2.0))
+    """Ratios that count, [low, high]: weights are truncated at high; masks drop what is outside."""
     proximal: Literal["behavior", "recomputed", "log_linear"] = Field(default="behavior")
-    """What the clipped ratio starts from: behavior logprobs, those of the weights before this step (one more forward
+    """Where the clipped ratio starts: behavior logprobs, those of the weights before this step (one more forward
     pass), or an interpolation of behavior and policy by lag."""
     aggregation: Literal["token", "sequence", "constant"] = Field(default="token")
-    """A batch's loss: the mean over its tokens, over its samples' means, or the sum over samples × max_new_tokens."""
+    """Loss of a batch: the mean over its tokens, over its samples' means, or the sum over samples × max_new_tokens."""
     entropy_bonus: NonNegativeFloat = Field(default=0.0)
-    """Coefficient of the policy's entropy (nats per token), which is added to the objective."""
+    """Coefficient of the policy's entropy (nats per token) in the objective."""
     epochs: Annotated[int, Field(ge=1, le=8)] = Field(default=1)
-    """How often a batch is gone through."""
+    """Passes over a batch."""
     minibatches: Annotated[int, Field(ge=1)] = Field(default=1)
     """Optimizer updates per epoch, each on its share of the groups (drawn by run.seed and the step)."""
     dynamic_sampling: bool = Field(default=False)
-    """Drop groups whose rewards are all equal when they arrive (`dropped:no_signal`), and have others generated."""
-    dynamic_sampling_rounds: PositiveInt = Field(default=10)
-    """After so many times groups_per_step were dropped for one step, groups without signal are taken all the same."""
-    overlong_buffer: Annotated[float, Field(ge=0, le=1)] = Field(default=0.0)
-    """Share of sampling.max_new_tokens at whose end a sample's reward falls linearly; 0: length costs nothing."""
-    overlong_penalty: NonNegativeFloat = Field(default=1.0)
-    """How much is taken off at the full length."""
+    """Whether groups with equal rewards are dropped on arrival (`dropped:no_signal`) and replaced."""
+    overlong: tuple[Share, NonNegativeFloat] = Field(default=(0.0, 1.0))
+    """[share of sampling.max_new_tokens over which a long sample's reward falls linearly, penalty at the full
+    length]; a share of 0: length has no cost."""
     dpo_beta: PositiveFloat = Field(default=0.1)
     """With loss = "dpo": how strongly the reference holds the policy."""
     kl: KlSettings = Field(default=KlSettings())
     """A penalty on the distance to the reference."""
     reference: Literal["trainer", "reward"] = Field(default="trainer")
-    """Who holds the frozen initial policy, where one is needed: every rank of the `trainer` (with policy.lora it costs
-    nothing there), or the `reward` service, whose logprobs travel with each group ([reward.reference])."""
+    """Where the frozen initial policy is, if it is needed: on every rank of the `trainer` (free with policy.lora), or
+    in the `reward` service, whose logprobs travel with each group."""
     critic: CriticSettings = Field(default=CriticSettings())
     """The critic that advantage = "gae" needs."""
 
@@ -206,7 +202,7 @@ class AlgorithmSettings(Section):
                 'expected nothing to clip with algorithm.loss = "policy_gradient", found proximal or dual_clip: '
                 "leave them out"
             )
-        if self.correction == "none" and self.epochs * self.minibatches > 1 and not self.allow_uncorrected:
+        if self.correction == "none" and self.epochs * self.minibatches > 1:
             return (
                 "expected a correction where a batch is used for several updates, found none: set algorithm.correction "
                 '= "token_tis", or algorithm.epochs and algorithm.minibatches to 1'
@@ -239,10 +235,11 @@ class AlgorithmSettings(Section):
                 f"expected algorithm.groups_per_step to be a multiple of minibatches, found {self.groups_per_step} and "
                 f"{self.minibatches}: change one of them"
             )
-        if not self.correction_low <= 1 <= self.correction_high:
+        low, high = self.correction_band
+        if not low <= 1 <= high:
             return (
-                "expected correction_low <= 1 <= correction_high, found "
-                f"{self.correction_low} and {self.correction_high}: a ratio of 1 must lie inside; change one of them"
+                f"expected algorithm.correction_band to contain the ratio 1, found [{low:g}, {high:g}]: change "
+                "algorithm.correction_band"
             )
         if self.kl.target and not self.kl.coefficient:
             return (
@@ -251,10 +248,10 @@ class AlgorithmSettings(Section):
         return ""
 
     def _uncorrected(self) -> str:
-        if self.max_lag == 0 or self.correction != "none" or self.loss == "dpo" or self.allow_uncorrected:
+        if self.max_lag == 0 or self.correction != "none" or self.loss == "dpo":
             return ""
         return (
             f'expected an off-policy correction with algorithm.max_lag = {self.max_lag}, found correction = "none": set '
             'algorithm.correction ("ratio", or "token_tis" with a recomputed proximal), or algorithm.max_lag = 0; '
-            "algorithm.allow_uncorrected = true runs it all the same"
+            'algorithm.correction = "ignored" runs it all the same'
         )

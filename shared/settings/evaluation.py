@@ -1,135 +1,136 @@
-"""The settings of evaluation: which held-out problems are asked when, how their answers count, and what a fall of accuracy leads to.
+"""The settings of evaluation: which held-out problems are asked when, how answers count, and what a fall of accuracy leads to.
 
-One dataset: ``evaluation.path``, the set "heldout". Several: ``[[evaluation.sets]]``, each with a name and a path; then ``path``
-stays empty. What a set does not say, ``[evaluation]`` says for all of them.
+Several sets have a name each: ``path = { aime = "aime.jsonl", gsm8k = "gsm8k.jsonl" }``. Every setting of a set is then one value for
+all of them, or a table by name: ``samples = { aime = 16 }``, with the default for the others.
 """
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from shared.settings.section import Section
 
 ONLY_SET = "heldout"
-"""What the set of ``evaluation.path`` is called."""
-_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,31}$"
+"""The name of the set when evaluation.path is one path."""
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,31}$")]
+Value = TypeVar("Value")
 
 
 class HeldOutSet(Section):
-    """Held-out problems, and how they are asked; what is left out is as [evaluation] has it."""
+    """One set, with the settings that hold for it."""
 
-    name: str = Field(default=ONLY_SET, pattern=_NAME)
+    name: str = Field(default=ONLY_SET)
     """Names it in the ledger, in metrics and in the report."""
     path: Path
-    """The problems, as data.path."""
-    every_steps: PositiveInt | None = Field(default=None)
-    """Evaluate each so many steps, and always before the first and after the last."""
-    problems: PositiveInt | None = Field(default=None)
-    """How many problems an evaluation between the first and the last takes; those two take all."""
-    samples: PositiveInt | None = Field(default=None)
-    """Completions of each problem."""
-    temperature: NonNegativeFloat | None = Field(default=None)
-    """Of sampling; 0: greedy."""
-    pass_at: tuple[PositiveInt, ...] | None = Field(default=None)
-    """Report pass@k for these k."""
-    correct_above: float | None = Field(default=None)
+    """The problems."""
+    every_steps: PositiveInt = Field(default=20)
+    """Steps between evaluations."""
+    problems: PositiveInt = Field(default=200)
+    """Problems of an evaluation between the first and the last."""
+    samples: PositiveInt = Field(default=1)
+    """Completions per problem."""
+    temperature: NonNegativeFloat = Field(default=0.0)
+    """Of sampling."""
+    correct_above: float = Field(default=0.5)
     """A sample with a reward above this counts as correct."""
+
+    @property
+    def pass_at(self) -> tuple[int, ...]:
+        """The k of which pass@k is reported: powers of two, and all samples."""
+        powers = (1 << power for power in range(1, self.samples.bit_length()))
+        return tuple(sorted({*powers, self.samples})) if self.samples > 1 else ()
+
+
+_DEFAULTS = HeldOutSet(path=Path())
 
 
 class GateSettings(Section):
-    """What happens when a version's accuracy is really lower than that of a version before it."""
+    """What happens when a version's accuracy is significantly lower than that of a version before it."""
 
     action: Literal["off", "tell", "rollback"] = Field(default="off")
-    """`rollback`: revoke it and take the run back to the newest checkpoint that is known to be good; `tell`: say so in events and a metric."""
-    set: str = Field(default="")
-    """Whose accuracy counts; empty: that of the first set."""
-    against: Literal["best", "last"] = Field(default="best")
-    """Compare with the best version that passed, or with the last one."""
+    """`rollback`: revoke the version and return to the newest checkpoint that is known to be good; `tell`: report it (events, a metric).
+    The accuracy of the first set in evaluation.path counts."""
     max_fall: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.05)
-    """Largest fall of accuracy (0 to 1) that passes. A larger one fails only where the 95 % interval of the fall lies above 0."""
-    min_problems: PositiveInt = Field(default=50)
-    """An evaluation with fewer answered problems neither passes nor fails."""
-    max_rollbacks: NonNegativeInt = Field(default=2)
-    """So many rollbacks in a row without a version that passed between them; then the run pauses instead."""
+    """Largest fall of accuracy (0 to 1) that passes. A larger one fails only if the 95 % interval of the fall is above 0."""
 
 
 class EvaluationSettings(Section):
-    """Held-out problems, asked of the same replicas."""
+    """Held-out problems, answered by the same replicas. With several sets each value may be a table by set: { aime = 16 }."""
 
-    path: Path | None = Field(default=None)
-    """Held-out problems, as data.path, where there is one set of them; none and no [[evaluation.sets]]: no evaluation."""
-    sets: tuple[HeldOutSet, ...] = Field(default=())
-    """Several sets; the first is the one that headlines and the gate mean. Instead of evaluation.path."""
-    every_steps: PositiveInt = Field(default=20)
-    """Evaluate each so many steps, and always before the first and after the last."""
-    problems: PositiveInt = Field(default=200)
-    """How many problems an evaluation between the first and the last takes; those two take all."""
-    samples: PositiveInt = Field(default=1)
-    """Completions of each problem; accuracy is the mean share of correct ones."""
-    temperature: NonNegativeFloat = Field(default=0.0)
-    """Of sampling; 0: greedy, which wants samples = 1."""
-    pass_at: tuple[PositiveInt, ...] = Field(default=())
-    """Report pass@k for these k, each at most `samples`: the probability that one of k completions is correct."""
-    correct_above: float = Field(default=0.5)
+    path: Path | dict[Name, Path] | None = Field(default=None)
+    """Held-out problems (as data.path), or several sets by name: { aime = "aime.jsonl", … }, the main one first. Empty: no evaluation."""
+    every_steps: PositiveInt | dict[str, PositiveInt] = Field(default=_DEFAULTS.every_steps)
+    """Steps between evaluations; the policy is also evaluated before the first step and after the last."""
+    problems: PositiveInt | dict[str, PositiveInt] = Field(default=_DEFAULTS.problems)
+    """Problems of an evaluation; the first and the last one take all."""
+    samples: PositiveInt | dict[str, PositiveInt] = Field(default=_DEFAULTS.samples)
+    """Completions per problem; accuracy is the mean share of correct ones. With several, pass@k is reported for k = 2, 4, 8, …"""
+    temperature: NonNegativeFloat | dict[str, NonNegativeFloat] = Field(default=_DEFAULTS.temperature)
+    """Sampling temperature; 0: greedy, which needs samples = 1."""
+    correct_above: float | dict[str, float] = Field(default=_DEFAULTS.correct_above)
     """A sample with a reward above this counts as correct."""
     replicas: PositiveInt = Field(default=1)
-    """At most so many replicas keep the evaluated version while the others go on to newer ones; the first and the last
-    evaluation, while nothing is trained, take all."""
+    """Replicas that keep the evaluated version while the others continue; the first and the last evaluation use all."""
     timeout_s: PositiveFloat = Field(default=600.0)
-    """An evaluation that takes longer reports on the answers that it has, and says so; no replica keeps a version longer."""
+    """Seconds after which an evaluation reports on the answers that it has, and says so."""
     gate: GateSettings = Field(default=GateSettings())
     """What a fall of accuracy leads to."""
 
     @property
+    def paths(self) -> dict[str, Path]:
+        """The problems' path of each set, the main set first."""
+        if self.path is None:
+            return {}
+        return self.path if isinstance(self.path, dict) else {ONLY_SET: self.path}
+
+    @property
     def held_out(self) -> tuple[HeldOutSet, ...]:
-        """Every set with nothing left out, the one that headlines mean first."""
-        named = self.sets if self.path is None else (HeldOutSet(path=self.path),)
-        return tuple(self._whole(found) for found in named)
+        """Every set, the main one first."""
+        return tuple(
+            HeldOutSet(
+                name=name,
+                path=path,
+                every_steps=_of(self.every_steps, name, _DEFAULTS.every_steps),
+                problems=_of(self.problems, name, _DEFAULTS.problems),
+                samples=_of(self.samples, name, _DEFAULTS.samples),
+                temperature=_of(self.temperature, name, _DEFAULTS.temperature),
+                correct_above=_of(self.correct_above, name, _DEFAULTS.correct_above),
+            )
+            for name, path in self.paths.items()
+        )
 
     @property
     def gated(self) -> str:
-        """The set whose accuracy the gate looks at; empty where there is none."""
-        return self.gate.set or next((found.name for found in self.held_out), "")
+        """The set whose accuracy the gate examines; empty if there is none."""
+        return next(iter(self.paths), "")
 
     def setting_of(self, held_out: HeldOutSet) -> str:
-        """Return the setting that says where a set lies, for messages."""
-        if self.path is not None:
-            return "evaluation.path"
-        return f'path of "{held_out.name}" in [[evaluation.sets]]'
-
-    def _whole(self, found: HeldOutSet) -> HeldOutSet:
-        names = HeldOutSet.model_fields.keys() - {"name", "path"}
-        missing = {name: getattr(self, name) for name in names if getattr(found, name) is None}
-        return found.model_copy(update=missing)
+        """Return the setting that says where a set is, for messages."""
+        return f"evaluation.path.{held_out.name}" if isinstance(self.path, dict) else "evaluation.path"
 
     @model_validator(mode="after")
     def _agree(self) -> "EvaluationSettings":
-        if self.path is not None and self.sets:
+        for setting in ("every_steps", "problems", "samples", "temperature", "correct_above"):
+            value = getattr(self, setting)
+            unknown = sorted(value.keys() - self.paths.keys()) if isinstance(value, dict) else []
+            if unknown:
+                raise ValueError(
+                    f"expected the name of a set in evaluation.{setting}, found {unknown[0]!r}; evaluation.path has "
+                    f"{', '.join(self.paths) or 'none'}: change one of them"
+                )
+        for held_out in self.held_out:
+            if held_out.samples > 1 and held_out.temperature == 0:
+                raise ValueError(
+                    f'expected a temperature above 0 for {held_out.samples} samples of each problem in the set "{held_out.name}", '
+                    "found 0, at which all of them are equal: raise evaluation.temperature, or set evaluation.samples = 1"
+                )
+        if self.gate.action != "off" and not self.paths:
             raise ValueError(
-                "expected evaluation.path or [[evaluation.sets]], found both: make the path one of the sets, with a name"
-            )
-        names = [found.name for found in self.held_out]
-        if len(set(names)) != len(names):
-            raise ValueError(f"expected sets with different names, found {names}: change name in [[evaluation.sets]]")
-        for found in self.held_out:
-            _check(found)
-        if self.gate.action != "off" and self.gated not in names:
-            raise ValueError(
-                f'expected the name of a set in evaluation.gate.set, found "{self.gate.set}"; there are {names or "none"}'
+                f'expected a held-out set with evaluation.gate.action = "{self.gate.action}", found none: set evaluation.path'
             )
         return self
 
 
-def _check(found: HeldOutSet) -> None:
-    samples = found.samples or 1
-    if samples > 1 and found.temperature == 0:
-        raise ValueError(
-            f'expected a temperature above 0 for {samples} samples of each problem in the set "{found.name}", found 0, at '
-            "which all of them are equal: raise temperature, or set samples = 1"
-        )
-    if too_large := [k for k in found.pass_at or () if k > samples]:
-        raise ValueError(
-            f'expected every k of pass_at to be at most samples = {samples} in the set "{found.name}", found {too_large}: '
-            "raise samples, or leave them out"
-        )
+def _of(value: Value | dict[str, Value], name: str, default: Value) -> Value:
+    return value.get(name, default) if isinstance(value, dict) else value

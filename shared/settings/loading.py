@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from shared.errors import SettingsError
 from shared.files.durable import write_whole
+from shared.settings.removed import replacement
 from shared.settings.root import Settings
 from shared.text.redaction import SECRET_NAME, redact, redacted
 
@@ -211,6 +212,8 @@ def _holds(table: str, key: str) -> bool:
 def _explain_one(problem: dict[str, Any]) -> str:
     where = [str(part) for part in problem["loc"]]
     key = ".".join(where)
+    if problem["type"] == "extra_forbidden" and (instead := replacement(problem["loc"])):
+        return f"{key} was removed: {instead}"
     if problem["type"] == "extra_forbidden":
         known = _known_keys(where[:-1])
         close = difflib.get_close_matches(where[-1], known, n=1)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat
 
 from shared.settings.section import Section
 
@@ -12,26 +12,26 @@ class LoraSettings(Section):
     """Low-rank adapters instead of the weights themselves (Hu et al. 2021, arXiv:2106.09685): W + (alpha / rank) · B · A."""
 
     rank: NonNegativeInt = Field(default=0)
-    """Width of the adapters; 0: none, every weight is trained."""
+    """Rank of the LoRA adapters; 0: no adapters, all weights are trained."""
     alpha: PositiveFloat = Field(default=32.0)
-    """An adapter counts alpha / rank times."""
+    """Scale of the adapters: they are multiplied by alpha / rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.0)
-    """Share of an adapter's inputs that are left out while it trains."""
+    """Share of an adapter's inputs that are dropped in training."""
     target_modules: str | tuple[str, ...] = Field(default="all-linear")
-    """Names of the layers that get one, such as ["q_proj", "v_proj"]; `all-linear`: all but the output layer."""
+    """Layers with an adapter, such as ["q_proj", "v_proj"]; `all-linear`: all but the output layer."""
 
 
 class PolicySettings(Section):
     """The model that is trained."""
 
     model: str = Field(default="")
-    """A folder in Hugging Face form (config, safetensors, tokenizer), or a hub name where there is a network."""
+    """Model to train: a folder in Hugging Face form (config, safetensors, tokenizer), or a hub name."""
     tokenizer: str = Field(default="")
-    """Where the tokenizer is; empty: with the model."""
+    """Folder or hub name of the tokenizer; empty: the model's."""
     dtype: Literal["float32", "bfloat16"] = Field(default="bfloat16")
     """Number type of the weights in rollout and in snapshots."""
     trust_remote_code: bool = Field(default=False)
-    """Run Python code that comes with the model."""
+    """Whether to run Python code that comes with the model."""
     lora: LoraSettings = Field(default=LoraSettings())
     """Low-rank adapters."""
 
@@ -40,32 +40,24 @@ class WeightsSettings(Section):
     """How policy versions reach the replicas."""
 
     transport: Literal["pull", "file"] = Field(default="pull")
-    """`pull`: replicas fetch each version over the network from the trainer's memory and from one another, beside
-    running generation; `file`: safetensors on storage that trainer and replicas share."""
-    source_port: Annotated[int, Field(ge=0, le=65_535)] = Field(default=0)
-    """Port at which the trainer serves weights; 0: any free one."""
+    """How versions reach the replicas. `pull`: over the network, from the trainer's memory and from one another,
+    while generation continues. `file`: safetensors on storage that trainer and replicas share."""
     deadline_s: PositiveFloat = Field(default=30.0)
-    """No wait of a pull takes longer: for an answer, for a peer, for a bucket. Then the next source is tried."""
-    bucket_mib: PositiveInt = Field(default=512)
-    """Weights move in buckets of at most so many MiB, unless a single tensor is larger."""
-    fan_out: PositiveInt = Field(default=2)
-    """How many replicas pull from the trainer; so many more pull from each of them, and so on."""
+    """Longest wait of a pull for an answer, a peer or a bucket, in seconds; then the next source is tried."""
     kv: Literal["keep", "recompute"] = Field(default="keep")
-    """At new weights, running completions go on with their key-value cache, or it is computed anew."""
+    """At new weights, whether running completions keep their key-value cache or recompute it."""
     update: Literal["inflight", "drain"] = Field(default="inflight")
-    """New weights go live between two decoding steps, or once the completions that run are finished."""
+    """When new weights become live: between two decoding steps, or after the running completions (`drain`)."""
     shadow: Literal["auto", "full", "bucketed"] = Field(default="auto")
-    """Where a replica receives: into a second copy of the weights (`full`), or bucket by bucket into the live ones while
-    generation is held (`bucketed`); `auto`: full where the memory is there."""
-    probe_every_versions: NonNegativeInt = Field(default=10)
-    """Each so many versions, and at the trainer's start, replicas check logprobs of a few sequences; 0: never."""
+    """Where a replica receives weights: in a second copy (`full`), or bucket by bucket in the live ones while
+    generation is held (`bucketed`). `auto`: full if it fits into memory."""
     probe_gap_nats: PositiveFloat = Field(default=0.05)
-    """A mean absolute difference between trainer's and replica's logprobs above this is an alarm."""
+    """Mean absolute difference of a replica's logprobs from the trainer's above which the guard `probe` trips."""
     folder: Path | None = Field(default=None)
-    """Where snapshots lie; none: /dev/shm/penstock-<user>/<run id>-<letters of the run's folder>."""
+    """Folder of the snapshots. Empty: /dev/shm/penstock-<user>/<run id>-<hash of the run's folder>."""
     keep: Annotated[int, Field(ge=2)] = Field(default=4)
     """Newest snapshots that are kept on disk."""
     lora: Literal["auto", "adapter", "merged"] = Field(default="auto")
-    """With policy.lora: publish the `adapter` alone, by file in weights.folder, which trainer and replicas must share
-    (vLLM only), or whole weights with the adapter `merged` in, by weights.transport; `auto`: the adapter where
-    rollout.engine is "vllm"."""
+    """With policy.lora, what is published: the `adapter` alone, by file in weights.folder, which trainer and replicas
+    must share (vLLM only), or whole weights with the adapter `merged`, by weights.transport. `auto`: the adapter
+    if rollout.engine is "vllm"."""

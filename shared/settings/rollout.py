@@ -13,71 +13,55 @@ class SamplingSettings(Section):
     those of the distribution that the trainer computes."""
 
     group_size: Annotated[int, Field(ge=2, le=4096)] = Field(default=16)
-    """Completions per prompt, 2 to 4096: the group is the baseline of its advantages. While the run goes on it may become up to 4 times what
-    the file says, and slots × group_size up to 16 times."""
+    """Completions per prompt, 2 to 4096. The group is the baseline of its advantages. During the run it may grow to 4
+    times the file's value, and slots × group_size to 16 times."""
     max_new_tokens: PositiveInt = Field(default=256)
-    """Length limit of a completion, in tokens."""
+    """Maximum length of a completion, in tokens."""
     temperature: PositiveFloat = Field(default=1.0)
-    """Softmax temperature; the trainer divides its logits by the same number."""
+    """Softmax temperature. The trainer divides its logits by the same number."""
 
 
 class VllmSettings(Section):
     """vLLM, where it generates."""
 
     tensor_parallel_size: PositiveInt = Field(default=1)
-    """GPUs of one replica, which share each layer."""
-    max_num_seqs: NonNegativeInt = Field(default=0)
-    """Most samples decoded at a time; 0: rollout.max_groups × sampling.group_size."""
+    """GPUs per replica that share each layer."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(default=0.85)
-    """Share of the GPU's memory that vLLM may take, weights and key-value cache together."""
+    """Share of the GPU's memory for vLLM, weights and key-value cache together."""
     max_model_len: NonNegativeInt = Field(default=0)
-    """Longest prompt with its completion, in tokens; 0: the model's own context. With transformers too, and in the trainer: it decides
-    which factors a model with longrope takes."""
-    enforce_eager: bool = Field(default=False)
-    """Run without CUDA graphs: a quicker start, slower decoding."""
-    enable_prefix_caching: bool = Field(default=True)
-    """Prefill a prompt once for all of its samples. Prompts never reuse what older weights computed."""
-    logprobs: Literal["captured", "native"] = Field(default="captured")
-    """Behavior logprobs as our hook captures them where tokens are drawn, or as vLLM returns them."""
+    """Maximum length of prompt and completion together, in tokens; 0: the model's context. It also holds for
+    transformers and the trainer: it decides the factors of a model with longrope."""
     arguments: dict[str, Any] = Field(default={})
-    """Anything else for vLLM's AsyncEngineArgs, by its name there."""
+    """More of vLLM's AsyncEngineArgs, by their names: {enforce_eager = true} starts without CUDA graphs,
+    {max_num_seqs = 64} limits the samples decoded at a time (default: rollout.max_groups × sampling.group_size)."""
 
 
 class RolloutSettings(Section):
     """The replicas that generate."""
 
     replicas: PositiveInt = Field(default=1)
-    """How many `penstock up` starts."""
+    """Replicas that `penstock up` starts."""
     nodes: PositiveInt = Field(default=1)
-    """Hosts of one replica, for a model that one host's GPUs cannot hold; each of them starts the service by itself, and
-    has as many of rollout.vllm.tensor_parallel_size GPUs as the others. vLLM only."""
+    """Hosts per replica, for a model that does not fit on one host (vLLM only). Start the service on each; each has
+    the same number of the rollout.vllm.tensor_parallel_size GPUs."""
     node: NonNegativeInt = Field(default=0)
-    """Which of rollout.nodes this host is. The first, 0, leads: it is the replica; the others hold workers of its engine."""
+    """Index of this host among rollout.nodes. Host 0 is the replica; the others hold workers of its engine."""
     rendezvous: str = Field(default="", pattern=r"^$|^.+:[0-9]+$")
-    """`host:port` at which the first of several hosts lets the others join. It listens on that address alone, without a password."""
+    """`host:port` on the first of several hosts at which the others join. It listens on that address only, without a
+    password."""
     secret_file: Path | None = Field(default=None)
-    """A file whose first line is a secret, the same on each of several hosts: by it the first knows the others' workers."""
+    """File whose first line is a secret that several hosts share: the first host recognizes the others' workers by
+    it."""
     engine: Literal["auto", "vllm", "transformers", "scripted"] = Field(default="auto")
-    """What generates: vLLM, Hugging Face transformers, or a script for tests; `auto`: vLLM where it is installed and
-    there is a GPU, else transformers."""
+    """Engine that generates: vLLM, Hugging Face transformers, or a script for tests. `auto`: vLLM if it is installed
+    and there is a GPU, else transformers."""
     max_groups: PositiveInt = Field(default=16)
-    """How many groups one replica generates at a time."""
-    reproducible: bool = Field(default=False)
-    """Generate each group as a batch of its own, so that a run of the same `run.seed` on the same kind of machine repeats to the
-    bit: otherwise which groups share a batch, and with it how products are rounded, depends on timing. Slower, by 1.6 in the
-    arithmetic example. Needs algorithm.max_lag = 0 and the transformers engine."""
-    device: str = Field(default="auto")
-    """`auto` (a GPU where there is one), `cpu`, or `cuda:0`."""
+    """Groups that one replica generates at a time."""
     gpus: tuple[NonNegativeInt, ...] = Field(default=())
-    """Which GPUs of this machine `penstock up` gives to the replicas, in turn, as many to each as it needs; none: they
-    all see every GPU."""
+    """GPU indices for the replicas, in turn. Used by `penstock up`; empty: every replica sees all GPUs."""
     engines_per_gpu: Literal["auto", 1, 2, 3, 4] = Field(default=1)
-    """vLLM engines that one replica runs side by side on its GPU. One leaves the GPU idle for much of the time with a model of less than
-    about 7B. `auto`: 1 to 4, by how busy the GPU is in a trial at the start."""
-    threads: NonNegativeInt = Field(default=0)
-    """CPU threads of one replica; 0: as torch decides."""
-    metrics_port: NonNegativeInt = Field(default=0)
-    """Port of /metrics, /healthz and /readyz; 0: any free one."""
+    """vLLM engines that one replica runs side by side on its GPU. One leaves the GPU idle for much of the time with a
+    model of less than about 7B. `auto`: 1 to 3, by how busy the GPU is in a trial at the start."""
     vllm: VllmSettings = Field(default=VllmSettings())
     """vLLM, where it generates."""
 

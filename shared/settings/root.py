@@ -14,7 +14,9 @@ from shared.expression import Expression
 from shared.settings.algorithm import AlgorithmSettings
 from shared.settings.evaluation import EvaluationSettings
 from shared.settings.guards import GuardsSettings
+from shared.settings.internal import InternalSettings
 from shared.settings.policy import PolicySettings, WeightsSettings
+from shared.settings.rewards.models import ModelWork
 from shared.settings.rewards.reward import RewardSettings
 from shared.settings.rollout import RolloutSettings, SamplingSettings
 from shared.settings.run import BusSettings, CoordinatorSettings, DataSettings, RunSettings, TelemetrySettings
@@ -50,9 +52,11 @@ class Settings(Section):
     coordinator: CoordinatorSettings = Field(default=CoordinatorSettings())
     """Admission, ledger and the HTTP API."""
     guards: GuardsSettings = Field(default=GuardsSettings())
-    """What must not go on unseen, and what is done about it."""
+    """Conditions that warn, or pause the run."""
     telemetry: TelemetrySettings = Field(default=TelemetrySettings())
     """Logs and heartbeats."""
+    internal: InternalSettings = Field(default=InternalSettings())
+    """For tests; not supported."""
 
     @property
     def slots(self) -> int:
@@ -71,6 +75,19 @@ class Settings(Section):
     def needs_executor(self) -> bool:
         """Whether a scorer runs model-written code."""
         return any(scorer.kind == "code" for scorer in self.reward.scorers)
+
+    @property
+    def model_work(self) -> ModelWork:
+        """How the reward service runs its models."""
+        models = self.reward.models
+        device = self.run.device if models.device == "auto" else models.device
+        return ModelWork(**{**models.model_dump(), "device": device}, threads=self.run.threads)
+
+    @property
+    def executor_profiles(self) -> tuple[str, ...]:
+        """The interpreters that the code executor keeps warm: with the standard library alone, or with numpy."""
+        chosen = {scorer.profile for scorer in self.reward.scorers if scorer.kind == "code"}
+        return self.internal.executor_profiles or tuple(sorted(chosen)) or ("stdlib", "numpy")
 
     @property
     def run_folder(self) -> Path:
@@ -190,17 +207,17 @@ def _check_slots(settings: Settings) -> None:
 
 def check_reproducible(settings: Settings, engine: str) -> None:
     """Raise ValueError where ``settings`` ask for a run that repeats to the bit, and others of them make it depend on timing."""
-    if not settings.rollout.reproducible:
+    if settings.run.deterministic != "run":
         return
     if settings.algorithm.max_lag:
         raise ValueError(
-            f"expected algorithm.max_lag = 0 with rollout.reproducible, found {settings.algorithm.max_lag}: which version generates "
+            f'expected algorithm.max_lag = 0 with run.deterministic = "run", found {settings.algorithm.max_lag}: which version generates '
             "a group depends on timing otherwise; change one of them"
         )
     if engine not in ("auto", "transformers"):
         raise ValueError(
-            f'expected the engine "transformers" with rollout.reproducible, found "{engine}", whose samples depend on timing: change '
-            "rollout.engine, or rollout.reproducible"
+            f'expected the engine "transformers" with run.deterministic = "run", found "{engine}", whose samples depend on timing: change '
+            "rollout.engine, or run.deterministic"
         )
 
 

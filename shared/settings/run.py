@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from shared.settings.section import Section
 
@@ -12,85 +12,83 @@ class RunSettings(Section):
     """What this run is."""
 
     id: str = Field(default="", max_length=64)
-    """Names the run on the bus and in its folder; empty: made from the file's name and the time."""
+    """Name of the run on the bus and of its folder. Empty: made from the file's name and the time."""
     folder: Path = Field(default=Path("runs"))
-    """Where run folders are made; everything a run leaves lies in `<folder>/<id>/`."""
+    """Folder in which run folders are created; a run writes to `<folder>/<id>/`."""
     steps: PositiveInt = Field(default=100)
-    """How many optimizer steps the run makes."""
+    """Optimizer steps of the run."""
     seed: NonNegativeInt = Field(default=0)
-    """Seeds the dataset order, sampling and the trainer."""
+    """Seed of the dataset order, of sampling and of the trainer."""
     host: str = Field(default="", pattern=r"^[0-9A-Za-z_.-]*$")
-    """Address at which other machines reach the processes of this one, for /metrics and weights; empty: `POD_IP`, else the address
-    from which this machine reaches the bus. Differs from machine to machine: give it as a flag or by PENSTOCK__RUN__HOST."""
+    """Address at which other machines reach this one's processes, for /metrics and weights. Empty: `POD_IP`, else the
+    address from which this machine reaches the bus. It differs between machines: set it by a flag or
+    PENSTOCK__RUN__HOST."""
+    metrics_port: Annotated[int, Field(ge=0, le=65_535)] = Field(default=0)
+    """Port of /metrics, /healthz and /readyz, without a token; 0: any free port. `penstock up` gives its services
+    this port and the following ones."""
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto")
+    """Device of the models: `auto` (a GPU if there is one), `cpu` or `cuda`."""
+    threads: NonNegativeInt = Field(default=0)
+    """CPU threads of each process that runs a model; 0: as torch decides."""
+    deterministic: Literal["off", "steps", "run"] = Field(default="off")
+    """What repeats to the bit. `steps`: training steps, also on a GPU, where some operations are then slower (on a
+    CPU they always do). `run`: the whole run, on the same kind of machine; each group is then a batch of its own,
+    which is slower (1.6 times in the arithmetic example) and needs algorithm.max_lag = 0 and the transformers
+    engine."""
 
 
 class BusSettings(Section):
     """Redis or Valkey."""
 
     url: str = Field(default="embedded")
-    """`embedded` (a Valkey of its own under the run's folder), redis://, rediss://, unix://, redis+sentinel:// or
-    redis+cluster://. Give a URL with a password by the environment: PENSTOCK__BUS__URL."""
-    claim_after_s: PositiveFloat = Field(default=30.0)
-    """An entry whose consumer has not renewed it for so long is taken over by another."""
-    max_attempts: PositiveInt = Field(default=5)
-    """An entry that failed so often is moved to the dead letters."""
+    """URL of the Redis or Valkey server: redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://, or
+    `embedded` (a Valkey of its own in the run's folder). Give a URL with a password by PENSTOCK__BUS__URL."""
     drain_s: NonNegativeFloat = Field(default=20.0)
-    """How long a service that is told to stop finishes what it holds before it gives it back."""
-    start_wait_s: PositiveFloat = Field(default=30.0)
-    """How long a service waits for the bus at its start; later it waits for ever."""
-    audit_entries: NonNegativeInt = Field(default=100_000)
-    """How many endings of groups the audit stream keeps; 0: none."""
+    """Seconds that a service may take to finish its work when it is stopped; the rest returns to the bus."""
 
 
 class DataSettings(Section):
     """The prompts that the run trains on."""
 
     path: Path = Field(default=Path("train.jsonl"))
-    """JSONL, Parquet, or a folder of a Hugging Face dataset saved to disk."""
+    """Prompts: JSONL, Parquet, or a dataset folder saved by Hugging Face `datasets`."""
     prompt_field: str = Field(default="prompt")
-    """The column with the prompt's text."""
-    messages_field: str = Field(default="messages")
-    """The column with chat messages (`[{role, content}]`); used where the prompt's column is missing."""
+    """Column with the prompt: text, or chat messages (`[{role, content}]`). A row without it may have `messages`
+    instead."""
     answer_field: str = Field(default="answer")
-    """The column with the reference answer; every other column goes to the scorers."""
+    """Column with the reference answer. Every other column is available to the scorers."""
     scorers_field: str = Field(default="")
-    """The column that names the scorers of a problem, as a list or with commas between; where it is empty, or no such column
-    is set here, all score it."""
+    """Column with the scorers of a problem, as a list or separated by commas. All scorers apply where it is empty or
+    not set."""
     max_bad_rows: NonNegativeInt = Field(default=10)
-    """So many rows that cannot be read are counted and passed over; one more stops the start."""
+    """Unreadable rows that are counted and skipped; one more refuses the start."""
     shuffle: bool = Field(default=True)
-    """Draw each epoch in another order, from run.seed."""
+    """Whether each epoch has a new order, drawn from run.seed."""
 
 
 class CoordinatorSettings(Section):
     """Admission, ledger and the HTTP API."""
 
     host: str = Field(default="127.0.0.1")
-    """Address of the HTTP API; /metrics and weights are served at `run.host`."""
+    """Address of the HTTP API."""
     port: NonNegativeInt = Field(default=0)
-    """Port of the HTTP API; 0: any free one, written to <run folder>/coordinator.json."""
-    metrics_port: NonNegativeInt = Field(default=0)
-    """Port of /metrics, /healthz and /readyz, which ask for no token; 0: any free one."""
+    """Port of the HTTP API; 0: any free port, written to <run folder>/coordinator.json."""
     token_file: Path | None = Field(default=None)
-    """A file, readable by you alone, whose first line is the bearer token that may read and operate; empty: `penstock up` makes one,
-    `token` in the run's folder."""
+    """File whose first line is the bearer token that may read and operate. Only you may be able to read it. Empty:
+    `penstock up` makes one, `token` in the run's folder. It is required if `host` is not a loopback address."""
     read_token_file: Path | None = Field(default=None)
-    """A file whose first line is a bearer token that may only read."""
+    """File whose first line is a bearer token that may only read."""
     generate_token: bool = Field(default=True)
-    """Whether `penstock up` makes a token where `token_file` is empty. Without a token, which only a loopback `host` may be, every user of
-    this machine may operate the run."""
+    """Whether `penstock up` makes a token if `token_file` is empty. Without a token, every user of this machine may
+    operate the run."""
     autostart: bool = Field(default=True)
-    """Start the run as soon as the services are there; otherwise wait for POST /v1/run/start."""
+    """Whether the run starts as soon as its services are ready; otherwise it waits for `penstock start`."""
     sample_every_steps: PositiveInt = Field(default=5)
-    """Each so many steps one trained group is written to rollouts.jsonl, to be read."""
+    """Steps between two groups that are written to rollouts.jsonl for people to read."""
 
 
 class TelemetrySettings(Section):
-    """Logs and heartbeats."""
+    """Logs."""
 
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(default="INFO")
-    """Least severe line that is logged."""
-    heartbeat_s: PositiveFloat = Field(default=1.0)
-    """Seconds between a replica's heartbeats; it counts as gone after 5 of them."""
-    prometheus_port: Annotated[int, Field(ge=0, le=65_535)] = Field(default=9090)
-    """Where `penstock up --prometheus` serves, on loopback; 0: any free port."""
+    """Least severe level that is logged."""

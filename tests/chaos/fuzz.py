@@ -36,7 +36,7 @@ AT_ONCE = 48
 FOREIGN = 10**12
 """Group ids of messages that would be read: no run admits so many."""
 FINE = ("trained", "dropped:stale", "dropped:run_ended")
-FLAGS: Mapping[str, object] = {"bus.max_attempts": 2, "evaluation.every_steps": 25, "evaluation.problems": 8}
+FLAGS: Mapping[str, object] = {"internal.max_attempts": 2, "evaluation.every_steps": 25, "evaluation.problems": 8}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -42,9 +42,9 @@ FLAGS: Mapping[str, object] = {
     "sampling.group_size": 8,
     "algorithm.groups_per_step": 8,
     "algorithm.max_lag": 2,
-    "bus.claim_after_s": 2,
+    "internal.claim_after_s": 2,
     "bus.drain_s": 5,
-    "telemetry.heartbeat_s": 0.5,
+    "internal.heartbeat_s": 0.5,
     "trainer.checkpoint_every_steps": 5,
     "trainer.keep_last": 3,
     "evaluation.every_steps": 100_000,
@@ -101,8 +101,6 @@ class Run:
         values = {**FLAGS, **(flags or {}), "run.folder": folder}
         if bus_url is not None:
             values["bus.url"] = bus_url
-        if prometheus:
-            values["telemetry.prometheus_port"] = 0
         self._output = folder / "up.txt"
         self.prometheus = Prometheus(self._output)
         self._by_hand: dict[str, Started] = {}

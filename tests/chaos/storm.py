@@ -33,7 +33,7 @@ _REWARDED_STEPS = 10
 _LEASE_S = 4.0
 """Longer than a coordinator's lease: one that is frozen so long is followed."""
 _CLAIM_S = 3.0
-"""Longer than bus.claim_after_s of these runs: entries of a replica that is frozen so long are taken over."""
+"""Longer than internal.claim_after_s of these runs: entries of a replica that is frozen so long are taken over."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from tests.chaos.run import RUN_ID, TcpServer, answers, harmed, running
 from tests.conftest import PATIENCE_S, free_port, need, until
 
 FROZEN_S = float(os.environ.get("PENSTOCK_FREEZE_S", "30"))
-"""Longer than the lease (3 s), heartbeats' TTL (2.5 s), bus.claim_after_s (2 s) and bus.drain_s (5 s) of these runs, and as long as a
+"""Longer than the lease (3 s), heartbeats' TTL (2.5 s), internal.claim_after_s (2 s) and bus.drain_s (5 s) of these runs, and as long as a
 connection's timeout (30 s)."""
 
 

@@ -18,7 +18,6 @@ from shared.bus.stores.ledger import RunState
 from tests.chaos.audit import audit_groups, audit_versions
 from tests.chaos.faults import (
     ISOLATED,
-    KL_STEPS,
     LONGER_LAG,
     MAX_LAG,
     MODEL_ROOM_BYTES,
@@ -26,6 +25,7 @@ from tests.chaos.faults import (
     RUINOUS,
     SLOW,
     STEADY_STEPS,
+    STEPS,
     STILL,
     TIGHT,
     UNSAFE,
@@ -257,7 +257,7 @@ async def test_a_rollback_mends_what_the_learning_rate_broke_and_one_that_fails_
     await faults.roll_back()
     await run.until(lambda: _is_live(run))
     await faults.resume()
-    await faults.train(KL_STEPS)
+    await faults.train(STEPS)
     with faults.frozen("trainer-0"):
         async with faults.raised({"PenstockRollbackFailed"}):
             await faults.roll_back()

@@ -201,7 +201,35 @@ def test_every_setting_is_explained() -> None:
     assert found["sampling.group_size"] == ("integer", "16")
     assert found["algorithm.on_stale"] == ("'drop' | 'requeue'", '"drop"')
     assert found["reward.scorers[answer].needs_stop"] == ("true | false", "false")
-    assert found["evaluation.path"] == ("path", "none")
+    assert found["evaluation.path"] == ("path | table", "none")
+
+
+def test_the_common_settings_are_a_line_each_and_fit_a_screen() -> None:
+    lines = penstock("settings").stdout.splitlines()
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 100
+    keys = [line.split(" = ")[0] for line in lines if " = " in line]
+    assert keys == list(settings_help.COMMON)
+    assert "sampling.group_size = 16                  Completions per prompt, 2 to 4096" in lines
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("trainer.store", ["trainer.store.uri", "trainer.store.endpoint", "trainer.store.counts"]),
+        ("guards.pause", ["guards.pause"]),
+        ("max_lag", ["algorithm.max_lag"]),
+        ("bus", ["bus.url", "bus.drain_s"]),
+    ],
+)
+def test_a_section_or_a_name_is_explained(name: str, keys: list[str]) -> None:
+    assert [entry.key for entry in settings_help.matching(name)] == keys
+    assert f"{keys[0]}  " in penstock("settings", name).stdout
+
+
+def test_the_reference_page_is_the_settings_own() -> None:
+    page = (ROOT / "docs" / "reference" / "settings.md").read_text(encoding="utf-8")
+    assert page == settings_help.markdown(), "run python -m services.cli.settings_help docs/reference/settings.md"
 
 
 def test_help_names_the_commands_and_shows_examples() -> None:
@@ -298,7 +326,7 @@ def test_wrong_input_ends_the_process_with_code_2_and_no_traceback(run: Path) ->
     assert "Traceback" not in shown.stderr
 
 
-@pytest.mark.parametrize("setting", ["coordinator.port", "rollout.metrics_port"])
+@pytest.mark.parametrize("setting", ["coordinator.port", "run.metrics_port"])
 def test_a_taken_port_is_a_sentence(
     run: Path, setting: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

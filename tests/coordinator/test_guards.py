@@ -17,17 +17,7 @@ from shared.bus.messages import Event, PolicyVersion, RolloutGroup, StepReport
 from shared.bus.stores.ledger import Ledger, RunState
 from shared.bus.streams import EVENTS, EXPERIENCE, ROLLOUTS
 from shared.process.telemetry import WEIGHTS_PROBE, PartFailure, Presence, Status, heartbeats
-from shared.settings.guards import (
-    EntropyGuard,
-    KlGuard,
-    LagGuard,
-    NoSignalGuard,
-    RolloutsStarvingGuard,
-    StalledGuard,
-    ThroughputGuard,
-    TrainerStarvingGuard,
-    UnscoredGuard,
-)
+from shared.settings.guards import GuardsSettings
 from tests.conftest import until
 from tests.support import builders
 from tests.support.coordinator_players import Trainer, make, replicas, running, settings
@@ -50,7 +40,7 @@ def steps(**metrics: list[float]) -> list[StepReport]:
 
 
 def test_no_signal_needs_every_group_of_every_step() -> None:
-    guard = NoSignalGuard(steps=3)
+    guard = GuardsSettings(steps=3)
     rewards = [0.0, 0.0, 0.0]
     assert guards.no_signal(steps(zero_std_groups=[2, 2, 2], reward_mean=rewards), guard, 2) == (
         "in 3 steps no group had two different rewards (mean 0): nothing can be learned from them"
@@ -60,33 +50,33 @@ def test_no_signal_needs_every_group_of_every_step() -> None:
 
 
 def test_the_kl_ceiling_is_of_the_mean_over_its_steps() -> None:
-    guard = KlGuard(steps=2, ceiling_nats=0.5)
+    guard = GuardsSettings(steps=4, kl_nats=0.5)
     assert guards.kl(steps(kl_mean=[9.0, 0.4, 0.5]), guard) == ""
     assert guards.kl(steps(kl_mean=[0.0, 0.4, 0.8]), guard) == (
         "mean KL to the behavior policy over 2 steps is 0.6 nats, ceiling 0.5"
     )
     assert guards.kl(steps(kl_mean=[0.0, 0.0], reference_kl=[3.0, 3.0]), guard) == "", "no ceiling for the reference"
-    bounded = KlGuard(steps=2, ceiling_nats=0.5, reference_ceiling_nats=2.0)
+    bounded = GuardsSettings(steps=4, kl_nats=0.5, reference_kl_nats=2.0)
     assert "reference policy over 2 steps is 3 nats" in guards.kl(
         steps(kl_mean=[0.0, 0.0], reference_kl=[3.0, 3.0]), bounded
     )
 
 
 def test_the_entropy_floor_is_of_the_mean_over_its_steps() -> None:
-    guard = EntropyGuard(steps=2, floor_nats=0.1)
+    guard = GuardsSettings(steps=2, entropy_nats=0.1)
     assert guards.entropy(steps(entropy=[0.0, 0.1, 0.1]), guard) == ""
     assert guards.entropy(steps(entropy=[1.0, 0.1, 0.02]), guard) == "mean entropy over 2 steps is 0.06 nats, floor 0.1"
 
 
 def test_unscored_counts_groups_that_were_given_up_in_a_row_and_says_the_newest_cause() -> None:
-    guard = UnscoredGuard(groups=16)
+    guard = GuardsSettings(unscored_groups=16)
     assert guards.unscored(15, "KeyError", guard) == ""
     assert guards.unscored(16, "KeyError", guard) == "none of the last 16 groups could be scored; the newest: KeyError"
 
 
 async def test_a_run_of_which_no_group_can_be_scored_pauses_with_the_cause(bus: Bus, tmp_path: Path) -> None:
     ledger = Ledger(bus)
-    parts = make(bus, settings(tmp_path, guards={"unscored": {"groups": 2}}))
+    parts = make(bus, settings(tmp_path, guards={"unscored_groups": 2}))
     await ledger.create()
     await ledger.transition(RunState.RUNNING, "test", [RunState.CREATED])
     await parts.guards.look(await parts.monitor.view())
@@ -110,7 +100,7 @@ async def test_a_run_of_which_no_group_can_be_scored_pauses_with_the_cause(bus: 
     assert (status.state, status.reason) == (
         RunState.PAUSED,
         "guard unscored: none of the last 2 groups could be scored; the newest: no answer in train.jsonl:5; resume, roll back, "
-        "or change [guards.unscored]",
+        "or change [guards]",
     )
     parts.monitor.forget()
     (notice,) = (await parts.monitor.view()).notices
@@ -138,7 +128,7 @@ async def test_a_replica_whose_logprobs_are_not_the_trainers_pauses_the_run(bus:
     paused = await ledger.status()
     assert (paused.state, paused.reason) == (
         RunState.PAUSED,
-        "guard probe: rollout-1: a gap of 0.33 nats; resume, roll back, or change [guards.probe]",
+        "guard probe: rollout-1: a gap of 0.33 nats; resume, roll back, or change [guards]",
     )
     await ledger.transition(RunState.RUNNING, "test", [RunState.PAUSED])
     parts.monitor.forget()
@@ -155,7 +145,7 @@ async def _failing(bus: Bus) -> bool:
 
 
 def test_lag_counts_the_groups_that_left_as_stale() -> None:
-    guard = LagGuard(steps=2, stale_share=0.5)
+    guard = GuardsSettings(steps=2, stale_share=0.5)
     assert guards.lag(steps(dropped_stale=[2.0, 2.0]), guard, 2) == "", "4 of 8 is not over a half"
     assert guards.lag(steps(dropped_stale=[3.0, 3.0]), guard, 2).startswith(
         "60% of the groups of 2 steps left as stale"
@@ -163,7 +153,7 @@ def test_lag_counts_the_groups_that_left_as_stale() -> None:
 
 
 def test_a_cliff_is_measured_against_the_steps_before() -> None:
-    guard = ThroughputGuard(steps=1, least_share=0.5)
+    guard = GuardsSettings(steps=2, throughput_share=0.5)
     assert guards.throughput(steps(tokens_per_s=[100.0, 100.0, 10.0, 100.0, 50.0]), guard) == ""
     assert guards.throughput(steps(tokens_per_s=[100.0, 100.0, 10.0, 100.0, 49.0]), guard) == (
         "49 trained tokens/s over 1 steps, 100 before them"
@@ -172,21 +162,20 @@ def test_a_cliff_is_measured_against_the_steps_before() -> None:
 
 
 def test_a_trainer_starves_when_it_mostly_waits() -> None:
-    guard = TrainerStarvingGuard(steps=2, share=0.8)
+    guard = GuardsSettings(steps=2, starving_share=0.8)
     assert guards.trainer_starving(steps(step_s=[1.0, 1.0], phase_wait_s=[0.8, 0.8]), guard) == ""
     assert "waited 85% of 2 steps" in guards.trainer_starving(steps(step_s=[1.0, 1.0], phase_wait_s=[0.9, 0.8]), guard)
 
 
 def test_replicas_starve_when_groups_pile_up_before_the_trainer() -> None:
-    guard = RolloutsStarvingGuard(share=0.8)
-    assert guards.rollouts_starving([True] * 48 + [False] * 12, guard) == ""
-    assert "in 82% of the last 60 s" in guards.rollouts_starving([True] * 49 + [False] * 11, guard)
-    assert guards.rollouts_starving([True] * 59, guard) == "", "not looked at for long enough"
+    assert guards.rollouts_starving([True] * 48 + [False] * 12, 60, 0.8) == ""
+    assert "in 82% of the last 60 s" in guards.rollouts_starving([True] * 49 + [False] * 11, 60, 0.8)
+    assert guards.rollouts_starving([True] * 59, 60, 0.8) == "", "not looked at for long enough"
 
 
 def test_a_run_is_stalled_after_its_time() -> None:
-    assert guards.stalled(10.0, StalledGuard(after_s=10.0)) == ""
-    assert guards.stalled(11.0, StalledGuard(after_s=10.0)) == "no step was committed for 11 s"
+    assert guards.stalled(10.0, GuardsSettings(stalled_s=10.0)) == ""
+    assert guards.stalled(11.0, GuardsSettings(stalled_s=10.0)) == "no step was committed for 11 s"
 
 
 # ---------------------------------------------------------------- in a run
@@ -206,7 +195,7 @@ async def test_a_guard_that_pauses_says_why_everywhere_and_a_resumed_run_has_its
 ) -> None:
     ledger = Ledger(bus)
     before = _trip_count("no_signal", "pause")
-    of = settings(tmp_path, steps=50, guards={"no_signal": {"steps": 2}, "stalled": {"action": "off"}})
+    of = settings(tmp_path, steps=50, guards={"steps": 2, "off": ["stalled"]})
     async with running(make(bus, of)) as parts, replicas(bus):
         trainer = await Trainer(bus).start()
         await trainer.step(zero_std_groups=1.0)
@@ -216,7 +205,7 @@ async def test_a_guard_that_pauses_says_why_everywhere_and_a_resumed_run_has_its
         await until(lambda: _is(ledger, RunState.PAUSED))
         reason = (await ledger.status()).reason
         assert reason.startswith("guard no_signal: in 2 steps no group had two different rewards")
-        assert reason.endswith("resume, roll back, or change [guards.no_signal]")
+        assert reason.endswith("resume, roll back, or change [guards]")
         assert [found.guard for found in (await parts.monitor.view()).guards] == ["no_signal"]
         assert _trip_count("no_signal", "pause") == before + 1
         await ledger.transition(RunState.RUNNING, "test", [RunState.PAUSED])
@@ -225,7 +214,7 @@ async def test_a_guard_that_pauses_says_why_everywhere_and_a_resumed_run_has_its
 
 
 async def test_who_leads_next_goes_on_from_what_is_wrong_and_does_not_tell_it_again(bus: Bus, tmp_path: Path) -> None:
-    of = settings(tmp_path, steps=50, guards={"entropy": {"action": "tell", "steps": 1, "floor_nats": 0.1}})
+    of = settings(tmp_path, steps=50, guards={"pause": [], "steps": 1, "entropy_nats": 0.1})
     before = _trip_count("entropy", "tell")
     async with replicas(bus):
         trainer = await Trainer(bus).start()
@@ -246,7 +235,7 @@ async def test_who_leads_next_goes_on_from_what_is_wrong_and_does_not_tell_it_ag
 
 async def test_a_step_that_goes_wrong_between_two_looks_is_found_and_over_at_the_next(bus: Bus, tmp_path: Path) -> None:
     ledger = Ledger(bus)
-    of = settings(tmp_path, guards={"kl": {"action": "tell", "steps": 2, "ceiling_nats": 0.5}})
+    of = settings(tmp_path, guards={"pause": [], "steps": 4, "kl_nats": 0.5})
     parts = make(bus, of)
     await ledger.create()
     await ledger.transition(RunState.RUNNING, "test", [RunState.CREATED])
@@ -256,7 +245,7 @@ async def test_a_step_that_goes_wrong_between_two_looks_is_found_and_over_at_the
         for report in steps(kl_mean=[0.0, 0.0, 1.0, 1.0, 0.0, 0.0])
     ]
     seen: list[StepReport] = []
-    found = guards.Guards(bus, ledger, of.guards, 2, parts.monitor.view, lambda: seen, tuple, lambda: None)
+    found = guards.Guards(bus, ledger, of.guards, 2, parts.monitor.view, lambda: seen, tuple, lambda: None, 60)
     for count, active in ((2, []), (6, ["kl"]), (6, [])):
         seen[:] = told[:count]
         await found.look(await parts.monitor.view())
@@ -266,16 +255,9 @@ async def test_a_step_that_goes_wrong_between_two_looks_is_found_and_over_at_the
 
 
 async def test_of_guards_that_trip_in_one_look_the_first_to_go_wrong_comes_first(bus: Bus, tmp_path: Path) -> None:
-    ledger, told = Ledger(bus), {"action": "tell", "steps": 1}
-    of = settings(
-        tmp_path,
-        guards={
-            "kl": {**told, "ceiling_nats": 0.5},
-            "entropy": {**told, "floor_nats": 0.1},
-            "no_signal": told,
-            "lag": {**told, "stale_share": 0.5},
-        },
-    )
+    ledger = Ledger(bus)
+    thresholds = {"kl_nats": 0.5, "entropy_nats": 0.1, "stale_share": 0.5}
+    of = settings(tmp_path, guards={"pause": [], "off": ["trainer_starving", "throughput"], "steps": 1, **thresholds})
     parts = make(bus, of)
     await ledger.create()
     await ledger.transition(RunState.RUNNING, "test", [RunState.CREATED])
@@ -287,7 +269,7 @@ async def test_of_guards_that_trip_in_one_look_the_first_to_go_wrong_comes_first
         entropy=[1.0, 1.0, 1.0, 1.0, 0.0],
     )
     reports = [dataclasses.replace(report, finished_at_s=time.time() + report.step) for report in made]
-    found = guards.Guards(bus, ledger, of.guards, 2, parts.monitor.view, lambda: reports, tuple, lambda: None)
+    found = guards.Guards(bus, ledger, of.guards, 2, parts.monitor.view, lambda: reports, tuple, lambda: None, 60)
     await found.look(await parts.monitor.view())
     names = [event.name for _, event in reversed(await bus.newest(EVENTS, Event, 9))]
     assert names == ["guard lag", "guard kl", "guard no_signal", "guard entropy"]
@@ -300,19 +282,19 @@ async def _is(ledger: Ledger, state: RunState) -> bool:
 @pytest.mark.parametrize(
     ("name", "told", "metrics"),
     [
-        ("kl", {"steps": 1, "ceiling_nats": 0.1}, {"kl_mean": 0.2}),
-        ("entropy", {"steps": 1, "floor_nats": 0.1}, {"entropy": 0.05}),
+        ("kl", {"steps": 1, "kl_nats": 0.1}, {"kl_mean": 0.2}),
+        ("entropy", {"steps": 1, "entropy_nats": 0.1}, {"entropy": 0.05}),
         ("lag", {"steps": 1, "stale_share": 0.5}, {"dropped_stale": 9.0}),
         ("trainer_starving", {"steps": 1}, {"step_s": 1.0, "phase_wait_s": 0.9}),
-        ("stalled", {"after_s": 0.2}, {"step_s": 1.0}),
+        ("stalled", {"stalled_s": 0.2}, {"step_s": 1.0}),
     ],
 )
 async def test_a_guard_that_only_tells_leaves_the_run_running(
     bus: Bus, tmp_path: Path, name: str, told: dict[str, Any], metrics: dict[str, float]
 ) -> None:
     ledger = Ledger(bus)
-    off = {"stalled": {"action": "off"}} | {name: {"action": "tell", **told}}
-    async with running(make(bus, settings(tmp_path, steps=50, guards=off))) as parts, replicas(bus):
+    chosen = {"pause": [], "off": [] if name == "stalled" else ["stalled"], **told}
+    async with running(make(bus, settings(tmp_path, steps=50, guards=chosen))) as parts, replicas(bus):
         trainer = await Trainer(bus).start()
         await trainer.step(**metrics)
         await _trips(parts, name)

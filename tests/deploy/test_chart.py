@@ -397,7 +397,7 @@ def test_the_settings_that_a_pod_is_given_are_settings(tmp_path: Path, crds: Kin
         assert settings.run.id == "demo"
         assert str(settings.snapshot_folder) == "/var/penstock/runs/demo/weights"
         assert settings.trainer.ranks == (4 if role == "trainer" else 1)
-        assert settings.trainer.stopped_exit_status == (143 if role == "trainer" and crds else 0)
+        assert settings.internal.stopped_exit_status == (143 if role == "trainer" and crds else 0)
 
 
 def test_trainer_and_rollout_share_a_fabric_and_a_queue() -> None:

@@ -27,7 +27,7 @@ PATIENCE_S = 400.0
 ENGINE = """
 [rollout.vllm]
 tensor_parallel_size = 2
-enforce_eager = true
+arguments = { enforce_eager = true }
 """
 
 

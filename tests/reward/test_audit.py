@@ -94,12 +94,12 @@ async def test_the_sample_is_as_large_as_asked_and_the_same_for_the_same_seed(tm
     assert (code, none["groups"], none["disagreements"]) == (0, 0, [])
 
 
-async def test_programs_that_pass_only_the_tests_that_were_run_are_found_in_an_executor_of_the_audits_own(
+async def test_rewarded_programs_that_fail_the_suite_are_found_in_an_executor_of_the_audits_own(
     tmp_path: Path,
 ) -> None:
     tests = ["assert f(1) == 2", "assert f(2) == 3"]
     (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": "f adds 1", "tests": tests}))
-    run = settings(tmp_path, [{"kind": "code", "max_tests": 1}], data={"path": str(tmp_path / "data.jsonl")})
+    run = settings(tmp_path, [{"kind": "code"}], data={"path": str(tmp_path / "data.jsonl")})
     programs = ("def f(x): return x + 1", "def f(x): return 2")
     completions = [
         {

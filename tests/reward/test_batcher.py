@@ -13,7 +13,7 @@ from services.reward.normalisation import Normaliser
 from shared.bus.bus import Bus
 from shared.bus.messages import Prompt, Purpose
 from shared.errors import StateLost
-from shared.settings.rewards.models import ModelWork
+from shared.settings.rewards.models import ModelsSettings
 from tests.conftest import PATIENCE_S, until
 from tests.support import builders
 
@@ -52,8 +52,8 @@ class Notes:
 
 
 @contextlib.asynccontextmanager
-async def batching(notes: Notes, **work: float) -> AsyncIterator[Batcher[Item, float]]:
-    batcher = Batcher(notes, ModelWork.model_validate(work), "notes")
+async def batching(notes: Notes, wait_s: float, **work: float) -> AsyncIterator[Batcher[Item, float]]:
+    batcher = Batcher(notes, ModelsSettings.model_validate(work), "notes", wait_s)
     batcher.start()
     try:
         yield batcher

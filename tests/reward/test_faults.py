@@ -29,16 +29,18 @@ TEXTS = ("46", "4", "47", "2")
 Forward = Callable[..., Any]
 
 
-def settings(folder: Path, mode: str = "exact", **model: Any) -> Settings:
+def settings(folder: Path, mode: str = "exact", **models: Any) -> Settings:
     return Settings.model_validate(
         {
+            "run": {"device": "cpu", "threads": 1},
             "reward": {
+                "models": models,
                 "expression": "answer + 0 * model",
                 "scorers": [
-                    {"kind": "answer", "mode": mode, "timeout_s": 1.0, "processes": 1, "extract": "whole"},
-                    {"kind": "model", "model": str(folder), "device": "cpu", "threads": 1, **model},
+                    {"kind": "answer", "mode": mode, "processes": 1, "extract": "whole"},
+                    {"kind": "model", "model": str(folder)},
                 ],
-            }
+            },
         }
     )
 
@@ -56,7 +58,7 @@ class Replica:
         self.scoring: Scoring = make_scoring(of, self.status, bus)
         patience = Patience(claim_after_s=1.0, max_attempts=max_attempts, retry_s=0.01, drain_s=5.0)
         self.worker = Worker(
-            bus, name, ROLLOUTS, RolloutGroup, EXPERIENCE, self.scoring, of.reward.max_groups, patience
+            bus, name, ROLLOUTS, RolloutGroup, EXPERIENCE, self.scoring, of.internal.reward_groups, patience
         )
         self.stop = asyncio.Event()
 
@@ -209,7 +211,7 @@ async def test_a_slow_scorer_holds_a_bounded_number_of_groups_and_the_rest_stays
     bus: Bus, folder: Path
 ) -> None:
     of = settings(folder)
-    of = of.model_copy(update={"reward": of.reward.model_copy(update={"max_groups": 2})})
+    of = of.model_copy(update={"internal": of.internal.model_copy(update={"reward_groups": 2})})
     replica = Replica(bus, of)
     await replica.scoring.start()
     batcher: Any = replica.scoring._scorers[1]

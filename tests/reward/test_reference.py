@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from services.reward.models import frozen_policy
 from services.reward.models.frozen_policy import FrozenPolicy, TokenSequence
 from services.reward.service import make_scoring
 from services.trainer.batch.packing import PackedRow, micro_batch
@@ -25,13 +26,13 @@ TEMPERATURE = 0.7
 LENGTHS = (5, 1, 9, 3)
 
 
-def settings(folder: Path, **reference: Any) -> Settings:
+def settings(folder: Path, **models: Any) -> Settings:
     return Settings.model_validate(
         {
             "policy": {"model": str(folder), "dtype": "float32"},
             "sampling": {"temperature": TEMPERATURE},
             "reward": {
-                "reference": {"device": "cpu", **reference},
+                "models": {"device": "cpu", **models},
                 "scorers": [{"kind": "format", "needs_stop": True}],
             },
             "algorithm": {"reference": "reward", "kl": {"coefficient": 0.1}},
@@ -70,8 +71,11 @@ def trainers_own(policy: Policy, of: RolloutGroup) -> Any:
     return found.policy_logprobs_N.numpy()
 
 
-async def test_what_travels_with_a_group_is_what_the_trainer_would_have_computed(tmp_path: Path) -> None:
-    of = settings(tiny.save(tmp_path), logits_chunk_tokens=4, batch_tokens=32)
+async def test_what_travels_with_a_group_is_what_the_trainer_would_have_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frozen_policy, "CHUNK_TOKENS", 4)
+    of = settings(tiny.save(tmp_path), batch_tokens=32)
     reference = load_reference(of.policy, torch.float32, "cpu")
     scoring = make_scoring(of, Status())
     await scoring.start()

@@ -38,7 +38,7 @@ def flags(model: Path, folder: Path) -> list[str]:
     scorers = [
         '{kind = "answer", mode = "exact", extract = "whole", needs_stop = true}',
         '{kind = "format", pattern = "[0-9]+"}',
-        f'{{kind = "model", model = {json.dumps(str(model))}, device = "cpu", threads = 1, normalise = "running"}}',
+        f'{{kind = "model", model = {json.dumps(str(model))}, normalise = "running"}}',
     ]
     values = {
         "run.id": "scorers",
@@ -46,8 +46,6 @@ def flags(model: Path, folder: Path) -> list[str]:
         "run.steps": STEPS,
         "reward.scorers": f"[{', '.join(scorers)}]",
         "reward.expression": "0.8 * answer + 0.1 * format + 0.01 * model",
-        "reward.reference.device": "cpu",
-        "reward.reference.threads": 1,
         "algorithm.reference": "reward",
         "algorithm.kl.coefficient": 0.01,
         "algorithm.groups_per_step": GROUPS,

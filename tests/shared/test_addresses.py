@@ -86,7 +86,7 @@ def test_a_store_listens_on_its_address_alone() -> None:
 
 def test_a_port_that_is_taken_is_said_with_its_setting() -> None:
     with (
-        listen("127.0.0.1", 0, "weights.source_port") as taken,
-        pytest.raises(SettingsError, match=r"could not listen on 127\.0\.0\.1:\d+ .*: change weights\.source_port"),
+        listen("127.0.0.1", 0, "coordinator.port") as taken,
+        pytest.raises(SettingsError, match=r"could not listen on 127\.0\.0\.1:\d+ .*: change coordinator\.port"),
     ):
-        listen("127.0.0.1", taken.getsockname()[1], "weights.source_port")
+        listen("127.0.0.1", taken.getsockname()[1], "coordinator.port")

@@ -17,7 +17,7 @@ def algorithm(**values: Any) -> AlgorithmSettings:
 def test_without_a_preset_the_rule_is_grpo_with_a_clipped_ratio_against_behavior() -> None:
     found = algorithm()
     assert (found.preset, found.advantage, found.loss, found.proximal) == ("grpo", "grpo", "clip", "behavior")
-    assert (found.clip_low, found.clip_high, found.aggregation, found.correction) == (0.2, 0.2, "token", "ratio")
+    assert (found.clip, found.aggregation, found.correction) == ((0.2, 0.2), "token", "ratio")
     assert (found.epochs, found.minibatches, found.kl.coefficient, found.dynamic_sampling) == (1, 1, 0.0, False)
     assert not found.needs_reference
     assert not found.needs_critic
@@ -31,8 +31,8 @@ def test_every_preset_holds_with_a_lag_and_sets_what_its_table_says(preset: str)
 
 
 def test_an_explicit_key_wins_over_the_preset() -> None:
-    found = algorithm(preset="dapo", clip_high=0.3)
-    assert (found.clip_high, found.dynamic_sampling) == (0.3, True)
+    found = algorithm(preset="dapo", clip=[0.2, 0.3])
+    assert (found.clip, found.dynamic_sampling) == ((0.2, 0.3), True)
 
 
 def test_a_resolved_preset_is_the_same_when_it_is_read_again(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_resolved_preset_is_the_same_when_it_is_read_again(tmp_path: Path) -> 
         ({"dual_clip": 0.5}, "expected algorithm.dual_clip = 0, or over 1"),
         ({"preset": "ppo", "dynamic_sampling": True}, 'expected algorithm.dynamic_sampling = false with advantage = "gae"'),
         ({"groups_per_step": 9, "minibatches": 2}, "expected algorithm.groups_per_step to be a multiple of minibatches, found 9 and 2"),
-        ({"preset": "icepop", "correction_low": 1.5}, "expected correction_low <= 1 <= correction_high"),
+        ({"preset": "icepop", "correction_band": [1.5, 5]}, "expected algorithm.correction_band to contain the ratio 1, found [1.5, 5]"),
         ({"kl": {"target": 0.1}}, "expected algorithm.kl.coefficient > 0 to start from"),
         ({"preset": "grbo"}, "algorithm.preset: expected 'grpo', 'dr_grpo'"),
         ({"kl": {"coeficient": 1}}, "did you mean 'coefficient'?"),
@@ -76,7 +76,7 @@ def test_contradictions_are_refused_with_advice(tmp_path: Path, values: dict[str
 
 def test_an_uncorrected_run_needs_a_word_or_no_lag() -> None:
     algorithm(proximal="recomputed", correction="none", max_lag=0)
-    algorithm(proximal="recomputed", correction="none", max_lag=4, allow_uncorrected=True)
+    algorithm(proximal="recomputed", correction="ignored", max_lag=4)
 
 
 def test_a_critic_that_only_warms_up_is_refused() -> None:

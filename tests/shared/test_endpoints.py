@@ -16,7 +16,7 @@ from tests.conftest import PATIENCE_S, until
 
 @pytest.fixture
 def address() -> Iterator[tuple[str, int]]:
-    endpoints = Endpoints("127.0.0.1", 0, "trainer.metrics_port", lambda: {"ready": True})
+    endpoints = Endpoints("127.0.0.1", 0, "run.metrics_port", lambda: {"ready": True})
     host, _, port = endpoints.address.rpartition(":")
     yield host, int(port)
     endpoints.close()
@@ -65,7 +65,7 @@ def test_the_name_that_others_reach_this_machine_by_is_answered() -> None:
 
 
 def test_names_of_a_private_network_are_answered_where_others_reach_the_port() -> None:
-    endpoints = Endpoints("0.0.0.0", 0, "trainer.metrics_port", lambda: {"ready": True})
+    endpoints = Endpoints("0.0.0.0", 0, "run.metrics_port", lambda: {"ready": True})
     try:
         address = ("127.0.0.1", int(endpoints.address.rpartition(":")[2]))
         names = ["trainer:9400", "trainer.runs.svc", "Trainer.runs.svc.cluster.local:9400", "gpu-7.internal"]

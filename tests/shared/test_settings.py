@@ -1,12 +1,15 @@
 """Laws of the settings: where they come from, and what is said of those that are wrong."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tomli_w
 
 from services.cli import settings_help
 from shared.errors import SettingsError
-from shared.settings import Settings, dump, load
+from shared.settings import Settings, dump, dumps, load, loads
+from shared.settings.removed import REMOVED
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,7 +47,12 @@ def test_flags_come_before_the_environment_and_that_before_the_file(tmp_path: Pa
         ('[rollout]\nnodes = 2\nrendezvous = "a:1"\nsecret_file = "s"\nvllm.tensor_parallel_size = 3', "expected rollout.vllm.tensor_parallel_size to be a multiple of rollout.nodes = 2, as many GPUs on each host, found 3"),
         ('[rollout]\nengine = "transformers"\nnodes = 2\nrendezvous = "a:1"\nsecret_file = "s"\nvllm.tensor_parallel_size = 2', 'expected rollout.nodes = 1 with the engine "transformers", found 2'),
         ("[run", "expected TOML in"),
-        ("[rollout.vllm]\nmax_num_seq = 4", "rollout.vllm.max_num_seq: expected a known setting, found 'max_num_seq'; did you mean 'max_num_seqs'?"),
+        ('[guards]\noff = ["kl"]', "expected 'kl' in guards.pause or in guards.off, found it in both"),
+        ('[evaluation]\npath = "a.jsonl"\nsamples = { aime = 4 }', "expected the name of a set in evaluation.samples, found 'aime'; evaluation.path has heldout"),
+        ('[evaluation]\npath = { aime = "a.jsonl" }\nsamples = 4', 'expected a temperature above 0 for 4 samples of each problem in the set "aime"'),
+        ('[evaluation.gate]\naction = "tell"', 'expected a held-out set with evaluation.gate.action = "tell", found none: set evaluation.path'),
+        ('[[reward.scorers]]\nkind = "answer"\nextract = "choices"', "extract: expected string should match pattern"),
+        ("[rollout.vllm]\nmax_model_length = 4", "rollout.vllm.max_model_length: expected a known setting, found 'max_model_length'; did you mean 'max_model_len'?"),
         ("[rollout.vllm]\ngpu_memory_utilization = 1.5", "rollout.vllm.gpu_memory_utilization: expected less than or equal to 1, found 1.5: change rollout.vllm.gpu_memory_utilization"),
         ('[rollout]\nengine = "transformers"\nvllm.tensor_parallel_size = 2', 'expected rollout.vllm.tensor_parallel_size = 1 with the engine "transformers", found 2: change it, or set rollout.engine = "vllm"'),
         ('[rollout]\nengine = "transformers"\n[weights]\nkv = "recompute"', 'expected weights.kv = "keep" with the engine "transformers", found "recompute"'),
@@ -54,10 +62,10 @@ def test_flags_come_before_the_environment_and_that_before_the_file(tmp_path: Pa
         ('[rollout]\nengines_per_gpu = 2\n[weights]\nshadow = "bucketed"', 'expected weights.shadow = "auto" or "full" with rollout.engines_per_gpu > 1, found "bucketed"'),
         ("[rollout]\nengines_per_gpu = 2\nvllm.arguments.kv_cache_memory_bytes = 9", "expected no kv_cache_memory_bytes in rollout.vllm.arguments with rollout.engines_per_gpu > 1"),
         ('[rollout]\nengine = "transformers"\nengines_per_gpu = 2', 'expected rollout.engines_per_gpu = 1 with the engine "transformers", found 2'),
-        ("[rollout]\nreproducible = true\n[algorithm]\nmax_lag = 2", "expected algorithm.max_lag = 0 with rollout.reproducible, found 2"),
-        ('[rollout]\nreproducible = true\nengine = "vllm"\n[algorithm]\nmax_lag = 0', 'expected the engine "transformers" with rollout.reproducible, found "vllm"'),
+        ('[run]\ndeterministic = "run"\n[algorithm]\nmax_lag = 2', 'expected algorithm.max_lag = 0 with run.deterministic = "run", found 2'),
+        ('[run]\ndeterministic = "run"\n[rollout]\nengine = "vllm"\n[algorithm]\nmax_lag = 0', 'expected the engine "transformers" with run.deterministic = "run", found "vllm"'),
         ('[weights]\ntransport = "carrier pigeon"', "weights.transport: expected 'pull' or 'file', found 'carrier pigeon': change weights.transport"),
-        ("[weights]\nfan_out = 0", "weights.fan_out: expected greater than 0, found 0: change weights.fan_out"),
+        ("[weights]\nkeep = 1", "weights.keep: expected greater than or equal to 2, found 1: change weights.keep"),
     ],
 )  # fmt: skip
 def test_a_wrong_setting_is_a_sentence_that_names_it(tmp_path: Path, text: str, sentence: str) -> None:
@@ -67,13 +75,17 @@ def test_a_wrong_setting_is_a_sentence_that_names_it(tmp_path: Path, text: str, 
 
 
 def test_a_table_within_a_table_is_set_by_file_environment_and_flag(tmp_path: Path) -> None:
-    path = write(tmp_path, "[rollout]\nreplicas = 3\n[rollout.vllm]\nmax_num_seqs = 1\nenforce_eager = true\n")
-    environment = {"PENSTOCK__ROLLOUT__VLLM__MAX_NUM_SEQS": "2", "PENSTOCK__ROLLOUT__VLLM__MAX_MODEL_LEN": "512"}
-    flags = ["--rollout.vllm.max_num_seqs", "8", "--rollout.vllm.arguments.swap_space", "0.5"]
+    path = write(
+        tmp_path, "[rollout]\nreplicas = 3\n[rollout.vllm]\nmax_model_len = 1\narguments.enforce_eager = true\n"
+    )
+    environment = {
+        "PENSTOCK__ROLLOUT__VLLM__MAX_MODEL_LEN": "2",
+        "PENSTOCK__ROLLOUT__VLLM__GPU_MEMORY_UTILIZATION": "0.5",
+    }
+    flags = ["--rollout.vllm.max_model_len", "8", "--rollout.vllm.arguments.swap_space", "0.5"]
     found = load(path, flags, environment).rollout
-    assert (found.replicas, found.vllm.max_num_seqs, found.vllm.max_model_len) == (3, 8, 512)
-    assert found.vllm.enforce_eager
-    assert found.vllm.arguments == {"swap_space": 0.5}
+    assert (found.replicas, found.vllm.max_model_len, found.vllm.gpu_memory_utilization) == (3, 8, 0.5)
+    assert found.vllm.arguments == {"enforce_eager": True, "swap_space": 0.5}
 
 
 @pytest.mark.parametrize("engine", ["auto", "vllm"])
@@ -91,7 +103,67 @@ def test_every_field_says_what_it_is() -> None:
     found = [entry.key for entry in settings_help.entries()]
     assert [entry.key for entry in settings_help.entries() if not entry.text] == []
     assert len(found) == len(set(found))
-    assert {"run.id", "rollout.vllm.max_num_seqs", "reward.scorers[answer].mode", "weights.deadline_s"} <= set(found)
+    assert {"run.id", "rollout.vllm.max_model_len", "reward.scorers[answer].mode", "weights.deadline_s"} <= set(found)
+
+
+def test_each_held_out_set_has_its_own_settings_or_those_of_all(tmp_path: Path) -> None:
+    text = '[evaluation]\npath = { easy = "a.jsonl", hard = "b.jsonl" }\nsamples = { hard = 6 }\ntemperature = { hard = 0.8 }\nproblems = 50\n'
+    settings = load(write(tmp_path, text), environment={})
+    easy, hard = settings.evaluation.held_out
+    assert (easy.name, easy.path, easy.samples, easy.temperature, easy.problems, easy.pass_at) == (
+        "easy",
+        Path("a.jsonl"),
+        1,
+        0.0,
+        50,
+        (),
+    )
+    assert (hard.name, hard.samples, hard.temperature, hard.problems, hard.pass_at) == ("hard", 6, 0.8, 50, (2, 4, 6))
+    assert loads(dumps(settings), "again").evaluation == settings.evaluation
+
+
+OLD = [
+    ("[guards.kl]\naction = 'off'", [], {}, "run.toml: guards.kl was removed: guards.pause and guards.off list"),
+    ("", ["--trainer.threads", "2"], {}, "flag --trainer.threads: trainer.threads was removed: run.threads holds for"),
+    ("", [], {"PENSTOCK__ROLLOUT__DEVICE": "cpu"}, "environment variable PENSTOCK__ROLLOUT__DEVICE: rollout.device was removed: run.device"),
+    ("", ["--guards.stalled.after_s=5"], {}, "guards.stalled was removed: guards.pause and guards.off list"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "flags", "environment", "sentence"), OLD)
+def test_a_removed_setting_says_what_replaced_it(
+    tmp_path: Path, text: str, flags: list[str], environment: dict[str, str], sentence: str
+) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load(write(tmp_path, text), flags, environment)
+    assert sentence in str(caught.value)
+
+
+REQUIRED = {"judge": {"url": "http://x", "model": "m"}, "model": {"model": "m"}, "python": {"function": "f"}}
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_every_removed_setting_is_refused_with_its_sentence(key: str) -> None:
+    table, _, name = key.rpartition(".")
+    kind = table.partition("[")[2].removesuffix("]")
+    values: dict[str, Any] = {name: 1}
+    if kind:
+        values = {"reward": {"scorers": [{"kind": kind, **REQUIRED.get(kind, {}), **values}]}}
+    else:
+        for part in reversed(table.split(".")):
+            values = {part: values}
+    with pytest.raises(SettingsError) as caught:
+        loads(tomli_w.dumps(values), "run.toml")
+    assert f"{name} was removed: {REMOVED[key]}" in str(caught.value)
+
+
+def test_there_are_at_most_200_settings() -> None:
+    """A setting must earn its place: a user changes it, or it is a constant."""
+    listed = {entry.key for entry in settings_help.entries() if entry.kind}
+    every = {entry.key for entry in settings_help.entries(internal=True) if entry.kind}
+    assert len(listed) <= 200
+    assert len(every - listed) <= 25
+    assert all(key.startswith("internal.") for key in every - listed)
 
 
 def test_what_is_dumped_is_loaded_again_without_the_password(tmp_path: Path) -> None:

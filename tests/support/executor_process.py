@@ -91,7 +91,7 @@ def running(*flags: str, wrapper: Sequence[str] = (), pass_fds: Sequence[int] = 
             probe.bind(("127.0.0.1", 0))
             metrics = probe.getsockname()[1]
         command = [part.replace("@FOLDER@", name) for part in wrapper]
-        command += arguments(f"unix:{name}/executor.sock", "--reward.executor.metrics_port", str(metrics), *flags)
+        command += arguments(f"unix:{name}/executor.sock", "--run.metrics_port", str(metrics), *flags)
         environment = {"PATH": os.environ["PATH"], "A_SECRET": "of the host", "PYTHONPATH": str(ROOT)}
         with (folder / "log").open("wb") as log:
             process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=log, pass_fds=pass_fds)

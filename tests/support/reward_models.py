@@ -15,7 +15,8 @@ from transformers import (
     Qwen2ForSequenceClassification,
 )
 
-from shared.settings.rewards.models import ModelScorer
+from services.reward.models.classifier import Classifier
+from shared.settings.rewards.models import ModelScorer, ModelWork
 from tests.support import tiny
 
 SIZES: dict[str, Any] = {
@@ -27,6 +28,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
     "initializer_range": 0.3,
 }
+WORK = ModelWork(device="cpu")
 CHAT = "{% for turn in messages %}{{ turn['role'][0] }}={{ turn['content'] }}{{ eos_token }}{% endfor %}"
 
 
@@ -70,4 +72,8 @@ def save_scalar(folder: Path) -> Path:
 
 
 def settings(folder: Path, **more: Any) -> ModelScorer:
-    return ModelScorer(kind="model", model=str(folder), device="cpu", **more)
+    return ModelScorer(kind="model", model=str(folder), **more)
+
+
+def classifier(scorer: ModelScorer) -> Classifier:
+    return Classifier(scorer, WORK)

@@ -64,16 +64,18 @@ CAP = 24
 
 
 def settings(zero_stage: int, ranks: int, folder: Path = Path("runs"), **tables: Any) -> Settings:
+    trainer = dict(tables.get("trainer", {}))
+    chunks = {name: trainer.pop(name) for name in ("logits_chunk_tokens",) if name in trainer}
     return Settings.model_validate(
         {
-            "run": {"id": "ranks", "folder": folder},
+            "run": {"id": "ranks", "folder": folder, "device": "cpu"},
             "policy": {"dtype": "float32", "lora": tables.get("lora", {}), "model": tables.get("model", "tiny")},
             "sampling": {"max_new_tokens": 8},
-            "weights": {"transport": "file", "folder": folder / "weights", "probe_every_versions": 0},
+            "internal": {"probe_every_versions": 0, **chunks},
             "algorithm": {"groups_per_step": 4, **tables.get("algorithm", {})},
             "trainer": {
-                "device": "cpu", "ranks": ranks, "zero_stage": zero_stage, "learning_rate": 1e-3,
-                "micro_batch_tokens": CAP, "checkpoint_every_steps": 1, **tables.get("trainer", {}),
+                "ranks": ranks, "zero_stage": zero_stage, "learning_rate": 1e-3,
+                "micro_batch_tokens": CAP, "checkpoint_every_steps": 1, **trainer,
             },
         }
     )  # fmt: skip
@@ -86,7 +88,7 @@ class Rank:
         torch.manual_seed(0)
         make = tiny_hybrids.HYBRIDS.get(of.policy.model, tiny.model)
         model = adapter.add(make().requires_grad_(True), of.policy)
-        policy = Policy(model, chunk_tokens=of.trainer.logits_chunk_tokens, packing=of.trainer.packing)
+        policy = Policy(model, chunk_tokens=of.internal.logits_chunk_tokens, packing=of.trainer.packing)
         self.engine = TrainingEngine(policy.train(), of, "cpu")
         critic = None
         if of.algorithm.needs_critic:

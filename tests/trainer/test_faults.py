@@ -267,7 +267,7 @@ def trainer(folder: Path) -> Trainer:
         {
             **settings().model_dump(),
             "run": {"id": "faults", "folder": folder},
-            "weights": {"transport": "file", "folder": folder / "weights", "probe_every_versions": 0},
+            "internal": {"probe_every_versions": 0},
             "trainer": {"learning_rate": 1e-3, "zero_stage": 0},
         }
     )

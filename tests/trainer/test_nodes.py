@@ -30,7 +30,7 @@ def hosts(run: Run, rendezvous: int, metrics: int, *, forked: bool = False) -> I
     try:
         for node in (0, 1):
             words = ["--config", run.config, "--replica", f"trainer-{node}", "--trainer.node", node, *flags]
-            words += ["--trainer.metrics_port", metrics]
+            words += ["--run.metrics_port", metrics]
             with run.log.open("a") as log:
                 found.append(forge.start("services.trainer", words, log, forked=forked, POD_IP=f"127.0.0.{node + 1}"))
         yield found

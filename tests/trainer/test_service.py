@@ -63,20 +63,22 @@ class Run:
         run_id: str,
         algorithm: str = "",
         transport: str = "file",
+        internal: str = "",
         **trainer: int | str,
     ) -> None:
         self.folder, self.server, self.run_id = folder, server, run_id
         self.config, self.log = folder / f"{run_id}.toml", folder / f"{run_id}.log"
-        options = {"ranks": 1, "zero_stage": 1, "checkpoint_every_steps": 2, "threads": 1, **trainer}
+        options = {"ranks": 1, "zero_stage": 1, "checkpoint_every_steps": 2, **trainer}
         self.config.write_text(
-            f'[run]\nid = "{run_id}"\nfolder = "{folder}/runs"\nsteps = {STEPS}\n'
+            f'[run]\nid = "{run_id}"\nfolder = "{folder}/runs"\nsteps = {STEPS}\nthreads = 1\n'
             f'[bus]\nurl = "{server.url}"\n'
             f'[policy]\nmodel = "{MODEL}"\ndtype = "float32"\n'
             "[sampling]\nmax_new_tokens = 8\n"
             f"[algorithm]\ngroups_per_step = {GROUPS}\nmax_lag = {STEPS}\n{algorithm}\n"
             f'[weights]\ntransport = "{transport}"\ndeadline_s = 5\nfolder = "{folder}/weights-{run_id}"\n'
-            "[trainer]\nlearning_rate = 1e-3\nadam_beta2 = 0.99\n"
+            "[trainer]\nlearning_rate = 1e-3\nadam_betas = [0.9, 0.99]\n"
             + "".join(f"{name} = {value}\n" for name, value in options.items())
+            + f"[internal]\n{internal}\n"
         )
 
     @contextlib.asynccontextmanager
@@ -271,7 +273,13 @@ async def test_a_trainer_that_comes_back_serves_its_step_as_a_new_version_with_a
     tmp_path: Path, server: Server, ranks: int, zero_stage: int
 ) -> None:
     run = Run(
-        tmp_path, server, f"pull-{ranks}", transport="pull", ranks=ranks, zero_stage=zero_stage, stopped_exit_status=143
+        tmp_path,
+        server,
+        f"pull-{ranks}",
+        transport="pull",
+        ranks=ranks,
+        zero_stage=zero_stage,
+        internal="stopped_exit_status = 143",
     )
     async with bus_of(run) as (bus, ledger):
         await feed(bus, 0, 3 * GROUPS)

@@ -20,7 +20,7 @@ from tests.conftest import PATIENCE_S, free_port, need, need_module, until
 from tests.support.listeners import Listener, listeners
 
 SHORT = {"sampling.group_size": 4, "algorithm.groups_per_step": 4, "evaluation.problems": 4}
-VLLM = {"rollout.engine": "vllm", "rollout.vllm.enforce_eager": "true", "rollout.replicas": 1}
+VLLM = {"rollout.engine": "vllm", "rollout.vllm.arguments.enforce_eager": "true", "rollout.replicas": 1}
 RUNS: dict[str, tuple[str, Mapping[str, object], bool]] = {
     "one rank, Prometheus and the API": ("config/arithmetic.toml", SHORT, True),
     "two ranks": ("config/arithmetic.toml", {**SHORT, "trainer.ranks": 2}, False),

@@ -98,7 +98,7 @@ async def test_no_secret_of_a_run_is_in_its_files_its_bus_its_output_or_its_answ
     operate, read = secret_file(tmp_path / "operate", OPERATE), secret_file(tmp_path / "read", READ)
     scorers = (
         '[{kind = "answer", mode = "exact", extract = "whole"}, '
-        f'{{kind = "judge", url = "{judge}", model = "m", api_key_file = "{key}", attempts = 2, backoff_s = 0.01}}]'
+        f'{{kind = "judge", url = "{judge}", model = "m", key_source = "file:{key}"}}]'
     )
     values = {
         **{"run.id": "secrets", "run.folder": tmp_path / "runs", "run.steps": 100_000, "reward.scorers": scorers},

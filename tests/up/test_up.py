@@ -289,7 +289,7 @@ async def test_wrong_settings_of_a_rank_are_the_sentence_alone_whatever_its_laun
         """
         import sys
         for _rank in range(2):
-            print("penstock trainer: expected a GPU, found none: change trainer.device", file=sys.stderr)
+            print("penstock trainer: expected a GPU, found none: change run.device", file=sys.stderr)
         print("E1122 torch/distributed/elastic/multiprocessing/api.py: failed (exitcode: 2) local_rank: 0", file=sys.stderr)
         print("nanobind: leaked 4 instances!", file=sys.stderr)
         sys.exit(1)
@@ -298,7 +298,7 @@ async def test_wrong_settings_of_a_rank_are_the_sentence_alone_whatever_its_laun
     up.start()
     code, output = up.wait()
     assert code == 2
-    assert "ENDING 2 expected a GPU, found none: change trainer.device\n" in output
+    assert "ENDING 2 expected a GPU, found none: change run.device\n" in output
     assert "nanobind" not in output
 
 
@@ -345,7 +345,7 @@ async def test_an_executor_is_ready_once_it_listens_comes_back_and_leaves_no_soc
     up: Up, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NEEDS_EXECUTOR", "1")
-    flags = ("--reward.executor.isolation", "landlock", "--reward.executor.profiles", '["stdlib"]')
+    flags = ("--reward.executor.isolation", "landlock", "--internal.executor_profiles", '["stdlib"]')
     up.start(str(up.folder / "run.toml"), *flags)
     await until(lambda: up.ready("executor"))
     socket = Path(load(up.run_folder / "settings.toml").reward.executor.address.removeprefix("unix:"))

@@ -166,11 +166,15 @@ def _too_many(path: Path, bad: Sequence[str], limit: int, setting: str) -> str:
     )
 
 
+MESSAGES_FIELD = "messages"
+"""The column with chat messages of a row without data.prompt_field."""
+
+
 def _problem(source: str, row: DatasetRow, data: DataSettings, scorers: Sequence[str]) -> Problem:
     if isinstance(row, BadRow):
         raise row
     text, messages = _question(row, data)
-    named = {data.prompt_field, data.messages_field, data.answer_field, data.scorers_field}
+    named = {data.prompt_field, MESSAGES_FIELD, data.answer_field, data.scorers_field}
     answer = _answer(row.get(data.answer_field), data.answer_field)
     try:
         extra = {name: dataset_files.plain(value, name) for name, value in row.items() if name not in named}
@@ -182,7 +186,7 @@ def _problem(source: str, row: DatasetRow, data: DataSettings, scorers: Sequence
 
 
 def _question(row: Mapping[str, object], data: DataSettings) -> tuple[str | None, tuple[ChatMessage, ...] | None]:
-    for field in (data.prompt_field, data.messages_field):
+    for field in (data.prompt_field, MESSAGES_FIELD):
         value = row.get(field)
         if isinstance(value, str) and field == data.prompt_field:
             if not value:
@@ -191,7 +195,7 @@ def _question(row: Mapping[str, object], data: DataSettings) -> tuple[str | None
         if value is not None:
             return None, tuple(_turns(value, field))
     columns = ", ".join(sorted(repr(name) for name in row)) or "no column"
-    raise BadRow(f"expected a column {data.prompt_field!r} or {data.messages_field!r}, found {columns}")
+    raise BadRow(f"expected a column {data.prompt_field!r} or {MESSAGES_FIELD!r}, found {columns}")
 
 
 def _turns(value: object, field: str) -> Iterator[ChatMessage]:

@@ -121,16 +121,19 @@ class Evaluator:
         for held_out, problems in self._sets:
             if held_out.name not in due.sets:
                 continue
-            count = held_out.problems if not (due.initial or due.final) and held_out.problems else len(problems)
+            count = len(problems) if due.initial or due.final else held_out.problems
             chosen = subset(len(problems), count, self._seed)
-            sampling = Sampling(held_out.samples or 1, self._max_new_tokens, held_out.temperature or 0.0)
+            sampling = Sampling(held_out.samples, self._max_new_tokens, held_out.temperature)
             for index in chosen:
                 asked = problems.problems[index].prompt(len(prompts), sampling)
                 prompts.append(
                     dataclasses.replace(asked, min_version=version, purpose=Purpose.EVALUATE, admitted_at_s=now_s)
                 )
-            above = self._settings.correct_above if held_out.correct_above is None else held_out.correct_above
-            sets.append(EvaluationRequest(held_out.name, len(chosen), sampling.samples, above, held_out.pass_at or ()))
+            sets.append(
+                EvaluationRequest(
+                    held_out.name, len(chosen), sampling.samples, held_out.correct_above, held_out.pass_at
+                )
+            )
         return Description(version, step, tuple(sets), due.initial, due.final, now_s), prompts
 
     async def _start(self, description: Description, prompts: Sequence[Prompt]) -> bool:

@@ -5,8 +5,8 @@
     evaluation ─▶ judge: passed │ fell ──(kept with the evaluation)──▶ act: tell │ roll back │ pause
 
 A version fell where, of the gated set, ``fall = accuracy of the reference − its own`` is over ``max_fall`` and the whole 95 % interval of the
-fall (``accuracy.fall``) lies above 0; the reference is the best, or the last, version of the branch that passed. The first one passes; one with
-fewer than ``min_problems`` answers does neither. The run goes back to the newest checkpoint of a version that passed or that one which
+fall (``accuracy.fall``) lies above 0; the reference is the best version of the branch that passed. The first one passes; one with
+fewer than ``MIN_PROBLEMS`` answers does neither. The run goes back to the newest checkpoint of a version that passed or that one which
 passed came from: what was trained after it was never found good. A version that fell is acted on once; the judgement lies with its
 evaluation and what was done about it on the bus, so a coordinator that dies in between is no matter.
 """
@@ -37,6 +37,10 @@ GATE_FALLS = Counter(
 )
 PASSED, FELL = "passed", "fell"
 SOURCE = "gate"
+MIN_PROBLEMS = 50
+"""With fewer answered problems the 95 % interval is too wide to be relied upon: the version neither passes nor fails."""
+MAX_ROLLBACKS = 2
+"""Rollbacks in a row without a version that passed between them; then the run pauses: more of the same would not help."""
 
 
 def judge(found: Evaluation, before: Sequence[Evaluation], gate: GateSettings) -> Evaluation:
@@ -47,12 +51,12 @@ def judge(found: Evaluation, before: Sequence[Evaluation], gate: GateSettings) -
         before: evaluations of the run's branch, oldest first.
     """
     own = _estimate(found)
-    if own is None or found.answered < gate.min_problems:
+    if own is None or found.answered < MIN_PROBLEMS:
         return found
     passed = [one for one in before if one.set == found.set and one.gate == PASSED and one.version < found.version]
     if not passed:
         return dataclasses.replace(found, gate=PASSED, gate_detail="the first: nothing to compare with")
-    reference = passed[-1] if gate.against == "last" else max(passed, key=lambda one: (one.accuracy or 0, one.version))
+    reference = max(passed, key=lambda one: (one.accuracy or 0, one.version))
     other = _estimate(reference)
     assert other is not None
     by = fall(other, own)
@@ -128,8 +132,8 @@ class RegressionGate:
     ) -> bool:
         good = max((one.version for one in found if one.gate == PASSED), default=-1)
         before = [one for one, action in done.items() if action == "rollback" and good < one < fallen.version]
-        if len(before) >= self._settings.gate.max_rollbacks:
-            why = f"{len(before)} rollbacks in a row (evaluation.gate.max_rollbacks) did not help"
+        if len(before) >= MAX_ROLLBACKS:
+            why = f"{len(before)} rollbacks in a row did not help"
             return await self._pause(fallen, why)
         records = {record.version: record for record in await self._ledger.policies()}
         goal = target(found, records, await self._ledger.checkpoints())

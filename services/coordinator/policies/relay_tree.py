@@ -16,6 +16,9 @@ from collections.abc import Iterable, Mapping
 
 from shared.process.telemetry import Heartbeat
 
+FAN_OUT = 2
+"""Replicas that pull from the trainer, and from each replica: two keep its network card busy, and the tree flat."""
+
 
 def sources(replicas: Mapping[str, str], fan_out: int, trainer: str) -> dict[str, tuple[str, ...]]:
     """Return for each replica the addresses to pull from, in the order to try; the trainer's is the last of each.

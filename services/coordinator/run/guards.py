@@ -39,19 +39,7 @@ from shared.bus.bus import Bus
 from shared.bus.messages import StepReport
 from shared.bus.stores.ledger import Ledger, RunState
 from shared.process.telemetry import WEIGHTS_PROBE, Heartbeat, tell
-from shared.settings.guards import (
-    Action,
-    EntropyGuard,
-    GuardsSettings,
-    KlGuard,
-    LagGuard,
-    NoSignalGuard,
-    RolloutsStarvingGuard,
-    StalledGuard,
-    ThroughputGuard,
-    TrainerStarvingGuard,
-    UnscoredGuard,
-)
+from shared.settings.guards import GUARDS, Action, Guard, GuardsSettings
 
 log = logging.getLogger(__name__)
 
@@ -69,81 +57,86 @@ Reports = Sequence[StepReport]
 # ---------------------------------------------------------------- rules: what is wrong, in a sentence, or ""
 
 
-def no_signal(reports: Reports, guard: NoSignalGuard, groups_per_step: int) -> str:
+def no_signal(reports: Reports, guards: GuardsSettings, groups_per_step: int) -> str:
     """Say whether every group of the last steps has one reward throughout."""
-    last = reports[-guard.steps :]
-    if len(last) < guard.steps or any(_of(report, "zero_std_groups") < groups_per_step for report in last):
+    last = reports[-guards.steps :]
+    if len(last) < guards.steps or any(_of(report, "zero_std_groups") < groups_per_step for report in last):
         return ""
     mean = statistics.fmean(_of(report, "reward_mean") for report in last)
     return (
-        f"in {guard.steps} steps no group had two different rewards (mean {mean:g}): nothing can be learned from them"
+        f"in {guards.steps} steps no group had two different rewards (mean {mean:g}): nothing can be learned from them"
     )
 
 
-def kl(reports: Reports, guard: KlGuard) -> str:
+def kl(reports: Reports, guards: GuardsSettings) -> str:
     """Say whether the mean KL to the behavior policy, or to the reference, is over its ceiling."""
-    bounds = (("kl_mean", guard.ceiling_nats, "behavior"), ("reference_kl", guard.reference_ceiling_nats, "reference"))
+    bounds = (("kl_mean", guards.kl_nats, "behavior"), ("reference_kl", guards.reference_kl_nats, "reference"))
     for name, ceiling, other in bounds:
-        mean = _mean(reports, name, guard.steps)
+        mean = _mean(reports, name, guards.sudden_steps)
         if ceiling and mean is not None and mean > ceiling:
-            return f"mean KL to the {other} policy over {guard.steps} steps is {mean:.3g} nats, ceiling {ceiling:g}"
+            return f"mean KL to the {other} policy over {guards.sudden_steps} steps is {mean:.3g} nats, ceiling {ceiling:g}"
     return ""
 
 
-def entropy(reports: Reports, guard: EntropyGuard) -> str:
+def entropy(reports: Reports, guards: GuardsSettings) -> str:
     """Say whether the mean entropy is under its floor."""
-    mean = _mean(reports, "entropy", guard.steps)
-    if mean is None or mean >= guard.floor_nats:
+    mean = _mean(reports, "entropy", guards.steps)
+    if mean is None or mean >= guards.entropy_nats:
         return ""
-    return f"mean entropy over {guard.steps} steps is {mean:.3g} nats, floor {guard.floor_nats:g}"
+    return f"mean entropy over {guards.steps} steps is {mean:.3g} nats, floor {guards.entropy_nats:g}"
 
 
-def lag(reports: Reports, guard: LagGuard, groups_per_step: int) -> str:
+def lag(reports: Reports, guards: GuardsSettings, groups_per_step: int) -> str:
     """Say whether more than a share of the groups left as stale."""
-    last = reports[-guard.steps :]
+    last = reports[-guards.steps :]
     stale = sum(_of(report, "dropped_stale") for report in last)
     share = stale / max(1.0, stale + groups_per_step * len(last))
-    if len(last) < guard.steps or share <= guard.stale_share:
+    if len(last) < guards.steps or share <= guards.stale_share:
         return ""
-    return f"{share:.0%} of the groups of {guard.steps} steps left as stale, at most {guard.stale_share:.0%} expected"
+    return f"{share:.0%} of the groups of {guards.steps} steps left as stale, at most {guards.stale_share:.0%} expected"
 
 
-def throughput(reports: Reports, guard: ThroughputGuard) -> str:
+def throughput(reports: Reports, guards: GuardsSettings) -> str:
     """Say whether the trained tokens per second fell under a share of what they were."""
+    steps = guards.sudden_steps
     speeds = [_of(report, "tokens_per_s") for report in reports]
-    now, before = speeds[-guard.steps :], speeds[-5 * guard.steps : -guard.steps]
-    if len(before) < 4 * guard.steps:
+    now, before = speeds[-steps:], speeds[-5 * steps : -steps]
+    if len(before) < 4 * steps:
         return ""
     found, expected = statistics.median(now), statistics.median(before)
-    if found >= guard.least_share * expected:
+    if found >= guards.throughput_share * expected:
         return ""
-    return f"{found:.4g} trained tokens/s over {guard.steps} steps, {expected:.4g} before them"
+    return f"{found:.4g} trained tokens/s over {steps} steps, {expected:.4g} before them"
 
 
-def trainer_starving(reports: Reports, guard: TrainerStarvingGuard) -> str:
+def trainer_starving(reports: Reports, guards: GuardsSettings) -> str:
     """Say whether the trainer mostly waits."""
-    last = reports[-guard.steps :]
+    last = reports[-guards.steps :]
     total = sum(_of(report, "step_s") for report in last)
     waited = sum(_of(report, "phase_wait_s") for report in last)
-    if len(last) < guard.steps or waited <= guard.share * total:
+    if len(last) < guards.steps or waited <= guards.starving_share * total:
         return ""
-    return f"the trainer waited {waited / total:.0%} of {guard.steps} steps: rollout or reward is slower; add replicas"
+    return f"the trainer waited {waited / total:.0%} of {guards.steps} steps: rollout or reward is slower; add replicas"
 
 
-def rollouts_starving(looks: Sequence[bool], guard: RolloutsStarvingGuard) -> str:
+def rollouts_starving(looks: Sequence[bool], window_s: int, share_limit: float) -> str:
     """Say whether replicas mostly found no prompt while groups waited for the trainer."""
     share = sum(looks) / max(1, len(looks))
-    if len(looks) < guard.window_s or share <= guard.share:
+    if len(looks) < window_s or share <= share_limit:
         return ""
     return (
-        f"in {share:.0%} of the last {guard.window_s} s no prompt was there for the replicas while groups waited for the trainer: "
+        f"in {share:.0%} of the last {window_s} s no prompt was there for the replicas while groups waited for the trainer: "
         "it is slower; give it more, or raise algorithm.max_lag"
     )
 
 
-def unscored(given_up: int, cause: str, guard: UnscoredGuard) -> str:
+def unscored(given_up: int, cause: str, guards: GuardsSettings) -> str:
     """Say whether groups were given up in a row, none of them scored; ``cause`` is the newest one's."""
-    return "" if given_up < guard.groups else f"none of the last {given_up} groups could be scored; the newest: {cause}"
+    return (
+        ""
+        if given_up < guards.unscored_groups
+        else f"none of the last {given_up} groups could be scored; the newest: {cause}"
+    )
 
 
 def probe(beats: Iterable[Heartbeat], since_s: float) -> str:
@@ -155,9 +148,9 @@ def probe(beats: Iterable[Heartbeat], since_s: float) -> str:
     return ""
 
 
-def stalled(since_s: float, guard: StalledGuard) -> str:
+def stalled(since_s: float, guards: GuardsSettings) -> str:
     """Say whether nothing was committed for long."""
-    return "" if since_s <= guard.after_s else f"no step was committed for {since_s:.0f} s"
+    return "" if since_s <= guards.stalled_s else f"no step was committed for {since_s:.0f} s"
 
 
 def _of(report: StepReport, name: str) -> float:
@@ -194,6 +187,7 @@ class Guards:
         reports: the newest step reports, oldest first.
         beats: the newest heartbeats.
         changed: is called when the run was paused.
+        starving_window_s: seconds that the guard `rollouts_starving` examines.
     """
 
     def __init__(
@@ -206,6 +200,7 @@ class Guards:
         reports: Callable[[], Reports],
         beats: Callable[[], Sequence[Heartbeat]],
         changed: Callable[[], None],
+        starving_window_s: int,
     ) -> None:
         self._bus = bus
         self._ledger = ledger
@@ -215,16 +210,17 @@ class Guards:
         self._reports = reports
         self._beats = beats
         self._changed = changed
-        self._looks: deque[bool] = deque(maxlen=settings.rollouts_starving.window_s)
+        self._looks: deque[bool] = deque(maxlen=starving_window_s)
+        self._starving_window_s = starving_window_s
         self._progress = (0.0, 0, 0)
         """Since when the run has been running, groups scored so far, and how many had been given up when the newest was."""
         self._judged_s = 0.0
         """When the newest step that was looked at was finished."""
         self.active: dict[str, GuardView] = {}
         """What is wrong now, by guard."""
-        for name in GuardsSettings.model_fields:
+        for name in GUARDS:
             ACTIVE.labels(name).set(0)
-            TRIPS.labels(name, getattr(settings, name).action)  # a line that is there at 0 shows the first increase
+            TRIPS.labels(name, settings.action(name))  # a line that is there at 0 shows the first increase
 
     async def run(self) -> None:
         """Watch until cancelled; then another coordinator leads, and goes on from what was wrong."""
@@ -251,7 +247,7 @@ class Guards:
         found |= await self._find_unscored(view, status.changed_at_s)
         found |= self._find_probe(status.changed_at_s)
         before = self.active
-        active = {
+        active: dict[str, GuardView] = {
             name: GuardView(
                 guard=name,
                 action=action,
@@ -269,35 +265,35 @@ class Guards:
             await self._ledger.note("guards", dump_guards(active.values()))
         self.active = active
 
-    def _find(self, view: RunView, since_s: float, last_commit_s: float | None) -> dict[str, tuple[Action, str]]:
+    def _find(self, view: RunView, since_s: float, last_commit_s: float | None) -> dict[Guard, tuple[Action, str]]:
         guards = self._settings
         reports = [report for report in self._reports() if report.finished_at_s > since_s]
         self._looks.append(
             view.streams["prompts"].entries == 0 and view.streams["experience"].entries >= self._groups_per_step
         )
         quiet_s = time.time() - max(since_s, last_commit_s or 0.0)
-        found = {
+        found: dict[Guard, str] = {
             **self._find_in_steps(reports),
-            "rollouts_starving": rollouts_starving(self._looks, guards.rollouts_starving),
-            "stalled": stalled(quiet_s, guards.stalled),
+            "rollouts_starving": rollouts_starving(self._looks, self._starving_window_s, guards.starving_share),
+            "stalled": stalled(quiet_s, guards),
         }
-        actions: dict[str, Action] = {name: getattr(guards, name).action for name in found}
-        return {name: (actions[name], text) for name, text in found.items() if text and actions[name] != "off"}
+        return {name: (guards.action(name), text) for name, text in found.items() if text and name not in guards.off}
 
-    async def _find_unscored(self, view: RunView, since_s: float) -> dict[str, tuple[Action, str]]:
-        guard = self._settings.unscored
+    async def _find_unscored(self, view: RunView, since_s: float) -> dict[Guard, tuple[Action, str]]:
+        guards = self._settings
         given_up = self._given_up_in_a_row(view, since_s)
-        if guard.action == "off" or given_up < guard.groups:
+        if "unscored" in guards.off or given_up < guards.unscored_groups:
             return {}
         newest = await newest_reason(self._bus, DeadLetterSource.ROLLOUTS)
-        return {"unscored": (guard.action, unscored(given_up, newest or "its dead letter is gone", guard))}
+        return {
+            "unscored": (guards.action("unscored"), unscored(given_up, newest or "its dead letter is gone", guards))
+        }
 
-    def _find_probe(self, since_s: float) -> dict[str, tuple[Action, str]]:
-        action = self._settings.probe.action
-        if action == "off":
+    def _find_probe(self, since_s: float) -> dict[Guard, tuple[Action, str]]:
+        if "probe" in self._settings.off:
             return {}
         sentence = probe(self._beats(), since_s)
-        return {"probe": (action, sentence)} if sentence else {}
+        return {"probe": (self._settings.action("probe"), sentence)} if sentence else {}
 
     def _given_up_in_a_row(self, view: RunView, since_s: float) -> int:
         """Return how many groups the reward service has given up since it scored one."""
@@ -309,25 +305,25 @@ class Guards:
             self._progress = (since_s, scored, given_up)
         return given_up - self._progress[2]
 
-    def _find_in_steps(self, reports: Reports) -> dict[str, str]:
+    def _find_in_steps(self, reports: Reports) -> dict[Guard, str]:
         """Return what is wrong, or was at a step that is new; without a new one, what is wrong at the last."""
         new = [end for end, report in enumerate(reports, 1) if report.finished_at_s > self._judged_s]
         if reports:
             self._judged_s = max(self._judged_s, reports[-1].finished_at_s)
-        found: dict[str, str] = {}
+        found: dict[Guard, str] = {}
         for end in new or [len(reports)]:
             found |= {name: text for name, text in self._find_at(reports[:end]).items() if text}
         return found
 
-    def _find_at(self, reports: Reports) -> dict[str, str]:
+    def _find_at(self, reports: Reports) -> dict[Guard, str]:
         guards, groups = self._settings, self._groups_per_step
         return {
-            "no_signal": no_signal(reports, guards.no_signal, groups),
-            "kl": kl(reports, guards.kl),
-            "entropy": entropy(reports, guards.entropy),
-            "lag": lag(reports, guards.lag, groups),
-            "throughput": throughput(reports, guards.throughput),
-            "trainer_starving": trainer_starving(reports, guards.trainer_starving),
+            "no_signal": no_signal(reports, guards, groups),
+            "kl": kl(reports, guards),
+            "entropy": entropy(reports, guards),
+            "lag": lag(reports, guards, groups),
+            "throughput": throughput(reports, guards),
+            "trainer_starving": trainer_starving(reports, guards),
         }
 
     async def _trip(self, name: str, action: Action, sentence: str) -> None:
@@ -336,6 +332,6 @@ class Guards:
         log.warning("guard tripped", extra={"guard": name, "action": action, "detail": sentence})
         await tell(self._bus, "guard", f"guard {name}", sentence, guard=name, action=action)
         if action == "pause":
-            reason = f"guard {name}: {sentence}; resume, roll back, or change [guards.{name}]"
+            reason = f"guard {name}: {sentence}; resume, roll back, or change [guards]"
             await self._ledger.transition(RunState.PAUSED, reason, [RunState.RUNNING])
             self._changed()

@@ -67,7 +67,7 @@ def due(
 
 
 def _passed_a_multiple(head_step: int, found: Sequence[Evaluation], held_out: HeldOutSet) -> bool:
-    every_steps = held_out.every_steps or 1
+    every_steps = held_out.every_steps
     last = max((evaluation.step for evaluation in found if evaluation.set == held_out.name), default=0)
     return head_step // every_steps > last // every_steps
 

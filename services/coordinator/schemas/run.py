@@ -86,7 +86,7 @@ class GuardView(ResponseModel):
     """A guard that tripped."""
 
     guard: str
-    """Its name, as in the settings: [guards.<name>]."""
+    """Its name, as in guards.pause."""
     action: str
     """What was done: tell or pause."""
     detail: str

@@ -184,7 +184,7 @@ def _variants(settings: Settings, executor: str) -> list[_Variant]:
 def _answer_variants(scorer: AnswerScorer, field: str) -> list[_Variant]:
     strict = scorer.strict()
     found = [_Variant("strict answer", scorer.name, AnswerMatcher(strict, field))]
-    if scorer.extract in ("auto", "whole", "last_number", "hashes"):
+    if scorer.place in ("auto", "whole", "last_number", "hashes"):
         boxed = strict.model_copy(update={"extract": "boxed"})
         found.append(_Variant("answer in the box", scorer.name, AnswerMatcher(boxed, field), boxes_only=True))
     return found
@@ -192,15 +192,14 @@ def _answer_variants(scorer: AnswerScorer, field: str) -> list[_Variant]:
 
 def _strict_format(scorer: FormatScorer) -> FormatScorer:
     """Return the scorer with its tags required, once and with nothing outside, and with an end."""
-    tags = tuple(rule.model_copy(update={"required": True, "once": True}) for rule in scorer.tags)
+    tags = tuple(tag.rstrip("?+*") for tag in scorer.tags)
     return scorer.model_copy(update={"tags": tags, "nothing_outside": bool(tags), "needs_stop": True})
 
 
 def _code_variants(scorer: CodeScorer, executor: str) -> list[_Variant]:
-    every = scorer.model_copy(update={"max_tests": 0})
-    share = every.model_copy(update={"credit": "share"})
+    share = scorer.model_copy(update={"credit": "share"})
     return [
-        _Variant("all tests, shuffled", scorer.name, CodeTester(every, executor), "shuffled", scorer.tests_field),
+        _Variant("all tests, shuffled", scorer.name, CodeTester(scorer, executor), "shuffled", scorer.tests_field),
         _Variant("wrong expected values", scorer.name, CodeTester(share, executor), "mutated", scorer.tests_field),
     ]
 

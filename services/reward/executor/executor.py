@@ -90,7 +90,7 @@ class Executor:
         if job.profile not in self._zygotes:
             known = ", ".join(self._zygotes)
             return self._failed(
-                f"expected a profile of {known}, found {job.profile[:40]!r}: change reward.executor.profiles"
+                f"expected a profile of {known}, found {job.profile[:40]!r}: start the executor with the settings of the run"
             )
         with WAITING.track_inprogress():
             await self._slots.acquire()

@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 _ORDER = ("namespace", "landlock")
 _OLDEST_LANDLOCK = 3
+_USER_ID = 65_534
+"""The user that programs run as when root starts the executor: nobody."""
 _NO_LANDLOCK = (
     "this kernel does not offer Landlock, which both tiers need: run Linux 6.2 or newer with `landlock` in its lsm= list, and in a container "
     "with a seccomp profile that allows landlock_*. "
@@ -28,27 +30,29 @@ _NO_LANDLOCK = (
 _ADVICE = "docs/sandbox.md says what each tier needs (reward.executor.isolation)"
 
 
-async def start(settings: ExecutorSettings, targets: escapes.EscapeTargets) -> Executor:
+async def start(
+    settings: ExecutorSettings, profiles: tuple[str, ...], targets: escapes.EscapeTargets, recycle_after: int
+) -> Executor:
     """Return an executor in the strongest tier that holds, started.
 
     Raises:
         SettingsError: none does; the message lists every attempt.
     """
     interpreter = Interpreter.find(settings.interpreter)
-    if "numpy" in settings.profiles and not interpreter.numpy:
+    if "numpy" in profiles and not interpreter.numpy:
         raise SettingsError(
-            f"expected numpy in {interpreter.program}, found none: change reward.executor.interpreter or reward.executor.profiles"
+            f"expected numpy in {interpreter.program}, found none: change reward.executor.interpreter, or profile in [[reward.scorers]]"
         )
     reasons: list[str] = []
     for tier in _ORDER if settings.isolation == "auto" else (settings.isolation,):
         try:
-            ways = candidates(tier, interpreter, settings.user_id, slots(settings))
+            ways = candidates(tier, interpreter, _USER_ID, slots(settings))
         except SettingsError as error:
             reasons.append(f"{tier}: {error}")
             continue
         for way in ways:
-            executor = Executor(way, settings.profiles, slots(settings), settings.recycle_after)
-            found = await _failures(executor, way, settings.profiles, targets)
+            executor = Executor(way, profiles, slots(settings), recycle_after)
+            found = await _failures(executor, way, profiles, targets)
             if not found:
                 return executor
             await executor.close()

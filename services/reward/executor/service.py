@@ -33,6 +33,8 @@ CONTAINED = Gauge(
 )
 CONTAINED.set(math.nan)  # a start is no escape
 DEFAULT_ADDRESS = "127.0.0.1:0"
+_MAX_WAITING = 1024
+"""Programs of one connection that wait or run; further ones stay in its socket. A reward replica sends 64 at a time."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -59,19 +61,19 @@ async def run(settings: Settings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     _warn_of_secrets()
-    chosen = settings.reward.executor
+    chosen, profiles = settings.reward.executor, settings.executor_profiles
     secret = read_executor_secret(chosen)
-    endpoints = Endpoints(own_host(settings), chosen.metrics_port, "reward.executor.metrics_port", health.checks)
+    endpoints = Endpoints(own_host(settings), settings.run.metrics_port, "run.metrics_port", health.checks)
     try:
         with escapes.targets() as targets:
-            executor = await probe.start(chosen, targets)
+            executor = await probe.start(chosen, profiles, targets, settings.internal.executor_recycle_after)
             try:
                 health.tier = executor.tier
                 INFO.labels(executor.tier).set(1)
-                async with serve(executor, chosen.address or DEFAULT_ADDRESS, chosen.max_waiting, secret) as address:
+                async with serve(executor, chosen.address or DEFAULT_ADDRESS, _MAX_WAITING, secret) as address:
                     health.address = address
                     _tell(executor.tier, address, endpoints.address)
-                    await _check(executor, chosen.profiles, targets, chosen.check_every_s, health, stop)
+                    await _check(executor, profiles, targets, settings.internal.executor_check_s, health, stop)
             finally:
                 await executor.close()
     finally:

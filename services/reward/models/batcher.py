@@ -26,10 +26,12 @@ from typing import Any, Generic, Protocol, TypeVar
 from prometheus_client import Counter, Gauge, Histogram
 
 from shared.errors import PenstockError, StateLost
-from shared.settings.rewards.models import ModelWork
+from shared.settings.rewards.models import ModelsSettings
 
 log = logging.getLogger(__name__)
 
+WAIT_S = 0.01
+"""Samples of a group arrive together; a forward pass takes longer than this on any device."""
 _SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 TOKENS = Counter("penstock_reward_model_tokens_total", "Tokens that a model read, padding left out.", ["scorer"])
 PADDING = Counter("penstock_reward_model_padding_tokens_total", "Padding that a model read.", ["scorer"])
@@ -107,11 +109,15 @@ class Batcher(Generic[Item, Result]):
         computation: the model.
         work: how forward passes are filled.
         scorer: whose it is, for metrics.
+        wait_s: how long a sample waits for others before a forward pass that is not full begins.
     """
 
-    def __init__(self, computation: Computation[Item, Result], work: ModelWork, scorer: str) -> None:
+    def __init__(
+        self, computation: Computation[Item, Result], work: ModelsSettings, scorer: str, wait_s: float = WAIT_S
+    ) -> None:
         self._computation = computation
         self._work_settings = work
+        self._wait_s = wait_s
         self._scorer = scorer
         NO_ROOM.labels(scorer)  # a line that is there at 0 shows the first increase
         self._waiting: list[_Waiting[Item, Result]] = []
@@ -181,7 +187,7 @@ class Batcher(Generic[Item, Result]):
         """Wait until a forward pass is full, or the oldest has waited long enough."""
         work = self._work_settings
         while waiting := self._still_wanted():
-            left_s = waiting[0].since_s + work.wait_s - time.monotonic()
+            left_s = waiting[0].since_s + self._wait_s - time.monotonic()
             if left_s <= 0 or sum(one.item.tokens for one in waiting) >= work.batch_tokens:
                 return
             with contextlib.suppress(TimeoutError):

@@ -21,7 +21,7 @@ from services.reward.models.self_test import LENGTHS, choose_alone
 from shared.bus.messages import Float32Array, Prompt
 from shared.errors import PermanentError, SettingsError
 from shared.model.plain_model import eager_attention, ordinary_ids
-from shared.settings.rewards.models import ModelScorer
+from shared.settings.rewards.models import ModelScorer, ModelWork
 
 _SCALAR_HEADS = ("score", "v_head.summary", "v_head", "value_head", "reward_head", "rm_head", "regression_head")
 """Names under which a trunk's scalar head lies in a checkpoint (TRL's is ``v_head.summary``)."""
@@ -50,11 +50,11 @@ class Classifier:
         SettingsError: there is none that loads, or its outputs are others than the settings say.
     """
 
-    def __init__(self, scorer: ModelScorer) -> None:
+    def __init__(self, scorer: ModelScorer, work: ModelWork) -> None:
         self._scorer = scorer
         self._where = f"of scorer {scorer.name!r} in [[reward.scorers]]"
-        device = pick_device(scorer.device, f"device {self._where}")
-        dtype = pick_dtype(scorer.dtype, device)
+        device = pick_device(work.device, "reward.models.device")
+        dtype = pick_dtype(device)
         self._tokenizer = self._load(self._open_tokenizer, "tokenizer", scorer.tokenizer or scorer.model)
         opened = self._open_classifier if scorer.head == "classifier" else self._open_scalar
         model = self._load(lambda: opened(dtype), "model", scorer.model)
@@ -65,7 +65,7 @@ class Classifier:
         self._own_padding: int | None = own if own is not None and own >= 0 else None  # old configs write -1 for none
         self._label = self._find_label()
         self._longest = self._find_longest()
-        self._placed = Placed(model, device, scorer.threads)
+        self._placed = Placed(model, device, work.threads)
         self._alone = False
         self._alone = self._placed.guarded(self._test)
 
@@ -104,8 +104,8 @@ class Classifier:
         ]
 
     def _uses_template(self) -> bool:
-        return self._scorer.template == "chat" or (
-            self._scorer.template == "auto" and bool(self._scorer.chat_template or self._tokenizer.chat_template)
+        return self._scorer.template not in ("auto", "plain") or (
+            self._scorer.template == "auto" and bool(self._tokenizer.chat_template)
         )
 
     def _templated(self, turns: list[dict[str, str]], problem: str) -> list[int]:
@@ -113,7 +113,7 @@ class Classifier:
 
         try:
             found: list[int] = self._tokenizer.apply_chat_template(
-                turns, chat_template=self._scorer.chat_template or None, tokenize=True, return_dict=False
+                turns, chat_template=self._scorer.own_template, tokenize=True, return_dict=False
             )
         except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
             raise PermanentError(

@@ -25,6 +25,9 @@ from shared.model.plain_model import eager_attention, ordinary_ids
 from shared.model.rope import settle_rope
 from shared.settings import Settings
 
+CHUNK_TOKENS = 2048
+"""Logits of this many tokens are in memory at a time: 1.2 GB for a vocabulary of 150,000, and more would not be faster."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class TokenSequence:
@@ -58,12 +61,12 @@ class FrozenPolicy:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        work, policy = settings.reward.reference, settings.policy
-        device = pick_device(work.device, "reward.reference.device")
+        work, policy = settings.model_work, settings.policy
+        device = pick_device(work.device, "reward.models.device")
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 policy.model,
-                dtype=pick_dtype(work.dtype, device, on_gpu=policy.dtype),
+                dtype=pick_dtype(device, on_gpu=policy.dtype),
                 trust_remote_code=policy.trust_remote_code,
                 use_safetensors=True,
             )
@@ -73,7 +76,6 @@ class FrozenPolicy:
             ) from error
         settle_rope(model, settings.rollout.vllm.max_model_len)
         self._transform = logits_transform(model)
-        self._chunk_tokens = work.logits_chunk_tokens
         self._logits = settings.trainer.logits  # differences to the policy's logprobs shall be of weights alone
         projection(model.get_output_embeddings(), self._logits)  # refuses now what it would refuse at the first group
         self._placed = Placed(model, device, work.threads)
@@ -136,8 +138,8 @@ class FrozenPolicy:
         temperatures_N = torch.from_numpy(temperatures.astype(np.float32)).to(hidden_ND.device)
         output = projection(self._placed.module.get_output_embeddings(), self._logits)
         parts = []
-        for start in range(0, len(targets_N), self._chunk_tokens):
-            chunk = slice(start, start + self._chunk_tokens)
+        for start in range(0, len(targets_N), CHUNK_TOKENS):
+            chunk = slice(start, start + CHUNK_TOKENS)
             logits_NV = self._transform.after(output(self._transform.before(hidden_ND[chunk])))
             parts.append(logprobs(logits_NV, targets_N[chunk], temperatures_N[chunk]))
         found: Float32Array = torch.cat(parts).cpu().numpy()

@@ -74,10 +74,9 @@ def pick_device(device: str, setting: str) -> torch.device:
     return found
 
 
-def pick_dtype(dtype: str, device: torch.device, on_gpu: str = "bfloat16") -> torch.dtype:
-    """Return the number type that a setting names; ``auto``: ``on_gpu`` there, float32 on a CPU."""
-    names = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    return names[dtype if dtype != "auto" else on_gpu if device.type == "cuda" else "float32"]
+def pick_dtype(device: torch.device, on_gpu: str = "bfloat16") -> torch.dtype:
+    """Return the number type of the weights: ``on_gpu`` there, float32 on a CPU."""
+    return torch.bfloat16 if device.type == "cuda" and on_gpu == "bfloat16" else torch.float32
 
 
 def first_line(error: BaseException) -> str:

@@ -24,7 +24,7 @@ from shared.bus.messages import RolloutGroup, Score, ScoreStatus
 from shared.errors import SettingsError
 from shared.model.model_source import check_model
 from shared.process.importing import importing
-from shared.settings.rewards.models import ModelScorer
+from shared.settings.rewards.models import ModelScorer, ModelWork
 
 if TYPE_CHECKING:
     from services.reward.models.classifier import Classifier, Text
@@ -41,15 +41,17 @@ class RewardModel:
     Args:
         scorer: its settings.
         normaliser: what makes of values what is scored; None: nothing.
+        work: where the model runs.
 
     Raises:
         SettingsError: there can be no such model.
     """
 
-    def __init__(self, scorer: ModelScorer, normaliser: Normaliser | None) -> None:
+    def __init__(self, scorer: ModelScorer, normaliser: Normaliser | None, work: ModelWork) -> None:
         self.name = scorer.name
         self._scorer = scorer
         self._normaliser = normaliser
+        self._work = work
         require_libraries(f"scorer {scorer.name!r}")
         check_model(scorer.model_setting, scorer.model)
         self._model: Classifier | None = None
@@ -62,8 +64,8 @@ class RewardModel:
         Raises:
             SettingsError: there is none that loads.
         """
-        self._model = await asyncio.to_thread(_open, self._scorer)
-        self._batcher = Batcher(self._model, self._scorer, self.name)
+        self._model = await asyncio.to_thread(_open, self._scorer, self._work)
+        self._batcher = Batcher(self._model, self._work, self.name)
         self._batcher.start()
 
     async def close(self) -> None:
@@ -114,11 +116,11 @@ def require_libraries(whose: str) -> None:
         )
 
 
-def _open(scorer: ModelScorer) -> "Classifier":
+def _open(scorer: ModelScorer, work: ModelWork) -> "Classifier":
     with importing():
         from services.reward.models.classifier import Classifier
 
-        return Classifier(scorer)
+        return Classifier(scorer, work)
 
 
 def _how(text: "Text", raw: float, value: float) -> str:

@@ -42,7 +42,11 @@ def estimate(sampled_logprobs_N: Tensor, other_logprobs_N: Tensor, estimator: Es
     return torch.expm1(difference_N) - difference_N
 
 
-def next_coefficient(coefficient: float, measured: float, target: float, samples: int, horizon: int) -> float:
+HORIZON = 10_000
+"""Samples that it takes to change the coefficient by the whole error: the value of Ziegler et al."""
+
+
+def next_coefficient(coefficient: float, measured: float, target: float, samples: int, horizon: int = HORIZON) -> float:
     """Return the coefficient of the next step, so that the KL (mean per token, nats) moves towards ``target``.
 
     ``e = clip(measured / target − 1, −0.2, 0.2)``, ``coefficient · (1 + e · samples / horizon)`` (Ziegler et al. 2019,

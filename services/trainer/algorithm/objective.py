@@ -37,10 +37,10 @@ def objective(inputs: LossInputs, out: TokenLogprobs, algorithm: AlgorithmSettin
     anchor_N = _anchor(inputs, out.policy_logprobs_N, algorithm)
     loss = _loss(inputs, out.policy_logprobs_N, anchor_N, inputs.advantages_N, algorithm)
     loss_N, masked_N = loss.loss_N, torch.zeros_like(loss.clipped_low_N)
-    if algorithm.correction != "none" and algorithm.correction != "ratio":
+    if algorithm.correction != "none" and algorithm.correction != "ignored" and algorithm.correction != "ratio":
         weights_N = corrections.weights(
             anchor_N, inputs.behavior_logprobs_N, inputs.lengths_S,
-            algorithm.correction, algorithm.correction_low, algorithm.correction_high,
+            algorithm.correction, *algorithm.correction_band,
         )  # fmt: skip
         loss_N, masked_N = loss_N * weights_N, weights_N == 0.0
     if algorithm.kl.where == "loss" and kl_coefficient:
@@ -68,7 +68,7 @@ def _anchor(inputs: LossInputs, policy_logprobs_N: Tensor, algorithm: AlgorithmS
 def _loss(
     inputs: LossInputs, policy_N: Tensor, anchor_N: Tensor, advantages_N: Tensor, algorithm: AlgorithmSettings
 ) -> losses.PolicyLoss:
-    low, high = algorithm.clip_low, algorithm.clip_high
+    low, high = algorithm.clip
     if algorithm.loss == "gspo":
         return losses.sequence_clipped_ratio(policy_N, anchor_N, advantages_N, inputs.lengths_S, low, high)
     if algorithm.loss == "cispo":

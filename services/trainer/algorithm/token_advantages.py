@@ -32,11 +32,12 @@ from shared.settings.algorithm import AlgorithmSettings
 
 def shaped_rewards(experience: Experience, algorithm: AlgorithmSettings, max_tokens: int) -> Float32Array:
     """Return the group's rewards with what its length costs taken off (float32, S)."""
-    if not algorithm.overlong_buffer:
+    share, penalty = algorithm.overlong
+    if not share:
         return experience.rewards
     lengths_S = np.array([len(sample.token_ids) for sample in experience.group.samples], dtype=np.int64)
-    penalty_S = overlong_penalty(lengths_S, max_tokens, int(algorithm.overlong_buffer * max_tokens))
-    return experience.rewards + np.float32(algorithm.overlong_penalty) * penalty_S
+    penalty_S = overlong_penalty(lengths_S, max_tokens, int(share * max_tokens))
+    return experience.rewards + np.float32(penalty) * penalty_S
 
 
 def assign(

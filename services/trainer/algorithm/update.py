@@ -174,7 +174,7 @@ class Learner:
     def _utilisation(self, inputs: Sequence[LossInputs], seconds: float) -> dict[str, float]:
         """Return how fast this rank made the step's forward passes, backward passes and updates."""
         flops = sum(micro_batch.batch.flops for micro_batch in inputs) * (1 + BACKWARD) * self._algorithm.epochs
-        return utilisation(flops, seconds, self._settings.trainer.peak_flops, self._policy.device)
+        return utilisation(flops, seconds, self._settings.internal.peak_tflops, self._policy.device)
 
     def _look_back(self, inputs: Sequence[LossInputs], reference_kl: float, samples: int) -> dict[str, float]:
         """Return figures of the whole step, and move the KL coefficient on."""
@@ -187,7 +187,7 @@ class Learner:
             figures["explained_variance"] = explained_variance(torch.cat(returns), torch.cat(values))
         kl = self._algorithm.kl
         if kl.target:
-            self.kl_coefficient = next_coefficient(self.kl_coefficient, reference_kl, kl.target, samples, kl.horizon)
+            self.kl_coefficient = next_coefficient(self.kl_coefficient, reference_kl, kl.target, samples)
         return figures
 
     # ---------------------------------------------------------------- a trial

@@ -160,12 +160,10 @@ def _open(settings: StoreSettings) -> tuple[Any, Any]:
         s3={"addressing_style": "path" if settings.endpoint else "auto"},  # other servers seldom have a name a bucket
     )
     try:
-        client = boto3.session.Session().client(
-            "s3", endpoint_url=settings.endpoint or None, region_name=settings.region or None, config=config
-        )
+        client = boto3.session.Session().client("s3", endpoint_url=settings.endpoint or None, config=config)
     except (BotoCoreError, ValueError) as error:
         raise SettingsError(
-            f"expected a client for {settings.uri}, found: {error}: change trainer.store.endpoint or trainer.store.region"
+            f"expected a client for {settings.uri}, found: {error}: change trainer.store.endpoint, or AWS_REGION"
         ) from error
     transfer = TransferConfig(
         multipart_threshold=_PART_BYTES, multipart_chunksize=_PART_BYTES, max_concurrency=_PARTS_AT_A_TIME

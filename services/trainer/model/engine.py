@@ -62,9 +62,7 @@ def pick_device(setting: str) -> str:
         SettingsError: torch sees no GPU, and the setting asks for one.
     """
     if setting == "cuda" and not torch.cuda.is_available():
-        raise SettingsError(
-            "expected a GPU for trainer.device = 'cuda', found none that torch can use: change trainer.device"
-        )
+        raise SettingsError("expected a GPU for run.device = 'cuda', found none that torch can use: change run.device")
     return "cuda" if setting == "cuda" or (setting == "auto" and torch.cuda.is_available()) else "cpu"
 
 
@@ -417,7 +415,7 @@ def _config(settings: Settings) -> dict[str, Any]:
     # DeepSpeed's own linear layer keeps no whole weight until the backward pass; but it computes its product before it says what it keeps, so a
     # checkpointed layer's last product, which nobody needs, would be computed again. Checkpointed layers keep nothing anyway.
     linear = {"memory_efficient_linear": not trainer.gradient_checkpointing}
-    pinned = {"device": "cpu", "pin_memory": pick_device(trainer.device) == "cuda"}
+    pinned = {"device": "cpu", "pin_memory": pick_device(settings.run.device) == "cuda"}
     if trainer.offload != "none":
         zero["offload_optimizer"] = pinned
     if trainer.offload == "all":

@@ -22,7 +22,7 @@ def adamw(parameters: list[nn.Parameter], trainer: TrainerSettings, device: str)
     """
     options: dict[str, Any] = {
         "lr": trainer.learning_rate,
-        "betas": (trainer.adam_beta1, trainer.adam_beta2),
+        "betas": trainer.adam_betas,
         "weight_decay": trainer.weight_decay,
     }
     if trainer.optimizer == "adamw_8bit":

@@ -39,6 +39,9 @@ from shared.settings import Settings
 log = logging.getLogger(__name__)
 
 CONSUMER = "trainer"  # one name for every trainer of a run: what a dead one left is taken up at once
+DYNAMIC_SAMPLING_ROUNDS = 10
+"""After this many batches of groups without signal for one step, such groups are used: the run goes on instead of generating
+for ever."""
 _PROMPT_READ_S = 0.2
 _ALONE_FROM = 2
 """A group that was in the batch at this many deaths is tried alone."""
@@ -122,7 +125,7 @@ class Intake:
         self._arrived.set()
 
     async def _hold(self, delivery: Delivery[Experience]) -> None:
-        if delivery.attempts > self._settings.bus.max_attempts:
+        if delivery.attempts > self._settings.internal.max_attempts:
             cause = await self._bus.cause(delivery) or "it left no message"
             await self._bury(
                 delivery, f"ended the trainer {delivery.attempts - 1} times when it was tried alone: {cause}"
@@ -185,7 +188,7 @@ class Intake:
         algorithm = self._settings.algorithm
         if not algorithm.dynamic_sampling:
             return False
-        if self._useless >= algorithm.dynamic_sampling_rounds * algorithm.groups_per_step:
+        if self._useless >= DYNAMIC_SAMPLING_ROUNDS * algorithm.groups_per_step:
             return False
         return not has_signal(shaped_rewards(experience, algorithm, self._settings.sampling.max_new_tokens))
 

@@ -70,9 +70,7 @@ class Opening:
 
     async def _warn(self) -> None:
         algorithm = self._context.settings.algorithm
-        if algorithm.max_lag and algorithm.correction == "none" and algorithm.loss != "dpo":
-            detail = (
-                f"samples may be {algorithm.max_lag} steps old and nothing corrects for it: allow_uncorrected is on"
-            )
+        if algorithm.max_lag and algorithm.correction == "ignored" and algorithm.loss != "dpo":
+            detail = f"samples may be {algorithm.max_lag} steps old and nothing corrects for it (algorithm.correction)"
             log.warning("uncorrected run", extra={"detail": detail})
             await tell(self._context.bus, "trainer", "uncorrected run", detail, max_lag=algorithm.max_lag)

@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 _LEAVE_S = 5.0
 _AGAIN_S = 1.0
 """How long pulls in progress may take when the trainer stops."""
+_BUCKET_BYTES = 512 << 20
+"""Weights move in buckets of this size, unless a tensor is larger: few enough to be fast, small enough to stage on a GPU."""
 _NOTE = "newest_version"
 
 
@@ -96,7 +98,7 @@ class Publication:
         weights = self._settings.weights
         self._source = WeightSource(
             self._host,
-            weights.source_port,
+            0,  # any free port: it travels with each version
             self._secret,
             deadline_s=weights.deadline_s,
             file_folder=self._settings.snapshot_folder,
@@ -107,7 +109,7 @@ class Publication:
 
     def _layout(self, engine: TrainingEngine) -> Layout:
         shapes = ((name, dtype_name(self._published(dtype)), shape) for name, dtype, shape in engine.shapes())
-        return plan_layout(shapes, self._settings.weights.bucket_mib << 20)
+        return plan_layout(shapes, _BUCKET_BYTES)
 
     def _published(self, dtype: torch.dtype) -> torch.dtype:
         return self._dtype if dtype.is_floating_point else dtype

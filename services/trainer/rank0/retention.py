@@ -196,12 +196,12 @@ class Retention:
     async def _trim_journal(self, usable: Sequence[StoredCheckpoint]) -> None:
         if self._relies_on_folder:
             return
-        back = min(2, self._options.keep_last)
+        back = min(2, self._trainer.keep_last)
         if len(usable) >= back and (entry := usable[-back].state.journal_entry):
             await self._ledger.trim_journal(entry)
 
     async def _clean(self, store: CheckpointStore, usable: Sequence[StoredCheckpoint]) -> None:
-        kept = {one.name for one in usable[-self._options.keep_last :]}
+        kept = {one.name for one in usable[-self._trainer.keep_last :]}
         for old in await in_thread(store.whole):
             if old.name not in kept and await self._ledger.forget_checkpoint(old.uri):
                 await in_thread(functools.partial(store.delete, old))

@@ -15,6 +15,8 @@ from shared.errors import SettingsError
 from shared.settings import Settings
 
 RULES = Path(__file__).parents[3] / "deploy" / "k8s" / "penstock" / "rules"
+_PORT = 9090
+"""Prometheus' own default; another free port if it is taken."""
 _HOST = "127.0.0.1"
 _SCRAPE_EVERY = "2s"
 _EVALUATE_EVERY = "5s"
@@ -39,13 +41,13 @@ def plan(settings: Settings, run_folder: Path, environment: Mapping[str, str]) -
     """Write the configuration; return the process.
 
     Raises:
-        SettingsError: it is not installed, or ``telemetry.prometheus_port`` is taken.
+        SettingsError: it is not installed.
     """
     program, folder = find_program(), run_folder / "prometheus"
     folder.mkdir(exist_ok=True)
     config = folder / "prometheus.yml"
     config.write_text(json.dumps(configuration(run_folder), indent=2) + "\n", encoding="utf-8")  # JSON is YAML
-    port = _port(settings.telemetry.prometheus_port)
+    port = _free_port(_PORT)
     return ProcessPlan(
         name=PROMETHEUS,
         service=PROMETHEUS,
@@ -75,14 +77,12 @@ def configuration(run_folder: Path) -> dict[str, object]:
     }
 
 
-def _port(wanted: int) -> int:
+def _free_port(wanted: int) -> int:
+    """Return ``wanted``, or another free port where it is taken."""
     try:
         return free_port(_HOST, wanted)
-    except OSError as error:
-        raise SettingsError(
-            f"expected a free port for Prometheus, found {_HOST}:{wanted} not free ({error.strerror}): "
-            "change telemetry.prometheus_port (0: any free one)"
-        ) from error
+    except OSError:
+        return free_port(_HOST)
 
 
 def url(process: ProcessPlan) -> str:

@@ -5,7 +5,7 @@
     (none) ──▶ cordoned   takes nothing new, finishes what it holds, stays; back by uncordon
            └─▶ draining   the same, and then leaves in order, exit 0
 
-The word stands on the bus and is read with every heartbeat, so it holds after ``telemetry.heartbeat_s``, and for what a blocking read
+The word stands on the bus and is read with every heartbeat, so it holds after ``a heartbeat``, and for what a blocking read
 brings within the second after that. A process that starts under the name of one that drained begins without it: whoever started it
 wants it to work. This module stops nothing itself.
 """

@@ -1,70 +1,77 @@
-"""The settings of the models that the reward service runs: reward models among ``[[reward.scorers]]``, and ``[reward.reference]``.
+"""The settings of the models that the reward service runs: reward models among ``[[reward.scorers]]``, and ``[reward.models]``.
 
 What is computed stands in ``services/reward/scorers/reward_model.py`` and ``reference.py``; docs/rewards.md says when to use which.
 """
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
+from shared.settings.rewards.base import BaseScorer
 from shared.settings.section import Section
 
 
-class ModelWork(Section):
-    """Where a model of the reward service runs, and how its forward passes are filled."""
+class ModelsSettings(Section):
+    """Where the reward service runs its models, reward models and the reference, and how it fills their forward passes."""
 
     device: str = Field(default="auto")
-    """`auto` (a GPU where there is one), `cpu`, or `cuda:0`."""
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(default="auto")
-    """Number type of its weights; `auto`: bfloat16 on a GPU (for the reference: policy.dtype), float32 on a CPU."""
-    threads: NonNegativeInt = Field(default=0)
-    """CPU threads of its forward passes; 0: as torch decides."""
+    """Device: `auto` (as run.device), `cpu`, `cuda`, or one GPU, as `cuda:0`. Weights are bfloat16 on a GPU (the
+    reference: policy.dtype), else float32."""
     batch_tokens: PositiveInt = Field(default=16_384)
-    """Most tokens of a forward pass, padding included; only a single sample that is longer makes a larger one."""
-    wait_s: NonNegativeFloat = Field(default=0.01)
-    """How long a sample waits for others before a forward pass that is not full begins."""
+    """Maximum tokens of a forward pass, padding included; only a single longer sample makes a larger one."""
     offload_after_s: NonNegativeFloat = Field(default=0.0)
-    """After so long without work the weights move to the host's memory, and back for the next group; 0: they stay."""
+    """Seconds without work after which weights move to the host's memory until the next group; 0: never."""
 
 
-class ModelScorer(ModelWork):
+class ModelWork(ModelsSettings):
+    """[reward.models] as it holds on this machine: run.device and run.threads filled in."""
+
+    threads: NonNegativeInt = Field(default=0)
+    """CPU threads of forward passes; 0: as torch decides."""
+
+
+class ModelScorer(BaseScorer):
     """A reward model: any sequence classifier in Hugging Face form, or a trunk with a scalar head."""
 
     kind: Literal["model"]
     """The reward model."""
-    name: str = Field(default="model", pattern=r"^[a-z_][a-z0-9_]*$")
-    """Its name in reward.expression and in metrics."""
     model: str
-    """A folder in Hugging Face form, or a hub name where there is a network."""
+    """Reward model: a folder in Hugging Face form, or a hub name."""
     tokenizer: str = Field(default="")
-    """Where its tokenizer is; empty: with the model. It reads text, whatever the policy's tokenizer is."""
+    """Folder or hub name of its tokenizer; empty: the model's. It reads text, so it need not be the policy's."""
     trust_remote_code: bool = Field(default=False)
-    """Run Python code that comes with the model."""
+    """Whether to run Python code that comes with the model."""
     head: Literal["classifier", "scalar"] = Field(default="classifier")
-    """`classifier`: the model's own class for sequence classification; `scalar`: its trunk, and a linear layer that lies
-    beside it in the checkpoint (`score`, `v_head`, `value_head`, …), read at the last token."""
+    """Kind of output layer. `classifier`: the model's own class for sequence classification; `scalar`: its trunk with
+    a linear layer that is beside it in the checkpoint (`score`, `v_head`, `value_head`, …), read at the last
+    token."""
     label: str = Field(default="")
-    """Which output is the value, by name or number; may be empty where there is one."""
+    """Output that is the value, by name or number; may be empty if there is only one."""
     value: Literal["logit", "probability"] = Field(default="logit")
-    """The output itself; or its sigmoid where there is one output, its softmax where there are several."""
-    template: Literal["auto", "chat", "plain"] = Field(default="auto")
-    """How prompt and completion become text: by the chat template, or one after the other (`plain`; messages are joined by
-    line breaks); `auto`: by the chat template where there is one."""
-    chat_template: str = Field(default="")
-    """A chat template (Jinja) to use instead of the tokenizer's own."""
+    """The output itself (`logit`), or its `probability`: the sigmoid of a single output, the softmax of several."""
+    template: str = Field(default="auto")
+    """How prompt and completion become text: `chat` (the tokenizer's chat template), `plain` (concatenated; messages
+    joined by line breaks), `auto` (chat if the tokenizer has a template), or your own chat template (Jinja)."""
     max_tokens: NonNegativeInt = Field(default=0)
-    """A longer text loses its beginning, which is counted; 0: the model's own context."""
+    """Maximum length of the text; a longer one loses its beginning, which is counted. 0: the model's context."""
     normalise: Literal["none", "running"] = Field(default="none")
-    """`running`: less the mean and divided by the deviation of all values of the run so far, over all replicas."""
+    """`running`: subtract the mean and divide by the deviation of all values of the run so far, over all replicas."""
 
     @property
     def model_setting(self) -> str:
         """How errors name the setting of its model."""
         return f"model of scorer {self.name!r} in [[reward.scorers]]"
 
+    @property
+    def own_template(self) -> str | None:
+        """The chat template that the settings give."""
+        return None if self.template in ("auto", "chat", "plain") else self.template
 
-class ReferenceSettings(ModelWork):
-    """The frozen initial policy, where algorithm.reference = "reward"."""
-
-    logits_chunk_tokens: PositiveInt = Field(default=2048)
-    """Logits of so many tokens are in memory at a time."""
+    @model_validator(mode="after")
+    def _agree(self) -> "ModelScorer":
+        if self.own_template is not None and "{" not in self.own_template:
+            raise ValueError(
+                f'expected "auto", "chat", "plain" or a Jinja template as template of scorer {self.name!r}, found '
+                f'"{self.template}": change template in [[reward.scorers]]'
+            )
+        return self

@@ -69,7 +69,7 @@ class WeightSource:
         self._secret = secret
         self._shelf = Shelf(min(_PATIENCE_S, deadline_s / 2))
         self._files = Files(file_folder, file_dtype)
-        self._listener = listen(host, port, "weights.source_port")
+        self._listener = listen(host, port, "run.host")
         self._rendezvous = Rendezvous(host, deadline_s)
         self._strangers = Newcomers(MAX_STRANGERS)
         self._connections: set[socket.socket] = set()

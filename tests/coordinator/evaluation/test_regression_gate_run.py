@@ -27,7 +27,8 @@ FLAGS = {
     "evaluation.every_steps": 5,
     "evaluation.problems": 200,
     "evaluation.gate.action": "rollback",
-    **{f"guards.{name}.action": "off" for name in ("no_signal", "kl", "entropy")},
+    "guards.off": '["no_signal", "kl", "entropy"]',
+    "guards.pause": "[]",
 }
 
 

@@ -14,7 +14,7 @@ from tests.support.executor_attacks import ATTACKS, Attack
 from tests.support.executor_process import Running, pod, running
 
 PLACES = ("namespace", "landlock", "pod")
-STDLIB = ("--reward.executor.profiles", '["stdlib"]', "--reward.executor.check_every_s", "1000")
+STDLIB = ("--internal.executor_profiles", '["stdlib"]', "--internal.executor_check_s", "1000")
 
 
 @pytest.fixture(scope="module", params=PLACES)
@@ -25,13 +25,13 @@ def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
             yield found
     elif request.param == "pod":
         wrapper, descriptor = pod(tmp_path_factory.mktemp("pod"))
-        flags = ("--reward.executor.isolation", "auto", "--reward.executor.check_every_s", "1000")
+        flags = ("--reward.executor.isolation", "auto", "--internal.executor_check_s", "1000")
         with running(*flags, wrapper=wrapper, pass_fds=(descriptor,)) as found:
             assert found.ready()["tier"] == "landlock", "a pod has no namespaces of its own: auto takes the next tier"
             yield found
     else:
         need("bwrap", "bubblewrap")
-        with running("--reward.executor.isolation", "auto", "--reward.executor.check_every_s", "1000") as found:
+        with running("--reward.executor.isolation", "auto", "--internal.executor_check_s", "1000") as found:
             assert found.ready()["tier"] == "namespace"
             yield found
 

@@ -42,7 +42,7 @@ from shared.settings import ExecutorSettings, Settings
 from tests.conftest import PATIENCE_S, need, until
 from tests.support.executor_process import ROOT, Running, arguments, desk, running
 
-LANDLOCK = ("--reward.executor.isolation", "landlock", "--reward.executor.profiles", '["stdlib"]')
+LANDLOCK = ("--reward.executor.isolation", "landlock", "--internal.executor_profiles", '["stdlib"]')
 _OF_OTHERS = ("penstock-", "psm_", "sem.", "torch_")
 """What names in shared memory begin with: weights of runs, vLLM's and multiprocessing's queues, torch's tensors."""
 JOBS = int(os.environ.get("PENSTOCK_EXECUTOR_JOBS", "3000"))
@@ -52,7 +52,7 @@ JOBS = int(os.environ.get("PENSTOCK_EXECUTOR_JOBS", "3000"))
 def process() -> Iterator[Running]:
     """In the strongest tier there is, both profiles."""
     need("bwrap", "bubblewrap")
-    with running("--reward.executor.check_every_s", "1000") as found:
+    with running("--internal.executor_check_s", "1000") as found:
         yield found
 
 
@@ -126,7 +126,10 @@ async def test_many_programs_run_at_once_and_answers_find_their_askers(client: E
     assert [answer.stdout for answer in answers] == [f"{number}\n" for number in range(100)]
     unknown = await client.run(Job("print(1)", profile="julia"))
     assert unknown.outcome is Outcome.SANDBOX_ERROR
-    assert unknown.detail == "expected a profile of stdlib, numpy, found 'julia': change reward.executor.profiles"
+    assert (
+        unknown.detail
+        == "expected a profile of stdlib, numpy, found 'julia': start the executor with the settings of the run"
+    )
 
 
 # ---------------------------------------------------------------- what a verdict is
@@ -210,13 +213,13 @@ def test_the_table_of_system_calls_agrees_with_libseccomp(machine: str, architec
 
 async def test_no_tier_means_no_start_and_every_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    settings = ExecutorSettings(profiles=("stdlib",), interpreter=sys.executable)
+    settings = ExecutorSettings(interpreter=sys.executable)
     found = Interpreter.find("")
     broken = Interpreter(found.program, ("/nowhere",), "")
     monkeypatch.setattr(Interpreter, "find", lambda _: broken)
     monkeypatch.setattr("services.reward.executor.isolation._SYSTEM", ())
     with escapes.targets() as targets, pytest.raises(SettingsError) as refusal:
-        await probe.start(settings, targets)
+        await probe.start(settings, ("stdlib",), targets, recycle_after=1000)
     lines = str(refusal.value).splitlines()
     assert lines[0] == "expected isolation that holds on this host, found none:"
     assert lines[1] == "  namespace: bwrap not found: install bubblewrap"
@@ -227,11 +230,11 @@ async def test_no_tier_means_no_start_and_every_reason_is_told(monkeypatch: pyte
         escapes.targets() as targets,
         pytest.raises(SettingsError, match="this kernel does not offer Landlock, which both"),
     ):
-        await probe.start(settings, targets)
+        await probe.start(settings, ("stdlib",), targets, recycle_after=1000)
 
 
 def test_a_refusal_is_one_message_and_exit_code_2() -> None:
-    flags = ("--reward.executor.isolation", "namespace", "--reward.executor.profiles", '["stdlib"]')
+    flags = ("--reward.executor.isolation", "namespace", "--internal.executor_profiles", '["stdlib"]')
     command = arguments("unix:/tmp/penstock-test-none.sock", *flags)
     done = subprocess.run(
         command, cwd=ROOT, env={"PATH": "/nowhere"}, capture_output=True, text=True, timeout=PATIENCE_S
@@ -243,7 +246,7 @@ def test_a_refusal_is_one_message_and_exit_code_2() -> None:
 
 
 def test_unsafe_is_loud_and_only_on_request(tmp_path: Path) -> None:
-    flags = ("--reward.executor.isolation", "unsafe", "--reward.executor.profiles", '["stdlib"]')
+    flags = ("--reward.executor.isolation", "unsafe", "--internal.executor_profiles", '["stdlib"]')
     with running(*flags) as found:
         assert found.ready()["tier"] == "unsafe"
         metrics = found.get("/metrics")
@@ -409,8 +412,8 @@ async def test_an_address_that_others_reach_needs_a_secret(address: str) -> None
 @pytest.mark.timeout(1200)
 async def test_thousands_of_programs_leave_no_process_descriptor_memory_or_file() -> None:
     need("bwrap", "bubblewrap")
-    flags = ("--reward.executor.recycle_after", str(3 * JOBS // 10), "--reward.executor.profiles", '["stdlib"]')
-    with running(*flags, "--reward.executor.check_every_s", "1000") as found:
+    flags = ("--internal.executor_recycle_after", str(3 * JOBS // 10), "--internal.executor_profiles", '["stdlib"]')
+    with running(*flags, "--internal.executor_check_s", "1000") as found:
         client = ExecutorClient(found.address)
 
         async def some(count: int) -> None:
@@ -450,7 +453,7 @@ def _held(found: Running) -> dict[str, int]:
 
 def test_an_executor_that_is_killed_leaves_no_process() -> None:
     need("bwrap", "bubblewrap")
-    with running("--reward.executor.profiles", '["stdlib"]') as found:
+    with running("--internal.executor_profiles", '["stdlib"]') as found:
         below = found.processes()[1:]
         assert below
         os.kill(found.process.pid, signal.SIGKILL)

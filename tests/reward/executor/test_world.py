@@ -30,7 +30,7 @@ os._exit(0)
 def executor(request: pytest.FixtureRequest) -> Iterator[Running]:
     if request.param == "namespace":
         need("bwrap", "bubblewrap")
-    with running("--reward.executor.isolation", request.param, "--reward.executor.check_every_s", "1000") as executor:
+    with running("--reward.executor.isolation", request.param, "--internal.executor_check_s", "1000") as executor:
         yield executor
 
 

@@ -11,12 +11,12 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from services.reward.scorers.answer.extraction import AnswerPlace, extract
+from services.reward.scorers.answer.extraction import extract
 from services.reward.scorers.answer.mathematics import plain_numbers
 from services.reward.scorers.answer.scorer import COMMAND, AnswerMatcher
 from shared.bus.messages import FinishReason, RolloutGroup, Score, ScoreStatus
 from shared.errors import PermanentError, SettingsError
-from shared.settings.rewards.scorers import AnswerScorer
+from shared.settings.rewards.scorers import AnswerPlace, AnswerScorer
 from tests.support import builders
 
 Mode = Literal["exact", "numeric", "math"]
@@ -29,10 +29,14 @@ def asked(reference: str | None, *texts: str) -> RolloutGroup:
 
 
 def matcher(
-    mode: Mode = "math", place: AnswerPlace = "auto", command: tuple[str, ...] = NO_PROCESS, **more: object
+    mode: Mode = "math",
+    place: str = "auto",
+    command: tuple[str, ...] = NO_PROCESS,
+    timeout_s: float = 5.0,
+    **more: object,
 ) -> AnswerMatcher:
     settings = AnswerScorer.model_validate({"kind": "answer", "mode": mode, "extract": place, **more})
-    return AnswerMatcher(settings, command=command)
+    return AnswerMatcher(settings, command=command, timeout_s=timeout_s)
 
 
 async def score(found: AnswerMatcher, reference: str, text: str) -> Score:

@@ -18,11 +18,11 @@ import pytest
 import pytest_asyncio
 
 from services.reward.scorers.answer import extraction, matching, notation, prose, shapes, units, words
-from services.reward.scorers.answer.extraction import AnswerPlace, extract
+from services.reward.scorers.answer.extraction import extract
 from services.reward.scorers.answer.mathematics import plain_mathematics, plain_numbers
 from services.reward.scorers.answer.scorer import AnswerMatcher
 from shared.bus.messages import Score
-from shared.settings.rewards.scorers import AnswerScorer
+from shared.settings.rewards.scorers import AnswerPlace, AnswerScorer
 from tests.support import builders
 from tests.support.answer_pairs import EQUAL, UNEQUAL, Pair, pairs
 
@@ -44,8 +44,8 @@ class Matchers:
     async def score(self, reference: str, text: str, **settings: object) -> Score:
         key = json.dumps(settings, sort_keys=True)
         if key not in self._matchers:
-            scorer = AnswerScorer.model_validate({"kind": "answer", "timeout_s": 60.0, **settings})
-            self._matchers[key] = AnswerMatcher(scorer)
+            scorer = AnswerScorer.model_validate({"kind": "answer", **settings})
+            self._matchers[key] = AnswerMatcher(scorer, timeout_s=60.0)
         group = builders.group(0, (text,))
         prompt = dataclasses.replace(group.prompt, answer=reference)
         (score,) = await self._matchers[key].score(dataclasses.replace(group, prompt=prompt))

@@ -98,8 +98,8 @@ def fenced(program: str) -> str:
     return f"```python\n{program}\n```"
 
 
-def scorer(executor: ScriptedExecutor, **changes: Any) -> CodeTester:
-    return CodeTester(CodeScorer(kind="code", **{"wait_s": 0.0, **changes}), executor.address)
+def scorer(executor: ScriptedExecutor, wait_s: float = 0.0, **changes: Any) -> CodeTester:
+    return CodeTester(CodeScorer(kind="code", **changes), executor.address, wait_s=wait_s)
 
 
 @contextlib.asynccontextmanager
@@ -194,7 +194,7 @@ async def test_equal_programs_of_a_group_run_once_and_samples_without_a_program_
 
 
 async def test_a_job_holds_the_scorers_limits(executor: ScriptedExecutor) -> None:
-    async with scoring(executor, timeout_s=2.5, memory_mib=64, output_kib=4, profile="numpy", max_tests=1) as tester:
+    async with scoring(executor, timeout_s=2.5, memory_mib=64, output_kib=4, profile="numpy") as tester:
         await tester.score(group(fenced("…")))
     (job,) = executor.jobs
     assert (job.limits.wall_s, job.limits.cpu_s, job.limits.memory_bytes, job.limits.output_bytes, job.profile) == (
@@ -255,7 +255,7 @@ async def test_while_the_executor_is_away_the_service_is_degraded_and_the_group_
     executor.answer = sums_right_up_to(9)
     status = Status(state="working")
     settings = Settings.model_validate(
-        {"reward": {"executor": {"address": executor.address}, "scorers": [{"kind": "code", "wait_s": 30.0}]}}
+        {"reward": {"executor": {"address": executor.address}, "scorers": [{"kind": "code"}]}}
     )
     handler = make_scoring(settings, status)
     patience = Patience(claim_after_s=1.0, max_attempts=3, retry_s=0.01, drain_s=5.0)

@@ -24,7 +24,7 @@ OUR_NUMPY_FORMS = {"np.array", "np.allclose", "np.array_equal"}
 @pytest.fixture(scope="module")
 def executor() -> Iterator[Running]:
     need("bwrap", "bubblewrap")
-    with running("--reward.executor.check_every_s", "1000") as process:
+    with running("--internal.executor_check_s", "1000") as process:
         yield process
 
 

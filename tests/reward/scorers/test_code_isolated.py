@@ -19,7 +19,7 @@ DOUBLE = [{"input": "3\n", "output": "6\n"}, {"input": "-1\n", "output": "-2\n"}
 @pytest.fixture(scope="module")
 def executor() -> Iterator[Running]:
     need("bwrap", "bubblewrap")
-    with running("--reward.executor.check_every_s", "1000", "--reward.executor.profiles", '["stdlib"]') as found:
+    with running("--internal.executor_check_s", "1000", "--internal.executor_profiles", '["stdlib"]') as found:
         yield found
 
 

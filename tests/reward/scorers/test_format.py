@@ -13,7 +13,7 @@ from shared.errors import SettingsError
 from shared.settings.rewards.scorers import FormatScorer
 from tests.support import builders
 
-TAGS = {"tags": [{"tag": "think"}, {"tag": "answer"}]}
+TAGS = {"tags": ["think", "answer"]}
 STRICT = {**TAGS, "nothing_outside": True}
 
 
@@ -33,11 +33,11 @@ async def check(found: FormatChecker, text: str, finish: FinishReason = FinishRe
     [
         (STRICT, "<think>2+2</think>\n<answer>4</answer>\n"),
         (TAGS, "well <think>2+2</think> so <answer>4</answer>."),
-        ({"tags": [{"tag": "think", "required": False}, {"tag": "answer"}]}, "<answer>4</answer>"),
-        ({"tags": [{"tag": "a", "once": False}]}, "<a>1</a><a>2</a>"),
+        ({"tags": ["think?", "answer"]}, "<answer>4</answer>"),
+        ({"tags": ["a+"]}, "<a>1</a><a>2</a>"),
         ({"pattern": "[0-9]+"}, "46"),
         ({"pattern": "a.b"}, "a\nb"),
-        ({"min_characters": 2, "max_characters": 2}, "46"),
+        ({"characters": [2, 2]}, "46"),
         ({"needs_stop": True}, "46"),
     ],
 )
@@ -59,8 +59,8 @@ async def test_a_completion_that_keeps_every_rule_is_worth_one(rules: dict[str, 
         (STRICT, "<think>a</think> so <answer>4</answer>", 3 / 4, "expected nothing outside the tags"),
         (STRICT, "<think>a</think><answer>4</answer>!", 3 / 4, "expected nothing outside the tags"),
         ({"pattern": "[0-9]+"}, "46 ", 0.0, "expected text that matches the pattern"),
-        ({"pattern": "[0-9]+", "min_characters": 3}, "46", 1 / 2, "expected at least 3 characters, found 2"),
-        ({"max_characters": 3}, "4 + 6", 0.0, "expected at most 3 characters, found 5"),
+        ({"pattern": "[0-9]+", "characters": [3, 0]}, "46", 1 / 2, "expected at least 3 characters, found 2"),
+        ({"characters": [0, 3]}, "4 + 6", 0.0, "expected at most 3 characters, found 5"),
     ],
 )  # fmt: skip
 async def test_the_value_is_the_share_of_rules_that_hold_and_the_first_broken_one_is_named(
@@ -72,7 +72,7 @@ async def test_the_value_is_the_share_of_rules_that_hold_and_the_first_broken_on
 
 
 async def test_a_completion_that_must_stop_is_wrong_when_it_was_cut() -> None:
-    found = await check(checker(needs_stop=True, max_characters=10), "46", FinishReason.LENGTH)
+    found = await check(checker(needs_stop=True, characters=[0, 10]), "46", FinishReason.LENGTH)
     assert found == Score("format", ScoreStatus.WRONG_FORMAT, 0.5, "expected an end, found its length limit")
 
 
@@ -134,14 +134,15 @@ async def test_a_group_that_is_done_again_draws_the_same_lots() -> None:
 @pytest.mark.parametrize(
     ("rules", "text", "value"),
     [
-        ({"min_tokens": 3, "max_tokens": 3}, "46", 1.0),
-        ({"max_tokens": 2}, "46", 0.0),
+        ({"tokens": [3, 3]}, "46", 1.0),
+        ({"tokens": [0, 2]}, "46", 0.0),
         ({"scripts": ["Latin"]}, "Ünïcode is Latin: 46 + x, αβ" + "a" * 40, 1.0),
         ({"scripts": ["Latin"]}, "по-русски, or not", 0.0),
         ({"scripts": ["Latin"]}, "12 + 34 = 46", 1.0),
         ({"scripts": ["Han", "Hiragana", "Katakana"]}, "漢字とカタカナ", 1.0),
-        ({"scripts": ["Latin"], "min_script_share": 0.5}, "ab бв", 1.0),
-        ({"pattern": "[0-9]+", "max_characters": 1, "weights": {"pattern": 3}}, "46", 0.75),
+        ({"scripts": ["Latin"]}, "a" * 19 + "б", 1.0),
+        ({"scripts": ["Latin"]}, "a" * 18 + "б", 0.0),
+        ({"pattern": "[0-9]+", "characters": [0, 1], "weights": {"pattern": 3}}, "46", 0.75),
         ({**STRICT, "weights": {"tags": 2, "outside": 4}}, "<think>a</think>", 1 - 3 / 9),
     ],
 )
@@ -179,8 +180,11 @@ async def test_json_keeps_its_schema_or_says_where_not() -> None:
         await found.close()
 
 
-async def test_a_schema_that_takes_for_ever_is_given_up_and_the_next_check_works() -> None:
-    found = checker(json_schema={"type": "string", "pattern": "^(a+)+$"}, json_timeout_s=0.5)
+async def test_a_schema_that_takes_for_ever_is_given_up_and_the_next_check_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(format_module, "JSON_TIMEOUT_S", 0.5)
+    found = checker(json_schema={"type": "string", "pattern": "^(a+)+$"})
     try:
         assert (await check(found, f'"{"a" * 60}!"')).status is ScoreStatus.TIMEOUT
         assert (await check(found, '"aaa"')).value == 1.0

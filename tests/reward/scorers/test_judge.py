@@ -14,6 +14,7 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
+from services.reward.scorers.judge import chat
 from services.reward.scorers.judge.chat import Pace, retry_after_s
 from services.reward.scorers.judge.scorer import Judge
 from services.reward.scorers.judge.verdict import VerdictReader, fill
@@ -89,10 +90,14 @@ async def serving(behaviour: Behaviour) -> AsyncIterator[Endpoint]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "BACKOFF_S", 0.01)
+    monkeypatch.setattr(chat, "ATTEMPTS", 3)
+
+
 def settings(url: object = "http://127.0.0.1:9/v1", **more: object) -> JudgeScorer:
-    return JudgeScorer.model_validate(
-        {"kind": "judge", "url": url, "model": "m", "backoff_s": 0.01, "attempts": 3} | more
-    )
+    return JudgeScorer.model_validate({"kind": "judge", "url": url, "model": "m"} | more)
 
 
 async def judged(endpoint: Endpoint, *texts: str, **more: object) -> list[Score]:
@@ -167,7 +172,7 @@ async def test_what_an_endpoint_refuses_is_not_tried_again_and_the_key_is_not_sh
     monkeypatch.setenv("JUDGE_KEY", "sk-secret\n")
     caplog.set_level(logging.DEBUG)
     async with serving(sequence((401, {}, "wrong key: sk-secret"))) as endpoint:
-        (score,) = await judged(endpoint, "46", api_key_variable="JUDGE_KEY")
+        (score,) = await judged(endpoint, "46", key_source="env:JUDGE_KEY")
     assert "authorization: bearer sk-secret" in endpoint.heads[0].lower()
     assert (score.status, len(endpoint.bodies)) == (ScoreStatus.UNAVAILABLE, 1)
     assert score.detail.endswith("found 401: 'wrong key: …'")
@@ -180,9 +185,9 @@ async def test_an_endpoint_that_hangs_is_given_up() -> None:
         return None
 
     async with serving(hang) as endpoint:
-        (score,) = await judged(endpoint, "46", timeout_s=0.1, attempts=2)
+        (score,) = await judged(endpoint, "46", timeout_s=0.1)
     assert score.status is ScoreStatus.UNAVAILABLE
-    assert score.detail == "found no answer within 0.1 s, as the last of 2 requests"
+    assert score.detail == "found no answer within 0.1 s, as the last of 3 requests"
 
 
 async def test_an_endpoint_that_is_not_there_is_unavailable() -> None:
@@ -207,7 +212,7 @@ async def test_an_endpoint_that_asks_for_more_time_than_there_is_gives_the_group
     async with serving(sequence((429, {"Retry-After": "3600"}, "quota"))) as endpoint:
         (score,) = await judged(endpoint, "46")
     assert score.status is ScoreStatus.UNAVAILABLE
-    assert score.detail == "found HTTP 429: 'quota', and to wait 3600 s; max_wait_s is 30"
+    assert score.detail == "found HTTP 429: 'quota', and to wait 3600 s, more than 30 s"
     assert len(endpoint.bodies) == 1
 
 
@@ -272,15 +277,15 @@ async def test_a_judge_without_a_verdict_may_count_as_nothing_where_the_user_say
         ({"scale": [-1, 1]}, "Score: -0.5", 0.25),
         ({}, "Score: 11", None),
         ({}, "five", None),
-        ({"pattern": r"\[\[(\w+)\]\]", "labels": {"yes": 1, "NO": 0}}, "I say [[Yes]]", 1.0),
-        ({"pattern": r"\[\[(\w+)\]\]", "labels": {"yes": 1, "no": 0}}, "[[maybe]]", None),
-        ({"json_field": "score"}, '```json\n{"why": "{x}", "score": 8}\n```', 0.8),
-        ({"json_field": "score"}, '{"score": "8"} then {"score": 4}', 0.4),
-        ({"json_field": "score"}, '{"score": NaN}', None),
-        ({"json_field": "score"}, '{"score": true}', None),
-        ({"json_field": "right", "labels": {"true": 1, "false": 0}}, '{"right": false}', 0.0),
-        ({"json_field": "score"}, '{"score": 8', None),
-        ({"json_field": "score"}, "{" * 100_000, None),
+        ({"pattern": r"\[\[(\w+)\]\]", "scale": {"yes": 1, "NO": 0}}, "I say [[Yes]]", 1.0),
+        ({"pattern": r"\[\[(\w+)\]\]", "scale": {"yes": 1, "no": 0}}, "[[maybe]]", None),
+        ({"pattern": "json:score"}, '```json\n{"why": "{x}", "score": 8}\n```', 0.8),
+        ({"pattern": "json:score"}, '{"score": "8"} then {"score": 4}', 0.4),
+        ({"pattern": "json:score"}, '{"score": NaN}', None),
+        ({"pattern": "json:score"}, '{"score": true}', None),
+        ({"pattern": "json:right", "scale": {"true": 1, "false": 0}}, '{"right": false}', 0.0),
+        ({"pattern": "json:score"}, '{"score": 8', None),
+        ({"pattern": "json:score"}, "{" * 100_000, None),
     ],
 )
 def test_a_verdict_is_what_was_declared_and_nothing_else(
@@ -315,11 +320,8 @@ def test_retry_after_is_seconds_or_a_date(header: str, wait_s: float | None) -> 
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        ({"api_key_variable": "NOT_SET_ANYWHERE"}, "expected a key in NOT_SET_ANYWHERE for scorer 'judge'"),
-        (
-            {"api_key_file": "/nonexistent"},
-            "could not read the key in /nonexistent (No such file or directory): change api_key_file of",
-        ),
+        ({"key_source": "env:NOT_SET_ANYWHERE"}, "expected a key in NOT_SET_ANYWHERE for scorer 'judge'"),
+        ({"key_source": "file:/nonexistent"}, "expected a key in /nonexistent for scorer 'judge'"),
         ({"pattern": "("}, "expected a regular expression with a group as pattern of scorer 'judge'"),
         ({"pattern": "x"}, "found 'x', which has no group"),
         ({"url": "http://host:port/v1"}, "expected a URL for scorer 'judge'"),
@@ -338,7 +340,7 @@ def test_a_judge_that_cannot_work_is_refused(more: dict[str, object], sentence: 
         {"url": "ftp://host"},
         {"template": "{prompt}"},
         {"scale": [1, 1]},
-        {"api_key_variable": "A", "api_key_file": "b"},
+        {"key_source": "sk-the-key-itself"},
     ],
 )
 def test_settings_of_a_judge_that_contradict_themselves_are_refused(more: dict[str, object]) -> None:
@@ -360,7 +362,7 @@ async def test_a_key_is_read_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("sk-1\n")
     (tmp_path / "key").chmod(0o600)
     async with serving(sequence(says("Rating: [[10]]"))) as endpoint:
-        await judged(endpoint, "46", api_key_file=str(tmp_path / "key"))
+        await judged(endpoint, "46", key_source=f"file:{tmp_path / 'key'}")
     assert "authorization: bearer sk-1\r\n" in endpoint.heads[0].lower()
 
 
@@ -386,6 +388,6 @@ async def test_a_count_of_tokens_that_no_number_holds_is_not_counted() -> None:
 
 
 def test_an_answer_of_nothing_but_opened_objects_holds_no_verdict() -> None:
-    reader = VerdictReader(JudgeScorer(kind="judge", url="http://x", model="m", json_field="score"))
+    reader = VerdictReader(JudgeScorer(kind="judge", url="http://x", model="m", pattern="json:score"))
     assert reader.read('{"a":' * 4_000) is None
     assert reader.read("{" * 10_000 + '{"score": 5}') == 0.5

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.reward.models.classifier import Classifier, Text
+from services.reward.models.classifier import Text
 from services.reward.scorers.reward_model import RewardModel
 from shared.bus.messages import ChatMessage, ScoreStatus
 from shared.errors import PermanentError, SettingsError
@@ -33,7 +33,9 @@ def plain(model: Any, text: str) -> Any:
 def test_a_batch_of_mixed_lengths_has_the_values_of_its_texts_alone(
     model: Any, padding_side: str, tmp_path: Path
 ) -> None:
-    classifier = Classifier(reward_models.settings(reward_models.save(model, tmp_path, None, padding_side)))
+    classifier = reward_models.classifier(
+        reward_models.settings(reward_models.save(model, tmp_path, None, padding_side))
+    )
     texts = classifier.read(builders.prompt(), COMPLETIONS)
     expected = [float(plain(model, "12+34=" + completion)[0]) for completion in COMPLETIONS]
     assert max(expected) - min(expected) > 0.1
@@ -43,7 +45,7 @@ def test_a_batch_of_mixed_lengths_has_the_values_of_its_texts_alone(
 
 def test_a_text_that_ends_in_the_padding_token_keeps_its_end_where_the_model_names_no_padding(tmp_path: Path) -> None:
     model = reward_models.qwen(pad=None)
-    classifier = Classifier(reward_models.settings(reward_models.save(model, tmp_path)))
+    classifier = reward_models.classifier(reward_models.settings(reward_models.save(model, tmp_path)))
     with torch.no_grad():
         expected = [float(model(input_ids=torch.tensor([ids])).logits[0, 0]) for ids in ([5, 6, 0], [5, 6])]
     texts = [Text((5, 6, 0)), Text((5, 6))]
@@ -53,7 +55,7 @@ def test_a_text_that_ends_in_the_padding_token_keeps_its_end_where_the_model_nam
 
 def test_texts_that_hold_every_token_of_the_vocabulary_are_read_one_by_one(tmp_path: Path) -> None:
     model = reward_models.qwen(pad=None)
-    classifier = Classifier(reward_models.settings(reward_models.save(model, tmp_path)))
+    classifier = reward_models.classifier(reward_models.settings(reward_models.save(model, tmp_path)))
     everything = tuple(range(tiny.VOCABULARY))
     with torch.no_grad():
         expected = [float(model(input_ids=torch.tensor([ids])).logits[0, 0]) for ids in (everything, (7, 8))]
@@ -65,30 +67,34 @@ def test_the_models_own_chat_template_joins_prompt_and_completion(tmp_path: Path
     prompt = dataclasses.replace(
         builders.prompt(), text=None, messages=(ChatMessage("system", "add"), ChatMessage("user", "1+1"))
     )
-    (text,) = Classifier(reward_models.settings(folder)).read(prompt, ["2"])
+    (text,) = reward_models.classifier(reward_models.settings(folder)).read(prompt, ["2"])
     eos = "<eos>"
     assert tiny.tokenizer().decode(list(text.token_ids)) == f"s=add{eos}u=1+1{eos}a=2{eos}"
-    (bare,) = Classifier(reward_models.settings(folder, template="plain")).read(prompt, ["2"])
+    (bare,) = reward_models.classifier(reward_models.settings(folder, template="plain")).read(prompt, ["2"])
     assert bare.token_ids == (15, 18, 18, 3, 12, 3, 4)  # add1+1 2: this vocabulary has no line break
-    own = reward_models.settings(folder, chat_template="{{ messages[-1]['content'] }}")
-    assert Classifier(own).read(prompt, ["42"])[0].token_ids == (6, 4)
+    own = reward_models.settings(folder, template="{{ messages[-1]['content'] }}")
+    assert reward_models.classifier(own).read(prompt, ["42"])[0].token_ids == (6, 4)
 
 
 def test_messages_that_the_template_refuses_bury_their_group(tmp_path: Path) -> None:
     template = "{{ raise_exception('roles must alternate') }}"
     folder = reward_models.save(reward_models.qwen(), tmp_path, template)
     with pytest.raises(PermanentError, match="roles must alternate"):
-        Classifier(reward_models.settings(folder)).read(builders.prompt(), ["2"])
+        reward_models.classifier(reward_models.settings(folder)).read(builders.prompt(), ["2"])
 
 
 def test_a_tokenizer_of_another_model_buries_the_group_with_the_setting_to_change(tmp_path: Path) -> None:
-    classifier = Classifier(reward_models.settings(reward_models.save(reward_models.qwen(vocab_size=10), tmp_path)))
+    classifier = reward_models.classifier(
+        reward_models.settings(reward_models.save(reward_models.qwen(vocab_size=10), tmp_path))
+    )
     with pytest.raises(PermanentError, match=r"under the model's 10, found 13: .*; change tokenizer of scorer 'model'"):
         classifier.read(builders.prompt(), ["46"])
 
 
 def test_what_is_too_long_loses_its_beginning_and_says_so(tmp_path: Path) -> None:
-    classifier = Classifier(reward_models.settings(reward_models.save(reward_models.qwen(), tmp_path), max_tokens=4))
+    classifier = reward_models.classifier(
+        reward_models.settings(reward_models.save(reward_models.qwen(), tmp_path), max_tokens=4)
+    )
     short, long = classifier.read(dataclasses.replace(builders.prompt(), text=""), ["1234", "012345"])
     assert (short.token_ids, short.cut_tokens) == ((3, 4, 5, 6), 0)
     assert (long.token_ids, long.cut_tokens) == ((4, 5, 6, 7), 2)
@@ -96,7 +102,7 @@ def test_what_is_too_long_loses_its_beginning_and_says_so(tmp_path: Path) -> Non
 
 async def test_scores_say_what_was_cut(tmp_path: Path) -> None:
     folder = reward_models.save(reward_models.qwen(), tmp_path)
-    scorer = RewardModel(reward_models.settings(folder, max_tokens=8), None)
+    scorer = RewardModel(reward_models.settings(folder, max_tokens=8), None, reward_models.WORK)
     await scorer.start()
     try:
         first, second = await scorer.score(builders.group(0, ("46", "4600")))
@@ -111,18 +117,20 @@ def test_of_several_outputs_the_named_one_is_the_value(tmp_path: Path) -> None:
     folder = reward_models.save(model, tmp_path)
     logits = plain(model, "12+34=46")
     for label in ("label 2", "2"):
-        classifier = Classifier(reward_models.settings(folder, label=label))
+        classifier = reward_models.classifier(reward_models.settings(folder, label=label))
         assert classifier.compute(classifier.read(builders.prompt(), ["46"])) == pytest.approx(
             [float(logits[2])], abs=FORWARD
         )
-    share = Classifier(reward_models.settings(folder, label="label 1", value="probability"))
+    share = reward_models.classifier(reward_models.settings(folder, label="label 1", value="probability"))
     expected = float(logits.softmax(-1)[1])
     assert share.compute(share.read(builders.prompt(), ["46"])) == pytest.approx([expected], abs=FORWARD)
 
 
 def test_a_probability_of_one_output_is_its_sigmoid(tmp_path: Path) -> None:
     model = reward_models.qwen()
-    classifier = Classifier(reward_models.settings(reward_models.save(model, tmp_path), value="probability"))
+    classifier = reward_models.classifier(
+        reward_models.settings(reward_models.save(model, tmp_path), value="probability")
+    )
     expected = float(plain(model, "12+34=46")[0].sigmoid())
     assert classifier.compute(classifier.read(builders.prompt(), ["46"])) == pytest.approx([expected], abs=FORWARD)
 
@@ -132,7 +140,7 @@ def test_a_scalar_head_is_read_at_the_last_token(tmp_path: Path) -> None:
     from transformers import AutoModel
 
     folder = reward_models.save_scalar(tmp_path)
-    classifier = Classifier(reward_models.settings(folder, head="scalar"))
+    classifier = reward_models.classifier(reward_models.settings(folder, head="scalar"))
     trunk, weights = AutoModel.from_pretrained(folder).eval(), load_file(folder / "model.safetensors")
     expected = []
     for completion in COMPLETIONS:
@@ -161,10 +169,10 @@ def test_a_model_that_is_not_what_the_settings_say_is_one_sentence(
     else:
         folder = reward_models.save(model, tmp_path)
     with pytest.raises(SettingsError) as caught:
-        Classifier(reward_models.settings(folder, **more))
+        reward_models.classifier(reward_models.settings(folder, **more))
     assert sentence in str(caught.value)
 
 
 def test_a_model_that_is_nowhere_is_refused_when_its_scorer_is_made(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"change model of scorer 'model' in \[\[reward.scorers\]\]"):
-        RewardModel(reward_models.settings(tmp_path / "nowhere"), None)
+        RewardModel(reward_models.settings(tmp_path / "nowhere"), None, reward_models.WORK)

@@ -99,9 +99,9 @@ def test_a_hub_name_without_a_hub_is_told_at_once(tmp_path: Path, monkeypatch: p
 def test_a_broken_model_or_device_names_its_setting(tmp_path: Path) -> None:
     policy = PolicySettings(model=str(tiny.save(tmp_path)))
     tokenizer = open_tokenizer(policy)
-    with pytest.raises(SettingsError, match=r"found 'cuda:77'.*: change rollout.device"):
+    with pytest.raises(SettingsError, match=r"found 'cuda:77'.*: change run.device"):
         open_model(policy, tokenizer, "cuda:77")
-    with pytest.raises(SettingsError, match=r"found 'gpu'.*: change rollout.device"):
+    with pytest.raises(SettingsError, match=r"found 'gpu'.*: change run.device"):
         open_model(policy, tokenizer, "gpu")
     (tmp_path / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(SettingsError, match=r"found none that loads .*: change policy.model"):

@@ -190,7 +190,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "cispo": {"preset": "cispo"},
     "policy gradient": {"preset": "reinforce"},
     **{
-        kind: {"preset": "reinforce", "correction": kind, "correction_low": 0.0, "correction_high": math.inf}
+        kind: {"preset": "reinforce", "correction": kind, "correction_band": (0.0, math.inf)}
         for kind in ("token_tis", "sequence_tis", "token_mask", "sequence_mask", "geometric_mask")
     },
 }
@@ -210,7 +210,7 @@ def _objective(log_ratios: list[float], advantage: float, **algorithm: Any) -> t
         reference_logprobs_N=-1.0 + torch.tensor(log_ratios),
         advantages_N=torch.full((len(log_ratios),), advantage),
     )
-    settings = AlgorithmSettings.model_validate({"max_lag": 1, "allow_uncorrected": True, **algorithm})
+    settings = AlgorithmSettings.model_validate({"max_lag": 0, **algorithm})
     out = objective.objective(
         known, TokenLogprobs(policy, torch.zeros(len(log_ratios))), settings, settings.kl.coefficient
     )

@@ -129,7 +129,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"preset": "grpo", "kl": {"coefficient": 0.1, "target": 0.01}, "entropy_bonus": 0.01, "dual_clip": 3.0},
     {"preset": "ppo", "epochs": 2, "minibatches": 2, "aggregation": "sequence"},
     {"preset": "tis", "correction": "sequence_mask", "minibatches": 2},
-    {"preset": "tis", "correction": "geometric_mask", "overlong_buffer": 0.5},
+    {"preset": "tis", "correction": "geometric_mask", "overlong": (0.5, 1.0)},
 ]
 
 
@@ -211,16 +211,16 @@ def test_preferences_are_learned() -> None:
 
 
 def test_tokens_outside_the_band_are_masked_and_counted() -> None:
-    found = One(settings(preset="icepop", correction_low=0.9, correction_high=1.1)).learn(batch(gap=0.5))
+    found = One(settings(preset="icepop", correction_band=(0.9, 1.1))).learn(batch(gap=0.5))
     assert 0.3 < found["masked_fraction"] < 1.0
 
 
 def test_a_steered_coefficient_rises_while_the_policy_is_too_far() -> None:
-    one = One(settings(kl={"coefficient": 0.1, "target": 1e-9, "horizon": 160}))
+    one = One(settings(kl={"coefficient": 0.1, "target": 1e-9}))
     for step in (1, 2, 3):
         one.learn(batch(), step)
-    # 16 samples of 160: 2 % a step up once it moved; the first step found no distance: 2 % down
-    assert one.learner.kl_coefficient == pytest.approx(0.1 * 0.98 * 1.02 * 1.02)
+    # 16 of 10,000 samples: 0.2 · 16 / 10,000 a step up once it moved; the first step found no distance: as much down
+    assert one.learner.kl_coefficient == pytest.approx(0.1 * 0.99968 * 1.00032 * 1.00032)
 
 
 def test_the_moments_are_those_of_all_values() -> None:

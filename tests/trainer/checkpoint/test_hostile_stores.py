@@ -36,7 +36,7 @@ from shared.settings import PolicySettings, Settings
 from shared.settings.rewards.models import ModelScorer
 from shared.weights.format import manifest as snapshots
 from tests.conftest import PATIENCE_S, Server
-from tests.support import builders, tiny, trainer_ranks
+from tests.support import builders, reward_models, tiny, trainer_ranks
 from tests.support.object_storage import Storage
 from tests.trainer.checkpoint.test_store import store_of, written
 from tests.trainer.test_service import GROUPS, Run, bus_of, feed
@@ -427,7 +427,7 @@ OPENERS: dict[str, Callable[[str], object]] = {
     "trainer": lambda model: load_model(PolicySettings(model=model), torch.float32),
     "rollout": lambda model: open_model(PolicySettings(model=model), tiny.tokenizer(), "cpu"),
     "vllm": lambda model: check_for_vllm(PolicySettings(model=model)),
-    "reward": lambda model: RewardModel(ModelScorer(kind="model", model=model), None),
+    "reward": lambda model: RewardModel(ModelScorer(kind="model", model=model), None, reward_models.WORK),
     "reference": lambda model: Reference(Settings.model_validate({"policy": {"model": model}})),
 }
 

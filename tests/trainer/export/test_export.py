@@ -46,7 +46,7 @@ class Run:
     ) -> None:
         self.settings = Settings.model_validate(
             {
-                "run": {"id": "exported", "folder": folder / "runs"},
+                "run": {"device": "cpu", "id": "exported", "folder": folder / "runs"},
                 "policy": {
                     "model": str(tiny.save(folder / "model", of=model())),
                     "dtype": dtype,
@@ -55,7 +55,7 @@ class Run:
                 "weights": {"folder": folder / "weights", "transport": "file"},
                 "sampling": {"max_new_tokens": 8},
                 "algorithm": {"groups_per_step": 4},
-                "trainer": {"device": "cpu", "learning_rate": 1e-2, "zero_stage": zero_stage},
+                "trainer": {"learning_rate": 1e-2, "zero_stage": zero_stage},
             }
         )
         self.settings.run_folder.mkdir(parents=True)

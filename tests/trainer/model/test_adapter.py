@@ -120,12 +120,12 @@ def test_the_published_weights_have_the_logprobs_that_the_trainer_computes_with_
 def engine(zero_stage: int) -> TrainingEngine:
     settings = Settings.model_validate(
         {
-            "run": {"id": "mixture"},
+            "run": {"id": "mixture", "device": "cpu"},
             "policy": {"dtype": "float32", "lora": {"rank": 2}},
             "sampling": {"max_new_tokens": 8},
             "algorithm": {"groups_per_step": 4},
             "trainer": {
-                "device": "cpu", "learning_rate": 1e-2, "zero_stage": zero_stage, "max_grad_norm": 1e9, "optimizer": "adamw",
+                "learning_rate": 1e-2, "zero_stage": zero_stage, "max_grad_norm": 1e9, "optimizer": "adamw",
                 # at stage 3, weights as small as these would else stay whole
                 "deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}} if zero_stage == 3 else {},
             },

@@ -46,12 +46,15 @@ def test_a_trainer_of_one_rank_listens_on_no_wildcard_address() -> None:
 
 
 def settings(zero_stage: int = 0, **trainer: Any) -> Settings:
+    internal = {name: trainer.pop(name) for name in ("logits_chunk_tokens", "peak_tflops") if name in trainer}
     return Settings.model_validate(
         {
             "policy": {"dtype": "float32"},
             "sampling": {"max_new_tokens": 8},
             "algorithm": {"preset": "grpo", "groups_per_step": 4, "entropy_bonus": 0.01},
-            "trainer": {"device": "cpu", "learning_rate": 1e-3, "zero_stage": zero_stage, **trainer},
+            "run": {"device": "cpu"},
+            "internal": internal,
+            "trainer": {"learning_rate": 1e-3, "zero_stage": zero_stage, **trainer},
         }
     )
 
@@ -62,7 +65,7 @@ class Stepper:
     def __init__(self, of: Settings) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            chunk = of.trainer.logits_chunk_tokens
+            chunk = of.internal.logits_chunk_tokens
             model = tiny.model(0).requires_grad_(True)
             self.engine = TrainingEngine(Policy(model, entropy_gradient=True, chunk_tokens=chunk).train(), of, "cpu")
         self._learner = Learner(self.engine, of, Phases())
@@ -140,7 +143,7 @@ def test_moments_of_eight_bits_are_refused_where_their_library_is_missing(monkey
 
 
 def test_what_is_computed_again_is_still_measured_against_the_models_own_operations() -> None:
-    found, _ = step(settings(peak_flops=1000.0))
+    found, _ = step(settings(peak_tflops=1000.0))
     assert found["mfu"] == pytest.approx(found["model_tflops_per_s"] / 1000.0)
     assert found["model_tflops_per_s"] > 0.0
     assert "mfu" not in step(settings())[0]

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
+from services.trainer.rank0 import intake as intake_module
 from services.trainer.rank0.intake import CONSUMER, Intake
 from shared.bus import wire
 from shared.bus.bus import _PAGE_ENTRIES, Bus, Delivery
@@ -23,7 +24,7 @@ V = PolicyVersion
 
 def settings(on_stale: str = "drop", max_lag: int = 1) -> Settings:
     return Settings.model_validate(
-        {"algorithm": {"groups_per_step": 2, "max_lag": max_lag, "on_stale": on_stale}, "bus": {"max_attempts": 2}}
+        {"algorithm": {"groups_per_step": 2, "max_lag": max_lag, "on_stale": on_stale}, "internal": {"max_attempts": 2}}
     )
 
 
@@ -203,8 +204,8 @@ async def _reasons(bus: Bus) -> list[tuple[str, str]]:
     return [(fields[b"reason"].decode(), fields[b"attempts"].decode()) for _, fields in dead]
 
 
-def dynamic(rounds: int = 10) -> Settings:
-    algorithm = {"groups_per_step": 2, "preset": "dapo", "dynamic_sampling_rounds": rounds}
+def dynamic() -> Settings:
+    algorithm = {"groups_per_step": 2, "preset": "dapo"}
     return Settings.model_validate({"algorithm": algorithm})
 
 
@@ -222,11 +223,14 @@ async def test_with_dynamic_sampling_groups_without_signal_leave_counted_and_fre
     assert await bus.length(EXPERIENCE) == 2, "two slots are free again"
 
 
-async def test_where_nothing_has_signal_any_more_groups_are_taken_all_the_same(bus: Bus) -> None:
+async def test_where_nothing_has_signal_any_more_groups_are_taken_all_the_same(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake_module, "DYNAMIC_SAMPLING_ROUNDS", 1)
     for group_id in range(4):
         experience = builders.experience(group_id, (1.0, 1.0))
         await bus.append(EXPERIENCE, {"id": str(group_id), "data": wire.encode(experience)})
-    intake = Intake(bus, Live(bus, dynamic(rounds=1)), {V(0): 0})
+    intake = Intake(bus, Live(bus, dynamic()), {V(0): 0})
     async with filling(intake):
         batch = await intake.next_batch(0, wait_s=PATIENCE_S)
     assert batch is not None

@@ -97,19 +97,18 @@ spec:
 - {name: HF_HOME, value: /var/penstock/cache/huggingface}
 - {name: PYTHONUNBUFFERED, value: "1"}
 - {name: TOKENIZERS_PARALLELISM, value: "false"}
+- {name: PENSTOCK__RUN__METRICS_PORT, value: "9400"}
 {{- if eq .role "executor" }}
 - {name: PENSTOCK__REWARD__EXECUTOR__ADDRESS, value: "$(POD_IP):9500"}
-- {name: PENSTOCK__REWARD__EXECUTOR__METRICS_PORT, value: "9400"}
 - {name: PENSTOCK__REWARD__EXECUTOR__SECRET_FILE, value: /etc/penstock/executor/secret}
 {{- else }}
 - {name: PENSTOCK__RUN__ID, value: {{ include "penstock.runId" .root | quote }}}
 - {name: PENSTOCK__RUN__FOLDER, value: /var/penstock/runs}
 - {name: PENSTOCK__WEIGHTS__FOLDER, value: {{ printf "/var/penstock/runs/%s/weights" (include "penstock.runId" .root) }}}
-- {name: PENSTOCK__BUS__START_WAIT_S, value: "300"}
+- {name: PENSTOCK__INTERNAL__START_WAIT_S, value: "300"}
 - {name: PENSTOCK__BUS__DRAIN_S, value: {{ $values.bus.drainSeconds | quote }}}
 - name: PENSTOCK__BUS__URL
   valueFrom: {secretKeyRef: {name: {{ include "penstock.busSecret" .root }}, key: url}}
-- {name: {{ printf "PENSTOCK__%s__METRICS_PORT" (upper .role) }}, value: "9400"}
 {{- if eq .role "coordinator" }}
 - {name: PENSTOCK__COORDINATOR__HOST, value: "0.0.0.0"}
 - {name: PENSTOCK__COORDINATOR__PORT, value: "8000"}
@@ -151,7 +150,7 @@ spec:
 {{- $meet = printf "%s-pod-0-0.%s:29500" .jobSet .jobSet }}
 - {name: JOB_INDEX, valueFrom: {fieldRef: {fieldPath: "{{ $index }}"}}}
 # A Job starts nothing again that ended with 0: only a run that is over is done.
-- {name: PENSTOCK__TRAINER__STOPPED_EXIT_STATUS, value: "143"}
+- {name: PENSTOCK__INTERNAL__STOPPED_EXIT_STATUS, value: "143"}
 {{- end -}}
 {{- if gt $nodes 1 }}
 - {name: PENSTOCK__TRAINER__NODES, value: {{ $nodes | quote }}}

@@ -27,7 +27,7 @@ true
 - {name: PENSTOCK__TRAINER__STORE__ENDPOINT, value: {{ . | quote }}}
 {{- end }}
 {{- with .region }}
-- {name: PENSTOCK__TRAINER__STORE__REGION, value: {{ . | quote }}}
+- {name: AWS_REGION, value: {{ . | quote }}}
 {{- end }}
 {{- with .existingSecret }}
 {{- range $name := list "AWS_ACCESS_KEY_ID" "AWS_SECRET_ACCESS_KEY" }}

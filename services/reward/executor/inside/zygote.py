@@ -244,7 +244,7 @@ def settle(tier: str, user_id: int, revealed: Sequence[str]) -> None:
         confinement.become(user_id)
     if hidden := [path for path in revealed if not os.access(path, os.R_OK)]:
         sys.exit(
-            f"expected user {user_id} (reward.executor.user_id), as whom programs run, to be able to read the interpreter, found that it "
+            f"expected user {user_id}, as whom programs run, to be able to read the interpreter, found that it "
             f"cannot read {hidden[0]}, and {obstacle or 'neither where it was mounted for it'}: install bubblewrap, or set "
             "reward.executor.interpreter to a Python that this user can read, such as /usr/bin/python3"
         )

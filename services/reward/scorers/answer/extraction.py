@@ -2,13 +2,9 @@
 
 import re
 from functools import lru_cache
-from typing import Literal, TypeAlias
 
 from services.reward.scorers.answer.notation import ascii_signs, last
-
-AnswerPlace: TypeAlias = Literal["whole", "boxed", "hashes", "last_number", "choice", "tag", "auto"]
-"""All of the text, in ``\\boxed{}``, after ``####``, the last number, the letter of a multiple choice, in a tag, or the first of
-boxed, hashes and whole."""
+from shared.settings.rewards.scorers import AnswerPlace
 
 _NUMBER = re.compile(
     r"(?<![A-Za-z_0-9.\\^])(?<!\^\{)(?:(?<![)\]}])[-+](?=[0-9.]))?"  # a sign, where it is no operator

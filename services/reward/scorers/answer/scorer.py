@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-m", "services.reward.scorers.answer.mathematics.comparison")
 """Starts one matcher process."""
+TIMEOUT_S = 1.0
+"""Processor time of one comparison. Honest formulas take milliseconds; what takes longer was written to take long."""
 _REMEMBERED = 4096
 _STATED = "stated"
 """Follows a letter that prose states."""
@@ -62,14 +64,20 @@ class AnswerMatcher:
         scorer: its settings.
         answer_field: the dataset's column with the reference, for messages.
         command: starts a matcher process.
+        timeout_s: a comparison that takes longer is killed: status ``timeout``, value 0.
     """
 
     def __init__(
-        self, scorer: scorers.AnswerScorer, answer_field: str = "answer", command: tuple[str, ...] = COMMAND
+        self,
+        scorer: scorers.AnswerScorer,
+        answer_field: str = "answer",
+        command: tuple[str, ...] = COMMAND,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.name = scorer.name
         self._scorer = scorer
         self._answer_field = answer_field
+        self._timeout_s = timeout_s
         if not math.isfinite(scorer.tolerance):
             raise SettingsError(
                 f"expected a finite tolerance of scorer {scorer.name!r}, found {scorer.tolerance}: "
@@ -87,7 +95,7 @@ class AnswerMatcher:
         Raises:
             SettingsError: math-verify is not installed.
         """
-        if self._scorer.mode != "math" or self._scorer.extract == "choice":
+        if self._scorer.mode != "math" or self._scorer.place == "choice":
             return
         if importlib.util.find_spec("math_verify") is None:
             raise SettingsError(
@@ -119,10 +127,10 @@ class AnswerMatcher:
                 "found none: change data.answer_field"
             )
         reference = self._extract(text) or text
-        if self._scorer.extract == "choice" and reference not in self._scorer.choices:
+        if self._scorer.place == "choice" and reference not in self._scorer.choices:
             raise PermanentError(
                 f"expected one of the letters {self._scorer.choices} as the answer of {prompt.problem}, found "
-                f"{reference[:80]!r}: change the data, or choices of scorer {self.name!r} in [[reward.scorers]]"
+                f"{reference[:80]!r}: change the data, or extract of scorer {self.name!r} in [[reward.scorers]]"
             )
         if self._scorer.mode == "numeric" and not _is_number(reference):
             raise PermanentError(
@@ -132,17 +140,17 @@ class AnswerMatcher:
         return reference
 
     def _extract(self, text: str) -> str | None:
-        return extraction.extract(text, self._scorer.extract, self._scorer.tag, self._scorer.choices)
+        return extraction.extract(text, self._scorer.place, self._scorer.tag, self._scorer.choices)
 
     def _answer(self, sample: Sample) -> str | Score:
         """Return the sample's answer, or the score that says why there is none."""
         if self._scorer.needs_stop and is_cut(sample):
             return self._wrong_format("cut at its length limit")
-        if self._scorer.extract == "choice":
+        if self._scorer.place == "choice":
             return self._choice(sample.text)
         answer = self._extract(sample.text)
         if answer is None:
-            return self._wrong_format(f"expected {_WANTED.get(self._scorer.extract, 'an answer')}, found none")
+            return self._wrong_format(f"expected {_WANTED.get(self._scorer.place, 'an answer')}, found none")
         return answer
 
     def _choice(self, text: str) -> str | Score:
@@ -168,7 +176,7 @@ class AnswerMatcher:
 
     def _score_at_once(self, reference: str, answer: str) -> Score | None:
         """Return the score where it needs no computer algebra, else None."""
-        if self._scorer.extract == "choice":
+        if self._scorer.place == "choice":
             letter, _, stated = answer.partition(" ")
             return self._judged(letter == reference, letter, ("prose",) if stated else ())
         if answer == reference or self._scorer.mode == "exact":
@@ -273,7 +281,7 @@ class AnswerMatcher:
     async def _ask(self, reference: str, answer: str) -> Equality | Score:
         """Ask a process; return the score of an answer that it cannot compare."""
         question: dict[str, Json] = {"reference": reference, "answer": answer, "tolerance": float(self._tolerance)}
-        verdict = await self._processes.ask(question, self._scorer.timeout_s)
+        verdict = await self._processes.ask(question, self._timeout_s)
         if verdict.get("status") != "ok":
             return valued(self.name, ScoreStatus(str(verdict.get("status"))), 0.0, str(verdict.get("detail")))
         return Equality(verdict.get("equal") is True, "tolerance" if verdict.get("rounded") is True else "")

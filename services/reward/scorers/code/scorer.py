@@ -53,6 +53,8 @@ TEST_SECONDS = Histogram(
     ["scorer"],
     buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0),
 )
+WAIT_S = 30.0
+"""An executor that is started again is back sooner."""
 _ASK_AGAIN_S = 0.2
 _GIVEN = 4096
 """Asserts of which what they hold besides results is remembered."""
@@ -99,12 +101,13 @@ class CodeTester:
         scorer: its settings.
         address: where the executor is.
         secret: what it asks for; empty: nothing.
+        wait_s: how long each attempt at a group waits for an executor that is known to be away.
 
     Raises:
         SettingsError: there is no address.
     """
 
-    def __init__(self, scorer: CodeScorer, address: str, secret: bytes = b"") -> None:
+    def __init__(self, scorer: CodeScorer, address: str, secret: bytes = b"", wait_s: float = WAIT_S) -> None:
         if not address:
             raise SettingsError(
                 f"expected the executor's address for scorer {scorer.name!r}, found none: start one (python -m "
@@ -112,13 +115,14 @@ class CodeTester:
             )
         self.name = scorer.name
         self._scorer = scorer
+        self._wait_s = wait_s
         self._limits = Limits(
             wall_s=scorer.timeout_s,
             cpu_s=scorer.timeout_s,
             memory_bytes=scorer.memory_mib * MIB,
             output_bytes=scorer.output_kib * 1024,
         )
-        self._client = ExecutorClient(address, scorer.in_flight, secret)
+        self._client = ExecutorClient(address, secret=secret)
         self._away = False
         self._given: dict[tuple[str, ...], tuple[str, ...]] = {}
         """By the sources of an assert's parts that hold no result: their values, as tagged JSON text."""
@@ -160,7 +164,7 @@ class CodeTester:
             self._check_profile(tests)
         except BadTests as error:
             raise self._refusal(prompt, error) from error
-        return tests[: self._scorer.max_tests or None]
+        return tests
 
     def _refusal(self, prompt: Prompt, error: BadTests) -> PermanentError:
         return PermanentError(
@@ -292,7 +296,7 @@ class CodeTester:
         Raises:
             TemporaryError: the executor is away, or at fault.
         """
-        until_s = time.monotonic() + (self._scorer.wait_s if self._away else 0.0)
+        until_s = time.monotonic() + (self._wait_s if self._away else 0.0)
         while True:
             try:
                 execution = await self._client.run(job)

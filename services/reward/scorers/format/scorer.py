@@ -45,6 +45,10 @@ _SHORT = 4_000
 """A text up to this length, in characters, is checked in the event loop; of a longer one so much is read at a time."""
 PATTERN_TIMEOUT_S = 0.5
 """Processor time that a pattern may take: status ``timeout``, value 0."""
+JSON_TIMEOUT_S = 0.5
+"""Processor time that a check against json_schema may take: status ``timeout``, value 0."""
+_MIN_SCRIPT_SHARE = 0.95
+"""Names and symbols of another script are tolerated, a paragraph is not."""
 _COMMAND = (sys.executable, "-m", "services.reward.scorers.format.checks")
 _REMEMBERED = 4096
 _LETTERS = regex.compile(r"\p{L}+")
@@ -60,6 +64,21 @@ class TextSpan:
 
     start: int
     end: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Tag:
+    """One entry of `tags`."""
+
+    tag: str
+    required: bool
+    once: bool
+
+    @classmethod
+    def read(cls, written: str) -> "_Tag":
+        """Read `think`, `think?`, `think+` or `think*`."""
+        count = written[-1] if written[-1] in "?+*" else ""
+        return cls(written.removesuffix(count), required=count in ("", "+"), once=count in ("", "?"))
 
 
 class FormatChecker:
@@ -89,7 +108,7 @@ class FormatChecker:
         if not rules:
             raise SettingsError(
                 f"expected at least one rule for scorer {scorer.name!r}, found none: "
-                "give it tags, pattern, max_characters, needs_stop or another in [[reward.scorers]]"
+                "give it tags, pattern, characters, needs_stop or another in [[reward.scorers]]"
             )
         if unused := set(scorer.weights) - rules:
             raise SettingsError(
@@ -117,8 +136,8 @@ class FormatChecker:
             "order": len(rules.tags) > 1,
             "outside": rules.nothing_outside and bool(rules.tags),
             "pattern": bool(rules.pattern),
-            "length": bool(rules.min_characters or rules.max_characters),
-            "tokens": bool(rules.min_tokens or rules.max_tokens),
+            "length": any(rules.characters),
+            "tokens": any(rules.tokens),
             "scripts": bool(rules.scripts),
             "json": bool(rules.json_schema),
             "stop": rules.needs_stop,
@@ -191,7 +210,7 @@ class FormatChecker:
         content = tagged(text, tag) if tag else text
         if content is None:
             return f"expected JSON in <{tag}>…</{tag}>, found none"
-        return await self._ask("json", content, self._scorer.json_timeout_s)
+        return await self._ask("json", content, JSON_TIMEOUT_S)
 
     async def _script_problem(self, text: str) -> str:
         """Return how the letters break the rule of scripts, read in turns."""
@@ -204,10 +223,10 @@ class FormatChecker:
             letters += await self._turns.take(partial(_characters, _LETTERS, part))
             counted += await self._turns.take(partial(_characters, script, part))
         share = counted / letters if letters else 1.0
-        if share >= rules.min_script_share:
+        if share >= _MIN_SCRIPT_SHARE:
             return ""
         names = ", ".join(rules.scripts)
-        return f"expected a share of {rules.min_script_share:g} of letters in {names}, found {share:.3g}"
+        return f"expected a share of {_MIN_SCRIPT_SHARE:g} of letters in {names}, found {share:.3g}"
 
     async def _ask(self, check: str, text: str, timeout_s: float) -> str:
         """Return how ``text`` breaks a rule.
@@ -237,10 +256,10 @@ class FormatChecker:
         yield from _tag_rules(rules, text)
         if rules.pattern:
             yield "pattern", mismatch
-        if rules.min_characters or rules.max_characters is not None:
-            yield "length", _broken_length(len(text), rules.min_characters, rules.max_characters, "characters")
-        if rules.min_tokens or rules.max_tokens is not None:
-            yield "tokens", _broken_length(len(sample.token_ids), rules.min_tokens, rules.max_tokens, "tokens")
+        if any(rules.characters):
+            yield "length", _broken_length(len(text), *rules.characters, "characters")
+        if any(rules.tokens):
+            yield "tokens", _broken_length(len(sample.token_ids), *rules.tokens, "tokens")
         if rules.scripts:
             yield "scripts", script_problem
         if rules.json_schema:
@@ -250,7 +269,8 @@ class FormatChecker:
 
 
 def _tag_rules(rules: scorers.FormatScorer, text: str) -> Iterator[tuple[FormatRule, str]]:
-    found = [(rule, spans(text, rule.tag)) for rule in rules.tags]
+    declared = [_Tag.read(written) for written in rules.tags]
+    found = [(rule, spans(text, rule.tag)) for rule in declared]
     for rule, places in found:
         yield "tags", _broken_tag(rule, places, text)
     if len(rules.tags) > 1:
@@ -275,7 +295,7 @@ def spans(text: str, tag: str) -> list[TextSpan]:
     return found
 
 
-def _broken_tag(rule: scorers.TagRule, places: list[TextSpan], text: str) -> str:
+def _broken_tag(rule: _Tag, places: list[TextSpan], text: str) -> str:
     openings, closings = text.count(f"<{rule.tag}>"), text.count(f"</{rule.tag}>")
     if openings != closings or len(places) < min(openings, 1):
         return f"expected <{rule.tag}> closed by </{rule.tag}>, found {openings} and {closings}"
@@ -302,10 +322,10 @@ def _broken_outside(text: str, inside: list[TextSpan]) -> str:
     return "expected nothing outside the tags" if text[position:].strip() else ""
 
 
-def _broken_length(found: int, least: int, most: int | None, unit: str) -> str:
+def _broken_length(found: int, least: int, most: int, unit: str) -> str:
     if found < least:
         return f"expected at least {least} {unit}, found {found}"
-    if most is not None and found > most:
+    if most and found > most:
         return f"expected at most {most} {unit}, found {found}"
     return ""
 

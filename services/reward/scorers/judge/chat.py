@@ -4,8 +4,8 @@
 
     ask ──▶ a place (concurrency) ──▶ a turn (requests_per_s) ──▶ POST {url}/chat/completions, within timeout_s
              ▲                                                       ├── 200 with a message      ──▶ its text
-             │  wait: backoff_s, doubled each time, or as            ├── 408, 409, 425, 429, 5xx, no connection,
-             └─ Retry-After says; at most max_wait_s ────────────────┤   late, 200 without a message or without a verdict
+             │  wait: BACKOFF_S, doubled each time, or as            ├── 408, 409, 425, 429, 5xx, no connection,
+             └─ Retry-After says; at most MAX_WAIT_S ────────────────┤   late, 200 without a message or without a verdict
                                                                      └── anything else           ──▶ NoAnswer at once
 
 What ``Retry-After`` says holds for every request of this client. The key is sent and never shown: where an endpoint's
@@ -19,6 +19,7 @@ import email.utils
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import httpx
@@ -47,6 +48,15 @@ _LONGEST_ERROR = 120
 _LARGEST_RESPONSE_BYTES = 4 * 1024**2
 """A larger response is not read: no verdict is so long."""
 _MOST_TOKENS = 10**9
+_REQUEST = {"max_tokens": 512, "temperature": 0.0}
+"""Unless `request` sets them: a verdict with its reasons fits, and is the same each time."""
+ATTEMPTS = 4
+"""Requests for one sample before its group is given back to the bus, which tries it again later."""
+BACKOFF_S = 0.5
+"""Wait after the first failure. It doubles with each further one, with jitter."""
+MAX_WAIT_S = 30.0
+"""Longest wait between two requests for a sample; the group is given back to the bus if the endpoint asks for more."""
+_BACKOFF = Backoff(BACKOFF_S, longest_s=MAX_WAIT_S)
 
 
 T = TypeVar("T")
@@ -102,21 +112,18 @@ class ChatClient:
             NoVerdict: nothing that could be read, and the last request was answered.
             NoAnswer: no answer.
         """
-        scorer = self._scorer
-        for attempt in range(1, scorer.attempts + 1):
+        for attempt in range(1, ATTEMPTS + 1):
             try:
                 return await self._ask_once(question, read)
             except _Passing as error:
-                if attempt == scorer.attempts:
+                if attempt == ATTEMPTS:
                     raise error.ending(f"{error}, as the last of {attempt} requests") from error
-                if (error.wait_s or 0.0) > scorer.max_wait_s:
-                    raise NoAnswer(
-                        f"{error}, and to wait {error.wait_s:g} s; max_wait_s is {scorer.max_wait_s:g}"
-                    ) from error
+                if (error.wait_s or 0.0) > MAX_WAIT_S:
+                    raise NoAnswer(f"{error}, and to wait {error.wait_s:g} s, more than {MAX_WAIT_S:g} s") from error
                 if error.wait_s is not None:
                     self._pace.hold(error.wait_s)
                 else:
-                    await asyncio.sleep(Backoff(scorer.backoff_s, scorer.max_wait_s).jittered_s(attempt))
+                    await asyncio.sleep(_BACKOFF.jittered_s(attempt))
         raise AssertionError("expected at least one attempt")
 
     async def _ask_once(self, question: str, read: Callable[[str], T | None]) -> T:
@@ -161,8 +168,7 @@ class ChatClient:
         return {
             "model": self._scorer.model,
             "messages": [*messages, {"role": "user", "content": question}],
-            "max_tokens": self._scorer.max_tokens,
-            "temperature": self._scorer.temperature,
+            **_REQUEST,
             **self._scorer.request,
         }
 
@@ -234,17 +240,17 @@ def read_key(scorer: JudgeScorer) -> str:
     Raises:
         SettingsError: the variable or the file that should hold it does not, or others can read the file.
     """
-    if scorer.api_key_variable:
-        key, place, setting = os.environ.get(scorer.api_key_variable, ""), scorer.api_key_variable, "api_key_variable"
-    elif scorer.api_key_file is not None:
-        place, setting = str(scorer.api_key_file), "api_key_file"
-        key = read_private(scorer.api_key_file, f"{setting} of scorer {scorer.name!r}", "key").decode(errors="replace")
-    else:
+    source, _, place = scorer.key_source.partition(":")
+    if not source:
         return ""
-    key = key.strip()
+    if source == "env":
+        key = os.environ.get(place, "").strip()
+    else:
+        secret = read_private(Path(place), f"key_source of scorer {scorer.name!r}", "key")
+        key = secret.decode(errors="replace").strip()
     if not key or not key.isascii() or not key.isprintable():
         raise SettingsError(
             f"expected a key in {place} for scorer {scorer.name!r}, found none that a header can carry: "
-            f"set it, or change {setting} in [[reward.scorers]]"
+            "set it, or change key_source in [[reward.scorers]]"
         )
     return key

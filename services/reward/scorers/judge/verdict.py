@@ -66,7 +66,10 @@ class VerdictReader:
 
     def __init__(self, scorer: JudgeScorer) -> None:
         self._scorer = scorer
-        self._labels = {label.strip().lower(): value for label, value in scorer.labels.items()}
+        labels = scorer.scale if isinstance(scorer.scale, dict) else {}
+        self._labels = {label.strip().lower(): value for label, value in labels.items()}
+        if scorer.json_field:
+            return
         try:
             self._pattern = regex.compile(scorer.pattern)
         except regex.error as error:
@@ -84,10 +87,11 @@ class VerdictReader:
         """Return the value that the answer gives: 0 to 1, or a label's; None where it holds no verdict. Runs in a thread."""
         answer = answer[-_LONGEST_ANSWER:]
         verdict = self._field(answer) if self._scorer.json_field else self._match(answer)
-        if self._labels:
+        scale = self._scorer.scale
+        if isinstance(scale, dict):
             return self._labels.get(str(verdict).strip().lower()) if isinstance(verdict, str | bool) else None
         number = _number(verdict)
-        low, high = self._scorer.scale
+        low, high = scale
         return None if number is None or not low <= number <= high else (number - low) / (high - low)
 
     def _match(self, answer: str) -> str | None:

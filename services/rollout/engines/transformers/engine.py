@@ -63,7 +63,7 @@ class TransformersEngine:
     Args:
         opened: the model; its parameters belong to the engine from now on.
         max_rows: samples that are decoded at a time.
-        alone: whether each request is a batch of its own (``rollout.reproducible``).
+        alone: whether each request is a batch of its own (``run.deterministic = "run"``).
         threads: CPU threads of torch; 0: as torch decides.
         host: where other replicas may pull weights from this one; empty: nowhere.
         secret: that of the run, which they must know.

@@ -165,8 +165,7 @@ def _device(name: str) -> "torch.device":
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise SettingsError(
-            f"expected auto, cpu or a device of this machine, found {name!r} ({_first_line(error)}): "
-            "change rollout.device"
+            f"expected auto, cpu or a device of this machine, found {name!r} ({_first_line(error)}): change run.device"
         ) from error
     return device
 

@@ -28,7 +28,7 @@ def try_out(opened: OpenedModel) -> None:
         raise SettingsError(
             f"expected a decoder-only language model with a key-value cache that fits {opened.device}, found "
             f"{type(opened.model).__name__}, which failed to decode ({type(error).__name__}: {error}): "
-            "change policy.model or rollout.device"
+            "change policy.model or run.device"
         ) from error
 
 

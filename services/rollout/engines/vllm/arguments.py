@@ -5,7 +5,7 @@ It imports vLLM only when asked to, and declares no metrics: a host that only ho
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -26,6 +26,10 @@ NOT_SERVED = {
     "tokenizer": "token ids go in and out: change policy.tokenizer",
     "load_format": "the first version of the weights is pulled",
 }
+
+
+_OVERRIDABLE = frozenset({"max_num_seqs", "enforce_eager", "enable_prefix_caching"})
+"""Arguments of ours that rollout.vllm.arguments may replace."""
 
 
 def gather(
@@ -75,7 +79,7 @@ def gather(
         "worker_extension_cls": "services.rollout.engines.vllm.worker.WorkerExtension",
         "disable_log_stats": False,
     }
-    check_arguments(others, wanted)
+    check_arguments(others, wanted.keys() - _OVERRIDABLE)
     return {**wanted, **others}
 
 
@@ -97,7 +101,7 @@ def check_version() -> str:
     raise SettingsError("expected vLLM to be installed, found none: install penstock[vllm] or change rollout.engine")
 
 
-def check_arguments(others: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+def check_arguments(others: Mapping[str, Any], ours: Collection[str]) -> None:
     """Refuse a key of rollout.vllm.arguments that has a setting of its own, or that we cannot serve.
 
     Raises:

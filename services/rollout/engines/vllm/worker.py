@@ -94,7 +94,7 @@ class PolicyWorker:
         self._secret = b""
         if peers[0] and self._rank == 0:
             self._source = WeightSource(peers[0], peers[1], lambda: self._secret, deadline_s=peers[2])
-        self.refusal = can_listen(worker.model_runner) if capture else "rollout.vllm.logprobs says so"
+        self.refusal = can_listen(worker.model_runner) if capture else "internal.logprobs says so"
         self.record: TokenRecord | None = None
         if self._rank == 0:  # every rank of tensor parallelism draws the same tokens
             self.record = TokenRecord(self._device, logprobs=not self.refusal)

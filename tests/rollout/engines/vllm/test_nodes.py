@@ -102,8 +102,7 @@ max_groups = 4
 [rollout.vllm]
 tensor_parallel_size = 2
 max_model_len = 256
-enforce_eager = true
-arguments = {{ block_size = 32, num_gpu_blocks_override = 24, disable_custom_all_reduce = true }}
+arguments = {{ enforce_eager = true, block_size = 32, num_gpu_blocks_override = 24, disable_custom_all_reduce = true }}
 """
         )
 
@@ -113,7 +112,7 @@ arguments = {{ block_size = 32, num_gpu_blocks_override = 24, disable_custom_all
 
     async def start(self) -> None:
         command = ["-m", "services.rollout", "--config", str(self.config), "--replica", "rollout-0"]
-        flags = ["--rollout.node", "1", "--rollout.metrics_port", str(self.metrics_port)]
+        flags = ["--rollout.node", "1", "--run.metrics_port", str(self.metrics_port)]
         with (self.folder / "node.log").open("wb") as log:
             self.process = await asyncio.create_subprocess_exec(
                 sys.executable, *command, *flags,

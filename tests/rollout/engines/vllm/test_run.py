@@ -32,7 +32,11 @@ async def test_trainer_and_vllm_agree_on_every_version_of_a_run(
         "--rollout.engine=vllm",
         "--rollout.replicas=1",
     ]
-    flags += ["--rollout.vllm.enforce_eager=true", "--weights.probe_every_versions=1", "--evaluation.every_steps=1000"]
+    flags += [
+        "--rollout.vllm.arguments.enforce_eager=true",
+        "--internal.probe_every_versions=1",
+        "--evaluation.every_steps=1000",
+    ]
     flags += [
         f"--algorithm.groups_per_step={GROUPS}",
         f"--sampling.group_size={GROUP_SIZE}",

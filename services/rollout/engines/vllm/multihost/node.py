@@ -38,7 +38,7 @@ async def hold_workers(settings: Settings, arguments: dict[str, Any], hosts: Hos
         SettingsError: vLLM cannot start with ``arguments``.
         EngineDied: the first host, or a worker here, ended without this process having been told to stop.
     """
-    async with attend(settings, "rollout", settings.rollout.metrics_port) as (stop, status):
+    async with attend(settings) as (stop, status):
         workers = Workers(arguments, hosts)
         stopping = asyncio.ensure_future(stop.wait())
         try:

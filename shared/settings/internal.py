@@ -1,0 +1,42 @@
+"""The ``[internal]`` table: set by tests and by the Helm chart; not supported otherwise."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from shared.settings.section import Section
+
+
+class InternalSettings(Section):
+    """For tests and the Helm chart; not supported, and not listed by `penstock settings`."""
+
+    claim_after_s: PositiveFloat = Field(default=30.0)
+    """Seconds after which another consumer takes over an entry that its consumer no longer renews."""
+    max_attempts: PositiveInt = Field(default=5)
+    """Failed attempts at an entry after which it is moved to the dead letters."""
+    heartbeat_s: PositiveFloat = Field(default=1.0)
+    """Seconds between a replica's heartbeats; it counts as gone after 5 of them."""
+    start_wait_s: PositiveFloat = Field(default=30.0)
+    """Seconds that a service waits for the bus at its start; later it waits without a limit."""
+    stopped_exit_status: Annotated[int, Field(ge=0, le=255)] = Field(default=0)
+    """Exit status of a trainer that is told to stop before its run is over; a Job of Kubernetes restarts it for 143."""
+    executor_check_s: PositiveFloat = Field(default=15.0)
+    """Seconds between two checks of the executor with a program that tries to escape."""
+    executor_profiles: tuple[Literal["stdlib", "numpy"], ...] = Field(default=())
+    """Interpreters that the executor keeps warm; empty: those of the code scorers, or both if it knows no code scorer."""
+    executor_recycle_after: PositiveInt = Field(default=5_000)
+    """Programs after which the executor replaces a warm interpreter."""
+    probe_every_versions: NonNegativeInt = Field(default=10)
+    """Versions between two probes, which compare the replicas' logprobs with the trainer's; 0: never."""
+    attention: Literal["auto", "mask", "varlen"] = Field(default="auto")
+    """How packed sequences attend: torch's variable-length attention, or rectangles with a mask; `auto`: varlen where it runs."""
+    logits_chunk_tokens: NonNegativeInt = Field(default=2048)
+    """Tokens whose logits the trainer holds at a time; 0: of a whole micro-batch."""
+    peak_tflops: NonNegativeFloat = Field(default=0.0)
+    """Speed of one GPU, to report its utilization (`mfu`); 0: by the GPU's name."""
+    logprobs: Literal["captured", "native"] = Field(default="captured")
+    """Behavior logprobs as our hook captures them in vLLM, or as vLLM returns them."""
+    reward_groups: PositiveInt = Field(default=32)
+    """Groups that one reward replica scores at a time; the others wait on the bus."""
+    starving_window_s: PositiveInt = Field(default=60)
+    """Seconds that the guard `rollouts_starving` examines, with one look at the streams in each."""
