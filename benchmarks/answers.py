@@ -150,7 +150,7 @@ def group(number: int, case: Case) -> RolloutGroup:
 
 async def measure(todo: list[Case], processes: int, at_once: int) -> dict[str, float]:
     """Return the figures of one pass over ``todo``."""
-    matcher = AnswerMatcher(AnswerScorer(kind="answer", processes=processes))
+    matcher = AnswerMatcher(AnswerScorer(kind="answer"), processes=processes)
     await matcher.start()
     took_s, wrong, waiting = list[float](), list[Case](), iter(enumerate(todo))
 

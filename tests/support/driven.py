@@ -83,6 +83,7 @@ def settings_of(bus: Bus, folder: Path, base: Settings, **trainer: Any) -> Setti
     """Return ``base`` as the settings of the run on ``bus``."""
     tables = base.model_dump()
     tables["run"] = {"id": bus.keys.run_id, "folder": folder}
-    tables["weights"] = {"transport": "file", "folder": folder / "weights", "probe_every_versions": 0}
+    tables["weights"] = {"transport": "file", "folder": folder / "weights"}
+    tables["internal"] = {"probe_every_versions": 0}
     tables["trainer"] = {"learning_rate": 1e-3, "zero_stage": 0, "checkpoint_every_steps": 1000, **trainer}
     return Settings.model_validate(tables)

@@ -38,8 +38,6 @@ class AnswerScorer(BaseScorer):
     12+34 for 46."""
     needs_stop: bool = Field(default=False)
     """Whether a completion that was cut at its length limit is `wrong_format`."""
-    processes: PositiveInt = Field(default=1)
-    """Killable processes that compare by computer algebra."""
 
     @property
     def place(self) -> AnswerPlace:

@@ -362,7 +362,7 @@ async def test_what_is_too_large_to_compute_is_not_begun(mathematics: AnswerMatc
 
 async def test_no_matcher_process_is_left_behind() -> None:
     before = _matchers()
-    found = matcher(command=COMMAND, processes=2)
+    found = matcher(command=COMMAND)
     await found.start()
     assert len(_matchers() - before) == 2
     await found.close()

@@ -120,7 +120,7 @@ HOSTILE = [
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def matcher() -> AsyncIterator[AnswerMatcher]:
-    found = AnswerMatcher(AnswerScorer(kind="answer", processes=2), timeout_s=20.0)
+    found = AnswerMatcher(AnswerScorer(kind="answer"), timeout_s=20.0)
     await found.start()
     yield found
     await found.close()
@@ -152,7 +152,7 @@ async def test_answers_that_mean_something_else_are_not(matcher: AnswerMatcher, 
 
 
 async def test_what_is_written_to_break_the_matcher_ends_in_time_with_a_word_that_says_so() -> None:
-    hasty = AnswerMatcher(AnswerScorer(kind="answer", processes=2), timeout_s=1.0)
+    hasty = AnswerMatcher(AnswerScorer(kind="answer"), timeout_s=1.0)
     group = builders.group(0, tuple(HOSTILE))
     try:
         await hasty.start()

@@ -321,7 +321,10 @@ def test_retry_after_is_seconds_or_a_date(header: str, wait_s: float | None) -> 
     ("more", "sentence"),
     [
         ({"key_source": "env:NOT_SET_ANYWHERE"}, "expected a key in NOT_SET_ANYWHERE for scorer 'judge'"),
-        ({"key_source": "file:/nonexistent"}, "expected a key in /nonexistent for scorer 'judge'"),
+        (
+            {"key_source": "file:/nonexistent"},
+            "could not read the key in /nonexistent (No such file or directory): change key_source of",
+        ),
         ({"pattern": "("}, "expected a regular expression with a group as pattern of scorer 'judge'"),
         ({"pattern": "x"}, "found 'x', which has no group"),
         ({"url": "http://host:port/v1"}, "expected a URL for scorer 'judge'"),
@@ -355,7 +358,7 @@ def test_a_key_file_that_others_can_read_or_write_is_refused(tmp_path: Path, mod
     with pytest.raises(
         SettingsError, match=f"expected a key that no other user can read, found .* mode 0{mode:o}: chmod"
     ):
-        Judge(settings(api_key_file=str(tmp_path / "key")))
+        Judge(settings(key_source=f"file:{tmp_path / 'key'}"))
 
 
 async def test_a_key_is_read_from_a_file(tmp_path: Path) -> None:

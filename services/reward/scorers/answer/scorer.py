@@ -40,6 +40,8 @@ COMMAND = (sys.executable, "-m", "services.reward.scorers.answer.mathematics.com
 """Starts one matcher process."""
 TIMEOUT_S = 1.0
 """Processor time of one comparison. Honest formulas take milliseconds; what takes longer was written to take long."""
+PROCESSES = 2
+"""Few answers need computer algebra; while one process computes or is started again, the other answers."""
 _REMEMBERED = 4096
 _STATED = "stated"
 """Follows a letter that prose states."""
@@ -65,6 +67,7 @@ class AnswerMatcher:
         answer_field: the dataset's column with the reference, for messages.
         command: starts a matcher process.
         timeout_s: a comparison that takes longer is killed: status ``timeout``, value 0.
+        processes: matcher processes, each of which compares one pair at a time.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class AnswerMatcher:
         answer_field: str = "answer",
         command: tuple[str, ...] = COMMAND,
         timeout_s: float = TIMEOUT_S,
+        processes: int = PROCESSES,
     ) -> None:
         self.name = scorer.name
         self._scorer = scorer
@@ -85,7 +89,7 @@ class AnswerMatcher:
             )
         self._tolerance = Fraction(repr(scorer.tolerance))
         self._lenient = frozenset(scorer.lenient)
-        self._processes = Processes(command, scorer.processes, scorer.name, computes=True)
+        self._processes = Processes(command, processes, scorer.name, computes=True)
         self._remembered = Recent(_REMEMBERED)
         self._turns = Turns()
 
