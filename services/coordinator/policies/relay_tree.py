@@ -14,7 +14,7 @@ fails its children go to the trainer. A pure function; it knows no bus.
 
 from collections.abc import Iterable, Mapping
 
-from shared.process.telemetry import Heartbeat
+from shared.bus.stores.heartbeats import Heartbeat
 
 
 def sources(replicas: Mapping[str, str], fan_out: int, trainer: str) -> dict[str, tuple[str, ...]]:

@@ -7,6 +7,11 @@ the same secret back; if a new process created another in between, all processes
 import secrets
 
 from shared.bus.bus import Bus
+from shared.bus.keys import key
+
+SECRET = key(
+    "secret", "string", "the run's", "the secret by which processes of the run know each other on ports beside the bus"
+)
 
 
 class RunSecret:
@@ -25,6 +30,5 @@ class RunSecret:
 
     async def refresh(self) -> None:
         """Read it, after writing it where there is none."""
-        key = self._bus.keys.secret
-        await self._bus.write(key, "SET", self._value or secrets.token_hex(32), "NX")
-        self._value = await self._bus.call(lambda: self._bus.client.get(key)) or self._value
+        await self._bus.write(SECRET, "SET", self._value or secrets.token_hex(32), "NX")
+        self._value = await self._bus.get(SECRET) or self._value

@@ -22,6 +22,7 @@ from shared.process.service import Context
 from shared.process.telemetry import Status
 from shared.settings import Settings
 from tests.conftest import until
+from tests.support.raw_redis import raw
 from tests.trainer.checkpoint.test_store import written
 
 
@@ -29,7 +30,7 @@ class Opened:
     """An opening of the run on ``bus``, as rank 0's training thread has it."""
 
     def __init__(self, bus: Bus, folder: Path) -> None:
-        self.of = Settings.model_validate({"run": {"id": bus.keys.run_id, "folder": folder}})
+        self.of = Settings.model_validate({"run": {"id": bus.run_id, "folder": folder}})
         self.root = self.of.run_folder / "checkpoints"
         self.ledger, self.stop, loop = Ledger(bus), asyncio.Event(), asyncio.get_running_loop()
         cordon = Cordon(bus, "trainer-0", lambda: None)
@@ -125,7 +126,7 @@ async def test_a_rollback_makes_the_opening_look_again(bus: Bus, tmp_path: Path)
     opened.opening.begin()
     assert await opened.next_order() is None
     epoch = await opened.ledger.take_epoch()  # as a rollback does
-    await bus.write(bus.keys.run, "HSET", "rollback_epoch", epoch)
+    await raw(bus).execute_command("HSET", bus.keys.named("run"), "rollback_epoch", epoch)
     made = written(opened.root, 2)
     order = await opened.next_order()
     assert order is not None

@@ -57,7 +57,7 @@ async def test_the_training_thread_commits_without_touching_the_intake_which_is_
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Publication, "publish", lambda *_: Whereabouts("0" * 64, "", "127.0.0.1:1"))
-    tables = {"id": bus.keys.run_id, "folder": tmp_path}
+    tables = {"id": bus.run_id, "folder": tmp_path}
     of = Settings.model_validate({"run": tables, "algorithm": {"groups_per_step": GROUPS}})
     cordon = Cordon(bus, "trainer-0", lambda: None)
     context = Context(of, "trainer", "trainer-0", bus, Status(), asyncio.Event(), Live(bus, of), cordon, RunSecret(bus))
@@ -94,8 +94,8 @@ async def test_a_version_that_is_made_while_its_checkpoint_is_stored_is_known_to
             uploading.join(0.5)  # the other thread learns just now that it is stored; it gets as far as it can
         return found
 
-    retention = Retention(store_settings(tmp_path, storage, bus.keys.run_id), bus, call)
-    made, store = written(tmp_path / "checkpoints", 1), store_of(storage, bus.keys.run_id)
+    retention = Retention(store_settings(tmp_path, storage, bus.run_id), bus, call)
+    made, store = written(tmp_path / "checkpoints", 1), store_of(storage, bus.run_id)
     stored, _ = store.put(made)
 
     def note_stored() -> None:
