@@ -300,7 +300,7 @@ class Lead:
 
     def describe(self, step: int) -> CheckpointState:
         """Return what a checkpoint of ``step`` must know."""
-        (status, counts), entry = self._call(self._ledger.account()), self._call(self._last_journal_entry())
+        (status, counts), entry = self._call(self._ledger.account()), self._call(self._ledger.last_journal_entry())
         newest = self._branch.newest
         assert newest is not None
         mark = self._call(self._ledger.mark(newest))
@@ -317,13 +317,6 @@ class Lead:
             settings_revision=self._live.revision,
             live_values={} if revision is None else revision.values,
         )
-
-    async def _last_journal_entry(self) -> str:
-        key = self._bus.keys.of(JOURNAL)
-        if not await self._bus.call(lambda: self._bus.client.exists(key)):
-            return ""
-        last = (await self._bus.call(lambda: self._bus.client.xinfo_stream(key)))["last-generated-id"]
-        return last.decode() if isinstance(last, bytes) else str(last)
 
     def note_checkpoint(self, checkpoint: Checkpoint, superfluous: Sequence[Checkpoint]) -> None:
         """Do what follows from a checkpoint that is whole; see :class:`services.trainer.rank0.retention.Retention`."""
