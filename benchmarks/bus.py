@@ -22,7 +22,7 @@ from shared.bus import embedded, wire
 from shared.bus.bus import Bus
 from shared.bus.messages import RolloutGroup
 from shared.bus.streams import EXPERIENCE, ROLLOUTS
-from tests.support.raw_redis import raw
+from tests.support.raw_redis import raw, script_text
 
 SAMPLES, TOKENS, TAKEN_AT_ONCE = 16, 2048, 8
 
@@ -40,7 +40,7 @@ async def through_redis_py(bus: Bus, group: RolloutGroup, groups: int) -> None:
     """Move the same bytes with the same commands, by redis-py alone."""
     client, source, output = raw(bus), bus.keys.of(ROLLOUTS), bus.keys.of(EXPERIENCE)
     sent, scored = wire.encode(group), wire.encode(make_experience(group))
-    hand_over = client.register_script((Path(embedded.__file__).parent / "scripts" / "hand_over.lua").read_text())
+    hand_over = client.register_script(script_text("hand_over"))
     for number in range(groups):
         await client.xadd(source, {"id": str(group.group_id), "data": sent})
         if number % TAKEN_AT_ONCE == TAKEN_AT_ONCE - 1:

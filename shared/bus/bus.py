@@ -6,18 +6,17 @@ finishes late is told so and its result is dropped.
 """
 
 import dataclasses
-import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from typing import Any, Generic, NewType, TypeVar
 
 from redis.exceptions import ResponseError
 
 from shared.bus import connection, streams, wire
-from shared.bus.commands import Commands, Row, block, rows, text
+from shared.bus.commands import Commands, block, rows, text
 from shared.bus.keys import COUNTS, key
-from shared.bus.streams import Stream
+from shared.bus.streams import Row, Stream
 from shared.errors import BusUnavailable, MessageError
 from shared.text.redaction import redact
 
@@ -27,9 +26,9 @@ M = TypeVar("M")
 EntryId = NewType("EntryId", str)
 
 CRASHES = key(
-    "crashes", "hash", "until its entry leaves", "<stream>:<entry> → how many processes died while they held it"
+    "crashes", "hash", "until its entry leaves", "`<stream>:<entry>` → how many processes died while they held it"
 )
-CAUSES = key("causes", "hash", "until its entry leaves", "<stream>:<entry> → why its newest attempt failed")
+CAUSES = key("causes", "hash", "until its entry leaves", "`<stream>:<entry>` → why its newest attempt failed")
 
 _PAGE_ENTRIES = 256
 _GIVEN_BACK = "given-back"
@@ -141,9 +140,8 @@ class Bus(Commands):
     ) -> list[Delivery[M]]:
         """Take up to ``count`` entries that nobody has; wait up to ``block_s`` for the first (None: not at all)."""
         words = ["XREADGROUP", "GROUP", stream.group or "", consumer, "COUNT", count, *block(block_s), "STREAMS"]
-        answer = await self._unless_empty(
-            lambda: self.call(lambda: self._client.execute_command(*words, self.keys.of(stream), ">"))
-        )
+        command = self.call(lambda: self._client.execute_command(*words, self.keys.of(stream), ">"))
+        answer = await self._unless_empty(command)
         entries = rows(answer[0][1]) if answer else ()
         return [self._delivery(stream, kind, entry_id, 1, fields) for entry_id, fields in entries if fields]
 
@@ -159,11 +157,11 @@ class Bus(Commands):
         """
         start = "-"
         while True:
-            retake = functools.partial(
-                self.script, "retake", stream=stream, group=stream.group or "", consumer=consumer, start=start,
-                count=page_entries, stream_name=stream.name, suspect=int(suspect),
+            retaken = self.script(
+                "retake", stream=stream, group=stream.group or "", consumer=consumer, start=start, count=page_entries,
+                stream_name=stream.name, suspect=int(suspect),
             )  # fmt: skip
-            page = await self._unless_empty(retake)
+            page = await self._unless_empty(retaken)
             for entry_id, attempts, crashes, fields in page:
                 if fields:
                     yield self._delivery(stream, kind, text(entry_id), int(attempts), _pairs(fields), int(crashes))
@@ -171,10 +169,10 @@ class Bus(Commands):
                 return
             start = f"({text(page[-1][0])}"
 
-    async def _unless_empty(self, command: Callable[[], Awaitable[list[Any]]]) -> list[Any]:
-        """Return the rows; none, and the consumer groups are made, where the server came back empty."""
+    async def _unless_empty(self, command: Awaitable[list[Any]]) -> list[Any]:
+        """Return the rows; where the server came back empty, make the consumer groups and return no rows."""
         try:
-            return await command()
+            return await command
         except ResponseError as error:
             if "NOGROUP" not in str(error):
                 raise
@@ -189,14 +187,14 @@ class Bus(Commands):
         Args:
             suspect: note on those of a silent consumer that it may have died of them.
         """
-        reclaim = functools.partial(
-            self.script, "reclaim", stream=stream, group=stream.group or "", consumer=consumer,
+        reclaimed = self.script(
+            "reclaim", stream=stream, group=stream.group or "", consumer=consumer,
             min_idle_ms=int(min_idle_s * 1000), count=count, given_back=_GIVEN_BACK, stream_name=stream.name,
             suspect=int(suspect),
         )  # fmt: skip
         return [
             self._delivery(stream, kind, text(entry_id), int(attempts), _pairs(fields), int(crashes))
-            for entry_id, attempts, crashes, fields in await self._unless_empty(reclaim)
+            for entry_id, attempts, crashes, fields in await self._unless_empty(reclaimed)
         ]
 
     async def try_alone(self, delivery: Delivery[Any], consumer: str, *, passed: bool = False) -> bool:
@@ -205,15 +203,10 @@ class Bus(Commands):
         Args:
             passed: it was worked on, and the attempt does not count.
         """
-        attempts = delivery.attempts + (not passed)
         tried = await self.script(
-            "try_alone",
-            stream=delivery.stream,
-            group=delivery.stream.group or "",
-            consumer=consumer,
-            entry_id=delivery.entry_id,
-            attempts=attempts,
-        )
+            "try_alone", stream=delivery.stream, group=delivery.stream.group or "", consumer=consumer,
+            entry_id=delivery.entry_id, attempts=delivery.attempts + (not passed),
+        )  # fmt: skip
         return bool(tried)
 
     async def note_crash(self, delivery: Delivery[M]) -> Delivery[M]:

@@ -1,17 +1,13 @@
 """Commands and scripts on the keys of one run, with typed answers. Only ``shared.bus`` uses them: ``bus`` and ``stores`` are the API."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 from shared.bus import connection
 from shared.bus.keys import Key, Keys, Named
 from shared.bus.lua import SCRIPTS, Argument, Given
 from shared.bus.server import Server
-from shared.bus.streams import Stream
-
-Fields: TypeAlias = Mapping[bytes, bytes]
-Row: TypeAlias = tuple[str, Fields]
-"""The id and the fields of a stream's entry."""
+from shared.bus.streams import Row, Stream
 
 
 class Commands(Server):
@@ -118,7 +114,7 @@ class Commands(Server):
         await self.call(lambda: self._client.execute_command("UNLINK", *names))
 
 
-def rows(entries: Sequence[tuple[bytes, Fields]]) -> list[Row]:
+def rows(entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> list[Row]:
     """Return entries with their ids as text."""
     return [(text(entry), fields) for entry, fields in entries]
 

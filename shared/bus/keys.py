@@ -61,7 +61,7 @@ def key(name: str, kind: str, lifetime: str, content: str) -> Key:
 
 
 RUN = key("run", "hash", "the run's", "state, step, cursor, head, newest_version, trainer_epoch, … (`Ledger`)")
-COUNTS = key("counts", "hash", "the run's", "trained, dropped:<reason>, dead:<stream>, requeued: exact (`Bus`)")
+COUNTS = key("counts", "hash", "the run's", "`trained`, `dropped:<reason>`, `dead:<stream>`, `requeued`: exact (`Bus`)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -33,8 +33,13 @@ names streams; ``bus`` moves their entries.
 """
 
 import dataclasses
+from collections.abc import Mapping
+from typing import TypeAlias
 
 from shared.bus.keys import declare
+
+Row: TypeAlias = tuple[str, Mapping[bytes, bytes]]
+"""The id and the fields of a stream's entry."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

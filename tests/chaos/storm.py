@@ -21,7 +21,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from shared.bus.bus import Bus
-from shared.bus.stores.ledger import ENDED, Ledger, PolicyState
+from shared.bus.stores.ledger import ENDED, Ledger
+from shared.bus.stores.policies import PolicyState
 from tests.chaos.audit import Watcher, audit_groups, audit_versions, reward_means
 from tests.chaos.run import Run, TcpServer, answers, harmed
 from tests.conftest import PATIENCE_S, until

@@ -20,8 +20,9 @@ from shared.bus import streams, wire
 from shared.bus.bus import Bus
 from shared.bus.messages import Event, Experience, PolicyRecord, PolicyVersion, Prompt
 from shared.bus.stores.exports import Exports
-from shared.bus.stores.ledger import Ledger, PolicyState, RunState
+from shared.bus.stores.ledger import Ledger, RunState
 from shared.bus.stores.operations import OperationState
+from shared.bus.stores.policies import PolicyState
 from shared.bus.stores.rollback import Rollback, Stage, descendants
 from shared.process.telemetry import Presence, Status
 from shared.weights.format.snapshot import read_snapshot
@@ -29,7 +30,7 @@ from tests.chaos.run import TcpServer
 from tests.conftest import PATIENCE_S, Server, until
 from tests.support.coordinator_players import Trainer, make, record, replicas, report, running, settings
 from tests.support.fault_proxy import FaultProxy
-from tests.support.raw_redis import raw
+from tests.support.raw_redis import raw, script_text
 from tests.trainer.test_service import GROUPS, Run, bus_of, feed, versions
 
 V = PolicyVersion
@@ -280,7 +281,7 @@ async def test_a_rollback_whose_answer_is_lost_on_the_wire_is_done_once_and_told
     try:
         bus = await Bus.connect(f"redis://127.0.0.1:{await proxy.start()}", "lost", wait_s=PATIENCE_S)
         async with at_step(bus, tmp_path, 3, checkpoint=1) as (parts, _):
-            await raw(bus).script_load(Path("shared/bus/scripts/roll_back.lua").read_text())
+            await raw(bus).script_load(script_text("roll_back"))
             proxy.cut_reply_to(b"rolling back to version 1: worse")
             begun = await parts.rollbacks.begin(V(1), "worse")
             assert proxy.done["torn"] == 1, "the script ran, and its answer was lost"

@@ -28,8 +28,9 @@ from services.coordinator.operations.operations import OperationOutcome, Report,
 from shared.bus.bus import Bus
 from shared.bus.messages import Json, PolicyVersion
 from shared.bus.stores.heartbeats import heartbeats
-from shared.bus.stores.ledger import ENDED, Ledger, PolicyState, RunState, RunStatus
+from shared.bus.stores.ledger import ENDED, Ledger, RunState, RunStatus
 from shared.bus.stores.operations import Operation, OperationState
+from shared.bus.stores.policies import PolicyState
 from shared.bus.stores.rollback import (
     OVER,
     SOURCE,

@@ -23,11 +23,10 @@ from services.coordinator.evaluation.results import evaluations
 from services.coordinator.records.jsonl import Lines
 from shared.bus import streams, wire
 from shared.bus.bus import Bus
-from shared.bus.commands import Row
 from shared.bus.messages import Event, Experience, Json, Prompt, StepReport
 from shared.bus.stores.evaluations import evaluated
 from shared.bus.stores.records import following, page, wait_for_any
-from shared.bus.streams import Stream
+from shared.bus.streams import Row, Stream
 from shared.errors import MessageError
 from shared.files.durable import no_room
 

@@ -10,8 +10,9 @@ from pydantic import ConfigDict, Field
 from services.coordinator.schemas.run import Command, EvaluationView, ResponseModel
 from shared.bus.stores.cordon import Word
 from shared.bus.stores.dead_letters import DeadLetterSource
-from shared.bus.stores.ledger import PolicyState, RunState
+from shared.bus.stores.ledger import RunState
 from shared.bus.stores.operations import OperationState
+from shared.bus.stores.policies import PolicyState
 
 T = TypeVar("T")
 

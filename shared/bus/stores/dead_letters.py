@@ -13,8 +13,7 @@ from enum import StrEnum
 
 from shared.bus import streams
 from shared.bus.bus import Bus
-from shared.bus.commands import Row
-from shared.bus.streams import Stream
+from shared.bus.streams import Row, Stream
 
 _DISCARDED = "dropped:discarded"
 ENTRY_PATTERN = r"^[0-9]{1,18}-[0-9]{1,18}$"

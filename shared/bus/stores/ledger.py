@@ -20,19 +20,14 @@ from typing import Literal
 
 from shared.bus import streams, wire
 from shared.bus.bus import Bus, Delivery, EntryId, read_counts
-from shared.bus.commands import Row, text
-from shared.bus.keys import COUNTS, RUN, Key, key
+from shared.bus.commands import text
+from shared.bus.keys import COUNTS, RUN, key
 from shared.bus.lua import Argument
 from shared.bus.messages import Experience, PolicyRecord, PolicyUpdate, PolicyVersion, Prompt, StepPlan, StepReport
+from shared.bus.stores.policies import Policies
+from shared.bus.streams import Row
 from shared.errors import Fenced
 
-POLICIES = key("policies", "hash", "the run's", "version → PolicyRecord")
-POLICY_STATES = key("policy_states", "hash", "the run's", "version → published, live, retired or revoked")
-CHECKPOINTS = key("checkpoints", "hash", "the run's", "version → folder or URI of its checkpoint, while it has one")
-REVOKED = key("revoked", "set", "the run's", "versions whose samples must not be trained on")
-MARKS = key("marks", "hash", "the run's", "version → groups trained and place in the dataset when it was committed")
-PINS = key("pins", "set", "the run's", "versions whose checkpoints are kept")
-RELEASED = key("released", "set", "the run's", "versions that people may use")
 TRAINED = key(
     "trained", "string", "the run's", "one bit per group id whose experience was committed: a copy of it is not trained"
 )
@@ -49,15 +44,6 @@ class RunState(StrEnum):
     PAUSED = "paused"
     STOPPED = "stopped"
     FINISHED = "finished"
-
-
-class PolicyState(StrEnum):
-    """What a version is."""
-
-    PUBLISHED = "published"
-    LIVE = "live"
-    RETIRED = "retired"
-    REVOKED = "revoked"
 
 
 ENDED = (RunState.STOPPED, RunState.FINISHED)
@@ -153,11 +139,11 @@ class AdmissionState:
 _MOST_BITS = (1 << 32) - 1
 
 
-class Ledger:
+class Ledger(Policies):
     """One run's state and history."""
 
     def __init__(self, bus: Bus) -> None:
-        self._bus = bus
+        super().__init__(bus)
         self.term: int | None = None
         """Under which term this coordinator leads; None: nobody asks."""
 
@@ -279,15 +265,6 @@ class Ledger:
         words: list[Argument] = [word for pair in (*fields.items(), *ended.items()) for word in pair]
         return bool(await self._bus.script("restore", run_pairs=len(fields), fields=words))
 
-    async def mark(self, version: PolicyVersion) -> tuple[int, int] | None:
-        """Return what was so when ``version`` was committed: how many groups were trained, and the place in the dataset of the
-        first prompt that was not."""
-        mark = await self._bus.hget(MARKS, str(version))
-        if mark is None:
-            return None
-        trained, position = (int(word) for word in mark.split())
-        return trained, position
-
     async def commit(
         self,
         epoch: int,
@@ -340,21 +317,7 @@ class Ledger:
         after = f"{milliseconds}-{int(sequence or 0) + 1}"
         await self._bus.write(streams.JOURNAL, "XTRIM", "MINID", after)
 
-    async def set_checkpoint(self, version: PolicyVersion, folder: str) -> None:
-        """Note that a version has a checkpoint, in a folder or under a URI."""
-        await self._bus.write(CHECKPOINTS, "HSET", str(version), folder)
-
-    async def drop_checkpoint(self, place: str) -> None:
-        """Note that the checkpoint in a folder or under a URI is damaged: no version has it any more, pinned or not."""
-        for version, where in (await self.checkpoints()).items():
-            if where == place:
-                await self._bus.write(CHECKPOINTS, "HDEL", str(version))
-
-    async def forget_checkpoint(self, folder: str) -> bool:
-        """Note that a checkpoint is about to be deleted; False where it has to stay (it is pinned, or a rollback goes back to it)."""
-        return bool(await self._bus.script("forget_checkpoint", folder=folder))
-
-    # ---------------------------------------------------------------- policies
+    # ---------------------------------------------------------------- promotion
 
     async def promote(
         self, delivery: Delivery[PolicyRecord], sources: Mapping[str, tuple[str, ...]] = MappingProxyType({})
@@ -370,53 +333,6 @@ class Ledger:
             payload=wire.encode(update), policy_entries=streams.POLICY.max_entries or 0, term=self._term(),
         )  # fmt: skip
         return bool(promoted)
-
-    async def policy(self, version: PolicyVersion) -> PolicyRecord | None:
-        """Return a version's record."""
-        data = await self._bus.hget(POLICIES, str(version))
-        return None if data is None else wire.decode(data, PolicyRecord)
-
-    async def policies(self) -> list[PolicyRecord]:
-        """Return every version's record, oldest first."""
-        raw = await self._bus.hgetall(POLICIES)
-        return sorted((wire.decode(data, PolicyRecord) for data in raw.values()), key=lambda record: record.version)
-
-    async def policy_states(self) -> dict[PolicyVersion, PolicyState]:
-        """Return every version's state."""
-        raw = await self._bus.hgetall(POLICY_STATES)
-        return {PolicyVersion(int(version)): PolicyState(state.decode()) for version, state in raw.items()}
-
-    async def checkpoints(self) -> dict[PolicyVersion, str]:
-        """Return where the checkpoint of every version that has one is: a folder, or a URI."""
-        raw = await self._bus.hgetall(CHECKPOINTS)
-        return {PolicyVersion(int(version)): folder.decode() for version, folder in raw.items()}
-
-    async def pins(self) -> frozenset[PolicyVersion]:
-        """Return the versions whose checkpoints are kept from cleanup."""
-        return await self._versions(PINS)
-
-    async def released(self) -> frozenset[PolicyVersion]:
-        """Return the versions that people may use."""
-        return await self._versions(RELEASED)
-
-    async def pin(self, version: PolicyVersion, *, pinned: bool) -> bool:
-        """Keep a version's checkpoint from cleanup, or no longer; return whether that is new."""
-        return await self._mark(PINS, version, marked=pinned)
-
-    async def release(self, version: PolicyVersion, *, released: bool) -> bool:
-        """Say that people may use a version, or no longer; return whether that is new."""
-        return await self._mark(RELEASED, version, marked=released)
-
-    async def _mark(self, key: Key, version: PolicyVersion, *, marked: bool) -> bool:
-        return bool(await self._bus.write(key, "SADD" if marked else "SREM", str(version)))
-
-    async def _versions(self, key: Key) -> frozenset[PolicyVersion]:
-        names = await self._bus.smembers(key)
-        return frozenset(PolicyVersion(int(name)) for name in names)
-
-    async def revoked(self) -> frozenset[PolicyVersion]:
-        """Return the versions whose samples must not be trained on."""
-        return await self._versions(REVOKED)
 
 
 def read_status(raw: Mapping[bytes, bytes]) -> RunStatus:

@@ -7,7 +7,8 @@ from shared.bus.bus import Bus, read_counts
 from shared.bus.keys import COUNTS, RUN
 from shared.bus.messages import PolicyVersion
 from shared.bus.stores.evaluations import EVALUATIONS
-from shared.bus.stores.ledger import REVOKED, RunStatus, read_status
+from shared.bus.stores.ledger import RunStatus, read_status
+from shared.bus.stores.policies import REVOKED
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 
 from shared.bus.bus import Bus
-from shared.bus.commands import Row
-from shared.bus.streams import Stream
+from shared.bus.streams import Row, Stream
 
 
 async def page(bus: Bus, stream: Stream, before: str | None, count: int) -> list[Row]:

@@ -24,10 +24,9 @@ from services.coordinator.run.monitor import numbers
 from services.coordinator.schemas.resources import Page
 from services.coordinator.schemas.run import ResponseModel
 from shared.bus import wire
-from shared.bus.commands import Row
 from shared.bus.messages import Experience, FinishReason, Json, ScoreStatus, StepReport
 from shared.bus.stores import records
-from shared.bus.streams import JOURNAL, STEPS
+from shared.bus.streams import JOURNAL, STEPS, Row
 from shared.errors import MessageError
 
 Few = Annotated[int, Query(ge=1, le=50, description="At most so many groups.")]
