@@ -38,9 +38,9 @@ class Commands(Server):
         """Run one command that writes ``key``, also while the server is at its maxmemory: what a run says of itself is small."""
         return await self.script("write", key=key, command=command, arguments=arguments)
 
-    async def ask(self, command: str, key: Named, *arguments: Argument) -> Any:
-        """Run one command that reads ``key``."""
-        return await self.call(lambda: self._client.execute_command(command, self.keys.of(key), *arguments))
+    async def ask(self, command: str, *words: Argument | Named) -> Any:
+        """Run one command that reads keys."""
+        return await self.call(lambda: self._client.execute_command(command, *self._words(words)))
 
     async def ask_all(self, *commands: tuple[Argument | Named, ...], at_once: bool = False) -> list[Any]:
         """Run several commands in one round trip; each is its name, key and arguments.
@@ -52,12 +52,13 @@ class Commands(Server):
         async def send() -> list[Any]:
             pipeline = self._client.pipeline(transaction=at_once)
             for words in commands:
-                pipeline.execute_command(
-                    *(w if isinstance(w, (str, bytes, int, float)) else self.keys.of(w) for w in words)
-                )
+                pipeline.execute_command(*self._words(words))
             return await pipeline.execute()
 
         return await self.call(send)
+
+    def _words(self, words: Sequence[Argument | Named]) -> list[Argument]:
+        return [word if isinstance(word, (str, bytes, int, float)) else self.keys.of(word) for word in words]
 
     # ---------------------------------------------------------------- typed reads
 
@@ -96,9 +97,7 @@ class Commands(Server):
 
     async def xread(self, after: Mapping[Stream, str], count: int, block_s: float | None = None) -> list[Row]:
         """Return entries of streams after these ids; wait up to ``block_s`` for the first (None: not at all)."""
-        names = [*map(self.keys.of, after), *after.values()]
-        words = ["XREAD", "COUNT", count, *block(block_s), "STREAMS", *names]
-        answer = await self.call(lambda: self._client.execute_command(*words))
+        answer = await self.ask("XREAD", "COUNT", count, *block(block_s), "STREAMS", *after, *after.values())
         return [row for _, entries in answer or () for row in rows(entries)]
 
     async def keys_like(self, pattern: str) -> list[str]:

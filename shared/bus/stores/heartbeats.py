@@ -101,7 +101,7 @@ async def heartbeats(bus: Bus) -> list[Heartbeat]:
     names = sorted(name.decode(errors="replace") for name in await bus.smembers(SERVICES))
     if not names:
         return []
-    (texts,) = await bus.ask_all(("MGET", *map(SERVICE.of, names)))
+    texts = await bus.ask("MGET", *map(SERVICE.of, names))
     beats = [_heartbeat(text) for text in texts if text is not None]
     return [beat for beat in beats if beat is not None]
 
