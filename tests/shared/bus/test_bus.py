@@ -183,6 +183,7 @@ async def test_admission_never_exceeds_what_the_steps_that_are_left_can_use(bus:
 async def test_the_bus_waits_for_a_server_that_was_killed_and_goes_on_with_its_data(own_server: Server) -> None:
     bus = await Bus.connect(own_server.url, "killed", wait_s=PATIENCE_S)
     await put(bus, 3)
+    await raw(bus).execute_command("WAITAOF", 1, 0, 0)  # a busy disk may hold its writes back for a second
     own_server.stop(signal.SIGKILL)
     waiting = asyncio.create_task(bus.length(PROMPTS))
     await until(lambda: not bus.available)
