@@ -22,6 +22,7 @@ from shared.bus import embedded, wire
 from shared.bus.bus import Bus
 from shared.bus.messages import RolloutGroup
 from shared.bus.streams import EXPERIENCE, ROLLOUTS
+from tests.support.raw_redis import raw, script_text
 
 SAMPLES, TOKENS, TAKEN_AT_ONCE = 16, 2048, 8
 
@@ -37,9 +38,9 @@ async def through_penstock(bus: Bus, group: RolloutGroup, groups: int) -> None:
 
 async def through_redis_py(bus: Bus, group: RolloutGroup, groups: int) -> None:
     """Move the same bytes with the same commands, by redis-py alone."""
-    client, source, output = bus.client, bus.keys.of(ROLLOUTS), bus.keys.of(EXPERIENCE)
+    client, source, output = raw(bus), bus.keys.of(ROLLOUTS), bus.keys.of(EXPERIENCE)
     sent, scored = wire.encode(group), wire.encode(make_experience(group))
-    hand_over = client.register_script((Path(embedded.__file__).parent / "scripts" / "hand_over.lua").read_text())
+    hand_over = client.register_script(script_text("hand_over"))
     for number in range(groups):
         await client.xadd(source, {"id": str(group.group_id), "data": sent})
         if number % TAKEN_AT_ONCE == TAKEN_AT_ONCE - 1:
@@ -64,7 +65,7 @@ async def measure(url: str, groups: int, rounds: int) -> dict[str, float | int |
             await way(bus, group, groups)
             if number:
                 seconds[name].append(time.perf_counter() - started_s)
-            await bus.client.delete(bus.keys.of(EXPERIENCE))
+            await raw(bus).delete(bus.keys.of(EXPERIENCE))
             await bus.make_groups()
     server, sent = bus.server, wire.encode(group)
     await bus.close()

@@ -44,6 +44,7 @@ from shared.bus.bus import Bus
 from shared.bus.messages import Experience, FinishReason, GroupId, Json, Prompt, RolloutGroup, Sample, Sampling
 from shared.bus.streams import EXPERIENCE, ROLLOUTS
 from shared.errors import PenstockError, TemporaryError
+from tests.support.raw_redis import raw
 
 LONGEST_STALL_S = 0.05
 IN_FLIGHT, START_WITHIN_S, PATIENCE_S = 48, 90.0, 600.0
@@ -240,7 +241,7 @@ async def run_part(name: str, scorers: list[dict[str, Any]], address: str, argum
             families = hostile_texts.ANSWERS if name == "answers" else hostile_texts.PROGRAMS
             chosen = tuple(each for each in families if not arguments.families or each.name in arguments.families)
             figures = await measure(bus, service, port, groups(chosen if arguments.families else families, count, arguments.seed, arguments.group_size))  # fmt: skip
-            for _, fields in await bus.client.xrange(bus.keys.of(ROLLOUTS.dead), count=1000):
+            for _, fields in await raw(bus).xrange(bus.keys.of(ROLLOUTS.dead), count=1000):
                 _count(figures.reasons, fields[b"reason"].decode(errors="replace")[:120])
         finally:
             keeping.cancel()

@@ -45,13 +45,14 @@ from services.coordinator.run.notices import notice
 from services.coordinator.schemas.run import NoticeView
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion
+from shared.bus.stores.heartbeats import heartbeats
 from shared.bus.stores.ledger import Ledger, RunState
 from shared.bus.stores.live_settings import Live
 from shared.bus.stores.rehearsal import offer
 from shared.errors import SettingsError
 from shared.files.durable import LEAST_BYTES, free_bytes
 from shared.process.service import Context, serve
-from shared.process.telemetry import Status, heartbeats, tell
+from shared.process.telemetry import Status, tell
 from shared.settings import Settings
 from shared.settings.evaluation import HeldOutSet
 from shared.settings.rewards.scorers import AnswerScorer

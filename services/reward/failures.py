@@ -17,7 +17,8 @@ from collections.abc import Awaitable, Callable, Iterator
 
 from prometheus_client import Counter, Gauge
 
-from shared.process.telemetry import PartFailure, Status
+from shared.bus.stores.heartbeats import PartFailure
+from shared.process.telemetry import Status
 
 log = logging.getLogger(__name__)
 

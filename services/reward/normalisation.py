@@ -12,9 +12,7 @@ from collections.abc import Sequence
 
 from shared.bus.bus import Bus
 from shared.bus.messages import Prompt, Purpose
-
-_REMEMBERED_GROUPS = 10_000
-"""So many groups are known to be counted; one that is redone lies among the newest."""
+from shared.bus.stores.score_statistics import observe
 
 
 class Normaliser:
@@ -22,14 +20,11 @@ class Normaliser:
 
     def __init__(self, bus: Bus, scorer: str) -> None:
         self._bus = bus
-        self._keys = [bus.keys.statistics(scorer), bus.keys.statistics_groups(scorer)]
+        self._scorer = scorer
 
     async def normalised(self, prompt: Prompt, values: Sequence[float]) -> list[float]:
         """Return the values of one group, normalised; count them if it is one of training that was not counted."""
         counted = values if prompt.purpose is Purpose.TRAIN else ()
-        found = await self._bus.script(
-            "observe", self._keys, [int(prompt.group_id), _REMEMBERED_GROUPS, *(repr(float(v)) for v in counted)]
-        )
-        count, mean, squares = (float(text) for text in found)
+        count, mean, squares = await observe(self._bus, self._scorer, prompt.group_id, counted)
         deviation = math.sqrt(squares / count) if count > 1 and squares > 0 else 1.0
         return [(value - mean) / deviation for value in values]

@@ -32,9 +32,10 @@ from shared.backoff import Backoff
 from shared.bus import streams
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyRecord, PolicyUpdate, PolicyVersion
+from shared.bus.stores.heartbeats import heartbeats
 from shared.bus.stores.ledger import Ledger
 from shared.errors import NotHere, WeightsError
-from shared.process.telemetry import Status, heartbeats, tell
+from shared.process.telemetry import Status, tell
 from shared.weights.receiver.puller import Puller, file_offer
 from shared.weights.transport.offer import Offer
 

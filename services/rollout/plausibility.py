@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion, Prompt, Purpose
+from shared.bus.stores.ledger import Ledger
 from shared.errors import PermanentError
 from shared.settings import Settings
 
@@ -24,7 +25,7 @@ class Plausibility:
     """
 
     def __init__(self, bus: Bus, settings: Settings, refresh: Callable[[], Awaitable[Settings]]) -> None:
-        self._bus = bus
+        self._ledger = Ledger(bus)
         self._refresh = refresh
         evaluation = settings.evaluation
         asked = [held_out.samples for held_out in evaluation.held_out]
@@ -56,16 +57,15 @@ class Plausibility:
 
     async def _check_run(self, prompt: Prompt, *, training: bool) -> None:
         """Read how far the run is, and compare. A bus that came back empty knows nothing yet."""
-        names = ["cursor", "newest_version"]
-        cursor, newest = await self._bus.call(lambda: self._bus.client.hmget(self._bus.keys.run, names))
-        if training and cursor is not None:
-            self._cursor = int(cursor)
+        extent = await self._ledger.extent()
+        if training and extent.cursor is not None:
+            self._cursor = extent.cursor
             if prompt.group_id >= self._cursor:
                 raise PermanentError(
                     f"expected a group that was admitted, one of the first {self._cursor}, found group {prompt.group_id}"
                 )
-        if newest is not None:
-            self._newest = PolicyVersion(int(newest))
+        if extent.newest_version is not None:
+            self._newest = extent.newest_version
             if prompt.min_version > self._newest:
                 raise PermanentError(
                     f"expected a policy version up to {self._newest}, the newest, found a prompt that waits for {prompt.min_version}"

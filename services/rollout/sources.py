@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from shared.bus.messages import PolicyRecord, PolicyUpdate
-from shared.process.telemetry import Heartbeat
+from shared.bus.stores.heartbeats import Heartbeat
 
 Kind = Literal["peer", "trainer", "requested_file", "file"]
 PEERS = 3

@@ -1,4 +1,4 @@
-"""Which version this replica keeps for an evaluation: what the bus says (``shared.bus.stores.holding``), and for how long at most.
+"""Which version this replica keeps for an evaluation: what the bus says (``shared.bus.stores.evaluations``), and for how long at most.
 
 It is looked at before every swap, and a few times a second besides, to know when to answer evaluation prompts and when to let go.
 It moves no weights.
@@ -12,7 +12,7 @@ from prometheus_client import Gauge
 
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion
-from shared.bus.stores.holding import Holding, holding
+from shared.bus.stores.evaluations import Holding, holding
 
 HELD_VERSION = Gauge(
     "penstock_rollout_held_version", "The version that this replica keeps for an evaluation; -1: none."

@@ -273,15 +273,12 @@ def _check_port(host: str, port: int, setting: str) -> None:
 
 
 async def _check_bus(url: str) -> None:
-    client = connection.open_client(url)
     try:
         async with asyncio.timeout(_BUS_CHECK_S):
-            await connection.check_server(client)
+            await connection.probe(url)
     except (BusUnavailable, TimeoutError) as error:
         reason = str(error.__cause__ or error) or "no answer"
         raise SettingsError(
             f"expected a Redis or Valkey server at {redact(url)}, found none that answers ({reason}): "
             "start one, change bus.url, or set it to 'embedded'"
         ) from error
-    finally:
-        await client.aclose()

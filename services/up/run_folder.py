@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TextIO
 
 from services.up import process_tree
-from shared.bus.streams import RUN_ID_PATTERN
+from shared.bus.keys import RUN_ID_PATTERN
 from shared.errors import SettingsError
 from shared.settings import SETTINGS_FILE, Settings
 

@@ -120,12 +120,11 @@ class Supervisor:
 
     async def _bus_answers(self, child: Child) -> bool:
         """Wait until the bus answers; False when the run ended meanwhile."""
-        client = connection.open_client(self._bus_url)
         try:
             async with asyncio.timeout(_BUS_START_S):
                 while not self._ended.is_set():
                     try:
-                        await connection.check_server(client)
+                        await connection.probe(self._bus_url)
                     except BusUnavailable:
                         await asyncio.sleep(0.05)
                     else:
@@ -137,8 +136,6 @@ class Supervisor:
             self._fail(
                 ProcessFailure(f"the embedded bus did not answer within {_BUS_START_S:.0f} s; its log: {child.log}", 1)
             )
-        finally:
-            await client.aclose()
         return False
 
     async def _look_for_silent(self) -> None:

@@ -1,6 +1,6 @@
-"""The bus: Redis Streams and the run's keys behind one package.
+"""The bus: Redis Streams and the run's keys behind one package. Nothing outside of it speaks Redis.
 
-streams (the map) ─▶ bus ─▶ connection ─▶ Redis or Valkey
-messages ─▶ wire (msgpack)      │
-worker: take ─▶ handle ─▶ hand over    stores/: ledger, live settings, exports …
+bus (streams)  ─┬─▶ commands ─▶ server ─▶ connection ─▶ Redis or Valkey
+stores (keys)  ─┘      └─▶ lua (scripts with named keys and arguments)
+worker: take ─▶ handle ─▶ hand over           messages ─▶ wire (msgpack)
 """

@@ -8,14 +8,15 @@ finishes late is told so and its result is dropped.
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from typing import Any, Generic, NewType, TypeVar
 
 from redis.exceptions import ResponseError
 
 from shared.bus import connection, streams, wire
-from shared.bus.server import Argument, Server
-from shared.bus.streams import Keys, Stream
+from shared.bus.commands import Commands, block, rows, text
+from shared.bus.keys import COUNTS, key
+from shared.bus.streams import Row, Stream
 from shared.errors import BusUnavailable, MessageError
 from shared.text.redaction import redact
 
@@ -23,6 +24,11 @@ log = logging.getLogger(__name__)
 
 M = TypeVar("M")
 EntryId = NewType("EntryId", str)
+
+CRASHES = key(
+    "crashes", "hash", "until its entry leaves", "`<stream>:<entry>` → how many processes died while they held it"
+)
+CAUSES = key("causes", "hash", "until its entry leaves", "`<stream>:<entry>` → why its newest attempt failed")
 
 _PAGE_ENTRIES = 256
 _GIVEN_BACK = "given-back"
@@ -67,7 +73,7 @@ class Depth:
     oldest_age_s: float
 
 
-class Bus(Server):
+class Bus(Commands):
     """One run's streams on one server.
 
     Args:
@@ -80,8 +86,7 @@ class Bus(Server):
     def __init__(
         self, client: connection.Client, run_id: str, *, wait_s: float | None = None, audit_entries: int = 100_000
     ) -> None:
-        super().__init__(client, wait_s=wait_s)
-        self.keys = Keys(run_id)
+        super().__init__(client, run_id, wait_s=wait_s)
         self.audit_entries = audit_entries
         self.server = ""
         """The server's name and version, once connected."""
@@ -98,7 +103,7 @@ class Bus(Server):
         """
         bus = cls(connection.open_client(url), run_id, wait_s=wait_s, audit_entries=audit_entries)
         try:
-            bus.server = await bus.call(lambda: connection.check_server(bus.client))
+            bus.server = await bus.call(lambda: connection.check_server(bus._client))
             await bus.make_groups()
         except BusUnavailable as error:
             await bus.close()
@@ -108,10 +113,14 @@ class Bus(Server):
             raise
         return bus
 
+    def of_run(self, run_id: str) -> "Bus":
+        """Return the bus of another run on the same server; it shares this one's connections."""
+        return Bus(self._client, run_id, wait_s=self._wait_s, audit_entries=self.audit_entries)
+
     async def make_groups(self) -> None:
         """Make the consumer group of every grouped stream, at its beginning, where it does not exist."""
         for stream in streams.GROUPED_STREAMS:
-            await self.script("make_group", [self.keys.of(stream)], [stream.group or ""])
+            await self.script("make_group", stream=stream, group=stream.group or "")
 
     # ---------------------------------------------------------------- publish and read
 
@@ -122,16 +131,19 @@ class Bus(Server):
 
     async def append(self, stream: Stream, fields: Mapping[Any, Any]) -> EntryId:
         """Append raw fields."""
-        trim: list[Argument] = [] if stream.max_entries is None else ["MAXLEN", "~", stream.max_entries]
+        trim = () if stream.max_entries is None else ("MAXLEN", "~", stream.max_entries)
         pairs = [word for pair in fields.items() for word in pair]
-        return EntryId(_text(await self.write(self.keys.of(stream), "XADD", *trim, "*", *pairs)))
+        return EntryId(text(await self.write(stream, "XADD", *trim, "*", *pairs)))
 
     async def read(
         self, stream: Stream, kind: type[M], consumer: str, count: int, block_s: float | None
     ) -> list[Delivery[M]]:
         """Take up to ``count`` entries that nobody has; wait up to ``block_s`` for the first (None: not at all)."""
-        rows = await self._read_rows(stream, consumer, count, block_s)
-        return [self._delivery(stream, kind, entry_id, 1, fields) for entry_id, fields in rows if fields]
+        words = ["XREADGROUP", "GROUP", stream.group or "", consumer, "COUNT", count, *block(block_s), "STREAMS"]
+        command = self.call(lambda: self._client.execute_command(*words, self.keys.of(stream), ">"))
+        answer = await self._unless_empty(command)
+        entries = rows(answer[0][1]) if answer else ()
+        return [self._delivery(stream, kind, entry_id, 1, fields) for entry_id, fields in entries if fields]
 
     async def own(
         self, stream: Stream, kind: type[M], consumer: str, page_entries: int = _PAGE_ENTRIES, *, suspect: bool = False
@@ -143,38 +155,29 @@ class Bus(Server):
         Args:
             suspect: note on each entry that a process died while it held it.
         """
-        start, keys = "-", [self.keys.of(stream), self.keys.crashes]
+        start = "-"
         while True:
-            arguments: list[Argument] = [stream.group or "", consumer, start, page_entries, stream.name, int(suspect)]
-            rows = await self._unless_empty(lambda: self.script("retake", keys, arguments))  # noqa: B023 (awaited here)
-            for entry_id, attempts, crashes, fields in rows:
+            retaken = self.script(
+                "retake", stream=stream, group=stream.group or "", consumer=consumer, start=start, count=page_entries,
+                stream_name=stream.name, suspect=int(suspect),
+            )  # fmt: skip
+            page = await self._unless_empty(retaken)
+            for entry_id, attempts, crashes, fields in page:
                 if fields:
-                    yield self._delivery(stream, kind, entry_id, int(attempts), _pairs(fields), int(crashes))
-            if len(rows) < page_entries:
+                    yield self._delivery(stream, kind, text(entry_id), int(attempts), _pairs(fields), int(crashes))
+            if len(page) < page_entries:
                 return
-            start = f"({_text(rows[-1][0])}"
+            start = f"({text(page[-1][0])}"
 
-    async def _unless_empty(self, command: Callable[[], Awaitable[list[Any]]]) -> list[Any]:
-        """Return the rows; none, and the consumer groups are made, where the server came back empty."""
+    async def _unless_empty(self, command: Awaitable[list[Any]]) -> list[Any]:
+        """Return the rows; where the server came back empty, make the consumer groups and return no rows."""
         try:
-            return await command()
+            return await command
         except ResponseError as error:
             if "NOGROUP" not in str(error):
                 raise
             await self.make_groups()
             return []
-
-    async def _read_rows(
-        self, stream: Stream, consumer: str, count: int, block_s: float | None
-    ) -> list[tuple[bytes, Mapping[Any, Any]]]:
-        key = self.keys.of(stream)
-        block_ms = None if block_s is None else max(1, int(block_s * 1000))
-        answer = await self._unless_empty(
-            lambda: self.call(
-                lambda: self.client.xreadgroup(stream.group, consumer, {key: ">"}, count=count, block=block_ms)
-            )
-        )
-        return list(answer[0][1]) if answer else []
 
     async def reclaim(
         self, stream: Stream, kind: type[M], consumer: str, min_idle_s: float, count: int, *, suspect: bool = False
@@ -184,19 +187,14 @@ class Bus(Server):
         Args:
             suspect: note on those of a silent consumer that it may have died of them.
         """
-        keys = [self.keys.of(stream), self.keys.crashes]
-        arguments: list[Argument] = [
-            stream.group or "",
-            consumer,
-            int(min_idle_s * 1000),
-            count,
-            _GIVEN_BACK,
-            stream.name,
-        ]
-        rows = await self._unless_empty(lambda: self.script("reclaim", keys, [*arguments, int(suspect)]))
+        reclaimed = self.script(
+            "reclaim", stream=stream, group=stream.group or "", consumer=consumer,
+            min_idle_ms=int(min_idle_s * 1000), count=count, given_back=_GIVEN_BACK, stream_name=stream.name,
+            suspect=int(suspect),
+        )  # fmt: skip
         return [
-            self._delivery(stream, kind, entry_id, int(attempts), _pairs(fields), int(crashes))
-            for entry_id, attempts, crashes, fields in rows
+            self._delivery(stream, kind, text(entry_id), int(attempts), _pairs(fields), int(crashes))
+            for entry_id, attempts, crashes, fields in await self._unless_empty(reclaimed)
         ]
 
     async def try_alone(self, delivery: Delivery[Any], consumer: str, *, passed: bool = False) -> bool:
@@ -205,43 +203,44 @@ class Bus(Server):
         Args:
             passed: it was worked on, and the attempt does not count.
         """
-        stream = delivery.stream
-        attempts = delivery.attempts + (not passed)
-        arguments: list[Argument] = [stream.group or "", consumer, delivery.entry_id, attempts]
-        return bool(await self.script("try_alone", [self.keys.of(stream)], arguments))
+        tried = await self.script(
+            "try_alone", stream=delivery.stream, group=delivery.stream.group or "", consumer=consumer,
+            entry_id=delivery.entry_id, attempts=delivery.attempts + (not passed),
+        )  # fmt: skip
+        return bool(tried)
 
     async def note_crash(self, delivery: Delivery[M]) -> Delivery[M]:
         """Note that a process died while it worked on the entry among others; return it so."""
-        crashes = int(await self.write(self.keys.crashes, "HINCRBY", _field(delivery), 1))
+        crashes = int(await self.write(CRASHES, "HINCRBY", _field(delivery), 1))
         return dataclasses.replace(delivery, crashes=crashes)
 
     async def note_cause(self, delivery: Delivery[Any], cause: str) -> None:
         """Note why an attempt failed, for the process that buries the entry once this one is gone."""
-        await self.write(self.keys.causes, "HSET", _field(delivery), cause[:_LONGEST_REASON])
+        await self.write(CAUSES, "HSET", _field(delivery), cause[:_LONGEST_REASON])
 
     async def cause(self, delivery: Delivery[Any]) -> str:
         """Return why the newest attempt failed; "" where its process died without a word."""
-        noted = await self.call(lambda: self.client.hget(self.keys.causes, _field(delivery)))
-        return "" if noted is None else _text(noted)
+        noted = await self.hget(CAUSES, _field(delivery))
+        return "" if noted is None else text(noted)
 
     async def forget(self, delivery: Delivery[Any]) -> None:
         """Forget crashes and causes of an entry that left its stream."""
-        for key in (self.keys.crashes, self.keys.causes):
-            await self.write(key, "HDEL", _field(delivery))
+        for noted in (CRASHES, CAUSES):
+            await self.write(noted, "HDEL", _field(delivery))
 
     def _delivery(
         self,
         stream: Stream,
         kind: type[M],
-        entry_id: bytes | str,
+        entry_id: str,
         attempts: int,
         fields: Mapping[Any, Any],
         crashes: int = 0,
     ) -> Delivery[M]:
         return Delivery(
             stream=stream,
-            entry_id=EntryId(_text(entry_id)),
-            group_id=_text(fields.get(b"id", b"")),
+            entry_id=EntryId(entry_id),
+            group_id=text(fields.get(b"id", b"")),
             attempts=attempts,
             data=fields.get(b"data", b""),
             kind=kind,
@@ -252,30 +251,25 @@ class Bus(Server):
         self, stream: Stream, kind: type[M], after: str, count: int, block_s: float | None
     ) -> list[tuple[EntryId, M]]:
         """Return messages of a broadcast stream after the entry ``after``; unreadable ones are passed over, logged."""
-        key = self.keys.of(stream)
-        block_ms = None if block_s is None else max(1, int(block_s * 1000))
         while True:
-            start = after
-            answer = await self.call(lambda: self.client.xread({key: start}, count=count, block=block_ms))  # noqa: B023 (awaited here)
-            rows = answer[0][1] if answer else []
-            messages = self._messages(kind, rows)
-            if messages or not rows:
+            entries = await self.xread({stream: after}, count, block_s)
+            messages = self._messages(kind, entries)
+            if messages or not entries:
                 return messages
-            after = _text(rows[-1][0])
+            after = entries[-1][0]
 
     async def newest(self, stream: Stream, kind: type[M], count: int = 1) -> list[tuple[EntryId, M]]:
         """Return the newest messages of a stream, newest first, without taking them."""
-        entries = await self.call(lambda: self.client.xrevrange(self.keys.of(stream), count=count))
-        return self._messages(kind, entries)
+        return self._messages(kind, await self.xrevrange(stream, count=count))
 
-    def _messages(self, kind: type[M], entries: Sequence[tuple[Any, Mapping[Any, Any]]]) -> list[tuple[EntryId, M]]:
-        found: list[tuple[EntryId, M]] = []
+    def _messages(self, kind: type[M], entries: Sequence[Row]) -> list[tuple[EntryId, M]]:
+        messages: list[tuple[EntryId, M]] = []
         for entry_id, fields in entries:
             try:
-                found.append((EntryId(_text(entry_id)), wire.decode(fields.get(b"data", b""), kind)))
+                messages.append((EntryId(entry_id), wire.decode(fields.get(b"data", b""), kind)))
             except MessageError as error:
-                log.warning("unreadable message passed over", extra={"entry": _text(entry_id), "error": str(error)})
-        return found
+                log.warning("unreadable message passed over", extra={"entry": entry_id, "error": str(error)})
+        return messages
 
     # ---------------------------------------------------------------- finish an entry
 
@@ -284,14 +278,8 @@ class Bus(Server):
 
         Returns False when another consumer finished the entry first: nothing was published.
         """
-        arguments: list[Argument] = [
-            delivery.stream.group or "",
-            delivery.entry_id,
-            delivery.group_id,
-            result if isinstance(result, bytes) else wire.encode(result),
-        ]
-        keys = [self.keys.of(delivery.stream), self.keys.of(output)]
-        return bool(await self.script("hand_over", keys, arguments))
+        payload = result if isinstance(result, bytes) else wire.encode(result)
+        return bool(await self.script("hand_over", **_input(delivery), output=output, payload=payload))
 
     async def drop(self, delivery: Delivery[Any], reason: str, detail: str = "") -> bool:
         """Let a group leave the run, counted under ``dropped:<reason>``."""
@@ -307,38 +295,23 @@ class Bus(Server):
 
     async def _leave(self, delivery: Delivery[Any], outcome: str, detail: str, *, keep: bool) -> bool:
         stream = delivery.stream
-        counted = stream in streams.TRAINING_STREAMS
-        keys = [self.keys.of(stream), self.keys.counts, self.keys.of(streams.AUDIT), self.keys.of(stream.dead)]
-        arguments: list[Argument] = [
-            stream.group or "",
-            delivery.entry_id,
-            delivery.group_id,
-            outcome,
-            detail[:_LONGEST_REASON],
-            delivery.attempts,
-            int(keep),
-            self.audit_entries,
-            int(counted),
-        ]
-        return bool(await self.script("leave", keys, arguments))
+        left = await self.script(
+            "leave", **_input(delivery), dead=stream.dead, outcome=outcome, detail=detail[:_LONGEST_REASON],
+            attempts=delivery.attempts, keep=int(keep), audit_entries=self.audit_entries,
+            counted=int(stream in streams.TRAINING_STREAMS),
+        )  # fmt: skip
+        return bool(left)
 
     async def requeue(self, delivery: Delivery[Any], prompt: object) -> bool:
         """Send the group of a stale experience back to the prompts, in one transaction."""
-        keys = [self.keys.of(delivery.stream), self.keys.of(streams.PROMPTS), self.keys.counts]
-        arguments: list[Argument] = [
-            delivery.stream.group or "",
-            delivery.entry_id,
-            delivery.group_id,
-            wire.encode(prompt),
-        ]
-        return bool(await self.script("requeue", keys, arguments))
+        return bool(await self.script("requeue", **_input(delivery), payload=wire.encode(prompt)))
 
     async def renew(self, stream: Stream, consumer: str, entries: Sequence[EntryId]) -> set[EntryId]:
         """Say that ``entries`` are still being worked on; return those that are still this consumer's."""
         if not entries:
             return set()
-        ours = await self.script("renew", [self.keys.of(stream)], [stream.group or "", consumer, *entries])
-        return {EntryId(_text(entry)) for entry in ours}
+        ours = await self.script("renew", stream=stream, group=stream.group or "", consumer=consumer, entries=entries)
+        return {EntryId(text(entry)) for entry in ours}
 
     async def give_back(
         self, stream: Stream, consumer: str, entry_id: EntryId, *, idle_s: float, uncounted: int = 0
@@ -348,49 +321,72 @@ class Bus(Server):
         Args:
             uncounted: how many of its attempts do not count.
         """
-        arguments: list[Argument] = [stream.group or "", consumer, int(idle_s * 1000), uncounted, _GIVEN_BACK, entry_id]
-        return int(await self.script("give_back", [self.keys.of(stream)], arguments))
+        return await self._give(stream, consumer, [entry_id], int(idle_s * 1000), uncounted, _GIVEN_BACK)
 
     async def give_all_back(self, stream: Stream, consumer: str) -> int:
         """Let others take at once everything that ``consumer`` has, this attempt not counted; return how many entries."""
-        arguments: list[Argument] = [stream.group or "", consumer, _AT_ONCE_MS, 1, _GIVEN_BACK]
-        return int(await self.script("give_back", [self.keys.of(stream)], arguments))
+        return await self._give(stream, consumer, [], _AT_ONCE_MS, 1, _GIVEN_BACK)
 
     async def leave_suspects(self, stream: Stream, consumer: str) -> int:
         """Let others take at once everything that ``consumer`` has, as what its process died of; return how many entries."""
-        arguments: list[Argument] = [stream.group or "", consumer, _AT_ONCE_MS, 0, consumer]
-        return int(await self.script("give_back", [self.keys.of(stream)], arguments))
+        return await self._give(stream, consumer, [], _AT_ONCE_MS, 0, consumer)
+
+    async def _give(
+        self, stream: Stream, consumer: str, entries: Sequence[EntryId], idle_ms: int, uncounted: int, receiver: str
+    ) -> int:
+        given = await self.script(
+            "give_back", stream=stream, group=stream.group or "", consumer=consumer, idle_ms=idle_ms,
+            uncounted=uncounted, receiver=receiver, entries=entries,
+        )  # fmt: skip
+        return int(given)
 
     # ---------------------------------------------------------------- look
 
     async def length(self, stream: Stream) -> int:
-        """Return how many entries lie in a stream."""
-        return int(await self.call(lambda: self.client.xlen(self.keys.of(stream))))
+        """Return the number of entries in a stream."""
+        return int(await self.ask("XLEN", stream))
+
+    async def depths(self, *of: Stream) -> list[Depth]:
+        """Return how much is in streams and how old their oldest entries are, all at one moment."""
+        answer = await self.script("depths", streams=of, groups=[stream.group or "" for stream in of])
+        return [_depth(int(entries), int(pending), text(oldest)) for entries, pending, oldest in answer]
 
     async def depth(self, stream: Stream) -> Depth:
-        """Return how much lies in a stream and how old its oldest entry is."""
-        key = self.keys.of(stream)
-        entries = await self.length(stream)
-        first = await self.call(lambda: self.client.xrange(key, count=1))
-        pending = 0
-        if stream.group is not None and entries:
-            pending = int((await self.call(lambda: self.client.xpending(key, stream.group)))["pending"])
-        oldest_ms = int(_text(first[0][0]).split("-")[0]) if first else None
-        age_s = 0.0 if oldest_ms is None else max(0.0, time.time() - oldest_ms / 1000)
-        return Depth(entries=entries, pending=pending, oldest_age_s=age_s)
+        """Return how much is in a stream and how old its oldest entry is."""
+        return (await self.depths(stream))[0]
 
     async def counts(self) -> dict[str, int]:
         """Return how groups ended: ``trained``, ``dropped:<reason>``, ``dead:<stream>``, ``requeued``."""
-        return read_counts(await self.call(lambda: self.client.hgetall(self.keys.counts)))
+        return read_counts(await self.hgetall(COUNTS))
+
+    async def remove(self, stream: Stream) -> None:
+        """Delete a stream with all its entries."""
+        await self.write(stream, "DEL")
+
+    async def memory_bytes(self) -> tuple[int, int]:
+        """Return what counts against the server's maxmemory, and maxmemory itself (0: not set)."""
+        return await self.call(lambda: connection.memory_bytes(self._client))
 
 
-def read_counts(raw: Mapping[Any, Any]) -> dict[str, int]:
+def read_counts(raw: Mapping[bytes, bytes]) -> dict[str, int]:
     """Return how groups ended, from the answer to HGETALL."""
-    return {_text(name): int(value) for name, value in raw.items()}
+    return {text(name): int(value) for name, value in raw.items()}
 
 
-def _text(value: bytes | str) -> str:
-    return value.decode(errors="backslashreplace") if isinstance(value, bytes) else value
+def _depth(entries: int, pending: int, oldest: str) -> Depth:
+    age_s = max(0.0, time.time() - int(oldest.partition("-")[0]) / 1000) if oldest else 0.0
+    return Depth(entries, pending, age_s)
+
+
+def _input(delivery: Delivery[Any]) -> dict[str, Any]:
+    """Return an entry as the scripts that finish it name it."""
+    stream = delivery.stream
+    return {
+        "input": stream,
+        "group": stream.group or "",
+        "entry_id": delivery.entry_id,
+        "group_id": delivery.group_id,
+    }
 
 
 def _field(delivery: Delivery[Any]) -> str:

@@ -7,7 +7,8 @@ redis+cluster://host:port,host:port         a cluster; one run lives in one slot
 """
 
 import re
-from typing import Any, TypeAlias
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, Protocol, cast
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 import redis.asyncio as redis
@@ -20,8 +21,35 @@ from redis.exceptions import RedisError
 from shared.errors import BusUnavailable, SettingsError
 from shared.text.redaction import redact
 
-Client: TypeAlias = Any
-"""A redis-py asyncio client. Its stubs describe every answer as a union of all that any option could make of it."""
+
+class Pipeline(Protocol):
+    """Commands that are sent together."""
+
+    def execute_command(self, *words: str | bytes | int | float) -> object:
+        """Add one command."""
+
+    def execute(self) -> Awaitable[list[Any]]:
+        """Send them; return their answers."""
+
+
+class Client(Protocol):
+    """What is used of a redis-py client, of one server or of a cluster."""
+
+    def execute_command(self, *words: str | bytes | int | float) -> Awaitable[Any]:
+        """Run one command; return its answer as redis-py decodes it for that command."""
+
+    def pipeline(self, transaction: bool) -> Pipeline:
+        """Return an empty pipeline."""
+
+    def info(self, section: str) -> Awaitable[dict[str, Any]]:
+        """Return one section of INFO."""
+
+    def scan_iter(self, match: str, count: int) -> AsyncIterator[bytes]:
+        """Iterate over the keys that match."""
+
+    def aclose(self) -> Awaitable[None]:
+        """Close the connections."""
+
 
 _OLDEST = {"redis": 7, "valkey": 8}
 _EVICTING = re.compile(r"allkeys|volatile")
@@ -72,7 +100,7 @@ def open_client(url: str) -> Client:
         pool = redis.BlockingConnectionPool.from_url(
             url, max_connections=_MOST_CONNECTIONS, timeout=None, retry=Retry(NoBackoff(), 0), **_OPTIONS
         )
-        return redis.Redis.from_pool(pool)
+        return cast(Client, redis.Redis.from_pool(pool))
     except ValueError:  # its text may hold a part of the password
         raise SettingsError(f"expected a bus URL, found {redact(url)!r}: {_ENCODE}") from None
 
@@ -109,13 +137,13 @@ def _sentinel(url: SplitResult, tls: bool) -> Client:
         "retry": Retry(NoBackoff(), 0),
         "max_connections": 1000,
     }
-    return sentinel.master_for(name or "mymaster", ssl=tls, **_tls_files(query if tls else {}), **options)
+    return cast(Client, sentinel.master_for(name or "mymaster", ssl=tls, **_tls_files(query if tls else {}), **options))
 
 
 def _cluster(url: SplitResult, tls: bool) -> Client:
     options = {**_OPTIONS, **_credentials(url), **_tls_files(dict(parse_qsl(url.query)) if tls else {})}
     nodes = [ClusterNode(host, port) for host, port in _nodes(url, 6379)]
-    return RedisCluster(startup_nodes=nodes, ssl=tls, max_connections=1000, **options)
+    return cast(Client, RedisCluster(startup_nodes=nodes, ssl=tls, max_connections=1000, **options))
 
 
 def _tls_files(query: dict[str, str]) -> dict[str, Any]:
@@ -149,6 +177,20 @@ async def check_server(client: Client) -> str:
             "or change bus.url"
         )
     return f"{name} {version}"
+
+
+async def probe(url: str) -> str:
+    """Return name and version of the server at ``url``, over a connection of its own.
+
+    Raises:
+        SettingsError: the URL is of no known form, the server is too old, or may evict data.
+        BusUnavailable: it does not answer.
+    """
+    client = open_client(url)
+    try:
+        return await check_server(client)
+    finally:
+        await close_client(client)
 
 
 async def memory_bytes(client: Client) -> tuple[int, int]:

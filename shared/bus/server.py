@@ -8,12 +8,10 @@ every other write is a script that may go over the limit (``allow-oom``), becaus
 """
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from importlib import resources
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from redis.exceptions import (
     BusyLoadingError,
@@ -29,11 +27,11 @@ from redis.exceptions import (
 
 from shared.backoff import Backoff
 from shared.bus import connection
+from shared.bus.lua import Argument, Script
 from shared.errors import BusFull, BusUnavailable
 
 log = logging.getLogger(__name__)
 
-Argument: TypeAlias = str | bytes | int | float
 R = TypeVar("R")
 
 _UNAVAILABLE = (
@@ -46,12 +44,6 @@ _UNAVAILABLE = (
     OSError,
 )
 _BACKOFF = Backoff(0.05, longest_s=2.0)
-_SCRIPTS = {
-    path.name.removesuffix(".lua"): path.read_text()
-    for path in resources.files("shared.bus").joinpath("scripts").iterdir()
-    if path.name.endswith(".lua")
-}
-_DIGESTS = {name: hashlib.sha1(text.encode()).hexdigest() for name, text in _SCRIPTS.items()}  # noqa: S324 (Redis names scripts so)
 
 
 class Server:
@@ -63,7 +55,7 @@ class Server:
     """
 
     def __init__(self, client: connection.Client, *, wait_s: float | None = None) -> None:
-        self.client = client
+        self._client = client
         self.reconnects = 0
         self.available = True
         self._wait_s = wait_s
@@ -74,7 +66,7 @@ class Server:
 
     async def close(self) -> None:
         """Close the connections."""
-        await connection.close_client(self.client)
+        await connection.close_client(self._client)
 
     async def call(self, command: Callable[[], Awaitable[R]]) -> R:
         """Run ``command``, again after each failure to reach the server, with capped exponential backoff.
@@ -115,26 +107,23 @@ class Server:
             self.reconnects += 1
             log.info("bus available again", extra={"reconnects": self.reconnects})
 
-    async def script(self, name: str, keys: Sequence[str], arguments: Sequence[Argument]) -> Any:
-        """Run one of ``shared/bus/scripts`` atomically.
+    async def evaluate(self, script: Script, keys: Sequence[str], arguments: Sequence[Argument]) -> Any:
+        """Run a script atomically.
 
         Raises:
             BusFull: the server is at its maxmemory, and this script adds to what is in flight.
         """
+        words = (len(keys), *keys, *arguments)
         try:
-            return await self.call(lambda: self._script(name, keys, arguments))
+            return await self.call(lambda: self._evaluate(script, words))
         except OutOfMemoryError as error:
             raise BusFull(f"expected a server with room, found {error}: raise its maxmemory") from error
 
-    async def write(self, key: str, command: str, *arguments: Argument) -> Any:
-        """Run one command that writes ``key``, also while the server is at its maxmemory: what a run says of itself is small."""
-        return await self.script("write", [key], [command, *arguments])
-
-    async def _script(self, name: str, keys: Sequence[str], arguments: Sequence[Argument]) -> Any:
+    async def _evaluate(self, script: Script, words: Sequence[Argument]) -> Any:
         try:
-            return await self.client.evalsha(_DIGESTS[name], len(keys), *keys, *arguments)
+            return await self._client.execute_command("EVALSHA", script.digest, *words)
         except NoScriptError:  # a server that is new, or restarted
-            return await self.client.eval(_SCRIPTS[name], len(keys), *keys, *arguments)
+            return await self._client.execute_command("EVAL", script.text, *words)
 
 
 async def _answered(command: Callable[[], Awaitable[R]]) -> R:

@@ -30,6 +30,7 @@ from shared.bus.bus import Bus
 from shared.bus.messages import Json
 from shared.bus.stores.cordon import Cordon
 from shared.bus.stores.live_settings import Live
+from shared.bus.stores.registry import registered_settings
 from shared.bus.stores.run_secret import RunSecret
 from shared.bus.worker import Patience
 from shared.errors import BusUnavailable, SettingsError
@@ -119,12 +120,12 @@ def _registered(url: str, run_id: str, flags: Sequence[str]) -> Settings:
     async def fetch() -> str:
         bus = await Bus.connect(url, run_id, wait_s=30.0)
         try:
-            found = await bus.call(lambda: bus.client.get(bus.keys.settings))
+            toml = await registered_settings(bus)
         finally:
             await bus.close()
-        if found is None:
+        if toml is None:
             raise SettingsError(f"expected a run {run_id!r} on that bus, found none: register it by POST /v1/runs")
-        return bytes(found).decode()
+        return toml
 
     try:
         toml = asyncio.run(fetch())

@@ -17,15 +17,16 @@ from pathlib import Path
 from shared.bus import wire
 from shared.bus.bus import Bus
 from shared.bus.messages import Experience, PolicyUpdate
+from shared.bus.stores.heartbeats import heartbeats
 from shared.bus.stores.ledger import Ledger
 from shared.bus.streams import AUDIT, JOURNAL, POLICY, TRAINING_STREAMS
-from shared.process.telemetry import heartbeats
+from tests.support.raw_redis import raw
 
 
 async def audit_groups(bus: Bus) -> dict[str, int]:
     """Hold that every admitted group ended exactly once, dead letters that were taken up or discarded aside; return the counters."""
     status, counts = await Ledger(bus).status(), await bus.counts()
-    rows = await bus.client.xrange(bus.keys.of(AUDIT))
+    rows = await raw(bus).xrange(bus.keys.of(AUDIT))
     endings: dict[int, list[str]] = {}
     for _, fields in rows:
         endings.setdefault(int(fields[b"id"]), []).append(fields[b"outcome"].decode())
@@ -93,7 +94,7 @@ class Watcher:
     async def note_revoked(self) -> None:
         """Note what is revoked now: from here on none of it may be committed."""
         revoked = await Ledger(self._bus).revoked()
-        seconds, microseconds = await self._bus.call(self._bus.client.time)
+        seconds, microseconds = await self._bus.call(raw(self._bus).time)
         self.revocations.append((1000 * seconds + microseconds // 1000 + 1, frozenset(map(int, revoked))))
 
     async def audit(self) -> None:
@@ -112,7 +113,7 @@ class Watcher:
     async def _read_journal(self) -> None:
         key = self._bus.keys.of(JOURNAL)
         while True:
-            rows = await self._bus.call(lambda: self._bus.client.xrange(key, min=self._seen, count=200))
+            rows = await self._bus.call(lambda: raw(self._bus).xrange(key, min=self._seen, count=200))
             for entry, fields in rows:
                 self._seen = f"({entry.decode()}"
                 versions = frozenset(map(int, wire.decode(fields[b"data"], Experience).group.versions))
@@ -124,7 +125,7 @@ class Watcher:
         while True:
             for stream in TRAINING_STREAMS:
                 rows = await self._bus.call(
-                    lambda stream=stream: self._bus.client.xpending_range(  # type: ignore[misc]
+                    lambda stream=stream: raw(self._bus).xpending_range(  # type: ignore[misc]
                         self._bus.keys.of(stream), stream.group, min="-", max="+", count=200
                     )
                 )

@@ -27,10 +27,10 @@ import pytest
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion
 from shared.bus.stores.cordon import Word, tell_replica
+from shared.bus.stores.heartbeats import Heartbeat, heartbeats
 from shared.bus.stores.ledger import Ledger, RunState
 from shared.bus.streams import EXPERIENCE
 from shared.files.durable import write_whole
-from shared.process.telemetry import Heartbeat, heartbeats
 from tests.chaos.alarms import Alarms
 from tests.chaos.run import ROOT, Run, TcpServer, answers, is_in, running
 from tests.chaos.spoiled_scorer import VARIABLE

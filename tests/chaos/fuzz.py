@@ -23,12 +23,13 @@ import numpy as np
 from shared.bus import streams, wire
 from shared.bus.bus import Bus
 from shared.bus.messages import StepReport
+from shared.bus.stores.heartbeats import heartbeats
 from shared.bus.stores.ledger import Ledger
 from shared.bus.streams import Stream
 from shared.errors import MessageError
-from shared.process.telemetry import heartbeats
 from tests.chaos.run import Run, left_behind, running
 from tests.support import builders
+from tests.support.raw_redis import raw
 
 DATA = streams.GROUPED_STREAMS
 BROADCAST = (streams.POLICY, streams.STEPS, streams.EVENTS)
@@ -168,13 +169,13 @@ class Fuzz:
     async def harvest(self) -> None:
         """Keep real entries of every stream; where none was ever seen there, one that tests make."""
         for stream, kept in self._honest.items():
-            for entry, fields in await self._bus.client.xrange(self._bus.keys.of(stream), count=20):
+            for entry, fields in await raw(self._bus).xrange(self._bus.keys.of(stream), count=20):
                 if (stream, entry) not in self._sent and b"data" in fields:
                     kept.append(dict(fields))
             del kept[:-40]
-        journal = [dict(f) for _, f in await self._bus.client.xrange(self._bus.keys.of(streams.JOURNAL), count=20)]
+        journal = [dict(f) for _, f in await raw(self._bus).xrange(self._bus.keys.of(streams.JOURNAL), count=20)]
         self._honest[streams.EXPERIENCE] += [{b"id": f[b"id"], b"data": f[b"data"]} for f in journal]
-        records = await self._bus.client.hgetall(self._bus.keys.policies)
+        records = await raw(self._bus).hgetall(self._bus.keys.named("policies"))
         self._honest[streams.PUBLISHED] += [
             {b"id": version, b"data": data} for version, data in list(records.items())[-5:]
         ]
@@ -196,7 +197,7 @@ class Fuzz:
                     fields = self._hostile.entry(self._hostile.random.choice(self._known(stream)), others)
                     if stream is streams.STEPS and _is_report(fields):
                         continue
-                    entry = await self._bus.client.xadd(self._bus.keys.of(stream), fields)
+                    entry = await raw(self._bus).xadd(self._bus.keys.of(stream), fields)
                     self._sent.add((stream, entry))
                     self.by_stream[stream.name] += 1
             await self._harm_keys()
@@ -204,16 +205,16 @@ class Fuzz:
 
     async def _harm_keys(self) -> None:
         """Write nonsense where services read what they are told."""
-        keys, client, chance = self._bus.keys, self._bus.client, self._hostile.random
+        keys, client, chance = self._bus.keys, raw(self._bus), self._hostile.random
         nonsense = chance.choice(
             (b"", b"{", b"[[[]]]", b"null", b"\xff\xfe", b"1e999", b'{"version": []}', b"[" * 3000)
         )
-        for key in (keys.cordons, keys.operations, keys.exports, keys.rehearsal):
+        for key in (keys.named("cordons"), keys.named("operations"), keys.named("exports"), keys.named("rehearsal")):
             await client.hset(key, mapping={b"7777": nonsense, b"\xff": nonsense})
-        await client.hset(keys.cordons, "rollout-0", nonsense)
-        await client.sadd(keys.services, b"\xff", "stranger")
-        await client.set(keys.service("stranger"), nonsense)
-        await client.hset(keys.live, mapping={"revision": chance.choice((b"-1", b"x", b"7")), "7": nonsense})
+        await client.hset(keys.named("cordons"), "rollout-0", nonsense)
+        await client.sadd(keys.named("services"), b"\xff", "stranger")
+        await client.set(keys.named("service:stranger"), nonsense)
+        await client.hset(keys.named("live"), mapping={"revision": chance.choice((b"-1", b"x", b"7")), "7": nonsense})
 
     async def _is_taken(self) -> bool:
         lengths = [await self._bus.length(stream) for stream in (streams.PROMPTS, streams.ROLLOUTS, streams.EXPERIENCE)]
@@ -222,7 +223,7 @@ class Fuzz:
     async def gone(self) -> bool:
         """Whether every hostile entry of the training streams, and of versions, has left its stream."""
         for stream in (*streams.TRAINING_STREAMS, streams.PUBLISHED):
-            rows = await self._bus.client.xrange(self._bus.keys.of(stream))
+            rows = await raw(self._bus).xrange(self._bus.keys.of(stream))
             if any((stream, entry) in self._sent for entry, _ in rows):
                 return False
         return True
@@ -244,7 +245,7 @@ async def fuzz(folder: Path, seed: int, messages: int) -> Figures:
         await run.more_steps(bus, 3)
         feeder = Fuzz(run, bus, seed)
         await feeder.feed(messages)
-        await bus.client.delete(bus.keys.live)
+        await raw(bus).delete(bus.keys.named("live"))
         await run.until(feeder.gone)
         await run.more_steps(bus, 3)
         beats = await heartbeats(bus)
@@ -259,7 +260,7 @@ async def audit(bus: Bus, feeder: Fuzz, seed: int, restarts: int) -> Figures:
     """Account for every honest group by its id, and for every entry by the counters."""
     status, counts = await Ledger(bus).status(), await bus.counts()
     endings: dict[bytes, list[str]] = {}
-    for _, fields in await bus.client.xrange(bus.keys.of(streams.AUDIT)):
+    for _, fields in await raw(bus).xrange(bus.keys.of(streams.AUDIT)):
         endings.setdefault(fields[b"id"], []).append(fields[b"outcome"].decode())
     honest = [str(number).encode() for number in range(status.cursor)]
     trained = Counter(name for name, outcomes in endings.items() for outcome in outcomes if outcome == "trained")

@@ -21,11 +21,13 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from shared.bus.bus import Bus
-from shared.bus.stores.ledger import ENDED, Ledger, PolicyState
+from shared.bus.stores.ledger import ENDED, Ledger
+from shared.bus.stores.policies import PolicyState
 from tests.chaos.audit import Watcher, audit_groups, audit_versions, reward_means
 from tests.chaos.run import Run, TcpServer, answers, harmed
 from tests.conftest import PATIENCE_S, until
 from tests.support.fault_proxy import FaultProxy
+from tests.support.raw_redis import raw
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +146,7 @@ class Storm:
 
         async def led() -> bool:
             nonlocal found
-            name = await self._bus.call(lambda: self._bus.client.hget(self._bus.keys.lease, "replica"))
+            name = await self._bus.call(lambda: raw(self._bus).hget(self._bus.keys.named("lease"), "replica"))
             found = "" if name is None else name.decode()
             return bool(found)
 

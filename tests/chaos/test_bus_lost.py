@@ -21,6 +21,7 @@ from shared.bus.streams import EVENTS
 from tests.chaos.audit import audit_groups, audit_versions
 from tests.chaos.run import RUN_ID, TcpServer, answers, harmed, running
 from tests.conftest import PATIENCE_S, free_port, need, until
+from tests.support.raw_redis import raw
 
 FROZEN_S = float(os.environ.get("PENSTOCK_FREEZE_S", "30"))
 """Longer than the lease (3 s), heartbeats' TTL (2.5 s), internal.claim_after_s (2 s) and bus.drain_s (5 s) of these runs, and as long as a
@@ -128,6 +129,6 @@ async def test_a_run_goes_on_with_the_replica_that_sentinel_makes_the_primary(tm
 
 async def _has_replica(primary: TcpServer) -> bool:
     bus = await Bus.connect(primary.url, RUN_ID, wait_s=PATIENCE_S)
-    found = await bus.client.info("replication")
+    found = await raw(bus).info("replication")
     await bus.close()
     return any(isinstance(row, dict) and row.get("state") == "online" for row in found.values())

@@ -9,10 +9,11 @@ import pytest
 from services.coordinator.run.leader_lease import TTL_S
 from shared.bus import streams
 from shared.bus.bus import Bus
-from shared.process.telemetry import heartbeats
+from shared.bus.stores.heartbeats import heartbeats
 from tests.chaos.audit import audit_groups, audit_versions
 from tests.chaos.run import Run, harmed
 from tests.conftest import PATIENCE_S, until
+from tests.support.raw_redis import raw
 
 JOINED = tuple((service, f"{service}-{number}") for service in ("rollout", "reward") for number in (7, 8, 9))
 FOLLOWED_WITHIN_S = 5.0
@@ -27,13 +28,13 @@ async def _took(bus: Bus, names: set[str]) -> bool:
     """Whether each of these consumers has taken something from its stream."""
     seen: set[str] = set()
     for stream in (streams.PROMPTS, streams.ROLLOUTS):
-        rows = await bus.client.xinfo_consumers(bus.keys.of(stream), stream.group)
+        rows = await raw(bus).xinfo_consumers(bus.keys.of(stream), stream.group)
         seen |= {row["name"].decode() for row in rows if row.get("inactive", 0) != -1}
     return names <= seen
 
 
 async def _leader(bus: Bus) -> str:
-    name = await bus.client.hget(bus.keys.lease, "replica")
+    name = await raw(bus).hget(bus.keys.named("lease"), "replica")
     return "" if name is None else str(name.decode())
 
 

@@ -14,9 +14,10 @@ from services.coordinator.service import Coordinator
 from shared.bus import wire
 from shared.bus.bus import Bus
 from shared.bus.messages import Event, PolicyVersion, RolloutGroup, StepReport
+from shared.bus.stores.heartbeats import PartFailure, heartbeats
 from shared.bus.stores.ledger import Ledger, RunState
 from shared.bus.streams import EVENTS, EXPERIENCE, ROLLOUTS
-from shared.process.telemetry import WEIGHTS_PROBE, PartFailure, Presence, Status, heartbeats
+from shared.process.telemetry import WEIGHTS_PROBE, Presence, Status
 from shared.settings.guards import GuardsSettings
 from tests.conftest import until
 from tests.support import builders

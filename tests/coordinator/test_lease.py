@@ -14,6 +14,7 @@ from shared.bus.stores.ledger import Ledger, RunState
 from tests.conftest import until
 from tests.support import builders
 from tests.support.coordinator_players import Trainer
+from tests.support.raw_redis import raw
 
 TTL_S = 0.6
 
@@ -111,8 +112,8 @@ async def test_what_fails_while_leading_ends_the_claim(bus: Bus) -> None:
 
 async def test_a_leader_whose_bus_came_back_empty_leads_under_the_term_that_it_gets_there(bus: Bus) -> None:
     leader = Leader(bus, "a")
-    await bus.client.hset(bus.keys.run, "leader_term", 6)
+    await raw(bus).hset(bus.keys.named("run"), "leader_term", 6)
     async with leader.running():
         await until(lambda: leader.terms == [7])
-        await bus.client.delete(bus.keys.run, bus.keys.lease)
+        await raw(bus).delete(bus.keys.named("run"), bus.keys.named("lease"))
         await until(lambda: leader.terms == [7, 1])

@@ -17,6 +17,7 @@ from shared.process.telemetry import Presence, Status
 from tests.conftest import until
 from tests.support import builders
 from tests.support.coordinator_players import Trainer, make, replicas, running, settings
+from tests.support.raw_redis import raw
 
 
 async def state(bus: Bus) -> RunState:
@@ -288,12 +289,12 @@ async def test_a_server_that_comes_back_empty_gets_its_run_back(bus: Bus, tmp_pa
     run = settings(tmp_path)
     async with running(make(bus, run)) as parts:
         await reaches(bus, RunState.CREATED)
-        await bus.client.delete(bus.keys.run)
+        await raw(bus).delete(bus.keys.named("run"))
         bus.reconnects += 1
         parts.lifecycle.wake()
 
         async def there() -> bool:
-            return bool(await bus.client.hexists(bus.keys.run, "state"))
+            return bool(await raw(bus).hexists(bus.keys.named("run"), "state"))
 
         await until(there)
     assert asyncio.current_task() is not None

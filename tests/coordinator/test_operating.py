@@ -21,10 +21,11 @@ from shared.bus import streams, wire
 from shared.bus.bus import Bus
 from shared.bus.messages import Event, Experience, PolicyVersion, Prompt
 from shared.bus.stores.cordon import Cordon, Word, tell_replica
+from shared.bus.stores.heartbeats import heartbeats
 from shared.bus.stores.ledger import Ledger
 from shared.bus.stores.live_settings import CHANGEABLE, Live
 from shared.bus.worker import Patience, Worker
-from shared.process.telemetry import Presence, Status, heartbeats
+from shared.process.telemetry import Presence, Status
 from shared.settings import Settings
 from tests.conftest import PATIENCE_S, Server, until
 from tests.support import builders
@@ -269,7 +270,7 @@ async def test_a_drained_replica_leaves_with_exit_code_0(
 ) -> None:
     config = tmp_path / "reward.toml"
     config.write_text(
-        f'[run]\nid = "{bus.keys.run_id}"\n[bus]\nurl = "{server.url}"\ndrain_s = 1\n[telemetry]\nheartbeat_s = 0.1\n'
+        f'[run]\nid = "{bus.run_id}"\n[bus]\nurl = "{server.url}"\ndrain_s = 1\n[telemetry]\nheartbeat_s = 0.1\n'
         '[[reward.scorers]]\nkind = "random"\n'
     )
     command = [sys.executable, "-m", "services.reward", "--config", str(config), "--replica", "reward-9"]
@@ -387,7 +388,7 @@ async def test_events_are_listed_newest_first_and_streamed_from_where_one_was(
 async def test_a_registered_run_is_found_by_services_that_start_from_the_bus(
     http: httpx.AsyncClient, server: Server, bus: Bus
 ) -> None:
-    run_id = f"{bus.keys.run_id}-b"
+    run_id = f"{bus.run_id}-b"
     toml = f'[run]\nid = "{run_id}"\nsteps = 7\n[policy]\nmodel = "none"\n'
     kind = {"Content-Type": "application/toml"}
     wrong = await http.post("/v1/runs", content="[run]\nsteps = 0\n[trainer]\nlearnin_rate = 1\n", headers=kind)
@@ -399,7 +400,7 @@ async def test_a_registered_run_is_found_by_services_that_start_from_the_bus(
     taken = await http.post("/v1/runs", content=toml.replace("steps = 7", "steps = 8"), headers=kind)
     assert taken.status_code == 409
     listed = (await http.get("/v1/runs", params={"limit": 500})).json()["items"]
-    assert {run_id, bus.keys.run_id} <= {run["run_id"] for run in listed}
+    assert {run_id, bus.run_id} <= {run["run_id"] for run in listed}
     program = "import sys; from shared.process.service import parse; s, _ = parse('reward', sys.argv[1:]); print(s.run.steps, s.bus.url)"
     command = [sys.executable, "-c", program, "--from-bus", server.url, "--run-id", run_id]
     shown = await asyncio.to_thread(subprocess.run, command, cwd=ROOT, capture_output=True, text=True)

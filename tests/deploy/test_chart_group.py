@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion, Prompt, RolloutGroup, Sampling
+from shared.bus.stores.heartbeats import heartbeats
 from shared.bus.streams import PROMPTS, ROLLOUTS
-from shared.process.telemetry import heartbeats
 from shared.weights.format.snapshot import write_snapshot
 from tests.conftest import need_module, until
 from tests.rollout.test_service import announce_at, put
@@ -21,6 +21,7 @@ from tests.support import builders
 from tests.support.chart import ROOT, merged, render, values
 from tests.support.fake_kubernetes import LEADER_WORKER_SET
 from tests.support.pods import Cluster, Pod
+from tests.support.raw_redis import raw
 
 POLICY = ROOT / "examples/arithmetic/policy"
 PATIENCE_S = 400.0
@@ -83,7 +84,7 @@ def tell(pod: Pod, number: signal.Signals) -> None:
 
 
 async def in_hand(bus: Bus) -> int:
-    return int((await bus.client.xpending(bus.keys.of(PROMPTS), PROMPTS.group))["pending"])
+    return int((await raw(bus).xpending(bus.keys.of(PROMPTS), PROMPTS.group))["pending"])
 
 
 @pytest.mark.slow

@@ -11,13 +11,14 @@ import httpx
 import pytest
 
 from shared.bus.bus import Bus
+from shared.bus.stores.heartbeats import heartbeats
 from shared.bus.streams import EVAL_PROMPTS, EVAL_ROLLOUTS, PROMPTS, ROLLOUTS, TRAINING_STREAMS
-from shared.process.telemetry import heartbeats
 from tests.chaos.audit import Watcher, audit_groups, audit_versions
 from tests.conftest import need, need_module, until
 from tests.support.chart import Json, Release, merged, play, values
 from tests.support.fake_kubernetes import JOB_SET
 from tests.support.pods import Cluster
+from tests.support.raw_redis import raw
 
 SERVICES = ("coordinator", "rollout", "reward", "trainer", "executor")
 PATIENCE_S = 200.0
@@ -152,7 +153,7 @@ async def _passes_its_check(made: Cluster) -> None:
 async def _backlogs_are_numbers(bus: Bus) -> None:
     """What KEDA asks for: ``lag`` is null where the server cannot tell, as it may not after deletions."""
     for stream in (PROMPTS, ROLLOUTS, EVAL_PROMPTS, EVAL_ROLLOUTS):
-        (group,) = await bus.client.xinfo_groups(bus.keys.of(stream))
+        (group,) = await raw(bus).xinfo_groups(bus.keys.of(stream))
         assert group["name"].decode() == stream.group
         assert isinstance(group["lag"], int)
         assert isinstance(group["pending"], int)

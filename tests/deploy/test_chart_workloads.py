@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from services.coordinator.run.monitor import SHOWN, STREAM_ENTRIES
-from shared.bus.streams import EVAL_PROMPTS, EVAL_ROLLOUTS, PROMPTS, ROLLOUTS, Keys
+from shared.bus.keys import Keys
+from shared.bus.streams import EVAL_PROMPTS, EVAL_ROLLOUTS, PROMPTS, ROLLOUTS
 from shared.settings import load
 from tests.support.chart import (
     ALL_CRDS,

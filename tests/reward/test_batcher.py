@@ -16,6 +16,7 @@ from shared.errors import StateLost
 from shared.settings.rewards.models import ModelsSettings
 from tests.conftest import PATIENCE_S, until
 from tests.support import builders
+from tests.support.raw_redis import raw
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -178,7 +179,7 @@ async def test_replicas_share_one_mean_and_deviation_and_a_group_counts_once(bus
     expected = pytest.approx([(5.0 - 2.0) / (2.0 / 6.0) ** 0.5])  # of 1 3 2 2 2 2: mean 2, variance 2/6
     assert await one.normalised(prompt(7, Purpose.EVALUATE), [5.0]) == expected
     assert await other.normalised(prompt(0), [1.0, 3.0]) == pytest.approx([-(3.0**0.5), 3.0**0.5])
-    found = await bus.client.hgetall(bus.keys.statistics("model"))
+    found = await raw(bus).hgetall(bus.keys.named("statistics:model"))
     assert found[b"count"] == b"6"
     assert (float(found[b"mean"]), float(found[b"squares"])) == pytest.approx((2.0, 2.0))
 

@@ -24,6 +24,7 @@ from shared.process.telemetry import Status
 from shared.settings import Settings
 from tests.conftest import PATIENCE_S, until
 from tests.support import builders, reward_models
+from tests.support.raw_redis import raw
 
 TEXTS = ("46", "4", "47", "2")
 Forward = Callable[..., Any]
@@ -102,15 +103,15 @@ async def audit(bus: Bus, groups: int) -> tuple[dict[int, list[float]], dict[int
         return await bus.length(EXPERIENCE) + await bus.length(ROLLOUTS.dead) == groups
 
     await until(all_ended)
-    entries = await bus.client.xrange(bus.keys.of(EXPERIENCE))
+    entries = await raw(bus).xrange(bus.keys.of(EXPERIENCE))
     scored = [wire.decode(fields[b"data"], Experience) for _, fields in entries]
     rewards = {int(one.group.prompt.group_id): one.rewards.tolist() for one in scored}
-    dead = await bus.client.xrange(bus.keys.of(ROLLOUTS.dead))
+    dead = await raw(bus).xrange(bus.keys.of(ROLLOUTS.dead))
     buried = {int(fields[b"id"]): fields[b"reason"].decode() for _, fields in dead}
     assert len(entries) == len(rewards)
     assert sorted([*rewards, *buried]) == list(range(groups))
     assert (await bus.counts()).get("dead:rollouts", 0) == len(buried)
-    endings = [int(fields[b"id"]) for _, fields in await bus.client.xrange(bus.keys.of(AUDIT))]
+    endings = [int(fields[b"id"]) for _, fields in await raw(bus).xrange(bus.keys.of(AUDIT))]
     assert sorted(endings) == sorted(buried)
     assert await bus.length(ROLLOUTS) == 0
     return rewards, buried

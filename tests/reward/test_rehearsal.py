@@ -14,16 +14,18 @@ from services.reward.scorers.scorer import Scorer, unavailable, valued
 from services.reward.scoring import Scoring
 from shared.bus.bus import Bus
 from shared.bus.messages import Event, Prompt, RolloutGroup, Score, ScoreStatus
+from shared.bus.stores.heartbeats import heartbeats
 from shared.bus.stores.rehearsal import offer
 from shared.bus.streams import EVENTS, ROLLOUTS
 from shared.errors import PermanentError, SettingsError, TemporaryError
 from shared.expression import Expression
-from shared.process.telemetry import Presence, Status, heartbeats
+from shared.process.telemetry import Presence, Status
 from shared.settings import Settings
 from shared.settings.rewards.scorers import AnswerScorer, CodeScorer, JudgeScorer, PythonScorer
 from shared.settings.rewards.scorers import Scorer as ScorerSettings
 from tests.conftest import Server, until
 from tests.support import builders
+from tests.support.raw_redis import raw
 
 PYTHON = PythonScorer(kind="python", name="mine", function="mine:score")
 JUDGE = JudgeScorer.model_construct(kind="judge", name="judge")
@@ -149,7 +151,7 @@ async def test_the_service_refuses_a_function_that_fails_on_the_data_before_it_i
     scorers = [{"kind": "python", "name": "mine", "function": "broken_scorer:score"}]
     settings = Settings.model_validate(
         {
-            "run": {"id": bus.keys.run_id, "folder": tmp_path},
+            "run": {"id": bus.run_id, "folder": tmp_path},
             "bus": {"url": server.url},
             "reward": {"scorers": scorers},
         }
@@ -224,9 +226,9 @@ async def test_failures_travel_with_the_heartbeat(bus: Bus) -> None:
     await until(told)
     stop.set()
     await beating
-    key = bus.keys.service("reward-1")
-    old = {**json.loads(await bus.client.get(bus.keys.service("reward-0"))), "replica": "reward-1"}
+    key = bus.keys.named("service:reward-1")
+    old = {**json.loads(await raw(bus).get(bus.keys.named("service:reward-0"))), "replica": "reward-1"}
     del old["failures"]
-    await bus.write(key, "SET", json.dumps(old))
-    await bus.write(bus.keys.services, "SADD", "reward-1")
+    await raw(bus).execute_command("SET", key, json.dumps(old))
+    await raw(bus).execute_command("SADD", bus.keys.named("services"), "reward-1")
     assert {beat.replica: len(beat.failures) for beat in await heartbeats(bus)} == {"reward-0": 1, "reward-1": 0}

@@ -19,6 +19,7 @@ from shared.bus.stores.ledger import Ledger, RunState
 from shared.bus.streams import AUDIT, TRAINING_STREAMS
 from tests.conftest import PATIENCE_S
 from tests.support import forge
+from tests.support.raw_redis import raw
 
 ROOT = Path(__file__).parents[2]
 POLICY = ROOT / "examples" / "arithmetic" / "policy"
@@ -85,8 +86,7 @@ async def _audit(folder: Path) -> None:
         bus = await Bus.connect(url, "scorers", wait_s=PATIENCE_S)
         status, counts = await Ledger(bus).status(), await bus.counts()
         endings = [
-            (int(fields[b"id"]), fields[b"outcome"].decode())
-            for _, fields in await bus.client.xrange(bus.keys.of(AUDIT))
+            (int(fields[b"id"]), fields[b"outcome"].decode()) for _, fields in await raw(bus).xrange(bus.keys.of(AUDIT))
         ]
         assert (status.state, status.step) == (RunState.FINISHED, STEPS)
         assert sorted(group for group, _ in endings) == list(range(status.cursor)), "each admitted prompt ends once"
@@ -94,7 +94,7 @@ async def _audit(folder: Path) -> None:
         assert counts["trained"] == STEPS * GROUPS
         assert not any(outcome.startswith("dead") for outcome in counts)
         assert [await bus.length(stream) for stream in TRAINING_STREAMS] == [0, 0, 0]
-        seen = await bus.client.hgetall(bus.keys.statistics("model"))
+        seen = await raw(bus).hgetall(bus.keys.named("statistics:model"))
         assert int(seen[b"count"]) >= STEPS * GROUPS * GROUP_SIZE
         assert int(seen[b"count"]) % GROUP_SIZE == 0
         await bus.close()

@@ -21,6 +21,7 @@ from shared.bus import wire
 from shared.bus.bus import Bus, Delivery
 from shared.bus.messages import Experience, Purpose, RolloutGroup, Score, ScoreStatus
 from shared.bus.stores.cordon import Cordon
+from shared.bus.stores.heartbeats import heartbeats
 from shared.bus.stores.live_settings import Live
 from shared.bus.stores.run_secret import RunSecret
 from shared.bus.streams import EVAL_RESULTS, EVAL_ROLLOUTS, EXPERIENCE, ROLLOUTS, Stream
@@ -28,10 +29,11 @@ from shared.bus.worker import Patience, Worker
 from shared.errors import PermanentError, SettingsError, TemporaryError
 from shared.expression import Expression
 from shared.process.service import Context
-from shared.process.telemetry import Status, heartbeats
+from shared.process.telemetry import Status
 from shared.settings import Settings
 from tests.conftest import PATIENCE_S, Server, until
 from tests.support import builders
+from tests.support.raw_redis import raw
 
 ROOT = Path(__file__).parents[2]
 
@@ -135,7 +137,7 @@ async def test_a_group_that_a_scorer_cannot_judge_is_tried_again_and_then_buried
     assert judge.asked == 3
     assert await bus.length(EXPERIENCE) == 0
     assert await bus.length(ROLLOUTS) == 0
-    ((_, fields),) = await bus.client.xrange(bus.keys.of(ROLLOUTS.dead))
+    ((_, fields),) = await raw(bus).xrange(bus.keys.of(ROLLOUTS.dead))
     assert b"scorer 'judge' unavailable: no answer from the judge" in fields[b"reason"]
     assert status.state == "degraded"
     assert status.last_error == "scorer 'judge': no answer from the judge"
@@ -167,7 +169,7 @@ async def test_a_group_that_can_never_be_scored_is_buried_at_once_with_the_setti
         (delivery,) = await take(bus, EXPERIENCE, 1)
         await until(lambda: _length_is(bus, ROLLOUTS.dead, 1))
     assert delivery.group_id == "4"
-    ((_, fields),) = await bus.client.xrange(bus.keys.of(ROLLOUTS.dead))
+    ((_, fields),) = await raw(bus).xrange(bus.keys.of(ROLLOUTS.dead))
     assert fields[b"attempts"] == b"1"
     assert fields[b"reason"].endswith(b"found none: change data.answer_field")
 
@@ -241,7 +243,7 @@ def _wait(process: subprocess.Popen[str]) -> str:
 
 async def test_the_service_scores_what_comes_and_stops_in_order(bus: Bus, server: Server, tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
-    config.write_text(f"[run]\nid = {json.dumps(bus.keys.run_id)}\n[bus]\nurl = {json.dumps(server.url)}\n")
+    config.write_text(f"[run]\nid = {json.dumps(bus.run_id)}\n[bus]\nurl = {json.dumps(server.url)}\n")
     await put(bus, builders.group(3, ("46", "x = 46", "x = 47")))
     process = _start(config)
     try:

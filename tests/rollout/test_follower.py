@@ -26,6 +26,7 @@ from shared.weights.receiver.puller import Puller
 from shared.weights.transport.offer import Offer
 from tests.conftest import PATIENCE_S, until
 from tests.support import tiny, weights
+from tests.support.raw_redis import raw
 from tests.support.tolerance import FORWARD
 
 DEADLINE_S = 5.0
@@ -188,7 +189,7 @@ async def test_a_replica_that_joins_at_version_50_pulls_from_a_peer_that_holds_i
             first.status.state = "working"
             stop = asyncio.Event()
             beating = asyncio.ensure_future(Presence(bus, "rollout", "rollout-0", 1.0, first.status).run(stop))
-            await until(lambda: bus.client.exists(bus.keys.service("rollout-0")))
+            await until(lambda: raw(bus).exists(bus.keys.named("service:rollout-0")))
             trainer.withdraw(0.0)  # it has the head no more
             before = pulls("peer")
             async with replica(bus, engine(2), "rollout-9") as late:

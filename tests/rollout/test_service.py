@@ -36,17 +36,19 @@ from shared.bus.messages import (
     RolloutGroup,
     Sampling,
 )
-from shared.bus.stores.holding import Holding
+from shared.bus.stores.evaluations import Holding
+from shared.bus.stores.heartbeats import heartbeats
 from shared.bus.stores.live_settings import Live
 from shared.bus.streams import Stream
 from shared.bus.worker import Patience
 from shared.errors import NotHere, PermanentError
-from shared.process.telemetry import Status, heartbeats
+from shared.process.telemetry import Status
 from shared.settings import Settings, WeightsSettings
 from shared.weights.format.snapshot import write_snapshot
 from shared.weights.receiver.puller import Puller
 from tests.conftest import PATIENCE_S, Server, until
 from tests.support import builders, tiny, weights
+from tests.support.raw_redis import raw
 from tests.support.tolerance import ULPS
 
 
@@ -67,7 +69,7 @@ async def announce_at(bus: Bus, location: Path, version: int, digest: str) -> No
 async def evaluate(bus: Bus, version: int, *replicas: str, timeout_s: float = 60.0) -> None:
     """Say that an evaluation of ``version`` is under way, which ``replicas`` (all, if none is named) keep."""
     held = Holding(PolicyVersion(version), replicas, timeout_s).encode()
-    await bus.client.hset(bus.keys.evaluation, mapping={"version": version, "holding": held})
+    await raw(bus).hset(bus.keys.named("evaluation"), mapping={"version": version, "holding": held})
 
 
 async def put(bus: Bus, prompt: Prompt, stream: Stream = streams.PROMPTS) -> None:
@@ -214,7 +216,7 @@ async def test_a_prompt_that_can_never_be_generated_is_buried_with_its_reason(
 
 
 async def _dead(bus: Bus) -> str:
-    entries = await bus.client.xrange(bus.keys.of(streams.PROMPTS.dead))
+    entries = await raw(bus).xrange(bus.keys.of(streams.PROMPTS.dead))
     return str(entries[0][1][b"reason"].decode()) if entries else ""
 
 
@@ -420,7 +422,7 @@ async def test_a_replica_keeps_the_evaluated_version_until_its_evaluation_is_ove
         found += [delivery.message() for delivery in await take(bus, streams.EVAL_ROLLOUTS)]
     assert {group.versions for group in found} == {frozenset({1})}
     assert (engine.version, await bus.length(streams.ROLLOUTS)) == (1, 0), "training waits for version 2"
-    await bus.client.delete(bus.keys.evaluation)
+    await raw(bus).delete(bus.keys.named("evaluation"))
     await until(lambda: status.version == 2)
     await until(lambda: _trained(bus))
 
@@ -440,7 +442,7 @@ async def test_a_replica_that_is_not_named_goes_on_to_the_head(
     await announce(bus, tmp_path, 2)
     await until(lambda: served[1].version == 2)
     assert named.version == 1
-    await bus.client.delete(bus.keys.evaluation)
+    await raw(bus).delete(bus.keys.named("evaluation"))
     await until(lambda: named.version == 2)
     await serving.end()
 
@@ -463,13 +465,13 @@ async def test_a_replica_that_starts_during_an_evaluation_pulls_its_version_wher
     location = await announce(bus, tmp_path, 1)
     (_, told), *_ = await bus.newest(streams.POLICY, PolicyUpdate)
     assert told.record.location == str(location)
-    await bus.client.hset(bus.keys.policies, "1", wire.encode(told.record))
+    await raw(bus).hset(bus.keys.named("policies"), "1", wire.encode(told.record))
     await announce(bus, tmp_path, 2)
     await evaluate(bus, 1)
     status = Status()
     serving = Serving(rollout(bus, ScriptedEngine(receive=weights.receiving()), status))
     await until(lambda: status.version == 1)
-    await bus.client.delete(bus.keys.evaluation)
+    await raw(bus).delete(bus.keys.named("evaluation"))
     await until(lambda: status.version == 2)
     await serving.end()
 
@@ -479,7 +481,7 @@ async def test_a_replica_that_cannot_get_the_evaluated_version_goes_to_the_head(
 ) -> None:
     caplog.set_level("INFO")
     gone = PolicyRecord(PolicyVersion(1), None, 1, 0.0, "ab" * 32, str(tmp_path / "gone"))
-    await bus.client.hset(bus.keys.policies, "1", wire.encode(gone))
+    await raw(bus).hset(bus.keys.named("policies"), "1", wire.encode(gone))
     await announce(bus, tmp_path, 2)
     await evaluate(bus, 1)
     status = Status()
@@ -530,7 +532,7 @@ def test_a_groups_seed_is_its_own_and_the_same_at_every_delivery() -> None:
     ],
 )
 async def test_a_prompt_that_cannot_be_one_of_the_run_is_refused(bus: Bus, change: dict[str, Any], reason: str) -> None:
-    await bus.client.hset(bus.keys.run, mapping={"cursor": 9, "newest_version": 4})
+    await raw(bus).hset(bus.keys.named("run"), mapping={"cursor": 9, "newest_version": 4})
     settings = Settings()
     plausibility = Plausibility(bus, settings, Live(bus, settings).refresh)
     await plausibility.check(builders.prompt(8, min_version=4), Purpose.TRAIN)

@@ -11,7 +11,7 @@ from services.coordinator.policies.relay_tree import serving, sources
 from services.rollout.sources import PullAttempt, attempts, holders
 from shared.bus import wire
 from shared.bus.messages import PolicyRecord, PolicyUpdate, PolicyVersion
-from shared.process.telemetry import Heartbeat
+from shared.bus.stores.heartbeats import Heartbeat
 
 TRAINER = "trainer:1"
 

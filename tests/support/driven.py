@@ -51,7 +51,7 @@ class Driven:
 
     async def events(self) -> list[str]:
         """Return the names of the run's events."""
-        rows = await self.bus.client.xrange(self.bus.keys.of(EVENTS))
+        rows = await raw(self.bus).xrange(self.bus.keys.of(EVENTS))
         return [wire.decode(fields[b"data"], Event).name for _, fields in rows]
 
     def train(self, engine: TrainingEngine) -> None:

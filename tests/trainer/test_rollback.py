@@ -12,8 +12,6 @@ import torch
 from safetensors.torch import load_file
 
 from services.coordinator.api.app import make_app
-from services.coordinator.operations.operations import OperationState
-from services.coordinator.policies.rollback import Rollback, Stage
 from services.coordinator.service import Coordinator
 from services.trainer.checkpoint.local_store import Checkpoint
 from services.trainer.checkpoint.manifests import CheckpointState
@@ -22,14 +20,17 @@ from shared.bus import streams, wire
 from shared.bus.bus import Bus
 from shared.bus.messages import Event, Experience, PolicyRecord, PolicyVersion, Prompt
 from shared.bus.stores.exports import Exports
-from shared.bus.stores.ledger import Ledger, PolicyState, RunState
-from shared.bus.stores.rollback import descendants
+from shared.bus.stores.ledger import Ledger, RunState
+from shared.bus.stores.operations import OperationState
+from shared.bus.stores.policies import PolicyState
+from shared.bus.stores.rollback import Rollback, Stage, descendants
 from shared.process.telemetry import Presence, Status
 from shared.weights.format.snapshot import read_snapshot
 from tests.chaos.run import TcpServer
 from tests.conftest import PATIENCE_S, Server, until
 from tests.support.coordinator_players import Trainer, make, record, replicas, report, running, settings
 from tests.support.fault_proxy import FaultProxy
+from tests.support.raw_redis import raw, script_text
 from tests.trainer.test_service import GROUPS, Run, bus_of, feed, versions
 
 V = PolicyVersion
@@ -280,7 +281,7 @@ async def test_a_rollback_whose_answer_is_lost_on_the_wire_is_done_once_and_told
     try:
         bus = await Bus.connect(f"redis://127.0.0.1:{await proxy.start()}", "lost", wait_s=PATIENCE_S)
         async with at_step(bus, tmp_path, 3, checkpoint=1) as (parts, _):
-            await bus.client.script_load(Path("shared/bus/scripts/roll_back.lua").read_text())
+            await raw(bus).script_load(script_text("roll_back"))
             proxy.cut_reply_to(b"rolling back to version 1: worse")
             begun = await parts.rollbacks.begin(V(1), "worse")
             assert proxy.done["torn"] == 1, "the script ran, and its answer was lost"
@@ -442,7 +443,7 @@ async def test_a_trainer_that_cannot_load_the_checkpoint_of_a_rollback_waits_unt
 
 
 async def _is_given_up(bus: Bus) -> bool:
-    return bool(await bus.client.hget(bus.keys.rollback, "unloadable"))
+    return bool(await raw(bus).hget(bus.keys.named("rollback"), "unloadable"))
 
 
 async def _exported(bus: Bus) -> bool:

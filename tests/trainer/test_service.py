@@ -33,6 +33,7 @@ from shared.weights.receiver.receiver import Receiver
 from shared.weights.transport.place import DeviceLocation, boot_id
 from tests.conftest import PATIENCE_S, Server, until
 from tests.support import builders, forge, weights
+from tests.support.raw_redis import raw
 from tests.support.tolerance import ADAM_MOVEMENT, FORWARD, moved_apart
 
 ROOT = Path(__file__).parents[2]
@@ -388,7 +389,7 @@ async def test_a_gradient_that_is_not_finite_leaves_with_its_batch_and_a_commit_
         assert await bus.counts() == {"dropped:nonfinite": GROUPS, "trained": GROUPS}
         assert await versions(ledger) == [(0, None, 0), (1, 0, 1)]
         assert all(bool(torch.isfinite(tensor).all()) for tensor in (await run.weights(ledger)).values())
-        (report,) = await bus.client.xrange(bus.keys.of(streams.STEPS))
+        (report,) = await raw(bus).xrange(bus.keys.of(streams.STEPS))
         assert b"dropped_nonfinite" in b"".join(report[1].values())
         await ledger.take_epoch()  # another trainer starts
         await feed(bus, 2 * GROUPS, GROUPS)
@@ -416,12 +417,12 @@ async def test_an_empty_bus_is_restored_from_the_checkpoint_and_no_version_is_re
     run = Run(tmp_path, server, "emptied")
     async with bus_of(run) as (bus, ledger):
         await feed(bus, 0, 3 * GROUPS)
-        await bus.client.hset(bus.keys.run, "cursor", 9)
+        await raw(bus).hset(bus.keys.named("run"), "cursor", 9)
         async with run.trainer() as process:
             await run.reaches(ledger, 3, process)
             os.kill(process.pid, signal.SIGKILL)
-        for key in await bus.client.keys(bus.keys.named("*")):
-            await bus.client.delete(key)
+        for key in await raw(bus).keys(bus.keys.named("*")):
+            await raw(bus).delete(key)
         await bus.make_groups()
         async with run.trainer() as process:
             await run.reaches(ledger, 2, process)

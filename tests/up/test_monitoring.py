@@ -28,6 +28,7 @@ from tests.deploy.test_dashboards import alerts_and_records
 from tests.support import forge
 from tests.support.prometheus_server import Prometheus
 from tests.support.promql import filled, metrics, series
+from tests.support.raw_redis import raw
 
 ROOT = Path(__file__).parents[2]
 SILENT = {
@@ -173,7 +174,7 @@ async def test_a_message_that_nobody_can_read_raises_the_alert_of_dead_letters(r
     assert not run.ask(firing)
     bus = await run.bus()
     try:
-        await bus.client.xadd(bus.keys.of(PROMPTS), {b"group": b"poison", b"data": b"\xc1 not msgpack"})
+        await raw(bus).xadd(bus.keys.of(PROMPTS), {b"group": b"poison", b"data": b"\xc1 not msgpack"})
     finally:
         await bus.close()
     await until(lambda: bool(run.ask(firing)))

@@ -22,10 +22,9 @@ from prometheus_client import Counter
 
 from services.coordinator.admission.bus_full import Shortage
 from services.coordinator.admission.dataset import Dataset, EpochOrder
-from shared.bus import streams
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion, Prompt, Sampling
-from shared.bus.stores.ledger import Ledger, RunState
+from shared.bus.stores.ledger import AdmissionState, Ledger, RunState
 from shared.errors import BusFull
 from shared.settings import Settings
 
@@ -109,35 +108,24 @@ class Admission:
             BusFull: the server has no memory for them; nothing was admitted.
         """
         while True:
-            cursor, shift, newest, room = await self._look()
+            run = await self._ledger.admission_state()
+            newest, room = run.newest_version, self._room(run)
             if newest is None or room <= 0:
                 return 0
             count = min(room, _MOST_AT_ONCE)
-            prompts = [self._prompt(cursor + place, shift, newest) for place in range(count)]
+            prompts = [self._prompt(run.cursor + place, run.shift, newest) for place in range(count)]
             terms = self._terms()
             admitted = await self._ledger.admit(prompts, terms.slots, terms.groups_per_step, terms.steps, newest)
             if admitted != _MOVED:
                 ADMITTED.inc(max(0, admitted))
                 return max(0, admitted)
 
-    async def _look(self) -> tuple[int, int, PolicyVersion | None, int]:
-        """Return cursor, shift, the newest version (None: not to be admitted now), and how many slots are free."""
-        fields, *lengths = await self._bus.call(self._read)
-        state, cursor, shift, newest, head, step = (None if value is None else value.decode() for value in fields)
-        if state != RunState.RUNNING or newest is None or head is None:
-            return 0, 0, None, 0
+    def _room(self, run: AdmissionState) -> int:
+        """Return the number of slots that are free now."""
+        if run.state is not RunState.RUNNING or run.head is None:
+            return 0
         terms = self._terms()
-        left = (terms.steps - int(step or 0)) * terms.groups_per_step
-        room = min(terms.slots, left) - sum(lengths)
-        return int(cursor or 0), int(shift or 0), PolicyVersion(int(newest)), room
-
-    async def _read(self) -> tuple[list[bytes | None], int, int, int]:
-        pipeline = self._bus.client.pipeline(transaction=False)
-        pipeline.hmget(self._bus.keys.run, ["state", "cursor", "shift", "newest_version", "head", "step"])
-        for stream in streams.TRAINING_STREAMS:
-            pipeline.xlen(self._bus.keys.of(stream))
-        fields, prompts, rollouts, experience = await pipeline.execute()
-        return fields, prompts, rollouts, experience
+        return min(terms.slots, (terms.steps - run.step) * terms.groups_per_step) - run.in_flight
 
     def _prompt(self, group_id: int, shift: int, newest: PolicyVersion) -> Prompt:
         problem = self._dataset.problems[self._order.index(group_id - shift)]

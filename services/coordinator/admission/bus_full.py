@@ -13,7 +13,6 @@ import time
 
 from prometheus_client import Gauge
 
-from shared.bus import connection
 from shared.bus.bus import Bus
 from shared.bus.stores.ledger import Ledger
 from shared.process.telemetry import tell
@@ -40,7 +39,7 @@ class Shortage:
 
     async def begin(self) -> None:
         """Say that admission waits."""
-        used, most = await self._bus.call(lambda: connection.memory_bytes(self._bus.client))
+        used, most = await self._bus.memory_bytes()
         sentence = (
             f"admission waits for memory: the bus uses {used / 1e6:.1f} MB of its maxmemory of {most / 1e6:.1f} MB; it goes on by itself "
             f"under {_ROOM:.0%}: raise maxmemory, or lower algorithm.max_lag or trainer.checkpoint_every_steps"
@@ -59,7 +58,7 @@ class Shortage:
         if time.monotonic() - self._looked_s < _LOOK_S:
             return False
         self._looked_s = time.monotonic()
-        used, most = await self._bus.call(lambda: connection.memory_bytes(self._bus.client))
+        used, most = await self._bus.memory_bytes()
         if most and used > _ROOM * most:
             return False
         self._active = False

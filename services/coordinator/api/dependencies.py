@@ -17,6 +17,7 @@ from services.coordinator.run.commands import Steering
 from services.coordinator.run.monitor import Monitor
 from services.coordinator.schemas.resources import Page
 from shared.bus.bus import Bus
+from shared.bus.stores import records
 from shared.bus.stores.ledger import Ledger
 from shared.bus.stores.live_settings import Live
 from shared.bus.streams import Stream
@@ -50,12 +51,9 @@ class Parts:
 
     async def newest_first(self, stream: Stream, cursor: str | None, limit: int) -> list[tuple[str, dict[str, str]]]:
         """Return ``limit`` entries of a stream before a cursor, and one more where there are more."""
-        end = f"({cursor}" if cursor else "+"
-        key = self.bus.keys.of(stream)
-        rows = await self.bus.call(lambda: self.bus.client.xrevrange(key, max=end, count=limit + 1))
         return [
-            (entry.decode(), {name.decode(): value.decode(errors="replace") for name, value in fields.items()})
-            for entry, fields in rows
+            (entry, {name.decode(): value.decode(errors="replace") for name, value in fields.items()})
+            for entry, fields in await records.page(self.bus, stream, cursor, limit + 1)
         ]
 
 

@@ -33,6 +33,7 @@ from services.coordinator.api.bodies import Bodies, BodyRefused
 from services.coordinator.api.errors import ANSWER_WITHIN_S, bus_away, problem
 from services.coordinator.api.routes.page import SESSION_PATH, page_type, session_cookie
 from shared.bus.bus import Bus
+from shared.bus.stores.idempotency import begin_answer, forget_answer, keep_answer
 from shared.errors import BusUnavailable
 
 log = logging.getLogger(__name__)
@@ -48,8 +49,6 @@ OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 """These need no token: kubelets and load balancers ask."""
 STREAM_PATH: Final = "/v1/events/stream"
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
-_KEPT_S = 86_400
-_UNDER_WAY_S = 60
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,100}")
 _IDEMPOTENCY_KEY = re.compile(r"[!-~]{1,255}")
 _BODY_TYPES = {"/v1/runs": ("application/toml",)}
@@ -154,7 +153,7 @@ class Conventions:
             await refusal(scope, receive, send)
             return
         request = f"{scope['method']} {scope['path']}\n".encode()
-        name = self._bus.keys.idempotency(hashlib.sha256(request + key.encode()).hexdigest())
+        name = hashlib.sha256(request + key.encode()).hexdigest()
         mark = hashlib.sha256(request + body).hexdigest()
         try:
             async with asyncio.timeout(ANSWER_WITHIN_S):
@@ -173,10 +172,9 @@ class Conventions:
 
     async def _take(self, name: str, mark: str) -> Response | None:
         """Begin to answer under ``name``, or return what is to be answered instead."""
-        client, begun = self._bus.client, json.dumps({"mark": mark})
-        if await self._bus.write(name, "SET", begun, "NX", "EX", _UNDER_WAY_S):
+        text = await begin_answer(self._bus, name, json.dumps({"mark": mark}))
+        if text is None:
             return None
-        text = await self._bus.call(lambda: client.get(name))
         kept: dict[str, Any] = json.loads(text) if text else {"mark": mark}
         if kept["mark"] != mark:
             return problem(422, "expected the request that this Idempotency-Key was first used for, found another body")
@@ -186,12 +184,11 @@ class Conventions:
 
     async def _keep(self, name: str, mark: str, copy: "_Copy") -> None:
         """Keep an answer for a day; one that is no answer (a bug, no bus, no end) may be asked for again."""
-        client = self._bus.client
         if not copy.whole or copy.status >= 500:
-            await self._bus.call(lambda: client.delete(name))
+            await forget_answer(self._bus, name)
             return
         kept = {"mark": mark, "status": copy.status, "headers": copy.headers, "body": copy.body.decode()}
-        await self._bus.write(name, "SET", json.dumps(kept), "EX", _KEPT_S)
+        await keep_answer(self._bus, name, json.dumps(kept))
 
 
 def _is_open(path: str) -> bool:

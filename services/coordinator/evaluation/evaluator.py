@@ -10,38 +10,33 @@ An evaluation is of one version and all sets that are due, and survives a restar
 are kept by problem, so one that arrives twice counts once; one that another version had a part in does not count. It is over when
 every problem has an answer, when nothing of it lies in the streams any more (the rest is dead), when no replica can serve the version any
 more, or at its deadline; then it reports on the answers that it has, or, without any, is as if it had not been, so that the head is
-evaluated instead. When to evaluate is ``lifecycle``'s matter, who keeps a version ``shared.bus.stores.holding``'s.
+evaluated instead. When to evaluate is ``lifecycle``'s matter, who keeps a version ``shared.bus.stores.evaluations``'s.
 """
 
 import dataclasses
-import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from services.coordinator.admission.dataset import Dataset, subset
 from services.coordinator.evaluation.results import (
-    Description,
     Evaluation,
-    EvaluationRequest,
-    read_description,
     sentence,
     summarize,
 )
-from shared.bus import streams, wire
 from shared.bus.bus import Bus, Delivery
 from shared.bus.messages import Experience, PolicyVersion, Prompt, Purpose, Sampling
-from shared.bus.server import Argument
-from shared.bus.stores.holding import Holding, appoint, holding
-from shared.bus.streams import EVAL_RESULTS, Stream
+from shared.bus.stores import evaluations as store
+from shared.bus.stores.evaluations import Description, EvaluationRequest, Holding, appoint, holding
+from shared.bus.stores.heartbeats import Heartbeat, heartbeats
+from shared.bus.streams import EVAL_RESULTS, EVALUATION_STREAMS, Stream
 from shared.errors import MessageError
-from shared.process.telemetry import Heartbeat, heartbeats, tell
+from shared.process.telemetry import tell
 from shared.settings.evaluation import EvaluationSettings, HeldOutSet
 
 log = logging.getLogger(__name__)
 
 CONSUMER = "coordinator"
-EVALUATION_STREAMS = (streams.EVAL_PROMPTS, streams.EVAL_ROLLOUTS, streams.EVAL_RESULTS)
 _BLOCK_S = 0.2
 _LOST_AFTER_S = 2.0
 
@@ -111,9 +106,7 @@ class Evaluator:
 
     async def under_way(self) -> Description | None:
         """Return the evaluation that an earlier process began, if any."""
-        client, key = self._bus.client, self._bus.keys.evaluation
-        text = await self._bus.call(lambda: client.hget(key, "description"))
-        return None if text is None else read_description(json.loads(text))
+        return await store.under_way(self._bus)
 
     def _describe(self, version: PolicyVersion, step: int, due: Due) -> tuple[Description, list[Prompt]]:
         now_s, sets = time.time(), list[EvaluationRequest]()
@@ -142,10 +135,7 @@ class Evaluator:
             able = candidates(await heartbeats(self._bus), description.version)
             names = tuple(beat.replica for beat in able[: self._settings.replicas])
         to_hold = Holding(description.version, names, self._settings.timeout_s)
-        keys = [self._bus.keys.evaluation, self._bus.keys.evaluations, self._bus.keys.of(streams.EVAL_PROMPTS)]
-        text = json.dumps(dataclasses.asdict(description))
-        arguments: list[Argument] = [description.version, text, to_hold.encode(), *map(wire.encode, prompts)]
-        return bool(await self._bus.script("start_evaluation", [*keys, self._bus.keys.run], arguments))
+        return await store.start(self._bus, description, to_hold, prompts)
 
     # ---------------------------------------------------------------- collect
 
@@ -188,20 +178,14 @@ class Evaluator:
             return
         above = description.set_of(prompt.group_id).correct_above
         correct = sum(float(reward) > above for reward in result.rewards)
-        await self._bus.write(self._bus.keys.evaluation_answers, "HSETNX", str(prompt.group_id), str(correct))
-
-    async def _answered(self) -> int:
-        client, key = self._bus.client, self._bus.keys.evaluation_answers
-        return int(await self._bus.call(lambda: client.hlen(key)))
+        await store.keep_answer(self._bus, prompt.group_id, correct)
 
     async def _over(self, description: Description, *, servable: bool) -> str | None:
         """Return None while there is something to wait for, else why answers are missing (empty: none are, or they are dead)."""
-        if await self._answered() >= description.problems:
+        if await store.answered(self._bus) >= description.problems:
             return ""
-        keys = [self._bus.keys.of(stream) for stream in EVALUATION_STREAMS]
         # One script: an entry on its way from one stream to the next must not be missed.
-        rows = await self._bus.script("depths", keys, [""] * len(keys))
-        prompts, rollouts, results = (int(entries) for entries, _, _ in rows)
+        prompts, rollouts, results = (depth.entries for depth in await self._bus.depths(*EVALUATION_STREAMS))
         if results:
             return None
         if time.time() - description.started_at_s > self._settings.timeout_s:
@@ -226,9 +210,7 @@ class Evaluator:
 
     async def _report(self, description: Description, why: str) -> list[Evaluation] | None:
         await self._clear_streams()
-        client, key = self._bus.client, self._bus.keys.evaluation_answers
-        raw = await self._bus.call(lambda: client.hgetall(key))
-        answers = {int(problem): int(correct) for problem, correct in raw.items()}
+        answers = await store.answers(self._bus)
         wanted = bool(answers) or description.initial or description.final or not why.startswith("as ")
         found = summarize(description, answers, why, time.time()) if wanted else []
         judged = [await self._judge(evaluation) for evaluation in found]
@@ -242,9 +224,7 @@ class Evaluator:
         return judged
 
     async def _end(self, description: Description, found: Sequence[Evaluation]) -> bool:
-        keys = [self._bus.keys.evaluation, self._bus.keys.evaluations, self._bus.keys.evaluation_answers]
-        text = json.dumps([dataclasses.asdict(evaluation) for evaluation in found]) if found else ""
-        return bool(await self._bus.script("end_evaluation", keys, [description.version, text]))
+        return await store.end(self._bus, description.version, [dataclasses.asdict(each) for each in found])
 
     async def _clear_streams(self) -> None:
         for stream in EVALUATION_STREAMS:

@@ -24,6 +24,7 @@ from services.coordinator.policies.lineage import ancestors
 from services.coordinator.policies.rollback import Rollbacks
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyRecord, PolicyVersion
+from shared.bus.stores.evaluations import decisions, note_decision
 from shared.bus.stores.ledger import Ledger, RunState, RunStatus
 from shared.process.telemetry import tell
 from shared.settings.evaluation import EvaluationSettings, GateSettings
@@ -119,7 +120,7 @@ class RegressionGate:
         fallen = next((one for one in reversed(found) if one.gate == FELL), None)
         if gate.action == "off" or fallen is None or status.state is not RunState.RUNNING:
             return False
-        done = await self._done()
+        done = await decisions(self._bus)
         if done.get(fallen.version) in ("tell", "pause"):
             return False
         if gate.action == "tell":
@@ -139,7 +140,7 @@ class RegressionGate:
         goal = target(found, records, await self._ledger.checkpoints())
         if goal is None:
             return await self._pause(fallen, "no version that passed, or that one came from, has a checkpoint")
-        await self._remember(fallen, "rollback")
+        await note_decision(self._bus, fallen.version, "rollback")
         try:
             await self._rollbacks.begin(goal, _sentence(fallen))
         except StateConflict as error:  # people were quicker; what is left to do is seen at the next look
@@ -157,17 +158,10 @@ class RegressionGate:
         return paused
 
     async def _note(self, fallen: Evaluation, action: str, detail: str) -> None:
-        await self._remember(fallen, action)
+        await note_decision(self._bus, fallen.version, action)
         GATE_FALLS.labels(action).inc()
         log.warning("accuracy fell", extra={"version": int(fallen.version), "action": action, "detail": detail})
         await tell(self._bus, SOURCE, "accuracy fell", detail, version=int(fallen.version), action=action)
-
-    async def _remember(self, fallen: Evaluation, action: str) -> None:
-        await self._bus.write(self._bus.keys.gate, "HSET", str(fallen.version), action)
-
-    async def _done(self) -> dict[PolicyVersion, str]:
-        raw = await self._bus.call(lambda: self._bus.client.hgetall(self._bus.keys.gate))
-        return {PolicyVersion(int(version)): action.decode() for version, action in raw.items()}
 
 
 def _sentence(fallen: Evaluation) -> str:

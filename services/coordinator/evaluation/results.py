@@ -11,43 +11,8 @@ from typing import Any
 from services.coordinator.evaluation.statistics import Estimate, estimate, pass_at
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion
+from shared.bus.stores.evaluations import Description, EvaluationRequest, results
 from shared.settings.evaluation import ONLY_SET
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class EvaluationRequest:
-    """What of a set an evaluation asks."""
-
-    set: str
-    problems: int
-    samples: int
-    correct_above: float
-    pass_at: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Description:
-    """An evaluation that is under way. Problems are numbered through, set after set."""
-
-    version: PolicyVersion
-    step: int
-    sets: tuple[EvaluationRequest, ...]
-    initial: bool
-    final: bool
-    started_at_s: float
-
-    @property
-    def problems(self) -> int:
-        """How many problems it asks, of all sets."""
-        return sum(asked.problems for asked in self.sets)
-
-    def set_of(self, problem: int) -> EvaluationRequest:
-        """Return the set of the problem of a number."""
-        for asked in self.sets:
-            if problem < asked.problems:
-                return asked
-            problem -= asked.problems
-        raise IndexError(f"expected a problem below {self.problems}, found one of another evaluation: a bug")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,20 +97,13 @@ def sentence(found: Evaluation) -> str:
 
 async def evaluations(bus: Bus) -> list[Evaluation]:
     """Return what every evaluation of the run found, by version, in the order of the sets."""
-    raw = await bus.call(lambda: bus.client.hgetall(bus.keys.evaluations))
-    return read_evaluations(raw)
+    return read_evaluations(await results(bus))
 
 
 def read_evaluations(raw: Mapping[bytes, bytes]) -> list[Evaluation]:
     """Return the evaluations in the answer to HGETALL, by version, in the order of the sets."""
     found = [json.loads(raw[version]) for version in sorted(raw, key=int)]
     return [_evaluation(fields) for of_version in found for fields in _listed(of_version)]
-
-
-def read_description(fields: dict[str, Any]) -> Description:
-    """Return the evaluation under way from its fields on the bus."""
-    sets = tuple(EvaluationRequest(**{**asked, "pass_at": tuple(asked["pass_at"])}) for asked in fields.pop("sets"))
-    return Description(sets=sets, **fields)
 
 
 def _listed(found: Any) -> list[dict[str, Any]]:

@@ -14,47 +14,19 @@ This module knows no kind.
 import asyncio
 import contextlib
 import dataclasses
-import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from enum import StrEnum
 
 from shared.bus.bus import Bus
 from shared.bus.messages import Json
+from shared.bus.stores.operations import Operation, OperationState, OperationStore
 from shared.errors import PenstockError
 
 log = logging.getLogger(__name__)
 
 _KEPT = 1000
 _LOOK_S = 2.0
-_NEXT = "next"
-
-
-class OperationState(StrEnum):
-    """Where an operation stands."""
-
-    RUNNING = "running"
-    SUCCEEDED = "succeeded"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Operation:
-    """A command that takes a while."""
-
-    id: int
-    kind: str
-    state: OperationState
-    phase: str
-    """What it does now; names are the kind's own."""
-    detail: str
-    request: dict[str, Json]
-    """What was asked for."""
-    result: dict[str, Json]
-    created_at_s: float
-    changed_at_s: float
 
 
 class StateConflict(PenstockError):
@@ -83,8 +55,7 @@ class Operations:
     """
 
     def __init__(self, bus: Bus, handlers: Mapping[str, Handler]) -> None:
-        self._bus = bus
-        self._key = bus.keys.operations
+        self._store = OperationStore(bus)
         self._handlers = handlers
         self._working: set[int] = set()
         self._wake = asyncio.Event()
@@ -92,34 +63,31 @@ class Operations:
     async def begin(self, kind: str, phase: str, request: Mapping[str, Json]) -> Operation:
         """Begin an operation, or return the one of this kind and request that is under way."""
         assert kind in self._handlers
-        known = await self.all()
+        known = await self._store.all()
         for found in known:
             if found.state is OperationState.RUNNING and (found.kind, found.request) == (kind, dict(request)):
                 return found
-        number = int(await self._bus.write(self._key, "HINCRBY", _NEXT, 1))
+        number = await self._store.next_number()
         now_s = time.time()
         made = Operation(number, kind, OperationState.RUNNING, phase, "", dict(request), {}, now_s, now_s)
-        await self._write(made)
-        await self._forget([old for old in known if old.state is not OperationState.RUNNING][_KEPT:])
+        await self._store.write(made)
+        await self._store.forget([old.id for old in known if old.state is not OperationState.RUNNING][_KEPT:])
         self._wake.set()
         return made
 
     async def get(self, number: int) -> Operation | None:
         """Return an operation."""
-        text = await self._bus.call(lambda: self._bus.client.hget(self._key, str(number)))
-        return None if text is None else _read(text)
+        return await self._store.get(number)
 
     async def all(self) -> list[Operation]:
         """Return every operation that is kept, newest first."""
-        raw = await self._bus.call(lambda: self._bus.client.hgetall(self._key))
-        found = [_read(text) for name, text in raw.items() if name != _NEXT.encode()]
-        return sorted((one for one in found if one is not None), key=lambda operation: -operation.id)
+        return await self._store.all()
 
     async def run(self) -> None:
         """Do the work of every operation that is under way, also of those that an earlier coordinator began."""
         async with asyncio.TaskGroup() as tasks:
             while True:
-                for found in await self.all():
+                for found in await self._store.all():
                     if found.state is OperationState.RUNNING and found.id not in self._working:
                         self._working.add(found.id)
                         tasks.create_task(self._work(found))
@@ -130,7 +98,7 @@ class Operations:
 
     async def give_up(self, detail: str) -> None:
         """End what is under way as failed, as nobody will come who could do it."""
-        for found in await self.all():
+        for found in await self._store.all():
             if found.state is OperationState.RUNNING:
                 await self._end(found, OperationOutcome(OperationState.FAILED, detail))
 
@@ -141,7 +109,7 @@ class Operations:
             nonlocal now
             if (now.phase, now.detail) != (phase, detail):
                 now = dataclasses.replace(now, phase=phase, detail=detail, changed_at_s=time.time())
-                await self._write(now)
+                await self._store.write(now)
 
         handler = self._handlers.get(operation.kind)
         try:
@@ -161,23 +129,5 @@ class Operations:
         ended = dataclasses.replace(
             now, state=outcome.state, detail=outcome.detail, result=outcome.result, changed_at_s=time.time()
         )
-        await self._write(ended)
+        await self._store.write(ended)
         log.info("operation ended", extra={"operation": ended.id, "kind": ended.kind, "state": ended.state.value})
-
-    async def _write(self, operation: Operation) -> None:
-        text = json.dumps(dataclasses.asdict(operation))
-        await self._bus.write(self._key, "HSET", str(operation.id), text)
-
-    async def _forget(self, old: list[Operation]) -> None:
-        if old:
-            names = [str(operation.id) for operation in old]
-            await self._bus.call(lambda: self._bus.client.hdel(self._key, *names))
-
-
-def _read(text: bytes) -> Operation | None:
-    try:
-        fields = json.loads(text)
-        return Operation(**{**fields, "state": OperationState(fields["state"])})
-    except (ValueError, TypeError, LookupError, RecursionError) as error:
-        log.warning("unreadable operation passed over", extra={"error": repr(error)[:200]})
-        return None

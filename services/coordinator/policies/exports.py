@@ -12,18 +12,13 @@ The trainer makes it because the weights lie where it runs, and because the coor
 import asyncio
 import time
 
-from services.coordinator.operations.operations import (
-    Operation,
-    OperationOutcome,
-    OperationState,
-    Report,
-    StateConflict,
-)
+from services.coordinator.operations.operations import OperationOutcome, Report, StateConflict
 from shared.bus.bus import Bus
 from shared.bus.messages import Json, PolicyRecord, PolicyVersion
 from shared.bus.stores.exports import ExportRequest, ExportResult, Exports
+from shared.bus.stores.heartbeats import heartbeats
 from shared.bus.stores.ledger import Ledger
-from shared.process.telemetry import heartbeats
+from shared.bus.stores.operations import Operation, OperationState
 from shared.settings import Settings
 
 KIND = "export"

@@ -14,7 +14,7 @@ fails its children go to the trainer. A pure function; it knows no bus.
 
 from collections.abc import Iterable, Mapping
 
-from shared.process.telemetry import Heartbeat
+from shared.bus.stores.heartbeats import Heartbeat
 
 FAN_OUT = 2
 """Replicas that pull from the trainer, and from each replica: two keep its network card busy, and the tree flat."""

@@ -18,27 +18,29 @@ back to another version, or to this one again.
 """
 
 import asyncio
-import dataclasses
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from enum import StrEnum
 
 from prometheus_client import Counter
 
-from services.coordinator.operations.operations import (
-    Operation,
-    OperationOutcome,
-    OperationState,
-    Report,
-    StateConflict,
-)
+from services.coordinator.operations.operations import OperationOutcome, Report, StateConflict
 from shared.bus.bus import Bus
 from shared.bus.messages import Json, PolicyVersion
-from shared.bus.server import Argument
-from shared.bus.stores.ledger import ENDED, Ledger, PolicyState, RunState, RunStatus
-from shared.bus.stores.rollback import SOURCE, begin_rollback
-from shared.process.telemetry import heartbeats, tell
+from shared.bus.stores.heartbeats import heartbeats
+from shared.bus.stores.ledger import ENDED, Ledger, RunState, RunStatus
+from shared.bus.stores.operations import Operation, OperationState
+from shared.bus.stores.policies import PolicyState
+from shared.bus.stores.rollback import (
+    OVER,
+    SOURCE,
+    Rollback,
+    Stage,
+    begin_rollback,
+    current_rollback,
+    steer_rollback,
+)
+from shared.process.telemetry import tell
 
 log = logging.getLogger(__name__)
 
@@ -48,49 +50,6 @@ for _state in ("live", "failed"):
 KIND = "rollback"
 """The kind of its operation."""
 _LOOK_S, _POLL_S = 2.0, 0.1
-
-
-class Stage(StrEnum):
-    """How far a rollback is."""
-
-    LOADING = "loading"
-    PULLING = "pulling"
-    LIVE = "live"
-    FAILED = "failed"
-
-
-OVER = (Stage.LIVE, Stage.FAILED)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Rollback:
-    """One rollback."""
-
-    id: str
-    target: PolicyVersion
-    stage: Stage
-    reason: str
-    from_step: int
-    """The step at which the run was."""
-    revoked: int
-    """How many versions were revoked."""
-    undone: int
-    """How many groups were trained on the branch that was left."""
-    resumes: bool
-    """Whether the run goes on once the version is live: it was running."""
-    version: PolicyVersion | None
-    """The new version with the target's weights; None until the trainer has published it."""
-    detail: str
-    """What it waits for, or why it failed."""
-    unloadable: str
-    """Why the trainer cannot load the checkpoint; empty: it was not found so."""
-    started_at_s: float
-    changed_at_s: float
-
-    @property
-    def strands(self) -> bool:
-        """Whether it left the run with nothing to go on from."""
-        return self.stage is Stage.FAILED and bool(self.unloadable)
 
 
 def request(found: Rollback) -> dict[str, Json]:
@@ -184,8 +143,7 @@ class Rollbacks:
 
     async def current(self) -> Rollback | None:
         """Return the rollback under way, or the last one."""
-        raw = await self._bus.call(lambda: self._bus.client.hgetall(self._bus.keys.rollback))
-        return _read({name.decode(): value.decode() for name, value in raw.items()}) if raw else None
+        return await current_rollback(self._bus)
 
     async def run(self) -> None:
         """See to it that every rollback has its operation, also one whose coordinator died right after its beginning."""
@@ -210,7 +168,7 @@ class Rollbacks:
     async def keep_paused(self) -> None:
         """Leave the run paused once the rollback under way is live."""
         if (found := await self.current()) is not None:
-            await self._steer(found, resumes=0)
+            await steer_rollback(self._bus, found.id, resumes=0)
 
     async def advance(self) -> Rollback | None:
         """Move the rollback under way as far as it can go now; return it."""
@@ -225,7 +183,9 @@ class Rollbacks:
             await self._ledger.transition(RunState.PAUSED, reason, [RunState.PAUSED])
             await self._end(found, Stage.FAILED, found.unloadable)
         elif found.stage is Stage.LOADING and status.tip not in (None, found.target):
-            await self._steer(found, state=Stage.PULLING, version=status.tip or 0, detail="replicas pull the version")
+            await steer_rollback(
+                self._bus, found.id, state=Stage.PULLING, version=status.tip or 0, detail="replicas pull the version"
+            )
         elif found.stage is Stage.PULLING and found.version is not None:
             await self._wait_for_replicas(found, found.version, status)
         return await self.current()
@@ -244,14 +204,8 @@ class Rollbacks:
             await self._ledger.transition(RunState.RUNNING, reason, [RunState.PAUSED])
         await self._end(found, Stage.LIVE, f"behind still: {', '.join(behind)}" if behind else "")
 
-    async def _steer(self, found: Rollback, **fields: str | int) -> bool:
-        arguments: list[Argument] = [found.id, time.time()]
-        for name, value in fields.items():
-            arguments += [name, value]
-        return bool(await self._bus.script("steer_rollback", [self._bus.keys.rollback], arguments))
-
     async def _end(self, found: Rollback, stage: Stage, detail: str) -> None:
-        if not await self._steer(found, state=stage, detail=detail):
+        if not await steer_rollback(self._bus, found.id, state=stage, detail=detail):
             return
         self._changed()
         ROLLBACKS.labels(stage.value).inc()
@@ -263,22 +217,3 @@ class Rollbacks:
 def _choices(checkpoints: Mapping[PolicyVersion, str], states: Mapping[PolicyVersion, PolicyState]) -> str:
     usable: Collection[PolicyVersion] = sorted(v for v in checkpoints if states.get(v) is not PolicyState.REVOKED)
     return f"go back to one of {', '.join(map(str, usable))}" if usable else "no version has a checkpoint yet"
-
-
-def _read(fields: Mapping[str, str]) -> Rollback:
-    version = fields.get("version")
-    return Rollback(
-        id=fields["id"],
-        target=PolicyVersion(int(fields["target"])),
-        stage=Stage(fields["state"]),
-        reason=fields["reason"],
-        from_step=int(fields["from_step"]),
-        revoked=int(fields["revoked"]),
-        undone=int(fields["undone"]),
-        resumes=fields["resumes"] == "1",
-        version=None if version is None else PolicyVersion(int(version)),
-        detail=fields.get("detail", "the trainer loads the checkpoint"),
-        unloadable=fields.get("unloadable", ""),
-        started_at_s=float(fields["started_at_s"]),
-        changed_at_s=float(fields["changed_at_s"]),
-    )

@@ -16,7 +16,7 @@ reads the bus, and nothing reads the recorder but people, the summary and the re
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 from services.coordinator.evaluation.results import evaluations
@@ -24,14 +24,16 @@ from services.coordinator.records.jsonl import Lines
 from shared.bus import streams, wire
 from shared.bus.bus import Bus
 from shared.bus.messages import Event, Experience, Json, Prompt, StepReport
-from shared.bus.streams import Stream
+from shared.bus.stores.evaluations import evaluated
+from shared.bus.stores.records import following, page, wait_for_any
+from shared.bus.streams import Row, Stream
 from shared.errors import MessageError
 from shared.files.durable import no_room
 
 log = logging.getLogger(__name__)
 
 _BATCH = 500
-_WAIT_MS = 500
+_WAIT_S = 0.5
 _AGAIN_S = 1.0
 
 
@@ -63,8 +65,7 @@ class Recorder:
         """Record for ever."""
         while True:
             await self.catch_up()
-            after = {self._bus.keys.of(stream): entry for stream, entry in self._after.items()}
-            await self._bus.call(lambda after=after: self._bus.client.xread(after, count=1, block=_WAIT_MS))  # type: ignore[misc]
+            await wait_for_any(self._bus, self._after, _WAIT_S)
 
     async def catch_up(self) -> None:
         """Write everything that the bus has and the files have not; waits while the disk has no room."""
@@ -93,7 +94,7 @@ class Recorder:
         await self._sample()
 
     async def _record_steps(self) -> int:
-        entries = await self._entries(streams.STEPS)
+        entries = await following(self._bus, streams.STEPS, self._after[streams.STEPS], _BATCH)
         reports = list(_decoded(entries, StepReport))
         self._metrics.append([step_line(entry, report) for entry, report in reports])
         self._pass(streams.STEPS, entries)
@@ -103,25 +104,19 @@ class Recorder:
         return len(entries)
 
     async def _record_events(self) -> int:
-        entries = await self._entries(streams.EVENTS)
+        entries = await following(self._bus, streams.EVENTS, self._after[streams.EVENTS], _BATCH)
         events = _decoded(entries, Event)
         self._events.append([{"entry": entry, **dataclasses.asdict(event)} for entry, event in events])
         self._pass(streams.EVENTS, entries)
         return len(entries)
 
-    async def _entries(self, stream: Stream) -> list[tuple[bytes, Mapping[bytes, bytes]]]:
-        after = {self._bus.keys.of(stream): self._after[stream]}
-        answer = await self._bus.call(lambda: self._bus.client.xread(after, count=_BATCH))
-        entries: list[tuple[bytes, Mapping[bytes, bytes]]] = answer[0][1] if answer else []
-        return entries
-
-    def _pass(self, stream: Stream, entries: list[tuple[bytes, Mapping[bytes, bytes]]]) -> None:
+    def _pass(self, stream: Stream, entries: list[Row]) -> None:
         """Note that these entries are written."""
         if entries:
-            self._after[stream] = entries[-1][0].decode()
+            self._after[stream] = entries[-1][0]
 
     async def _record_evaluations(self) -> None:
-        count = int(await self._bus.call(lambda: self._bus.client.hlen(self._bus.keys.evaluations)))
+        count = await evaluated(self._bus)
         if count == 0 or count <= len(self._evaluated):
             return
         new = [found for found in await evaluations(self._bus) if found.version not in self._evaluated]
@@ -131,8 +126,7 @@ class Recorder:
     async def _sample(self) -> None:
         if self._step // self._every <= self._sampled_step // self._every:
             return
-        key = self._bus.keys.of(streams.JOURNAL)
-        newest = await self._bus.call(lambda: self._bus.client.xrevrange(key, count=1))
+        newest = await page(self._bus, streams.JOURNAL, None, 1)
         for entry, experience in _decoded(newest, Experience):  # none just after a checkpoint: the next step will do
             step = int(newest[0][1][b"step"])
             self._rollouts.append([rollout_line(entry, step, experience)])
@@ -187,12 +181,12 @@ def _asked(prompt: Prompt) -> Json:
     return [{"role": turn.role, "content": turn.content} for turn in prompt.messages]
 
 
-def _decoded(entries: list[tuple[bytes, Mapping[bytes, bytes]]], kind: type[wire.T]) -> Iterator[tuple[str, wire.T]]:
+def _decoded(entries: list[Row], kind: type[wire.T]) -> Iterator[tuple[str, wire.T]]:
     for entry, fields in entries:
         try:
-            yield entry.decode(), wire.decode(fields.get(b"data", b""), kind)
+            yield entry, wire.decode(fields.get(b"data", b""), kind)
         except MessageError as error:
-            log.warning("unreadable record passed over", extra={"entry": entry.decode(), "reason": str(error)})
+            log.warning("unreadable record passed over", extra={"entry": entry, "reason": str(error)})
 
 
 def _entry(lines: Lines) -> str:

@@ -7,19 +7,16 @@ import asyncio
 import dataclasses
 from collections.abc import Callable
 
-from services.coordinator.operations.operations import (
-    Operation,
-    OperationOutcome,
-    OperationState,
-    Report,
-    StateConflict,
-)
-from services.coordinator.policies.rollback import OVER, Rollbacks
+from services.coordinator.operations.operations import OperationOutcome, Report, StateConflict
+from services.coordinator.policies.rollback import Rollbacks
 from shared.bus import streams
 from shared.bus.bus import Bus
 from shared.bus.stores.cordon import Word, cordons
+from shared.bus.stores.heartbeats import heartbeats
 from shared.bus.stores.ledger import Ledger, RunState
-from shared.process.telemetry import heartbeats, tell
+from shared.bus.stores.operations import Operation, OperationState
+from shared.bus.stores.rollback import OVER
+from shared.process.telemetry import tell
 
 _LOOK_S = 0.1
 

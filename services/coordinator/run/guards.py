@@ -33,12 +33,13 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from prometheus_client import Counter, Gauge
 from pydantic import TypeAdapter
 
-from services.coordinator.operations.dead_letters import DeadLetterSource, newest_reason
 from services.coordinator.schemas.run import GuardView, RunView
 from shared.bus.bus import Bus
 from shared.bus.messages import StepReport
+from shared.bus.stores.dead_letters import DeadLetterSource, newest_reason
+from shared.bus.stores.heartbeats import Heartbeat
 from shared.bus.stores.ledger import Ledger, RunState
-from shared.process.telemetry import WEIGHTS_PROBE, Heartbeat, tell
+from shared.process.telemetry import WEIGHTS_PROBE, tell
 from shared.settings.guards import GUARDS, Action, Guard, GuardsSettings
 
 log = logging.getLogger(__name__)

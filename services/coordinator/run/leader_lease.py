@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable
 from prometheus_client import Gauge
 
 from shared.bus.bus import Bus
-from shared.bus.server import Argument
+from shared.bus.stores.leader_lease import claim_lease, leave_lease
 from shared.errors import BusUnavailable
 
 log = logging.getLogger(__name__)
@@ -94,12 +94,9 @@ class Lease:
 
     async def _claim(self) -> None:
         asked_s = time.monotonic()
-        keys = [self._bus.keys.lease, self._bus.keys.run]
-        arguments: list[Argument] = [self._replica, self._process, round(self._ttl_s * 1000)]
-        term, leader = await self._bus.script("lease", keys, arguments)
-        self.leader = leader.decode()
+        term, self.leader = await claim_lease(self._bus, self._replica, self._process, self._ttl_s)
         self._until_s = asked_s + self._ttl_s
-        self._set(int(term))
+        self._set(term)
 
     def _set(self, term: int) -> None:
         self.term = term
@@ -108,4 +105,4 @@ class Lease:
     async def _leave(self) -> None:
         with contextlib.suppress(TimeoutError, BusUnavailable):
             async with asyncio.timeout(1.0):
-                await self._bus.script("leave_lease", [self._bus.keys.lease], [self._process])
+                await leave_lease(self._bus, self._process)

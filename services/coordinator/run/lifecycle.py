@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from services.coordinator.evaluation.evaluator import EVALUATION_STREAMS, Due, Evaluator, take_all
+from services.coordinator.evaluation.evaluator import Due, Evaluator, take_all
 from services.coordinator.evaluation.regression_gate import RegressionGate
 from services.coordinator.evaluation.results import Evaluation, evaluations
 from services.coordinator.records import summary
@@ -30,9 +30,10 @@ from services.coordinator.records.recorder import Recorder
 from services.coordinator.records.report import write_report
 from shared.bus import streams
 from shared.bus.bus import Bus
+from shared.bus.stores.heartbeats import heartbeats
 from shared.bus.stores.ledger import ENDED, Ledger, RunState, RunStatus
 from shared.errors import BusFull
-from shared.process.telemetry import heartbeats, tell
+from shared.process.telemetry import tell
 from shared.settings import Settings
 from shared.settings.evaluation import HeldOutSet
 
@@ -160,7 +161,7 @@ class Lifecycle:
 
     async def _extend(self, step: int) -> bool:
         """Let a finished run that has steps left by now make them."""
-        await self._bus.write(self._bus.keys.run, "HDEL", "closed_at_s")
+        await self._ledger.reopen()
         reason = f"extended from {step} to {self._settings.run.steps} steps"
         extended, _ = await self._ledger.transition(RunState.RUNNING, reason, [RunState.FINISHED])
         self.closed = False
@@ -232,7 +233,7 @@ class Lifecycle:
             ended, now = await self._ledger.transition(state, reason, [RunState.RUNNING, RunState.PAUSED])
             if not ended and now is not RunState.FINISHED:
                 return  # stopped meanwhile: the next round closes it as that
-        await self._bus.write(self._bus.keys.run, "HSET", "closed_at_s", time.time())
+        await self._ledger.close()
         self.closed = True
 
     async def _write(self, status: RunStatus) -> None:
@@ -271,7 +272,7 @@ async def drain(bus: Bus) -> int:
                 dropped += await bus.drop(delivery, ENDED_REASON)
         if not taken:
             break
-    for stream in EVALUATION_STREAMS:
+    for stream in streams.EVALUATION_STREAMS:
         for delivery in await take_all(bus, stream):
             await bus.acknowledge(delivery)
     return dropped

@@ -19,13 +19,15 @@ from services.coordinator.run.guards import read_guards
 from services.coordinator.run.notices import compose
 from services.coordinator.schemas.run import EvaluationView, GuardView, History, NoticeView, RunView, StreamView
 from shared.bus import streams, wire
-from shared.bus.bus import Bus, read_counts
+from shared.bus.bus import Bus
 from shared.bus.messages import StepReport
-from shared.bus.server import Argument
-from shared.bus.stores.ledger import RunState, RunStatus, read_status
+from shared.bus.stores.heartbeats import Heartbeat, heartbeats
+from shared.bus.stores.ledger import RunState, RunStatus
 from shared.bus.stores.live_settings import Live
+from shared.bus.stores.overview import overview
+from shared.bus.stores.records import newer
 from shared.errors import MessageError
-from shared.process.telemetry import Heartbeat, Status, heartbeats
+from shared.process.telemetry import Status
 
 STREAM_ENTRIES = Gauge("penstock_coordinator_stream_entries", "Entries in a stream of the run.", ["stream"])
 STREAM_PENDING = Gauge("penstock_coordinator_stream_pending", "Entries in a replica's hands.", ["stream"])
@@ -138,32 +140,24 @@ class Monitor:
 
     async def _look(self) -> Look:
         dead = [stream.dead for stream in streams.GROUPED_STREAMS]
-        named = [*SHOWN, *dead]
-        arguments: list[Argument] = [stream.group or "" for stream in named]
-        rows = await self._bus.script("depths", [self._bus.keys.of(stream) for stream in named], arguments)
-        run, counts, found, revoked = await self._bus.call(self._read_hashes)
+        depths = await self._bus.depths(*SHOWN, *dead)
+        run = await overview(self._bus)
+        found = read_evaluations(run.evaluations)
         return Look(
-            status=read_status(run),
-            depths={stream.name: _depth(row) for stream, row in zip(SHOWN, rows, strict=False)},
-            dead=sum(int(row[0]) for row in rows[len(SHOWN) :]),
-            counts=read_counts(counts),
-            guards=read_guards(run.get(b"guards", b"")),
-            evaluations=[one for one in read_evaluations(found) if str(one.version).encode() not in revoked],
+            status=run.status,
+            depths={
+                stream.name: StreamView(**dataclasses.asdict(depth))
+                for stream, depth in zip(SHOWN, depths, strict=False)
+            },
+            dead=sum(depth.entries for depth in depths[len(SHOWN) :]),
+            counts=run.counts,
+            guards=read_guards(run.guards),
+            evaluations=[evaluation for evaluation in found if evaluation.version not in run.revoked],
         )
 
-    async def _read_hashes(self) -> tuple[dict[bytes, bytes], dict[bytes, bytes], dict[bytes, bytes], set[bytes]]:
-        pipeline = self._bus.client.pipeline(transaction=False)
-        for key in (self._bus.keys.run, self._bus.keys.counts, self._bus.keys.evaluations):
-            pipeline.hgetall(key)
-        pipeline.smembers(self._bus.keys.revoked)
-        run, counts, found, revoked = await pipeline.execute()
-        return run, counts, found, revoked
-
     async def _read_steps(self) -> None:
-        key, start = self._bus.keys.of(streams.STEPS), f"({self._newest_report}" if self._newest_report else "-"
-        newer = await self._bus.call(lambda: self._bus.client.xrevrange(key, min=start, count=_HISTORY_STEPS))
-        for entry, fields in reversed(newer):
-            self._newest_report = entry.decode()
+        for entry, fields in reversed(await newer(self._bus, streams.STEPS, self._newest_report, _HISTORY_STEPS)):
+            self._newest_report = entry
             try:
                 report = wire.decode(fields.get(b"data", b""), StepReport)
             except MessageError:
@@ -180,7 +174,7 @@ class Monitor:
         newest = self._history[-1] if self._history else None
         metrics = {} if newest is None else numbers(newest.metrics)
         return RunView(
-            run_id=self._bus.keys.run_id,
+            run_id=self._bus.run_id,
             state=status.state,
             reason=status.reason,
             closed=status.closed,
@@ -275,13 +269,6 @@ def eta_s(status: RunStatus, steps: int, finished_at_s: Sequence[float]) -> floa
 def numbers(metrics: Mapping[str, float]) -> dict[str, float | None]:
     """Return ``metrics`` with None in place of what JSON cannot hold."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-
-
-def _depth(row: Sequence[bytes | int]) -> StreamView:
-    entries, pending, oldest = row
-    oldest_ms = int(bytes(oldest).partition(b"-")[0] or 0) if isinstance(oldest, bytes) else 0
-    age_s = max(0.0, time.time() - oldest_ms / 1000) if oldest_ms else 0.0
-    return StreamView(entries=int(entries), pending=int(pending), oldest_age_s=age_s)
 
 
 def _history(reports: Sequence[StepReport]) -> History:

@@ -16,8 +16,8 @@ from typing import Literal
 
 from services.coordinator.evaluation.results import Evaluation
 from services.coordinator.schemas.run import GuardView, NoticeView
+from shared.bus.stores.heartbeats import Heartbeat, PartFailure
 from shared.bus.stores.ledger import RunState, RunStatus
-from shared.process.telemetry import Heartbeat, PartFailure
 
 _RECENT_S = 600.0
 """A part that works again is mentioned for this long after its last failure."""

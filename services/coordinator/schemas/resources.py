@@ -7,11 +7,12 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import ConfigDict, Field
 
-from services.coordinator.operations.dead_letters import DeadLetterSource
-from services.coordinator.operations.operations import OperationState
 from services.coordinator.schemas.run import Command, EvaluationView, ResponseModel
 from shared.bus.stores.cordon import Word
-from shared.bus.stores.ledger import PolicyState, RunState
+from shared.bus.stores.dead_letters import DeadLetterSource
+from shared.bus.stores.ledger import RunState
+from shared.bus.stores.operations import OperationState
+from shared.bus.stores.policies import PolicyState
 
 T = TypeVar("T")
 

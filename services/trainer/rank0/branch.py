@@ -21,7 +21,6 @@ class Branch:
     """The end of the history, to which this trainer adds. It lives on the event loop."""
 
     def __init__(self, bus: Bus) -> None:
-        self._bus = bus
         self._ledger = Ledger(bus)
         self._epoch = 0
         self.newest: PolicyVersion | None = None
@@ -46,10 +45,7 @@ class Branch:
 
     async def was_left(self) -> bool:
         """Whether a rollback, not another trainer, ended our epoch."""
-        found = await self._bus.call(
-            lambda: self._bus.client.hmget(self._bus.keys.run, ["trainer_epoch", "rollback_epoch"])
-        )
-        epoch, rollback_epoch = (int(value or 0) for value in found)
+        epoch, rollback_epoch = await self._ledger.epochs()
         return epoch != self._epoch and epoch == rollback_epoch
 
     def next_version(self) -> PolicyVersion:

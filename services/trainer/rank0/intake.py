@@ -86,8 +86,7 @@ class Intake:
 
     async def fill(self) -> None:
         """Hold whatever arrives, for ever; run it in the background."""
-        trying = await self._bus.call(lambda: self._bus.client.get(self._bus.keys.trying)) or b""
-        suspects = set(trying.decode().split())
+        suspects = await self._ledger.noted_batch()
         async for delivery in self._bus.own(EXPERIENCE, Experience, CONSUMER):
             await self._hold(await self._bus.note_crash(delivery) if delivery.entry_id in suspects else delivery)
         self._retaken.set()
@@ -118,7 +117,7 @@ class Intake:
 
     async def note_batch(self, batch: list[Taken]) -> None:
         """Name the batch that is about to be trained, for the trainer after this one."""
-        await self._bus.write(self._bus.keys.trying, "SET", " ".join(taken.delivery.entry_id for taken in batch))
+        await self._ledger.note_batch([taken.delivery.entry_id for taken in batch])
 
     def _take(self, taken: Taken) -> None:
         self._held[taken.experience.group_id] = taken

@@ -21,7 +21,6 @@ version. Nothing is loaded here; rank 0 only.
 import asyncio
 import dataclasses
 import logging
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,7 +34,7 @@ from shared.bus.bus import Bus
 from shared.bus.messages import PolicyRecord, PolicyVersion
 from shared.bus.stores.ledger import ENDED, Ledger, RunState, RunStatus
 from shared.bus.stores.live_settings import Live
-from shared.bus.stores.rollback import begin_rollback
+from shared.bus.stores.rollback import begin_rollback, count_load, current_rollback, steer_rollback
 from shared.errors import SettingsError
 from shared.process.telemetry import tell
 from shared.settings import Settings
@@ -78,7 +77,7 @@ async def find_resume(
             and denies access.
     """
     root = settings.run_folder / "checkpoints"
-    known = await bus.call(lambda: bus.client.hexists(bus.keys.run, "step"))
+    known = await ledger.is_known()
     revoked = await ledger.revoked()
     for found in local_store.find(root):
         if found.state.version in revoked and await ledger.forget_checkpoint(str(found.folder)):
@@ -104,11 +103,10 @@ async def find_resume(
 
 async def may_load(bus: Bus, checkpoint: Checkpoint) -> bool:
     """Whether ``checkpoint`` can be tried. Where a rollback waits for it, each try is counted, and after the last it is given up."""
-    key = bus.keys.rollback
     target, state, unloadable = await _rollback(bus)
     if target != str(checkpoint.state.version) or (state != "loading" and not unloadable):
         return True
-    if not unloadable and int(await bus.write(key, "HINCRBY", "loads", 1)) <= MOST_LOADS:
+    if not unloadable and await count_load(bus) <= MOST_LOADS:
         return True
     await _give_up(
         bus,
@@ -121,18 +119,15 @@ async def may_load(bus: Bus, checkpoint: Checkpoint) -> bool:
 
 async def _rollback(bus: Bus) -> tuple[str, str, str]:
     """Return target, state and why it cannot be loaded of the rollback under way, or of the last; empty where there was none."""
-    fields = ["target", "state", "unloadable"]
-    found = await bus.call(lambda: bus.client.hmget(bus.keys.rollback, fields))
-    target, state, unloadable = ("" if value is None else value.decode() for value in found)
-    return target, state, unloadable
+    rollback = await current_rollback(bus)
+    return ("", "", "") if rollback is None else (str(rollback.target), rollback.stage, rollback.unloadable)
 
 
 async def _give_up(bus: Bus, sentence: str) -> None:
     """Say of the rollback under way that its checkpoint cannot be loaded: the coordinator ends it."""
     log.error("checkpoint given up", extra={"detail": sentence})
-    rollback = await bus.call(lambda: bus.client.hget(bus.keys.rollback, "id")) or b""
-    arguments = [rollback.decode(), time.time(), "unloadable", sentence]
-    await bus.script("steer_rollback", [bus.keys.rollback], arguments)
+    if (rollback := await current_rollback(bus)) is not None:
+        await steer_rollback(bus, rollback.id, unloadable=sentence)
 
 
 # ---------------------------------------------------------------- go back

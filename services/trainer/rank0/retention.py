@@ -29,7 +29,6 @@ from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion
 from shared.bus.stores.ledger import Ledger
 from shared.bus.stores.live_settings import Live
-from shared.bus.streams import JOURNAL
 from shared.errors import StoreError
 from shared.process.telemetry import tell
 from shared.settings import Settings
@@ -69,7 +68,7 @@ class Retention:
 
     async def describe(self, step: int, version: PolicyVersion, live: Live) -> CheckpointState:
         """Return what a checkpoint of ``step``, whose newest version is ``version``, knows of the ledger."""
-        (status, counts), entry = await self._ledger.account(), await self._last_journal_entry()
+        (status, counts), entry = await self._ledger.account(), await self._ledger.last_journal_entry()
         mark = await self._ledger.mark(version)
         revision = await live.read(live.revision)
         return CheckpointState(
@@ -84,13 +83,6 @@ class Retention:
             settings_revision=live.revision,
             live_values={} if revision is None else revision.values,
         )
-
-    async def _last_journal_entry(self) -> str:
-        key = self._bus.keys.of(JOURNAL)
-        if not await self._bus.call(lambda: self._bus.client.exists(key)):
-            return ""
-        last = (await self._bus.call(lambda: self._bus.client.xinfo_stream(key)))["last-generated-id"]
-        return last.decode() if isinstance(last, bytes) else str(last)
 
     async def note(self, checkpoint: Checkpoint, superfluous: Sequence[Checkpoint]) -> None:
         """Do what follows from a checkpoint that is whole in the run's folder."""

@@ -1,15 +1,17 @@
 #!lua flags=no-writes
 -- Depths: how much lies in some streams, without moving any of it.
--- KEYS streams...        ARGV the consumer group of each ('': none)
+-- KEYS: streams...
+-- ARGV: groups...
+-- `groups` are the streams' consumer groups, '' for a stream without.
 -- Returns {entries, pending, id of the oldest entry or ''} for each, read at one moment.
 local result = {}
-for i, key in ipairs(KEYS) do
-  local oldest = redis.call('XRANGE', key, '-', '+', 'COUNT', 1)[1]
+for i, stream in ipairs(streams) do
+  local oldest = redis.call('XRANGE', stream, '-', '+', 'COUNT', 1)[1]
   local pending = 0
-  if ARGV[i] ~= '' then
-    local summary = redis.pcall('XPENDING', key, ARGV[i])
+  if groups[i] ~= '' then
+    local summary = redis.pcall('XPENDING', stream, groups[i])
     pending = summary.err and 0 or summary[1]
   end
-  result[i] = {redis.call('XLEN', key), pending, oldest and oldest[1] or ''}
+  result[i] = {redis.call('XLEN', stream), pending, oldest and oldest[1] or ''}
 end
 return result

@@ -1,29 +1,30 @@
 #!lua flags=allow-oom
 -- Give back: let any consumer take entries once their idle time is long enough.
--- KEYS stream
--- ARGV group, consumer, idle ms (large: at once), attempts that do not count, consumer to give to, entry ids... (none: all it has)
+-- KEYS: stream
+-- ARGV: group consumer idle_ms uncounted receiver entries...
+-- A large `idle_ms` lets them be taken at once; `uncounted` attempts are subtracted; no `entries`: all that the consumer has.
 -- Returns how many were ours to give; none when the server came back empty.
 local rows = {}
-if #ARGV == 5 then
+if #entries == 0 then
   local start, page = '-', nil
   repeat
-    page = redis.pcall('XPENDING', KEYS[1], ARGV[1], start, '+', 1000, ARGV[2])
+    page = redis.pcall('XPENDING', stream, group, start, '+', 1000, consumer)
     for _, row in ipairs(page) do  -- an error has no rows
       rows[#rows + 1] = row
       start = '(' .. row[1]
     end
   until #page < 1000
 else
-  for i = 6, #ARGV do
-    local found = redis.pcall('XPENDING', KEYS[1], ARGV[1], ARGV[i], ARGV[i], 1)
+  for _, entry in ipairs(entries) do
+    local found = redis.pcall('XPENDING', stream, group, entry, entry, 1)
     local row = not found.err and found[1]
-    if row and row[2] == ARGV[2] then
+    if row and row[2] == consumer then
       rows[#rows + 1] = row
     end
   end
 end
 for _, row in ipairs(rows) do
-  local attempts = math.max(0, row[4] - tonumber(ARGV[4]))
-  redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[5], 0, row[1], 'IDLE', ARGV[3], 'RETRYCOUNT', attempts, 'JUSTID')
+  local attempts = math.max(0, row[4] - tonumber(uncounted))
+  redis.call('XCLAIM', stream, group, receiver, 0, row[1], 'IDLE', idle_ms, 'RETRYCOUNT', attempts, 'JUSTID')
 end
 return #rows

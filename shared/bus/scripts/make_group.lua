@@ -1,7 +1,8 @@
 #!lua flags=allow-oom
 -- Make a consumer group: of everything in a stream, which is made with it; or do nothing when it is there.
--- KEYS stream        ARGV group
-local made = redis.pcall('XGROUP', 'CREATE', KEYS[1], ARGV[1], '0', 'MKSTREAM')
+-- KEYS: stream
+-- ARGV: group
+local made = redis.pcall('XGROUP', 'CREATE', stream, group, '0', 'MKSTREAM')
 if made.err and not string.find(made.err, 'BUSYGROUP', 1, true) then
   return made
 end

@@ -1,9 +1,11 @@
 #!lua flags=allow-oom
 -- Note: what the coordinator that leads says of the run, for every other one to say too.
--- KEYS run        ARGV leader's term or "", field, text
+-- KEYS: run
+-- ARGV: term field text
+-- `term` is that of the leader, or "".
 -- Returns 1; 0 when another leads.
-if ARGV[1] ~= '' and ARGV[1] ~= (redis.call('HGET', KEYS[1], 'leader_term') or '') then
+if term ~= '' and term ~= (redis.call('HGET', run, 'leader_term') or '') then
   return 0
 end
-redis.call('HSET', KEYS[1], ARGV[2], ARGV[3])
+redis.call('HSET', run, field, text)
 return 1

@@ -1,17 +1,18 @@
 #!lua
 -- Start an evaluation: write down what it is and who keeps its version, and publish its prompts, in one transaction; or do
 -- nothing when one is under way, this version was evaluated before, or a newer one is the head already: replicas may have left it.
--- KEYS evaluation, evaluations, eval_prompts, run        ARGV version, description (JSON), holding (JSON), payloads...
+-- KEYS: evaluation evaluations eval_prompts run
+-- ARGV: version description holding payloads...
 -- Returns 1, or 0 when nothing was done.
-if redis.call('EXISTS', KEYS[1]) == 1 or redis.call('HEXISTS', KEYS[2], ARGV[1]) == 1 then
+if redis.call('EXISTS', evaluation) == 1 or redis.call('HEXISTS', evaluations, version) == 1 then
   return 0
 end
-local head = redis.call('HGET', KEYS[4], 'head')
-if head and tonumber(head) > tonumber(ARGV[1]) then
+local head = redis.call('HGET', run, 'head')
+if head and tonumber(head) > tonumber(version) then
   return 0
 end
-redis.call('HSET', KEYS[1], 'version', ARGV[1], 'description', ARGV[2], 'holding', ARGV[3])
-for i = 4, #ARGV do
-  redis.call('XADD', KEYS[3], '*', 'id', string.format('%d', i - 4), 'data', ARGV[i])
+redis.call('HSET', evaluation, 'version', version, 'description', description, 'holding', holding)
+for i, payload in ipairs(payloads) do
+  redis.call('XADD', eval_prompts, '*', 'id', string.format('%d', i - 1), 'data', payload)
 end
 return 1

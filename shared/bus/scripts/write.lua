@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
 -- Write: one command on one key, also while the server is at its maxmemory.
--- KEYS key        ARGV command, arguments...
+-- KEYS: key
+-- ARGV: command arguments...
 -- Returns what the command returns.
-return redis.call(ARGV[1], KEYS[1], unpack(ARGV, 2))
+return redis.call(command, key, unpack(arguments))

@@ -15,6 +15,9 @@ from collections.abc import Callable
 from enum import StrEnum
 
 from shared.bus.bus import Bus
+from shared.bus.keys import key
+
+CORDONS = key("cordons", "hash", "until uncordoned", "replica → cordoned or draining")
 
 
 class Word(StrEnum):
@@ -57,16 +60,16 @@ class Cordon:
 
 async def cordons(bus: Bus) -> dict[str, Word]:
     """Return what each replica was told; those that were told nothing are not there."""
-    raw = await bus.call(lambda: bus.client.hgetall(bus.keys.cordons))
+    raw = await bus.hgetall(CORDONS)
     words = {word.value.encode(): word for word in Word}
     return {replica.decode(errors="replace"): words[word] for replica, word in raw.items() if word in words}
 
 
 async def tell_replica(bus: Bus, replica: str, word: Word) -> None:
     """Tell a replica to take nothing new, or to finish and leave."""
-    await bus.write(bus.keys.cordons, "HSET", replica, word.value)
+    await bus.write(CORDONS, "HSET", replica, word.value)
 
 
 async def uncordon(bus: Bus, replica: str) -> None:
     """Let a replica take new work again."""
-    await bus.call(lambda: bus.client.hdel(bus.keys.cordons, replica))
+    await bus.write(CORDONS, "HDEL", replica)

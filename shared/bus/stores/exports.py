@@ -17,12 +17,14 @@ import logging
 from pathlib import Path
 
 from shared.bus.bus import Bus
+from shared.bus.keys import key
 from shared.bus.messages import PolicyVersion
-from shared.bus.server import Argument
 from shared.errors import PenstockError
 from shared.settings import Settings
 
 log = logging.getLogger(__name__)
+
+EXPORTS = key("exports", "hash", "until withdrawn", "number → a requested export; number:taker, :attempts and :answer")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,17 +71,16 @@ class Exports:
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
-        self._key = bus.keys.exports
 
     async def place(self, number: int, version: PolicyVersion, *, adapter: bool) -> None:
         """Order a version, unless it is ordered already under this number."""
         text = json.dumps({"version": int(version), "adapter": adapter})
-        await self._bus.write(self._key, "HSETNX", str(number), text)
+        await self._bus.write(EXPORTS, "HSETNX", str(number), text)
 
     async def withdraw(self, number: int) -> None:
         """Forget an order and its answer."""
         fields = [str(number), *(f"{number}:{name}" for name in ("taker", "attempts", "answer"))]
-        await self._bus.call(lambda: self._bus.client.hdel(self._key, *fields))
+        await self._bus.write(EXPORTS, "HDEL", *fields)
 
     async def look(self, number: int) -> ExportRequest | None:
         """Return an order; None where there is none of this number."""
@@ -87,7 +88,7 @@ class Exports:
 
     async def orders(self) -> list[ExportRequest]:
         """Return every order, oldest first."""
-        raw = await self._bus.call(lambda: self._bus.client.hgetall(self._key))
+        raw = await self._bus.hgetall(EXPORTS)
         fields = {name.decode(errors="replace"): text.decode(errors="replace") for name, text in raw.items()}
         numbers = sorted(int(name) for name in fields if name.isascii() and name.isdigit())
         orders = [_order(number, fields) for number in numbers]
@@ -95,12 +96,12 @@ class Exports:
 
     async def take(self, number: int, taker: str) -> int:
         """Take an order, from whoever had it; return which attempt this is, 0 where the order is gone."""
-        return int(await self._bus.script("take_export", [self._key], [number, taker]))
+        return int(await self._bus.script("take_export", number=number, taker=taker))
 
     async def answer(self, number: int, taker: str, answer: ExportResult) -> bool:
         """Say what became of an order; False where it is gone, or another took it."""
-        arguments: list[Argument] = [number, taker, json.dumps(dataclasses.asdict(answer))]
-        return bool(await self._bus.script("answer_export", [self._key], arguments))
+        text = json.dumps(dataclasses.asdict(answer))
+        return bool(await self._bus.script("answer_export", number=number, taker=taker, answer=text))
 
 
 def _order(number: int, fields: dict[str, str]) -> ExportRequest | None:

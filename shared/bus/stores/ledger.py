@@ -16,13 +16,24 @@ import uuid
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 from shared.bus import streams, wire
 from shared.bus.bus import Bus, Delivery, EntryId, read_counts
+from shared.bus.commands import text
+from shared.bus.keys import COUNTS, RUN, key
+from shared.bus.lua import Argument
 from shared.bus.messages import Experience, PolicyRecord, PolicyUpdate, PolicyVersion, Prompt, StepPlan, StepReport
-from shared.bus.server import Argument
+from shared.bus.stores.policies import Policies
+from shared.bus.streams import Row
 from shared.errors import Fenced
+
+TRAINED = key(
+    "trained", "string", "the run's", "one bit per group id whose experience was committed: a copy of it is not trained"
+)
+TRYING = key(
+    "trying", "string", "until the next batch", "entries of the batch that the trainer works on: suspects, if it dies"
+)
 
 
 class RunState(StrEnum):
@@ -33,15 +44,6 @@ class RunState(StrEnum):
     PAUSED = "paused"
     STOPPED = "stopped"
     FINISHED = "finished"
-
-
-class PolicyState(StrEnum):
-    """What a version is."""
-
-    PUBLISHED = "published"
-    LIVE = "live"
-    RETIRED = "retired"
-    REVOKED = "revoked"
 
 
 ENDED = (RunState.STOPPED, RunState.FINISHED)
@@ -112,15 +114,36 @@ class Standing:
     """The newest version that exists; None where the bus knows none."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Extent:
+    """How far the run is; None where the bus came back empty and does not know."""
+
+    cursor: int | None
+    """Number of groups that were admitted."""
+    newest_version: PolicyVersion | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdmissionState:
+    """What admission looks at, read in one round trip."""
+
+    state: RunState
+    cursor: int
+    shift: int
+    newest_version: PolicyVersion | None
+    head: PolicyVersion | None
+    step: int
+    in_flight: int
+
+
 _MOST_BITS = (1 << 32) - 1
 
 
-class Ledger:
+class Ledger(Policies):
     """One run's state and history."""
 
     def __init__(self, bus: Bus) -> None:
-        self._bus = bus
-        self._keys = bus.keys
+        super().__init__(bus)
         self.term: int | None = None
         """Under which term this coordinator leads; None: nobody asks."""
 
@@ -131,39 +154,50 @@ class Ledger:
 
     async def create(self) -> None:
         """Make the run, in state ``created``, unless it exists."""
-        await self._bus.write(self._keys.run, "HSETNX", "created_at_s", time.time())
-        await self._bus.write(self._keys.run, "HSETNX", "state", RunState.CREATED.value)
+        await self._bus.write(RUN, "HSETNX", "created_at_s", time.time())
+        await self._bus.write(RUN, "HSETNX", "state", RunState.CREATED.value)
 
     async def status(self) -> RunStatus:
         """Return the run's status."""
-        raw = await self._bus.call(lambda: self._bus.client.hgetall(self._keys.run))
-        return read_status(raw)
+        return read_status(await self._bus.hgetall(RUN))
+
+    async def is_known(self) -> bool:
+        """Whether the bus knows a committed step of the run: one that came back empty does not."""
+        return await self._bus.hget(RUN, "step") is not None
+
+    async def extent(self) -> Extent:
+        """Return how far the run is."""
+        cursor, newest = await self._bus.hmget(RUN, "cursor", "newest_version")
+        return Extent(None if cursor is None else int(cursor), _version(newest))
 
     async def account(self) -> tuple[RunStatus, dict[str, int]]:
         """Return the run's status and how its groups ended, both of one moment: what is missing from the cursor is in flight."""
-
-        async def both() -> list[dict[bytes, bytes]]:
-            async with self._bus.client.pipeline(transaction=True) as pipeline:
-                pipeline.hgetall(self._keys.run).hgetall(self._keys.counts)
-                return list(await pipeline.execute())
-
-        run, ended = await self._bus.call(both)
+        run, ended = await self._bus.ask_all(("HGETALL", RUN), ("HGETALL", COUNTS), at_once=True)
         return read_status(run), read_counts(ended)
+
+    async def close(self) -> None:
+        """Note that the run has ended and that its records are whole."""
+        await self._bus.write(RUN, "HSET", "closed_at_s", time.time())
+
+    async def reopen(self) -> None:
+        """Note that a run which had ended continues."""
+        await self._bus.write(RUN, "HDEL", "closed_at_s")
 
     async def transition(self, to: RunState, reason: str, allowed: Sequence[RunState]) -> tuple[bool, RunState]:
         """Change the run's state if it is one of ``allowed``; return whether, and the state that was found."""
-        arguments: list[Argument] = [to.value, reason, time.time(), *(state.value for state in allowed)]
-        keys = [self._keys.run, self._keys.of(streams.HISTORY)]
-        changed, found = await self._bus.script("transition", keys, arguments)
-        return bool(changed), RunState(found.decode() or "created")
+        changed, state = await self._bus.script(
+            "transition", to=to.value, reason=reason, now_s=time.time(),
+            history_entries=streams.HISTORY.max_entries or 0, allowed=[state.value for state in allowed],
+        )  # fmt: skip
+        return bool(changed), RunState(state.decode() or "created")
 
-    async def note(self, name: Literal["doing", "guards"], text: str) -> None:
+    async def note(self, name: Literal["doing", "guards"], said: str) -> None:
         """Let every coordinator say what the one that leads knows; nothing where another leads by now."""
-        await self._bus.script("note", [self._keys.run], [self._term(), name, text])
+        await self._bus.script("note", term=self._term(), field=name, text=said)
 
     async def note_self_test(self, part: str, outcome: str) -> None:
         """Let the run's status say how the trainer's self-test of ``part`` went."""
-        await self._bus.write(self._keys.run, "HSET", f"{_SELF_TEST}{part}", outcome)
+        await self._bus.write(RUN, "HSET", f"{_SELF_TEST}{part}", outcome)
 
     async def admit(
         self, prompts: Sequence[Prompt], slots: int, groups_per_step: int, steps: int, newest: PolicyVersion
@@ -173,23 +207,27 @@ class Ledger:
         Returns how many; -1 when the run is not running or another coordinator leads it; -2 when the cursor or the newest version moved meanwhile.
         Never admits more than the steps that are left can use.
         """
-        keys = [self._keys.run, *(self._keys.of(stream) for stream in streams.TRAINING_STREAMS)]
-        cursor = prompts[0].group_id if prompts else 0
-        arguments: list[Argument] = [
-            slots,
-            groups_per_step,
-            steps,
-            cursor,
-            newest,
-            time.time(),
-            self._term(),
-            *(wire.encode(p) for p in prompts),
-        ]
-        return int(await self._bus.script("admit", keys, arguments))
+        admitted = await self._bus.script(
+            "admit", slots=slots, groups_per_step=groups_per_step, steps=steps, now_s=time.time(), term=self._term(),
+            expected_cursor=prompts[0].group_id if prompts else 0, expected_newest=newest,
+            payloads=[wire.encode(prompt) for prompt in prompts],
+        )  # fmt: skip
+        return int(admitted)
+
+    async def admission_state(self) -> AdmissionState:
+        """Return what admission looks at."""
+        names = ("state", "cursor", "shift", "newest_version", "head", "step")
+        lengths = [("XLEN", stream) for stream in streams.TRAINING_STREAMS]
+        fields, *in_flight = await self._bus.ask_all(("HMGET", RUN, *names), *lengths)
+        state, cursor, shift, newest, head, step = fields
+        return AdmissionState(
+            RunState((state or b"created").decode()), int(cursor or 0), int(shift or 0), _version(newest), _version(head),
+            int(step or 0), sum(in_flight),
+        )  # fmt: skip
 
     async def set_bus_full(self, sentence: str) -> None:
         """Say why admission waits for memory; "" when it no longer does."""
-        await self._bus.write(self._keys.run, "HSET", "bus_full", sentence)
+        await self._bus.write(RUN, "HSET", "bus_full", sentence)
 
     async def in_flight(self) -> int:
         """Return the number of groups in flight."""
@@ -199,7 +237,20 @@ class Ledger:
 
     async def take_epoch(self) -> int:
         """Start as the run's only trainer: whatever an older one still tries to commit is refused from now on."""
-        return int(await self._bus.write(self._keys.run, "HINCRBY", "trainer_epoch", 1))
+        return int(await self._bus.write(RUN, "HINCRBY", "trainer_epoch", 1))
+
+    async def epochs(self) -> tuple[int, int]:
+        """Return the trainer's epoch, and the one that the newest rollback began; 0: there was none."""
+        trainer, rollback = await self._bus.hmget(RUN, "trainer_epoch", "rollback_epoch")
+        return int(trainer or 0), int(rollback or 0)
+
+    async def note_batch(self, entries: Sequence[EntryId]) -> None:
+        """Name the entries of the batch that is about to be trained, for the trainer after this one."""
+        await self._bus.write(TRYING, "SET", " ".join(entries))
+
+    async def noted_batch(self) -> frozenset[str]:
+        """Return the entries of the batch that the trainer before this one worked on last."""
+        return frozenset((await self._bus.get(TRYING) or b"").decode().split())
 
     async def restore(
         self, step: int, cursor: int, position: int, newest: PolicyVersion, counts: Mapping[str, int]
@@ -211,19 +262,8 @@ class Ledger:
         lost = cursor - sum(count for name, count in counts.items() if name != "requeued")
         fields = {"step": step, "cursor": cursor, "shift": cursor - position, "newest_version": newest}
         ended = {**counts, "dropped:bus_lost": counts.get("dropped:bus_lost", 0) + max(0, lost)}
-        arguments: list[Argument] = [len(fields)]
-        for name, value in (*fields.items(), *ended.items()):
-            arguments += [name, value]
-        return bool(await self._bus.script("restore", [self._keys.run, self._keys.counts], arguments))
-
-    async def mark(self, version: PolicyVersion) -> tuple[int, int] | None:
-        """Return what was so when ``version`` was committed: how many groups were trained, and the place in the dataset of the
-        first prompt that was not."""
-        mark = await self._bus.call(lambda: self._bus.client.hget(self._keys.marks, str(version)))
-        if mark is None:
-            return None
-        trained, position = (int(word) for word in mark.split())
-        return trained, position
+        words: list[Argument] = [word for pair in (*fields.items(), *ended.items()) for word in pair]
+        return bool(await self._bus.script("restore", run_pairs=len(fields), fields=words))
 
     async def commit(
         self,
@@ -240,78 +280,44 @@ class Ledger:
         Raises:
             Fenced: another trainer took over, the ledger stands at another step, or an entry is no longer ours.
         """
-        named = (streams.EXPERIENCE, streams.JOURNAL)
-        keys = [self._keys.run, *(self._keys.of(stream) for stream in named), self._keys.policies]
-        keys += [self._keys.policy_states, *(self._keys.of(s) for s in (streams.PUBLISHED, streams.STEPS))]
-        keys += [self._keys.counts, self._keys.of(streams.AUDIT), self._keys.marks]
-        keys += [*(self._keys.of(stream) for stream in (streams.PROMPTS, streams.ROLLOUTS)), self._keys.trained]
-        payload = wire.encode(record)
-        arguments: list[Argument] = [
-            epoch,
-            uuid.uuid4().hex,
-            record.step,
-            record.version,
-            "" if record.parent is None else record.parent,
-            payload,
-            payload,
-            b"" if report is None else wire.encode(report),
-            streams.EXPERIENCE.group or "",
-            self._bus.audit_entries,
-            streams.STEPS.max_entries or 0,
-            time.time(),
-            record.settings_revision,
-            b"" if plan is None else wire.encode(plan),
-        ]
-        answer = await self._bus.script("commit", keys, [*arguments, *(entry.entry_id for entry in deliveries)])
+        answer = await self._bus.script(
+            "commit", epoch=epoch, commit_id=uuid.uuid4().hex, step=record.step, version=record.version,
+            parent="" if record.parent is None else record.parent, record=wire.encode(record),
+            report=b"" if report is None else wire.encode(report), group=streams.EXPERIENCE.group or "",
+            audit_entries=self._bus.audit_entries, report_entries=streams.STEPS.max_entries or 0, now_s=time.time(),
+            revision=record.settings_revision, plan=b"" if plan is None else wire.encode(plan),
+            entries=[delivery.entry_id for delivery in deliveries],
+        )  # fmt: skip
         if answer != b"ok":
             raise Fenced(f"expected to commit step {record.step} as version {record.version}, found {answer.decode()}")
 
     async def standing(self, group_id: int) -> Standing:
         """Return what the bus knows of a group's id, and of the versions that exist."""
-
-        async def look() -> list[Any]:
-            async with self._bus.client.pipeline(transaction=False) as pipeline:
-                pipeline.hmget(self._keys.run, ["cursor", "newest_version"])
-                pipeline.getbit(self._keys.trained, min(group_id, _MOST_BITS))
-                return list(await pipeline.execute())
-
-        (cursor, newest), trained = await self._bus.call(look)
+        (cursor, newest), trained = await self._bus.ask_all(
+            ("HMGET", RUN, "cursor", "newest_version"), ("GETBIT", TRAINED, min(group_id, _MOST_BITS))
+        )
         return Standing(
-            admitted=cursor is None or group_id < int(cursor),
-            trained=bool(trained),
-            newest_version=None if newest is None else PolicyVersion(int(newest)),
+            admitted=cursor is None or group_id < int(cursor), trained=bool(trained), newest_version=_version(newest)
         )
 
     async def journal(self, after: str) -> list[JournalEntry]:
         """Return the journal after an entry, in the order of commits."""
-        rows = await self._bus.call(
-            lambda: self._bus.client.xrange(self._keys.of(streams.JOURNAL), min=f"({after}" if after else "-")
-        )
-        return [_journal_entry(entry, fields) for entry, fields in rows]
+        rows = await self._bus.xrange(streams.JOURNAL, f"({after}" if after else "-")
+        return [_journal_entry(row) for row in rows]
+
+    async def last_journal_entry(self) -> str:
+        """Return the entry that was written last, also if it was trimmed since; "" where nothing was ever written."""
+        if not await self._bus.ask("EXISTS", streams.JOURNAL):
+            return ""
+        return text((await self._bus.ask("XINFO STREAM", streams.JOURNAL))["last-generated-id"])
 
     async def trim_journal(self, through: str) -> None:
         """Forget the journal through an entry, which a checkpoint covers."""
-        key = self._keys.of(streams.JOURNAL)
         milliseconds, _, sequence = through.partition("-")
         after = f"{milliseconds}-{int(sequence or 0) + 1}"
-        await self._bus.call(lambda: self._bus.client.xtrim(key, minid=after, approximate=False))
+        await self._bus.write(streams.JOURNAL, "XTRIM", "MINID", after)
 
-    async def set_checkpoint(self, version: PolicyVersion, folder: str) -> None:
-        """Note that a version has a checkpoint, in a folder or under a URI."""
-        await self._bus.write(self._keys.checkpoints, "HSET", str(version), folder)
-
-    async def drop_checkpoint(self, place: str) -> None:
-        """Note that the checkpoint in a folder or under a URI is damaged: no version has it any more, pinned or not."""
-        for version, where in (await self.checkpoints()).items():
-            if where == place:
-                await self._bus.write(self._keys.checkpoints, "HDEL", str(version))
-
-    async def forget_checkpoint(self, folder: str) -> bool:
-        """Note that a checkpoint is about to be deleted; False where it has to stay (it is pinned, or a rollback goes back to it)."""
-        keys = [self._keys.run, self._keys.checkpoints, self._keys.pins]
-        return bool(await self._bus.script("forget_checkpoint", keys, [folder]))
-
-    # ---------------------------------------------------------------- policies
+    # ---------------------------------------------------------------- promotion
 
     async def promote(
         self, delivery: Delivery[PolicyRecord], sources: Mapping[str, tuple[str, ...]] = MappingProxyType({})
@@ -321,60 +327,12 @@ class Ledger:
         ``sources`` are told with it: by replica, the addresses to pull from.
         """
         record = delivery.message()
-        keys = [self._keys.of(streams.PUBLISHED), self._keys.run]
-        keys += [self._keys.policy_states, self._keys.of(streams.POLICY)]
-        update = wire.encode(PolicyUpdate(record=record, promoted_at_s=time.time(), sources=dict(sources)))
-        arguments: list[Argument] = [streams.PUBLISHED.group or "", delivery.entry_id, record.version, update]
-        return bool(
-            await self._bus.script("promote", keys, [*arguments, streams.POLICY.max_entries or 0, self._term()])
-        )
-
-    async def policy(self, version: PolicyVersion) -> PolicyRecord | None:
-        """Return a version's record."""
-        data = await self._bus.call(lambda: self._bus.client.hget(self._keys.policies, str(version)))
-        return None if data is None else wire.decode(data, PolicyRecord)
-
-    async def policies(self) -> list[PolicyRecord]:
-        """Return every version's record, oldest first."""
-        raw = await self._bus.call(lambda: self._bus.client.hgetall(self._keys.policies))
-        return sorted((wire.decode(data, PolicyRecord) for data in raw.values()), key=lambda record: record.version)
-
-    async def policy_states(self) -> dict[PolicyVersion, PolicyState]:
-        """Return every version's state."""
-        raw = await self._bus.call(lambda: self._bus.client.hgetall(self._keys.policy_states))
-        return {PolicyVersion(int(version)): PolicyState(state.decode()) for version, state in raw.items()}
-
-    async def checkpoints(self) -> dict[PolicyVersion, str]:
-        """Return where the checkpoint of every version that has one is: a folder, or a URI."""
-        raw = await self._bus.call(lambda: self._bus.client.hgetall(self._keys.checkpoints))
-        return {PolicyVersion(int(version)): folder.decode() for version, folder in raw.items()}
-
-    async def pins(self) -> frozenset[PolicyVersion]:
-        """Return the versions whose checkpoints are kept from cleanup."""
-        return await self._versions(self._keys.pins)
-
-    async def released(self) -> frozenset[PolicyVersion]:
-        """Return the versions that people may use."""
-        return await self._versions(self._keys.released)
-
-    async def pin(self, version: PolicyVersion, *, pinned: bool) -> bool:
-        """Keep a version's checkpoint from cleanup, or no longer; return whether that is new."""
-        return await self._mark(self._keys.pins, version, marked=pinned)
-
-    async def release(self, version: PolicyVersion, *, released: bool) -> bool:
-        """Say that people may use a version, or no longer; return whether that is new."""
-        return await self._mark(self._keys.released, version, marked=released)
-
-    async def _mark(self, key: str, version: PolicyVersion, *, marked: bool) -> bool:
-        return bool(await self._bus.write(key, "SADD" if marked else "SREM", str(version)))
-
-    async def _versions(self, key: str) -> frozenset[PolicyVersion]:
-        names = await self._bus.call(lambda: self._bus.client.smembers(key))
-        return frozenset(PolicyVersion(int(name)) for name in names)
-
-    async def revoked(self) -> frozenset[PolicyVersion]:
-        """Return the versions whose samples must not be trained on."""
-        return await self._versions(self._keys.revoked)
+        update = PolicyUpdate(record=record, promoted_at_s=time.time(), sources=dict(sources))
+        promoted = await self._bus.script(
+            "promote", group=streams.PUBLISHED.group or "", entry_id=delivery.entry_id, version=record.version,
+            payload=wire.encode(update), policy_entries=streams.POLICY.max_entries or 0, term=self._term(),
+        )  # fmt: skip
+        return bool(promoted)
 
 
 def read_status(raw: Mapping[bytes, bytes]) -> RunStatus:
@@ -399,15 +357,18 @@ def read_status(raw: Mapping[bytes, bytes]) -> RunStatus:
         doing=fields.get("doing", ""),
         closed="closed_at_s" in fields,
         self_tests={
-            name.removeprefix(_SELF_TEST): text for name, text in sorted(fields.items()) if name.startswith(_SELF_TEST)
+            name.removeprefix(_SELF_TEST): outcome
+            for name, outcome in sorted(fields.items())
+            if name.startswith(_SELF_TEST)
         },
     )
 
 
-def _journal_entry(entry: bytes, fields: Mapping[bytes, bytes]) -> JournalEntry:
+def _journal_entry(row: Row) -> JournalEntry:
+    entry, fields = row
     plan = fields.get(b"plan")
     return JournalEntry(
-        entry=EntryId(entry.decode()),
+        entry=EntryId(entry),
         step=int(fields[b"step"]),
         settings_revision=int(fields.get(b"revision", 0)),
         data=fields[b"data"],
@@ -415,9 +376,9 @@ def _journal_entry(entry: bytes, fields: Mapping[bytes, bytes]) -> JournalEntry:
     )
 
 
-def _version(text: str | None) -> PolicyVersion | None:
-    return None if text is None else PolicyVersion(int(text))
+def _version(number: str | bytes | None) -> PolicyVersion | None:
+    return None if number is None else PolicyVersion(int(number))
 
 
-def _optional_float(text: str | None) -> float | None:
-    return None if text is None else float(text)
+def _optional_float(number: str | None) -> float | None:
+    return None if number is None else float(number)

@@ -20,11 +20,17 @@ import uuid
 from collections.abc import Callable, Mapping
 
 from shared.bus.bus import Bus
+from shared.bus.keys import key
 from shared.bus.messages import Json
 from shared.errors import SettingsError
 from shared.settings import Settings, override
 
 log = logging.getLogger(__name__)
+
+LIVE = key(
+    "live", "hash", "the run's", "revision; revision → changed settings (JSON); step:revision → step of the change"
+)
+
 _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 
 CHANGEABLE = (
@@ -103,7 +109,7 @@ class Live:
 
     async def newest(self) -> int:
         """Return the newest revision's number."""
-        found = await self._bus.call(lambda: self._bus.client.hget(self._bus.keys.live, "revision"))
+        found = await self._bus.hget(LIVE, "revision")
         number = int(found or 0)
         if not 0 <= number < 1 << 53:
             raise ValueError(f"expected a revision of the settings, found {number}")
@@ -118,8 +124,7 @@ class Live:
 
     async def read(self, number: int) -> Revision | None:
         """Return a revision; None for 0 and for those that do not exist."""
-        keys = [str(number), f"step:{number}"]
-        text, step = await self._bus.call(lambda: self._bus.client.hmget(self._bus.keys.live, keys))
+        text, step = await self._bus.hmget(LIVE, str(number), f"step:{number}")
         return None if text is None else Revision(**{**json.loads(text), "step": int(step or 0)})
 
     async def change(self, expected: int, changes: Mapping[str, Json], reason: str) -> Revision | None:
@@ -133,10 +138,8 @@ class Live:
         values: dict[str, Json] = {**({} if before is None else before.values), **changes}
         check_growth(self._file, override(self._file, values))
         made = Revision(expected + 1, dict(changes), values, reason, time.time(), uuid.uuid4().hex)
-        keys = [self._bus.keys.live, self._bus.keys.run]
         text = json.dumps(dataclasses.asdict(made))
-        done = await self._bus.script("change_settings", keys, [expected, text])
-        if not done:
+        if not await self._bus.script("change_settings", expected=expected, revision=text):
             return None
         await self.refresh()
         return await self.read(expected + 1)
@@ -146,7 +149,7 @@ class Live:
         if number:
             found = Revision(number, {}, dict(values), "restored from a checkpoint", time.time())
             text = json.dumps(dataclasses.asdict(found))
-            await self._bus.write(self._bus.keys.live, "HSET", "revision", number, str(number), text)
+            await self._bus.write(LIVE, "HSET", "revision", number, str(number), text)
 
     def values(self) -> dict[str, Json]:
         """Return the value of everything that may change, as it is now."""

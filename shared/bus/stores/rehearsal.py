@@ -8,22 +8,25 @@ from collections.abc import Sequence
 
 from shared.bus import wire
 from shared.bus.bus import Bus
+from shared.bus.keys import key
 from shared.bus.messages import Prompt
 from shared.errors import MessageError
 
 log = logging.getLogger(__name__)
 
+REHEARSAL = key("rehearsal", "hash", "the run's", "index → prompt on which scorers are tried before training")
+
 
 async def offer(bus: Bus, prompts: Sequence[Prompt]) -> None:
     """Write the prompts; they replace those that were there."""
-    await bus.write(bus.keys.rehearsal, "DEL")
+    await bus.write(REHEARSAL, "DEL")
     fields = [part for index, prompt in enumerate(prompts) for part in (str(index), wire.encode(prompt))]
-    await bus.write(bus.keys.rehearsal, "HSET", *fields)
+    await bus.write(REHEARSAL, "HSET", *fields)
 
 
 async def offered(bus: Bus) -> list[Prompt]:
     """Return the prompts; an empty list before there are any. Those that cannot be read are passed over, logged."""
-    rows = await bus.call(lambda: bus.client.hgetall(bus.keys.rehearsal))
+    rows = await bus.hgetall(REHEARSAL)
     prompts = []
     for index in sorted(rows):
         try:

@@ -8,6 +8,11 @@ import secrets
 from collections.abc import Callable
 
 from shared.bus.bus import Bus
+from shared.bus.keys import key
+
+SECRET = key(
+    "secret", "string", "the run's", "the secret by which processes of the run know each other on ports beside the bus"
+)
 
 
 class RunSecret:
@@ -32,10 +37,9 @@ class RunSecret:
 
     async def refresh(self) -> None:
         """Read it, after writing it where there is none."""
-        key = self._bus.keys.secret
-        await self._bus.write(key, "SET", self._value or secrets.token_hex(32), "NX")
+        await self._bus.write(SECRET, "SET", self._value or secrets.token_hex(32), "NX")
         before = self._value
-        self._value = await self._bus.call(lambda: self._bus.client.get(key)) or before
+        self._value = await self._bus.get(SECRET) or before
         if self._value != before:
             for listener in self._listeners:
                 listener(self._value)

@@ -12,14 +12,16 @@ from services.coordinator.run.leader_lease import Lease
 from shared.bus import streams
 from shared.bus.bus import Bus
 from shared.bus.messages import Event, Experience, PolicyRecord, PolicyVersion, Prompt, RolloutGroup
+from shared.bus.stores.heartbeats import heartbeats
 from shared.bus.stores.ledger import Ledger, RunState
 from shared.errors import BusFull, SettingsError
-from shared.process.telemetry import Presence, Status, heartbeats, tell
+from shared.process.telemetry import Presence, Status, tell
 from tests.chaos.run import TcpServer, answers
 from tests.conftest import PATIENCE_S, need, until
 from tests.coordinator.admission.test_admission import admission
 from tests.support import builders
 from tests.support.coordinator_players import Trainer, make, replicas, running, settings
+from tests.support.raw_redis import raw
 
 FULL, ROOMY = "1mb", "0"
 
@@ -42,12 +44,12 @@ async def small(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
 
 
 async def limit(bus: Bus, maxmemory: str) -> None:
-    await bus.client.config_set("maxmemory", maxmemory)
+    await raw(bus).config_set("maxmemory", maxmemory)
 
 
 async def fill(bus: Bus) -> None:
     """Let the server be over its limit: what is there fills it."""
-    await bus.client.set("ballast", b"x" * 2_000_000)
+    await raw(bus).set("ballast", b"x" * 2_000_000)
     await limit(bus, FULL)
 
 
@@ -151,8 +153,8 @@ async def test_a_run_on_a_full_bus_says_what_it_waits_for(small: Bus, tmp_path: 
 
 async def test_a_server_that_evicts_is_refused(small: Bus) -> None:
     await limit(small, "100mb")
-    await small.client.config_set("maxmemory-policy", "allkeys-lru")
-    url = "redis://{host}:{port}".format(**small.client.connection_pool.connection_kwargs)
+    await raw(small).config_set("maxmemory-policy", "allkeys-lru")
+    url = "redis://{host}:{port}".format(**raw(small).connection_pool.connection_kwargs)
     with pytest.raises(SettingsError, match="expected a server that never evicts, found maxmemory-policy allkeys-lru"):
         await Bus.connect(url, "small", wait_s=1.0)
 
@@ -162,4 +164,4 @@ async def _is_full(ledger: Ledger) -> bool:
 
 
 async def _holds(bus: Bus, stream: str, count: int) -> bool:
-    return int(await bus.client.xlen(bus.keys.named(stream))) == count
+    return int(await raw(bus).xlen(bus.keys.named(stream))) == count

@@ -17,12 +17,14 @@ from prometheus_client import REGISTRY, generate_latest
 from services.coordinator.api.app import make_app
 from services.coordinator.service import Coordinator
 from shared.bus.bus import Bus
+from shared.bus.stores.heartbeats import heartbeats
 from shared.bus.stores.ledger import Ledger
 from shared.errors import SettingsError
-from shared.process.telemetry import Presence, Status, heartbeats
+from shared.process.telemetry import Presence, Status
 from shared.settings import dump
 from tests.conftest import PATIENCE_S, Server, until
 from tests.support.coordinator_players import Trainer, make, replicas, running, settings
+from tests.support.raw_redis import raw
 
 
 @pytest.fixture
@@ -86,7 +88,7 @@ async def test_the_run_has_the_names_that_its_readers_know(http: httpx.AsyncClie
     assert set(found["streams"]["prompts"]) == {"entries", "pending", "oldest_age_s"}
     assert found["activity"] == "waiting for version 0"
     assert found["bus"] == bus.server
-    assert found["run_id"] == bus.keys.run_id
+    assert found["run_id"] == bus.run_id
 
 
 async def test_the_run_shows_its_newest_step(http: httpx.AsyncClient, bus: Bus, parts: Coordinator) -> None:
@@ -224,7 +226,7 @@ async def test_a_replica_that_starts_again_after_it_died_is_an_event_and_one_tha
 ) -> None:
     async def live(*, leaves: bool) -> None:
         presence, stop = Presence(bus, "trainer", "trainer-0", 0.01, Status(state="working")), asyncio.Event()
-        starts = len(await bus.client.smembers(bus.keys.starts("trainer-0")))  # before it counts its own
+        starts = len(await raw(bus).smembers(bus.keys.named("starts:trainer-0")))  # before it counts its own
         beating = asyncio.create_task(presence.run(stop))
         await until(lambda: _started(bus, starts + 1))
         stop.set()

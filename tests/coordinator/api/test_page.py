@@ -141,13 +141,13 @@ async def test_codes_that_have_expired_are_changed_or_are_of_another_token_open_
     end, _, rest = expired.partition(".")
     later = f"{int(end, 16) + 3600:x}.{rest}"
     other_purpose = tickets.issue(TOKEN.encode(), "session x", 300.0)
-    keys = {key async for key in bus.client.scan_iter(bus.keys.named("idempotency:*"))}
+    keys = {key async for key in raw(bus).scan_iter(bus.keys.named("idempotency:*"))}
     async with served(parts, tmp_path, Access(TOKEN.encode())) as url, httpx.AsyncClient(base_url=url) as http:
         for code in (expired, foreign, later, other_purpose, "..", "x.y.z", TOKEN):
             headers = {**bearer(code), "Idempotency-Key": "stored"}
             assert (await http.post("/session", headers=headers)).status_code == 401, code
         assert (await http.post("/session")).status_code == 401
-    assert {key async for key in bus.client.scan_iter(bus.keys.named("idempotency:*"))} == keys
+    assert {key async for key in raw(bus).scan_iter(bus.keys.named("idempotency:*"))} == keys
 
 
 def test_a_session_ends() -> None:

@@ -15,6 +15,7 @@ from shared.bus.bus import Bus
 from shared.bus.stores.ledger import Ledger
 from tests.support import builders
 from tests.support.coordinator_players import make, report, settings
+from tests.support.raw_redis import raw
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ async def test_groups_are_read_from_the_journal_and_before_it_from_the_records(
     file = parts.api.folder / "rollouts.jsonl"
     other = '{"entry": "1-0", "kept": "by a version to come"}\n'
     file.write_text(other + "".join(json.dumps(one) + "\n" for one in kept), encoding="utf-8")
-    await bus.client.xtrim(bus.keys.of(streams.JOURNAL), maxlen=1, approximate=False)
+    await raw(bus).xtrim(bus.keys.of(streams.JOURNAL), maxlen=1, approximate=False)
     assert (await http.get("/v1/run/rollouts")).json()["items"] == whole
     first = (await http.get("/v1/run/rollouts?limit=2")).json()
     assert [one["step"] for one in first["items"]] == [3, 2]

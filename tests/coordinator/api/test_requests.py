@@ -20,6 +20,7 @@ from shared.bus.stores.ledger import Ledger
 from shared.errors import SettingsError
 from shared.settings import CoordinatorSettings
 from tests.support.coordinator_players import make, running, settings
+from tests.support.raw_redis import raw
 
 OPERATE, READ = "operate-operate-operate", "read-read-read-read"
 
@@ -141,12 +142,12 @@ def every_request(parts: Coordinator) -> list[tuple[str, str]]:
 
 async def written_by(bus: Bus, requests: Awaitable[None]) -> tuple[set[bytes], int]:
     """Return the keys that ``requests`` leave on the bus, and how many commands were sent meanwhile that write."""
-    keys = set(await bus.client.keys("*"))
-    await bus.client.config_resetstat()
+    keys = set(await raw(bus).keys("*"))
+    await raw(bus).config_resetstat()
     await requests
-    stats = await bus.client.info("commandstats")
+    stats = await raw(bus).info("commandstats")
     writing = ("set", "hset", "hdel", "del", "unlink", "xadd", "evalsha", "eval")
-    return set(await bus.client.keys("*")) - keys, sum(
+    return set(await raw(bus).keys("*")) - keys, sum(
         stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in writing
     )
 
@@ -273,7 +274,7 @@ async def test_hostile_values_are_refused_with_a_sentence(parts: Coordinator) ->
 async def test_registered_runs_are_bounded_and_can_be_deleted(
     parts: Coordinator, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    most = len(await bus.client.keys("penstock:{*}:settings")) + 2
+    most = len(await raw(bus).keys("penstock:{*}:settings")) + 2
     monkeypatch.setattr(registry_routes, "_MOST_REGISTERED", most)
     toml = {"Content-Type": "application/toml"}
     async with client(parts) as http:
@@ -284,14 +285,14 @@ async def test_registered_runs_are_bounded_and_can_be_deleted(
         large = await http.post("/v1/runs", content=f'run.id = "x" # {"x" * 128 * 1024}', headers=toml)
         problem(large, 413, "expected settings of at most 131072 bytes")
         assert (await http.delete("/v1/runs/first")).status_code == 204
-        assert await bus.client.keys("penstock:{first}:*") == []
+        assert await raw(bus).keys("penstock:{first}:*") == []
         problem(await http.delete("/v1/runs/first"), 404, "found none of the id first")
         assert (await http.post("/v1/runs", content='run.id = "third"', headers=toml)).status_code == 201
-        await bus.client.hset("penstock:{third}:run", "state", "running")
+        await raw(bus).hset("penstock:{third}:run", "state", "running")
         problem(await http.delete("/v1/runs/third"), 409, "stop it first")
-        await bus.client.set("penstock:{second}:service:rollout-0", "x")
+        await raw(bus).set("penstock:{second}:service:rollout-0", "x")
         problem(await http.delete("/v1/runs/second"), 409, "1 work for second")
-        problem(await http.delete(f"/v1/runs/{bus.keys.run_id}"), 409, "coordinator's own")
+        problem(await http.delete(f"/v1/runs/{bus.run_id}"), 409, "coordinator's own")
 
 
 # ---------------------------------------------------------------- in which form

@@ -8,17 +8,19 @@ from pathlib import Path
 import pytest
 
 from services.coordinator.evaluation.evaluator import Due, Evaluator
-from services.coordinator.evaluation.results import Description, Evaluation, EvaluationRequest, evaluations, summarize
+from services.coordinator.evaluation.results import Evaluation, evaluations, summarize
 from services.coordinator.run.lifecycle import due
 from services.coordinator.service import load_data, make_evaluator
 from shared.bus import streams
 from shared.bus.bus import Bus
 from shared.bus.messages import Experience, PolicyVersion, Prompt, Purpose
+from shared.bus.stores.evaluations import Description, EvaluationRequest
 from shared.bus.stores.ledger import Ledger, RunState, RunStatus
 from shared.errors import PermanentError
 from shared.settings.evaluation import HeldOutSet
 from tests.conftest import until
 from tests.support.coordinator_players import replicas, settings
+from tests.support.raw_redis import raw
 
 V0 = PolicyVersion(0)
 FIRST, BETWEEN, LAST = Due(("heldout",), initial=True), Due(("heldout",)), Due(("heldout",), final=True)
@@ -48,7 +50,7 @@ def first_four(prompt: Prompt) -> float:
 
 async def is_clean(bus: Bus) -> bool:
     lengths = [await bus.length(s) for s in (streams.EVAL_PROMPTS, streams.EVAL_ROLLOUTS, streams.EVAL_RESULTS)]
-    left = await bus.client.exists(bus.keys.evaluation, bus.keys.evaluation_answers)
+    left = await raw(bus).exists(bus.keys.named("evaluation"), bus.keys.named("evaluation_answers"))
     return lengths == [0, 0, 0] and left == 0
 
 
@@ -98,7 +100,7 @@ async def test_a_killed_evaluation_goes_on_and_counts_no_problem_twice(bus: Bus,
     async with replicas(bus, first_four):
         await until(lambda: results(bus, 6))
         held = await bus.read(streams.EVAL_RESULTS, Experience, "coordinator", 3, 0.1)  # taken by the killed process
-        await bus.client.hset(bus.keys.evaluation_answers, held[0].group_id, "1")  # and one written down
+        await raw(bus).hset(bus.keys.named("evaluation_answers"), held[0].group_id, "1")  # and one written down
         found = await alone(evaluator(bus, tmp_path).evaluate(V0, 0, FIRST))
     assert (found.problems, found.answered, found.correct) == (6, 6, 4)
     assert await is_clean(bus)

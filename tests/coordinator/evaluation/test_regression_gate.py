@@ -7,14 +7,17 @@ import pytest
 
 from services.coordinator.evaluation import regression_gate
 from services.coordinator.evaluation.regression_gate import FELL, PASSED, judge, target
-from services.coordinator.evaluation.results import Description, Evaluation, EvaluationRequest, evaluations, summarize
+from services.coordinator.evaluation.results import Evaluation, evaluations, summarize
 from services.coordinator.service import Coordinator
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion, Prompt
-from shared.bus.stores.ledger import Ledger, PolicyState, RunState
+from shared.bus.stores.evaluations import Description, EvaluationRequest
+from shared.bus.stores.ledger import Ledger, RunState
+from shared.bus.stores.policies import PolicyState
 from shared.settings.evaluation import GateSettings
 from tests.conftest import until
 from tests.support.coordinator_players import Trainer, make, record, replicas, running, settings
+from tests.support.raw_redis import raw
 
 V = PolicyVersion
 GATE = GateSettings(
@@ -121,7 +124,7 @@ async def test_a_version_that_fell_is_revoked_and_the_run_goes_on_from_the_one_b
             "rolling back to version 1: gate: version 2 on heldout: accuracy 0.0000 against"
         )
         assert (await ledger.policy_states())[V(2)] is PolicyState.REVOKED
-        assert await bus.client.hgetall(bus.keys.gate) == {b"2": b"rollback"}
+        assert await raw(bus).hgetall(bus.keys.named("gate")) == {b"2": b"rollback"}
 
 
 async def test_after_as_many_rollbacks_in_a_row_as_may_be_the_run_pauses(

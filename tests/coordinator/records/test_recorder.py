@@ -15,6 +15,7 @@ from shared.bus.stores.ledger import Ledger, RunState, RunStatus
 from shared.process.telemetry import tell
 from tests.support import builders
 from tests.support.coordinator_players import Trainer, report, settings
+from tests.support.raw_redis import raw
 
 
 def lines(folder: Path, name: str) -> list[dict[str, object]]:
@@ -106,7 +107,7 @@ async def test_a_trained_group_is_written_to_be_read_each_so_many_steps(bus: Bus
 async def test_a_journal_just_trimmed_by_a_checkpoint_is_sampled_at_the_next_step(bus: Bus, tmp_path: Path) -> None:
     recorder = Recorder(bus, tmp_path, 1)
     await commit_group(bus, 0)
-    await bus.client.xtrim(bus.keys.of(streams.JOURNAL), maxlen=0, approximate=False)
+    await raw(bus).xtrim(bus.keys.of(streams.JOURNAL), maxlen=0, approximate=False)
     await recorder.catch_up()
     await commit_group(bus, 1)
     await recorder.catch_up()
@@ -164,7 +165,7 @@ async def test_a_pause_is_counted_when_it_ends(bus: Bus) -> None:
     await ledger.create()
     await ledger.transition(RunState.RUNNING, "", [RunState.CREATED])
     await ledger.transition(RunState.PAUSED, "", [RunState.RUNNING])
-    await bus.client.hincrbyfloat(bus.keys.run, "changed_at_s", -7)  # seven seconds pass
+    await raw(bus).hincrbyfloat(bus.keys.named("run"), "changed_at_s", -7)  # seven seconds pass
     assert (await ledger.status()).paused_s == 0.0
     await ledger.transition(RunState.RUNNING, "", [RunState.PAUSED])
     assert (await ledger.status()).paused_s == pytest.approx(7.0, abs=0.9)

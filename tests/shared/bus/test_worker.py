@@ -18,6 +18,7 @@ from shared.bus.worker import Patience, Worker
 from shared.errors import NotHere, PermanentError, StateLost, TemporaryError
 from tests.conftest import PATIENCE_S, Server, until
 from tests.support import builders
+from tests.support.raw_redis import raw
 
 QUICK = Patience(claim_after_s=0.6, max_attempts=3, retry_s=0.01, drain_s=5.0)
 Handler = Callable[[Prompt], Awaitable[RolloutGroup]]
@@ -50,7 +51,7 @@ async def put(bus: Bus, count: int) -> None:
 
 
 async def outputs(bus: Bus) -> list[str]:
-    return sorted(fields[b"id"].decode() for _, fields in await bus.client.xrange(bus.keys.of(ROLLOUTS)))
+    return sorted(fields[b"id"].decode() for _, fields in await raw(bus).xrange(bus.keys.of(ROLLOUTS)))
 
 
 async def test_every_entry_becomes_one_result(bus: Bus) -> None:
@@ -168,7 +169,7 @@ async def test_a_temporary_failure_is_tried_again_and_then_buried_with_its_reaso
     async with running(worker):
         await until(lambda: worker.counts.buried == 1)
     assert tries == 3
-    ((_, dead),) = await bus.client.xrange(bus.keys.of(PROMPTS.dead))
+    ((_, dead),) = await raw(bus).xrange(bus.keys.of(PROMPTS.dead))
     assert (dead[b"reason"], dead[b"attempts"]) == (b"the scorer is down", b"3")
     assert await bus.length(ROLLOUTS) == 0
 
@@ -214,7 +215,7 @@ async def test_a_permanent_failure_is_buried_at_once(bus: Bus) -> None:
     worker = make(bus, refuse)
     async with running(worker):
         await until(lambda: worker.counts.buried == 1)
-    ((_, dead),) = await bus.client.xrange(bus.keys.of(PROMPTS.dead))
+    ((_, dead),) = await raw(bus).xrange(bus.keys.of(PROMPTS.dead))
     assert (dead[b"reason"], dead[b"attempts"]) == (b"expected an answer, found none", b"1")
 
 
@@ -245,7 +246,7 @@ async def test_a_bug_costs_its_group_alone_which_is_buried_with_its_cause(bus: B
     assert await outputs(bus) == ["0", "2", "3"]
     assert bugs == [("1", "ZeroDivisionError: division by zero")] * 3
     assert await _dead(bus) == [(b"1", b"ZeroDivisionError: division by zero", b"3")]
-    assert await bus.client.hgetall(bus.keys.causes) == {}
+    assert await raw(bus).hgetall(bus.keys.named("causes")) == {}
 
 
 async def test_a_result_that_cannot_be_written_costs_its_group_alone(bus: Bus) -> None:
@@ -260,7 +261,7 @@ async def test_a_result_that_cannot_be_written_costs_its_group_alone(bus: Bus) -
 
 
 async def _dead(bus: Bus) -> list[tuple[bytes, bytes, bytes]]:
-    rows = await bus.client.xrange(bus.keys.of(PROMPTS.dead))
+    rows = await raw(bus).xrange(bus.keys.of(PROMPTS.dead))
     return [(fields[b"id"], fields[b"reason"], fields[b"attempts"]) for _, fields in rows]
 
 
@@ -284,7 +285,7 @@ async def test_what_a_process_cannot_survive_ends_it_and_blames_only_who_was_alo
         await until(lambda: _is_length(bus, 2))
     assert ends == 5, "in a crowd, beside others, and three times alone"
     assert await _dead(bus) == [(b"1", f"failed 3 times: {error!r}".encode(), b"4")]
-    assert await bus.client.hgetall(bus.keys.crashes) == {}
+    assert await raw(bus).hgetall(bus.keys.named("crashes")) == {}
 
 
 @pytest.mark.parametrize("same_name", [True, False], ids=["started again", "taken over by others"])
@@ -303,7 +304,7 @@ async def test_a_poison_group_that_kills_its_process_takes_no_honest_one_with_it
 
 async def _outlives(bus: Bus, server: Server, name: str) -> bool:
     """Whether a process that dies of group 13 sees the end of the other 40; else it was killed."""
-    command = [sys.executable, "-m", "tests.support.poisoned_worker", server.url, bus.keys.run_id, name, "13"]
+    command = [sys.executable, "-m", "tests.support.poisoned_worker", server.url, bus.run_id, name, "13"]
     process = subprocess.Popen(command)
     try:
         await until(lambda: _is_over(bus, process, 40), timeout_s=PATIENCE_S)

@@ -24,6 +24,7 @@ from shared.weights.source.source import MAX_STRANGERS, WeightSource
 from shared.weights.transport.place import DeviceLocation
 from tests.conftest import PATIENCE_S, until
 from tests.support import weights
+from tests.support.raw_redis import raw
 
 LONG_S = 60.0
 """A deadline that no test waits for."""
@@ -189,7 +190,7 @@ async def test_all_processes_of_a_run_have_one_secret_and_a_bus_that_lost_it_get
         await secret.refresh()
     assert len(first()) == 64
     assert first() == second()
-    await bus.call(lambda: bus.client.delete(bus.keys.secret))
+    await bus.call(lambda: raw(bus).delete(bus.keys.named("secret")))
     await second.refresh()
     await late.refresh()
     assert late() == first()

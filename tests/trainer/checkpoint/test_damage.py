@@ -27,6 +27,7 @@ from shared.settings import Settings
 from tests.conftest import Server, until
 from tests.support.coordinator_players import Trainer, make, replicas, running, settings
 from tests.support.object_storage import Storage
+from tests.support.raw_redis import raw
 from tests.trainer.checkpoint.test_store import written
 from tests.trainer.test_rollback import _folder, _has_checkpoint, _load_and_publish, _newest_is, replica
 from tests.trainer.test_service import GROUPS, Run, bus_of, feed
@@ -131,9 +132,7 @@ class Played:
             made = await trainer.step()
             if made % every:
                 continue
-            entry = (await self.bus.client.xinfo_stream(self.bus.keys.of(streams.JOURNAL)))[
-                "last-generated-id"
-            ].decode()
+            entry = (await raw(self.bus).xinfo_stream(self.bus.keys.of(streams.JOURNAL)))["last-generated-id"].decode()
             await self.ledger.set_checkpoint(V(made), str(written(self.root, made, journal_entry=entry).folder))
             if journal_from is None or made == journal_from:
                 await self.ledger.trim_journal(entry)
@@ -149,7 +148,7 @@ class Played:
         return self.root / f"step-{step:06d}"
 
     async def events(self, name: str) -> list[str]:
-        rows = await self.bus.client.xrange(self.bus.keys.of(streams.EVENTS))
+        rows = await raw(self.bus).xrange(self.bus.keys.of(streams.EVENTS))
         found = [wire.decode(fields[b"data"], Event) for _, fields in rows]
         return [event.detail for event in found if event.name == name]
 
@@ -285,12 +284,12 @@ async def test_a_run_that_people_had_paused_is_paused_by_them_again_once_its_che
             assert reason.endswith("; the run was paused before: for the night")
         assert len(await run.events("run cannot continue")) == 2, "each once"
         run.folder(2).rename(tmp_path / "damaged")
-        await bus.client.xtrim(bus.keys.of(streams.JOURNAL), maxlen=0)
+        await raw(bus).xtrim(bus.keys.of(streams.JOURNAL), maxlen=0)
         written(run.root, 2)
         assert (await run.resume()).went_back
         status = await run.ledger.status()
         assert (status.state, status.step) == (RunState.PAUSED, 2)
-        assert await bus.client.hget(bus.keys.rollback, "resumes") == b"0"
+        assert await raw(bus).hget(bus.keys.named("rollback"), "resumes") == b"0"
 
 
 async def test_a_bus_that_was_lost_is_restored_from_the_newest_intact_checkpoint(bus: Bus, tmp_path: Path) -> None:
@@ -338,7 +337,7 @@ async def test_a_checkpoint_that_is_known_under_its_later_version_only_is_gone_b
         await run.ledger.set_checkpoint(V(0), str(folder))
         await trainer.step()
         await trainer.step()
-        await bus.client.xtrim(bus.keys.of(streams.JOURNAL), maxlen=0)
+        await raw(bus).xtrim(bus.keys.of(streams.JOURNAL), maxlen=0)
         found = await run.resume()
         assert found.went_back
         assert await run.ledger.revoked() == {1, 2}

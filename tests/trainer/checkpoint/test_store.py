@@ -37,6 +37,7 @@ from shared.settings import Settings, load
 from tests.conftest import PATIENCE_S, Server, until
 from tests.support.fault_proxy import FaultProxy
 from tests.support.object_storage import Storage
+from tests.support.raw_redis import raw
 from tests.trainer.test_rollback import _begin
 from tests.trainer.test_service import GROUPS, Run, bus_of, feed
 
@@ -280,7 +281,7 @@ class Kept:
 
     def __init__(self, bus: Bus, folder: Path, storage: Storage, **more: Any) -> None:
         self.root, self._bus = folder / "checkpoints", bus
-        self.made = Retention(settings(folder, storage, bus.keys.run_id, **more), bus)
+        self.made = Retention(settings(folder, storage, bus.run_id, **more), bus)
 
     async def step(self, step: int) -> Checkpoint:
         """Commit a step and write its checkpoint; two are kept in the folder."""
@@ -303,7 +304,7 @@ async def keeping(bus: Bus, folder: Path, storage: Storage, **more: Any) -> Asyn
 async def test_a_checkpoint_counts_when_it_is_stored_and_the_journal_reaches_back_to_the_last_but_one(
     bus: Bus, tmp_path: Path, storage: Storage
 ) -> None:
-    ledger, run_id = Ledger(bus), bus.keys.run_id
+    ledger, run_id = Ledger(bus), bus.run_id
     async with keeping(bus, tmp_path, storage) as kept:
         storage.stop()
         try:
@@ -325,7 +326,7 @@ async def test_a_checkpoint_counts_when_it_is_stored_and_the_journal_reaches_bac
 async def test_older_ones_go_from_the_store_unless_the_ledger_keeps_them(
     bus: Bus, tmp_path: Path, storage: Storage
 ) -> None:
-    ledger, run_id = Ledger(bus), bus.keys.run_id
+    ledger, run_id = Ledger(bus), bus.run_id
     async with keeping(bus, tmp_path, storage) as kept:
         for step in (1, 2, 3, 4):
             await kept.step(step)
@@ -372,15 +373,15 @@ async def resume_of(bus: Bus, of: Settings) -> Resume:
 async def events(bus: Bus) -> list[str]:
     from shared.bus import wire
 
-    rows = await bus.client.xrange(bus.keys.of(EVENTS))
+    rows = await raw(bus).xrange(bus.keys.of(EVENTS))
     return [wire.decode(fields[b"data"], Event).name for _, fields in rows]
 
 
 async def test_with_bus_and_folder_lost_the_run_goes_on_from_the_store_and_no_version_is_used_again(
     bus: Bus, tmp_path: Path, storage: Storage
 ) -> None:
-    of = settings(tmp_path / "new", storage, bus.keys.run_id)
-    store = store_of(storage, bus.keys.run_id)
+    of = settings(tmp_path / "new", storage, bus.run_id)
+    store = store_of(storage, bus.run_id)
     for step in (2, 4):
         store.put(written(tmp_path / "old", step, version=step + 1))
     found = await resume_of(bus, of)
@@ -393,16 +394,16 @@ async def test_with_bus_and_folder_lost_the_run_goes_on_from_the_store_and_no_ve
 
 
 async def test_with_the_folder_there_a_start_needs_no_store(bus: Bus, tmp_path: Path, storage: Storage) -> None:
-    of = settings(tmp_path, storage, bus.keys.run_id, endpoint="http://127.0.0.1:9")  # where nobody listens
+    of = settings(tmp_path, storage, bus.run_id, endpoint="http://127.0.0.1:9")  # where nobody listens
     made = written(of.run_folder / "checkpoints", 4)
-    await bus.client.hset(bus.keys.run, mapping={"step": 4, "newest_version": 4})
+    await raw(bus).hset(bus.keys.named("run"), mapping={"step": 4, "newest_version": 4})
     assert (await resume_of(bus, of)).checkpoint == made
 
 
 async def test_a_start_that_needs_the_store_waits_while_it_is_away(bus: Bus, tmp_path: Path, storage: Storage) -> None:
-    of = settings(tmp_path / "new", storage, bus.keys.run_id)
-    store_of(storage, bus.keys.run_id).put(written(tmp_path / "old", 4))
-    await bus.client.hset(bus.keys.run, mapping={"step": 4, "newest_version": 4})
+    of = settings(tmp_path / "new", storage, bus.run_id)
+    store_of(storage, bus.run_id).put(written(tmp_path / "old", 4))
+    await raw(bus).hset(bus.keys.named("run"), mapping={"step": 4, "newest_version": 4})
     storage.stop()
     try:
         waiting = asyncio.create_task(resume_of(bus, of))
@@ -426,7 +427,7 @@ async def test_a_start_that_needs_the_store_and_is_denied_says_so_in_a_sentence(
     storage.deny()
     try:
         with pytest.raises(SettingsError, match=r"change trainer\.store or the credentials in the environment"):
-            await resume_of(bus, settings(tmp_path, storage, bus.keys.run_id))
+            await resume_of(bus, settings(tmp_path, storage, bus.run_id))
     finally:
         storage.deny(denied=False)
 
@@ -434,9 +435,9 @@ async def test_a_start_that_needs_the_store_and_is_denied_says_so_in_a_sentence(
 async def test_a_damaged_manifest_is_told_and_a_run_of_which_nothing_can_be_read_is_not_begun_anew(
     bus: Bus, tmp_path: Path, storage: Storage
 ) -> None:
-    of = settings(tmp_path / "new", storage, bus.keys.run_id)
-    store_of(storage, bus.keys.run_id).put(written(tmp_path / "old", 4))
-    storage.damage(bus.keys.run_id, "manifest.json")
+    of = settings(tmp_path / "new", storage, bus.run_id)
+    store_of(storage, bus.run_id).put(written(tmp_path / "old", 4))
+    storage.damage(bus.run_id, "manifest.json")
     with pytest.raises(
         SettingsError, match=r"no checkpoint is intact: the checkpoint of step 4 is damaged \(the manifest of "
     ):
@@ -482,7 +483,7 @@ def lose_machine(run: Run) -> None:
 
 
 async def steps_in_journal(bus: Bus) -> list[int]:
-    rows = await bus.client.xrange(bus.keys.of(JOURNAL))
+    rows = await raw(bus).xrange(bus.keys.of(JOURNAL))
     return sorted({int(fields[b"step"]) for _, fields in rows})
 
 

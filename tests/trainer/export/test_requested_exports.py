@@ -29,15 +29,17 @@ from shared.bus.bus import Bus
 from shared.bus.messages import Event, PolicyVersion
 from shared.bus.stores.cordon import Cordon
 from shared.bus.stores.exports import Exports
+from shared.bus.stores.heartbeats import heartbeats
 from shared.bus.stores.ledger import Ledger
 from shared.bus.stores.live_settings import Live
 from shared.bus.stores.run_secret import RunSecret
 from shared.bus.streams import EVENTS
 from shared.process.service import Context
-from shared.process.telemetry import Presence, Status, heartbeats
+from shared.process.telemetry import Presence, Status
 from tests.conftest import PATIENCE_S, Server, until
 from tests.coordinator.api.test_page import served
 from tests.support.coordinator_players import make, record, running, settings
+from tests.support.raw_redis import raw
 from tests.trainer.export.test_export import ROOT, Run, assert_is, loaded
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -54,7 +56,7 @@ async def parts(bus: Bus, tmp_path: Path) -> AsyncIterator[Coordinator]:
         made = record(version, version - 1 if version else None, 0)
         made = dataclasses.replace(made, location=made.location if version == 4 else "")
         await ledger.commit(await ledger.take_epoch(), made, [], None)
-    await bus.write(bus.keys.revoked, "SADD", 2)
+    await raw(bus).execute_command("SADD", bus.keys.named("revoked"), 2)
     async with running(make(bus, settings(tmp_path, coordinator={"autostart": False}))) as found:
         yield found
 
@@ -138,7 +140,7 @@ async def test_an_export_whose_trainer_is_killed_is_done_again_by_the_next_and_a
     answer = await http.post("/v1/policies/1/export")
     assert (answer.status_code, answer.headers["location"]) == (202, "/v1/operations/1")
     assert (await http.post("/v1/policies/1/export", json={"adapter": False})).json()["id"] == 1
-    command = [sys.executable, "-c", _TRAINER, server.url, bus.keys.run_id, str(run.settings.run_folder)]
+    command = [sys.executable, "-c", _TRAINER, server.url, bus.run_id, str(run.settings.run_folder)]
     first = await asyncio.to_thread(subprocess.Popen, command, cwd=ROOT)
     await until(lambda: processes(first.pid))
     (child,) = processes(first.pid)
@@ -158,7 +160,7 @@ async def test_an_export_whose_trainer_is_killed_is_done_again_by_the_next_and_a
         again = await ended(http, 2)
         assert (again["result"], again["detail"]) == (done["result"], f"it lies in {folder}: it was there already")
         async with served(parts, parts.api.folder, Access()) as url:
-            announced = json.dumps({"url": url, "run_id": bus.keys.run_id})
+            announced = json.dumps({"url": url, "run_id": bus.run_id})
             (parts.api.folder / "coordinator.json").write_text(announced)
             words = ["export", str(parts.api.folder), "--version", "1", "--to", str(tmp_path / "mine")]
             assert await asyncio.to_thread(main, words) == 0
@@ -187,7 +189,7 @@ async def test_a_rollback_that_revokes_its_version_cancels_an_export(
     async with trainer(bus, run):
         await http.post("/v1/policies/1/export")
         await until(processes)
-        await bus.write(bus.keys.revoked, "SADD", 1)
+        await raw(bus).execute_command("SADD", bus.keys.named("revoked"), 1)
         assert (await ended(http))["detail"] == "version 1 was revoked: a rollback left its branch"
         await until(lambda: not processes())
     assert list((run.settings.run_folder / "exports").iterdir()) == []

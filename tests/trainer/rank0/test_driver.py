@@ -288,7 +288,7 @@ async def test_a_rollback_makes_every_rank_load_the_checkpoint_that_the_ledger_w
     async with again.running(script):
         await until(lambda: CommandKind.IDLE in script.kinds)
         epoch = await again.ledger.take_epoch()  # as a rollback does
-        await bus.write(bus.keys.run, "HSET", "rollback_epoch", epoch)
+        await raw(bus).hset(bus.keys.named("run"), "rollback_epoch", epoch)
         await until(lambda: script.kinds.count(CommandKind.LOAD) == 2)
         await until(lambda: script.kinds[-1] is CommandKind.IDLE)
     assert (await again.ledger.status()).trainer_epoch == epoch + 1

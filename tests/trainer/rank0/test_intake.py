@@ -18,6 +18,7 @@ from shared.bus.streams import EXPERIENCE, PROMPTS
 from shared.settings import Settings
 from tests.conftest import PATIENCE_S, until
 from tests.support import builders
+from tests.support.raw_redis import raw
 
 V = PolicyVersion
 
@@ -87,7 +88,7 @@ async def test_a_stale_group_is_dropped_and_counted(bus: Bus) -> None:
 async def test_what_arrives_while_others_are_let_go_is_looked_at_before_it_is_trained(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await bus.write(bus.keys.revoked, "SADD", 7)
+    await raw(bus).execute_command("SADD", bus.keys.named("revoked"), 7)
     await put(bus, 0, version=7)
     await put(bus, 1, version=0)
     intake = Intake(bus, Live(bus, settings()), {V(0): 0, V(7): 0})
@@ -128,10 +129,10 @@ async def test_a_group_that_ends_the_trainer_is_tried_alone_and_takes_no_other_w
     assert deaths == 4, "twice in its batch, and twice alone"
     assert trained == [0, 1, 2, 4, 5, 6]
     assert await bus.counts() == {"dead:experience": 1, "dropped:trained": 6}
-    ((_, dead),) = await bus.client.xrange(bus.keys.of(EXPERIENCE.dead))
+    ((_, dead),) = await raw(bus).xrange(bus.keys.of(EXPERIENCE.dead))
     assert dead[b"id"] == b"3"
     assert dead[b"reason"] == b"ended the trainer 2 times when it was tried alone: ValueError: poison"
-    assert await bus.client.hgetall(bus.keys.crashes) == {}
+    assert await raw(bus).hgetall(bus.keys.named("crashes")) == {}
 
 
 async def _train_until_death(bus: Bus, intake: Intake, trained: list[int], poison: int) -> bool:
@@ -176,7 +177,7 @@ async def test_a_group_that_the_model_cannot_read_is_buried_at_once(
 
 
 async def test_groups_that_were_never_admitted_or_of_versions_that_do_not_exist_are_buried_at_once(bus: Bus) -> None:
-    await bus.client.hset(bus.keys.run, mapping={"cursor": 2, "newest_version": 4})
+    await raw(bus).hset(bus.keys.named("run"), mapping={"cursor": 2, "newest_version": 4})
     for group_id, version in ((0, 5), (2, 4), (1, 4)):
         await put(bus, group_id, version)
     intake = Intake(bus, Live(bus, settings()), {V(0): 0})
@@ -189,7 +190,7 @@ async def test_groups_that_were_never_admitted_or_of_versions_that_do_not_exist_
 
 
 async def test_a_copy_of_a_group_that_was_trained_is_dropped(bus: Bus) -> None:
-    await bus.client.setbit(bus.keys.trained, 7, 1)
+    await raw(bus).setbit(bus.keys.named("trained"), 7, 1)
     await put(bus, 7)
     async with filling(Intake(bus, Live(bus, settings()), {V(0): 0})):
         await until(lambda: _counted(bus, {"dropped:duplicate": 1}))
@@ -200,7 +201,7 @@ async def _counted(bus: Bus, counts: dict[str, int]) -> bool:
 
 
 async def _reasons(bus: Bus) -> list[tuple[str, str]]:
-    dead = await bus.client.xrange(bus.keys.of(EXPERIENCE.dead))
+    dead = await raw(bus).xrange(bus.keys.of(EXPERIENCE.dead))
     return [(fields[b"reason"].decode(), fields[b"attempts"].decode()) for _, fields in dead]
 
 
@@ -276,7 +277,7 @@ async def test_a_group_without_the_reference_that_was_promised_is_buried_with_th
         await until(lambda: intake.left["buried"] == 3)
     assert batch is not None
     assert [taken.experience.group.prompt.group_id for taken in batch] == [3]
-    dead = await bus.client.xrange(bus.keys.of(EXPERIENCE.dead))
+    dead = await raw(bus).xrange(bus.keys.of(EXPERIENCE.dead))
     reasons = [fields[b"reason"].decode() for _, fields in dead]
     assert reasons[0].startswith('expected reference logprobs with algorithm.reference = "reward", found none')
     assert reasons[1].endswith("expected 6 reference logprobs, found 5")

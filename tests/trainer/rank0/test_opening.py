@@ -28,7 +28,7 @@ class Opened:
     """An opening of the run on ``bus``."""
 
     def __init__(self, bus: Bus, folder: Path) -> None:
-        self.of = Settings.model_validate({"run": {"id": bus.keys.run_id, "folder": folder}})
+        self.of = Settings.model_validate({"run": {"id": bus.run_id, "folder": folder}})
         self.root = self.of.run_folder / "checkpoints"
         self.ledger = Ledger(bus)
         cordon = Cordon(bus, "trainer-0", lambda: None)

@@ -76,7 +76,7 @@ def calls() -> Iterator[Calls]:
 async def test_objects_of_the_event_loop_are_called_there_alone_and_objects_of_training_on_its_thread_alone(
     bus: Bus, tmp_path: Path, storage: Storage, calls: Calls
 ) -> None:
-    store = store_settings(tmp_path, storage, bus.keys.run_id).trainer.store.model_dump()
+    store = store_settings(tmp_path, storage, bus.run_id).trainer.store.model_dump()
     of = settings_of(bus, tmp_path, test_update.settings(max_lag=8), checkpoint_every_steps=1, store=store)
     driven, training = Driven(bus, of), []
     await driven.ledger.create()
@@ -89,7 +89,7 @@ async def test_objects_of_the_event_loop_are_called_there_alone_and_objects_of_t
 
     async with driven.running(train):
         await driven.feed(test_update.batch())
-        await until(lambda: storage.whole(bus.keys.run_id) == [1])
+        await until(lambda: storage.whole(bus.run_id) == [1])
     assert await driven.step() == 1
     assert calls.threads_of(EVENT_LOOP) == {threading.get_ident()}
     assert calls.threads_of(TRAINING) == set(training)
@@ -115,8 +115,8 @@ async def test_a_call_from_another_thread_is_seen(bus: Bus, calls: Calls) -> Non
 async def test_a_version_that_is_made_while_its_checkpoint_is_stored_is_known_to_the_ledger(
     bus: Bus, tmp_path: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    retention = Retention(store_settings(tmp_path, storage, bus.keys.run_id), bus)
-    made, store = written(tmp_path / "checkpoints", 1), store_of(storage, bus.keys.run_id)
+    retention = Retention(store_settings(tmp_path, storage, bus.run_id), bus)
+    made, store = written(tmp_path / "checkpoints", 1), store_of(storage, bus.run_id)
     stored, _ = store.put(made)
     seen, look = asyncio.Event(), Ledger.checkpoints
     naming: asyncio.Task[None] | None = None

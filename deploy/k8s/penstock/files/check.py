@@ -62,7 +62,7 @@ async def round_trip(bus_url: str, run_id: str) -> str:
             sys.exit(f"expected {sent} back from the bus, found {found}")
         return bus.server
     finally:
-        await bus.client.delete(bus.keys.of(SCRATCH))
+        await bus.remove(SCRATCH)
         await bus.close()
 
 

@@ -22,6 +22,7 @@ from services.coordinator.api.errors import RETRY_AFTER_S
 from services.coordinator.schemas.resources import EventView, Page
 from shared.bus import wire
 from shared.bus.messages import Event
+from shared.bus.stores import records
 from shared.bus.streams import EVENTS
 from shared.errors import MessageError
 
@@ -117,17 +118,15 @@ def event_routes(parts: Parts) -> APIRouter:
 
 
 async def _events(parts: Parts, cursor: str | None, limit: int) -> Page[EventView]:
-    end, key = f"({cursor}" if cursor else "+", parts.bus.keys.of(EVENTS)
-    rows = await parts.bus.call(lambda: parts.bus.client.xrevrange(key, max=end, count=limit + 1))
-    page = page_of(rows, limit, lambda row: str(row[0].decode()))
-    found = (_view(entry.decode(), fields.get(b"data", b"")) for entry, fields in page.items)
+    rows = await records.page(parts.bus, EVENTS, cursor, limit + 1)
+    page = page_of(rows, limit, lambda row: row[0])
+    found = (_view(entry, fields.get(b"data", b"")) for entry, fields in page.items)
     return Page(items=[event for event in found if event is not None], next=page.next)
 
 
 async def _newest(parts: Parts) -> str:
-    key = parts.bus.keys.of(EVENTS)
-    rows = await parts.bus.call(lambda: parts.bus.client.xrevrange(key, count=1))
-    return str(rows[0][0].decode()) if rows else "0-0"
+    rows = await records.page(parts.bus, EVENTS, None, 1)
+    return rows[0][0] if rows else "0-0"
 
 
 def _view(entry: str, data: bytes) -> EventView | None:

@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse
 
 from services.coordinator.api.dependencies import Parts, soon
 from shared.bus.bus import Bus
+from shared.bus.stores import idempotency
 from shared.peers.tickets import PAGE_S
 
 FOLDER = Path(__file__).parents[1] / "page"
@@ -89,5 +90,4 @@ def page_routes(parts: Parts) -> APIRouter:
 
 async def _use(bus: Bus, code: str) -> bool:
     """Mark a code as used; False where it was."""
-    key = bus.keys.idempotency(hashlib.sha256(code.encode()).hexdigest())
-    return bool(await bus.write(key, "SET", "page", "NX", "EX", math.ceil(PAGE_S)))
+    return await idempotency.use_once(bus, hashlib.sha256(code.encode()).hexdigest(), math.ceil(PAGE_S))

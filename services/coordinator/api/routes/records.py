@@ -25,7 +25,8 @@ from services.coordinator.schemas.records import RolloutView, StepView, rollout_
 from services.coordinator.schemas.resources import Page
 from shared.bus import wire
 from shared.bus.messages import Experience, Json, StepReport
-from shared.bus.streams import JOURNAL, STEPS, Stream
+from shared.bus.stores import records
+from shared.bus.streams import JOURNAL, STEPS, Row
 from shared.errors import MessageError
 
 Few = Annotated[int, Query(ge=1, le=50, description="At most so many groups.")]
@@ -37,7 +38,7 @@ def record_routes(parts: Parts) -> APIRouter:
 
     @router.get("/steps", operation_id="listSteps", summary="What the trainer reported of each step, newest first")
     async def steps(cursor: EntryCursor = None, limit: Limit = 100) -> Page[StepView]:
-        rows = await soon(_newest(parts, STEPS, cursor, limit + 1))
+        rows = await soon(records.page(parts.bus, STEPS, cursor, limit + 1))
         page = page_of(rows, limit, lambda row: row[0])
         found = (_step(entry, fields) for entry, fields in page.items)
         return Page(items=[step for step in found if step is not None], next=page.next)
@@ -47,14 +48,6 @@ def record_routes(parts: Parts) -> APIRouter:
         return page_of(await soon(_rollouts(parts, cursor, limit + 1)), limit, lambda found: found.id)
 
     return router
-
-
-async def _newest(
-    parts: Parts, stream: Stream, cursor: str | None, count: int
-) -> list[tuple[str, Mapping[bytes, bytes]]]:
-    end, key = f"({cursor}" if cursor else "+", parts.bus.keys.of(stream)
-    rows = await parts.bus.call(lambda: parts.bus.client.xrevrange(key, max=end, count=count))
-    return [(entry.decode(), fields) for entry, fields in rows]
 
 
 def _step(entry: str, fields: Mapping[bytes, bytes]) -> StepView | None:
@@ -74,14 +67,14 @@ def _step(entry: str, fields: Mapping[bytes, bytes]) -> StepView | None:
 
 
 async def _rollouts(parts: Parts, cursor: str | None, count: int) -> list[RolloutView]:
-    found = list(_journalled(await _newest(parts, JOURNAL, cursor, count)))
+    found = list(_journalled(await records.page(parts.bus, JOURNAL, cursor, count)))
     if len(found) < count:
         before = found[-1].id if found else cursor
         found += await asyncio.to_thread(_recorded, parts.folder / "rollouts.jsonl", before, count - len(found))
     return found
 
 
-def _journalled(rows: list[tuple[str, Mapping[bytes, bytes]]]) -> Iterator[RolloutView]:
+def _journalled(rows: list[Row]) -> Iterator[RolloutView]:
     for entry, fields in rows:
         try:
             experience = wire.decode(fields.get(b"data", b""), Experience)

@@ -5,8 +5,6 @@ run id; whoever starts services for it starts them with ``--from-bus URL --run-i
 number and size, and can be deleted while no service works for them.
 """
 
-import functools
-import time
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Request, Response
@@ -15,9 +13,8 @@ from starlette.exceptions import HTTPException
 from services.coordinator.api.dependencies import Limit, Parts, page_of, soon
 from services.coordinator.api.errors import Conflict
 from services.coordinator.schemas.resources import Page, RunSummary
-from shared.bus.server import Argument
-from shared.bus.stores.ledger import read_status
-from shared.bus.streams import RUN_ID_PATTERN, Keys
+from shared.bus.keys import RUN_ID_PATTERN
+from shared.bus.stores.registry import Registry
 from shared.errors import SettingsError
 from shared.process.telemetry import tell
 from shared.settings import dumps, loads
@@ -26,7 +23,6 @@ _MOST_REGISTERED = 256
 """Runs that were registered over HTTP and are on the bus."""
 _LARGEST_BYTES = 128 * 1024
 """Of the settings of one."""
-_AT_ONCE = 500
 _ID = f"^{RUN_ID_PATTERN.pattern}$"
 RunId = Annotated[str, Path(pattern=_ID, description="The run.")]
 After = Annotated[str | None, Query(pattern=_ID, description="`next` of the page before.")]
@@ -45,7 +41,7 @@ def registry_routes(parts: Parts) -> APIRouter:
 
     @router.get("", operation_id="listRuns", summary="Every run on this bus, by id")
     async def runs(cursor: After = None, limit: Limit = 100) -> Page[RunSummary]:
-        ids = [run_id for run_id in await soon(_ids(parts)) if cursor is None or run_id > cursor]
+        ids = [run_id for run_id in await soon(Registry(parts.bus).runs()) if cursor is None or run_id > cursor]
         page = page_of(ids, limit, str)
         found = [await soon(_summary(parts, run_id)) for run_id in page.items]
         return Page(items=[one for one in found if one is not None], next=page.next)
@@ -81,25 +77,11 @@ def registry_routes(parts: Parts) -> APIRouter:
     return router
 
 
-async def _ids(parts: Parts, kind: str = "run") -> list[str]:
-    """Return the runs that have a key of this kind."""
-    keys = await _keys(parts, f"penstock:{{*}}:{kind}")
-    return sorted({key.removeprefix("penstock:{").removesuffix(f"}}:{kind}") for key in keys})
-
-
-async def _keys(parts: Parts, pattern: str) -> list[str]:
-    async def scan() -> list[str]:
-        return [key.decode() async for key in parts.bus.client.scan_iter(match=pattern, count=1000)]
-
-    return await parts.bus.call(scan)
-
-
 async def _summary(parts: Parts, run_id: str) -> RunSummary | None:
-    keys, client = Keys(run_id), parts.bus.client
-    raw = await parts.bus.call(lambda: client.hgetall(keys.run))
-    if not raw:
+    known = await Registry(parts.bus).status(run_id)
+    if known is None:
         return None
-    status = read_status(raw)
+    status, registered = known
     return RunSummary(
         run_id=run_id,
         state=status.state,
@@ -107,8 +89,8 @@ async def _summary(parts: Parts, run_id: str) -> RunSummary | None:
         step=status.step,
         head=status.head,
         created_at_s=status.created_at_s,
-        registered=bool(await parts.bus.call(lambda: client.exists(keys.settings))),
-        here=run_id == parts.bus.keys.run_id,
+        registered=registered,
+        here=run_id == parts.bus.run_id,
     )
 
 
@@ -117,18 +99,15 @@ async def _delete(parts: Parts, run_id: str) -> None:
     found = await _summary(parts, run_id)
     if found is None:
         raise HTTPException(404, f"expected a run on this bus, found none of the id {run_id}")
-    keys = Keys(run_id)
+    registry = Registry(parts.bus)
     if found.here:
         raise Conflict(f"expected another run than this coordinator's own, found {run_id}")
     if not found.registered:
         raise Conflict(f"expected a run that was registered over HTTP, and {run_id} was not: it stays on the bus")
-    if working := await _keys(parts, keys.service("*")):
-        raise Conflict(f"expected a run without services, and {len(working)} work for {run_id}: stop them first")
-    if not await parts.bus.script("unregister", [keys.settings, keys.run], []):
+    if working := await registry.working(run_id):
+        raise Conflict(f"expected a run without services, and {working} work for {run_id}: stop them first")
+    if not await registry.delete(run_id):
         raise Conflict(f"expected a run that is not running or paused, and {run_id} is: stop it first")
-    left = await _keys(parts, keys.named("*"))
-    for start in range(0, len(left), _AT_ONCE):
-        await parts.bus.call(functools.partial(parts.bus.client.unlink, *left[start : start + _AT_ONCE]))
     await tell(parts.bus, "api", "run deleted", run_id, run=run_id)
 
 
@@ -141,15 +120,14 @@ async def _register(parts: Parts, body: bytes) -> RunSummary:
         raise SettingsError(f"expected TOML in UTF-8, found {error.reason} at byte {error.start}") from error
     if not settings.run.id:
         raise SettingsError("request: expected run.id, found none: a run on the bus is found by it")
-    keys = Keys(settings.run.id)
-    registered = await _ids(parts, "settings")
+    registry = Registry(parts.bus)
+    registered = await registry.registered()
     if settings.run.id not in registered and len(registered) >= _MOST_REGISTERED:
         raise Conflict(
             f"expected at most {_MOST_REGISTERED} registered runs on this bus, and there are as many now: delete one (DELETE /v1/runs/ID)"
         )
     kept = settings.model_copy(update={"bus": settings.bus.model_copy(update={"url": "embedded"})})
-    arguments: list[Argument] = [dumps(kept), time.time()]
-    if not await parts.bus.script("register", [keys.settings, keys.run], arguments):
+    if not await registry.register(settings.run.id, dumps(kept)):
         raise Conflict(f"expected an id that no run on this bus has, found {settings.run.id}: change run.id")
     await tell(parts.bus, "api", "run registered", settings.run.id, run=settings.run.id)
     found = await _summary(parts, settings.run.id)

@@ -7,7 +7,6 @@ from fastapi import APIRouter, Header, Path, Query, Response
 from starlette.exceptions import HTTPException
 
 from services.coordinator.api.dependencies import EntryCursor, Limit, Parts, page_of, soon
-from services.coordinator.operations.operations import Operation
 from services.coordinator.schemas.resources import (
     LiveSettings,
     LiveValues,
@@ -21,6 +20,7 @@ from services.coordinator.schemas.run import Command, Pause, RunChange, RunView
 from shared.bus.messages import Json
 from shared.bus.stores.ledger import RunState
 from shared.bus.stores.live_settings import Revision
+from shared.bus.stores.operations import Operation
 from shared.bus.streams import HISTORY
 from shared.process.telemetry import tell
 

@@ -9,8 +9,7 @@ from starlette.exceptions import HTTPException
 from services.coordinator.api.dependencies import Limit, Parts, page_of, soon
 from services.coordinator.api.errors import Conflict
 from services.coordinator.api.routes.run import accepted
-from services.coordinator.operations import dead_letters
-from services.coordinator.operations.dead_letters import CURSOR_PATTERN, ENTRY_PATTERN, DeadLetter, DeadLetterSource
+from services.coordinator.operations.dead_letters import decode
 from services.coordinator.run.monitor import numbers
 from services.coordinator.schemas.resources import (
     DeadLetterChange,
@@ -22,8 +21,11 @@ from services.coordinator.schemas.resources import (
     ServiceView,
 )
 from services.coordinator.schemas.run import Command
+from shared.bus.stores import dead_letters
 from shared.bus.stores.cordon import Word, cordons, tell_replica, uncordon
-from shared.process.telemetry import Heartbeat, heartbeats, tell
+from shared.bus.stores.dead_letters import CURSOR_PATTERN, ENTRY_PATTERN, DeadLetter, DeadLetterSource
+from shared.bus.stores.heartbeats import Heartbeat, heartbeats
+from shared.process.telemetry import tell
 
 Replica = Annotated[str, Path(min_length=1, max_length=200, description="The replica's name.")]
 After = Annotated[str | None, Query(min_length=1, max_length=200, description="`next` of the page before.")]
@@ -133,7 +135,7 @@ def dead_letter_routes(parts: Parts) -> APIRouter:
         found = await soon(dead_letters.read_one(parts.bus, stream, entry))
         if found is None:
             raise _gone(stream, entry)
-        message, unreadable = dead_letters.decode(found)
+        message, unreadable = decode(found)
         return DeadLetterMessage(**_letter(found).model_dump(), message=message, unreadable=unreadable)
 
     @router.post("/{stream}/{entry}/requeue", operation_id="requeueDeadLetter", summary="Put it back onto its stream")

@@ -465,7 +465,7 @@ async def test_weights_are_served_by_the_secret_that_an_emptied_bus_got_meanwhil
     own.listen(other.share_secret)
     before = own()
     await until(lambda: _admits(other, before))
-    await bus.call(lambda: bus.client.flushall())
+    await bus.call(lambda: raw(bus).flushall())
     await of_new_process.refresh()
     assert of_new_process() != before
     assert not await _admits(other, of_new_process())

@@ -1,0 +1,89 @@
+"""Names of a run's keys. Each key is declared once, beside the store that owns it; ``docs/reference/bus.md`` lists them all.
+
+All keys of a run share one hash tag, so that scripts also work on a cluster.
+"""
+
+import dataclasses
+import re
+from typing import Protocol
+
+from shared.errors import SettingsError
+
+RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class Named(Protocol):
+    """A key or a stream."""
+
+    @property
+    def name(self) -> str:
+        """Name within the run."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Key:
+    """A key of a run; a name with a ``<part>`` stands for one key per part."""
+
+    name: str
+    kind: str = ""
+    lifetime: str = ""
+    content: str = ""
+
+    def of(self, part: str) -> "Key":
+        """Return the key of one part.
+
+        >>> Key("service:<replica>").of("rollout-0").name
+        'service:rollout-0'
+        """
+        return Key(re.sub("<[a-z]+>", lambda _: part, self.name))
+
+
+DECLARED: dict[str, Named] = {}
+"""Every key and stream that was declared, by name."""
+
+
+def declare(named: Named) -> None:
+    """Note the declaration of a key or stream.
+
+    Raises:
+        ValueError: the name is declared already.
+    """
+    if named.name in DECLARED:
+        raise ValueError(f"expected one declaration of the key {named.name!r}, and there are two")
+    DECLARED[named.name] = named
+
+
+def key(name: str, kind: str, lifetime: str, content: str) -> Key:
+    """Declare a key: its name, its Redis type, how long it lives, and what it contains."""
+    declared = Key(name, kind, lifetime, content)
+    declare(declared)
+    return declared
+
+
+RUN = key("run", "hash", "the run's", "state, step, cursor, head, newest_version, trainer_epoch, … (`Ledger`)")
+COUNTS = key("counts", "hash", "the run's", "`trained`, `dropped:<reason>`, `dead:<stream>`, `requeued`: exact (`Bus`)")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Keys:
+    """The key names of one run.
+
+    >>> Keys("demo").of(RUN)
+    'penstock:{demo}:run'
+    """
+
+    run_id: str
+
+    def __post_init__(self) -> None:
+        if RUN_ID_PATTERN.fullmatch(self.run_id) is None:
+            raise SettingsError(
+                f"expected a run id of 1 to 64 letters, digits, '.', '_' or '-', found {self.run_id!r}: change run.id"
+            )
+
+    def of(self, named: Named) -> str:
+        """Return the name of a key or stream on the server."""
+        return self.named(named.name)
+
+    def named(self, name: str) -> str:
+        """Return the name on the server of the key ``name`` of this run."""
+        return f"penstock:{{{self.run_id}}}:{name}"

@@ -1,0 +1,117 @@
+"""Dead letters: what could not be handled, to look at, to try again, or to give up. Every change is one script, and counted.
+
+::
+
+    <stream>.dead ──▶ revive    back onto its stream, attempts forgotten      dead:<stream> − 1, in flight + 1
+                  └─▶ discard   gone for good                                 dead:<stream> − 1, dropped:discarded + 1
+
+So ``admitted = trained + dropped + dead + in flight`` still holds. A letter is named by its stream and its entry there.
+"""
+
+import dataclasses
+from enum import StrEnum
+
+from shared.bus import streams
+from shared.bus.bus import Bus
+from shared.bus.streams import Row, Stream
+
+_DISCARDED = "dropped:discarded"
+ENTRY_PATTERN = r"^[0-9]{1,18}-[0-9]{1,18}$"
+
+
+class DeadLetterSource(StrEnum):
+    """A stream whose entries can be buried."""
+
+    PROMPTS = "prompts"
+    ROLLOUTS = "rollouts"
+    EXPERIENCE = "experience"
+    EVAL_PROMPTS = "eval_prompts"
+    EVAL_ROLLOUTS = "eval_rollouts"
+    EVAL_RESULTS = "eval_results"
+    PUBLISHED = "published"
+
+
+_STREAMS: dict[DeadLetterSource, Stream] = {DeadLetterSource(stream.name): stream for stream in streams.GROUPED_STREAMS}
+CURSOR_PATTERN = f"^({'|'.join(DeadLetterSource)}):[0-9]{{1,18}}-[0-9]{{1,18}}$"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """One entry that could not be handled."""
+
+    stream: DeadLetterSource
+    entry: str
+    group: str
+    reason: str
+    attempts: int
+    buried_at_s: float
+    data: bytes
+
+    @property
+    def cursor(self) -> str:
+        """Its place among all dead letters."""
+        return f"{self.stream.value}:{self.entry}"
+
+
+async def read_page(bus: Bus, after: str, limit: int, only: DeadLetterSource | None) -> list[DeadLetter]:
+    """Return up to ``limit`` letters after a cursor (empty: the first), stream by stream, oldest first."""
+    order = sorted(DeadLetterSource) if only is None else [only]
+    stream, _, entry = after.partition(":")
+    found: list[DeadLetter] = []
+    for source in order:
+        if after and source < stream:
+            continue
+        start = f"({entry}" if source == stream else "-"
+        found += await _read(bus, source, start, "+", limit - len(found))
+        if len(found) >= limit:
+            break
+    return found
+
+
+async def read_one(bus: Bus, source: DeadLetterSource, entry: str) -> DeadLetter | None:
+    """Return one letter."""
+    found = await _read(bus, source, entry, entry, 1)
+    return found[0] if found else None
+
+
+async def newest_reason(bus: Bus, source: DeadLetterSource) -> str:
+    """Return why the newest letter of a stream was given up; "" where there is none."""
+    rows = await bus.xrevrange(_STREAMS[source].dead, count=1)
+    return _letter(source, rows[0]).reason if rows else ""
+
+
+async def _read(bus: Bus, source: DeadLetterSource, start: str, end: str, count: int) -> list[DeadLetter]:
+    return [_letter(source, row) for row in await bus.xrange(_STREAMS[source].dead, start, end, count)]
+
+
+def _letter(source: DeadLetterSource, row: Row) -> DeadLetter:
+    entry, fields = row
+    return DeadLetter(
+        stream=source,
+        entry=entry,
+        group=fields.get(b"id", b"").decode(errors="replace"),
+        reason=fields.get(b"reason", b"").decode(errors="replace"),
+        attempts=int(fields.get(b"attempts", 0)),
+        buried_at_s=int(entry.partition("-")[0]) / 1000,
+        data=fields.get(b"data", b""),
+    )
+
+
+async def revive(bus: Bus, source: DeadLetterSource, entry: str) -> int:
+    """Put a letter back onto its stream; return 1, 0 where it is gone, -1 where the run has ended."""
+    stream = _STREAMS[source]
+    return int(await bus.script("revive", dead=stream.dead, stream=stream, entry_id=entry, counted=_counted(stream)))
+
+
+async def discard(bus: Bus, source: DeadLetterSource, entry: str, detail: str) -> bool:
+    """Let a letter leave the run for good; False where it is gone."""
+    stream = _STREAMS[source]
+    discarded = await bus.script(
+        "discard", dead=stream.dead, entry_id=entry, counted=_counted(stream), outcome=_DISCARDED, detail=detail,
+        audit_entries=bus.audit_entries,
+    )  # fmt: skip
+    return bool(discarded)
+
+
+def _counted(stream: Stream) -> str:
+    return f"dead:{stream.name}" if stream in streams.TRAINING_STREAMS else ""

@@ -1,0 +1,28 @@
+"""Answers to POST requests that carried an Idempotency-Key: what was answered is answered again."""
+
+from shared.bus.bus import Bus
+from shared.bus.keys import key
+
+IDEMPOTENCY = key("idempotency:<digest>", "string", "a minute, then a day", "a POST under way, then its answer (JSON)")
+_UNDER_WAY_S, _KEPT_S = 60, 86_400
+
+
+async def begin_answer(bus: Bus, digest: str, text: str) -> bytes | None:
+    """Begin to answer a request; return None, or what is known of the request of this digest."""
+    name = IDEMPOTENCY.of(digest)
+    return None if await bus.write(name, "SET", text, "NX", "EX", _UNDER_WAY_S) else await bus.get(name) or b""
+
+
+async def use_once(bus: Bus, digest: str, seconds: int) -> bool:
+    """Mark what has this digest as used, for so many seconds; return False if it was already."""
+    return bool(await bus.write(IDEMPOTENCY.of(digest), "SET", "used", "NX", "EX", seconds))
+
+
+async def keep_answer(bus: Bus, digest: str, text: str) -> None:
+    """Keep what was answered for a day."""
+    await bus.write(IDEMPOTENCY.of(digest), "SET", text, "EX", _KEPT_S)
+
+
+async def forget_answer(bus: Bus, digest: str) -> None:
+    """Let the request be made again."""
+    await bus.write(IDEMPOTENCY.of(digest), "DEL")
