@@ -25,6 +25,7 @@ from shared.bus.streams import EVENTS, EXPERIENCE
 from shared.process.service import Context
 from shared.process.telemetry import Status
 from shared.settings import Settings
+from tests.support.raw_redis import raw
 
 
 class Driven:

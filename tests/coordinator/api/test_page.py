@@ -31,6 +31,7 @@ from tests.conftest import until
 from tests.coordinator.api.test_schema import bury
 from tests.support.browser import opened, shows
 from tests.support.coordinator_players import Trainer, make, replicas, running, settings
+from tests.support.raw_redis import raw
 
 if TYPE_CHECKING:
     pass

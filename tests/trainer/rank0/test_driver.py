@@ -25,6 +25,7 @@ from shared.errors import Fenced, SettingsError
 from shared.settings import Settings
 from tests.conftest import until
 from tests.support.driven import Driven, settings_of
+from tests.support.raw_redis import raw
 from tests.trainer.algorithm import test_update
 from tests.trainer.algorithm.test_update import GROUPS, One
 from tests.trainer.checkpoint.test_store import written

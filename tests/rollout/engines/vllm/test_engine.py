@@ -34,6 +34,7 @@ from shared.weights.receiver.puller import file_offer
 from shared.weights.transport.offer import Offer
 from tests.conftest import PATIENCE_S, Server, need_module, until
 from tests.support import tiny
+from tests.support.raw_redis import raw
 from tests.support.tolerance import FORWARD
 
 UNMERGED = 10 * FORWARD
