@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--gradient-checkpointing", action="store_true")
+    parser.add_argument("--gradient-checkpointing", choices=("auto", "true", "false"), default="auto")
     print(json.dumps(run(parser.parse_args())))
     sys.stdout.flush()
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.trainer                                                              # a toy, one CPU
     python -m benchmarks.trainer --shape 0.5b --device cuda
-    python -m benchmarks.trainer --shape 7b --device cuda --ranks 2 --zero-stage 3 --gradient-checkpointing
+    python -m benchmarks.trainer --shape 7b --device cuda --ranks 2 --zero-stage 3
 
 Three ways to compute the same step (the mean logprob of all trained tokens and its gradient; both, the latter by its norm, must agree)::
 
@@ -186,7 +186,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), default=1)
-    parser.add_argument("--gradient-checkpointing", action="store_true")
+    parser.add_argument("--gradient-checkpointing", choices=("auto", "true", "false"), default="auto")
     parser.add_argument("--kernels", choices=("auto", "torch", "liger"), default="auto")
     parser.add_argument("--optimizer", choices=("adamw", "adamw_8bit"), default="adamw")
     parser.add_argument("--offload", choices=("none", "optimizer", "all"), default="none")

@@ -117,8 +117,9 @@ class TrainerSettings(Section):
     deterministic: bool = Field(default=False)
     """On a GPU: make each step with operations that repeat it to the bit, some of which are slower, so that a replay does. On a CPU
     steps repeat anyway."""
-    gradient_checkpointing: bool = Field(default=False)
-    """Compute each layer's activations again in the backward pass instead of keeping them: less memory, a third more work."""
+    gradient_checkpointing: Literal["auto"] | bool = Field(default="auto")
+    """Compute each layer's activations again in the backward pass instead of keeping them: less memory, a third more work. `auto`: on a GPU,
+    in as many layers as its memory requires, by what earlier steps needed."""
     offload: Literal["none", "optimizer", "all"] = Field(default="none")
     """What lies in the host's memory between uses: the optimizer's state (zero_stage 1 to 3), or weights too (zero_stage 3)."""
     deepspeed: dict[str, Any] = Field(default={})

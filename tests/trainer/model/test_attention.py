@@ -40,12 +40,11 @@ def loop_varlen(
     return torch.cat(found)
 
 
-def loop_varlen_of_equal_heads(
+def loop_varlen_of_torch_2_11(
     query: Tensor, key: Tensor, value: Tensor, *ends: Any, scale: float | None, window_size: Any
 ) -> Tensor:
-    """The same as torch before it knew shared heads."""
-    assert query.shape[1] == key.shape[1]
-    return loop_varlen(query, key, value, *ends, scale=scale, window_size=window_size)
+    """The same as torch before it asked whether queries share keys."""
+    return loop_varlen(query, key, value, *ends, scale=scale, window_size=window_size, enable_gqa=True)
 
 
 # ---------------------------------------------------------------- the mechanism
@@ -160,12 +159,12 @@ def test_a_sink_counts_in_half_precision_as_its_exact_value() -> None:
 # ---------------------------------------------------------------- a whole model
 
 
-@pytest.mark.parametrize("way", ["varlen", "varlen of equal heads", "segments", "short rows whole", "all rows whole"])
+@pytest.mark.parametrize("way", ["varlen", "varlen of torch 2.11", "segments", "short rows whole", "all rows whole"])
 def test_packed_logprobs_and_gradients_are_those_of_separate_sequences(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    equal = way == "varlen of equal heads"
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", loop_varlen_of_equal_heads if equal else loop_varlen)
+    older = way == "varlen of torch 2.11"
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", loop_varlen_of_torch_2_11 if older else loop_varlen)
     monkeypatch.setattr(attention_layout, "SHORT_ROW_TOKENS", {"segments": 0, "all rows whole": 10_000}.get(way, 128))
     monkeypatch.setattr(attention_layout, "SLACK_PAIRS", 0)
     model = tiny.model(0).requires_grad_(True)
