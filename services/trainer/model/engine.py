@@ -113,6 +113,8 @@ class TrainingEngine:
         self._sharded = settings.trainer.zero_stage == 3
         if self._sharded:
             _gather_with_parents(self.policy)
+        elif settings.trainer.zero_stage and settings.trainer.offload == "none":
+            _check_the_norm_alone(engine.optimizer)
         self._plain_optimizer = settings.trainer.zero_stage == 0 and settings.policy.dtype == "float32"
         self._frozen = not all(parameter.requires_grad for parameter in self.policy.parameters())
         self._writer = _Writer(engine.checkpoint_engine)
@@ -391,6 +393,11 @@ def _gather_with_parents(policy: nn.Module) -> None:
             if isinstance(inner, nn.Conv1d) or name in _READ_FROM_OUTSIDE:
                 for parameter in inner.parameters():
                     deepspeed.zero.register_external_parameter(layer, parameter)
+
+
+def _check_the_norm_alone(optimizer: Any) -> None:
+    """Leave to the norm of all gradients whether they are finite: DeepSpeed asks each of them before, in seven kernels each."""
+    optimizer.check_overflow = lambda **_: None
 
 
 @contextlib.contextmanager

@@ -247,11 +247,11 @@ def test_keys_are_the_prompts_and_then_the_segments_own() -> None:
     # a prompt of 2, completions of 1 and 2 (computed) tokens, then a prompt of 1
     segments = Segments(*(np.array(found) for found in ([0, 2, 3, 5], [2, 1, 2, 1], [0, 0, 0, 5], [0, 2, 2, 0])))
     plain = attention_layout.ragged(segments, CPU)
-    assert plain.keys.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 4, 5]
+    assert plain.keys.places.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 4, 5]
     assert (plain.query_ends.tolist(), plain.key_ends.tolist()) == ([0, 2, 3, 5, 6], [0, 2, 5, 9, 10])
     assert (plain.longest_query, plain.longest_key) == (2, 4)
     with_sink = attention_layout.ragged(segments, CPU, first_keys=1)
-    assert with_sink.keys.tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 4, 5, 0, 6]
+    assert with_sink.keys.places.tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 4, 5, 0, 6]
     assert (with_sink.key_ends.tolist(), with_sink.longest_key) == ([0, 3, 7, 12, 14], 5)
 
 
