@@ -1,9 +1,9 @@
 """Which layers keep their activations for the backward pass, and which compute them again (Chen et al. 2016, arXiv:1604.06174).
 
-With ``trainer.gradient_checkpointing = "auto"`` as many of the last layers keep theirs as a GPU's memory has room for. The first step keeps
-those of the last layer, which costs nothing: its backward pass comes first and needs them at once. What they take is measured
-there, and the peak of each step says how many more would fit a forward pass of ``trainer.micro_batch_tokens``. Layers may differ,
-so the number at most quadruples from step to step. It changes no result: the same operations run on the same numbers.
+With ``trainer.gradient_checkpointing = "auto"`` as many of the last layers keep theirs as a GPU's memory has room for, after the logits. The
+first step keeps those of the last layer, which costs nothing: its backward pass comes first and needs them at once. What they take is
+measured there, and the peak of each step says how many more would fit a forward pass of ``trainer.micro_batch_tokens``. Layers may
+differ, so the number at most quadruples from step to step. It changes no result: the same operations run on the same numbers.
 
 At ZeRO stage 3 a saved view of a weight would keep the whole weight. It is noted as a place in the weight instead, which is
 whole again when the layer's backward pass runs.
@@ -45,21 +45,37 @@ class Usage:
     """What remains between steps: weights, optimizer, reference."""
     peak: int
     tokens: int
-    kept_per_token: float
-    """Of the layer that keeps most."""
     available: int
     """To this process, what it has included."""
 
-    def room(self, most_tokens: int) -> int:
-        """Return how many more layers could keep their activations in a forward pass of ``most_tokens``; less than 0: how many fewer."""
-        if not self.tokens or not self.kept_per_token:
-            return 0
-        grown = self.lasting + (self.peak - self.lasting) * max(1.0, most_tokens / self.tokens)
-        return int((_USED * self.available - grown) // (_RESERVE * self.kept_per_token * most_tokens))
+    def free(self, most_tokens: int) -> int:
+        """Return how many bytes a forward pass of ``most_tokens`` would leave; less than 0: how many it lacks."""
+        grown = self.lasting + (self.peak - self.lasting) * max(1.0, most_tokens / max(1, self.tokens))
+        return int(_USED * self.available - grown)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kept:
+    """What is kept for the backward pass."""
+
+    layers: int
+    logits: bool = False
+
+    def next(self, free: int, layers: int, layer_bytes: float, logits_bytes: float) -> "Kept":
+        """Return what is to be kept where so many bytes are ``free``, of ``layers`` layers of ``layer_bytes`` each.
+
+        Logits come first, of which a byte saves more than one of a layer.
+        """
+        if not layer_bytes:
+            return self
+        logits = self.logits or 0 < logits_bytes <= free
+        room = free - (logits_bytes if logits > self.logits else 0)
+        count = max(1, min(self.layers + int(room // layer_bytes), _GROWTH * self.layers, layers))
+        return Kept(count, logits and (room >= 0 or self.layers > 1))
 
 
 class Recomputation:
-    """Decides before each step which layers of ``policy`` keep their activations.
+    """Decides before each step which layers of ``policy`` keep their activations, and whether it keeps its logits.
 
     Args:
         policy: whose layers :func:`enable` was called on.
@@ -69,23 +85,24 @@ class Recomputation:
         automatic: whether any layer keeps its activations.
     """
 
-    def __init__(
-        self, policy: nn.Module, most_tokens: int, device: torch.device, *, sharded: bool, automatic: bool
-    ) -> None:
-        self._most_tokens, self._device, self._sharded = most_tokens, device, sharded
+    def __init__(self, policy: Any, most_tokens: int, device: torch.device, *, sharded: bool, automatic: bool) -> None:
+        self._policy, self._most_tokens, self._device, self._sharded = policy, most_tokens, device, sharded
         self._layers = _checkpointed(policy) if automatic else []
         self._measures = bool(self._layers) and device.type == "cuda"
         self._tokens = self._peak = self._now = 0
-        self._kept_per_token = 0.0
-        self.keep(min(1, len(self._layers)))
+        self._layer_bytes = 0.0
+        """Of a token, in the layer that keeps most."""
+        self.keep(Kept(min(1, len(self._layers))))
 
-    def keep(self, count: int) -> None:
-        """Let the last ``count`` layers keep their activations: their backward passes come first and make room."""
-        self.kept = count
-        for layer in self._layers[: len(self._layers) - count]:
+    def keep(self, kept: Kept) -> None:
+        """Let the last layers keep their activations: their backward passes come first and make room."""
+        self.kept = kept
+        self._policy.keeps_logits = kept.logits
+        again = len(self._layers) - kept.layers
+        for layer in self._layers[:again]:
             layer._gradient_checkpointing_func = _computed_again
-        for layer in self._layers[len(self._layers) - count :]:
-            layer._gradient_checkpointing_func = _Kept(layer, self._sharded, self._note)
+        for layer in self._layers[again:]:
+            layer._gradient_checkpointing_func = _Keeping(layer, self._sharded, self._note)
 
     @contextlib.contextmanager
     def watching(self, tokens: int = 0) -> Iterator[None]:
@@ -102,28 +119,26 @@ class Recomputation:
             return
         free, _ = torch.cuda.mem_get_info(self._device)
         lasting, available = torch.cuda.memory_allocated(self._device), free + torch.cuda.memory_reserved(self._device)
-        usage = Usage(lasting, self._peak, self._tokens, self._kept_per_token, available)
-        count = _agreed(next_count(self.kept, len(self._layers), usage.room(self._most_tokens)), self._device)
-        if count != self.kept:
-            self.keep(count)
+        usage = Usage(lasting, self._peak, self._tokens, available)
+        largest = self._most_tokens * _RESERVE
+        layer, logits = self._layer_bytes * largest, getattr(self._policy, "logits_bytes", 0) * largest
+        kept = self.kept.next(usage.free(self._most_tokens), len(self._layers), layer, logits)
+        if (agreed := _agreed(kept, self._device)) != self.kept:
+            self.keep(agreed)
             self._peak = self._tokens = 0
 
     def _note(self, kept_bytes: int) -> None:
-        self._kept_per_token = max(self._kept_per_token, kept_bytes / max(1, self._now))
+        self._layer_bytes = max(self._layer_bytes, kept_bytes / max(1, self._now))
 
 
-def next_count(kept: int, layers: int, room: int) -> int:
-    """Return how many of ``layers`` keep their activations where ``kept`` did, and ``room`` says how many more could."""
-    return max(1, min(kept + room, _GROWTH * kept, layers))
-
-
-def _agreed(count: int, device: torch.device) -> int:
+def _agreed(kept: Kept, device: torch.device) -> Kept:
     """Return the least of all ranks: at ZeRO stage 3 they gather weights in the same order."""
     if dist.get_world_size() == 1:
-        return count
-    least = torch.tensor([count], dtype=torch.int64, device=device)
+        return kept
+    least = torch.tensor([kept.layers, int(kept.logits)], dtype=torch.int64, device=device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    return int(least.item())
+    layers, logits = least.tolist()
+    return Kept(layers, bool(logits))
 
 
 def _checkpointed(policy: nn.Module) -> list[Any]:
@@ -137,7 +152,7 @@ def _computed_again(function: Callable[..., Any], *args: Any) -> Any:
     return checkpoint(function, *args, use_reentrant=False)
 
 
-class _Kept:
+class _Keeping:
     """Runs a layer, in the place of torch's checkpointing, and counts what it keeps."""
 
     def __init__(self, layer: nn.Module, sharded: bool, note: Callable[[int], None]) -> None:

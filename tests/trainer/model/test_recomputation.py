@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from services.trainer.batch.packing import micro_batch
-from services.trainer.model.recomputation import Recomputation, Usage, next_count
+from services.trainer.model.recomputation import Kept, Recomputation, Usage
 from tests.support.packed import rows
 from tests.trainer.model.test_engine import Stepper, settings
 
@@ -17,12 +17,12 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 GIB = 1 << 30
 
 
-def keeping(count: int, zero_stage: int, **trainer: Any) -> tuple[Stepper, Recomputation]:
-    """Return an engine, the last ``count`` of whose two layers keep their activations."""
-    stepper = Stepper(settings(zero_stage, gradient_checkpointing=True, logits_chunk_tokens=0, **trainer))
+def keeping(count: int, zero_stage: int, chunk: int = 0, **trainer: Any) -> tuple[Stepper, Recomputation]:
+    """Return an engine, the last ``count`` of whose two layers keep their activations; with both it keeps logits, too."""
+    stepper = Stepper(settings(zero_stage, gradient_checkpointing=True, logits_chunk_tokens=chunk, **trainer))
     engine = stepper.engine
     recomputation = Recomputation(engine.policy, 64, engine.device, sharded=zero_stage == 3, automatic=True)
-    recomputation.keep(count)
+    recomputation.keep(Kept(count, logits=count > 1))
     engine._recomputation = recomputation
     return stepper, recomputation
 
@@ -35,7 +35,7 @@ def test_which_layers_compute_again_changes_no_bit_of_a_step(
     monkeypatch.setattr(torch.nn.functional, "linear", torch._C._nn.linear)  # as before any engine in this process
     found = []
     for count in (0, 1, 2):
-        stepper, _ = keeping(count, zero_stage)
+        stepper, _ = keeping(count, zero_stage, chunk=5)
         measured = [stepper.step(number) for number in (1, 2)]
         found.append(([(one["loss"], one["grad_norm"]) for one in measured], stepper.weights()))
     for numbers, weights in found[1:]:
@@ -91,18 +91,25 @@ def _graph(node: Any) -> Iterator[Any]:
         waiting += [following for following, _ in one.next_functions]
 
 
-def test_as_many_layers_keep_their_activations_as_memory_has_room_for() -> None:
-    # 60 GiB remain, 16,384 tokens needed 16 more, so 32,768 are forecast to need 32; a layer keeps 4.4 GiB of these
-    used = Usage(60 * GIB, 76 * GIB, 16_384, 4 * GIB / 32_768, available=140 * GIB)
-    assert used.room(32_768) == 7  # 126 − 92 GiB by 4.4
-    assert used.room(16_384) == 22  # 126 − 76 GiB by 2.2
-    assert Usage(60 * GIB, 130 * GIB, 32_768, 4 * GIB / 32_768, available=140 * GIB).room(32_768) == -1
-    assert Usage(60 * GIB, 76 * GIB, 0, 0.0, available=140 * GIB).room(32_768) == 0
+def test_the_forecast_is_of_the_largest_forward_pass_that_settings_allow() -> None:
+    # 60 GiB remain, and 16,384 tokens needed 16 more, so 32,768 are forecast to need 32; 0.9 of 140 GiB may be used
+    used = Usage(lasting=60 * GIB, peak=76 * GIB, tokens=16_384, available=140 * GIB)
+    assert (used.free(16_384), used.free(32_768)) == (50 * GIB, 34 * GIB)
+    assert Usage(60 * GIB, 130 * GIB, 32_768, 140 * GIB).free(32_768) == -4 * GIB
 
 
-def test_the_number_of_layers_that_keep_activations_at_most_quadruples_and_never_leaves_the_model() -> None:
-    assert [next_count(1, 28, 40), next_count(4, 28, 7), next_count(16, 28, 40)] == [4, 11, 28]
-    assert [next_count(11, 28, -3), next_count(2, 28, -9)] == [8, 1]
+def test_what_is_free_goes_to_the_logits_and_to_at_most_four_times_as_many_layers() -> None:
+    assert Kept(1).next(free=50, layers=28, layer_bytes=2, logits_bytes=10) == Kept(4, logits=True)
+    assert Kept(4, logits=True).next(free=14, layers=28, layer_bytes=2, logits_bytes=10) == Kept(11, logits=True)
+    assert Kept(16, logits=True).next(free=99, layers=28, layer_bytes=2, logits_bytes=10) == Kept(28, logits=True)
+    assert Kept(1).next(free=9, layers=28, layer_bytes=2, logits_bytes=10) == Kept(4)
+    assert Kept(1).next(free=50, layers=28, layer_bytes=0, logits_bytes=10) == Kept(1)  # nothing is measured yet
+
+
+def test_what_is_lacking_is_taken_from_layers_first() -> None:
+    assert Kept(11, logits=True).next(free=-5, layers=28, layer_bytes=2, logits_bytes=10) == Kept(8, logits=True)
+    assert Kept(2, logits=True).next(free=-9, layers=28, layer_bytes=2, logits_bytes=10) == Kept(1, logits=True)
+    assert Kept(1, logits=True).next(free=-1, layers=28, layer_bytes=2, logits_bytes=10) == Kept(1)
 
 
 @pytest.mark.parametrize(("setting", "kept"), [("auto", 1), (True, 0)])
@@ -114,4 +121,4 @@ def test_the_first_step_on_a_gpu_keeps_the_activations_of_the_last_layer_alone(s
 
     of = settings(1, gradient_checkpointing=setting, device="cuda")
     engine = TrainingEngine(Policy(tiny.model(0).requires_grad_(True)).train(), of, "cuda")
-    assert engine._recomputation.kept == kept
+    assert engine._recomputation.kept == Kept(kept)
