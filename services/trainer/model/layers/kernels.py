@@ -1,6 +1,7 @@
-"""Fused kernels for what lies between a model's matrix products: RMS norm, rotary embedding and gated MLP, one Triton kernel each.
+"""Fused kernels for what lies between a model's matrix products: RMS norm, rotary embedding and gated MLP, one Triton kernel each; and one
+product for queries, keys and values (``projections``).
 
-They are Liger's (Hsu et al. 2024, arXiv:2410.10989; extra ``fused-kernels``), put into a model that was loaded, on a GPU. The rotary one
+The kernels are Liger's (Hsu et al. 2024, arXiv:2410.10989; extra ``fused-kernels``), put into a model that was loaded, on a GPU. The rotary one
 is put into transformers' module of that model type, so all its models in this process use it. Attention (``attention``) and the way from
 logits to logprobs (``shared.model.logits``) are ours.
 """
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Literal
 
+from services.trainer.model.layers import projections
 from shared.errors import SettingsError
 
 log = logging.getLogger(__name__)
@@ -37,11 +39,12 @@ def install(model: Any, kind: Kind, device: str) -> bool:
     """
     if kind == "torch":
         return False
+    joined = device == "cuda" and projections.join(model) > 0
     missing = _missing(model, device)
     if missing and kind == "liger":
         raise SettingsError(f'expected {missing} for trainer.kernels = "liger": change it to "auto" or "torch"')
     if missing:
-        return False
+        return joined
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     fuse = MODEL_TYPE_TO_APPLY_LIGER_FN[model.config.model_type]
@@ -74,7 +77,7 @@ def unfused(model: Any) -> Iterator[None]:
 
 
 def _is_fused(forward: Any) -> bool:
-    return str(getattr(forward, "__module__", "")).startswith("liger_kernel")
+    return str(getattr(forward, "__module__", "")).startswith(("liger_kernel", projections.__name__))
 
 
 def fuses_logits(kind: Kind) -> bool:
