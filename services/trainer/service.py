@@ -60,7 +60,7 @@ def train(settings: Settings, lead: "Leading | None") -> None:
 
         from services.trainer.algorithm.update import AdapterOff, Reference
         from services.trainer.loop import Trainer
-        from services.trainer.model import adapter
+        from services.trainer.model import adapter, warm_up
         from services.trainer.model.critic import Critic
         from services.trainer.model.engine import TrainingEngine, make_deterministic, pick_device, place
         from services.trainer.model.layers import kernels
@@ -80,8 +80,10 @@ def train(settings: Settings, lead: "Leading | None") -> None:
     kind, fused, chunk = settings.trainer.attention, settings.trainer.kernels, settings.trainer.logits_chunk_tokens
     bonus = algorithm.entropy_bonus > 0
     context = settings.rollout.vllm.max_model_len
-    check_context(read_config(settings.policy.model), context, settings.sampling.max_new_tokens, settings.policy.model)
-    model = load_model(settings.policy, dtype, context)
+    config = read_config(settings.policy.model)
+    check_context(config, context, settings.sampling.max_new_tokens, settings.policy.model)
+    with warm_up.beside(config, fused, device):
+        model = load_model(settings.policy, dtype, context)
     kernels.install(model, fused, device)
     alone = settings.publishes_adapters
     model = adapter.add(model, settings.policy, settings.trainer.zero_stage, published_alone=alone)

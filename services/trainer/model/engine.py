@@ -120,9 +120,7 @@ class TrainingEngine:
         self._writer = _Writer(engine.checkpoint_engine)
         automatic = settings.trainer.gradient_checkpointing == "auto"
         most = settings.trainer.micro_batch_tokens
-        self._recomputation = Recomputation(
-            self.policy, most, self.device, sharded=self._sharded, automatic=automatic
-        )
+        self._recomputation = Recomputation(self.policy, most, self.device, sharded=self._sharded, automatic=automatic)
 
     def forward(self, batch: Any) -> Any:
         """Run the policy on a micro-batch."""

@@ -100,7 +100,9 @@ class Policy(nn.Module):
         output = self.model.get_output_embeddings().weight
         if not (self._fused_logits and self._chunk_tokens and output.is_cuda):
             return 0
-        return int(self.model.config.get_text_config().vocab_size) * (4 if self._logits == "float32" else output.element_size())
+        return int(self.model.config.get_text_config().vocab_size) * (
+            4 if self._logits == "float32" else output.element_size()
+        )
 
 
 def load_model(settings: PolicySettings, training_dtype: torch.dtype, context_tokens: int = 0) -> Any:

@@ -28,7 +28,9 @@ _RESERVE = 1.1
 
 def enable(model: Any, setting: bool | str, device: str) -> None:
     """Let the layers of ``model`` compute their activations again where ``setting`` says so; ``auto``: on a GPU, where they can."""
-    if setting is True or (setting == "auto" and device == "cuda" and getattr(model, "supports_gradient_checkpointing", False)):
+    if setting is True or (
+        setting == "auto" and device == "cuda" and getattr(model, "supports_gradient_checkpointing", False)
+    ):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 

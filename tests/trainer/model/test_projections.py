@@ -19,7 +19,8 @@ def test_joined_projections_give_the_logprobs_and_gradients_of_separate_ones() -
     expected = separate(plain, rows(0))
     assert torch.allclose(found, expected, atol=1e-5)
     pairs = [
-        torch.autograd.grad(logprobs.mean(), list(of.parameters())) for logprobs, of in ((found, model), (expected, plain))
+        torch.autograd.grad(logprobs.mean(), list(of.parameters()))
+        for logprobs, of in ((found, model), (expected, plain))
     ]
     assert gap(list(pairs[0]), list(pairs[1])) < GRADIENT
 

@@ -29,9 +29,7 @@ def keeping(count: int, zero_stage: int, chunk: int = 0, **trainer: Any) -> tupl
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's, about what DeepSpeed calls
 @pytest.mark.parametrize("zero_stage", [1, 3])
-def test_which_layers_compute_again_changes_no_bit_of_a_step(
-    zero_stage: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_which_layers_compute_again_changes_no_bit_of_a_step(zero_stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.nn.functional, "linear", torch._C._nn.linear)  # as before any engine in this process
     found = []
     for count in (0, 1, 2):
@@ -74,7 +72,7 @@ def test_a_layer_that_keeps_its_activations_keeps_no_whole_weight_where_ranks_ha
     refused = 0
     for node in kept:
         try:
-            node._saved_mat2
+            _ = node._saved_mat2
         except RuntimeError as error:  # the weight is away until the backward pass
             refused += "out of bounds for storage of size 0" in str(error)
     assert (len(kept), refused) == (15, 14)  # seven matrices a layer; the output layer is none of these

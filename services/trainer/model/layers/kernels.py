@@ -77,7 +77,8 @@ def unfused(model: Any) -> Iterator[None]:
 
 
 def _is_fused(forward: Any) -> bool:
-    return str(getattr(forward, "__module__", "")).startswith(("liger_kernel", projections.__name__))
+    function = getattr(forward, "func", forward)
+    return str(getattr(function, "__module__", "")).startswith(("liger_kernel", projections.__name__))
 
 
 def fuses_logits(kind: Kind) -> bool:

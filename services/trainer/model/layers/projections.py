@@ -5,7 +5,8 @@ At 0.5B parameters the three products take 0.50 ms of a layer's 15,000 tokens, f
 weights stay where they are, under their names.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ def join(model: nn.Module) -> int:
     for group in groups:
         joined = _Joined(group)
         for number, layer in enumerate(group):
-            layer.__dict__["forward"] = joined.of(number)
+            layer.__dict__["forward"] = functools.partial(joined.run, number)
     return len(groups)
 
 
@@ -39,21 +40,17 @@ class _Joined:
         self._of: tuple[Tensor, int, bool] | None = None
         self._waiting = dict[int, Tensor]()
 
-    def of(self, number: int) -> Callable[[Tensor], Tensor]:
-        """Return the forward pass of a layer."""
-
-        def forward(given: Tensor) -> Tensor:
-            layer = self._layers[number]
-            if hasattr(layer.weight, "ds_id"):  # at ZeRO stage 3 a weight is whole only while its own layer runs
-                return functional.linear(given, layer.weight, layer.bias)
-            if not self._has(number, given):
-                self._compute(given)
-            found = self._waiting.pop(number)
-            if not self._waiting:
-                self._of = None
-            return found
-
-        return forward
+    def run(self, number: int, given: Tensor) -> Tensor:
+        """Return what a layer gives."""
+        layer = self._layers[number]
+        if hasattr(layer.weight, "ds_id"):  # at ZeRO stage 3 a weight is whole only while its own layer runs
+            return functional.linear(given, layer.weight, layer.bias)
+        if not self._has(number, given):
+            self._compute(given)
+        found = self._waiting.pop(number)
+        if not self._waiting:
+            self._of = None
+        return found
 
     def _has(self, number: int, given: Tensor) -> bool:
         if self._of is None or number not in self._waiting:
