@@ -32,7 +32,7 @@ from services.trainer.checkpoint.manifests import CheckpointFile
 from services.trainer.model import adapter, recomputation
 from services.trainer.model.named_tensors import Published, published, unique
 from services.trainer.model.optimizer import adamw
-from services.trainer.model.recomputation import Recomputation
+from services.trainer.model.recomputation import Kept, Recomputation
 from shared.errors import SettingsError, WeightsError
 from shared.process.importing import importing, uncompiled
 from shared.settings import Settings
@@ -182,6 +182,11 @@ class TrainingEngine:
             raise RuntimeError(
                 f"expected discarded gradients to be left out of the weights, found a step of norm {norm}"
             )
+
+    @property
+    def kept(self) -> Kept:
+        """What the backward pass does not compute again."""
+        return self._recomputation.kept
 
     @property
     def recovers(self) -> bool:
