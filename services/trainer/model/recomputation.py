@@ -155,14 +155,15 @@ def _computed_again(function: Callable[..., Any], *args: Any) -> Any:
 
 
 class _Keeping:
-    """Runs a layer, in the place of torch's checkpointing, and counts what it keeps."""
+    """Runs a layer, in the place of torch's checkpointing; counts what it keeps when it first does."""
 
     def __init__(self, layer: nn.Module, sharded: bool, note: Callable[[int], None]) -> None:
         self._weights: Sequence[nn.Parameter] = list(layer.parameters())
         self._sharded, self._note = sharded, note
+        self._counted = False
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or (self._counted and not self._sharded):
             return function(*args)
         sizes = dict[int, int]()
 
@@ -176,14 +177,14 @@ class _Keeping:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             result = function(*args)
-        self._note(sum(sizes.values()))
+        if not self._counted:
+            self._note(sum(sizes.values()))
+        self._counted = True
         return result
 
     def _weight_of(self, tensor: Tensor) -> nn.Parameter | None:
-        return next(
-            (one for one in self._weights if one.data_ptr() == tensor.data_ptr() and one.numel() == tensor.numel()),
-            None,
-        )
+        place, count = tensor.data_ptr(), tensor.numel()
+        return next((one for one in self._weights if one.data_ptr() == place and one.numel() == count), None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
