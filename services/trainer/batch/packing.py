@@ -14,7 +14,8 @@ that tokens and costs are what is computed, and everything else stays the same.
 
 A row that would exceed the cap is split between completions. Pieces go to ranks by their cost (``flops``), costliest first to
 the rank that has least; on a rank, first-fit-decreasing says how few micro-batches hold them, and costs are spread evenly over
-so many. Every rank computes the same plan and has the same number of micro-batches (some may be empty).
+so many, costliest first: at ZeRO stage 3 ranks go through layers together, so equal ones should meet. Every rank computes the same
+plan and has the same number of micro-batches (some may be empty).
 
 Shapes: ``B`` 1 (models want it), ``T`` tokens of the micro-batch, ``K`` segments, ``N`` trained tokens, ``S`` samples.
 """
@@ -174,7 +175,8 @@ def assign_pieces(
         loads[lightest] += piece.flops(sizes)
     fitted = [_first_fit(share, max_tokens) for share in shares]
     count = max(1, *(len(chunks) for chunks in fitted))
-    return [_spread(share, chunks, count, max_tokens, sizes) for share, chunks in zip(shares, fitted, strict=True)]
+    spread = [_spread(share, chunks, count, max_tokens, sizes) for share, chunks in zip(shares, fitted, strict=True)]
+    return [sorted(chunks, key=lambda chunk: -sum(row.flops(sizes) for row in chunk)) for chunks in spread]
 
 
 def _first_fit(rows: Sequence[PackedRow], max_tokens: int) -> list[list[PackedRow]]:
