@@ -143,7 +143,7 @@ def test_moments_of_eight_bits_are_refused_where_their_library_is_missing(monkey
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
-def test_one_gradient_that_is_not_finite_leaves_all_weights_as_they_are(zero_stage: int, dtype: str) -> None:
+def test_one_gradient_that_is_not_finite_leaves_all_weights_as_they_are(zero_stage: int, dtype: Any) -> None:
     of = settings(zero_stage).model_copy(update={"policy": PolicySettings(dtype=dtype)})
     model: Any = tiny.model(0).to(getattr(torch, dtype)).requires_grad_(True)
     engine = TrainingEngine(Policy(model).train(), of, "cpu")
@@ -278,6 +278,14 @@ def test_rows_fill_as_few_micro_batches_as_longest_first_finds_and_costs_are_eve
     assert lengths(assign_pieces([long_row(n) for n in (2, 3, 4, 5, 6)], 10, 1)) == [[[6, 4], [5, 3, 2]]]
     # first fit would be 6 with 4, and 5 with 3: costs are evened out where the cap allows it
     assert lengths(assign_pieces([long_row(n) for n in (3, 4, 5, 6)], 11, 1)) == [[[6, 3], [5, 4]]]
+
+
+def test_a_row_that_fits_nowhere_is_split_so_that_costs_stay_even_unless_it_must_stay_whole() -> None:
+    samples = tuple(builders.sample(tokens=7) for _ in range(3))
+    group = PackedRow(np.arange(2, dtype=np.int32), samples, (1, 2, 3))  # 2 + 3 · 6 tokens
+    found = [*[long_row(n) for n in (60, 50, 40, 30)], group]
+    assert lengths(assign_pieces(found, 105, 1)) == [[[60, 30, 14], [50, 40, 8]]]
+    assert lengths(assign_pieces(found, 105, 1, split=False)) == [[[60, 40], [50, 30, 20]]]
 
 
 def test_costs_are_balanced_where_tokens_alone_would_not_be() -> None:

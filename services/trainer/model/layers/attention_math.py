@@ -94,7 +94,7 @@ def attend_ragged(
     key, value = gather_rows(key_THD, where.keys), gather_rows(value_THD, where.keys)
     query, key, value = _of_equal_sizes(query_THD, key, value)
     # Queries that share keys are the kernel's own business; torch 2.11 does not ask whether that is meant.
-    options = {"enable_gqa": True} if "enable_gqa" in parameters_of(varlen_attn) else {}
+    options: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in parameters_of(varlen_attn) else {}
     out: Tensor = varlen_attn(
         query.contiguous(),
         key,

@@ -18,7 +18,7 @@ _NAMES = ("q_proj", "k_proj", "v_proj")
 
 def join(model: nn.Module) -> int:
     """Join the projections of each attention module of ``model`` that has three plain ones; return how many have."""
-    found = [[getattr(module, name, None) for name in _NAMES] for module in model.modules()]
+    found: list[list[Any]] = [[getattr(module, name, None) for name in _NAMES] for module in model.modules()]
     groups = [group for group in found if _alike(group)]
     for group in groups:
         joined = _Joined(group)
@@ -59,8 +59,9 @@ class _Joined:
         return of is given and version == given._version and graph == torch.is_grad_enabled()
 
     def _compute(self, given: Tensor) -> None:
-        biases = [layer.bias for layer in self._layers]
+        biases: list[Any] = [layer.bias for layer in self._layers]
         bias = None if biases[0] is None else torch.cat(biases)
-        whole = functional.linear(given, torch.cat([layer.weight for layer in self._layers]), bias)
-        parts = whole.split([layer.out_features for layer in self._layers], -1)
+        weights: list[Tensor] = [layer.weight for layer in self._layers]
+        whole = functional.linear(given, torch.cat(weights), bias)
+        parts = torch.split(whole, [layer.out_features for layer in self._layers], -1)
         self._of, self._waiting = (given, given._version, torch.is_grad_enabled()), dict(enumerate(parts))
