@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from services.trainer.model.layers import kernels
+from services.trainer.model.layers import kernels, norms
 from shared.model.logits import logprobs_and_entropies
 
 log = logging.getLogger(__name__)
@@ -80,11 +80,9 @@ def _logits(text: Mapping[str, Any], where: dict[str, Any]) -> None:
 
 
 def _norm(text: Mapping[str, Any], where: dict[str, Any]) -> None:
-    from liger_kernel.transformers import LigerRMSNorm
-
-    norm = LigerRMSNorm(int(text["hidden_size"])).to(**where)
-    given = _ones(1, _TOKENS, int(text["hidden_size"]), **where)
-    _backward(norm(given), given, norm.weight)
+    width = int(text["hidden_size"])
+    given, weight = _ones(1, _TOKENS, width, **where), _ones(width, **where)
+    _backward(norms.rms_norm(given, weight, 1e-6), given, weight)
 
 
 def _gated(text: Mapping[str, Any], where: dict[str, Any]) -> None:

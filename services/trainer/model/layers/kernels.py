@@ -1,7 +1,7 @@
 """Fused kernels for what lies between a model's matrix products: RMS norm, rotary embedding and gated MLP, one Triton kernel each; and one
 product for queries, keys and values (``projections``).
 
-The kernels are Liger's (Hsu et al. 2024, arXiv:2410.10989; extra ``fused-kernels``), put into a model that was loaded, on a GPU. The rotary one
+All but the plain RMS norm (``norms``) are Liger's (Hsu et al. 2024, arXiv:2410.10989; extra ``fused-kernels``), put into a model that was loaded, on a GPU. The rotary one
 is put into transformers' module of that model type, so all its models in this process use it. Attention (``attention``) and the way from
 logits to logprobs (``shared.model.logits``) are ours.
 """
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from services.trainer.model.layers import projections
+from services.trainer.model.layers import norms, projections
 from shared.errors import SettingsError
 
 log = logging.getLogger(__name__)
@@ -55,6 +55,7 @@ def install(model: Any, kind: Kind, device: str) -> bool:
     _REPLACED.setdefault(
         type(model).__module__, {name: value for name, value in before.items() if source[name] is not value}
     )
+    norms.replace(model)
     log.info("fused kernels installed", extra={"model_type": model.config.model_type})
     return True
 
@@ -78,7 +79,7 @@ def unfused(model: Any) -> Iterator[None]:
 
 def _is_fused(forward: Any) -> bool:
     function = getattr(forward, "func", forward)
-    return str(getattr(function, "__module__", "")).startswith(("liger_kernel", projections.__name__))
+    return str(getattr(function, "__module__", "")).startswith(("liger_kernel", projections.__name__, norms.__name__))
 
 
 def fuses_logits(kind: Kind) -> bool:
