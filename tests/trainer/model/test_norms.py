@@ -42,6 +42,6 @@ def test_rms_norms_of_a_gpu_in_half_precision_are_within_their_roundings(width: 
     exact = [one.detach().double().requires_grad_() for one in inputs]
     expected = exact[1] * exact[0] * (exact[0].square().mean(-1, keepdim=True) + 1e-6).rsqrt()
     gradients = torch.autograd.grad(expected, exact, direction.double())
-    out = rms_norm(*inputs, 1e-6)
+    out = rms_norm(inputs[0], inputs[1], 1e-6)
     for found, right in zip((out, *torch.autograd.grad(out, inputs, direction)), (expected, *gradients), strict=True):
         assert (found.double() - right).norm() < 2**-7 * right.norm()
