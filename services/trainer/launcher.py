@@ -6,7 +6,7 @@
        ▲            │
        │            ├─ all ended with 0 ─▶ 0
        │            └─ one ended otherwise ─▶ the others are killed ─▶ its exit code (1 after a signal)
-    SIGTERM, SIGINT ─▶ forwarded to rank 0, which stops in order and takes the others with it
+    SIGTERM, SIGINT ─▶ forwarded to the host's first rank; rank 0 hears of it from any host, and stops all in order
 
 It restarts nothing: the supervisor starts the launcher again, and the ranks resume. It listens on no port. Ranks of one host meet
 in a file that only their user may open; those of several hosts meet in rank 0 (``rank_group``).
@@ -96,7 +96,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def forwarding_signals(self) -> Iterator[None]:
-        """Forward SIGTERM and SIGINT to the first process while the block runs: rank 0 tells the others when to stop."""
+        """Forward SIGTERM and SIGINT to the first process while the block runs; it has rank 0 stop all ranks."""
         before = {number: signal.signal(number, self._tell) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield

@@ -96,7 +96,7 @@ GRAD_NORM_LIMIT = Gauge("penstock_trainer_grad_norm_limit", "Norm that gradients
 
 
 class Phases:
-    """Seconds and memory of a step by phase.
+    """Seconds and memory of a step by phase. It lives on the training thread.
 
     Args:
         device: whose memory is measured: a GPU's at its peak in the phase, otherwise what is resident at its end.

@@ -15,8 +15,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from services.trainer.algorithm.update import AdapterOff, Learner, Reference
+from services.trainer.algorithm.reference import AdapterOff, Reference
+from services.trainer.algorithm.update import Learner
 from services.trainer.checkpoint import local_store
+from services.trainer.checkpoint.manifests import CheckpointState
 from services.trainer.loop import Trainer
 from services.trainer.metrics import Phases
 from services.trainer.model import adapter
@@ -24,11 +26,15 @@ from services.trainer.model.critic import Critic
 from services.trainer.model.engine import TrainingEngine
 from services.trainer.model.layers import spans
 from services.trainer.model.policy import Policy
+from services.trainer.rank0.artifacts import Artifacts, Rank0Artifacts
+from services.trainer.rank0.commands import Command, CommandKind
+from services.trainer.rank0.mailbox import NoMailbox
+from services.trainer.rank0.publication import Publication
+from services.trainer.rank0.results import Saved
 from services.trainer.rank_group import start_ranks
-from shared.bus.messages import Experience, StepPlan
+from shared.bus.messages import Experience, PolicyVersion, StepPlan
 from shared.settings import Settings
 from tests.support import tiny, tiny_hybrids, tolerance
-from tests.trainer import test_faults
 from tests.trainer.algorithm import test_update
 
 LORA = {"rank": 4}
@@ -63,7 +69,7 @@ def settings(zero_stage: int, ranks: int, folder: Path = Path("runs"), **tables:
             "run": {"id": "ranks", "folder": folder},
             "policy": {"dtype": "float32", "lora": tables.get("lora", {}), "model": tables.get("model", "tiny")},
             "sampling": {"max_new_tokens": 8},
-            "weights": {"probe_every_versions": 0},
+            "weights": {"transport": "file", "folder": folder / "weights", "probe_every_versions": 0},
             "algorithm": {"groups_per_step": 4, **tables.get("algorithm", {})},
             "trainer": {
                 "device": "cpu", "ranks": ranks, "zero_stage": zero_stage, "learning_rate": 1e-3,
@@ -156,16 +162,24 @@ def _plain(plan: StepPlan | None) -> dict[str, Any]:
 
 def full_folder(of: Settings) -> dict[str, Any]:
     """Three steps with a checkpoint each; rank 1 cannot write its part of the second."""
-    leader = test_faults.Leader()
-    lead: Any = leader if dist.get_rank() == 0 else None
-    trainer = Trainer(Rank(of).engine, of, lead)
+    writes = dist.get_rank() == 0
+    publication = Publication(of, "127.0.0.1", lambda: b"")
+    artifacts = Rank0Artifacts(of, publication) if writes else Artifacts(of)
+    trainer, data, said = Trainer(Rank(of).engine, of, NoMailbox(), artifacts), tuple(test_update.batch()), []
     for step in (1, 2, 3):
         write = _refuse if (step, dist.get_rank()) == (2, 1) else torch.save
+        state = CheckpointState(step, PolicyVersion(step), 0, "", 2, 3, "00") if writes else None
+        commands = [
+            Command(CommandKind.TRAIN, groups=data, lags=(1,) * 4, learning_rate=1e-3, version=PolicyVersion(step)),
+            Command(CommandKind.CHECKPOINT, state=state),
+        ]
         with mock.patch.object(torch, "save", write):
-            trainer._train(test_update.batch(), [1] * 4)
+            made, saved = [trainer.execute(command) for command in commands]
+        said.append((type(made).__name__, isinstance(saved, Saved) and saved.checkpoint is not None))
     root = of.run_folder / "checkpoints"
+    dist.barrier()
     whole = [found.state.step for found in local_store.find(root)]
-    return {"said": leader.said, "whole": whole, "left": sorted(path.name for path in root.iterdir())}
+    return {"said": said, "whole": whole, "left": sorted(path.name for path in root.iterdir())}
 
 
 def _refuse(*_: Any, **__: Any) -> None:

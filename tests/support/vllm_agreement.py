@@ -70,6 +70,8 @@ class Seen:
     """The gap of an engine that still has the weights before the update."""
     after: list[float] = dataclasses.field(default_factory=list)
     """The gap after each update."""
+    cut: str = ""
+    """What the engine says to a version whose first query projection has twice the rows: loaders take the first ones."""
     seconds: float = 0.0
     """Of the processor, without the import of vLLM."""
 
@@ -89,7 +91,9 @@ def _widen(config: Any) -> None:
     for field in ("head_dim", "global_head_dim", "swa_head_dim", "v_head_dim"):
         if values.get(field) == 16:
             setattr(config, field, 32)
-    if values.get("head_dim") is None:
+    if (
+        values.get("head_dim") is None or config.model_type == "cohere2"
+    ):  # vLLM 0.26 divides the width of Cohere 2 by its heads
         config.num_attention_heads = 2
 
 
@@ -131,6 +135,7 @@ def _measure(folder: Path, seen: Seen) -> None:
             swapper.prepare(tensors_of(policy, device))
             seen.path, _ = swapper.swap()
             seen.after.append(gap(policy, sampled(llm, f"v{version}")))
+        seen.cut = offer_wide(swapper, tensors_of(policy, device))
 
 
 @contextlib.contextmanager
@@ -155,6 +160,18 @@ def _started(folder: Path, arguments: dict[str, Any]) -> Iterator[Any]:
     except (AssertionError, NotImplementedError, AttributeError, KeyError) as error:
         raise SettingsError(f"vLLM cannot start with it: {error!r}") from error
     yield llm
+
+
+def offer_wide(swapper: WeightSwapper, tensors: dict[str, torch.Tensor]) -> str:
+    """Return the refusal of ``tensors`` with a query projection of twice the rows; "" where it is taken, or none exists."""
+    name = next((name for name in tensors if name.endswith("q_proj.weight")), "")
+    if not name:
+        return ""
+    try:
+        swapper.prepare({**tensors, name: tensors[name].repeat(2, 1)})
+    except WeightsError as error:
+        return str(error)
+    return ""
 
 
 def tensors_of(policy: Policy, device: torch.device) -> dict[str, torch.Tensor]:

@@ -1,11 +1,10 @@
-"""Laws of what goes wrong in a step: no memory for a sample, a gradient that is not finite, a folder that is full.
+"""Laws of what goes wrong in a step: no memory for a sample, a gradient that is not finite.
 
 The real engine on one rank in this process; two ranks and real processes are in test_trainer_service.
 """
 
 import contextlib
 import dataclasses
-import errno
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,12 @@ from services.trainer.batch.packing import PackedRow, micro_batch
 from services.trainer.checkpoint import local_store
 from services.trainer.checkpoint.manifests import CheckpointState
 from services.trainer.loop import Trainer
-from services.trainer.metrics import Phases
 from services.trainer.model.policy import Policy
+from services.trainer.rank0.artifacts import Rank0Artifacts
 from services.trainer.rank0.commands import Command, CommandKind
+from services.trainer.rank0.mailbox import NoMailbox
+from services.trainer.rank0.publication import Publication
+from services.trainer.rank0.results import Replayed, Result, StepMade
 from shared.bus import wire
 from shared.bus.messages import Experience, PolicyVersion, StepPlan
 from shared.errors import SettingsError
@@ -254,164 +256,47 @@ def test_once_some_weights_moved_the_error_says_so() -> None:
     assert caught.value.touched is (order[0] != 1)
 
 
-class Leader:
-    """What rank 0 does, written down. ``orders``: what it tells the loop to do; ``looks`` is called before each of them."""
-
-    def __init__(self) -> None:
-        self.said: list[tuple[str, Any]] = []
-        self.plans: list[StepPlan] = []
-        self.orders: list[Command] = []
-        self.looks: Callable[[], object] = list
-
-    def limit(self, vocabulary: int, context_tokens: int) -> None: ...
-
-    def note_tried(self, cause: str = "") -> None: ...
-
-    def next_order(self, step: int, phases: Phases) -> Command:
-        self.looks()
-        return self.orders.pop(0)
-
-    def is_published(self, step: int) -> bool:
-        return True
-
-    def publish(self, engine: Any, step: int, probe: Any) -> None:
-        self.said.append(("published", step))
-
-    def ready(self) -> None:
-        self.said.append(("ready", None))
-
-    def skip(self, reason: str, detail: str) -> None:
-        self.said.append(("skipped", reason))
-
-    def commit(self, engine: Any, step: int, measured: Any, plan: StepPlan, *_: Any) -> bool:
-        self.said.append(("committed", step))
-        self.plans.append(plan)
-        return True
-
-    def pause(self, reason: str) -> None:
-        self.said.append(("paused", reason))
-
-    def describe(self, step: int) -> CheckpointState:
-        return CheckpointState(step, PolicyVersion(step), 0, "", 1, 0, "00")
-
-    def pinned(self) -> frozenset[PolicyVersion]:
-        return frozenset()
-
-    def note_checkpoint(self, checkpoint: local_store.Checkpoint, gone: Any) -> None:
-        self.said.append(("checkpoint", checkpoint.state.step))
-
-    def note_self_test(self, part: str, outcome: str) -> None:
-        self.said.append(("self-test", part))
-
-    def notify(self, name: str, detail: str, **fields: float) -> None:
-        self.said.append((name, detail))
-
-    def note_failed_checkpoint(self, step: int, error: str) -> None:
-        self.said.append(("no checkpoint", step))
+# -------------------------------------------------------------------- a replay
 
 
-def trainer(folder: Path, **options: Any) -> tuple[Trainer, Leader]:
+TRAIN = Command(CommandKind.TRAIN, lags=(1,) * 4, learning_rate=1e-3, version=PolicyVersion(1))
+
+
+def trainer(folder: Path) -> Trainer:
     of = Settings.model_validate(
         {
             **settings().model_dump(),
             "run": {"id": "faults", "folder": folder},
-            "weights": {"probe_every_versions": 0},
-            "trainer": {"learning_rate": 1e-3, "zero_stage": 0, "checkpoint_every_steps": 1, **options},
+            "weights": {"transport": "file", "folder": folder / "weights", "probe_every_versions": 0},
+            "trainer": {"learning_rate": 1e-3, "zero_stage": 0},
         }
     )
-    leader = Leader()
-    made: Any = leader
-    return Trainer(One(of).engine, of, made), leader
+    artifacts = Rank0Artifacts(of, Publication(of, "127.0.0.1", lambda: b""))
+    return Trainer(One(of).engine, of, NoMailbox(), artifacts)
 
 
-def test_a_batch_that_is_not_finite_is_skipped_and_the_next_one_makes_the_step(tmp_path: Path) -> None:
-    found, leader = trainer(tmp_path)
-    for data in (batch(), poison(batch()), batch()):
-        found._train(data, [1] * 4)
-    committed = [what for what in leader.said if what[0] != "checkpoint"]
-    assert committed == [("committed", 1), ("skipped", "nonfinite"), ("committed", 2)]
+def trained(by: Trainer) -> Result:
+    return by.execute(dataclasses.replace(TRAIN, groups=tuple(batch())))
 
 
-def test_more_in_a_row_than_allowed_pause_the_run_with_a_sentence(tmp_path: Path) -> None:
-    found, leader = trainer(tmp_path, max_skipped_steps=1)
-    for data in (poison(batch()), batch(), poison(batch())):
-        found._train(data, [1] * 4)
-    assert "paused" not in dict(leader.said)
-    found._train(poison(batch()), [1] * 4)
-    assert leader.said.count(("skipped", "nonfinite")) == 3
-    assert "expected at most 1 batches in a row that are not finite" in dict(leader.said)["paused"]
-
-
-# -------------------------------------------------------------------- a full folder
-
-
-@pytest.mark.parametrize("place", ["model", "marker"])
-def test_a_checkpoint_that_storage_refuses_leaves_the_one_before_and_the_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
-    found, leader = trainer(tmp_path)
-    found._train(batch(), [1] * 4)
-    with monkeypatch.context() as full:
-        if place == "model":
-            full.setattr(torch, "save", _write_half)
-        else:
-            full.setattr(Path, "write_text", _refuse)
-        found._train(batch(), [1] * 4)
-    root = tmp_path / "faults" / "checkpoints"
-    assert [checkpoint.state.step for checkpoint in local_store.find(root)] == [1]
-    assert sorted(path.name for path in root.iterdir()) == ["step-000001"], "no half checkpoint takes up room"
-    assert leader.said == [("committed", 1), ("checkpoint", 1), ("committed", 2), ("no checkpoint", 2)]
-    found._train(batch(), [1] * 4)
-    assert [checkpoint.state.step for checkpoint in local_store.find(root)] == [1, 3]
-
-
-def test_a_checkpoint_that_is_ordered_between_two_steps_is_whole_before_the_next_order(tmp_path: Path) -> None:
-    found, leader = trainer(tmp_path, checkpoint_every_steps=1000)
-    whole: list[list[int]] = []
-    root = tmp_path / "faults" / "checkpoints"
-    leader.looks = lambda: whole.append([checkpoint.state.step for checkpoint in local_store.find(root)])
-    train = Command(CommandKind.TRAIN, groups=tuple(batch()), lags=(1,) * 4, learning_rate=1e-3)
-    leader.orders = [train, Command(CommandKind.CHECKPOINT), Command(CommandKind.CHECKPOINT), Command(CommandKind.STOP)]
-    found.run()
-    assert whole == [[], [], [1], [1]]
-    assert leader.said == [("ready", None), ("committed", 1), ("checkpoint", 1)], "none is written twice"
-
-
-# -------------------------------------------------------------------- a replay
-
-
-def test_weights_of_a_replay_that_could_not_follow_its_plan_are_published_again_and_told(
-    tmp_path: Path, memory: Any
-) -> None:
-    first, leader = trainer(tmp_path / "first")
+def test_a_replay_that_could_not_follow_its_plan_says_so(tmp_path: Path, memory: Any) -> None:
     with memory(9):
-        first._train(batch(), [1] * 4)
-    (plan,) = leader.plans
-    assert plan.misfits
+        made = trained(trainer(tmp_path / "first"))
+    assert isinstance(made, StepMade)
+    assert made.plan.misfits
 
-    def replayed(name: str, known: StepPlan | None) -> list[tuple[str, Any]]:
-        again, leader = trainer(tmp_path / name)
-        order = Command(CommandKind.REPLAY, groups=tuple(batch()), lags=(1,) * 4, learning_rate=1e-3, plan=known)
-        leader.orders = [order, Command(CommandKind.IDLE), Command(CommandKind.STOP)]
-        again.run()
-        return [what for what in leader.said if what[0] != "checkpoint"]
+    def replayed(name: str, known: StepPlan | None) -> str:
+        command = Command(CommandKind.REPLAY, groups=tuple(batch()), lags=(1,) * 4, learning_rate=1e-3, plan=known)
+        result = trainer(tmp_path / name).execute(command)
+        assert isinstance(result, Replayed)
+        return result.difference
 
-    assert replayed("as it was", plan) == [("ready", None)]
-    assert replayed("of an older version", None) == [("ready", None)]
+    assert replayed("as it was", made.plan) == ""
+    assert replayed("of an older version", None) == ""
     with memory(9):
-        differs = replayed("with less memory", dataclasses.replace(plan, misfits=()))
-    assert [what for what, _ in differs] == ["replay differs", "published", "ready"]
-    assert "step 1 was replayed in other forward passes" in differs[0][1]
-    assert "published again as a new version" in differs[0][1]
-
-
-def _write_half(state: Any, path: Any, *_: Any, **__: Any) -> None:
-    Path(path).write_bytes(b"half")
-    raise RuntimeError("PytorchStreamWriter failed writing file data/1: file write failed")
-
-
-def _refuse(*_: Any, **__: Any) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
+        difference = replayed("with less memory", dataclasses.replace(made.plan, misfits=()))
+    assert "step 1 was replayed in other forward passes" in difference
+    assert "published again as a new version" in difference
 
 
 # -------------------------------------------------------------------- a checkpoint of another shape
@@ -421,8 +306,9 @@ def _refuse(*_: Any, **__: Any) -> None:
 def test_a_checkpoint_of_other_ranks_or_another_stage_is_refused_with_the_way_out(
     tmp_path: Path, ranks: int, zero_stage: int
 ) -> None:
-    found, _ = trainer(tmp_path)
-    found._train(batch(), [1] * 4)
+    found = trainer(tmp_path)
+    trained(found)
+    found.execute(Command(CommandKind.CHECKPOINT, state=CheckpointState(1, PolicyVersion(1), 0, "", 1, 0, "00")))
     (written,) = local_store.find(tmp_path / "faults" / "checkpoints")
     local_store.check_ranks(written, 1, 0)
     with pytest.raises(

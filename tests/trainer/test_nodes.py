@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import signal
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from services.trainer.checkpoint import local_store
 from services.up.prepare import prepare
 from shared.errors import SettingsError
 from shared.settings import load
@@ -80,6 +82,23 @@ async def test_two_hosts_train_as_one_and_come_back_when_one_of_them_dies(tmp_pa
             found = await two.weights(ledger)
             assert await bus.counts() == {"trained": 3 * GROUPS}
     assert moved_apart(found, expected, initial_weights()) < ADAM_MOVEMENT
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(480)
+@pytest.mark.parametrize("host", [0, 1])
+async def test_any_host_that_is_told_to_stop_stops_all_of_them_in_order(
+    tmp_path: Path, server: Server, host: int
+) -> None:
+    run = Run(tmp_path, server, f"stopped-{host}", ranks=1, checkpoint_every_steps=1000)
+    async with bus_of(run) as (bus, ledger):
+        await feed(bus, 0, GROUPS)
+        with hosts(run, free_port(), free_port()) as both:
+            await run.reaches(ledger, 1, both[0])
+            both[host].send_signal(signal.SIGTERM)
+            assert [await asyncio.to_thread(each.wait, PATIENCE_S) for each in both] == [0, 0]
+    saved = local_store.find(tmp_path / "runs" / run.run_id / "checkpoints")
+    assert [checkpoint.state.step for checkpoint in saved] == [1]
 
 
 def test_several_hosts_need_a_place_to_meet(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Losses and gradient norms of a step's updates, and what memory left out; a loss or gradient that is not finite ends the step."""
+"""Losses and gradient norms of a step's updates; a loss or gradient that is not finite ends the step."""
 
 import math
 from collections.abc import Mapping
@@ -21,8 +21,6 @@ class Tally:
 
     def __init__(self, device: torch.device) -> None:
         self._losses = torch.zeros(5, dtype=torch.float64, device=device)  # policy, value, pairs, agreed, margin
-        self._left_out = torch.zeros(1, dtype=torch.float64, device=device)
-        self._splits = 0
         self._norms: list[float] = []
         self._critic_norms: list[float] = []
 
@@ -38,14 +36,6 @@ class Tally:
         """Add a micro-batch's part of the critic's loss."""
         self._losses[1] += loss.detach().double()
 
-    def split(self) -> None:
-        """Note a micro-batch that was cut in two."""
-        self._splits += 1
-
-    def left_out(self, samples: int) -> None:
-        """Note samples of this rank that do not fit into memory."""
-        self._left_out += samples
-
     def updated(self, grad_norm: float, step: int) -> None:
         """Note an update of the policy. Raises NotFinite."""
         _check_norm("policy", grad_norm, step, touched=bool(self._norms))
@@ -59,11 +49,9 @@ class Tally:
     def over_ranks(self) -> dict[str, float]:
         """Return the step's figures; every rank calls it."""
         dist.all_reduce(self._losses)
-        dist.all_reduce(self._left_out)
         loss, value, pairs, agreed, margin = self._losses.tolist()
         updates = len(self._norms)
         found = {"loss": loss / updates, "grad_norm": sum(self._norms) / updates, "updates": float(updates)}
-        found |= {"micro_batch_splits": float(self._splits), "dropped_out_of_memory": float(self._left_out)}
         if self._critic_norms:
             found |= {"value_loss": value / updates, "critic_grad_norm": sum(self._critic_norms) / updates}
         if pairs:

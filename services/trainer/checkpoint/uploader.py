@@ -1,27 +1,57 @@
-"""Copies folders to object storage beside training: one at a time, the newest of its kind first. A daemon thread of rank 0.
+"""Copies folders to object storage beside training: one at a time, the newest of its kind first.
 
 ::
 
-    training thread ── add ──▶ waiting: at most one of each kind; a newer one takes its place
-                                  └─▶ copied, again and again with growing pauses, until it is there or a newer one waits
+    driver ── add ──▶ waiting: at most one of each kind; a newer one takes its place
+                         └─▶ copied, again and again with growing pauses, until it is there or a newer one waits
 
-The folder that is being copied must stay as it is (:meth:`Uploader.uses`). So the training thread never waits, a store that is slower than the checkpoints gets fewer of them, and one that is away for hours costs
-the newest copy alone. What a copy means to the run is the job's own business, on this thread.
+The folder that is being copied must stay as it is (:meth:`Uploader.uses`). Training never waits: a store that is slower than the
+checkpoints gets fewer of them, and one that is away for hours costs the newest copy alone.
 """
 
+import asyncio
+import contextlib
 import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TypeVar
 
 from services.trainer import metrics
 from shared.errors import StoreError
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """Return what ``work`` returns, in a thread of its own that keeps no process alive: object storage may hang."""
+    loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return  # cancelled
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as raised:  # noqa: BLE001 (the outermost edge of this thread; the caller raises it)
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and nothing waits
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name="object storage", daemon=True).start()
+    answer: T = await future
+    return answer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,100 +60,72 @@ class Upload:
 
     kind: str
     folder: Path
-    copy: Callable[[], int]
-    """Copies it, going on where an attempt before was broken off; returns the bytes sent. May raise StoreError."""
+    copy: Callable[[], Awaitable[int]]
+    """Copies it, continuing an attempt that was broken off; returns the bytes sent. May raise StoreError."""
     is_there: Callable[[], bool]
     """Whether there is still something to copy."""
 
 
 class Uploader:
-    """Copies jobs; ``failed`` is told of the first failure in a row."""
+    """Copies jobs; ``failed`` is called with the first failure in a row. It lives on the event loop."""
 
-    def __init__(self, failed: Callable[[Upload, StoreError], None]) -> None:
+    def __init__(self, failed: Callable[[Upload, StoreError], Awaitable[None]]) -> None:
         self._failed = failed
-        self._changed = threading.Condition()
+        self._changed = asyncio.Event()
         self._waiting: dict[str, Upload] = {}
         self._current: Upload | None = None
         self._behind_since_s: float | None = None
         self._added_at_s = 0.0  # the newest
         self._failures = 0  # in a row
         self._closing = False
-        self._bug: BaseException | None = None
         metrics.UNSTORED.set_function(self.unstored_s)
-        threading.Thread(target=self._run, name="uploader", daemon=True).start()
 
     def add(self, job: Upload) -> None:
         """Have a folder copied; one of its kind that still waits is not copied any more."""
-        self.check()
-        with self._changed:
-            self._waiting[job.kind] = job
-            self._added_at_s = time.monotonic()
-            if self._behind_since_s is None:
-                self._behind_since_s = self._added_at_s
-            self._changed.notify_all()
-
-    def check(self) -> None:
-        """Raise what a bug raised on this thread, so that it stops the process."""
-        if self._bug is not None:
-            raise RuntimeError("copying to object storage ended by a bug") from self._bug
+        self._waiting[job.kind] = job
+        self._added_at_s = time.monotonic()
+        if self._behind_since_s is None:
+            self._behind_since_s = self._added_at_s
+        self._changed.set()
 
     def uses(self, folder: Path) -> bool:
         """Whether ``folder`` is being copied, and must stay."""
-        with self._changed:
-            return self._current is not None and self._current.folder == folder
+        return self._current is not None and self._current.folder == folder
 
     def unstored_s(self) -> float:
-        """Return for how long what is newer than the last copy has waited, in seconds; 0 where nothing waits."""
-        with self._changed:
-            return 0.0 if self._behind_since_s is None else time.monotonic() - self._behind_since_s
+        """Return for how long what is newer than the last copy has waited, in seconds; 0 where nothing waits. For any thread."""
+        since_s = self._behind_since_s
+        return 0.0 if since_s is None else time.monotonic() - since_s
 
-    def close(self, wait_s: float) -> bool:
+    async def close(self, wait_s: float) -> bool:
         """Wait until everything is copied, for at most ``wait_s`` and for no store that is away; return whether it is."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._bug is not None or self._is_idle(), wait_s)
-            return self._is_idle()
+        self._closing = True
+        self._changed.set()
+        return await self._until(lambda: self._current is None and not self._waiting, wait_s)
 
-    def _is_idle(self) -> bool:
-        return self._current is None and not self._waiting
+    async def run(self) -> None:
+        """Copy what is added, for ever."""
+        while True:
+            await self._until(lambda: bool(self._waiting))
+            job = self._current = self._waiting.pop(min(self._waiting))  # a checkpoint before a policy
+            copied = await self._copy(job)
+            self._current = None
+            if not self._waiting:
+                self._behind_since_s = None
+            elif copied:
+                self._behind_since_s = self._added_at_s
+            self._changed.set()
 
-    def _run(self) -> None:
-        try:
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._waiting)
-                    job = self._current = self._waiting.pop(min(self._waiting))  # a checkpoint before a policy
-                copied = self._copy(job)
-                with self._changed:
-                    self._current = None
-                    if not self._waiting:
-                        self._behind_since_s = None
-                    elif copied:
-                        self._behind_since_s = self._added_at_s
-                    self._changed.notify_all()
-        except BaseException as error:  # the outermost edge of this thread; told by check
-            with self._changed:
-                self._bug = error
-                self._changed.notify_all()
-            if not self._closing:
-                log.exception("copying to object storage ended by a bug")
-
-    def _copy(self, job: Upload) -> bool:
+    async def _copy(self, job: Upload) -> bool:
         """Return whether nothing of the job is left to do; else it was given up for a newer one, or as the process ends."""
         pause_s = _FIRST_PAUSE_S
         while job.is_there():
             started_s = time.perf_counter()
             try:
-                sent_bytes = job.copy()
+                sent_bytes = await job.copy()
             except StoreError as error:
-                self._failures += 1
-                metrics.STORE_FAILURES.inc()
-                shown = {"folder": str(job.folder), "failures": self._failures, "error": str(error)}
-                log.warning("not stored", extra=shown)
-                if self._failures == 1:
-                    self._failed(job, error)
-                if self._gives_up(job, pause_s):
+                await self._note_failure(job, error)
+                if await self._until(lambda: self._closing or job.kind in self._waiting, pause_s):
                     return False
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 continue
@@ -133,8 +135,18 @@ class Uploader:
             break
         return True
 
-    def _gives_up(self, job: Upload, pause_s: float) -> bool:
-        """Wait before the next attempt; return whether there shall be none, as a newer one waits or the process ends."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closing or job.kind in self._waiting, pause_s)
-            return self._closing or job.kind in self._waiting
+    async def _note_failure(self, job: Upload, error: StoreError) -> None:
+        self._failures += 1
+        metrics.STORE_FAILURES.inc()
+        log.warning("not stored", extra={"folder": str(job.folder), "failures": self._failures, "error": str(error)})
+        if self._failures == 1:
+            await self._failed(job, error)
+
+    async def _until(self, holds: Callable[[], bool], wait_s: float | None = None) -> bool:
+        """Wait until something holds, for at most ``wait_s``; return whether it does."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while not holds():
+                    self._changed.clear()
+                    await self._changed.wait()
+        return holds()

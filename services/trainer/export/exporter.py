@@ -39,7 +39,7 @@ _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 class Exporter:
-    """The trainer's side of :class:`shared.bus.stores.exports.Exports`; ``run`` for ever."""
+    """The trainer's side of :class:`shared.bus.stores.exports.Exports`; ``run`` for ever. It lives on the event loop."""
 
     def __init__(self, bus: Bus, settings: Settings) -> None:
         self._bus = bus

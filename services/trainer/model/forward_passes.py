@@ -1,53 +1,106 @@
-"""The forward passes of one step's updates: each is tried on all ranks, and counted; a replay repeats what did not fit.
+"""The forward passes of one step's updates: each is tried on all ranks, and cut in two where memory is short on one of them.
 
 ::
 
     attempt      0      1      2      3      4          memory was short on rank 1 in attempt 1, which was cut into 2 and 3
     ranks        ·     (1,)    ·      ·      ·          plan.misfits = (Misfit(1, (1,)),)
 
-Which passes fit depends on the memory of the moment, so a step's plan notes them, and the journal holds the plan. A replay takes
-the passes in ``repeated`` for misfits without trying them. Random numbers (LoRA's dropout) are seeded for each attempt by run, step,
+A micro-batch that does not fit on one rank is cut on all of them; a single sample that does not fit is left out. Which passes fit
+depends on the memory of the moment, so a step's plan notes them, and the journal holds the plan. A replay takes the passes in
+``repeated`` for misfits without trying them. Random numbers (LoRA's dropout) are seeded for each attempt by run, step,
 rank and attempt, so neither what ran before nor a failed attempt changes them, and no generator is part of a checkpoint.
 """
 
+import functools
 import hashlib
-from collections.abc import Callable, Sequence
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from services.trainer.batch.packing import MicroBatch
+from services.trainer.batch import oom_split
+from services.trainer.batch.packing import MicroBatch, PackedRow
+from services.trainer.batch.token_data import LossInputs
 from services.trainer.model.engine import TrainingEngine
 from shared.bus.messages import Misfit
 from shared.process.allocation import is_out_of_memory
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
 class ForwardPasses:
-    """Counts the attempts of one step.
+    """The attempts of one step. It lives on the training thread.
 
     Args:
         engine: tells whether memory may be short, and asks the other ranks.
-        seed: what distinguishes this step's random numbers: the run's seed and the step's number.
+        seed: distinguishes this step's random numbers: the run's seed and the step's number.
+        together: number of neighbouring samples that are not parted: 2 with preferences.
         repeated: of a replay: what did not fit when the step was made.
     """
 
-    def __init__(self, engine: TrainingEngine, seed: tuple[int, int], repeated: Sequence[Misfit] = ()) -> None:
+    def __init__(
+        self, engine: TrainingEngine, seed: tuple[int, int], together: int = 1, repeated: Sequence[Misfit] = ()
+    ) -> None:
         self._engine = engine
         self._seed = seed
+        self._together = together
         self._repeated = {misfit.attempt: misfit.ranks for misfit in repeated}
         self._attempts = 0
         self.misfits: list[Misfit] = []
         """What did not fit so far."""
+        self.left_out = 0
+        """How many samples of this rank did not fit alone."""
 
-    def attempt(self, work: Callable[[], T]) -> tuple[T | None, bool]:
-        """Return what ``work`` does on this rank, or None where a rank has no memory for it; and whether this rank has.
+    def results(
+        self, inputs: list[LossInputs], rows: Mapping[int, PackedRow], work: Callable[[LossInputs], T]
+    ) -> Iterator[tuple[T, bool]]:
+        """Yield ``work`` of each micro-batch, and whether it is the last; ``inputs`` holds them as cut afterwards.
 
         Every rank calls it at the same point.
         """
+        waiting, done = deque(inputs), []
+        while waiting:
+            micro_batch = waiting.popleft()
+            result, fits = self._attempt(functools.partial(work, micro_batch))
+            if result is None:
+                waiting.extendleft(reversed(self._cut(micro_batch, rows, fits=fits)))
+                continue
+            done.append(micro_batch)
+            yield result, not waiting
+        inputs[:] = done
+
+    def _cut(self, micro_batch: LossInputs, rows: Mapping[int, PackedRow], *, fits: bool) -> list[LossInputs]:
+        """Return two micro-batches for one, as every rank must; a sample that does not fit alone is left out."""
+        samples = len(micro_batch.batch.places_S)
+        if samples == 0 and not fits:
+            raise torch.OutOfMemoryError(
+                "expected memory for an empty forward pass, found none: lower trainer.micro_batch_tokens"
+            )
+        if samples <= self._together and not fits:
+            tokens = micro_batch.batch.tokens
+            log.warning("sample left out: no memory", extra={"tokens": tokens, "samples": samples})
+            self.left_out += samples
+            samples = 0
+        if self._engine.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if samples <= self._together:
+            return [oom_split.part(micro_batch, rows, 0, samples), oom_split.part(micro_batch, rows, 0, 0)]
+        return oom_split.halves(micro_batch, rows, together=self._together)
+
+    def over_ranks(self) -> dict[str, float]:
+        """Return the step's figures; every rank calls it."""
+        left_out = torch.tensor([self.left_out], dtype=torch.int64, device=self._engine.device)
+        dist.all_reduce(left_out)
+        return {"micro_batch_splits": float(len(self.misfits)), "dropped_out_of_memory": float(left_out)}
+
+    def _attempt(self, work: Callable[[], T]) -> tuple[T | None, bool]:
+        """Return what ``work`` does on this rank, or None where a rank has no memory for it; and whether this rank has."""
         attempt, self._attempts = self._attempts, self._attempts + 1
         ranks = self._repeated.get(attempt, ())
         result = None

@@ -1,8 +1,10 @@
-"""Rank 0's duties: everything that only the leading rank does, on the bus and with checkpoints.
+"""Rank 0's duties: everything on the bus and around checkpoints, on the event loop, beside the training thread.
 
-experience ──▶ intake ──▶ lead ──▶ commands ──▶ all ranks train
-                            │
-          resume, opening ──┤      after a start or a rollback
-                            ├──▶ publication ──▶ branch ──▶ ledger: commit
-                            └──▶ retention                  checkpoints
+::
+
+    experience ──▶ intake ──▶ driver ──▶ commands, mailbox ──▶ training thread of rank 0 ──▶ all ranks
+                                │                                   └──▶ publication, artifacts
+              resume, opening ──┤      after a start or a rollback
+                                ├──▶ branch ──▶ ledger: commit
+                                └──▶ retention       checkpoints
 """

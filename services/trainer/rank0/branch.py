@@ -3,12 +3,14 @@
 The ledger takes versions of one epoch alone. Starting a trainer takes the next one, and so do the ranks when a rollback ended
 theirs: they go on from the version that the ledger went back to. What another trainer's epoch ended is over for this one.
 
-Rank 0 only. It knows neither weights nor orders.
+Rank 0 only. It knows no commands.
 """
 
+import time
 from collections.abc import Sequence
 
 from services.trainer.batch.staleness import lag_steps
+from services.trainer.rank0.results import Published
 from shared.bus.bus import Bus, Delivery
 from shared.bus.messages import Experience, PolicyRecord, PolicyVersion, StepPlan, StepReport
 from shared.bus.stores.ledger import Ledger, RunStatus
@@ -16,7 +18,7 @@ from shared.errors import Fenced
 
 
 class Branch:
-    """The end of the history, to which this trainer adds."""
+    """The end of the history, to which this trainer adds. It lives on the event loop."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -53,6 +55,22 @@ class Branch:
     def next_version(self) -> PolicyVersion:
         """Return the number that the next version has."""
         return PolicyVersion(0 if self.newest is None else self.newest + 1)
+
+    def record(self, step: int, published: Published, metrics: dict[str, float]) -> PolicyRecord:
+        """Return the record of the next version, whose weights are those of ``step``."""
+        assert published.weights is not None
+        return PolicyRecord(
+            version=self.next_version(),
+            parent=self.tip,
+            step=step,
+            created_at_s=time.time(),
+            manifest_digest=published.weights.digest,
+            location=published.weights.location,
+            metrics=metrics,
+            source=published.weights.source,
+            probe=published.probe,
+            settings_revision=self.revision,
+        )
 
     async def newest_of(self, step: int) -> PolicyRecord | None:
         """Return the newest version's record if its weights are those of ``step``; after a rollback an older version's are."""

@@ -9,7 +9,7 @@ them. A group leaves here without being trained when it is
     too_long    a sample (with preferences: a pair) does not fit into a forward pass: dropped
     no_signal   its rewards are all equal and algorithm.dynamic_sampling is on: dropped, and admission has another
                 generated in its slot (Yu et al. 2025, DAPO, arXiv:2503.14476, §3.2)
-    nonfinite   its batch gave a loss or gradient that is not finite: dropped, by the loop
+    nonfinite   its batch gave a loss or gradient that is not finite: dropped, by the driver
     duplicate   the group is held already, or was trained: dropped
     unreadable  or of no group or version that exists, of token ids or lengths that the model does not have: buried with the reason
 
@@ -53,10 +53,9 @@ class Taken:
 
 
 class Intake:
-    """Fills the batch of the next step.
+    """Fills the batch of the next step. It lives on the event loop.
 
-    It belongs to the event loop: all of its methods are coroutines, which the training thread runs there.
-    ``steps_of_versions`` is shared with the publisher: it grows with every version.
+    ``steps_of_versions`` is the branch's: it grows with every version.
     """
 
     def __init__(self, bus: Bus, live: Live, steps_of_versions: dict[PolicyVersion, int]) -> None:

@@ -29,7 +29,7 @@ MOST_TOKENS = 2048
 
 
 class Prober:
-    """Scores the probe at this process' first publication and at each ``every``-th after it; 0: never."""
+    """Scores the probe at this process' first publication and at each ``every``-th after it; 0: never. It lives on the training thread."""
 
     def __init__(self, engine: TrainingEngine, seed: int, every: int, context_tokens: int = 0) -> None:
         self._engine = engine

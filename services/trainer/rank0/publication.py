@@ -2,7 +2,7 @@
 
 ::
 
-    step ─▶ fill the snapshot that is not served ─▶ offer it ─▶ commit (lead) ─▶ replicas ask for exactly this version
+    step ─▶ fill the snapshot that is not served ─▶ offer it ─▶ commit (driver) ─▶ replicas ask for exactly this version
                A ◀─── versions 0, 2, 4, …    B ◀─── versions 1, 3, 5, …
 
 Two flat snapshots on the training device take turns. While B is filled and offered, whoever still pulls A has until the
@@ -32,7 +32,7 @@ from shared.peers.handshake import Secret
 from shared.settings import Settings
 from shared.weights.format.flat import FlatSnapshot
 from shared.weights.format.layout import Layout, plan_layout
-from shared.weights.format.snapshot import dtype_name, keep_newest, write_adapter, write_snapshot
+from shared.weights.format.snapshot import dtype_name, write_adapter, write_snapshot
 from shared.weights.source.source import WeightSource
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Whereabouts:
 
 
 class Publication:
-    """Publishes by ``weights.transport``.
+    """Publishes by ``weights.transport``. It lives on the training thread, and is closed when that has ended.
 
     Args:
         host: the address at which replicas reach this process.
@@ -67,11 +67,6 @@ class Publication:
         self._source: WeightSource | None = None
         self._spare: FlatSnapshot | None = None
         self._offered: FlatSnapshot | None = None
-
-    @property
-    def outlives_the_process(self) -> bool:
-        """Whether a later trainer finds what this one published."""
-        return self._settings.weights.transport == "file" or self._settings.publishes_adapters
 
     def publish(self, engine: TrainingEngine, version: PolicyVersion, step: int) -> Whereabouts:
         """Make the weights of ``step`` there for replicas as ``version``; other ranks call ``engine.take_part``.
@@ -117,16 +112,17 @@ class Publication:
     def _published(self, dtype: torch.dtype) -> torch.dtype:
         return self._dtype if dtype.is_floating_point else dtype
 
-    def clear(self) -> None:
-        """Delete all but the newest snapshots on disk."""
-        keep_newest(self._settings.snapshot_folder, self._settings.weights.keep)
-
     def close(self) -> None:
         """Let pulls in progress finish for a moment, then serve no more."""
         source, self._source = self._source, None
         if source is not None:
             source.withdraw(_LEAVE_S)
             source.close()
+
+
+def outlives_the_process(settings: Settings) -> bool:
+    """Whether a later trainer finds what this one published."""
+    return settings.weights.transport == "file" or settings.publishes_adapters
 
 
 def note_version(folder: Path, version: PolicyVersion) -> None:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from services.trainer.checkpoint.local_store import Checkpoint
 from services.trainer.checkpoint.manifests import CheckpointState
 from services.trainer.checkpoint.remote_store import CheckpointStore, open_store
 from services.trainer.checkpoint.s3 import ObjectStore
-from services.trainer.checkpoint.uploader import Upload, Uploader
+from services.trainer.checkpoint.uploader import Upload, Uploader, in_thread
 from services.trainer.rank0.resume import Resume, find_resume
 from services.trainer.rank0.retention import Retention
 from shared.bus.bus import Bus
@@ -171,7 +171,7 @@ class Slow:
         self.copied: list[str] = []
 
     def job(self, name: str) -> Upload:
-        def copy() -> int:
+        async def copy() -> int:
             if not self.works:
                 self.failed += 1
                 raise StoreError("away")
@@ -181,17 +181,35 @@ class Slow:
         return Upload("checkpoint", Path(name), copy, lambda: True)
 
 
+async def untold(job: Upload, error: StoreError) -> None: ...
+
+
+@contextlib.asynccontextmanager
+async def uploading(failed: Callable[[Upload, StoreError], Awaitable[None]] = untold) -> AsyncIterator[Uploader]:
+    uploader = Uploader(failed)
+    running = asyncio.create_task(uploader.run())
+    try:
+        yield uploader
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
 async def test_the_newest_is_copied_once_the_store_is_back_and_what_it_took_the_place_of_is_not() -> None:
     slow, told = Slow(), []
-    uploader = Uploader(lambda job, error: told.append((job.folder.name, str(error))))
-    uploader.add(slow.job("one"))
-    await until(lambda: slow.failed > 0)
-    assert uploader.unstored_s() > 0.0
-    uploader.add(slow.job("two"))
-    uploader.add(slow.job("three"))
-    await until(lambda: not uploader.uses(Path("one")))
-    slow.works = True
-    await until(lambda: uploader.unstored_s() == 0.0)
+
+    async def tell(job: Upload, error: StoreError) -> None:
+        told.append((job.folder.name, str(error)))
+
+    async with uploading(tell) as uploader:
+        uploader.add(slow.job("one"))
+        await until(lambda: slow.failed > 0)
+        assert uploader.unstored_s() > 0.0
+        uploader.add(slow.job("two"))
+        uploader.add(slow.job("three"))
+        await until(lambda: not uploader.uses(Path("one")))
+        slow.works = True
+        await until(lambda: uploader.unstored_s() == 0.0)
     assert slow.copied == ["three"]
     assert told == [("one", "away")], "once, not for each attempt"
 
@@ -200,73 +218,86 @@ async def test_a_store_that_is_slower_than_checkpoints_come_lacks_only_what_came
     may_end = threading.Semaphore(0)
 
     def job(name: str) -> Upload:
-        return Upload("checkpoint", Path(name), lambda: int(may_end.acquire()), lambda: True)
+        return Upload("checkpoint", Path(name), lambda: in_thread(lambda: int(may_end.acquire())), lambda: True)
 
-    uploader = Uploader(lambda job, error: None)
-    uploader.add(job("one"))
-    await until(lambda: uploader.uses(Path("one")))
-    before_s = time.monotonic()
-    uploader.add(job("two"))
-    may_end.release()
-    await until(lambda: uploader.uses(Path("two")))
-    assert 0.0 < uploader.unstored_s() <= time.monotonic() - before_s, "not since the first one"
-    may_end.release()
-    await until(lambda: uploader.unstored_s() == 0.0)
+    async with uploading() as uploader:
+        uploader.add(job("one"))
+        await until(lambda: uploader.uses(Path("one")))
+        before_s = time.monotonic()
+        uploader.add(job("two"))
+        may_end.release()
+        await until(lambda: uploader.uses(Path("two")))
+        assert 0.0 < uploader.unstored_s() <= time.monotonic() - before_s, "not since the first one"
+        may_end.release()
+        await until(lambda: uploader.unstored_s() == 0.0)
 
 
 async def test_a_process_that_ends_waits_for_a_copy_but_for_no_store_that_is_away() -> None:
-    slow = Slow()
-    uploader = Uploader(lambda job, error: None)
-    uploader.add(slow.job("one"))
-    await until(lambda: slow.failed > 0)
-    uploader.close(wait_s=60.0)
-    await until(lambda: not uploader.uses(Path("one")))
-    assert slow.copied == []
+    slow, may_end = Slow(), asyncio.Event()
+
+    async def copy() -> int:
+        await may_end.wait()
+        slow.copied.append("slow")
+        return 1
+
+    async with uploading() as uploader:
+        uploader.add(slow.job("away"))
+        await until(lambda: slow.failed > 0)
+        assert await uploader.close(wait_s=60.0)
+        assert not uploader.uses(Path("away"))
+        assert slow.copied == []
+    async with uploading() as uploader:
+        uploader.add(Upload("checkpoint", Path("slow"), copy, lambda: True))
+        closing = asyncio.create_task(uploader.close(wait_s=60.0))
+        await until(lambda: uploader.uses(Path("slow")))
+        may_end.set()
+        assert await closing
+        assert slow.copied == ["slow"]
 
 
-async def test_a_bug_in_the_copier_stops_the_process_that_it_works_for() -> None:
+async def test_a_process_that_ends_waits_no_longer_than_it_may() -> None:
+    async with uploading() as uploader:
+        uploader.add(Upload("checkpoint", Path("one"), asyncio.Event().wait, lambda: True))
+        await until(lambda: uploader.uses(Path("one")))
+        assert not await uploader.close(wait_s=0.0)
+
+
+async def test_a_bug_in_a_copy_ends_the_task_that_the_driver_waits_for() -> None:
     def bug() -> int:
         raise KeyError("bug")
 
-    uploader = Uploader(lambda job, error: None)
-    uploader.add(Upload("checkpoint", Path("one"), bug, lambda: True))
-
-    def stopped() -> bool:
-        uploader.check()
-        return False
-
-    with pytest.raises(RuntimeError, match="ended by a bug"):
-        await until(stopped)
+    uploader = Uploader(untold)
+    uploader.add(Upload("checkpoint", Path("one"), lambda: in_thread(bug), lambda: True))
+    with pytest.raises(KeyError, match="bug"):
+        await uploader.run()
 
 
 # ---------------------------------------------------------------- what follows from a checkpoint
 
 
 class Kept:
-    """A retention on a training thread of its own, and the journal that it looks after."""
+    """A retention, and the journal that it looks after."""
 
     def __init__(self, bus: Bus, folder: Path, storage: Storage, **more: Any) -> None:
-        loop = asyncio.get_running_loop()
         self.root, self._bus = folder / "checkpoints", bus
-        self.made = Retention(
-            settings(folder, storage, bus.keys.run_id, **more),
-            bus,
-            lambda work: asyncio.run_coroutine_threadsafe(work, loop).result(),
-        )
+        self.made = Retention(settings(folder, storage, bus.keys.run_id, **more), bus)
 
     async def step(self, step: int) -> Checkpoint:
         """Commit a step and write its checkpoint; two are kept in the folder."""
         entry = await self._bus.append(JOURNAL, {"id": str(step), "step": str(step), "data": b""})
         made = written(self.root, step, journal_entry=entry)
-        await asyncio.to_thread(self.made.note, made, local_store.superfluous(self.root, 2))
+        await self.made.note(made, local_store.superfluous(self.root, 2))
         return made
 
 
 @contextlib.asynccontextmanager
 async def keeping(bus: Bus, folder: Path, storage: Storage, **more: Any) -> AsyncIterator[Kept]:
     kept = Kept(bus, folder, storage, **more)
-    yield kept
-    await asyncio.to_thread(kept.made.close, 60.0)
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(kept.made.run())
+        yield kept
+        await kept.made.close(60.0)
+        running.cancel()
 
 
 async def test_a_checkpoint_counts_when_it_is_stored_and_the_journal_reaches_back_to_the_last_but_one(

@@ -23,7 +23,8 @@ from services.coordinator.service import Coordinator
 from services.trainer.checkpoint import local_store
 from services.trainer.export import exporter
 from services.trainer.export.exporter import Exporter
-from services.trainer.rank0.lead import Lead
+from services.trainer.rank0.driver import Driver
+from services.trainer.rank0.mailbox import Mailbox
 from shared.bus.bus import Bus
 from shared.bus.messages import Event, PolicyVersion
 from shared.bus.stores.cordon import Cordon
@@ -277,15 +278,17 @@ async def test_cleanup_leaves_the_checkpoint_that_is_exported(bus: Bus, run: Run
         run.settings, "trainer", "trainer-0", bus, Status(), asyncio.Event(), Live(bus, run.settings),
         Cordon(bus, "trainer-0", lambda: None), RunSecret(bus),
     )  # fmt: skip
-    lead = Lead(context, asyncio.get_running_loop())
+    driver = Driver(context, Mailbox())
+    driving = asyncio.create_task(driver.run())
     await Exports(bus).place(1, V(1), adapter=False)
     await until(processes)
-    await asyncio.to_thread(lead.note_checkpoint, newer, [found])
+    await driver._retention.note(newer, [found])
     assert found.folder.is_dir()
-    await lead.clean_up()
+    driving.cancel()
+    await asyncio.gather(driving, return_exceptions=True)
     assert processes() == []
-    lead._exporter.reading = ""
-    await asyncio.to_thread(lead.note_checkpoint, newer, [found])
+    driver._exporter.reading = ""
+    await driver._retention.note(newer, [found])
     assert not found.folder.exists()
 
 

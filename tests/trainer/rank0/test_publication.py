@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.rank0.publication import Publication, note_version, noted_version
+from services.trainer.rank0.publication import Publication, note_version, noted_version, outlives_the_process
 from shared.bus.messages import PolicyRecord, PolicyVersion
 from shared.errors import WeightsError
 from shared.settings import Settings
@@ -148,7 +148,7 @@ def test_by_file_a_record_says_where_and_no_process_serves(tmp_path: Path, engin
     publication = Publication(settings(tmp_path, "file"), "127.0.0.1", weights.secret)
     record = publish(publication, engine, 0)
     assert record.source == ""
-    assert publication.outlives_the_process
+    assert outlives_the_process(settings(tmp_path, "file"))
     assert same(read_snapshot(Path(record.location), record.manifest_digest), dict(engine.tensors()))
     publication.close()
 

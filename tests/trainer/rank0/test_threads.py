@@ -1,115 +1,141 @@
-"""Laws of what two threads of rank 0 share: the event loop, the training thread, and the one that uploads checkpoints."""
+"""Laws of rank 0's threads: what lives on the event loop is called there alone, what lives on the training thread there alone."""
 
 import asyncio
+import sys
 import threading
-from collections.abc import Coroutine
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 
+from services.trainer.algorithm.update import Learner
+from services.trainer.checkpoint.remote_store import StoredCheckpoint
+from services.trainer.checkpoint.uploader import Uploader
+from services.trainer.export.exporter import Exporter
+from services.trainer.loop import Trainer
 from services.trainer.metrics import Phases
-from services.trainer.rank0.intake import Intake, Taken
-from services.trainer.rank0.lead import Lead
-from services.trainer.rank0.publication import Publication, Whereabouts
+from services.trainer.model.engine import TrainingEngine
+from services.trainer.rank0.artifacts import Artifacts
+from services.trainer.rank0.branch import Branch
+from services.trainer.rank0.driver import Driver
+from services.trainer.rank0.intake import Intake
+from services.trainer.rank0.opening import Opening
+from services.trainer.rank0.probe import Prober
+from services.trainer.rank0.publication import Publication
 from services.trainer.rank0.retention import Retention
-from shared.bus import wire
 from shared.bus.bus import Bus
-from shared.bus.messages import GroupId, PolicyVersion, StepPlan
-from shared.bus.stores.cordon import Cordon
-from shared.bus.stores.ledger import Ledger
+from shared.bus.messages import PolicyVersion
+from shared.bus.stores.ledger import Ledger, RunState
 from shared.bus.stores.live_settings import Live
-from shared.bus.stores.run_secret import RunSecret
-from shared.bus.streams import EXPERIENCE
-from shared.process.service import Context
-from shared.process.telemetry import Status
-from shared.settings import Settings
-from tests.support import builders
+from tests.conftest import until
+from tests.support.driven import Driven, settings_of
 from tests.support.object_storage import Storage
+from tests.trainer.algorithm import test_update
+from tests.trainer.algorithm.test_update import One
 from tests.trainer.checkpoint.test_store import settings as store_settings
 from tests.trainer.checkpoint.test_store import store_of, written
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 V = PolicyVersion
-GROUPS = 2
+EVENT_LOOP = (Driver, Branch, Intake, Retention, Uploader, Opening, Exporter, Ledger, Live, Bus)
+TRAINING = (Trainer, Learner, TrainingEngine, Phases, Prober, Artifacts, Publication)
+ANY_THREAD = {"unstored_s", "__init__"}
 
 
-class Watched(Intake):
-    """An intake that notes which threads change it."""
+class Calls:
+    """Every call of a method of the classes above, by thread, while :meth:`watched` runs."""
 
-    threads: set[int]
+    def __init__(self) -> None:
+        self.by_class: dict[type, set[int]] = {}
 
-    def __setattr__(self, name: str, value: object) -> None:
-        self.threads.add(threading.get_ident())
-        super().__setattr__(name, value)
+    def note(self, frame: FrameType, event: str, _: Any) -> None:
+        owner = type(frame.f_locals.get("self"))
+        if event == "call" and frame.f_code.co_name not in ANY_THREAD and issubclass(owner, (*EVENT_LOOP, *TRAINING)):
+            self.by_class.setdefault(owner, set()).add(threading.get_ident())
 
-
-class Held(dict[GroupId, Taken]):
-    """The groups of a watched intake."""
-
-    threads: set[int]
-
-    def __delitem__(self, group_id: GroupId) -> None:
-        self.threads.add(threading.get_ident())
-        super().__delitem__(group_id)
+    def threads_of(self, classes: tuple[type, ...]) -> set[int]:
+        """Return the threads that called a method of ``classes``."""
+        return {thread for owner, threads in self.by_class.items() if issubclass(owner, classes) for thread in threads}
 
 
-async def test_the_training_thread_commits_without_touching_the_intake_which_is_the_event_loops(
-    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def calls() -> Iterator[Calls]:
+    """Calls on this thread, and on those that are started meanwhile."""
+    found = Calls()
+    before = sys.getprofile()
+    threading.setprofile(found.note)
+    sys.setprofile(found.note)
+    yield found
+    sys.setprofile(before)
+    threading.setprofile(None)
+
+
+async def test_objects_of_the_event_loop_are_called_there_alone_and_objects_of_training_on_its_thread_alone(
+    bus: Bus, tmp_path: Path, storage: Storage, calls: Calls
 ) -> None:
-    monkeypatch.setattr(Publication, "publish", lambda *_: Whereabouts("0" * 64, "", "127.0.0.1:1"))
-    tables = {"id": bus.keys.run_id, "folder": tmp_path}
-    of = Settings.model_validate({"run": tables, "algorithm": {"groups_per_step": GROUPS}})
-    cordon = Cordon(bus, "trainer-0", lambda: None)
-    context = Context(of, "trainer", "trainer-0", bus, Status(), asyncio.Event(), Live(bus, of), cordon, RunSecret(bus))
-    await Ledger(bus).create()
-    for group_id in range(GROUPS):
-        await bus.append(EXPERIENCE, {"id": str(group_id), "data": wire.encode(builders.experience(group_id))})
-    lead = Lead(context, asyncio.get_running_loop())
-    await lead._branch.take_epoch()
-    lead._branch.steps[V(0)] = 0
-    lead._batch = await lead._next_batch(0) or []
-    assert len(lead._batch) == GROUPS
-    changed_by: set[int] = set()
-    Watched.threads = Held.threads = changed_by
-    monkeypatch.setattr(lead._intake, "_held", Held(lead._intake._held))
-    monkeypatch.setattr(lead._intake, "__class__", Watched)
-    engine: Any = None
-    measured, plan = {"kl_mean": 0.0, "entropy": 1.0}, StepPlan(1, "")
-    committed = await asyncio.to_thread(lead.commit, engine, 1, measured, plan, None, Phases())
-    await lead.clean_up()
-    assert committed
-    assert lead._intake._held == {}
-    assert changed_by == {threading.get_ident()}
+    store = store_settings(tmp_path, storage, bus.keys.run_id).trainer.store.model_dump()
+    of = settings_of(bus, tmp_path, test_update.settings(max_lag=8), checkpoint_every_steps=1, store=store)
+    driven, training = Driven(bus, of), []
+    await driven.ledger.create()
+    await driven.ledger.transition(RunState.RUNNING, "", [RunState.CREATED])
+    calls.by_class.clear()
+
+    def train() -> None:
+        training.append(threading.get_ident())
+        driven.train(One(of).engine)
+
+    async with driven.running(train):
+        await driven.feed(test_update.batch())
+        await until(lambda: storage.whole(bus.keys.run_id) == [1])
+    assert await driven.step() == 1
+    assert calls.threads_of(EVENT_LOOP) == {threading.get_ident()}
+    assert calls.threads_of(TRAINING) == set(training)
+    assert {Driver, Branch, Intake, Retention, Uploader, Opening, Ledger, Trainer, Learner, Publication} <= set(
+        calls.by_class
+    )
+
+
+async def test_a_call_from_another_thread_is_seen(bus: Bus, calls: Calls) -> None:
+    branch = Branch(bus)
+    other: list[int] = []
+
+    def call() -> None:
+        other.append(threading.get_ident())
+        branch.next_version()
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    await asyncio.to_thread(thread.join)
+    assert calls.threads_of((Branch,)) == set(other)
 
 
 async def test_a_version_that_is_made_while_its_checkpoint_is_stored_is_known_to_the_ledger(
-    bus: Bus, tmp_path: Path, storage: Storage
+    bus: Bus, tmp_path: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loop, ledger, seen = asyncio.get_running_loop(), Ledger(bus), threading.Event()
-
-    def call(work: Coroutine[Any, Any, Any]) -> Any:
-        found = asyncio.run_coroutine_threadsafe(work, loop).result()
-        if threading.current_thread() is training and not seen.is_set():
-            seen.set()  # it saw that the ledger does not know the checkpoint
-            uploading.join(0.5)  # the other thread learns just now that it is stored; it gets as far as it can
-        return found
-
-    retention = Retention(store_settings(tmp_path, storage, bus.keys.run_id), bus, call)
+    retention = Retention(store_settings(tmp_path, storage, bus.keys.run_id), bus)
     made, store = written(tmp_path / "checkpoints", 1), store_of(storage, bus.keys.run_id)
     stored, _ = store.put(made)
+    seen, look = asyncio.Event(), Ledger.checkpoints
+    naming: asyncio.Task[None] | None = None
 
-    def note_stored() -> None:
-        seen.wait()
-        retention._note_stored(store, made, stored)
+    async def checkpoints(self: Ledger) -> dict[PolicyVersion, str]:
+        known = await look(self)
+        if asyncio.current_task() is naming:
+            seen.set()  # it saw that the ledger does not know the checkpoint; the other task gets as far as it can
+            await asyncio.sleep(0.2)
+        return known
 
-    uploading = threading.Thread(target=note_stored)
-    training = threading.Thread(target=retention.note_version, args=(V(2), made))
-    for thread in (uploading, training):
-        thread.start()
-    for thread in (training, uploading):
-        await asyncio.to_thread(thread.join)
-    await asyncio.to_thread(retention.close, 1.0)
-    assert await ledger.checkpoints() == {V(1): stored.uri, V(2): stored.uri}
+    async def note_stored(found: StoredCheckpoint) -> None:
+        await seen.wait()
+        await retention._note_stored(store, made, found)
+
+    monkeypatch.setattr(Ledger, "checkpoints", checkpoints)
+    naming = asyncio.create_task(retention.note_version(V(2), made))
+    await asyncio.gather(naming, note_stored(stored))
+    assert await look(Ledger(bus)) == {V(1): stored.uri, V(2): stored.uri}
 
 
 def test_what_a_thread_read_of_the_damage_in_a_store_stays_while_another_finds_more(

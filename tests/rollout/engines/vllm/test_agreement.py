@@ -44,6 +44,15 @@ def test_vllm_gives_the_trainers_logprobs_after_each_update(name: str) -> None:
     assert not vllm_agreement.objection(seen()[name], VLLM)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@needs_vllm
+def test_a_tensor_that_a_loader_would_cut_is_refused_and_named() -> None:
+    refusal = "expected vLLM to take all of model.layers.0.self_attn.q_proj.weight ("
+    assert seen()["mistral+swa(short)"]["cut"].startswith(refusal)
+    assert seen()["qwen3_moe"]["cut"].startswith(refusal)
+
+
 def test_an_engine_that_is_far_from_the_trainer_or_shows_no_update_is_objected_to() -> None:
     table = model_page.Agreement(["llama"], [], {"gpt2": "head size 16"}, {}, {})
     right = {"name": "llama", "reason": "", "before": 1e-6, "stale": 3.0, "after": [1e-6, 2e-6]}

@@ -8,9 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from services.rollout.engines.vllm.swap.byte_coverage import TouchedTwice, first_missing, intervals, union
+from services.rollout.engines.vllm.swap.byte_coverage import TouchedTwice, first_missing, intervals, merged, union
 from services.rollout.engines.vllm.swap.copies import CopyPlan
-from services.rollout.engines.vllm.swap.copy_plan import CopyPlanRefused, LoaderRefused, Writes, trace
+from services.rollout.engines.vllm.swap.copy_plan import (
+    CopyPlanRefused,
+    LoaderRefused,
+    Writes,
+    first_cut,
+    sources_of,
+    trace,
+)
 
 Pairs = Iterable[tuple[str, Tensor]]
 
@@ -329,6 +336,28 @@ def test_a_union_holds_each_byte_once() -> None:
 def test_an_expanded_view_touches_its_bytes_twice() -> None:
     with pytest.raises(TouchedTwice):
         union([intervals(0, (3, 2), (0, 1), 4)])
+
+
+def test_intervals_that_overlap_are_merged() -> None:
+    parts = [intervals(offset, (size,), (1,), 1) for offset, size in ((10, 4), (0, 8), (2, 3), (8, 2), (20, 1))]
+    assert merged(parts).tolist() == [[0, 14], [20, 21]]
+    assert merged([]).tolist() == []
+
+
+def test_a_tensor_that_a_loader_cuts_is_named() -> None:
+    def load(pairs: Pairs) -> None:
+        named = dict(pairs)
+        weight[:2].copy_(named["wide"].narrow(0, 0, 2))
+        weight[2:].copy_(named["whole"][:1].expand(2, 3))
+
+    tensors = {"unread": torch.ones(1), "whole": torch.ones(1, 3), "wide": torch.ones(4, 3)}
+    weight = torch.empty(4, 3)
+    plan = trace(load, tensors, {"weight": weight})
+    assert first_cut((copy.source for copy in plan.copies), sources_of(tensors)) == "wide"
+    with Writes([weight], tensors.values()) as writes:
+        load(iter(tensors.items()))
+    assert writes.cut(tensors) == "wide"
+    assert writes.cut({"unread": tensors["unread"], "whole": tensors["whole"]}) == ""
 
 
 def test_writes_are_remembered_and_what_is_live_keeps_its_values() -> None:

@@ -56,6 +56,15 @@ def union(parts: Sequence[Intervals]) -> Intervals:
     return np.stack([joined[first, 0], joined[last, 1]], axis=1) if len(joined) else joined
 
 
+def merged(parts: Sequence[Intervals]) -> Intervals:
+    """Return all intervals in order; those that overlap or are neighbours are joined."""
+    joined = np.concatenate([np.empty((0, 2), dtype=np.int64), *parts])
+    joined = joined[np.argsort(joined[:, 0], kind="stable")]
+    reach = np.maximum.accumulate(joined[:, 1])
+    first = np.flatnonzero(np.concatenate([[True], joined[1:, 0] > reach[:-1]])[: len(joined)])
+    return np.stack([joined[first, 0], reach[np.concatenate([first[1:] - 1, [len(joined) - 1]])[: len(first)]]], axis=1)
+
+
 def first_missing(covered: Intervals, wanted: Intervals) -> int | None:
     """Return the lowest byte of ``wanted`` that ``covered`` (a union) does not hold, None where it holds all."""
     if not len(wanted):

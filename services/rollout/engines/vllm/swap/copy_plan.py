@@ -31,7 +31,14 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from services.rollout.engines.vllm.swap.byte_coverage import Intervals, TouchedTwice, first_missing, intervals, union
+from services.rollout.engines.vllm.swap.byte_coverage import (
+    Intervals,
+    TouchedTwice,
+    first_missing,
+    intervals,
+    merged,
+    union,
+)
 from services.rollout.engines.vllm.swap.copies import Copy, CopyPlan, Fill, Region, coalesced
 
 Load: TypeAlias = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
@@ -68,6 +75,32 @@ def trace(load: Load, tensors: Tensors, parameters: Tensors, buffers: Tensors = 
     regions = {name: recorder.destinations.region(tensor) for name, tensor in held.items()}
     _prove_coverage((*recorder.copies, *recorder.fills), regions, optional=buffers.keys() - parameters.keys())
     return CopyPlan(coalesced(recorder.copies), recorder.fills, recorder.sources.kept, recorder.destinations.kept)
+
+
+def first_cut(read: Iterable[Region], tensors: Mapping[str, Region]) -> str:
+    """Return the name of the first of ``tensors`` of which ``read`` has some bytes, but not all; "" where there is none.
+
+    A loader whose heads are narrower than the checkpoint's takes the first rows and says nothing.
+    """
+    parts: dict[int, list[Intervals]] = defaultdict(list)
+    for region in read:
+        parts[region.storage].append(_touched(region))
+    covered = {storage: merged(touched) for storage, touched in parts.items()}
+    for name, region in tensors.items():
+        touched, held = _touched(region), covered.get(region.storage)
+        if held is None or not len(touched):
+            continue
+        starts, ends = touched[:, 0].min(), touched[:, 1].max()
+        is_read = bool(((held[:, 0] < ends) & (held[:, 1] > starts)).any())
+        if is_read and first_missing(held, touched) is not None:
+            return name
+    return ""
+
+
+def sources_of(tensors: Tensors) -> dict[str, Region]:
+    """Return where each of ``tensors`` is, in the numbers that a traced plan's sources have."""
+    storages = _numbered(tensors.values())
+    return {name: storages.region(tensor) for name, tensor in tensors.items()}
 
 
 def _run(load: Load, tensors: Tensors, recorder: "_Recorder", live: Tensors, held: Tensors) -> None:
@@ -203,21 +236,27 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Remembers which tensors are written into in its block; works on the meta device.
+    """Remembers which tensors are written into in its block, and which are read; works on the meta device.
 
     Args:
         live: tensors that keep their values: what would be written into them is checked for its shape alone.
+        sources: tensors whose reads are remembered for :meth:`cut`.
     """
 
-    def __init__(self, live: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, live: Iterable[torch.Tensor] = (), sources: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._live = _numbered(live)
+        self._sources = _numbered(sources)
         self._written = _Storages()
+        self._read: list[Region] = []
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         written = written_by(operation, args, kwargs or {})
         for tensor in written:
             self._written.add(tensor.untyped_storage())
+        if not operation.is_view:
+            read = [tensor for tensor in _tensors((args, kwargs)) if tensor in self._sources]
+            self._read += [self._sources.region(tensor) for tensor in read]
         if not any(tensor in self._live for tensor in written):
             return operation(*args, **(kwargs or {}))
         if operation is _aten.copy_.default:
@@ -227,6 +266,10 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def reached(self, tensor: torch.Tensor) -> bool:
         """Whether any part of ``tensor`` was written into."""
         return tensor in self._written
+
+    def cut(self, tensors: Tensors) -> str:
+        """Return the name of the first of ``tensors`` (``sources``) that was read in part; "" where there is none."""
+        return first_cut(self._read, {name: self._sources.region(tensor) for name, tensor in tensors.items()})
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -29,7 +29,7 @@ from torch import nn
 
 from services.rollout.engines.checkpoint_form import CheckpointForm
 from services.rollout.engines.vllm.swap.copies import CopyPlan
-from services.rollout.engines.vllm.swap.copy_plan import CopyPlanRefused, Writes, trace
+from services.rollout.engines.vllm.swap.copy_plan import CopyPlanRefused, Writes, first_cut, sources_of, trace
 from services.rollout.engines.vllm.swap.reload_repairs import (
     counting_direct_writes,
     fuse_gates_again,
@@ -137,12 +137,25 @@ class WeightSwapper:
     def _traced(self, tensors: Mapping[str, torch.Tensor]) -> CopyPlan:
         before = _parameters(self._model)
         plan = trace(self._load, tensors, before, dict(self._model.named_buffers()))
+        self._refuse_cut(first_cut((copy.source for copy in plan.copies), sources_of(tensors)), tensors)
         if any(before.get(name) is not parameter for name, parameter in _parameters(self._model).items()):
             raise CopyPlanRefused("the loader registers new parameters instead of writing into those that it has")
         derived = _derived(self._model)
         if derived:
             raise CopyPlanRefused(derived)
         return plan
+
+    def _refuse_cut(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise WeightsError for the tensor ``name`` ("": none) that the loader took a part of, where no rank takes the rest."""
+        from vllm.distributed import get_tensor_model_parallel_world_size
+
+        expert_parallel = self._config.parallel_config.enable_expert_parallel
+        if name and get_tensor_model_parallel_world_size() == 1 and not expert_parallel:
+            raise WeightsError(
+                f"expected vLLM to take all of {name} {tuple(tensors[name].shape)}, found that it takes a part: its model has other "
+                "sizes than the checkpoint's configuration says (of heads, for example); change policy.model, the version of vLLM, "
+                "or rollout.engine"
+            )
 
     def _stream_plan(self, plan: CopyPlan, buckets: Iterable[tuple[int, torch.Tensor]]) -> int:
         copied = 0
@@ -208,13 +221,14 @@ class WeightSwapper:
         """
         stand_ins = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
         live = (*self._model.parameters(), *self._model.buffers())
-        with _checkpoint_form(self._model), Writes(live) as writes:
+        with _checkpoint_form(self._model), Writes(live, stand_ins.values()) as writes:
             try:
                 self._load(stand_ins.items())
             except Exception as error:  # whatever a loader raises on tensors of other names and shapes
                 reason = str(error) if isinstance(error, WeightsError) else repr(error)
                 raise WeightsError(f"expected weights of this model, found others: {reason}") from error
             missing = [name for name, parameter in self._model.named_parameters() if not writes.reached(parameter)]
+        self._refuse_cut(writes.cut(stand_ins), tensors)
         if missing and self._config.quant_config is None:
             raise WeightsError(
                 f"expected weights of this model, found none for {missing[0]} and {len(missing) - 1} more: vLLM would go on with the "

@@ -1,0 +1,77 @@
+"""A step's minibatches: which samples each rank trains on together, and in which forward passes."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch.distributed as dist
+
+from services.trainer.algorithm.dpo import best_and_worst
+from services.trainer.batch import token_data
+from services.trainer.batch.oom_split import rows_by_place
+from services.trainer.batch.packing import PackedRow, plan
+from services.trainer.batch.token_data import LossInputs
+from services.trainer.model.engine import TrainingEngine
+from services.trainer.model.forward_passes import digest
+from shared.bus.messages import Experience, Float32Array, StepPlan
+from shared.settings import Settings
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Minibatch:
+    """This rank's part of one optimizer update, and the totals of all ranks."""
+
+    inputs: list[LossInputs]
+    """One entry per forward pass; replaced by smaller ones where memory was short."""
+    rows: Mapping[int, PackedRow]
+    """The row of each sample, by its place in the batch."""
+    tokens: int
+    samples: int
+
+
+def lay_out(
+    batch: Sequence[Experience],
+    rewards: Sequence[Float32Array],
+    lags: Sequence[int],
+    step: int,
+    settings: Settings,
+    policy: TrainingEngine,
+    minibatches: int = 1,
+    repeated: StepPlan | None = None,
+) -> tuple[list[Minibatch], StepPlan]:
+    """Return this rank's minibatches, drawn by ``run.seed`` and ``step``, and the plan of all ranks' forward passes.
+
+    With ``repeated``, the plan of a step that is replayed, forward passes are no larger than they were.
+    """
+    pairs, cap = settings.algorithm.loss == "dpo", settings.trainer.micro_batch_tokens
+    rows = _rows(batch, rewards, pairs=pairs, shares_prompt=policy.shares_prompts)
+    order = np.arange(len(rows))
+    if minibatches > 1:
+        order = np.random.default_rng([settings.run.seed, step]).permutation(len(rows))
+    shares = [[rows[place] for place in share] for share in np.array_split(order, minibatches)]
+    if repeated is not None:
+        cap = min(cap, repeated.micro_batch_tokens)
+    layouts = [plan(share, cap, policy.ranks, split=not pairs, sizes=policy.sizes) for share in shares]
+    lags_M, rank = [lag for lag, e in zip(lags, batch, strict=True) for _ in e.group.samples], dist.get_rank()
+    parts = []
+    for share, layout in zip(shares, layouts, strict=True):
+        lengths = [len(sample.token_ids) for row in share for sample in row.samples]
+        inputs = [token_data.of(micro_batch, lags_M, policy.device) for micro_batch in layout[rank]]
+        parts.append(Minibatch(inputs, rows_by_place(share), sum(lengths), len(lengths)))
+    return parts, StepPlan(cap, digest(layouts))
+
+
+def _rows(
+    batch: Sequence[Experience], rewards: Sequence[Float32Array], *, pairs: bool, shares_prompt: bool
+) -> list[PackedRow]:
+    """Return one row per group; with ``pairs`` it has the group's best and worst sample only (none if all are equal)."""
+    rows, first = [], 0
+    for experience, rewards_S in zip(batch, rewards, strict=True):
+        group = experience.group
+        chosen = (best_and_worst(rewards_S) or ()) if pairs else range(len(group.samples))
+        samples, places = tuple(group.samples[place] for place in chosen), tuple(first + place for place in chosen)
+        rows.append(
+            PackedRow(group.prompt_token_ids, samples, places, group.prompt.sampling.temperature, shares_prompt)
+        )
+        first += len(group.samples)
+    return rows

@@ -1,0 +1,81 @@
+"""What leaves the trainer: published weights, checkpoints, the final policy. Rank 0 writes them, other ranks take part in gathering."""
+
+import dataclasses
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from services.trainer.checkpoint import local_store
+from services.trainer.checkpoint.manifests import CheckpointFile, CheckpointState
+from services.trainer.checkpoint.signatures import open_signer
+from services.trainer.model.adapter import file_configuration
+from services.trainer.model.engine import TrainingEngine
+from services.trainer.model.policy import export, export_adapter
+from services.trainer.rank0.publication import Publication, Whereabouts, note_version
+from services.trainer.rank0.results import PolicyWritten, Saved
+from shared.bus.messages import PolicyVersion
+from shared.settings import Settings
+
+
+class Artifacts:
+    """A rank other than 0: it gathers its part of the weights where they are sharded. It lives on the training thread."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    def publish(self, engine: TrainingEngine, version: PolicyVersion | None, step: int) -> Whereabouts | None:
+        """Make the weights of ``step`` available to replicas as ``version``."""
+        engine.take_part(factors=self._settings.publishes_adapters)
+        return None
+
+    def complete(
+        self, state: CheckpointState | None, kl_coefficient: float, files: Mapping[Path, CheckpointFile], refusal: str
+    ) -> Saved:
+        """Make what all ranks wrote a checkpoint, or delete it where storage refused a part of it."""
+        return Saved(None)
+
+    def export(self, engine: TrainingEngine) -> PolicyWritten:
+        """Write the final policy in Hugging Face form, adapters merged in, and these beside it."""
+        engine.take_part()
+        if self._settings.policy.lora.rank:
+            engine.take_part(factors=True)
+        return PolicyWritten(())
+
+
+class Rank0Artifacts(Artifacts):
+    """Rank 0: it writes. It lives on the training thread."""
+
+    def __init__(self, settings: Settings, publication: Publication) -> None:
+        super().__init__(settings)
+        self._publication = publication
+        self._signer = open_signer(settings)
+
+    def publish(self, engine: TrainingEngine, version: PolicyVersion | None, step: int) -> Whereabouts | None:
+        """Write the version's number down before it can be committed, then make the weights available."""
+        assert version is not None
+        note_version(self._settings.run_folder, version)
+        return self._publication.publish(engine, version, step)
+
+    def complete(
+        self, state: CheckpointState | None, kl_coefficient: float, files: Mapping[Path, CheckpointFile], refusal: str
+    ) -> Saved:
+        """Write the marker and rename the folder into place."""
+        assert state is not None
+        root, base = self._settings.run_folder / "checkpoints", local_store.base_of(self._settings.policy)
+        state = dataclasses.replace(state, kl_coefficient=kl_coefficient, adapter_of=base)
+        if not refusal:
+            try:
+                return Saved(local_store.make_whole(root, state, files, self._signer))
+            except OSError as error:
+                refusal = str(error)
+        shutil.rmtree(local_store.beside(root, state.step), ignore_errors=True)
+        return Saved(None, refusal)
+
+    def export(self, engine: TrainingEngine) -> PolicyWritten:
+        """Write them to the run's folder."""
+        policy, adapters = self._settings.run_folder / "policy", self._settings.run_folder / "adapter"
+        export(engine.model, engine.tensors(), self._settings.policy, policy)
+        if not self._settings.policy.lora.rank:
+            return PolicyWritten((policy,))
+        export_adapter(dict(engine.factors()), file_configuration(engine.model), adapters)
+        return PolicyWritten((adapters, policy))

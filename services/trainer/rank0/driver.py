@@ -1,0 +1,365 @@
+"""Rank 0's driver: it decides what every rank does next, commands it through the mailbox, and does on the bus what follows.
+
+::
+
+    opening ──▶ ranks are at the ledger's step ──▶ intake ──▶ TRAIN ──▶ branch (commit) ──▶ CHECKPOINT ──▶ retention
+       ▲                                                              └ refused: a rollback
+       └──────────────────────────────────────────────────────────────┘
+
+Order of a commit (see docs/architecture.md): the training thread makes the weights available to replicas, then one transaction moves
+the batch to the journal and publishes the version. A trainer that dies before it leaves its batch pending on the bus; one that dies after
+it is replayed from the journal. A rollback ends the epoch under which this trainer commits: what it was about to commit is
+refused, and the ranks load the checkpoint that the ledger went back to, as after a start (``opening``).
+
+A batch whose loss or gradient is not finite leaves the bus as dropped:nonfinite and nothing is committed, and several in a row pause
+the run. A checkpoint that storage refuses is tried again at the next interval, and the journal is kept until one is complete.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from services.trainer import metrics as measures
+from services.trainer.checkpoint import local_store
+from services.trainer.export.exporter import Exporter
+from services.trainer.metrics import BatchFigures, batch_figures, export_metrics
+from services.trainer.rank0 import results
+from services.trainer.rank0.branch import Branch
+from services.trainer.rank0.commands import TURN_S, Command, CommandKind
+from services.trainer.rank0.intake import Intake, Taken
+from services.trainer.rank0.mailbox import Mailbox
+from services.trainer.rank0.opening import Opening
+from services.trainer.rank0.publication import outlives_the_process
+from services.trainer.rank0.results import Notice, R, Result, StepMade, StepSkipped
+from services.trainer.rank0.retention import Retention
+from shared.bus.messages import PolicyRecord, StepReport
+from shared.bus.stores.ledger import ENDED, Ledger, RunState
+from shared.bus.streams import JOURNAL
+from shared.errors import WeightsError
+from shared.process.service import Context, seconds_left
+from shared.process.telemetry import tell
+from shared.weights.format.snapshot import keep_newest, read_snapshot
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_CLOSE_S = 10.0
+"""Time left for the rest of an orderly end when uploads are given up."""
+_LOGGED = ("reward_mean", "kl_mean", "entropy", "lag_mean", "samples_per_s")
+
+
+class Driver:
+    """Drives the ranks of one trainer. It lives on the event loop, with all that it uses but the mailbox."""
+
+    def __init__(self, context: Context, mailbox: Mailbox) -> None:
+        self._context = context
+        self._settings = context.settings
+        self._mailbox = mailbox
+        self._bus = context.bus
+        self._ledger = Ledger(context.bus)
+        self._live = context.live
+        self._branch = Branch(context.bus)
+        self._intake = Intake(context.bus, context.live, self._branch.steps)
+        self._exporter = Exporter(context.bus, context.settings)
+        self._retention = Retention(context.settings, context.bus, lambda: self._exporter.reading)
+        self._opening = Opening(context, self._branch, self._retention)
+        self._step = 0
+        self._is_open = self._is_ready = False
+        """Whether the ranks are at the ledger's step, and whether their version is published."""
+        self._is_new = self._differs = False
+        """Whether no checkpoint holds the ranks' step, and whether a replay could not repeat it to the bit."""
+        self._filling: asyncio.Task[None] | None = None
+        self._skipped = 0  # batches in a row
+        self._committed_s, self._commit_s = time.perf_counter(), 0.0
+        measures.GRAD_NORM_LIMIT.set(self._settings.trainer.max_grad_norm)
+
+    async def run(self) -> None:
+        """Drive the ranks until the process is told to stop, and store what is left to store; raise what ended it."""
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                await self._drive()
+        except BaseException as error:
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            self._mailbox.close(error)
+            raise error from None
+
+    async def is_over(self) -> bool:
+        """Whether nothing is left to train: the run reached its last step, or was stopped for good."""
+        return (await self._ledger.status()).state in ENDED
+
+    async def _drive(self) -> None:
+        storing, exporting = self._task(self._retention.run()), self._task(self._exporter.run())
+        finding = self._task(self._opening.find())  # beside the loading of the model: damage is reported at once
+        model = await self._result(results.ModelLoaded)
+        self._intake.vocabulary, self._intake.context_tokens = model.vocabulary, model.context_tokens
+        while not self._context.stop.is_set():
+            if self._is_open:
+                await self._turn()
+                finding = finding if self._is_open else self._task(self._opening.find())
+            elif finding.done():
+                await self._open(finding.result())
+            else:
+                await self._or_stop(asyncio.wait([finding], timeout=TURN_S))
+                await self._ask(Command(CommandKind.WAIT), Result)
+        self._context.status.state = "stopping"
+        await self._checkpoint_new()
+        self._mailbox.command(Command(CommandKind.STOP))
+        for task in filter(None, (finding, exporting, self._filling)):
+            task.cancel()
+        await self._retention.close(max(0.0, seconds_left() - _CLOSE_S))
+        storing.cancel()
+
+    def _task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run something beside, whose failure ends the driver."""
+        return self._tasks.create_task(work)
+
+    async def _open(self, commands: Sequence[Command]) -> None:
+        """Bring the ranks to the ledger's step."""
+        loaded = self._opening.loaded
+        self._step, self._differs = 0 if loaded is None else loaded.state.step, False
+        for command in commands:
+            result = await self._ask(command, Result)
+            if isinstance(result, results.Replayed):
+                self._step, self._is_new = self._step + 1, True
+                if result.difference:
+                    self._differs = True
+                    log.warning("replay differs", extra={"detail": result.difference})
+                    await tell(self._bus, "trainer", "replay differs", result.difference, step=self._step)
+        self._is_open = True
+
+    def _leave(self) -> None:
+        """Open the run again, as a rollback left the branch that the ranks are on."""
+        self._is_open = self._is_ready = self._is_new = False
+
+    # ---------------------------------------------------------------- a turn
+
+    async def _turn(self) -> None:
+        """Command one thing that is due."""
+        can_train = not self._opening.stranded and self._step < self._settings.run.steps
+        if can_train and self._filling is None:
+            self._filling = self._task(self._intake.fill())  # not before the epoch is taken
+        if can_train and (suspect := await self._intake.next_suspect()) is not None:
+            await self._try(suspect)
+        elif not self._is_ready and not self._opening.stranded:
+            await self._get_ready()
+        else:
+            await self._next_step(can_train)
+
+    async def _next_step(self, can_train: bool) -> None:
+        """Command a step, or something to pass the time where no batch is ready."""
+        waiting = self._intake.next_batch(self._step, TURN_S) if can_train else asyncio.sleep(TURN_S)
+        batch: list[Taken] | None = await self._or_stop(waiting)
+        left, settings = await asyncio.gather(self._branch.was_left(), self._live.refresh())
+        if left:
+            self._leave()
+        elif batch is not None:
+            await self._train(batch, settings.trainer.learning_rate)
+        else:
+            self._context.status.state = "waiting"
+            if can_train and await self._is_journal_in_the_way():
+                await self._retention.make_room()
+                await self._checkpoint_new()
+            await self._ask(Command(CommandKind.WAIT if self._opening.stranded else CommandKind.IDLE), Result)
+
+    async def _or_stop(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """Return what ``work`` returns; None where the process is told to stop before."""
+        working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(self._context.stop.wait())
+        try:
+            await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
+            return working.result() if working.done() else None
+        finally:
+            working.cancel()
+            stopping.cancel()
+
+    async def _ask(self, command: Command, kind: type[R]) -> R:
+        self._mailbox.command(command)
+        return await self._result(kind)
+
+    async def _result(self, kind: type[R]) -> R:
+        while isinstance(result := await self._mailbox.result(), Notice):
+            await self._note(result)
+        assert isinstance(result, kind)
+        return result
+
+    async def _note(self, notice: Notice) -> None:
+        if isinstance(notice, results.SelfTested):
+            await self._ledger.note_self_test(notice.part, notice.outcome)
+            detail = f"{notice.part}: {notice.outcome}"
+            await tell(self._bus, "trainer", "self-test passed", detail, **notice.figures)
+            if notice.reason:
+                detail = f"{notice.part}: {notice.reason}"
+                await tell(self._bus, "trainer", "sequences are not packed", detail)
+        elif not self._context.stop.is_set():
+            os.kill(os.getpid(), signal.SIGTERM)  # as if this host had been told
+
+    async def _try(self, suspect: Taken) -> None:
+        """Run a group alone that was in the batch when the trainer died; it may die again, which the bus has counted."""
+        data, experience = suspect.delivery.data, suspect.experience
+        try:
+            await self._ask(Command(CommandKind.TRY, payloads=(data,), groups=(experience,)), Result)
+        except Exception as error:
+            await self._intake.note_tried(f"{type(error).__name__}: {error}")
+            raise
+        await self._intake.note_tried()
+
+    async def _is_journal_in_the_way(self) -> bool:
+        """Whether the bus is full and a checkpoint would let the journal go: no step comes that would lead to one."""
+        return bool((await self._ledger.status()).bus_full) and await self._bus.length(JOURNAL) > 0
+
+    # ---------------------------------------------------------------- a step
+
+    async def _train(self, batch: list[Taken], learning_rate: float) -> None:
+        groups = [taken.experience for taken in batch]
+        self._context.status.state = "working"
+        self._branch.revision = self._live.revision  # what holds now holds for this step, and the journal says so
+        await self._intake.note_batch(batch)
+        self._mailbox.command(
+            Command(
+                CommandKind.TRAIN,
+                payloads=tuple(taken.delivery.data for taken in batch),
+                groups=tuple(groups),
+                lags=self._branch.lags(groups, self._step),
+                learning_rate=learning_rate,
+                version=self._branch.next_version(),
+            )
+        )
+        figures = batch_figures(groups, self._step, self._branch.steps)
+        result = await self._result(Result)
+        if isinstance(result, StepSkipped):
+            await self._skip(batch, result)
+            return
+        assert isinstance(result, StepMade)
+        self._skipped = 0
+        if not await self._commit(batch, result, figures):
+            log.info("step left out: the run was rolled back", extra={"step": self._step + 1})
+            self._leave()
+            return
+        trainer, steps = self._settings.trainer, self._settings.run.steps
+        if self._step % trainer.checkpoint_every_steps == 0 or self._step == steps:
+            await self._checkpoint_new()
+        if self._step == steps:
+            await self._export()
+
+    async def _commit(self, batch: list[Taken], made: StepMade, figures: BatchFigures) -> bool:
+        """Move the batch to the journal and publish its version, in one transaction; False, and nothing, after a rollback."""
+        started_s = time.perf_counter()
+        metrics = {**made.measured, **figures.metrics, **made.memory, **await self._left()}
+        metrics |= self._timing(made, figures, started_s - self._committed_s)
+        shown = {name: metrics[name] for name in ("reward_mean", "kl_mean", "entropy")}
+        record = self._branch.record(self._step + 1, made.published, shown)
+        lags = {str(lag): count for lag, count in sorted(figures.lag_counts.items())}
+        report = StepReport(record.step, record.version, time.time(), figures.samples, metrics, lags)
+        self._committed_s = started_s
+        deliveries = [taken.delivery for taken in batch]
+        if not await self._branch.commit(record, deliveries, report, made.plan):
+            return False
+        self._step, self._is_new, self._commit_s = record.step, True, time.perf_counter() - started_s
+        await self._intake.release(batch)
+        await self._note_published(record)
+        export_metrics(record.step, record.version, figures, metrics)
+        self._context.status.values.update(step=float(record.step), tokens_per_s=metrics["tokens_per_s"])
+        logged = {name: round(metrics[name], 4) for name in _LOGGED}
+        log.info("step", extra={"step": record.step, "version": record.version, **logged})
+        return True
+
+    def _timing(self, made: StepMade, figures: BatchFigures, step_s: float) -> dict[str, float]:
+        """Return seconds and rates; what the training thread waited for the commit before is no wait for experience."""
+        phases = {**made.seconds, "commit": self._commit_s}
+        phases["wait"] = max(0.0, phases.get("wait", 0.0) - self._commit_s)
+        rates = {"tokens_per_s": figures.tokens / step_s, "samples_per_s": figures.samples / step_s}
+        return {"step_s": step_s, **rates, **{f"phase_{phase}_s": seconds for phase, seconds in phases.items()}}
+
+    async def _left(self) -> dict[str, float]:
+        left = await self._intake.take_left()
+        return {f"dropped_{reason}": float(left[reason]) for reason in ("stale", "fenced", "no_signal", "nonfinite")}
+
+    async def _skip(self, batch: list[Taken], skipped: StepSkipped) -> None:
+        """Leave a batch out of the run; pause it, or stop, where that is no way on."""
+        await self._intake.discard(batch, "nonfinite", skipped.reason)
+        await tell(self._bus, "trainer", "batch skipped", skipped.reason, groups=len(batch))
+        if skipped.touched:
+            raise RuntimeError(
+                f"{skipped.reason}, after some of its weights had moved: nothing was committed, the batch is dropped, and the "
+                "trainer starts again from its checkpoint and journal"
+            )
+        self._skipped += 1
+        most = self._settings.trainer.max_skipped_steps
+        if self._skipped > most:
+            self._skipped = 0
+            await self._pause(
+                f"guard nonfinite: expected at most {most} batches in a row that "
+                f"are not finite (trainer.max_skipped_steps), found one more; the last: {skipped.reason}: lower "
+                "trainer.learning_rate, or roll back, then resume"
+            )
+
+    async def _pause(self, reason: str) -> None:
+        paused, _ = await self._ledger.transition(RunState.PAUSED, reason, [RunState.RUNNING])
+        if paused:
+            log.error("run paused", extra={"reason": reason})
+            await tell(self._bus, "trainer", "guard nonfinite", reason, guard="nonfinite", action="pause")
+
+    # ---------------------------------------------------------------- published weights
+
+    async def _get_ready(self) -> None:
+        """Publish the ranks' weights as a new version, unless replicas can get them already."""
+        if self._differs or not await self._is_published():
+            command = Command(CommandKind.PUBLISH, version=self._branch.next_version())
+            published = await self._ask(command, results.Published)
+            record = self._branch.record(self._step, published, {})
+            if await self._branch.commit(record, [], None):
+                await self._note_published(record)
+                loaded = self._opening.loaded
+                if loaded is not None and loaded.state.step == self._step:
+                    await self._retention.note_version(record.version, loaded)
+        self._is_ready, self._differs = True, False
+        self._context.status.state = "waiting"
+        self._committed_s = time.perf_counter()
+        if self._step >= self._settings.run.steps:
+            await self._export()
+
+    async def _is_published(self) -> bool:
+        """Whether the ranks' weights are the ledger's newest version already, readable."""
+        record = await self._branch.newest_of(self._step)
+        if record is None or not outlives_the_process(self._settings):
+            return False
+        try:
+            await asyncio.to_thread(read_snapshot, Path(record.location), record.manifest_digest)
+        except WeightsError as error:
+            log.warning("newest snapshot is gone, publishing again", extra={"error": str(error)})
+            return False
+        self._context.status.version = record.version
+        return True
+
+    async def _note_published(self, record: PolicyRecord) -> None:
+        self._context.status.version = record.version
+        await asyncio.to_thread(keep_newest, self._settings.snapshot_folder, self._settings.weights.keep)
+
+    # ---------------------------------------------------------------- checkpoints and the end
+
+    async def _checkpoint_new(self) -> None:
+        """Write a checkpoint of steps that none has yet."""
+        if not self._is_new:
+            return
+        assert self._branch.newest is not None
+        state = await self._retention.describe(self._step, self._branch.newest, self._live)
+        saved = await self._ask(Command(CommandKind.CHECKPOINT, state=state), results.Saved)
+        if saved.checkpoint is None:
+            await self._retention.note_failed(self._step, saved.refusal)
+            return
+        self._is_new = False
+        root, keep_last = self._settings.run_folder / "checkpoints", self._settings.trainer.keep_last
+        await self._retention.note(saved.checkpoint, await asyncio.to_thread(local_store.superfluous, root, keep_last))
+
+    async def _export(self) -> None:
+        """Have the final policy written, and copied."""
+        written = await self._ask(Command(CommandKind.EXPORT), results.PolicyWritten)
+        for folder in written.folders:
+            self._retention.note_policy(folder)
+        self._context.status.state = "waiting"
+        log.info("final policy written", extra={"folder": str(written.folders[-1])})

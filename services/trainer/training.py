@@ -1,0 +1,123 @@
+"""What the training thread does: load the models, join the other ranks, and train until STOP."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from services.trainer.algorithm.reference import AdapterOff, Reference
+from services.trainer.loop import Trainer
+from services.trainer.model import adapter, warm_up
+from services.trainer.model.critic import Critic
+from services.trainer.model.engine import TrainingEngine, make_deterministic, pick_device, place
+from services.trainer.model.layers import kernels
+from services.trainer.model.policy import Policy, load_model, load_reference, load_trunk
+from services.trainer.rank0.artifacts import Artifacts
+from services.trainer.rank0.mailbox import Mailbox, NoMailbox
+from services.trainer.rank0.results import ModelLoaded, SelfTested
+from services.trainer.rank_group import start_ranks
+from services.trainer.self_test import self_test
+from shared.model.context import check_context, own_context, read_config
+from shared.process.service import own_host
+from shared.settings import Settings
+
+
+def train(
+    settings: Settings,
+    mailbox: Mailbox | NoMailbox,
+    artifacts: Artifacts,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> None:
+    """Train until STOP; the mailbox gets what ended it otherwise."""
+    try:
+        device = _begin(settings)
+        loading = _Loading(settings, device, mailbox)
+        try:
+            engine = loading.policy()
+            reference, critic = loading.reference(engine), loading.critic()
+            context = settings.rollout.vllm.max_model_len or own_context(engine.model.config.to_dict())
+            mailbox.send(ModelLoaded(engine.vocabulary, context))
+            Trainer(engine, settings, mailbox, artifacts, critic, reference, stop_requested).run()
+        finally:
+            dist.destroy_process_group()
+    except BaseException as error:
+        mailbox.send(error)
+        raise
+
+
+def _begin(settings: Settings) -> str:
+    """Set torch up, and join the other ranks; return the device."""
+    if settings.trainer.threads:
+        torch.set_num_threads(settings.trainer.threads)
+    torch.manual_seed(settings.run.seed)
+    device = pick_device(settings.trainer.device)
+    if settings.trainer.deterministic:
+        make_deterministic(device)
+    start_ranks(device, settings, own_host(settings))
+    return device
+
+
+class _Loading:
+    """Loads the models of this rank, and tests them."""
+
+    def __init__(self, settings: Settings, device: str, mailbox: Mailbox | NoMailbox) -> None:
+        self._settings = settings
+        self._device = device
+        self._mailbox = mailbox
+        self._context = settings.rollout.vllm.max_model_len
+        full = device == "cpu" or settings.policy.dtype == "float32"
+        self._dtype = torch.float32 if full else torch.bfloat16
+
+    def policy(self) -> TrainingEngine:
+        settings, trainer, context = self._settings, self._settings.trainer, self._context
+        config = read_config(settings.policy.model)
+        check_context(config, context, settings.sampling.max_new_tokens, settings.policy.model)
+        with warm_up.beside(config, trainer.kernels, self._device):
+            model = load_model(settings.policy, self._dtype, context)
+        kernels.install(model, trainer.kernels, self._device)
+        alone = settings.publishes_adapters
+        model = adapter.add(model, settings.policy, trainer.zero_stage, published_alone=alone)
+        policy = Policy(
+            model,
+            entropy_gradient=settings.algorithm.entropy_bonus > 0,
+            kind=trainer.attention,
+            chunk_tokens=trainer.logits_chunk_tokens,
+            fused_logits=kernels.fuses_logits(trainer.kernels),
+            logits=trainer.logits,
+            packing=trainer.packing,
+        ).train()
+        return self._engine("policy", policy)
+
+    def reference(self, policy: TrainingEngine) -> Reference | None:
+        """Return the reference policy, where the algorithm needs one that does not come with the groups."""
+        settings, trainer, algorithm = self._settings, self._settings.trainer, self._settings.algorithm
+        if not algorithm.needs_reference or algorithm.reference_travels:
+            return None
+        if settings.policy.lora.rank:
+            return AdapterOff(policy)
+        trained: Policy = policy.policy  # type: ignore[assignment]
+        return load_reference(
+            settings.policy,
+            self._dtype,
+            self._device,
+            kind=trainer.attention,
+            fused=trainer.kernels,
+            chunk_tokens=trainer.logits_chunk_tokens,
+            logits=trainer.logits,
+            context_tokens=self._context,
+            packing=trained.trunk.packing,
+        )
+
+    def critic(self) -> TrainingEngine | None:
+        settings, trainer = self._settings, self._settings.trainer
+        if not settings.algorithm.needs_critic:
+            return None
+        trunk, width = load_trunk(settings.policy, settings.algorithm.critic.model, self._dtype, self._context)
+        kernels.install(trunk, trainer.kernels, self._device)
+        return self._engine("critic", Critic(trunk, width, kind=trainer.attention, packing=trainer.packing).train())
+
+    def _engine(self, part: str, module: Policy | Critic) -> TrainingEngine:
+        place(module, self._settings, self._device)
+        tested = self_test.run(module, self._settings.trainer.packing, self._settings.run.seed)
+        self._mailbox.send(SelfTested(part, str(tested), tested.figures, tested.reason))
+        return TrainingEngine(module, self._settings, self._device)

@@ -1,0 +1,88 @@
+"""Rank 0 of a trainer in this process: the real driver on the event loop, and a training thread beside it."""
+
+import asyncio
+import contextlib
+import warnings
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+from services.trainer.loop import Trainer
+from services.trainer.model.engine import TrainingEngine
+from services.trainer.rank0.artifacts import Rank0Artifacts
+from services.trainer.rank0.driver import Driver
+from services.trainer.rank0.mailbox import Mailbox
+from services.trainer.rank0.publication import Publication
+from services.trainer.rank0.results import ModelLoaded
+from shared.bus import wire
+from shared.bus.bus import Bus
+from shared.bus.messages import Event, Experience
+from shared.bus.stores.cordon import Cordon
+from shared.bus.stores.ledger import Ledger
+from shared.bus.stores.live_settings import Live
+from shared.bus.stores.run_secret import RunSecret
+from shared.bus.streams import EVENTS, EXPERIENCE
+from shared.process.service import Context
+from shared.process.telemetry import Status
+from shared.settings import Settings
+
+
+class Driven:
+    """The driver of the run on ``bus``, and what a test says to it."""
+
+    def __init__(self, bus: Bus, of: Settings) -> None:
+        self.of, self.bus, self.ledger, self.stop = of, bus, Ledger(bus), asyncio.Event()
+        cordon = Cordon(bus, "trainer-0", lambda: None)
+        self.context = Context(
+            of, "trainer", "trainer-0", bus, Status(), self.stop, Live(bus, of), cordon, RunSecret(bus)
+        )
+        self.mailbox = Mailbox()
+        self.driver = Driver(self.context, self.mailbox)
+        self.root = of.run_folder / "checkpoints"
+
+    async def feed(self, batch: list[Experience]) -> None:
+        """Append groups to the experience."""
+        for group in batch:
+            await self.bus.append(EXPERIENCE, {"id": str(group.group_id), "data": wire.encode(group)})
+
+    async def step(self) -> int:
+        """Return the ledger's step."""
+        return (await self.ledger.status()).step
+
+    async def events(self) -> list[str]:
+        """Return the names of the run's events."""
+        rows = await self.bus.client.xrange(self.bus.keys.of(EVENTS))
+        return [wire.decode(fields[b"data"], Event).name for _, fields in rows]
+
+    def train(self, engine: TrainingEngine) -> None:
+        """Be the training thread: execute commands until STOP."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                self.mailbox.send(ModelLoaded(engine.vocabulary, 0))
+                publication = Publication(self.of, "127.0.0.1", RunSecret(self.bus))
+                Trainer(engine, self.of, self.mailbox, Rank0Artifacts(self.of, publication)).run()
+            except BaseException as error:
+                self.mailbox.send(error)
+                raise
+
+    @contextlib.asynccontextmanager
+    async def running(
+        self, training: Callable[[], None]
+    ) -> AsyncIterator["asyncio.Future[tuple[BaseException | None, BaseException | None]]"]:
+        """Run both sides until the body ends; yield a future of what ended them."""
+        both = asyncio.gather(self.driver.run(), asyncio.to_thread(training), return_exceptions=True)
+        try:
+            yield both
+        finally:
+            self.stop.set()
+            await both
+
+
+def settings_of(bus: Bus, folder: Path, base: Settings, **trainer: Any) -> Settings:
+    """Return ``base`` as the settings of the run on ``bus``."""
+    tables = base.model_dump()
+    tables["run"] = {"id": bus.keys.run_id, "folder": folder}
+    tables["weights"] = {"transport": "file", "folder": folder / "weights", "probe_every_versions": 0}
+    tables["trainer"] = {"learning_rate": 1e-3, "zero_stage": 0, "checkpoint_every_steps": 1000, **trainer}
+    return Settings.model_validate(tables)

@@ -1,0 +1,350 @@
+"""Laws of rank 0's driver: steps, checkpoints and failures, between a real Valkey and a real training thread."""
+
+import asyncio
+import dataclasses
+import errno
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from services.trainer.checkpoint import local_store
+from services.trainer.model.policy import Policy
+from services.trainer.rank0.branch import Branch
+from services.trainer.rank0.commands import Command, CommandKind
+from services.trainer.rank0.mailbox import Mailbox
+from services.trainer.rank0.publication import Whereabouts
+from services.trainer.rank0.results import ModelLoaded, Published, Replayed, Result, Saved
+from shared.bus.bus import Bus
+from shared.bus.messages import Experience, GroupId
+from shared.bus.stores.ledger import RunState
+from shared.errors import Fenced, SettingsError
+from shared.settings import Settings
+from tests.conftest import until
+from tests.support.driven import Driven, settings_of
+from tests.trainer.algorithm import test_update
+from tests.trainer.algorithm.test_update import GROUPS, One
+from tests.trainer.checkpoint.test_store import written
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def settings(bus: Bus, folder: Path, **trainer: Any) -> Settings:
+    return settings_of(bus, folder, test_update.settings(advantage="dr_grpo", max_lag=8), **trainer)
+
+
+def batch(number: int) -> list[Experience]:
+    """The groups of the step after ``number`` others."""
+    made = []
+    for offset, group in enumerate(test_update.batch()):
+        prompt = dataclasses.replace(group.group.prompt, group_id=GroupId(number * GROUPS + offset))
+        made.append(dataclasses.replace(group, group=dataclasses.replace(group.group, prompt=prompt)))
+    return made
+
+
+def poison(groups: list[Experience]) -> list[Experience]:
+    """Groups that no check finds fault with, whose gradient is beyond float32 where rewards are not normalised."""
+    rewards = np.array([3e38, -3e38, 3e38, -3e38], dtype=np.float32)
+    return [dataclasses.replace(group, rewards=rewards) for group in groups]
+
+
+async def created(bus: Bus, folder: Path, **trainer: Any) -> tuple[Driven, One]:
+    driven = Driven(bus, settings(bus, folder, **trainer))
+    await driven.ledger.create()
+    await driven.ledger.transition(RunState.RUNNING, "", [RunState.CREATED])
+    return driven, One(driven.of)
+
+
+async def is_at(driven: Driven, step: int) -> None:
+    async def reached() -> bool:
+        return await driven.step() >= step
+
+    await until(reached)
+
+
+async def has(driven: Driven, event: str) -> None:
+    async def told() -> bool:
+        return event in await driven.events()
+
+    await until(told)
+
+
+# -------------------------------------------------------------------- not finite
+
+
+async def test_a_batch_that_is_not_finite_is_skipped_and_the_next_one_makes_the_step(bus: Bus, tmp_path: Path) -> None:
+    driven, one = await created(bus, tmp_path)
+    async with driven.running(lambda: driven.train(one.engine)):
+        await driven.feed(batch(0))
+        await is_at(driven, 1)
+        await driven.feed(poison(batch(1)))
+        await has(driven, "batch skipped")
+        await driven.feed(batch(2))
+        await is_at(driven, 2)
+    assert await bus.counts() == {"trained": 2 * GROUPS, "dropped:nonfinite": GROUPS}
+
+
+async def test_more_in_a_row_than_allowed_pause_the_run_with_a_sentence(bus: Bus, tmp_path: Path) -> None:
+    driven, one = await created(bus, tmp_path, max_skipped_steps=1)
+    async with driven.running(lambda: driven.train(one.engine)):
+        await driven.feed(poison(batch(0)))
+        await has(driven, "batch skipped")
+        await driven.feed(batch(1))
+        await is_at(driven, 1)
+        await driven.feed(poison(batch(2)))
+        await driven.feed(batch(3))
+        await is_at(driven, 2)
+        assert (await driven.ledger.status()).state is RunState.RUNNING
+        await driven.feed(poison(batch(4)))
+        await driven.feed(poison(batch(5)))
+        await has(driven, "guard nonfinite")
+    status = await driven.ledger.status()
+    assert status.state is RunState.PAUSED
+    assert "expected at most 1 batches in a row that are not finite" in status.reason
+    assert (await driven.events()).count("batch skipped") == 4
+
+
+# -------------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize("place", ["model", "marker"])
+async def test_a_checkpoint_that_storage_refuses_leaves_the_one_before_and_the_run_goes_on(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    driven, one = await created(bus, tmp_path, checkpoint_every_steps=1)
+    save, write_text = torch.save, Path.write_text
+
+    def half(state: Any, path: Any, *words: Any, **named: Any) -> None:
+        if ".step-000002" not in str(path):
+            return save(state, path, *words, **named)
+        Path(path).write_bytes(b"half")
+        raise RuntimeError("PytorchStreamWriter failed writing file data/1: file write failed")
+
+    def refuse(path: Path, *words: Any, **named: Any) -> int:
+        if ".step-000002" in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_text(path, *words, **named)
+
+    if place == "model":
+        monkeypatch.setattr(torch, "save", half)
+    else:
+        monkeypatch.setattr(Path, "write_text", refuse)
+    async with driven.running(lambda: driven.train(one.engine)):
+        await driven.feed(batch(0))
+        await driven.feed(batch(1))
+        await has(driven, "checkpoint failed")
+        assert [checkpoint.state.step for checkpoint in local_store.find(driven.root)] == [1]
+        assert sorted(path.name for path in driven.root.iterdir()) == ["step-000001"], (
+            "no half checkpoint takes up room"
+        )
+        await driven.feed(batch(2))
+        await until(lambda: [checkpoint.state.step for checkpoint in local_store.find(driven.root)] == [1, 3])
+
+
+async def test_on_a_full_bus_what_no_checkpoint_has_is_saved_once_and_the_journal_is_let_go(
+    bus: Bus, tmp_path: Path
+) -> None:
+    driven, one = await created(bus, tmp_path)
+    async with driven.running(lambda: driven.train(one.engine)):
+        await driven.feed(batch(0))
+        await is_at(driven, 1)
+        assert not driven.root.exists()
+        await driven.ledger.set_bus_full("the bus is full")
+
+        async def journal_is_gone() -> bool:
+            return await driven.ledger.journal("") == []
+
+        await until(journal_is_gone)
+        (saved,) = local_store.find(driven.root)
+        written_ns = (saved.folder / local_store.MARKER).stat().st_mtime_ns
+    (saved,) = local_store.find(driven.root)
+    assert saved.state.step == 1
+    assert (saved.folder / local_store.MARKER).stat().st_mtime_ns == written_ns, "not written again at the end"
+
+
+async def test_a_driver_that_is_told_to_stop_has_the_steps_saved_that_no_checkpoint_has(
+    bus: Bus, tmp_path: Path
+) -> None:
+    driven, one = await created(bus, tmp_path)
+    async with driven.running(lambda: driven.train(one.engine)) as both:
+        await driven.feed(batch(0))
+        await is_at(driven, 1)
+        driven.stop.set()
+        assert list(await both) == [None, None]
+    assert [checkpoint.state.step for checkpoint in local_store.find(driven.root)] == [1]
+
+
+# -------------------------------------------------------------------- resume
+
+
+class Scripted:
+    """A training side that notes commands and answers at once, with the results given by kind."""
+
+    def __init__(self, driven: Driven, results: dict[CommandKind, Result] | None = None) -> None:
+        self._driven = driven
+        published = Published(Whereabouts("0" * 64, "", "127.0.0.1:1"), None)
+        self._results = {CommandKind.PUBLISH: published, **(results or {})}
+        self.commands: list[Command] = []
+
+    def __call__(self) -> None:
+        mailbox = self._driven.mailbox
+        mailbox.send(ModelLoaded(64, 0))
+        while (command := mailbox.receive()) is not None and command.kind is not CommandKind.STOP:
+            self.commands.append(command)
+            mailbox.send(self._results.get(command.kind, Result()))
+        assert command is not None
+        self.commands.append(command)
+
+    @property
+    def kinds(self) -> list[CommandKind]:
+        """The kinds of the commands, without repetitions in a row."""
+        kinds = [command.kind for command in self.commands]
+        return [kind for kind, before in zip(kinds, [None, *kinds], strict=False) if kind is not before]
+
+
+async def test_weights_of_a_replay_that_could_not_follow_its_plan_are_published_again_and_told(
+    bus: Bus, tmp_path: Path
+) -> None:
+    driven, one = await created(bus, tmp_path)
+    async with driven.running(lambda: driven.train(one.engine)) as both:
+        await driven.feed(batch(0))
+        await is_at(driven, 1)
+        driven.mailbox.send(RuntimeError("the training thread dies after its commit"))
+        await both
+    assert local_store.find(driven.root) == []
+    for difference, kinds in (
+        ("", [CommandKind.REPLAY, CommandKind.IDLE, CommandKind.CHECKPOINT, CommandKind.STOP]),
+        (
+            "its weights are published again",
+            [CommandKind.REPLAY, CommandKind.PUBLISH, CommandKind.IDLE, CommandKind.CHECKPOINT, CommandKind.STOP],
+        ),
+    ):
+        again = Driven(bus, driven.of)
+        refused = {CommandKind.CHECKPOINT: Saved(None, "no room"), CommandKind.REPLAY: Replayed(difference)}
+        script = Scripted(again, refused)
+        async with again.running(script):
+            await until(lambda script=script: CommandKind.IDLE in script.kinds)
+        assert [kind for kind in script.kinds if kind is not CommandKind.WAIT] == kinds
+        versions = [record.version for record in await again.ledger.policies()]
+        assert versions == ([0, 1, 2] if difference else [0, 1])
+        assert ("replay differs" in await again.events()) is bool(difference)
+
+
+async def test_damage_that_leaves_nothing_to_continue_from_pauses_the_run_while_the_model_is_loaded_and_ends_the_training(
+    bus: Bus, tmp_path: Path
+) -> None:
+    driven, _ = await created(bus, tmp_path)
+    made = written(driven.root, 2)
+    (made.folder / "state.json").write_text("{")
+    loaded = threading.Event()
+
+    def loads_its_model_until_the_run_is_paused() -> None:
+        loaded.wait()
+        driven.mailbox.receive()
+
+    async def is_paused() -> bool:
+        return "no checkpoint is intact" in (await driven.ledger.status()).reason
+
+    async with driven.running(loads_its_model_until_the_run_is_paused) as both:
+        await until(is_paused)
+        loaded.set()
+        of_driver, of_training = await both
+    assert isinstance(of_driver, SettingsError)
+    assert of_training is of_driver
+
+
+async def test_ranks_get_a_command_while_the_driver_looks_for_where_to_continue_and_stop_when_it_is_told_to(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end, take_epoch = asyncio.Event(), Branch.take_epoch
+
+    async def held(self: Branch) -> None:
+        await may_end.wait()
+        await take_epoch(self)
+
+    monkeypatch.setattr(Branch, "take_epoch", held)
+    driven = Driven(bus, settings(bus, tmp_path))
+    await driven.ledger.create()
+    script = Scripted(driven)
+    async with driven.running(script) as both:
+        await until(lambda: len(script.commands) >= 2)
+        driven.stop.set()
+        assert list(await both) == [None, None]
+    assert script.kinds == [CommandKind.WAIT, CommandKind.STOP]
+
+
+async def test_a_rollback_makes_every_rank_load_the_checkpoint_that_the_ledger_went_back_to(
+    bus: Bus, tmp_path: Path
+) -> None:
+    driven, one = await created(bus, tmp_path, checkpoint_every_steps=1)
+    async with driven.running(lambda: driven.train(one.engine)):
+        await driven.feed(batch(0))
+        await until(lambda: [checkpoint.state.step for checkpoint in local_store.find(driven.root)] == [1])
+    again = Driven(bus, driven.of)
+    script = Scripted(again)
+    async with again.running(script):
+        await until(lambda: CommandKind.IDLE in script.kinds)
+        epoch = await again.ledger.take_epoch()  # as a rollback does
+        await bus.write(bus.keys.run, "HSET", "rollback_epoch", epoch)
+        await until(lambda: script.kinds.count(CommandKind.LOAD) == 2)
+        await until(lambda: script.kinds[-1] is CommandKind.IDLE)
+    assert (await again.ledger.status()).trainer_epoch == epoch + 1
+
+
+# -------------------------------------------------------------------- failures
+
+
+async def test_a_driver_that_fails_ends_the_training_with_its_error(bus: Bus, tmp_path: Path) -> None:
+    driven, one = await created(bus, tmp_path)
+    async with driven.running(lambda: driven.train(one.engine)) as both:
+        await driven.feed(batch(0))
+        await is_at(driven, 1)
+        await driven.ledger.take_epoch()  # another trainer starts
+        await driven.feed(batch(1))
+        of_driver, of_training = await both
+    assert isinstance(of_driver, Fenced)
+    assert of_training is of_driver
+    assert await driven.step() == 1
+
+
+async def test_training_that_fails_ends_the_driver_in_order_and_the_batch_stays_on_the_bus(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    driven, one = await created(bus, tmp_path)
+    monkeypatch.setattr(Policy, "forward", broken)
+    async with driven.running(lambda: driven.train(one.engine)) as both:
+        await driven.feed(batch(0))
+        of_driver, of_training = await both
+    assert of_driver is of_training
+    assert str(of_driver) == "mat1 and mat2 shapes cannot be multiplied"
+    assert await bus.counts() == {}
+    tasks = {task.get_coro().__qualname__ for task in asyncio.all_tasks()}  # type: ignore[union-attr]
+    assert not {name for name in tasks if name.startswith(("Driver", "Intake", "Exporter", "Opening"))}
+
+
+def test_a_mailbox_hands_commands_over_in_order_and_then_raises_what_ended_the_driver() -> None:
+    async def scene() -> list[str]:
+        mailbox, heard = Mailbox(), []
+
+        def training() -> None:
+            try:
+                while (command := mailbox.receive()) is not None:
+                    heard.append(command.kind.name)
+            except ValueError as error:
+                heard.append(str(error))
+
+        thread = threading.Thread(target=training)
+        mailbox.command(Command(CommandKind.IDLE))
+        mailbox.command(Command(CommandKind.WAIT))
+        mailbox.close(ValueError("the bus is another's"))
+        thread.start()
+        await asyncio.to_thread(thread.join)
+        return heard
+
+    assert asyncio.run(scene()) == ["IDLE", "WAIT", "the bus is another's"]
