@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.shapes import SHAPES
 from benchmarks.trainer_shapes import random_model
+from services.trainer.model import warm_up
 from services.trainer.model.engine import place
 from services.trainer.model.policy import Policy
 from services.trainer.rank_group import start_ranks
@@ -28,7 +29,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     trainer = {"gradient_checkpointing": arguments.gradient_checkpointing}
     settings = Settings.model_validate({"run": {"device": arguments.device}, "trainer": trainer})
     start_ranks(arguments.device)
-    policy = Policy(random_model(SHAPES[arguments.shape], settings, arguments.device)).train()
+    with warm_up.beside(SHAPES[arguments.shape], settings.trainer.kernels, arguments.device):  # as beside loading
+        model = random_model(SHAPES[arguments.shape], settings, arguments.device)
+    policy = Policy(model).train()
     place(policy, settings, arguments.device)
     results = [self_test.run(policy, "rows", seed) for seed in range(arguments.rounds)]
     return {
@@ -48,7 +51,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--gradient-checkpointing", action="store_true")
+    parser.add_argument("--gradient-checkpointing", choices=("auto", "true", "false"), default="auto")
     print(json.dumps(run(parser.parse_args())))
     sys.stdout.flush()
 

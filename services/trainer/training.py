@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from services.trainer.algorithm.reference import AdapterOff, Reference
 from services.trainer.loop import Trainer
-from services.trainer.model import adapter
+from services.trainer.model import adapter, warm_up
 from services.trainer.model.critic import Critic
 from services.trainer.model.engine import TrainingEngine, make_deterministic, pick_device, place
 from services.trainer.model.layers import kernels
@@ -72,7 +72,8 @@ class _Loading:
         settings, trainer, context = self._settings, self._settings.trainer, self._context
         config = read_config(settings.policy.model)
         check_context(config, context, settings.sampling.max_new_tokens, settings.policy.model)
-        model = load_model(settings.policy, self._dtype, context)
+        with warm_up.beside(config, trainer.kernels, self._device):
+            model = load_model(settings.policy, self._dtype, context)
         kernels.install(model, trainer.kernels, self._device)
         alone = settings.publishes_adapters
         model = adapter.add(model, settings.policy, trainer.zero_stage, published_alone=alone)

@@ -103,8 +103,9 @@ class TrainerSettings(Section):
     logits: Literal["model", "float32"] = Field(default="model")
     """Type of logits of bfloat16 hidden states, also in the reward service's reference. `model`: the model's, as in
     vLLM; `float32`: exact logprobs, where the others differ by 0.02 nats per token (docs/algorithms.md)."""
-    gradient_checkpointing: bool = Field(default=False)
-    """Recompute each layer's activations in the backward pass: less memory, a third more work."""
+    gradient_checkpointing: Literal["auto"] | bool = Field(default="auto")
+    """Recompute each layer's activations in the backward pass: less memory, a third more work. `auto`: on a GPU, in as
+    many layers as its memory requires, by what earlier steps needed."""
     offload: Literal["none", "optimizer", "all"] = Field(default="none")
     """What is kept in the host's memory between uses: the optimizer's state (zero_stage 1 to 3), or weights too
     (zero_stage 3)."""

@@ -13,11 +13,12 @@ import torch
 from services.trainer.algorithm.update import Learner
 from services.trainer.metrics import Phases
 from services.trainer.model.engine import TrainingEngine
-from services.trainer.model.layers.gather import gather_rows
+from services.trainer.model.layers.gather import copies, gather_rows
 from services.trainer.model.policy import Policy
 from shared.model.logits_projection import LogitsType
 from shared.settings import Settings
 from tests.support import tiny
+from tests.support.interpreted import interpreted
 from tests.trainer.algorithm import test_update
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -28,11 +29,32 @@ def test_the_gradient_of_copied_rows_is_their_sum_and_always_the_same(device: st
     torch.manual_seed(0)
     rows = torch.randn(50, 3, 8, device=device, requires_grad=True)
     places, weights = torch.randint(0, 50, (4000,), device=device), torch.randn(4000, 3, 8, device=device)
-    assert torch.equal(gather_rows(rows, places), rows[places])
-    first, second = (torch.autograd.grad((gather_rows(rows, places) * weights).sum(), rows)[0] for _ in range(2))
     expected = torch.zeros(50, 3, 8, dtype=torch.float64).index_add_(0, places.cpu(), weights.double().cpu())
-    assert torch.allclose(first.double().cpu(), expected, atol=1e-4)  # about 80 copies each, added up in float32
-    assert torch.equal(first, second)
+    for chosen in (places, copies(places.cpu().numpy(), 50, rows.device)):
+        assert torch.equal(gather_rows(rows, chosen), rows[places])
+        first, second = (torch.autograd.grad((gather_rows(rows, chosen) * weights).sum(), rows)[0] for _ in range(2))
+        assert torch.allclose(first.double().cpu(), expected, atol=1e-4)  # about 80 copies each, added up in float32
+        assert torch.equal(first, second)
+
+
+def test_the_kernel_that_sums_copies_adds_each_rows_in_their_order_and_gives_zero_where_there_are_none() -> None:
+    """In Triton's interpreter; rows wider than a block, and float16, whose sums are rounded once."""
+    assert interpreted(_SUMS) == ["torch.float32 True", "torch.float16 True"]
+
+
+_SUMS = """
+import numpy as np
+from services.trainer.model.layers.gather import copies
+from services.trainer.model.layers.gather_kernel import sum_copies
+torch.manual_seed(0)
+places = np.random.default_rng(0).integers(0, 20, 90)
+places[places == 7] = 8
+for dtype in (torch.float32, torch.float16):
+    gradient = torch.randn(90, 3, 500).to(dtype)
+    expected = torch.zeros(20, 3, 500).index_add_(0, torch.from_numpy(places), gradient.float()).to(dtype)
+    known = copies(places, 20, torch.device("cpu"))
+    print(dtype, torch.equal(sum_copies(gradient, known.order, known.ends, expected.shape), expected))
+"""
 
 
 @NEEDS_GPU

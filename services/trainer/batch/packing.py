@@ -14,7 +14,8 @@ that tokens and costs are what is computed, and everything else stays the same.
 
 A row that would exceed the cap is split between completions. Pieces go to ranks by their cost (``flops``), costliest first to
 the rank that has least; on a rank, first-fit-decreasing says how few micro-batches hold them, and costs are spread evenly over
-so many. Every rank computes the same plan and has the same number of micro-batches (some may be empty).
+so many, costliest first: at ZeRO stage 3 ranks go through layers together, so equal ones should meet. Every rank computes the same
+plan and has the same number of micro-batches (some may be empty).
 
 Shapes: ``B`` 1 (models want it), ``T`` tokens of the micro-batch, ``K`` segments, ``N`` trained tokens, ``S`` samples.
 """
@@ -174,7 +175,11 @@ def assign_pieces(
         loads[lightest] += piece.flops(sizes)
     fitted = [_first_fit(share, max_tokens) for share in shares]
     count = max(1, *(len(chunks) for chunks in fitted))
-    return [_spread(share, chunks, count, max_tokens, sizes) for share, chunks in zip(shares, fitted, strict=True)]
+    spread = [
+        _spread(share, chunks, count, max_tokens, sizes, split=split)
+        for share, chunks in zip(shares, fitted, strict=True)
+    ]
+    return [sorted(chunks, key=lambda chunk: -sum(row.flops(sizes) for row in chunk)) for chunks in spread]
 
 
 def _first_fit(rows: Sequence[PackedRow], max_tokens: int) -> list[list[PackedRow]]:
@@ -192,20 +197,41 @@ def _first_fit(rows: Sequence[PackedRow], max_tokens: int) -> list[list[PackedRo
 
 
 def _spread(
-    rows: Sequence[PackedRow], fitted: list[list[PackedRow]], count: int, max_tokens: int, sizes: ModelSizes
+    rows: Sequence[PackedRow],
+    fitted: list[list[PackedRow]],
+    count: int,
+    max_tokens: int,
+    sizes: ModelSizes,
+    *,
+    split: bool,
 ) -> list[list[PackedRow]]:
-    """Put ``rows``, costliest first, into ``count`` chunks of even cost; as ``fitted`` where the cap does not let them."""
+    """Put ``rows``, costliest first, into ``count`` chunks of even cost; as ``fitted`` where the cap does not let them.
+
+    A row that fits no chunk any more is split between completions, if it may be.
+    """
     chunks: list[list[PackedRow]] = [[] for _ in range(count)]
     rooms, loads = [max_tokens] * count, [0.0] * count
-    for row in rows:
+    waiting = list(reversed(rows))
+    while waiting:
+        row = waiting.pop()
         possible = [place for place in range(count) if rooms[place] >= row.tokens]
         if not possible:
-            return fitted + [[] for _ in range(count - len(fitted))]
+            widest = rooms.index(max(rooms))
+            fits = _fitting(row, rooms[widest]) if split else 0
+            if not fits:
+                return fitted + [[] for _ in range(count - len(fitted))]
+            waiting.append(part(row, fits, len(row.samples)))
+            row, possible = part(row, 0, fits), [widest]
         lightest = min(possible, key=loads.__getitem__)
         chunks[lightest].append(row)
         rooms[lightest] -= row.tokens
         loads[lightest] += row.flops(sizes)
     return chunks
+
+
+def _fitting(row: PackedRow, room: int) -> int:
+    """Return how many of a row's first completions fit into ``room``, with its prompt."""
+    return sum(part(row, 0, count + 1).tokens <= room for count in range(len(row.samples)))
 
 
 def micro_batch(rows: Sequence[PackedRow], sizes: ModelSizes = TOKENS_ALONE) -> MicroBatch:

@@ -29,15 +29,15 @@ from services.trainer.batch.flops import ModelSizes
 from services.trainer.checkpoint import pickles
 from services.trainer.checkpoint.local_store import digest
 from services.trainer.checkpoint.manifests import CheckpointFile
-from services.trainer.model import adapter
+from services.trainer.model import adapter, recomputation
 from services.trainer.model.named_tensors import Published, published, unique
 from services.trainer.model.optimizer import adamw
+from services.trainer.model.recomputation import Kept, Recomputation
 from shared.errors import SettingsError, WeightsError
 from shared.process.importing import importing, uncompiled
 from shared.settings import Settings
 
 _TAG = "engine"
-_CHECKPOINTING = {"use_reentrant": False}
 _READ_FROM_OUTSIDE = frozenset({"dt_proj"})
 _GATHER_BYTES = 256 << 20
 """About so much of the weights is whole on every rank at a time, at ZeRO stage 3."""
@@ -80,9 +80,7 @@ def make_deterministic(device: str) -> None:
 def place(policy: nn.Module, settings: Settings, device: str) -> nn.Module:
     """Return ``policy`` on ``device``, computing layers again in the backward pass where the settings say so; once more changes nothing."""
     placed = policy.to(torch.device(device))
-    if settings.trainer.gradient_checkpointing:
-        model: Any = placed.model
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=_CHECKPOINTING)
+    recomputation.enable(placed.model, settings.trainer.gradient_checkpointing, device)
     return placed
 
 
@@ -107,24 +105,31 @@ class TrainingEngine:
                 model=self.policy,
                 model_parameters=parameters,
                 optimizer=adamw(parameters, settings.trainer, device),
-                config=_config(settings),
+                config=_config(settings, keeps_all=not recomputation.is_enabled(self.policy)),
             )
         self._engine: Any = engine
         self._sharded = settings.trainer.zero_stage == 3
         if self._sharded:
             _gather_with_parents(self.policy)
+        elif settings.trainer.zero_stage and settings.trainer.offload == "none":
+            _check_the_norm_alone(engine.optimizer)
         self._plain_optimizer = settings.trainer.zero_stage == 0 and settings.policy.dtype == "float32"
         self._frozen = not all(parameter.requires_grad for parameter in self.policy.parameters())
         self._writer = _Writer(engine.checkpoint_engine)
+        automatic = settings.trainer.gradient_checkpointing == "auto"
+        most = settings.trainer.micro_batch_tokens
+        self._recomputation = Recomputation(self.policy, most, self.device, sharded=self._sharded, automatic=automatic)
 
-    def forward(self, batch: object) -> Any:
+    def forward(self, batch: Any) -> Any:
         """Run the policy on a micro-batch."""
-        return self._engine(batch)
+        with self._recomputation.watching(batch.tokens):
+            return self._engine(batch)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add a micro-batch's gradients; ``last`` reduces them over ranks."""
         self._engine.set_gradient_accumulation_boundary(is_boundary=last)
-        self._engine.backward(loss, scale_wrt_gas=False)
+        with self._recomputation.watching():
+            self._engine.backward(loss, scale_wrt_gas=False)
         if not last:
             self._engine.step()  # counts the micro-batch, changes nothing
 
@@ -135,8 +140,11 @@ class TrainingEngine:
         """
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
-        if self._plain_optimizer:
-            return self._step_plainly()
+        norm = self._step_plainly() if self._plain_optimizer else self._step()
+        self._recomputation.adapt()
+        return norm
+
+    def _step(self) -> float:
         self._engine.step()
         norm = self._engine.get_global_grad_norm()
         if not self._engine.was_step_applied():
@@ -172,6 +180,11 @@ class TrainingEngine:
             raise RuntimeError(
                 f"expected discarded gradients to be left out of the weights, found a step of norm {norm}"
             )
+
+    @property
+    def kept(self) -> Kept:
+        """What the backward pass does not compute again."""
+        return self._recomputation.kept
 
     @property
     def recovers(self) -> bool:
@@ -383,6 +396,11 @@ def _gather_with_parents(policy: nn.Module) -> None:
                     deepspeed.zero.register_external_parameter(layer, parameter)
 
 
+def _check_the_norm_alone(optimizer: Any) -> None:
+    """Leave to the norm of all gradients whether they are finite: DeepSpeed asks each of them before, in seven kernels each."""
+    optimizer.check_overflow = lambda **_: None
+
+
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
     logger = logging.getLogger("DeepSpeed")
@@ -409,12 +427,12 @@ def _import_deepspeed(device: str) -> Any:
     return deepspeed
 
 
-def _config(settings: Settings) -> dict[str, Any]:
+def _config(settings: Settings, *, keeps_all: bool) -> dict[str, Any]:
     trainer = settings.trainer
     zero: dict[str, Any] = {"stage": trainer.zero_stage}
     # DeepSpeed's own linear layer keeps no whole weight until the backward pass; but it computes its product before it says what it keeps, so a
-    # checkpointed layer's last product, which nobody needs, would be computed again. Checkpointed layers keep nothing anyway.
-    linear = {"memory_efficient_linear": not trainer.gradient_checkpointing}
+    # checkpointed layer's last product, which nobody needs, would be computed again. Checkpointed layers keep no weight anyway.
+    linear = {"memory_efficient_linear": keeps_all}
     pinned = {"device": "cpu", "pin_memory": pick_device(settings.run.device) == "cuda"}
     if trainer.offload != "none":
         zero["offload_optimizer"] = pinned

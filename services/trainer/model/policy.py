@@ -64,6 +64,8 @@ class Policy(nn.Module):
         self._chunk_tokens = chunk_tokens
         self._fused_logits = fused_logits
         self._logits: LogitsType = logits
+        self.keeps_logits = False
+        """Whether the backward pass finds the logits of all chunks, or computes them again."""
         projection(model.get_output_embeddings(), logits)  # refuses now what it would refuse at the first batch
         self._transform = logits_transform(model)
 
@@ -86,6 +88,17 @@ class Policy(nn.Module):
             entropy_gradient=self._entropy_gradient,
             fused=self._fused_logits,
             kind=self._logits,
+            keep=self.keeps_logits,
+        )
+
+    @property
+    def logits_bytes(self) -> int:
+        """What a token's logits take where they are kept; 0 where they are not worth it: torch's operations keep several copies."""
+        output = self.model.get_output_embeddings().weight
+        if not (self._fused_logits and self._chunk_tokens and output.is_cuda):
+            return 0
+        return int(self.model.config.get_text_config().vocab_size) * (
+            4 if self._logits == "float32" else output.element_size()
         )
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from services.trainer.batch.packing import MicroBatch
 from services.trainer.model.layers import attention, mixers, spans
 from services.trainer.model.layers.attention import CannotPack
-from services.trainer.model.layers.gather import gather_rows
+from services.trainer.model.layers.gather import copies, gather_rows
 from shared.errors import SettingsError
 
 log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class Trunk:
         hidden = [self._plain(ids_BT[:, span.places_GW[0]]) for span in plan.spans]
         idle = [self._plain(ids_BT[:, :1]) for _ in range(more)]
         hidden_BTD: Tensor = mixers.with_idle(spans.scatter(hidden, plan), idle)
-        return gather_rows(hidden_BTD[0], torch.from_numpy(batch.columns_N).to(self._device))
+        return gather_rows(hidden_BTD[0], copies(batch.columns_N, batch.tokens, self._device))
 
     def _plain(self, ids_BT: Tensor) -> Tensor:
         hidden_BTD = getattr(self._module(input_ids=ids_BT, use_cache=False), "last_hidden_state", None)

@@ -40,12 +40,11 @@ def loop_varlen(
     return torch.cat(found)
 
 
-def loop_varlen_of_equal_heads(
+def loop_varlen_of_torch_2_11(
     query: Tensor, key: Tensor, value: Tensor, *ends: Any, scale: float | None, window_size: Any
 ) -> Tensor:
-    """The same as torch before it knew shared heads."""
-    assert query.shape[1] == key.shape[1]
-    return loop_varlen(query, key, value, *ends, scale=scale, window_size=window_size)
+    """The same as torch before it asked whether queries share keys."""
+    return loop_varlen(query, key, value, *ends, scale=scale, window_size=window_size, enable_gqa=True)
 
 
 # ---------------------------------------------------------------- the mechanism
@@ -160,12 +159,12 @@ def test_a_sink_counts_in_half_precision_as_its_exact_value() -> None:
 # ---------------------------------------------------------------- a whole model
 
 
-@pytest.mark.parametrize("way", ["varlen", "varlen of equal heads", "segments", "short rows whole", "all rows whole"])
+@pytest.mark.parametrize("way", ["varlen", "varlen of torch 2.11", "segments", "short rows whole", "all rows whole"])
 def test_packed_logprobs_and_gradients_are_those_of_separate_sequences(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    equal = way == "varlen of equal heads"
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", loop_varlen_of_equal_heads if equal else loop_varlen)
+    older = way == "varlen of torch 2.11"
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", loop_varlen_of_torch_2_11 if older else loop_varlen)
     monkeypatch.setattr(attention_layout, "SHORT_ROW_TOKENS", {"segments": 0, "all rows whole": 10_000}.get(way, 128))
     monkeypatch.setattr(attention_layout, "SLACK_PAIRS", 0)
     model = tiny.model(0).requires_grad_(True)
@@ -248,11 +247,11 @@ def test_keys_are_the_prompts_and_then_the_segments_own() -> None:
     # a prompt of 2, completions of 1 and 2 (computed) tokens, then a prompt of 1
     segments = Segments(*(np.array(found) for found in ([0, 2, 3, 5], [2, 1, 2, 1], [0, 0, 0, 5], [0, 2, 2, 0])))
     plain = attention_layout.ragged(segments, CPU)
-    assert plain.keys.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 4, 5]
+    assert plain.keys.places.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 4, 5]
     assert (plain.query_ends.tolist(), plain.key_ends.tolist()) == ([0, 2, 3, 5, 6], [0, 2, 5, 9, 10])
     assert (plain.longest_query, plain.longest_key) == (2, 4)
     with_sink = attention_layout.ragged(segments, CPU, first_keys=1)
-    assert with_sink.keys.tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 4, 5, 0, 6]
+    assert with_sink.keys.places.tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 4, 5, 0, 6]
     assert (with_sink.key_ends.tolist(), with_sink.longest_key) == ([0, 3, 7, 12, 14], 5)
 
 

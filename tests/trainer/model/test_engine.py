@@ -1,6 +1,7 @@
 """Laws of the engine room: what saves memory changes no result, and what packs loses nothing. One rank, in this process."""
 
 import ast
+import math
 import os
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from services.trainer.model.layers import kernels
 from services.trainer.model.layers.logits import token_logprobs
 from services.trainer.model.policy import Policy
 from shared.errors import SettingsError
-from shared.settings import Settings
+from shared.settings import PolicySettings, Settings
 from tests.conftest import need_module
 from tests.support import builders, tiny
 from tests.support.packed import rows
@@ -140,6 +141,27 @@ def test_moments_of_eight_bits_are_refused_where_their_library_is_missing(monkey
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(SettingsError, match=r"expected bitsandbytes .* install penstock\[adam-8bit\], or set it to"):
         Stepper(settings(optimizer="adamw_8bit"))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_one_gradient_that_is_not_finite_leaves_all_weights_as_they_are(zero_stage: int, dtype: Any) -> None:
+    of = settings(zero_stage).model_copy(update={"policy": PolicySettings(dtype=dtype)})
+    model: Any = tiny.model(0).to(getattr(torch, dtype)).requires_grad_(True)
+    engine = TrainingEngine(Policy(model).train(), of, "cpu")
+    before = {name: tensor.clone() for name, tensor in engine.tensors()}
+    one: Any = next(parameter for name, parameter in engine.policy.named_parameters() if name.endswith("norm.weight"))
+    hook = one.register_hook(lambda gradient: torch.full_like(gradient, math.inf))
+    norms = []
+    for _ in range(2):
+        engine.backward(engine.forward(micro_batch(rows(0))).policy_logprobs_N.mean(), last=True)
+        norms.append(engine.step(0.1))
+        unchanged = all(torch.equal(tensor, before[name]) for name, tensor in engine.tensors())
+        assert unchanged == (len(norms) == 1)
+        hook.remove()
+    assert norms[0] == math.inf
+    assert 0.0 < norms[1] < math.inf
 
 
 def test_what_is_computed_again_is_still_measured_against_the_models_own_operations() -> None:
@@ -261,11 +283,24 @@ def test_rows_fill_as_few_micro_batches_as_longest_first_finds_and_costs_are_eve
     assert lengths(assign_pieces([long_row(n) for n in (3, 4, 5, 6)], 11, 1)) == [[[6, 3], [5, 4]]]
 
 
+def test_a_row_that_fits_nowhere_is_split_so_that_costs_stay_even_unless_it_must_stay_whole() -> None:
+    samples = tuple(builders.sample(tokens=7) for _ in range(3))
+    group = PackedRow(np.arange(2, dtype=np.int32), samples, (1, 2, 3))  # 2 + 3 · 6 tokens
+    found = [*[long_row(n) for n in (60, 50, 40, 30)], group]
+    assert lengths(assign_pieces(found, 105, 1)) == [[[60, 30, 14], [50, 40, 8]]]
+    assert lengths(assign_pieces(found, 105, 1, split=False)) == [[[60, 40], [50, 30, 20]]]
+
+
 def test_costs_are_balanced_where_tokens_alone_would_not_be() -> None:
     # attention makes one row of 8 cost as much as many of 2: 36 pairs against 3 each
     sizes = ModelSizes(linear_weights=0, attention_width=1)
     one, other = assign_pieces([long_row(8), *[long_row(2)] * 12], 100, 2, sizes=sizes)
     assert lengths([one, other]) == [[[8]], [[2] * 12]]
+
+
+def test_costly_micro_batches_come_first_on_every_rank() -> None:
+    assert lengths(assign_pieces([long_row(n) for n in (6, 5, 5)], 10, 1)) == [[[5, 5], [6]]]
+    assert lengths(assign_pieces([long_row(n) for n in (9, 8, 5, 5)], 10, 2)) == [[[9], [5]], [[8], [5]]]
 
 
 def test_no_position_is_padding() -> None:

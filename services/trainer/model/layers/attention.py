@@ -43,7 +43,7 @@ from services.trainer.model.layers.attention_math import (
     parameters_of,
     with_ragged_sink_key,
 )
-from services.trainer.model.layers.gather import gather_rows
+from services.trainer.model.layers.gather import copies, gather_rows
 from shared.errors import SettingsError
 
 Kind = Literal["auto", "mask", "varlen"]
@@ -371,4 +371,4 @@ def hidden_states(trunk: Any, batch: MicroBatch, kind: Kind) -> Tensor:
         _PACKED.reset(token)
     if not layout.used:
         _refuse(f"a model that attends through transformers' attention interface, found {type(trunk).__name__}")
-    return gather_rows(hidden_BTD[0], torch.from_numpy(batch.columns_N).to(device))
+    return gather_rows(hidden_BTD[0], copies(batch.columns_N, batch.tokens, device))

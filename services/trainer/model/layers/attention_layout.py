@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.batch.packing import Int64Array, Segments
+from services.trainer.model.layers.gather import Copies, copies
 
 SHORT_ROW_TOKENS = 128
 """Rows up to this length attend as a whole: many tiny segments cost more than the pairs they need not compute."""
@@ -83,7 +84,7 @@ class Rectangle:
 class Ragged:
     """Segments one after another, of different lengths."""
 
-    keys: Tensor
+    keys: Copies
     """Places of all keys, segment after segment: its prompt's, then its own."""
     query_ends: Tensor
     key_ends: Tensor
@@ -118,7 +119,7 @@ def ragged(segments: Segments, device: torch.device, *, first_keys: int = 0) -> 
     lengths_K = segments.prompt_lengths_K + segments.lengths_K + first_keys
     ends = [np.concatenate(([0], np.cumsum(lengths))).astype(np.int32) for lengths in (segments.lengths_K, lengths_K)]
     query_ends, key_ends = (torch.from_numpy(end).to(device) for end in ends)
-    places = torch.from_numpy(np.concatenate(keys)).to(device)
+    places = copies(np.concatenate(keys), first_keys + int(segments.lengths_K.sum()), device)
     return Ragged(places, query_ends, key_ends, int(segments.lengths_K.max()), int(lengths_K.max()))
 
 

@@ -93,11 +93,8 @@ def attend_ragged(
         query_THD = torch.cat((query_THD, _sink_query(query_THD, extras.sinks_H, scale)), -1)
     key, value = gather_rows(key_THD, where.keys), gather_rows(value_THD, where.keys)
     query, key, value = _of_equal_sizes(query_THD, key, value)
-    options = dict[str, Any]()
-    if query.shape[1] > key.shape[1] and "enable_gqa" in parameters_of(varlen_attn):
-        options["enable_gqa"] = True
-    else:  # torch 2.11
-        key, value = _of_equal_heads(query.shape[1], key, value)
+    # Queries that share keys are the kernel's own business; torch 2.11 does not ask whether that is meant.
+    options: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in parameters_of(varlen_attn) else {}
     out: Tensor = varlen_attn(
         query.contiguous(),
         key,

@@ -1,6 +1,7 @@
-"""Fused kernels for what lies between a model's matrix products: RMS norm, rotary embedding and gated MLP, one Triton kernel each.
+"""Fused kernels for what lies between a model's matrix products: RMS norm, rotary embedding and gated MLP, one Triton kernel each; and one
+product for queries, keys and values (``projections``).
 
-They are Liger's (Hsu et al. 2024, arXiv:2410.10989; extra ``fused-kernels``), put into a model that was loaded, on a GPU. The rotary one
+All but the plain RMS norm (``norms``) are Liger's (Hsu et al. 2024, arXiv:2410.10989; extra ``fused-kernels``), put into a model that was loaded, on a GPU. The rotary one
 is put into transformers' module of that model type, so all its models in this process use it. Attention (``attention``) and the way from
 logits to logprobs (``shared.model.logits``) are ours.
 """
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Literal
 
+from services.trainer.model.layers import norms, projections
 from shared.errors import SettingsError
 
 log = logging.getLogger(__name__)
@@ -37,11 +39,12 @@ def install(model: Any, kind: Kind, device: str) -> bool:
     """
     if kind == "torch":
         return False
+    joined = device == "cuda" and projections.join(model) > 0
     missing = _missing(model, device)
     if missing and kind == "liger":
         raise SettingsError(f'expected {missing} for trainer.kernels = "liger": change it to "auto" or "torch"')
     if missing:
-        return False
+        return joined
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     fuse = MODEL_TYPE_TO_APPLY_LIGER_FN[model.config.model_type]
@@ -52,6 +55,7 @@ def install(model: Any, kind: Kind, device: str) -> bool:
     _REPLACED.setdefault(
         type(model).__module__, {name: value for name, value in before.items() if source[name] is not value}
     )
+    norms.replace(model)
     log.info("fused kernels installed", extra={"model_type": model.config.model_type})
     return True
 
@@ -74,7 +78,8 @@ def unfused(model: Any) -> Iterator[None]:
 
 
 def _is_fused(forward: Any) -> bool:
-    return str(getattr(forward, "__module__", "")).startswith("liger_kernel")
+    function = getattr(forward, "func", forward)
+    return str(getattr(function, "__module__", "")).startswith(("liger_kernel", projections.__name__, norms.__name__))
 
 
 def fuses_logits(kind: Kind) -> bool:

@@ -3,7 +3,7 @@
     logits_V = output(hidden_D), scaled or capped as the model has it     (shared/model/logits_transform.py)
     logprob and entropy of them at the token's temperature                (shared/model/logits.py)
 
-Tokens are taken in chunks. Where gradients are wanted, a chunk's logits are computed again in the backward pass instead of
+Tokens are taken in chunks. Where gradients are wanted, and memory has no room (``recomputation``), a chunk's logits are computed again in the backward pass instead of
 kept, so that memory holds ``chunk × vocabulary`` numbers and not ``tokens × vocabulary``; the output layer is computed once
 more for it. The output layer is called as a module once, whatever the number of chunks: ZeRO stage 3 gathers its weights then, and ranks
 that gathered different numbers of times would wait for one another for ever. Knows no micro-batch and no model.
@@ -44,6 +44,7 @@ def token_logprobs(
     entropy_gradient: bool = False,
     fused: bool = True,
     kind: LogitsType = "model",
+    keep: bool = False,
 ) -> TokenLogprobs:
     """Return logprob and entropy of each target.
 
@@ -57,6 +58,7 @@ def token_logprobs(
         entropy_gradient: whether entropies carry a gradient.
         fused: whether one kernel may make them of the logits, on a GPU.
         kind: in which type the logits are.
+        keep: whether logits are kept for the backward pass.
     """
     logits = projection(output, kind)
 
@@ -73,7 +75,8 @@ def token_logprobs(
         if not chunk_tokens or len(targets_N) <= chunk_tokens:
             return of(*whole)
         chunks = zip(*(torch.split(one, chunk_tokens) for one in whole), strict=True)
-        parts = [_recomputed(of, *chunk) if torch.is_grad_enabled() else of(*chunk) for chunk in chunks]
+        again = torch.is_grad_enabled() and not keep
+        parts = [_recomputed(of, *chunk) if again else of(*chunk) for chunk in chunks]
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
     with _forward(output, in_chunks):

@@ -1,0 +1,59 @@
+"""RMS norms of transformers' plain kind, by one kernel (:mod:`services.trainer.model.layers.norm_kernel`).
+
+Liger's backward pass runs one program on each multiprocessor, which takes 94 µs for 15,000 rows of 896 numbers on an H200; their bytes take 18.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_NARROWEST, _WIDEST = 257, 16_384
+"""Liger takes narrower ones by the block, which suits the norms of heads."""
+
+
+def replace(model: nn.Module) -> None:
+    """Take Liger's norms of ``model`` that are transformers' plain kind over."""
+    for module in model.modules():
+        if _is_plain(module):
+            module.__dict__["forward"] = functools.partial(_normalize, module)
+
+
+def _is_plain(module: Any) -> bool:
+    own = str(getattr(module.__dict__.get("forward"), "__module__", ""))
+    plain = own.startswith("liger_kernel") and getattr(module, "casting_mode", "") == "llama" and module.offset == 0.0
+    if not plain or module.weight is None:
+        return False
+    return _NARROWEST <= int(getattr(module.weight, "ds_numel", module.weight.numel())) <= _WIDEST
+
+
+def _normalize(module: Any, hidden: Tensor) -> Tensor:
+    return rms_norm(hidden, module.weight, module.variance_epsilon)
+
+
+def rms_norm(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Return the RMS norm of ``hidden`` over its last dimension, on a GPU."""
+    found: Tensor = _RmsNorm.apply(hidden, weight, epsilon)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        from services.trainer.model.layers import norm_kernel
+
+        flat_TD = hidden.contiguous().view(-1, hidden.shape[-1])
+        y_TD, inverse_T = norm_kernel.forward(flat_TD, weight, epsilon)
+        ctx.save_for_backward(flat_TD, weight, inverse_T)
+        return y_TD.view(hidden.shape)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        from services.trainer.model.layers import norm_kernel
+
+        flat_TD, weight, inverse_T = ctx.saved_tensors
+        flat_gradient = gradient.contiguous().view(flat_TD.shape)
+        of_x_TD, of_weight = norm_kernel.backward(flat_gradient, flat_TD, weight, inverse_T)
+        return of_x_TD.view(gradient.shape), of_weight, None

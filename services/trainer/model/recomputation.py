@@ -1,0 +1,202 @@
+"""Which layers keep their activations for the backward pass, and which compute them again (Chen et al. 2016, arXiv:1604.06174).
+
+With ``trainer.gradient_checkpointing = "auto"`` as many of the last layers keep theirs as a GPU's memory has room for, after the logits. The
+first step keeps those of the last layer, which costs nothing: its backward pass comes first and needs them at once. What they take is
+measured there, and the peak of each step says how many more would fit a forward pass of ``trainer.micro_batch_tokens``. Layers may
+differ, so the number at most quadruples from step to step. It changes no result: the same operations run on the same numbers.
+
+At ZeRO stage 3 a saved view of a weight would keep the whole weight. It is noted as a place in the weight instead, which is
+whole again when the layer's backward pass runs.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+_USED = 0.85
+"""Share of the memory that is not other processes' which a step may need, by the forecast."""
+_GROWTH = 4
+_RESERVE = 1.1
+"""What a layer takes is forecast with so much more, as its attention copies keys."""
+
+
+def enable(model: Any, setting: bool | str, device: str) -> None:
+    """Let the layers of ``model`` compute their activations again where ``setting`` says so; ``auto``: on a GPU, where they can."""
+    if setting is True or (
+        setting == "auto" and device == "cuda" and getattr(model, "supports_gradient_checkpointing", False)
+    ):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def is_enabled(policy: nn.Module) -> bool:
+    """Return whether layers of ``policy`` compute their activations again."""
+    return bool(_checkpointed(policy))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Usage:
+    """What steps so far needed of a rank's memory, in bytes, and how many tokens their largest forward pass had."""
+
+    lasting: int
+    """What remains between steps: weights, optimizer, reference."""
+    peak: int
+    tokens: int
+    available: int
+    """To this process, what it has included."""
+
+    def free(self, most_tokens: int) -> int:
+        """Return how many bytes a forward pass of ``most_tokens`` would leave; less than 0: how many it lacks."""
+        grown = self.lasting + (self.peak - self.lasting) * max(1.0, most_tokens / max(1, self.tokens))
+        return int(_USED * self.available - grown)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kept:
+    """What is kept for the backward pass."""
+
+    layers: int
+    logits: bool = False
+
+    def next(self, free: int, layers: int, layer_bytes: float, logits_bytes: float) -> "Kept":
+        """Return what is to be kept where so many bytes are ``free``, of ``layers`` layers of ``layer_bytes`` each.
+
+        Logits come first, of which a byte saves more than one of a layer.
+        """
+        if not layer_bytes:
+            return self
+        logits = self.logits or 0 < logits_bytes <= free
+        room = free - (logits_bytes if logits > self.logits else 0)
+        count = max(1, min(self.layers + int(room // layer_bytes), _GROWTH * self.layers, layers))
+        return Kept(count, logits and (room >= 0 or self.layers > 1))
+
+
+class Recomputation:
+    """Decides before each step which layers of ``policy`` keep their activations, and whether it keeps its logits.
+
+    Args:
+        policy: whose layers :func:`enable` was called on.
+        most_tokens: of a forward pass.
+        device: whose memory it is.
+        sharded: whether a weight is whole only while its layer runs.
+        automatic: whether any layer keeps its activations.
+    """
+
+    def __init__(self, policy: Any, most_tokens: int, device: torch.device, *, sharded: bool, automatic: bool) -> None:
+        self._policy, self._most_tokens, self._device, self._sharded = policy, most_tokens, device, sharded
+        self._layers = _checkpointed(policy) if automatic else []
+        self._measures = bool(self._layers) and device.type == "cuda"
+        self._tokens = self._peak = self._now = 0
+        self._layer_bytes = 0.0
+        """Of a token, in the layer that keeps most."""
+        self.keep(Kept(min(1, len(self._layers))))
+
+    def keep(self, kept: Kept) -> None:
+        """Let the last layers keep their activations: their backward passes come first and make room."""
+        self.kept = kept
+        self._policy.keeps_logits = kept.logits
+        again = len(self._layers) - kept.layers
+        for layer in self._layers[:again]:
+            layer._gradient_checkpointing_func = _computed_again
+        for layer in self._layers[again:]:
+            layer._gradient_checkpointing_func = _Keeping(layer, self._sharded, self._note)
+
+    @contextlib.contextmanager
+    def watching(self, tokens: int = 0) -> Iterator[None]:
+        """Note how much memory a forward pass of ``tokens``, or a backward pass, needs at most."""
+        self._now = tokens or self._now
+        self._tokens = max(self._tokens, tokens)
+        yield
+        if self._measures:
+            self._peak = max(self._peak, torch.cuda.max_memory_allocated(self._device))
+
+    def adapt(self) -> None:
+        """Decide for the next step; every rank calls it between steps."""
+        if not self._measures:
+            return
+        free, _ = torch.cuda.mem_get_info(self._device)
+        lasting, available = torch.cuda.memory_allocated(self._device), free + torch.cuda.memory_reserved(self._device)
+        usage = Usage(lasting, self._peak, self._tokens, available)
+        largest = self._most_tokens * _RESERVE
+        layer, logits = self._layer_bytes * largest, getattr(self._policy, "logits_bytes", 0) * largest
+        kept = self.kept.next(usage.free(self._most_tokens), len(self._layers), layer, logits)
+        if (agreed := _agreed(kept, self._device)) != self.kept:
+            self.keep(agreed)
+            self._peak = self._tokens = 0
+
+    def _note(self, kept_bytes: int) -> None:
+        self._layer_bytes = max(self._layer_bytes, kept_bytes / max(1, self._now))
+
+
+def _agreed(kept: Kept, device: torch.device) -> Kept:
+    """Return the least of all ranks: at ZeRO stage 3 they gather weights in the same order."""
+    if dist.get_world_size() == 1:
+        return kept
+    least = torch.tensor([kept.layers, int(kept.logits)], dtype=torch.int64, device=device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    layers, logits = least.tolist()
+    return Kept(layers, bool(logits))
+
+
+def _checkpointed(policy: nn.Module) -> list[Any]:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [layer for layer in policy.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    return [layer for layer in layers if layer.gradient_checkpointing]
+
+
+def _computed_again(function: Callable[..., Any], *args: Any) -> Any:
+    return checkpoint(function, *args, use_reentrant=False)
+
+
+class _Keeping:
+    """Runs a layer, in the place of torch's checkpointing; counts what it keeps when it first does."""
+
+    def __init__(self, layer: nn.Module, sharded: bool, note: Callable[[int], None]) -> None:
+        self._weights: Sequence[nn.Parameter] = list(layer.parameters())
+        self._sharded, self._note = sharded, note
+        self._counted = False
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+        if not torch.is_grad_enabled() or (self._counted and not self._sharded):
+            return function(*args)
+        sizes = dict[int, int]()
+
+        def pack(tensor: Tensor) -> "Tensor | _PartOfWeight":
+            weight = self._weight_of(tensor)
+            if weight is None:
+                storage = tensor.untyped_storage()
+                sizes[storage.data_ptr()] = storage.nbytes()
+                return tensor
+            return _PartOfWeight(weight, tensor.shape, tensor.stride()) if self._sharded else tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+            result = function(*args)
+        if not self._counted:
+            self._note(sum(sizes.values()))
+        self._counted = True
+        return result
+
+    def _weight_of(self, tensor: Tensor) -> nn.Parameter | None:
+        place, count = tensor.data_ptr(), tensor.numel()
+        return next((one for one in self._weights if one.data_ptr() == place and one.numel() == count), None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _PartOfWeight:
+    """A view of a weight, wherever that is when it is needed."""
+
+    weight: nn.Parameter
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+def _unpack(saved: "Tensor | _PartOfWeight") -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved
+    return saved.weight.data.as_strided(saved.shape, saved.stride, saved.weight.data.storage_offset())

@@ -1,0 +1,119 @@
+"""First uses of a GPU's libraries and kernels, in a thread beside the loading of weights.
+
+A process's first matrix product loads cuBLAS, and the first call of a Triton kernel compiles it or reads it from Triton's cache. At the sizes
+of the model this is done while weights are read from a disk, so that the self-test and the first step do not wait for it. It
+changes no state of torch: tensors have their types and devices said, and no random number is drawn. What fails here fails
+again where it is needed, and is told there.
+"""
+
+import contextlib
+import importlib.util
+import logging
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from services.trainer.model.layers import kernels, norms
+from shared.model.logits import logprobs_and_entropies
+
+log = logging.getLogger(__name__)
+
+_TOKENS = 256
+
+
+@contextlib.contextmanager
+def beside(config: Mapping[str, Any], kind: kernels.Kind, device: str) -> Iterator[None]:
+    """Warm up within the block, and be done with it at its end; nothing on a CPU.
+
+    Args:
+        config: the fields of the model's configuration.
+        kind: which kernels the run uses.
+        device: ``cuda`` or ``cpu``.
+    """
+    if device != "cuda" or kind == "torch":
+        yield
+        return
+    place = torch.device("cuda", torch.cuda.current_device())
+    thread = threading.Thread(target=_run, args=(config, place), name="warm-up", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def _run(config: Mapping[str, Any], device: torch.device) -> None:
+    torch.cuda.set_device(device)
+    text = config.get("text_config", config)
+    parts = [
+        _product,
+        _logits,
+        *([_norm, _gated, _rotary] if importlib.util.find_spec("liger_kernel") else []),
+        _attention,
+    ]
+    for part in parts:
+        for dtype in (torch.float32, torch.bfloat16):
+            try:
+                part(text, {"device": device, "dtype": dtype})
+            except Exception as error:  # noqa: BLE001 (of any model's sizes)
+                log.debug("warm-up left out", extra={"part": part.__name__, "detail": str(error)})
+
+
+def _ones(*shape: int, **where: Any) -> torch.Tensor:
+    return torch.ones(shape, **where).requires_grad_()
+
+
+def _product(text: Mapping[str, Any], where: dict[str, Any]) -> None:
+    given, weight = _ones(_TOKENS, 64, **where), _ones(64, 64, **where)
+    bias = _ones(64, **where)
+    _backward(torch.softmax(torch.nn.functional.linear(given, weight, bias), -1), given, weight, bias)
+
+
+def _logits(text: Mapping[str, Any], where: dict[str, Any]) -> None:
+    width = 512 + int(text["vocab_size"]) % 16  # Triton has a kernel of its own for multiples of 16
+    targets = torch.zeros(_TOKENS, dtype=torch.int64, device=where["device"])
+    temperatures = torch.ones(_TOKENS, dtype=torch.float32, device=where["device"])
+    logits = _ones(_TOKENS, width, **where)
+    _backward(logprobs_and_entropies(logits, targets, temperatures)[0], logits)
+
+
+def _norm(text: Mapping[str, Any], where: dict[str, Any]) -> None:
+    width = int(text["hidden_size"])
+    given, weight = _ones(1, _TOKENS, width, **where), _ones(width, **where)
+    _backward(norms.rms_norm(given, weight, 1e-6), given, weight)
+
+
+def _gated(text: Mapping[str, Any], where: dict[str, Any]) -> None:
+    from liger_kernel.ops import LigerSiLUMulFunction
+
+    gate, up = (_ones(1, _TOKENS, int(text["intermediate_size"]), **where) for _ in range(2))
+    _backward(LigerSiLUMulFunction.apply(gate, up), gate, up)
+
+
+def _rotary(text: Mapping[str, Any], where: dict[str, Any]) -> None:
+    from liger_kernel.transformers.rope import liger_rotary_pos_emb
+
+    heads, shared, size = _heads(text)
+    query, key = (_ones(1, _TOKENS, count, size, **where) for count in (heads, shared))
+    angles = torch.ones(1, _TOKENS, size, **where)
+    out = liger_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), angles, angles)
+    _backward(torch.cat([one.flatten() for one in out]), query, key)
+
+
+def _attention(text: Mapping[str, Any], where: dict[str, Any]) -> None:
+    heads, _, size = _heads(text)
+    query, key, value = (_ones(1, heads, _TOKENS, size, **where) for _ in range(3))
+    mask = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool, device=where["device"]).tril()
+    _backward(torch.nn.functional.scaled_dot_product_attention(query, key, value, mask), query, key, value)
+
+
+def _heads(text: Mapping[str, Any]) -> tuple[int, int, int]:
+    heads = int(text["num_attention_heads"])
+    shared = int(text.get("num_key_value_heads") or heads)
+    return heads, shared, int(text.get("head_dim") or int(text["hidden_size"]) // heads)
+
+
+def _backward(out: torch.Tensor, *inputs: torch.Tensor) -> None:
+    torch.autograd.grad(out.float().sum(), inputs)
