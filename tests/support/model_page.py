@@ -67,14 +67,14 @@ These are not served: Penstock refuses them, or vLLM 0.32 for the CPU does, in i
 | --- | --- |
 """
 _DISAGREE = """
-These are served, but with other logprobs than the trainer's. Use `rollout.engine = "transformers"`; the probe of the weights warns of the gap.
+These are served, but with other logprobs than the trainer's. Use `rollout.engine = "transformers"`; the guard `probe` pauses such a run.
 
 | model | gap |
 | --- | --- |
 """
 _GPU = """
 On a GPU, the same comparison with vLLM 0.26 on an H200 (float32 weights, attention and experts multiply in TF32). The largest gap after a start and two
-updates, in nats; above 0.1 the two disagree, and the probe of the weights warns.
+updates, in nats; above 0.1 the two disagree, and the guard `probe` pauses the run.
 
 | model | gap |
 | --- | --- |
