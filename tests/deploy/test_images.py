@@ -31,8 +31,8 @@ EXTRAS = {"trainer": "trainer,s3"}
 """What an image asks for by default, where that is more than its service's own extra: the chart offers object storage."""
 WIDEST = {"reward": ".[reward,reward-models]", "trainer": ".[trainer,s3,adam-8bit,fused-kernels]"}
 """What the argument EXTRA of an image may ask for; by default it asks for less, and that starts too."""
-OPTIONAL = {"coordinator": {"datasets"}}
-"""What is asked for in a sentence where it is missing: for a folder of a Hugging Face dataset."""
+OPTIONAL = {"coordinator": {"datasets"}, "trainer": {"triton"}}
+"""Imports without a requirement: for a folder of a Hugging Face dataset, refused with a sentence if missing; torch's CUDA wheels bring triton."""
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
