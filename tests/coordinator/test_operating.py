@@ -270,7 +270,7 @@ async def test_a_drained_replica_leaves_with_exit_code_0(
 ) -> None:
     config = tmp_path / "reward.toml"
     config.write_text(
-        f'[run]\nid = "{bus.run_id}"\n[bus]\nurl = "{server.url}"\ndrain_s = 1\n[telemetry]\nheartbeat_s = 0.1\n'
+        f'[run]\nid = "{bus.run_id}"\n[bus]\nurl = "{server.url}"\ndrain_s = 1\n[internal]\nheartbeat_s = 0.1\n'
         '[[reward.scorers]]\nkind = "random"\n'
     )
     command = [sys.executable, "-m", "services.reward", "--config", str(config), "--replica", "reward-9"]

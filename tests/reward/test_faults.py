@@ -38,7 +38,7 @@ def settings(folder: Path, mode: str = "exact", **models: Any) -> Settings:
                 "models": models,
                 "expression": "answer + 0 * model",
                 "scorers": [
-                    {"kind": "answer", "mode": mode, "processes": 1, "extract": "whole"},
+                    {"kind": "answer", "mode": mode, "extract": "whole"},
                     {"kind": "model", "model": str(folder)},
                 ],
             },

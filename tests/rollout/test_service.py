@@ -379,7 +379,7 @@ async def test_a_process_serves_a_real_policy_until_sigterm_and_ends_with_code_0
 ) -> None:
     run_id = f"test-{uuid.uuid4().hex[:8]}"
     model = tiny.save(tmp_path / "policy")
-    settings = f'[policy]\nmodel = "{model}"\ndtype = "float32"\n[rollout]\ndevice = "cpu"\nthreads = 1'
+    settings = f'[policy]\nmodel = "{model}"\ndtype = "float32"'
     process = await start(tmp_path, server, run_id, settings)
     bus = await Bus.connect(server.url, run_id, wait_s=PATIENCE_S)
     written = write_snapshot(tmp_path, PolicyVersion(0), 0, tiny.model(2).named_parameters(), torch.float32)

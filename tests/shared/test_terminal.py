@@ -155,7 +155,7 @@ def test_no_command_prints_what_steers_a_terminal(
     printed = capsys.readouterr()
     text = printed.out + printed.err + (said.text if name == "tail" else "")
     assert clean(text), repr(text)
-    assert "owned" in text or name in ("export", "drain", "rollback"), (
+    assert "owned" in text or name in ("export", "drain", "page", "rollback"), (
         f"`penstock {name}` printed nothing of the run: {text}"
     )
 
