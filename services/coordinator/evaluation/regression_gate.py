@@ -1,14 +1,13 @@
-"""The gate: a version whose held-out accuracy is really lower than before is revoked, and the run rolls back by itself.
+"""The regression gate: revoke a version whose held-out accuracy fell significantly, and roll the run back.
 
 ::
 
     evaluation ─▶ judge: passed │ fell ──(kept with the evaluation)──▶ act: tell │ roll back │ pause
 
-A version fell where, of the gated set, ``fall = accuracy of the reference − its own`` is over ``max_fall`` and the whole 95 % interval of the
-fall (``accuracy.fall``) lies above 0; the reference is the best version of the branch that passed. The first one passes; one with
-fewer than ``MIN_PROBLEMS`` answers does neither. The run goes back to the newest checkpoint of a version that passed or that one which
-passed came from: what was trained after it was never found good. A version that fell is acted on once; the judgement lies with its
-evaluation and what was done about it on the bus, so a coordinator that dies in between is no matter.
+A version fell if, on the gated set, ``fall = accuracy of the reference − its own`` exceeds ``max_fall`` and the 95 %
+interval (``accuracy.fall``) lies above 0. The reference is the branch's best version that passed. The first evaluation
+passes. The rollback target is the newest checkpoint that passed or is an ancestor of one that did. The verdict and the
+action are kept on the bus, so a restart acts only once.
 """
 
 import dataclasses
@@ -39,13 +38,13 @@ GATE_FALLS = Counter(
 PASSED, FELL = "passed", "fell"
 SOURCE = "gate"
 MIN_PROBLEMS = 50
-"""With fewer answered problems the 95 % interval is too wide to be relied upon: the version neither passes nor fails."""
+"""Below this number of answered problems the interval is too wide: no verdict."""
 MAX_ROLLBACKS = 2
-"""Rollbacks in a row without a version that passed between them; then the run pauses: more of the same would not help."""
+"""Consecutive rollbacks without a passing version before the run pauses."""
 
 
 def judge(found: Evaluation, before: Sequence[Evaluation], gate: GateSettings) -> Evaluation:
-    """Return ``found`` with what the gate says of it.
+    """Return ``found`` with the gate's verdict.
 
     Args:
         found: of the gated set.
@@ -74,7 +73,7 @@ def target(
     records: Mapping[PolicyVersion, PolicyRecord],
     checkpoints: Collection[PolicyVersion],
 ) -> PolicyVersion | None:
-    """Return the newest version with a checkpoint that passed or that one which passed came from, if there is one."""
+    """Return the newest version with a checkpoint that passed or is an ancestor of one that did."""
     newest = max((one.version for one in found if one.gate == PASSED), default=None)
     line = [] if newest is None else ancestors(newest, records)
     return next((version for version in line if version in checkpoints), None)
@@ -87,10 +86,10 @@ def _estimate(found: Evaluation) -> Estimate | None:
 
 
 class RegressionGate:
-    """Judges evaluations, and acts on those that fell.
+    """Judge evaluations, and act on falls.
 
     Args:
-        changed: is called when the run was paused.
+        changed: called when the run was paused.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class RegressionGate:
         self._changed = changed
 
     async def judge(self, found: Evaluation) -> Evaluation:
-        """Return ``found`` with what the gate says of it; as it is where the gate does not look."""
+        """Return ``found`` with the gate's verdict; unchanged if the gate does not apply."""
         if self._settings.gate.action == "off" or found.set != self._settings.gated:
             return found
         revoked = await self._ledger.revoked()
@@ -111,7 +110,7 @@ class RegressionGate:
         return judge(found, before, self._settings.gate)
 
     async def act(self, status: RunStatus, found: Sequence[Evaluation]) -> bool:
-        """Act on the newest version that fell, if nothing was done about it; return whether something was.
+        """Act once on the newest version that fell; return whether anything was done.
 
         Args:
             found: evaluations of the run's branch, oldest first.
@@ -143,7 +142,7 @@ class RegressionGate:
         await note_decision(self._bus, fallen.version, "rollback")
         try:
             await self._rollbacks.begin(goal, _sentence(fallen))
-        except StateConflict as error:  # people were quicker; what is left to do is seen at the next look
+        except StateConflict as error:  # a command came first; the next pass sees what remains
             log.info("gate waits", extra={"version": int(fallen.version), "reason": str(error)})
             return False
         await self._note(fallen, "rollback", f"{fallen.gate_detail}; back to version {goal}")

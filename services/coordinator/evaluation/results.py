@@ -1,6 +1,6 @@
-"""What evaluations ask and find: of one version, set by set, as it lies on the bus and goes into the report.
+"""Evaluation results of one version by set, as stored on the bus and in the report.
 
-A problem counts only with its answers; what an unanswered one would have been is not guessed, but its absence is noted.
+Only answered problems count; missing ones are noted.
 """
 
 import dataclasses
@@ -17,40 +17,40 @@ from shared.settings.evaluation import ONLY_SET
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What an evaluation found of one set."""
+    """Results of one set."""
 
     version: PolicyVersion
     step: int
     set: str
     problems: int
-    """How many were asked."""
+    """Problems asked."""
     samples: int
-    """Completions of each."""
+    """Completions per problem."""
     answered: int
-    """How many problems were answered, by ``version`` alone."""
+    """Problems answered entirely by ``version``."""
     correct: int
     """Completions above the set's threshold, of answered × samples."""
     accuracy: float | None
-    """Mean over answered problems of the share of correct completions; None when nothing was answered."""
+    """Mean share of correct completions over answered problems; None without answers."""
     accuracy_low: float | None
     accuracy_high: float | None
     """Its 95 % interval (``accuracy.estimate``)."""
     pass_at: dict[str, Estimate]
-    """By k: the probability that one of k completions is correct."""
+    """By k: probability that one of k completions is correct."""
     initial: bool
     final: bool
     started_at_s: float
     seconds: float
     note: str
-    """Why problems are without an answer; empty when all have one."""
+    """Why answers are missing; empty if complete."""
     gate: str = ""
-    """passed, fell, or empty where the gate did not look."""
+    """passed, fell, or empty if the gate did not apply."""
     gate_detail: str = ""
-    """Against what, and by how much."""
+    """Reference and difference."""
 
 
 def summarize(description: Description, answers: Mapping[int, int], why: str, now_s: float) -> list[Evaluation]:
-    """Return what ``answers`` (problem → correct completions) amount to, set by set; ``why`` says what kept the others away."""
+    """Return results by set from ``answers`` (problem → correct completions); ``why`` explains missing ones."""
     found, first = [], 0
     for asked in description.sets:
         correct = [answers[problem] for problem in range(first, first + asked.problems) if problem in answers]
@@ -87,7 +87,7 @@ def _of_set(
 
 
 def sentence(found: Evaluation) -> str:
-    """Say an evaluation in words."""
+    """Describe an evaluation in a sentence."""
     if found.accuracy is None:
         told = "failed"
     else:
@@ -96,22 +96,22 @@ def sentence(found: Evaluation) -> str:
 
 
 async def evaluations(bus: Bus) -> list[Evaluation]:
-    """Return what every evaluation of the run found, by version, in the order of the sets."""
+    """Return the results of every evaluation of the run, by version, in set order."""
     return read_evaluations(await results(bus))
 
 
 def read_evaluations(raw: Mapping[bytes, bytes]) -> list[Evaluation]:
-    """Return the evaluations in the answer to HGETALL, by version, in the order of the sets."""
+    """Return the evaluations in an HGETALL reply, by version, in set order."""
     found = [json.loads(raw[version]) for version in sorted(raw, key=int)]
     return [_evaluation(fields) for of_version in found for fields in _listed(of_version)]
 
 
 def _listed(found: Any) -> list[dict[str, Any]]:
-    return found if isinstance(found, list) else [found]  # 0.1.0 knew one set
+    return found if isinstance(found, list) else [found]  # 0.1.0 had one set
 
 
 def _evaluation(fields: dict[str, Any]) -> Evaluation:
-    """Read an evaluation; what 0.1.0 did not say has defaults, what it said besides is ignored."""
+    """Read an evaluation; fields that 0.1.0 lacks have defaults, its other fields are ignored."""
     known: dict[str, Any] = {"set": ONLY_SET, "samples": 1, "accuracy_low": None, "accuracy_high": None} | fields
     known["pass_at"] = {k: Estimate(**found) for k, found in fields.get("pass_at", {}).items()}
     return Evaluation(
