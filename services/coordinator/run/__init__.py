@@ -1,4 +1,4 @@
-"""The life of a run: who leads, when it starts, pauses and ends, and what guards it.
+"""The run's lifecycle: leadership, states and guards.
 
 leader_lease ──▶ lifecycle ◀── commands (people), guards (metrics)
                      │
