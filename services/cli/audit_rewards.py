@@ -1,8 +1,8 @@
-"""`penstock audit-rewards`: reads what a run recorded, audits its rewards, and shows what the audit doubts.
+"""`penstock audit-rewards`: audit a run's recorded rewards.
 
 ::
 
-    RUN is a run's folder      groups from its coordinator where it runs, else from rollouts.jsonl
+    RUN is a run's folder      groups from its coordinator if it runs, else from rollouts.jsonl
     RUN is a settings file     groups from --url, or of the run that the file names
 """
 
@@ -42,7 +42,7 @@ _SHOWN_TEXT, _SHOWN_DETAIL = 60, 100
 
 
 def read_groups(settings: Settings, url: str, token_file: Path | None) -> list[AuditedGroup]:
-    """Return the groups that a run recorded, with the columns of their problems.
+    """Return a run's recorded groups, with their problems' columns.
 
     Raises:
         SettingsError: none was recorded.
@@ -73,7 +73,7 @@ def _pages(asked: "CoordinatorClient") -> list[Mapping[str, Any]]:
 
 
 def _columns(settings: Settings) -> dict[str, dict[str, Json]]:
-    """Return the other columns of each problem, by its name; empty where no scorer needs them."""
+    """Return each problem's extra columns by name; empty if no scorer needs them."""
     if not audit.needs_executor(settings):
         return {}
     names = [scorer.name for scorer in settings.reward.scorers]
@@ -103,7 +103,7 @@ def _completion(row: Mapping[str, Any]) -> Completion:
 
 @contextlib.contextmanager
 def fresh_executor(settings: Settings) -> Iterator[str]:
-    """Run an executor for the audit alone and give its address; "" where no scorer runs code.
+    """Run an executor for the audit; yield its address, "" if no scorer runs code.
 
     Raises:
         SettingsError: it cannot isolate programs on this machine.
@@ -146,7 +146,7 @@ def make(
     """Audit the rewards of a run.
 
     Raises:
-        PenstockError: there is nothing to audit, or a scorer cannot work here.
+        PenstockError: nothing to audit, or a scorer cannot work here.
     """
     if not settings.run.id and not url:
         raise SettingsError(
