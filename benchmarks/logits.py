@@ -1,15 +1,15 @@
-"""What logprobs and entropies of many tokens cost in memory and time: all logits at once, and in chunks.
+"""Memory and time of logprobs and entropies of many tokens: all logits at once, and in chunks.
 
     python -m benchmarks.logits --vocabulary 152064 --tokens 16384 --hidden 256
 
-    plain            all logits at once, in torch's operations
+    plain            all logits at once, by torch
     chunked          as the trainer does: in chunks, on a GPU by one kernel
-    chunked_unfused  on a GPU: in chunks, in torch's operations
+    chunked_unfused  on a GPU: in chunks, by torch
 
-Each way runs forward and backward in a process of its own: float32 on a CPU, where the peak of resident memory less what
-was resident before is measured, or bfloat16 on a GPU (``--device cuda``), by torch's allocator. Hidden states and the output
-layer are there before and do not count; their gradients do. The plain way needs about 40 GB for 16,384 tokens in float32;
-``--tokens 4096 --chunk 512 --hidden 64`` keeps the proportion in 11 GB. Prints one JSON object, and fails below a ratio of 4.
+Each way runs forward and backward in its own process: float32 on a CPU (peak minus initial resident memory), or
+bfloat16 on a GPU (``--device cuda``, torch's allocator). Hidden states and output layer do not count; their gradients
+do. Plain needs about 40 GB for 16,384 tokens in float32; ``--tokens 4096 --chunk 512 --hidden 64`` has the same
+proportions in 11 GB. Fails below a ratio of 4.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
     output = torch.nn.Linear(arguments.hidden, arguments.vocabulary, bias=False, device=device, dtype=dtype)
     hidden_ND = torch.randn(arguments.tokens, arguments.hidden, device=device, dtype=dtype, requires_grad=True)
     targets_N = torch.randint(0, arguments.vocabulary, (arguments.tokens,), device=device)
-    # What is imported, compiled or set up once.
+    # Warm up imports and compilation.
     _compute(hidden_ND[:2], output, targets_N[:2], min(chunk_tokens, 1), fused, arguments.entropy_gradient)
     output.zero_grad()
     hidden_ND.grad = None
@@ -68,7 +68,7 @@ def _compute(
 
 
 def main() -> None:
-    """Measure both ways in processes of their own, and print."""
+    """Measure both ways in separate processes, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocabulary", type=int, default=152_064)
     parser.add_argument("--tokens", type=int, default=16_384)

@@ -1,10 +1,9 @@
-"""Whether each preset learns: the arithmetic example from its start to ``--steps``, a real run each, one after another.
+"""Whether each preset learns: a real run of the arithmetic example each, one after another.
 
     python -m benchmarks.presets --presets grpo,gspo --steps 200
 
-Prints a row of a Markdown table per preset (the table of docs/algorithms.md), then one JSON object: accuracies before and
-after, seconds, and the last steps' figures of each. Learning rates and the few settings that a toy of a million parameters
-needs otherwise than the papers' models stand in ``TUNED``.
+Prints a Markdown table row per preset (docs/algorithms.md), then one JSON object: accuracies before and after, seconds,
+and the last steps' metrics. ``TUNED`` adapts settings to a model of a million parameters.
 """
 
 import argparse
@@ -22,11 +21,11 @@ TUNED: Mapping[str, Mapping[str, Any]] = {
     "gspo": {"clip": (0.2, 0.28)},
     "ppo": {"critic": {"learning_rate": 1e-3}},
 }
-"""Algorithm settings beside the preset: GSPO's bounds are those of steps a thousand times smaller."""
+"""Overrides by preset; GSPO's bounds assume steps a thousand times smaller."""
 LEARNING_RATES: Mapping[str, float] = {}
-"""Where the example's own does not do."""
+"""Overrides of the example's own."""
 LORA = "lora_grpo"
-"""GRPO on adapters alone."""
+"""GRPO with adapters."""
 
 
 def run(folder: Path, preset: str, steps: int) -> Learned:
