@@ -178,7 +178,6 @@ async def measure(todo: list[Case], processes: int, at_once: int) -> dict[str, f
 
 
 def _cpu_s() -> float:
-    """Return the processor time of this process and its children."""
     this = psutil.Process()
     return sum(sum(process.cpu_times()[:2]) for process in (this, *this.children(recursive=True)))
 

@@ -114,7 +114,6 @@ class EngineComparison:
         }
 
     def _arguments(self, engines: int) -> dict[str, Any]:
-        """Return vLLM's arguments, with sequences for one engine to hold all work."""
         return gather(
             str(self._folder / "policy"),
             dtype="bfloat16" if self._on_gpu else "float32",
@@ -131,7 +130,6 @@ class EngineComparison:
         await engine.swap(version)
 
     async def _decode(self, engine: Engine) -> tuple[float, dict[str, Any]]:
-        """Return tokens per second, and the first GPU's load."""
         vocabulary = int(SHAPES["0.5b" if self._on_gpu else "tiny"]["vocab_size"])
         sampling = Sampling(samples=self._samples, max_new_tokens=self._new_tokens, temperature=1.0)
         prompts = self._random.integers(0, vocabulary, (self._groups, PROMPT_TOKENS), dtype=np.int32)

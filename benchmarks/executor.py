@@ -56,13 +56,12 @@ async def executor(isolation: str, slots: int) -> AsyncIterator[ExecutorClient]:
             yield client
         finally:
             await client.close()
-            with contextlib.suppress(ProcessLookupError):  # already ended
+            with contextlib.suppress(ProcessLookupError):
                 process.terminate()
             await process.wait()
 
 
 async def _answers(client: ExecutorClient, process: asyncio.subprocess.Process) -> bool:
-    """Wait until the executor answers or ends; return whether it answers."""
     ended = asyncio.ensure_future(process.wait())
     asked = asyncio.ensure_future(_until_it_answers(client))
     try:
@@ -76,7 +75,6 @@ async def _answers(client: ExecutorClient, process: asyncio.subprocess.Process) 
 
 
 async def _until_it_answers(client: ExecutorClient) -> None:
-    """Retry until there is an answer; the client paces retries."""
     while True:
         with contextlib.suppress(TemporaryError):
             assert (await client.run(Job("print(1)"))).outcome is Outcome.FINISHED

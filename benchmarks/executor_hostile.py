@@ -89,7 +89,6 @@ async def ask(address: str) -> list[float]:
 async def _answers_ms(
     client: ExecutorClient, jobs: list[tuple[Job, Outcome]], programs: int
 ) -> tuple[list[float], collections.Counter[str]]:
-    """Run ``programs`` of ``jobs`` while a separate process queries."""
     command = [sys.executable, "-m", "benchmarks.executor_hostile", "--ask", client.address]
     asker = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:

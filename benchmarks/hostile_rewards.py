@@ -170,7 +170,6 @@ async def measure(bus: Bus, service: Service, port: int, made: Iterator[tuple[st
 
 
 async def _through(bus: Bus, rows: Iterator[RolloutGroup], figures: Figures) -> None:
-    """Send ``rows``, at most ``IN_FLIGHT`` at a time, until each is scored or buried."""
     sent, out, ended, buried_before = 0, 0, 0, figures.buried
     until_s = time.monotonic() + PATIENCE_S
     while True:

@@ -27,7 +27,6 @@ class Learned:
     steps: int
     seconds: float
     counts: dict[str, int]
-    """Groups by outcome."""
     figures: dict[str, float]
     """Means over the last ten steps."""
 

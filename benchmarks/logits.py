@@ -60,7 +60,6 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
 def _compute(
     hidden: Tensor, output: nn.Module, targets: Tensor, chunk_tokens: int, fused: bool, entropy_gradient: bool
 ) -> None:
-    """Run forward and backward."""
     ones = torch.ones(len(targets), device=targets.device)
     out = token_logprobs(hidden, output, targets, ones, chunk_tokens, entropy_gradient=entropy_gradient, fused=fused)
     wanted = out.policy_logprobs_N.sum() + (out.entropy_N.sum() if entropy_gradient else 0.0)

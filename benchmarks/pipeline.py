@@ -87,7 +87,6 @@ def run_trl(folder: Path, work: Work, steps: int) -> float:
 
 @contextlib.contextmanager
 def _served(folder: Path, model: str) -> Iterator[str]:
-    """Run a vLLM server for TRL on the second GPU; yield its URL."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -125,7 +124,6 @@ def _wait_for(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
 
 
 def _guard(run: Path) -> str:
-    """Return the guard's message that paused the run."""
     events = run / "events.jsonl"
     whole = events.read_text().rpartition("\n")[0] if events.exists() else ""
     paused = (event for event in map(json.loads, whole.splitlines()) if event["fields"].get("action") == "pause")
@@ -166,7 +164,6 @@ def _environment(more: Mapping[str, str]) -> dict[str, str]:
 
 
 def _work(folder: Path) -> Path:
-    """Make a working directory with the config's relative paths."""
     for name in ("examples", "config"):
         if not (folder / name).exists():
             (folder / name).symlink_to(ROOT / name)

@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     trainer = {"gradient_checkpointing": arguments.gradient_checkpointing}
     settings = Settings.model_validate({"run": {"device": arguments.device}, "trainer": trainer})
     start_ranks(arguments.device)
-    with warm_up.beside(SHAPES[arguments.shape], settings.trainer.kernels, arguments.device):  # as during loading
+    with warm_up.beside(SHAPES[arguments.shape], settings.trainer.kernels, arguments.device):
         model = random_model(SHAPES[arguments.shape], settings, arguments.device)
     policy = Policy(model).train()
     place(policy, settings, arguments.device)

@@ -107,7 +107,7 @@ async def rounds(bus: Bus, api: str, arguments: argparse.Namespace) -> dict[str,
             *command, "--requests-per-s", str(arguments.requests_per_s), stdout=subprocess.PIPE
         )
         assert asking.stdout is not None
-        await asking.stdout.readline()  # ready to send requests
+        await asking.stdout.readline()
         rate, found = await empty_slots(bus, arguments.seconds)
         loaded.append(rate)
         refills["loaded"] += found

@@ -110,7 +110,6 @@ class Run:
         return [_since_offer(replica.answer(), self._published) for replica in pullers]
 
     def _sources(self, number: int) -> list[str]:
-        """Return a replica's sources: its parent in the tree, then the trainer."""
         parent = number // self._args.fan_out - 1
         peers = [self._peers[parent]] if parent >= 0 and self._peers[parent] else []
         return [*peers, self._published["address"]]
@@ -168,7 +167,6 @@ class Run:
         }
 
     def _trainer_ratio(self) -> float:
-        """Compare the trainer's step rate with and without updates."""
         self._trainer.call("steps")
         time.sleep(1.0)
         rates = []
@@ -221,7 +219,6 @@ class Run:
 
 
 def _since_offer(answer: dict[str, Any], published: dict[str, Any]) -> dict[str, Any]:
-    """Combine replica and trainer times of an update."""
     return {
         **answer,
         "publish_began_s": published["began_s"],
@@ -250,13 +247,11 @@ def _middle_and_most(name: str, values: list[float]) -> dict[str, float]:
 
 
 def _gaps(times_s: list[float], began_s: float, ended_s: float) -> list[float]:
-    """Return the gaps between times that overlap the window."""
     pairs = itertools.pairwise(times_s)
     return [after - before for before, after in pairs if before < ended_s and after > began_s]
 
 
 def _every(every_s: float, until_s: float, update: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Update every ``every_s`` seconds; return the first replica's answers."""
     found = []
     due_s = time.monotonic()
     while due_s < until_s - every_s / 2:

@@ -59,8 +59,6 @@ async def replica(connection: Connection, options: Options) -> None:
 
 
 class _Replica:
-    """An engine under load, and its observations."""
-
     def __init__(self, engine: Any, options: Options) -> None:
         from shared.weights.receiver.puller import Puller
 

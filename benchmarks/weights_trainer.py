@@ -93,8 +93,6 @@ class _Training:
 
 
 class _NativeTrainer:
-    """The trainer's end of vLLM's own weight transfer (packed NCCL broadcasts)."""
-
     def __init__(self, policy: dict[str, Any]) -> None:
         self._policy = policy
         self._group: Any = None

@@ -46,7 +46,6 @@ from shared.bus.messages import (
 SHAPES = ((2, 4), (8, 128), (16, 128), (8, 1024), (16, 1024), (16, 2048))
 """Samples and tokens per sample of a group."""
 ROUND_NS = 2_000_000
-"""Approximate duration of a round of one type."""
 
 Decode = Callable[[bytes], object]
 

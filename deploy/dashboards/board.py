@@ -36,7 +36,6 @@ class Panel:
     description: str
     """What it shows and, if useful, good values."""
     unit: str
-    """Grafana's unit name."""
     queries: tuple[Query, ...]
     kind: Literal["lines", "stack", "figure"] = "lines"
     width: Literal[4, 6, 8, 12, 24] = 8

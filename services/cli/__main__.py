@@ -19,7 +19,6 @@ from services.up.display import console
 from shared.errors import PenstockError, SettingsError
 
 _EVENTS = 5
-"""Events shown by `penstock status`."""
 _RUN, _TOOLS = "Run", "Tools"
 
 app = typer.Typer(
@@ -309,7 +308,6 @@ def settings(
 
 
 def _named(run: Path) -> Path:
-    """Return the named run; ``latest`` is the newest in this folder."""
     return LATEST if str(run) == LATEST.name and not run.exists() else run
 
 
@@ -326,7 +324,6 @@ def _steer(connection: Connection, command: str, **body: str) -> None:
 
 
 def _split(words: list[str]) -> tuple[Path | None, list[str]]:
-    """Separate the settings file from the flags."""
     files, flags = [], []
     rest = iter(words)
     for word in rest:

@@ -73,7 +73,6 @@ def _pages(asked: "CoordinatorClient") -> list[Mapping[str, Any]]:
 
 
 def _columns(settings: Settings) -> dict[str, dict[str, Json]]:
-    """Return each problem's extra columns by name; empty if no scorer needs them."""
     if not audit.needs_executor(settings):
         return {}
     names = [scorer.name for scorer in settings.reward.scorers]

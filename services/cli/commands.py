@@ -32,8 +32,6 @@ def add_to(app: typer.Typer) -> None:
 
 
 def _add_list(group: typer.Typer, name: str, path: str, sentence: str) -> None:
-    """Add a list to ``group``: ``penstock NAME list``, or ``penstock NAME`` alone."""
-
     def show(connection: Connection, most: Most = 1000) -> None:
         connection.print_list(name, path, most)
 

@@ -35,7 +35,6 @@ COMMON = (
     "trainer.gpus", "trainer.zero_stage", "trainer.learning_rate", "trainer.micro_batch_tokens",
     "trainer.checkpoint_every_steps",
 )  # fmt: skip
-"""Common settings, in file order."""
 _INTERNAL = "internal"
 _WIDTH, _NAME_WIDTH, _BRIEF_WIDTH = 100, 41, 58
 _SHARED = ("kind", "name")
@@ -160,7 +159,6 @@ def _of(model: type[BaseModel], prefix: str, without: Sequence[str] = ()) -> Ite
 
 
 def _of_parts(key: str, parts: Sequence[type[BaseModel]]) -> Iterator[Entry]:
-    """Yield the settings of a list of tables: common ones, then those of each kind."""
     kinds = [_literal(part) for part in parts]
     if not any(kinds):
         return

@@ -65,7 +65,6 @@ class Notice(View):
     about: str = ""
     """Stable subject while the text changes."""
     level: str = "warning"
-    """error or warning."""
     text: str = ""
 
 
@@ -78,7 +77,6 @@ class RunView(View):
     closed: bool = True
     """Once ended: records, summary and report are complete."""
     activity: str = ""
-    """Current activity in a few words."""
     notices: list[Notice] = Field(default=[])
     """Most important first."""
     self_tests: dict[str, str] = Field(default={})
@@ -92,7 +90,6 @@ class RunView(View):
     streams: dict[str, StreamDepth] = Field(default={})
     counts: dict[str, int] = Field(default={})
     last: dict[str, float | None] = Field(default={})
-    """Metrics of the newest step."""
     history: History = Field(default=History())
     evaluations: list[Evaluation] = Field(default=[])
     tokens_per_s: float | None = None
@@ -100,7 +97,6 @@ class RunView(View):
     training_s: float | None = None
     eta_s: float | None = None
     bus: str = ""
-    """Server name and version."""
 
     @property
     def ended(self) -> bool:

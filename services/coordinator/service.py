@@ -68,7 +68,6 @@ class Data:
     train: dataset.Dataset
     held_out: tuple[tuple[HeldOutSet, dataset.Dataset], ...]
     notices: tuple[NoticeView, ...] = ()
-    """Doubts about the data."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,7 +113,7 @@ class Coordinator:
 
     async def _leave(self) -> None:
         if (await self.api.ledger.status()).state is RunState.STOPPED:
-            await self.lifecycle.close(RunState.STOPPED)  # stopped while closing the run
+            await self.lifecycle.close(RunState.STOPPED)
         if self.lifecycle.closed and all(beat.service == "coordinator" for beat in await heartbeats(self.api.bus)):
             await self.operations.give_up(
                 "expected the run's services to see it through, found that they ended with the run: of a run that is over, `penstock export` "
@@ -254,7 +253,6 @@ def assemble(
 
 
 def _room(folder: Path, recorder: Recorder) -> list[NoticeView]:
-    """Warn that the disk is full, or that records cannot be written."""
     found = []
     if (free := free_bytes(folder)) < LEAST_BYTES:
         text = (
@@ -302,7 +300,6 @@ def load_data(settings: Settings) -> Data:
 def _doubts(
     settings: Settings, train: dataset.Dataset, held_out: Sequence[tuple[HeldOutSet, dataset.Dataset]]
 ) -> Iterator[NoticeView]:
-    """Yield notices on doubtful data."""
     if train.bad_rows:
         text = f"{train.bad_rows} rows of {settings.data.path} cannot be used; the coordinator's log names them and why"
         yield notice("bad rows", "warning", text)

@@ -33,10 +33,8 @@ class ProcessPlan:
     name: str
     """Name on the bus, in the view and of its log; stable over restarts."""
     service: str
-    """A service in ``STOP_ORDER``."""
     command: tuple[str, ...]
     environment: Mapping[str, str]
-    """Complete environment."""
     stop_s: float = 20.0
     """Seconds to stop before it is killed."""
     socket: Path | None = None
@@ -134,7 +132,6 @@ def metrics_ports(settings: Settings) -> list[tuple[str, int]]:
 
 
 def _ports(settings: Settings) -> dict[str, int]:
-    """Return each process's metrics port, from run.metrics_port upwards; empty if ports are automatic."""
     names = ["coordinator-0", "trainer-0", *([EXECUTOR] if settings.needs_executor else [])]
     names += [f"rollout-{index}" for index in range(settings.rollout.replicas)]
     names += [f"reward-{index}" for index in range(settings.reward.replicas)]
@@ -148,7 +145,6 @@ def _port_flag(settings: Settings, name: str) -> tuple[str, ...]:
 
 
 def _gpus(settings: Settings, service: str, index: int) -> dict[str, str]:
-    """Return the variables that limit a process to its GPUs; empty if the settings name none."""
     if service == "trainer":
         shown = settings.trainer.gpus
     elif service in ("rollout", "reward"):

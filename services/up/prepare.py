@@ -42,7 +42,6 @@ class Prepared:
     """Resolved; every path is absolute."""
     folder: Path
     config: Path
-    """File of the resolved settings."""
     resumed: bool
     lock: TextIO
     """Held while the run is ours."""
@@ -81,7 +80,6 @@ def prepare(config: Path | None, resume: Path | None, flags: Sequence[str]) -> P
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[TextIO]:
-    """Take the run's lock; release it if the body refuses the start."""
     held = run_folder.lock(folder)
     try:
         yield held
@@ -103,11 +101,6 @@ def _resumed(folder: Path, flags: Sequence[str]) -> Prepared:
 
 
 def _as_before(folder: Path, flags: Sequence[str]) -> Settings:
-    """Return the settings of the run in ``folder`` with the flags that a resume may change.
-
-    Raises:
-        SettingsError: it cannot be resumed so.
-    """
     before = load(folder / SETTINGS_FILE, environment={})
     settings = _resolved(load(folder / SETTINGS_FILE, flags))
     check_unchanged(before, settings, sources(flags, os.environ))
@@ -179,7 +172,6 @@ def _with_critic(settings: Settings) -> Settings:
 
 
 def _with_executor(settings: Settings) -> Settings:
-    """Set the address of the executor that `penstock up` starts, if one is needed and none is named."""
     found = settings.reward.executor
     if not settings.needs_executor or not is_own_executor(found.address):
         return settings
@@ -188,7 +180,6 @@ def _with_executor(settings: Settings) -> Settings:
 
 
 def _with_token(settings: Settings) -> Settings:
-    """Name the run's own token, creating it if needed, unless the settings say otherwise."""
     found = settings.coordinator
     if found.token_file is not None or not found.generate_token:
         return settings

@@ -70,11 +70,8 @@ class Surroundings:
     starting: asyncio.Lock
     """Held during a start, so that the new process is not taken for an orphan."""
     changed: Callable[[], None]
-    """Called when a pid or state changes."""
     tell: Callable[[str], None]
-    """Reports a line to the user."""
     fail: Callable[[ProcessFailure], None]
-    """Ends the run."""
     finished: Callable[[], Awaitable[bool]]
     """Whether the run is done, so that exit code 0 is an end, not a death."""
 
@@ -135,7 +132,6 @@ class Child:
     # ---------------------------------------------------------------- one life
 
     async def _live(self) -> int:
-        """Start the process and wait for its end; return its exit code, negative for a signal."""
         self._is_ready = False
         if self.plan.socket is not None:
             self.plan.socket.unlink(missing_ok=True)
@@ -154,7 +150,6 @@ class Child:
         return code
 
     def _open_log(self) -> BinaryIO:
-        """Return the process's log, or the null device if the disk is full."""
         try:
             return self.log.open("ab")
         except OSError as error:
@@ -223,7 +218,6 @@ class Child:
         self._around.changed()
 
     def _written(self) -> list[str]:
-        """Return the lines written by the newest life."""
         if not self.log.exists():
             return []
         with self.log.open("rb") as log:
@@ -237,7 +231,6 @@ class Child:
         return "\n".join(dict.fromkeys(lines))
 
     def _exception(self) -> str:
-        """Return the last line of the newest life if it is an exception's."""
         lines = self._written()
         return lines[-1] if lines and _EXCEPTION.match(lines[-1]) else ""
 

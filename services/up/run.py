@@ -130,8 +130,6 @@ class _Acceptance:
 
 
 class _PageLink:
-    """Reports the page's link for each new coordinator address."""
-
     def __init__(self, run_folder: Path, token: str, tell: Callable[[str], None]) -> None:
         self._run_folder, self._token, self._tell = run_folder, token, tell
         self._told = ""
@@ -167,7 +165,6 @@ def _listen(supervisor: Supervisor, screen: Screen) -> None:
 def _heed(
     supervisor: Supervisor, targets: Targets, acceptance: _Acceptance, page: _PageLink, seen: RunSnapshot
 ) -> None:
-    """Pass the coordinator's answer to the supervisor and the metrics targets."""
     page.tell(seen.url)
     targets.update(seen.replicas.values())
     for replica in seen.replicas.values():

@@ -173,7 +173,7 @@ def remove_dead_snapshots() -> None:
                 raise FileNotFoundError
             held = lock(run_folder)
         except SettingsError:
-            continue  # still running
+            continue
         except OSError:
             held = None
         remove_snapshots(mark.with_suffix(""))

@@ -118,7 +118,6 @@ class Supervisor:
                 )
 
     async def _bus_answers(self, child: Child) -> bool:
-        """Wait until the bus answers; return False if the run ended first."""
         try:
             async with asyncio.timeout(_BUS_START_S):
                 while not self._ended.is_set():
@@ -168,7 +167,6 @@ class Supervisor:
 
 
 async def _connect(plan: ProcessPlan) -> None:
-    """Raises OSError if no process listens."""
     if plan.socket is not None:
         _, writer = await asyncio.open_unix_connection(plan.socket)
     else:

@@ -19,9 +19,7 @@ class Overlap:
 
     set: str
     problems: int
-    """In the held-out set."""
     exact: int
-    """Identical prompts."""
     similar: int
     """Prompts that differ in case and spacing only."""
     example: str
@@ -62,7 +60,6 @@ class Training:
 
 
 def _prompt(problem: Problem) -> str:
-    """Return the text, or the roles and contents of the messages."""
     if problem.messages is None:
         return problem.text or ""
     if len(problem.messages) == 1 and problem.messages[0].role == "user":

@@ -70,7 +70,6 @@ class Dataset:
     bad_rows: int
 
     def __len__(self) -> int:
-        """Return the number of problems."""
         return len(self.problems)
 
 

@@ -93,7 +93,6 @@ def _health_routes(parts: Parts) -> APIRouter:
 
 
 def _described(schema: dict[str, Any]) -> dict[str, Any]:
-    """Add what applies to every request to FastAPI's description."""
     schemas = schema["components"]["schemas"]
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)

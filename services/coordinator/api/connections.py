@@ -23,13 +23,9 @@ class ConnectionBounds:
     """Connection limits of one server."""
 
     connections: int = 512
-    """Open connections in total."""
     connections_each: int = 256
-    """Open connections from one address."""
     head_bytes: int = 32 * 1024
-    """Request line and headers."""
     head_s: float = 10.0
-    """Seconds to receive a request's head."""
     request_s: float = 30.0
     """Seconds to receive the body after the head."""
     unread_s: float = 30.0

@@ -18,7 +18,6 @@ log = logging.getLogger(__name__)
 
 PROBLEM_TYPE = "application/problem+json"
 ANSWER_WITHIN_S = 5.0
-"""Seconds a request waits for the bus."""
 RETRY_AFTER_S = 2
 """Seconds to wait after a 503 for lack of capacity."""
 

@@ -65,7 +65,6 @@ class Conventions:
         self._bodies = Bodies()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, or pass it to the app."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
         elif scope["method"] == "HEAD":
@@ -196,8 +195,6 @@ def _is_open(path: str) -> bool:
 
 
 class _Answering:
-    """Send an answer with its request id; measure and log it."""
-
     def __init__(self, send: Send, scope: Scope, request_id: str) -> None:
         self._send = send
         self._scope = scope
@@ -217,8 +214,6 @@ class _Answering:
 
 
 class _HeadOnly:
-    """Send an answer's head only."""
-
     def __init__(self, send: Send) -> None:
         self._send = send
 
@@ -229,8 +224,6 @@ class _HeadOnly:
 
 
 class _Copy:
-    """Send an answer and keep a copy."""
-
     def __init__(self, send: Send) -> None:
         self._send = send
         self.status = 500

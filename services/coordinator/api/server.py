@@ -23,8 +23,6 @@ log = logging.getLogger(__name__)
 
 
 class _Quiet(uvicorn.Server):
-    """A server that leaves signals to the service and reports when it answers."""
-
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.answers = asyncio.Event()
@@ -62,7 +60,6 @@ class Server:
         self.address = f"{shown}:{self._socket.getsockname()[1]}"
         self.url = f"http://{self.address}"
         self.answers = asyncio.Event()
-        """Set when requests are answered."""
 
     async def run(self, app: FastAPI, announce: Path, run_id: str) -> None:
         """Serve until cancelled; then finish requests in progress, and close."""

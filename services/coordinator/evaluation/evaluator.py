@@ -196,7 +196,6 @@ class Evaluator:
         return None if prompts else ""
 
     async def _appoint(self, description: Description) -> bool:
-        """Make a live replica keep the version; return False if none can."""
         beats = [beat for beat in await heartbeats(self._bus) if beat.service == "rollout"]
         held = await holding(self._bus)
         able = candidates(beats, description.version)

@@ -23,9 +23,7 @@ class Evaluation:
     step: int
     set: str
     problems: int
-    """Problems asked."""
     samples: int
-    """Completions per problem."""
     answered: int
     """Problems answered entirely by ``version``."""
     correct: int
@@ -111,7 +109,6 @@ def _listed(found: Any) -> list[dict[str, Any]]:
 
 
 def _evaluation(fields: dict[str, Any]) -> Evaluation:
-    """Read an evaluation; fields that 0.1.0 lacks have defaults, its other fields are ignored."""
     known: dict[str, Any] = {"set": ONLY_SET, "samples": 1, "accuracy_low": None, "accuracy_high": None} | fields
     known["pass_at"] = {k: Estimate(**found) for k, found in fields.get("pass_at", {}).items()}
     return Evaluation(

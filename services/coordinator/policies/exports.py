@@ -22,7 +22,6 @@ from shared.bus.stores.operations import Operation, OperationState
 from shared.settings import Settings
 
 KIND = "export"
-"""Operation kind."""
 _LOOK_S = 0.3
 _PATIENCE_S = 120.0
 

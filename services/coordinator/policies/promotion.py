@@ -77,7 +77,6 @@ class Promotion:
         log.info("policy live", extra={"version": int(record.version), "step": record.step})
 
     async def _check(self, record: PolicyRecord) -> None:
-        """Raise MessageError if no trainer committed this version with these weights."""
         known = await self._ledger.policy(record.version)
         if known is None or (known.manifest_digest, known.step) != (record.manifest_digest, record.step):
             raise MessageError(

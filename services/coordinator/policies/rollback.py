@@ -46,7 +46,6 @@ ROLLBACKS = Counter("penstock_coordinator_rollbacks_total", "Rollbacks by how th
 for _state in ("live", "failed"):
     ROLLBACKS.labels(_state)  # exported at 0, so that the first increase is visible
 KIND = "rollback"
-"""Operation kind."""
 _LOOK_S, _POLL_S = 2.0, 0.1
 
 

@@ -23,7 +23,6 @@ class Lines:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.last = _mend(path)
-        """The newest line, if any."""
 
     def append(self, lines: Sequence[dict[str, Json]]) -> None:
         """Append complete lines; non-finite numbers become null.
@@ -82,7 +81,6 @@ def _write_all(file: BinaryIO, data: bytes) -> None:
 
 
 def _mend(path: Path) -> dict[str, Json] | None:
-    """Cut off a torn last line; return the last complete one."""
     last, whole = None, 0
     if not path.exists():
         return None

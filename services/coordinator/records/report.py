@@ -90,7 +90,6 @@ def _digest(text: str) -> str:
 
 
 def _columns(steps: Sequence[dict[str, Json]]) -> dict[str, Json]:
-    """Return each metric of every step, with six digits."""
     names = sorted({name for line in steps for name in line} - _ABOUT_STEP)
     return {name: [_short(line.get(name)) for line in steps] for name in names}
 
@@ -100,7 +99,6 @@ def _short(value: Json) -> Json:
 
 
 def _rollouts(lines: Sequence[dict[str, Json]]) -> list[Json]:
-    """Return a few groups, spread over the run, newest first."""
     count = min(_ROLLOUTS, len(lines))
     chosen = [lines[round(index * (len(lines) - 1) / max(1, count - 1))] for index in reversed(range(count))]
     groups: list[Json] = []
@@ -108,7 +106,7 @@ def _rollouts(lines: Sequence[dict[str, Json]]) -> list[Json]:
         try:
             groups.append(rollout_view(line).model_dump(mode="json"))
         except (KeyError, ValidationError):
-            continue  # from another version
+            continue
     return groups
 
 
@@ -120,7 +118,6 @@ def _text(file: Path) -> str:
 
 
 def _object(file: Path) -> dict[str, Json]:
-    """Return the object in a file; empty if it does not exist."""
     try:
         value = json.loads(_text(file))
     except ValueError:

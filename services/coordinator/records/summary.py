@@ -23,7 +23,7 @@ _ENDS = 5
 """Steps at each end over which the reward is averaged."""
 _PACKAGES = (
     *("penstock", "numpy", "msgpack", "redis", "pydantic", "fastapi", "uvicorn", "pyarrow"),
-    *("torch", "transformers", "deepspeed", "math-verify", "vllm"),  # if installed here
+    *("torch", "transformers", "deepspeed", "math-verify", "vllm"),
 )
 
 

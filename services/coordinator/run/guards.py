@@ -214,12 +214,10 @@ class Guards:
         self._progress = (0.0, 0, 0)
         """Running since when, groups scored, and the number given up when the newest was scored."""
         self._judged_s = 0.0
-        """When the newest checked step finished."""
         self.active: dict[str, GuardView] = {}
-        """Active findings, by guard."""
         for name in GUARDS:
             ACTIVE.labels(name).set(0)
-            TRIPS.labels(name, settings.action(name))  # exported at 0, so that the first increase is visible
+            TRIPS.labels(name, settings.action(name))
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -295,7 +293,6 @@ class Guards:
         return {"probe": (self._settings.action("probe"), sentence)} if sentence else {}
 
     def _given_up_in_a_row(self, view: RunView, since_s: float) -> int:
-        """Return the number of groups given up since the last scored one."""
         given_up = view.counts.get("dead:rollouts", 0)
         # Scored groups wait for the trainer or have left it; those that died earlier were not scored.
         left = sum(view.counts.values()) - given_up - view.counts.get("dead:prompts", 0)

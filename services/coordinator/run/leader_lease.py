@@ -47,7 +47,6 @@ class Lease:
         self.term = 0
         """Fencing token; 0 while another leads."""
         self.leader = ""
-        """The last known leader."""
 
     @property
     def leading(self) -> bool:

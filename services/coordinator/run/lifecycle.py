@@ -104,7 +104,6 @@ class Lifecycle:
         self._wake = asyncio.Event()
         self._reconnects = bus.reconnects
         self.gate_open = False
-        """Whether admission may begin."""
         self.closed = False
         """Whether the run has ended and its records are complete."""
 
@@ -159,7 +158,6 @@ class Lifecycle:
         return started
 
     async def _extend(self, step: int) -> bool:
-        """Resume a finished run whose step count was raised."""
         await self._ledger.reopen()
         reason = f"extended from {step} to {self._settings.run.steps} steps"
         extended, _ = await self._ledger.transition(RunState.RUNNING, reason, [RunState.FINISHED])
@@ -173,7 +171,6 @@ class Lifecycle:
     # ---------------------------------------------------------------- evaluate
 
     async def _evaluations(self) -> list[Evaluation]:
-        """Return the evaluations of the run's branch, without revoked versions."""
         revoked = await self._ledger.revoked()
         return [found for found in await evaluations(self._bus) if found.version not in revoked]
 
@@ -231,7 +228,7 @@ class Lifecycle:
         if state is RunState.FINISHED:
             ended, now = await self._ledger.transition(state, reason, [RunState.RUNNING, RunState.PAUSED])
             if not ended and now is not RunState.FINISHED:
-                return  # stopped meanwhile: closed in the next round
+                return
         await self._ledger.close()
         self.closed = True
 

@@ -160,7 +160,7 @@ class Monitor:
             try:
                 report = wire.decode(fields.get(b"data", b""), StepReport)
             except MessageError:
-                continue  # reported by the recorder
+                continue
             while self._history and self._history[-1].step >= report.step:
                 self._history.pop()
             self._history.append(report)
@@ -222,7 +222,7 @@ class Monitor:
     async def read_beats(self) -> None:
         """Read the heartbeats, and set the replicas' gauges."""
         beats = self._beats = await heartbeats(self._bus)
-        REPLICAS_VERSION.clear()  # removes gauges of departed replicas
+        REPLICAS_VERSION.clear()
         for beat in beats:
             if beat.version is not None:
                 REPLICAS_VERSION.labels(beat.replica).set(beat.version)

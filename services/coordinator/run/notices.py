@@ -59,7 +59,6 @@ def _state(status: RunStatus) -> list[NoticeView]:
 
 
 def _guards(guards: Sequence[GuardView], status: RunStatus) -> list[NoticeView]:
-    """Omits the guard that is the pause reason."""
     paused = status.state is RunState.PAUSED
     return [
         notice(f"guard {one.guard}", "warning", f"guard {one.guard}: {one.detail}")
@@ -77,7 +76,6 @@ def _failures(beats: Sequence[Heartbeat]) -> list[NoticeView]:
 
 
 def _failure(part: str, failures: Sequence[PartFailure]) -> NoticeView | None:
-    """Return one notice on a part's failures across all replicas."""
     newest = max(failures, key=lambda one: one.at_s)
     failed, in_a_row = sum(one.failed for one in failures), sum(one.in_a_row for one in failures)
     if not in_a_row and time.time() - newest.at_s > _RECENT_S:
@@ -91,7 +89,6 @@ def _failure(part: str, failures: Sequence[PartFailure]) -> NoticeView | None:
 
 
 def _unanswered(evaluations: Sequence[Evaluation]) -> list[NoticeView]:
-    """Warn of accuracies over a part of the problems."""
     newest = {one.set: one for one in evaluations}
     return [
         notice(

@@ -18,7 +18,6 @@ class StepView(ResponseModel):
     finished_at_s: float
     """Commit time, Unix seconds."""
     samples: int
-    """Trained samples."""
     lag_counts: dict[str, int]
     """Trained samples by lag in steps."""
     metrics: dict[str, float | None]
@@ -32,7 +31,6 @@ class ScoreView(ResponseModel):
     """ok, or why there is no value."""
     value: float | None
     detail: str
-    """Explanation."""
 
 
 class CompletionView(ResponseModel):
@@ -42,9 +40,7 @@ class CompletionView(ResponseModel):
     reward: float | None
     """Null: not finite."""
     scores: dict[str, ScoreView]
-    """By scorer."""
     tokens: int
-    """Length in tokens."""
     finish_reason: FinishReason
     versions: list[int]
     """Policy versions that generated it."""
@@ -65,15 +61,12 @@ class RolloutView(ResponseModel):
     step: int
     """Optimizer step that trained it."""
     group: int
-    """Group id."""
     problem: str
     """Problem name in the dataset."""
     prompt: str | list[Turn] | None
     """Text or conversation."""
     answer: str | None
-    """The reference answer, if any."""
     replica: str
-    """Replica that generated it."""
     completions: list[CompletionView]
 
 

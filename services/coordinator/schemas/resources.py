@@ -66,9 +66,7 @@ class ServiceView(ResponseModel):
     state: str
     """starting, working, waiting, degraded or stopping."""
     version: int | None
-    """Its policy version, if any."""
     versions_behind: int | None
-    """Versions behind the head."""
     healthy: bool
     """Working, without reported trouble."""
     cordon: Word | None
@@ -88,7 +86,6 @@ class ServiceView(ResponseModel):
     seen_at_s: float
     """Last heartbeat, Unix seconds."""
     memory_bytes: int
-    """Resident memory."""
     last_error: str
     values: dict[str, float | None]
     """Replica-specific metrics."""
@@ -121,7 +118,6 @@ class Comparison(ResponseModel):
     right_steps: int
     """The same for the right one."""
     metrics: dict[str, Difference]
-    """Metrics of their steps."""
     accuracy: Difference
     """Accuracy on the first set, 0 to 1."""
 
@@ -160,7 +156,6 @@ class OperationView(ResponseModel):
     detail: str
     """What it waits for, or how it ended."""
     request: dict[str, Any]
-    """Parameters."""
     result: dict[str, Any]
     created_at_s: float
     """Unix seconds."""
@@ -172,18 +167,15 @@ class DeadLetterView(ResponseModel):
     """An entry that could not be handled."""
 
     stream: DeadLetterSource
-    """Source stream."""
     entry: str
     """Entry id in the dead-letter stream."""
     group: str
     """Group id, if any."""
     reason: str
-    """Why it was buried."""
     attempts: int
     buried_at_s: float
     """Unix seconds."""
     data_bytes: int
-    """Message size."""
 
 
 class DeadLetterMessage(DeadLetterView):
@@ -199,7 +191,6 @@ class DeadLetterChange(ResponseModel):
     """Result of a dead-letter command."""
 
     stream: DeadLetterSource
-    """Source stream."""
     entry: str
     """Entry id in the dead-letter stream."""
     outcome: Literal["requeued", "discarded"]
@@ -239,7 +230,6 @@ class RunSummary(ResponseModel):
     run_id: str
     state: RunState
     reason: str
-    """Reason for the state."""
     step: int
     """Committed optimizer steps."""
     head: int | None
@@ -287,7 +277,6 @@ class LiveSettings(ResponseModel):
     """0: as in the run's file."""
     values: LiveValues
     reason: str
-    """Reason of the last change."""
     step: int
     """Committed steps then."""
     at_s: float | None

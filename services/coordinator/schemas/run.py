@@ -19,7 +19,6 @@ class StreamView(ResponseModel):
     """State of one stream."""
 
     entries: int
-    """Groups in it."""
     pending: int
     """Groups held by replicas."""
     oldest_age_s: float
@@ -30,11 +29,8 @@ class History(ResponseModel):
     """The newest steps, oldest first; one value a step in each list."""
 
     step: list[int]
-    """Optimizer steps."""
     reward_mean: list[float | None]
-    """Mean reward of the step's samples."""
     tokens_per_s: list[float | None]
-    """Trained tokens per second."""
 
 
 class EstimateView(ResponseModel):
@@ -42,9 +38,7 @@ class EstimateView(ResponseModel):
 
     value: float
     low: float
-    """Lower end of its 95 % interval."""
     high: float
-    """Upper end of its 95 % interval."""
 
 
 class EvaluationView(ResponseModel):
@@ -54,7 +48,6 @@ class EvaluationView(ResponseModel):
     """Optimizer step of the evaluated version."""
     version: int
     set: str
-    """Name of the held-out set."""
     accuracy: float | None
     """Mean share of correct completions over answered problems; null without answers."""
     accuracy_low: float | None
@@ -64,15 +57,11 @@ class EvaluationView(ResponseModel):
     pass_at: dict[str, EstimateView]
     """By k: probability that one of k completions is correct."""
     samples: int
-    """Completions per problem."""
     problems: int
-    """Problems asked."""
     answered: int
     """Problems answered in time."""
     initial: bool
-    """Of the initial policy."""
     final: bool
-    """Of the final policy."""
     note: str
     """Why answers are missing; empty if complete."""
     gate: str
@@ -85,7 +74,6 @@ class GuardView(ResponseModel):
     """A tripped guard."""
 
     guard: str
-    """Name, as in guards.pause."""
     action: str
     """tell or pause."""
     detail: str
@@ -109,15 +97,12 @@ class RunView(ResponseModel):
     run_id: str
     state: RunState
     reason: str
-    """Reason for the state."""
     closed: bool
     """The run has ended and its records, summary and report are complete."""
     activity: str
-    """Current activity in a few words."""
     bus_full: str
     """Why admission waits for bus memory; empty if it does not."""
     guards: list[GuardView]
-    """Active guards."""
     notices: list[NoticeView]
     """Most important first."""
     self_tests: dict[str, str]
@@ -125,11 +110,9 @@ class RunView(ResponseModel):
     step: int
     """Committed optimizer steps."""
     steps: int
-    """Steps of the whole run."""
     head: int | None
     """The version that replicas serve."""
     newest_version: int | None
-    """The newest committed version."""
     groups_in_flight: int
     """Groups between admission and commit."""
     slots: int
@@ -141,7 +124,6 @@ class RunView(ResponseModel):
     counts: dict[str, int]
     """Groups by outcome: trained, dropped:<reason>, dead:<stream>; and requeued."""
     dead: int
-    """Dead letters."""
     last: dict[str, float | None]
     """Metrics of the newest step."""
     lag_counts: dict[str, int]
@@ -151,7 +133,6 @@ class RunView(ResponseModel):
     evaluations: list[EvaluationView]
     """Evaluations of the run's branch, oldest first; /v1/policies has those of revoked versions."""
     tokens_per_s: float
-    """Trained tokens per second in the newest step."""
     started_at_s: float
     """Unix seconds."""
     training_s: float
@@ -161,18 +142,15 @@ class RunView(ResponseModel):
     bus: str
     """Server name and version."""
     settings_revision: int
-    """Revision of the live settings."""
 
 
 class RunChange(ResponseModel):
     """Result of a command."""
 
     state: RunState
-    """The new state."""
     changed: bool
     """False if the run already had this state."""
     reason: str
-    """Reason for the state."""
 
 
 class Command(BaseModel):
@@ -222,7 +200,6 @@ class Readiness(ResponseModel):
     state: str
     """starting, working, …"""
     checks: dict[str, Check]
-    """By name."""
 
 
 class ProblemDetails(ResponseModel):
@@ -230,7 +207,6 @@ class ProblemDetails(ResponseModel):
 
     type: str
     title: str
-    """The status in words."""
     status: int
     detail: str
     """What was expected and what was found."""

@@ -29,9 +29,7 @@ _NOTICE_STYLES = {"error": "bold red", "warning": "yellow"}
 _MARK = "▲"
 _MISSING = "–"
 _GAP = 2
-"""Columns between table columns."""
 _WIDE = 72
-"""Width of the full process table."""
 _GOOD = frozenset({*READY_STATES, "ready"} - {"degraded"})
 
 
@@ -77,7 +75,6 @@ def screen(title: str, run: RunView | None, rows: Sequence[ViewRow], messages: S
 
 
 def _notice(notice: Notice) -> Text:
-    """Return a notice, wrapped over as many lines as it needs."""
     return Text(f"{_MARK} {notice.text}", style=_NOTICE_STYLES.get(notice.level, "yellow"))
 
 
@@ -159,8 +156,6 @@ def _streams(run: RunView) -> Text:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Processes:
-    """The process table; drops what does not fit."""
-
     rows: Sequence[ViewRow]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -171,7 +166,6 @@ class _Processes:
         yield self._table(wide=True, note_width=max(0, options.max_width - taken - _GAP))
 
     def _table(self, *, wide: bool, note_width: int = 0) -> Table:
-        """Return the table, with notes cut to ``note_width`` columns; important notes are notices."""
         table = Table(box=None, padding=(0, _GAP, 0, 0), header_style="dim", expand=False)
         for name in ("process", "state"):
             table.add_column(name, no_wrap=True)

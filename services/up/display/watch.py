@@ -23,9 +23,7 @@ class RunSnapshot:
     run: RunView | None = None
     replicas: dict[str, ReplicaView] = dataclasses.field(default_factory=dict)
     at_s: float = 0.0
-    """Time of the answer, Unix seconds."""
     url: str = ""
-    """The coordinator's URL."""
 
 
 class Watch:
@@ -40,7 +38,6 @@ class Watch:
         self._asking = asyncio.Lock()
         self._started_at_s = time.time()
         self._last_event = (0, 0)
-        """Id of the newest reported event."""
         self._coordinator: AsyncCoordinator | None = None
 
     async def run(self, on_news: Callable[[RunSnapshot], None]) -> None:

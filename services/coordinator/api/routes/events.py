@@ -80,8 +80,6 @@ class OpenStreams:
 
 
 class _Counted(StreamingResponse):
-    """A stream that counts until it ends, however it ends."""
-
     def __init__(self, content: AsyncIterator[str], leave: Callable[[], None]) -> None:
         super().__init__(content, media_type="text/event-stream")
         self._leave = leave

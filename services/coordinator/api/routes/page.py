@@ -88,5 +88,4 @@ def page_routes(parts: Parts) -> APIRouter:
 
 
 async def _use(bus: Bus, code: str) -> bool:
-    """Mark a code as used; return False if it already was."""
     return await idempotency.use_once(bus, hashlib.sha256(code.encode()).hexdigest(), math.ceil(PAGE_S))

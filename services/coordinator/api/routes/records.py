@@ -79,7 +79,7 @@ def _journalled(rows: list[Row]) -> Iterator[RolloutView]:
         try:
             experience = wire.decode(fields.get(b"data", b""), Experience)
         except MessageError:
-            continue  # from a newer version
+            continue
         yield rollout_view(_finite(rollout_line(entry, int(fields[b"step"]), experience)))
 
 
@@ -92,7 +92,7 @@ def _older(file: Path, before: str | None) -> Iterator[RolloutView]:
         try:
             found = rollout_view(_finite(line))
         except (KeyError, ValidationError):
-            continue  # from another version
+            continue
         if before is None or _place(found.id) < _place(before):
             yield found
 

@@ -22,7 +22,6 @@ from shared.settings import dumps, loads
 _MOST_REGISTERED = 256
 """Runs registered over HTTP and still on the bus."""
 _LARGEST_BYTES = 128 * 1024
-"""Maximum size of one run's settings."""
 _ID = f"^{RUN_ID_PATTERN.pattern}$"
 RunId = Annotated[str, Path(pattern=_ID, description="The run.")]
 After = Annotated[str | None, Query(pattern=_ID, description="`next` of the page before.")]
@@ -95,7 +94,6 @@ async def _summary(parts: Parts, run_id: str) -> RunSummary | None:
 
 
 async def _delete(parts: Parts, run_id: str) -> None:
-    """Delete a run that was registered over HTTP and has no active service."""
     found = await _summary(parts, run_id)
     if found is None:
         raise HTTPException(404, f"expected a run on this bus, found none of the id {run_id}")
