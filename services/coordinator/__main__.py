@@ -1,6 +1,6 @@
 """python -m services.coordinator --config run.toml
 
-Runs on uvloop, which doubles the requests served (``benchmarks.status``).
+uvloop doubles the requests served (``benchmarks.status``).
 """
 
 import uvloop

@@ -6,9 +6,8 @@
                          └───────wake──────────────────────────▲  ▲        guards, rollbacks, operations
                                                                │  └── api (commands)      monitor ──▶ gauges, GET /v1/run
 
-Every coordinator of a run answers reads and takes commands (scripts on the bus); one leads. Shutdown: stop admitting,
-promoting and leading; complete the records; release the lease; close the API. All state is on the bus, so it may be
-killed at any time.
+Every coordinator answers the API; one leads. Shutdown: stop leading; complete the records; release the lease; close the
+API. All state is on the bus, so it may be killed at any time.
 """
 
 import asyncio
@@ -126,7 +125,7 @@ async def start(settings: Settings, replica: str) -> None:
     """Coordinate one run until stopped.
 
     Raises:
-        SettingsError: the folder, dataset, port or bus does not match the settings.
+        SettingsError: folder, dataset, port or bus is unusable.
     """
     access = open_access(settings.coordinator)
     folder = prepare_folder(settings)
@@ -166,7 +165,7 @@ async def _coordinate(context: Context, parts: Coordinator, server: Server, fold
 
 
 async def _announce(lease: Lease, server: Server, path: Path, run_id: str) -> None:
-    """Keep the leader's address in the run's folder; one that started later may be dead."""
+    """Keep the leader's address in the run's folder."""
     while True:
         if lease.leading:
             server.announce(path, run_id)
@@ -176,7 +175,7 @@ async def _announce(lease: Lease, server: Server, path: Path, run_id: str) -> No
 def assemble(
     bus: Bus, live: Live, data: Data, folder: Path, status: Status, access: Access | None = None, replica: str = ""
 ) -> Coordinator:
-    """Return the parts of the coordinator ``replica`` over ``bus``."""
+    """Return the coordinator's parts."""
     ledger, settings = Ledger(bus), live.settings
     recorder = Recorder(bus, folder, settings.coordinator.sample_every_steps)
 
@@ -271,7 +270,7 @@ def make_evaluator(
     settings: Settings,
     judge: Judge,
 ) -> Evaluator:
-    """Return an evaluator on ``held_out`` that gives up if the run is stopped or the version revoked."""
+    """Return an evaluator that gives up on a stop or revocation."""
 
     async def given_up(version: PolicyVersion) -> bool:
         return (await ledger.status()).state is RunState.STOPPED or version in await ledger.revoked()
@@ -281,10 +280,10 @@ def make_evaluator(
 
 
 def load_data(settings: Settings) -> Data:
-    """Load the run's datasets.
+    """Load the datasets.
 
     Raises:
-        SettingsError: a dataset cannot be used.
+        SettingsError: one is unusable.
     """
     evaluation, scorers = settings.evaluation, settings.reward.scorers
     names = [scorer.name for scorer in scorers]
@@ -313,10 +312,10 @@ def _doubts(
 
 
 def prepare_folder(settings: Settings) -> Path:
-    """Create the run's folder and return it.
+    """Create and return the run's folder.
 
     Raises:
-        SettingsError: it cannot be written.
+        SettingsError: not writable.
     """
     folder = settings.run_folder
     probe = folder / ".writable"

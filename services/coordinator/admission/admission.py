@@ -2,12 +2,12 @@
 
 ::
 
-    wake (a version was promoted, the run was started) ─┐
-    every poll_s ───────────────────────────────────────┴─▶ room? ──▶ build that many prompts ──▶ admit (one script)
+    wake (version promoted, run started) ─┐
+    every poll_s ─────────────────────────┴─▶ room? ──▶ build prompts ──▶ admit (one script)
 
-The cursor moves with the prompts in one transaction, so group ids are unique; a rollback shifts the dataset position,
-not the ids. The script rechecks run state and slots, so a pause takes effect at once. ``min_version`` is the newest
-version: a replica behind it waits, which bounds the lag.
+The cursor moves with the prompts in one transaction; a rollback shifts the dataset position, never group ids. The
+script rechecks state and slots, so a pause is immediate. A replica behind ``min_version``, the newest version, waits,
+which bounds the lag.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ _NOT_RUNNING, _MOVED = -1, -2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Terms:
-    """Prompt and admission parameters; see the settings of the same names."""
+    """Prompt and admission parameters."""
 
     sampling: Sampling
     slots: int
@@ -53,8 +53,8 @@ class Admission:
     """Admit the problems of one dataset.
 
     Args:
-        terms: returns the current terms, which may change during the run.
-        gate: whether admission may begin (the initial evaluation is complete).
+        terms: returns the current terms.
+        gate: whether admission may begin.
         shortage: whether the bus has memory.
     """
 
@@ -103,7 +103,7 @@ class Admission:
         """Fill the free slots, at most 256; return the number of admitted groups.
 
         Raises:
-            BusFull: the server is out of memory; nothing was admitted.
+            BusFull: out of memory; nothing was admitted.
         """
         while True:
             run = await self._ledger.admission_state()

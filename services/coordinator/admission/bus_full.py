@@ -1,12 +1,11 @@
-"""Admission's wait for memory while the bus is at its ``maxmemory``.
+"""Admission's wait while the bus is at its ``maxmemory``.
 
 ::
 
     admission refused (BusFull) ──▶ begin: status, event, gauge
-    every _LOOK_S ──▶ used memory under _ROOM of maxmemory? ──▶ over: status, event, gauge; admission continues
+    every _LOOK_S ──▶ used memory under _ROOM of maxmemory? ──▶ over
 
-Groups in flight continue: their scripts may pass the limit. An idle trainer writes a checkpoint, which frees its
-journal.
+Groups in flight continue; an idle trainer writes a checkpoint, which frees its journal.
 """
 
 import time
@@ -24,7 +23,7 @@ BUS_FULL = Gauge(
 SOURCE = "admission"
 _LOOK_S = 0.5
 _ROOM = 0.95
-"""Share of maxmemory below which admission continues; the margin prevents flapping."""
+"""Share of maxmemory below which admission continues, against flapping."""
 
 
 class Shortage:

@@ -1,9 +1,9 @@
-"""Overlap of held-out problems with the training data, compared by a 16-byte digest of each prompt.
+"""Overlap of held-out problems with the training data, by 16-byte prompt digests.
 
 ::
 
-    prompt, word for word ──────────────────▶ exact
-    prompt, without case and spacing ───────▶ similar
+    prompt, word for word ────────────▶ exact
+    prompt, without case and spacing ─▶ similar
 """
 
 import dataclasses
@@ -15,18 +15,18 @@ from services.coordinator.admission.dataset import Problem
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Overlap:
-    """Number of held-out problems that are also in the training data."""
+    """Number of held-out problems also in the training data."""
 
     set: str
     problems: int
     exact: int
     similar: int
-    """Prompts that differ in case and spacing only."""
+    """Equal but for case and spacing."""
     example: str
-    """``file:line`` of the first match."""
+    """First match, ``file:line``."""
 
     def sentence(self, setting: str) -> str:
-        """Describe the overlap; ``setting`` names the held-out set's setting."""
+        """Describe the overlap; ``setting`` names the held-out set."""
         both = self.exact + self.similar
         return (
             f"{both} of the {self.problems} held-out problems of {self.set!r} are in the training data too ({self.exact} word for "

@@ -5,8 +5,7 @@ One row becomes one :class:`Problem`::
     {"prompt": "12+34=", "answer": 46, "level": 1}     text "12+34=", answer "46", extra {"level": 1}
     {"messages": [{"role": "user", "content": "…"}]}   chat messages
 
-Unreadable rows are logged by file and line and counted; more than ``data.max_bad_rows`` stop the start. The order is a
-pure function of seed and cursor. The dataset must fit into memory.
+Bad rows are logged and counted, up to ``data.max_bad_rows``. The order is a pure function of seed and cursor.
 """
 
 import dataclasses
@@ -31,13 +30,13 @@ log = logging.getLogger(__name__)
 _SHOWN = 5
 """Bad rows listed in an error."""
 _ANSWERING = ("assistant", "model")
-"""Roles of the policy in chat templates."""
+"""The policy's roles in chat templates."""
 _PROBE = Sampling(samples=1, max_new_tokens=1, temperature=0.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Problem:
-    """One row: prompt, reference answer, and extra fields for scorers."""
+    """One row: prompt, reference answer, extra fields."""
 
     source: str
     """``file:line``, for messages."""
@@ -64,7 +63,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dataset:
-    """The problems of one dataset, and the number of skipped rows."""
+    """Problems and the number of skipped rows."""
 
     problems: tuple[Problem, ...]
     bad_rows: int
@@ -98,7 +97,7 @@ class EpochOrder:
 
 
 def subset(problems: int, count: int, seed: int) -> list[int]:
-    """Return up to ``count`` of ``problems`` indices, ascending and determined by the seed."""
+    """Return up to ``count`` indices, ascending, determined by the seed."""
     if count >= problems:
         return list(range(problems))
     chosen = np.random.Generator(np.random.PCG64(seed)).choice(problems, size=count, replace=False)
@@ -106,7 +105,7 @@ def subset(problems: int, count: int, seed: int) -> list[int]:
 
 
 def rows_to_try(problems: Sequence[Problem], scorers: Sequence[str], each: int = 3) -> list[Prompt]:
-    """Return prompts to test scorers before training: ``each`` per scorer, spread over the data."""
+    """Return ``each`` prompts per scorer, spread over the data, for a trial."""
     chosen: set[int] = set()
     some_name_scorers = any(problem.scorers for problem in problems)
     for name in scorers:
@@ -121,17 +120,17 @@ def rows_to_try(problems: Sequence[Problem], scorers: Sequence[str], each: int =
 def load(
     path: Path, data: DataSettings, setting: str, scorers: Sequence[str] = (), comparing: Collection[str] = ()
 ) -> Dataset:
-    """Load the dataset at ``path``.
+    """Load the dataset at ``path``, a file or folder.
 
     Args:
-        path: a file or a folder.
+        path: the dataset.
         data: how to read its rows.
         setting: the setting that named ``path``.
         scorers: names that a row may use.
         comparing: scorers that need a reference answer.
 
     Raises:
-        SettingsError: the path is missing, empty or of unknown format, or has too many bad rows.
+        SettingsError: missing, empty, of unknown format, or too many bad rows.
     """
     problems: list[Problem] = []
     bad: list[str] = []
@@ -165,7 +164,7 @@ def _too_many(path: Path, bad: Sequence[str], limit: int, setting: str) -> str:
 
 
 MESSAGES_FIELD = "messages"
-"""Column of chat messages in a row without data.prompt_field."""
+"""Chat column without data.prompt_field."""
 
 
 def _problem(source: str, row: DatasetRow, data: DataSettings, scorers: Sequence[str]) -> Problem:
@@ -223,7 +222,7 @@ def _answer(value: object, field: str) -> str | None:
 
 
 def _check_answer(problem: Problem, field: str, comparing: Collection[str]) -> None:
-    """Raise BadRow if an applicable scorer needs a missing reference answer."""
+    """Raise BadRow if an applicable scorer lacks its reference answer."""
     applying = [name for name in comparing if not problem.scorers or name in problem.scorers]
     if applying and not (problem.answer or "").strip():
         raise BadRow(

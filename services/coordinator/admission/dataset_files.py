@@ -1,4 +1,4 @@
-"""Read dataset rows, each named ``file:line``: JSONL, Parquet, or a Hugging Face dataset on disk.
+"""Read dataset rows named ``file:line``: JSONL, Parquet, Hugging Face datasets.
 
 The only module that uses pyarrow and `datasets`.
 """
@@ -24,10 +24,10 @@ DatasetRow: TypeAlias = dict[str, object] | BadRow
 
 
 def read(path: Path, setting: str) -> Iterator[tuple[str, DatasetRow]]:
-    """Yield the rows of ``path`` with their names, in order.
+    """Yield the rows of ``path`` with their names.
 
     Raises:
-        SettingsError: the path is unreadable or of unknown format; the message names ``setting``.
+        SettingsError: unreadable or of unknown format; names ``setting``.
     """
     if not path.exists():
         raise SettingsError(f"expected a dataset at {path}, found nothing: change {setting}")

@@ -1,15 +1,17 @@
-"""The HTTP API; docs/api.md describes every resource with an example.
+"""The HTTP API (docs/api.md); commands are idempotent.
 
 ::
 
-    /v1/run        the live view, commands, history            /v1/services      replicas: cordon, uncordon, drain
-    /v1/run/settings   live settings                           /v1/dead-letters  entries that failed
-    /v1/operations     long-running commands                   /v1/events        a list, and a stream
-    /v1/policies       versions, marks, comparison             /v1/runs          every run on this bus
-    /v1/run/steps, /v1/run/rollouts   training records     /  the web page
-    /healthz  /readyz  /openapi.json
-
-Commands are idempotent. The generated description is committed as docs/openapi.json.
+    /v1/run                           live view, commands, history
+    /v1/run/settings                  live settings
+    /v1/run/steps, /v1/run/rollouts   training records
+    /v1/operations                    long-running commands
+    /v1/policies                      versions, marks, comparison
+    /v1/services                      replicas: cordon, uncordon, drain
+    /v1/dead-letters                  failed entries
+    /v1/events                        list and stream
+    /v1/runs                          every run on this bus
+    /, /healthz, /readyz, /openapi.json
 """
 
 from typing import Any
@@ -51,7 +53,7 @@ def make_app(parts: Parts) -> FastAPI:
 
 
 def make_routes(parts: Parts) -> FastAPI:
-    """Return the routes and their description, without middleware."""
+    """Return the routes without middleware."""
     app = FastAPI(
         title="Penstock coordinator",
         summary="Look at a run, steer it, and read the history of its policy.",

@@ -2,16 +2,15 @@
 
 ::
 
-    no token file        loopback address: every caller may operate    any other address: start refused
+    no token file        loopback: every caller may operate    other address: start refused
     token_file           its token may read and operate
-    read_token_file      its token may read: GET
+    read_token_file      its token may GET
 
-A browser exchanges a signed code for a session of the same role. A session needs both halves: an HttpOnly cookie, and a
-ticket sent as bearer token. Cookies are shared by all ports of a host, so another user's server may see the cookie, but
-never the ticket.
+A browser exchanges a signed code for a session: an HttpOnly cookie and a ticket, both required. Servers on other ports
+may see the cookie, never the ticket.
 
-A token is the first line of its file, read once at the start. Without one, ``Host`` must name this machine, which
-prevents DNS rebinding.
+A token is its file's first line, read at the start. Without one, ``Host`` must name this machine, against DNS
+rebinding.
 """
 
 import dataclasses
@@ -45,7 +44,7 @@ class Access:
     read: bytes = b""
 
     def admits(self, hosts: list[str]) -> bool:
-        """Return whether a request with these ``Host`` headers may be answered; with a token, any host may.
+        """Return whether these ``Host`` headers are allowed; with a token, any are.
 
         >>> [Access().admits([host]) for host in ("127.0.0.1:8000", "[::1]:8000", "localhost", "evil.example:8000")]
         [True, True, True, False]
@@ -55,7 +54,7 @@ class Access:
         return len(hosts) == 1 and is_loopback(re.sub(r":[0-9]*$", "", hosts[0]).strip("[]").lower())
 
     def role(self, authorization: str, cookie: str = "") -> Role | None:
-        """Return the role of an Authorization header with this session cookie; None: no access."""
+        """Return the role of an Authorization header and session cookie, if any."""
         if not self.operate:
             return Role.OPERATE
         scheme, _, given = authorization.partition(" ")
@@ -67,7 +66,7 @@ class Access:
         return None
 
     def enter(self, code: str) -> tuple[str, str] | None:
-        """Exchange a link's code for a session's cookie and ticket; None: invalid or expired."""
+        """Exchange a link's code for cookie and ticket; None: invalid or expired."""
         for token, _ in self._tokens():
             if tickets.is_valid(code, token, tickets.PAGE):
                 cookie = secrets.token_urlsafe(24)
@@ -89,7 +88,7 @@ def open_access(settings: CoordinatorSettings) -> Access:
     """Return the tokens that ``settings`` name.
 
     Raises:
-        SettingsError: a file cannot be used, or a non-loopback address would be unprotected.
+        SettingsError: a file is unusable, or a non-loopback address unprotected.
     """
     if settings.token_file is None:
         if not is_loopback(settings.host):

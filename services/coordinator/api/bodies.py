@@ -1,6 +1,6 @@
 """Request bodies, bounded in size, time and total memory.
 
-A body is held until its request is answered. A body over a limit is refused with the matching status.
+A body counts until its request is answered.
 """
 
 import asyncio
@@ -17,12 +17,12 @@ from services.coordinator.api.errors import RETRY_AFTER_S, problem
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BodyBounds:
-    """Limits on the bodies that one server holds."""
+    """Body limits of one server."""
 
     each_bytes: int = 1 << 20
     total_bytes: int = 16 << 20
     whole_s: float = 20.0
-    """Seconds from a request's head to the end of its body."""
+    """Seconds from head to end of body."""
 
 
 class BodyRefused(Exception):
@@ -43,11 +43,11 @@ class Bodies:
 
     @contextlib.asynccontextmanager
     async def read(self, receive: Receive) -> AsyncIterator[bytes]:
-        """Yield a request's whole body, which counts until the ``with`` block ends.
+        """Yield a request's whole body.
 
         Raises:
             BodyRefused: it exceeds a limit.
-            ClientDisconnect: the client left before it was complete.
+            ClientDisconnect: it is incomplete.
         """
         parts: list[bytes] = []
         try:

@@ -2,9 +2,8 @@
 
 ::
 
-    connection ──▶ too many? 503 ──▶ head (10 s, 32 KiB: 408, 431) ──▶ body (30 s: 408) ──▶ answer (30 s without a byte read: cut)
-
-A slow client loses its connection. Bodies are bounded in ``middleware``.
+    connection ──▶ too many? 503 ──▶ head (10 s, 32 KiB: 408, 431) ──▶ body (30 s: 408)
+               ──▶ answer (30 s without a byte read: cut)
 """
 
 import asyncio
@@ -27,24 +26,24 @@ class ConnectionBounds:
     head_bytes: int = 32 * 1024
     head_s: float = 10.0
     request_s: float = 30.0
-    """Seconds to receive the body after the head."""
+    """From the end of the head to the end of the body."""
     unread_s: float = 30.0
-    """Seconds for which a client may leave an answer unread."""
+    """Time for which an answer may stay unread."""
 
 
 class Connections:
-    """The open connections of one server; creates their protocols."""
+    """Open connections of one server."""
 
     def __init__(self, bounds: ConnectionBounds) -> None:
         self.bounds = bounds
         self._by_address: collections.Counter[str] = collections.Counter()
 
     def protocol(self, **arguments: Any) -> asyncio.Protocol:
-        """Return the protocol of a new connection, for uvicorn."""
+        """Return a new connection's protocol, for uvicorn."""
         return _Bounded(self, **arguments)
 
     def enter(self, address: str) -> bool:
-        """Count a connection; return whether it is within the bounds."""
+        """Count a connection; return whether it is allowed."""
         fits = self._by_address.total() < self.bounds.connections
         fits = fits and self._by_address[address] < self.bounds.connections_each
         self._by_address[address] += fits
@@ -62,7 +61,7 @@ class _Refused(Exception):
 
 
 _LINGER_S = 1.0
-"""Seconds to drain a refused connection: closing at once could lose the answer."""
+"""A refused connection is drained so long: closing at once could lose the answer."""
 _TOO_MANY: Final = (
     "expected at most {} connections, {} from one address; there are as many now: close some, or try again"
 )
@@ -131,7 +130,7 @@ class _Bounded(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer an invalid request; uvicorn calls this if parsing raises."""
+        """Answer an unparsable request, for uvicorn."""
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers or [])
         if self.headers is not None and size > self._all.bounds.head_bytes:
             self._refuse(431, self._too_large())

@@ -1,4 +1,4 @@
-"""Errors as `application/problem+json` (RFC 9457), used for every unsuccessful answer."""
+"""Errors as `application/problem+json` (RFC 9457)."""
 
 import http
 import logging
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 PROBLEM_TYPE = "application/problem+json"
 ANSWER_WITHIN_S = 5.0
 RETRY_AFTER_S = 2
-"""Seconds to wait after a 503 for lack of capacity."""
+"""After a 503 for lack of capacity."""
 
 
 class Conflict(HTTPException):
@@ -59,7 +59,7 @@ async def _http(request: Request, error: Exception) -> JSONResponse:
 
 
 def _allowed(request: Request) -> str:
-    """Return all methods of the request's path; the router gives only those of its first route."""
+    """Return the path's methods; the router gives only its first route's."""
     routes = [route for route in request.app.routes if route.matches(request.scope)[0] is Match.PARTIAL]
     methods = {method for route in routes for method in route.methods}
     return ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set())))
@@ -84,7 +84,7 @@ async def _bus_away(request: Request, error: Exception) -> JSONResponse:
 
 
 def bus_away() -> JSONResponse:
-    """Return the answer while the bus is unreachable."""
+    """Return the answer without a bus."""
     return problem(503, f"expected the bus to answer within {ANSWER_WITHIN_S:.0f} s, found that it does not: try again")
 
 

@@ -1,13 +1,13 @@
-"""Middleware: checks that apply to every request.
+"""Checks that apply to every request.
 
 ::
 
-    X-Request-Id ─▶ Host (400, 421) ─▶ token (401, 403; the page needs none) ─▶ Origin (403) ─▶ Accept (406) ─▶ route (404, 405)
-                                         ─▶ body (408, 413, 415, 503) ─▶ Idempotency-Key (409, 422) ─▶ the route's own answer
+    X-Request-Id ─▶ Host (400, 421) ─▶ token (401, 403; the page needs none) ─▶ Origin (403) ─▶ Accept (406)
+                 ─▶ route (404, 405) ─▶ body (408, 413, 415, 503) ─▶ Idempotency-Key (409, 422) ─▶ answer
 
-Without a token or a route, nothing is written and no body is read. A request id is kept or assigned, returned and
-logged. A POST with an ``Idempotency-Key`` (draft-ietf-httpapi-idempotency-key-header) runs once; its answer is kept on
-the bus for a day. Another body under the same key is 422; 409 while the first is being answered.
+Without a token or a route, nothing is written and no body is read. A POST with an ``Idempotency-Key``
+(draft-ietf-httpapi-idempotency-key-header) runs once; its answer is kept for a day. Another body under the key is 422;
+409 while the first is being answered.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ REQUEST_SECONDS = Histogram(
 )
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
-"""No token needed: used by kubelets and load balancers."""
+"""For kubelets and load balancers, without token."""
 STREAM_PATH: Final = "/v1/events/stream"
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,100}")
@@ -65,6 +65,7 @@ class Conventions:
         self._bodies = Bodies()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
         elif scope["method"] == "HEAD":
@@ -128,7 +129,7 @@ class Conventions:
         return None
 
     def _host_refusal(self, path: str, hosts: list[str]) -> Response | None:
-        """Refuse DNS rebinding. HTTP/1.0 probes may omit the host; browsers never do."""
+        """Refuse DNS rebinding; only HTTP/1.0 probes may omit the host."""
         if not hosts and path in OPEN_PATHS:
             return None
         if len(hosts) != 1:
@@ -139,7 +140,7 @@ class Conventions:
         return None
 
     def _is_own(self, origin: str, scheme: str, host: str) -> bool:
-        """Return whether ``origin`` is this API's page; with a token, a proxy may have terminated TLS."""
+        """Return whether ``origin`` is this page; with a token, a proxy may terminate TLS."""
         schemes = ("http", "https") if self._access.operate else (scheme,)
         return origin in [f"{each}://{host}" for each in schemes]
 
@@ -169,7 +170,7 @@ class Conventions:
             await self._keep(name, mark, copy)
 
     async def _take(self, name: str, mark: str) -> Response | None:
-        """Reserve ``name``, or return the answer to send instead."""
+        """Reserve ``name``, or return its kept answer."""
         text = await begin_answer(self._bus, name, json.dumps({"mark": mark}))
         if text is None:
             return None
@@ -181,7 +182,7 @@ class Conventions:
         return Response(kept["body"].encode(), kept["status"], {**kept["headers"], "Idempotency-Replayed": "true"})
 
     async def _keep(self, name: str, mark: str, copy: "_Copy") -> None:
-        """Keep an answer for a day; a failed one (a bug, no bus, truncated) may be retried."""
+        """Keep an answer for a day, unless it failed or is truncated."""
         if not copy.whole or copy.status >= 500:
             await forget_answer(self._bus, name)
             return
@@ -190,7 +191,7 @@ class Conventions:
 
 
 def _is_open(path: str) -> bool:
-    """Return whether ``path`` needs no token; without a valid code such a request writes nothing."""
+    """Return whether ``path`` needs no token."""
     return path in OPEN_PATHS or path == SESSION_PATH or page_type(path) is not None
 
 

@@ -1,4 +1,4 @@
-"""``python -m services.coordinator.api.openapi docs/openapi.json``: write the API's description from the code."""
+"""``python -m services.coordinator.api.openapi docs/openapi.json``: write the API description."""
 
 import json
 import sys
@@ -9,8 +9,8 @@ from services.coordinator.api.app import make_routes
 
 
 def description() -> str:
-    """Return the API's description as committed."""
-    nothing: Any = None  # routes use their dependencies only when called
+    """Return the API description."""
+    nothing: Any = None  # used only when called
     return json.dumps(make_routes(nothing).openapi(), indent=1, ensure_ascii=False) + "\n"
 
 

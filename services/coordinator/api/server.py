@@ -1,6 +1,6 @@
-"""The API's server: uvicorn in this process's event loop, on a port bound before anything else starts.
+"""uvicorn in this process's event loop, on a port bound before anything else starts.
 
-The address is written to <run folder>/coordinator.json once the server answers, and again by the leader.
+Its address is in <run folder>/coordinator.json.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class Server:
     """Serve one app.
 
     Raises:
-        SettingsError: the port is taken, or the host is not local.
+        SettingsError: port taken or host not local.
     """
 
     def __init__(self, host: str, port: int, bounds: ConnectionBounds | None = None) -> None:
@@ -62,7 +62,7 @@ class Server:
         self.answers = asyncio.Event()
 
     async def run(self, app: FastAPI, announce: Path, run_id: str) -> None:
-        """Serve until cancelled; then finish requests in progress, and close."""
+        """Serve until cancelled, then finish open requests."""
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # clients' broken requests are not errors
         config = uvicorn.Config(
             app,
@@ -86,7 +86,7 @@ class Server:
             await serving
 
     def announce(self, path: Path, run_id: str) -> None:
-        """Write this server's address to ``path`` unless it is there; a full disk leaves it to the next call."""
+        """Write this server's address to ``path``; a full disk is retried next time."""
         text = json.dumps({"url": self.url, "pid": os.getpid(), "run_id": run_id}) + "\n"
         try:
             if not path.exists() or path.read_text(encoding="utf-8") != text:

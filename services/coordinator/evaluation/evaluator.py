@@ -1,14 +1,13 @@
-"""Held-out evaluation: the same replicas answer on the ``eval_*`` streams, with exactly the evaluated version.
+"""Held-out evaluation on the ``eval_*`` streams, answered by exactly the evaluated version.
 
 ::
 
-    start (one script: description, holding, prompts) ──▶ replicas that keep the version ──▶ reward ──▶ eval_results
-                                                                                                          │
-    end (one script: results by set; holding released) ◀────── answers (hash, by problem) ◀───────────────┘
+    start (one script: description, holding, prompts) ──▶ replicas ──▶ reward ──▶ eval_results
+                                                                                       │
+    end (one script: results by set; holding released) ◀── answers (hash, by problem) ◀┘
 
-One evaluation covers a version and all due sets, and survives a coordinator restart. Duplicate answers count once;
-answers from other versions do not count. It ends when every problem is answered, its streams are empty, no replica can
-serve the version, or the deadline passes. It reports on the answers received; without any, the head is evaluated
+An evaluation covers one version and all due sets, and survives restarts. It ends when all problems are answered, its
+streams are empty, no replica can serve the version, or the deadline passes. Without any answer, the head is evaluated
 instead.
 """
 
@@ -54,12 +53,12 @@ Judge = Callable[[Evaluation], Awaitable[Evaluation]]
 
 
 class Evaluator:
-    """Evaluate versions one at a time; results are kept on the bus.
+    """Evaluate versions one at a time.
 
     Args:
-        sets: the held-out sets with their problems.
+        sets: held-out sets with problems.
         max_new_tokens: longest completion.
-        interrupted: whether to abandon a version (the run was stopped, the version revoked).
+        interrupted: whether to abandon a version.
     """
 
     def __init__(
@@ -86,10 +85,9 @@ class Evaluator:
         return [held_out for held_out, _ in self._sets]
 
     async def evaluate(self, version: PolicyVersion, step: int, due: Due) -> list[Evaluation] | None:
-        """Evaluate ``version`` on the due sets, or continue the evaluation in progress.
+        """Evaluate ``version`` on the due sets, or continue the current evaluation.
 
-        Returns None if it was interrupted, ``version`` is already evaluated or no longer the head, or there were no
-        answers; the streams are left empty.
+        Returns None if interrupted, already evaluated, no longer the head, or unanswered; the streams are left empty.
         """
         description = await self.under_way()
         if description is None:
@@ -104,7 +102,7 @@ class Evaluator:
         return await self._report(description, why)
 
     async def under_way(self) -> Description | None:
-        """Return the evaluation begun by an earlier process, if any."""
+        """Return an earlier process's evaluation, if any."""
         return await store.under_way(self._bus)
 
     def _describe(self, version: PolicyVersion, step: int, due: Due) -> tuple[Description, list[Prompt]]:
@@ -139,7 +137,7 @@ class Evaluator:
     # ---------------------------------------------------------------- collect
 
     async def _collect(self, description: Description) -> str | None:
-        """Take answers until the evaluation ends; return why answers are missing, or None if interrupted."""
+        """Take answers; return why some are missing, or None if interrupted."""
         async for delivery in self._bus.own(EVAL_RESULTS, Experience, CONSUMER):
             await self._take(description, [delivery])
         reclaim_at_s = time.monotonic() + _LOST_AFTER_S
@@ -180,7 +178,7 @@ class Evaluator:
         await store.keep_answer(self._bus, prompt.group_id, correct)
 
     async def _over(self, description: Description, *, servable: bool) -> str | None:
-        """Return None while answers may arrive, else why some are missing (empty: complete, or the rest are dead)."""
+        """Return None while answers may arrive, else why some are missing."""
         if await store.answered(self._bus) >= description.problems:
             return ""
         # One script, so that entries moving between streams are not missed.
@@ -232,13 +230,13 @@ class Evaluator:
 
 
 async def take_all(bus: Bus, stream: Stream, count: int = 256) -> list[Delivery[object]]:
-    """Take up to ``count`` entries of a stream from any consumer; an empty list when there are no more."""
+    """Take up to ``count`` entries of a stream from any consumer."""
     fresh = await bus.read(stream, object, CONSUMER, count, None)
     return fresh or await bus.reclaim(stream, object, CONSUMER, 0.0, count)
 
 
 def candidates(beats: Iterable[Heartbeat], version: PolicyVersion) -> list[Heartbeat]:
-    """Return the replicas that can answer as ``version``: those serving it first, then those not past it."""
+    """Return replicas that can answer as ``version``, those serving it first."""
     able = [
         beat
         for beat in beats

@@ -1,13 +1,12 @@
-"""The regression gate: revoke a version whose held-out accuracy fell significantly, and roll the run back.
+"""Revoke a version whose held-out accuracy fell significantly, and roll back.
 
 ::
 
     evaluation ─▶ judge: passed │ fell ──(kept with the evaluation)──▶ act: tell │ roll back │ pause
 
-A version fell if, on the gated set, ``fall = accuracy of the reference − its own`` exceeds ``max_fall`` and the 95 %
-interval (``accuracy.fall``) lies above 0. The reference is the branch's best version that passed. The first evaluation
-passes. The rollback target is the newest checkpoint that passed or is an ancestor of one that did. The verdict and the
-action are kept on the bus, so a restart acts only once.
+A version fell if ``fall = accuracy of the reference − its own`` exceeds ``max_fall`` and its 95 % interval
+(``accuracy.fall``) is above 0. The reference is the branch's best passing version. Rollback goes to the newest
+checkpoint that passed or is an ancestor of one that did. Verdict and action are on the bus, so a restart acts once.
 """
 
 import dataclasses
@@ -38,17 +37,17 @@ GATE_FALLS = Counter(
 PASSED, FELL = "passed", "fell"
 SOURCE = "gate"
 MIN_PROBLEMS = 50
-"""Below this number of answered problems the interval is too wide: no verdict."""
+"""With fewer answered problems there is no verdict."""
 MAX_ROLLBACKS = 2
-"""Consecutive rollbacks without a passing version before the run pauses."""
+"""Consecutive rollbacks before the run pauses."""
 
 
 def judge(found: Evaluation, before: Sequence[Evaluation], gate: GateSettings) -> Evaluation:
-    """Return ``found`` with the gate's verdict.
+    """Return ``found`` with the verdict.
 
     Args:
         found: of the gated set.
-        before: evaluations of the run's branch, oldest first.
+        before: the branch's evaluations, oldest first.
     """
     own = _estimate(found)
     if own is None or found.answered < MIN_PROBLEMS:
@@ -73,7 +72,7 @@ def target(
     records: Mapping[PolicyVersion, PolicyRecord],
     checkpoints: Collection[PolicyVersion],
 ) -> PolicyVersion | None:
-    """Return the newest version with a checkpoint that passed or is an ancestor of one that did."""
+    """Return the newest checkpoint that passed or is an ancestor of one that did."""
     newest = max((one.version for one in found if one.gate == PASSED), default=None)
     line = [] if newest is None else ancestors(newest, records)
     return next((version for version in line if version in checkpoints), None)
@@ -89,7 +88,7 @@ class RegressionGate:
     """Judge evaluations, and act on falls.
 
     Args:
-        changed: called when the run was paused.
+        changed: called after a pause.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class RegressionGate:
         self._changed = changed
 
     async def judge(self, found: Evaluation) -> Evaluation:
-        """Return ``found`` with the gate's verdict; unchanged if the gate does not apply."""
+        """Return ``found`` with the verdict, if the gate applies."""
         if self._settings.gate.action == "off" or found.set != self._settings.gated:
             return found
         revoked = await self._ledger.revoked()
@@ -110,10 +109,10 @@ class RegressionGate:
         return judge(found, before, self._settings.gate)
 
     async def act(self, status: RunStatus, found: Sequence[Evaluation]) -> bool:
-        """Act once on the newest version that fell; return whether anything was done.
+        """Act once on the newest fall; return whether anything was done.
 
         Args:
-            found: evaluations of the run's branch, oldest first.
+            found: the branch's evaluations, oldest first.
         """
         gate = self._settings.gate
         fallen = next((one for one in reversed(found) if one.gate == FELL), None)

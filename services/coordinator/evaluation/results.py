@@ -1,7 +1,4 @@
-"""Evaluation results of one version by set, as stored on the bus and in the report.
-
-Only answered problems count; missing ones are noted.
-"""
+"""Evaluation results by set, as stored. Only answered problems count."""
 
 import dataclasses
 import json
@@ -27,28 +24,28 @@ class Evaluation:
     answered: int
     """Problems answered entirely by ``version``."""
     correct: int
-    """Completions above the set's threshold, of answered × samples."""
+    """Of answered × samples."""
     accuracy: float | None
-    """Mean share of correct completions over answered problems; None without answers."""
+    """Mean correct share over answered problems."""
     accuracy_low: float | None
     accuracy_high: float | None
-    """Its 95 % interval (``accuracy.estimate``)."""
+    """95 % interval (``accuracy.estimate``)."""
     pass_at: dict[str, Estimate]
-    """By k: probability that one of k completions is correct."""
+    """Probability that one of k is correct."""
     initial: bool
     final: bool
     started_at_s: float
     seconds: float
     note: str
-    """Why answers are missing; empty if complete."""
+    """Why answers are missing."""
     gate: str = ""
-    """passed, fell, or empty if the gate did not apply."""
+    """passed, fell, or empty: not applied."""
     gate_detail: str = ""
     """Reference and difference."""
 
 
 def summarize(description: Description, answers: Mapping[int, int], why: str, now_s: float) -> list[Evaluation]:
-    """Return results by set from ``answers`` (problem → correct completions); ``why`` explains missing ones."""
+    """Return results by set from ``answers`` (problem → correct completions)."""
     found, first = [], 0
     for asked in description.sets:
         correct = [answers[problem] for problem in range(first, first + asked.problems) if problem in answers]
@@ -94,12 +91,12 @@ def sentence(found: Evaluation) -> str:
 
 
 async def evaluations(bus: Bus) -> list[Evaluation]:
-    """Return the results of every evaluation of the run, by version, in set order."""
+    """Return all evaluations, by version, in set order."""
     return read_evaluations(await results(bus))
 
 
 def read_evaluations(raw: Mapping[bytes, bytes]) -> list[Evaluation]:
-    """Return the evaluations in an HGETALL reply, by version, in set order."""
+    """Return the evaluations in an HGETALL reply."""
     found = [json.loads(raw[version]) for version in sorted(raw, key=int)]
     return [_evaluation(fields) for of_version in found for fields in _listed(of_version)]
 

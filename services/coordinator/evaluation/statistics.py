@@ -1,7 +1,6 @@
-"""Accuracy and pass@k with 95 % intervals, and whether a fall is significant. Pure functions.
+"""Accuracy and pass@k with 95 % intervals, and the significance of a fall. Pure functions.
 
-The sampling unit is the problem: its samples are correlated, so n samples of m problems carry less information than n·m
-problems.
+A problem's samples are correlated, so the sampling unit is the problem.
 """
 
 import dataclasses
@@ -10,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 
 Z = 1.959964
-"""97.5 % quantile of the normal distribution, for 95 % intervals."""
+"""97.5 % quantile of the normal distribution."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,7 +24,7 @@ class Estimate:
 def pass_at(k: int, samples: int, correct: int) -> float:
     """Return the probability that one of ``k`` completions is correct, if ``correct`` of ``samples`` are.
 
-    The unbiased estimator 1 − C(n − c, k) / C(n, k) of Chen et al. 2021 (arXiv:2107.03374, equation 1), for k ≤ n.
+    1 − C(n − c, k) / C(n, k), unbiased for k ≤ n (Chen et al. 2021, arXiv:2107.03374, equation 1).
 
     >>> pass_at(2, 4, 1)    # of 6 pairs, 3 hold the correct one
     0.5
@@ -36,17 +35,16 @@ def pass_at(k: int, samples: int, correct: int) -> float:
 def estimate(of_problems: Sequence[float], samples: int) -> Estimate:
     """Return the mean share over problems, and its interval.
 
-    Wilson's score interval (Wilson 1927) of p = mean over ``observations`` n::
+    Wilson's score interval (1927) of p = mean over ``observations`` n::
 
         (p + z²/2n ± z·√(p(1 − p)/n + z²/4n²)) / (1 + z²/n)
 
-    With one sample a problem, n is the number of problems m. Otherwise n is the effective sample size of a cluster
-    sample, p(1 − p) / (s²/m) with the variance s² of the problems' shares, between m and m·samples (Dean and Pagano
-    2015, doi:10.1093/jssam/smv024).
+    n is the effective sample size of a cluster sample, p(1 − p) / (s²/m) with m problems and variance s² of their
+    shares, between m and m·samples (Dean and Pagano 2015, doi:10.1093/jssam/smv024).
 
     Args:
-        of_problems: a value from 0 to 1 for each of at least one problem.
-        samples: completions of each.
+        of_problems: a value from 0 to 1 per problem.
+        samples: completions per problem.
     """
     problems = len(of_problems)
     mean = statistics.fmean(of_problems)
@@ -67,13 +65,13 @@ def _observations(of_problems: Sequence[float], mean: float, samples: int) -> fl
 
 
 def fall(before: Estimate, after: Estimate) -> Estimate:
-    """Return how much lower ``after`` is than ``before``, with the 95 % interval of the difference.
+    """Return how much lower ``after`` is than ``before``, with its 95 % interval.
 
-    Newcombe's hybrid score interval (1998, method 10) for two independent shares::
+    Newcombe's hybrid score interval (1998, method 10)::
 
         d = p₁ − p₂,   low = d − √((p₁ − low₁)² + (high₂ − p₂)²),   high = d + √((high₁ − p₁)² + (p₂ − low₂)²)
 
-    Shared problems make the true interval narrower; this one is conservative.
+    It assumes independent shares; shared problems make it conservative.
     """
     difference = before.value - after.value
     low = difference - math.hypot(before.value - before.low, after.high - after.value)

@@ -1,13 +1,13 @@
-"""Long-running commands: a record on the bus that clients poll, and the task that does the work.
+"""Long-running commands: records that clients poll, and the tasks that do the work.
 
 ::
 
-    POST … ──▶ begin ──▶ 202, Location: /v1/operations/{id}          running ──▶ succeeded
-                 │                                                       ├─────▶ failed      it could not be done
-                 └──▶ the handler of its kind, phase by phase ───────────┴─────▶ cancelled   superseded
+    POST … ──▶ begin ──▶ 202, Location: /v1/operations/{id}    running ──▶ succeeded
+                 │                                                 ├─────▶ failed
+                 └──▶ the handler of its kind, phase by phase ─────┴─────▶ cancelled   superseded
 
-An operation survives its coordinator: the next leader calls the handler again with the record, so handlers are
-idempotent. Repeating a command in progress returns the same operation. When a run ends, operations in progress fail.
+The next leader calls the handler again with the record, so handlers are idempotent. Repeating a command in progress
+returns the same operation.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ _LOOK_S = 2.0
 
 
 class StateConflict(PenstockError):
-    """A command does not fit the run's state; nothing was changed."""
+    """A command does not fit the run's state."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Operations:
     """The operations of a run.
 
     Args:
-        handlers: by kind. An exception fails its operation and is re-raised.
+        handlers: by kind. An exception fails the operation and is re-raised.
     """
 
     def __init__(self, bus: Bus, handlers: Mapping[str, Handler]) -> None:
@@ -60,7 +60,7 @@ class Operations:
         self._wake = asyncio.Event()
 
     async def begin(self, kind: str, phase: str, request: Mapping[str, Json]) -> Operation:
-        """Begin an operation, or return the one in progress for this kind and request."""
+        """Begin an operation, or return the equal one in progress."""
         assert kind in self._handlers
         known = await self._store.all()
         for found in known:
@@ -83,7 +83,7 @@ class Operations:
         return await self._store.all()
 
     async def run(self) -> None:
-        """Run every operation in progress, including those of earlier coordinators."""
+        """Run all operations in progress, including earlier coordinators'."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 for found in await self._store.all():
@@ -96,7 +96,7 @@ class Operations:
                 self._wake.clear()
 
     async def give_up(self, detail: str) -> None:
-        """Fail all operations in progress: no process is left to do them."""
+        """Fail all operations in progress at the run's end."""
         for found in await self._store.all():
             if found.state is OperationState.RUNNING:
                 await self._end(found, OperationOutcome(OperationState.FAILED, detail))

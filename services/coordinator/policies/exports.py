@@ -1,12 +1,10 @@
-"""Exports over HTTP, made by the trainer.
+"""Exports over HTTP, made by the trainer, which has the weights.
 
 ::
 
-    POST …/export ─▶ check ─▶ operation ─▶ order on the bus ─▶ the trainer makes it (``shared.bus.stores.exports``) ─▶ folder
+    POST …/export ─▶ check ─▶ operation ─▶ order on the bus ─▶ trainer (``shared.bus.stores.exports``) ─▶ folder
                        │                        ├─▶ cancelled: a rollback revoked the version
-                       └─▶ 409                  └─▶ failed: export failed, or no trainer for ``patience_s``
-
-The trainer has the weights; the coordinator's image has no torch.
+                       └─▶ 409                  └─▶ failed, or no trainer for ``patience_s``
 """
 
 import asyncio
@@ -30,7 +28,7 @@ class Exporting:
     """Run exports.
 
     Args:
-        patience_s: how long an order waits without a trainer; longer than a trainer's restart.
+        patience_s: longer than a trainer's restart.
     """
 
     def __init__(self, bus: Bus, ledger: Ledger, settings: Settings, patience_s: float = _PATIENCE_S) -> None:
@@ -59,7 +57,7 @@ class Exporting:
             )
 
     async def see_through(self, operation: Operation, report: Report) -> OperationOutcome:
-        """Order the operation's version, and wait until the trainer has exported it."""
+        """Order the version, and wait until it is exported."""
         version, adapter = PolicyVersion(_number(operation)), operation.request["adapter"] is True
         seen_s = time.monotonic()
         while True:

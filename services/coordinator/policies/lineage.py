@@ -1,4 +1,4 @@
-"""Lineage and comparison of versions. Pure functions over the ledger's records."""
+"""Lineage and comparison of versions. Pure functions."""
 
 import math
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ def compare(
 
     Args:
         records: every version's.
-        accuracy: evaluation results, 0 to 1.
+        accuracy: from 0 to 1.
     """
     of_right = set(ancestors(right.version, records))
     ancestor = next((version for version in ancestors(left.version, records) if version in of_right), None)

@@ -1,8 +1,6 @@
-"""Promotion: make each published version the head, in version order, and notify every replica.
+"""Make each published version the head, and notify the replicas of it and its sources (``relay_tree``).
 
-Blocks on ``published``, so a version is live about a millisecond after its commit. The message names each replica's
-sources (see ``relay_tree``). The promoting transaction also acknowledges, so a version is promoted exactly once and
-never behind a newer one.
+Blocks on ``published``. Promotion and acknowledgement are one transaction, so each version is promoted once, in order.
 """
 
 import logging
@@ -29,7 +27,7 @@ PROMOTE_SECONDS = Histogram(
 )
 
 CONSUMER = "coordinator"
-"""Shared by all processes, so a successor takes over pending entries."""
+"""Shared, so that a successor takes over pending entries."""
 _LOST_AFTER_S = 2.0
 
 
@@ -37,7 +35,7 @@ class Promotion:
     """Promote published versions.
 
     Args:
-        fan_out: most replicas that pull from the trainer, and from each replica.
+        fan_out: most replicas that pull from one source.
         promoted: called with each new head.
     """
 

@@ -1,4 +1,4 @@
-"""Relay tree of weight pulls: the trainer sends a version ``fan_out`` times, for any number of replicas.
+"""Relay tree of weight pulls: the trainer sends a version ``fan_out`` times.
 
 ::
 
@@ -8,7 +8,7 @@
                      ┌────┴────┐         ┌────┴────┐         the parent of number i is number i // fan_out − 1
                  rollout-2 rollout-3 rollout-4 rollout-5
 
-Buckets are pipelined, so each level adds one bucket's time. If a parent fails, its children pull from the trainer.
+Buckets are pipelined, so a level adds one bucket's time. A failed parent's children pull from the trainer.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,15 +16,15 @@ from collections.abc import Iterable, Mapping
 from shared.bus.stores.heartbeats import Heartbeat
 
 FAN_OUT = 2
-"""Default fan-out: two saturate the trainer's network card and keep the tree flat."""
+"""Two saturate the trainer's network card."""
 
 
 def sources(replicas: Mapping[str, str], fan_out: int, trainer: str) -> dict[str, tuple[str, ...]]:
-    """Return each replica's source addresses, in the order to try; the trainer's is last.
+    """Return each replica's source addresses in order; the trainer's is last.
 
     Args:
         replicas: serving address by name.
-        fan_out: most children of the trainer and of each replica.
+        fan_out: most children per node.
 
     >>> sources({"a": "h:1", "b": "h:2"}, 1, "t:0")
     {'a': ('t:0',), 'b': ('h:1', 't:0')}
@@ -38,7 +38,7 @@ def sources(replicas: Mapping[str, str], fan_out: int, trainer: str) -> dict[str
 
 
 def serving(beats: Iterable[Heartbeat]) -> dict[str, str]:
-    """Return the healthy replicas that can relay weights, with their addresses."""
+    """Return the addresses of healthy replicas that can relay."""
     return {
         beat.replica: beat.source
         for beat in beats

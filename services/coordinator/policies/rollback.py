@@ -3,16 +3,14 @@
 ::
 
     begin ── one script ──▶ loading ──▶ pulling ──▶ live
-             │              │           └ the new version is the head; until every replica serves it, or one does and the
-             │              │             deadline passed
-             │              └ the trainer loads the checkpoint and publishes its weights as the newest version,
-             │                child of the target
-             └ atomically: the run pauses, later versions are revoked (their samples are fenced at the trainer's intake),
-               the branch's journal is undone, the trainer is shut out, step and dataset position are the target's
+             │              │           └ the new version is the head; ends when every replica serves it,
+             │              │             or one at the deadline
+             │              └ the trainer loads the checkpoint and publishes it as the newest version
+             └ atomically: the run pauses, later versions are revoked (their samples are fenced at the trainer's
+               intake), their journal is undone, the trainer is shut out, step and dataset position are restored
 
-A run that was running resumes once the version is live. The state is on the bus, so any leader completes it. One
-rollback at a time; repeating it is idempotent. It fails if the run is stopped or the trainer cannot load the checkpoint
-(``services.trainer.rank0.resume``); the run then stays paused until another rollback.
+A run that was running resumes once the version is live. The state is on the bus; any leader completes it. It fails if
+the run is stopped or the checkpoint cannot be loaded (``services.trainer.rank0.resume``); the run then stays paused.
 """
 
 import asyncio
@@ -58,9 +56,9 @@ class Rollbacks:
     """Begin and complete rollbacks.
 
     Args:
-        deadline_s: how long the run waits for replicas to serve the new version.
-        changed: called when the run changed.
-        operate: begins or finds a rollback's operation.
+        deadline_s: longest wait for replicas.
+        changed: called after a change of the run.
+        operate: begins or finds the operation.
     """
 
     def __init__(
@@ -80,10 +78,10 @@ class Rollbacks:
     # ---------------------------------------------------------------- begin
 
     async def begin(self, target: PolicyVersion, reason: str) -> Operation:
-        """Roll the run back to ``target``; return the operation, new or in progress.
+        """Roll the run back to ``target``; return the operation.
 
         Raises:
-            Misfit: it cannot be; nothing was changed.
+            Misfit: impossible; nothing was changed.
         """
         while True:
             if (found := await self.current()) is not None and found.stage not in OVER:
@@ -143,7 +141,7 @@ class Rollbacks:
         return await current_rollback(self._bus)
 
     async def run(self) -> None:
-        """Ensure that every rollback has its operation, even if its coordinator died."""
+        """Ensure that every rollback has its operation."""
         while True:
             found = await self.current()
             if found is not None and found.stage not in OVER:
@@ -168,7 +166,7 @@ class Rollbacks:
             await steer_rollback(self._bus, found.id, resumes=0)
 
     async def advance(self) -> Rollback | None:
-        """Advance the current rollback as far as possible; return it."""
+        """Advance the current rollback as far as possible."""
         found = await self.current()
         if found is None or found.stage in OVER:
             return found

@@ -1,1 +1,1 @@
-"""Run records: JSON lines in the run's folder, its summary, and ``report.html``."""
+"""Run records: JSON Lines, summary, ``report.html``."""

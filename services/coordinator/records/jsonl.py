@@ -13,7 +13,7 @@ _BLOCK_BYTES = 1 << 16
 
 
 class Lines:
-    """One JSON Lines file of objects.
+    """One JSON Lines file.
 
     >>> lines = Lines(Path("metrics.jsonl"))          # doctest: +SKIP
     >>> lines.last                                    # doctest: +SKIP
@@ -25,10 +25,10 @@ class Lines:
         self.last = _mend(path)
 
     def append(self, lines: Sequence[dict[str, Json]]) -> None:
-        """Append complete lines; non-finite numbers become null.
+        """Append lines; non-finite numbers become null.
 
         Raises:
-            OSError: not all could be written; the file is unchanged.
+            OSError: the file is unchanged.
         """
         if not lines:
             return
@@ -48,7 +48,7 @@ class Lines:
 
 
 def read(path: Path) -> Iterator[dict[str, Json]]:
-    """Yield every complete line of a file, oldest first; nothing if it does not exist."""
+    """Yield a file's complete lines, oldest first."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -58,7 +58,7 @@ def read(path: Path) -> Iterator[dict[str, Json]]:
 
 
 def newest_first(path: Path) -> Iterator[dict[str, Json]]:
-    """Yield every complete line of a file, newest first, reading lazily; nothing if it does not exist."""
+    """Yield a file's complete lines, newest first, reading lazily."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -75,7 +75,7 @@ def newest_first(path: Path) -> Iterator[dict[str, Json]]:
 
 
 def _write_all(file: BinaryIO, data: bytes) -> None:
-    """Write all of ``data``; a filling disk may take a part at a time."""
+    """Write all of ``data``, despite partial writes."""
     while data:
         data = data[file.write(data) :]
 

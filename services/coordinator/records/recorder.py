@@ -1,15 +1,15 @@
-"""Recorder: copies run records from the bus to JSON Lines files in the run's folder.
+"""Copy run records from the bus to the run's folder.
 
 ::
 
     bus                       file                 one line is
-    steps                     metrics.jsonl        one optimizer step: step, version, samples, lag_counts, every metric
+    steps                     metrics.jsonl        one optimizer step: step, version, samples, lag_counts, metrics
     evaluations               evaluations.jsonl    one evaluation
     events                    events.jsonl         one event
-    journal (newest group)    rollouts.jsonl       one trained group, each ``sample_every_steps`` steps, readable
+    journal (newest group)    rollouts.jsonl       one trained group, each ``sample_every_steps`` steps
 
-Each line carries its entry's id, where the recorder resumes: a restart writes no line twice. If the disk is full it
-retries; the bus keeps the data. After a rollback a step may have two lines; the later one is valid.
+Lines carry their entry's id, where the recorder resumes. While the disk is full it retries. After a rollback a step's
+later line is valid.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ _AGAIN_S = 1.0
 
 
 class Recorder:
-    """Write the run's records: ``run`` until cancelled, ``catch_up`` once."""
+    """Write records: ``run`` until cancelled, ``catch_up`` once."""
 
     def __init__(self, bus: Bus, folder: Path, sample_every_steps: int) -> None:
         self._bus = bus
@@ -45,11 +45,11 @@ class Recorder:
         self._folder = folder
         self._busy = asyncio.Lock()
         self.trouble = ""
-        """Why records cannot be written, if they cannot."""
+        """Why records cannot be written."""
         self.reopen()
 
     def reopen(self) -> None:
-        """Reread the files' last lines: another coordinator may have written."""
+        """Reread the last lines: another coordinator may have written."""
         folder = self._folder
         self._metrics = Lines(folder / "metrics.jsonl")
         self._events = Lines(folder / "events.jsonl")
@@ -67,12 +67,12 @@ class Recorder:
             await wait_for_any(self._bus, self._after, _WAIT_S)
 
     async def catch_up(self) -> None:
-        """Write everything that the files lack; waits while the disk is full."""
+        """Write all that the files lack."""
         async with self._busy:
             await self.with_room(self._catch_up)
 
     async def with_room(self, write: Callable[[], Awaitable[None]]) -> None:
-        """Retry ``write`` while the disk is full, and report that in ``trouble``."""
+        """Retry ``write`` while the disk is full, reporting ``trouble``."""
         while True:
             try:
                 await write()
@@ -147,7 +147,7 @@ def step_line(entry: str, report: StepReport) -> dict[str, Json]:
 
 
 def rollout_line(entry: str, step: int, experience: Experience) -> dict[str, Json]:
-    """Return a group as a readable line of rollouts.jsonl."""
+    """Return a group as a line of rollouts.jsonl."""
     prompt = experience.group.prompt
     completions: list[Json] = [
         {

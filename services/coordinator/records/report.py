@@ -1,7 +1,7 @@
-"""report.html: the run's curves and rollouts (``api/page``) in one self-contained offline file.
+"""report.html: the run's curves and rollouts in one offline file.
 
-Built from the records, any of which may be missing or truncated. The data are one block of JSON, which ``report.js``
-shows as text; the content security policy admits this script only.
+Records may be missing or truncated. Data are JSON that ``report.js`` shows as text; the content security policy admits
+this script only.
 """
 
 import base64
@@ -21,7 +21,7 @@ from shared.bus.messages import Json
 from shared.files.durable import write_whole
 
 DATA = "data"
-"""Source of events about doubtful data."""
+"""Event source for data warnings."""
 _PAGE = Path(__file__).parents[1] / "api" / "page"
 _SCRIPTS = ("dom.js", "charts.js", "curves.js", "rollouts.js", "report.js")
 _ABOUT_STEP = frozenset({"entry", "step", "version", "finished_at_s"})
@@ -46,10 +46,10 @@ _DOCUMENT = """<!doctype html>
 
 
 def write_report(run_folder: Path) -> Path:
-    """Write ``<run_folder>/report.html`` atomically; return its path.
+    """Write ``<run_folder>/report.html`` atomically.
 
     Raises:
-        OSError: the folder cannot be written.
+        OSError: not writable.
     """
     path = run_folder / "report.html"
     style, script = (_PAGE / "look.css").read_text(encoding="utf-8"), _script()
@@ -80,7 +80,7 @@ def records(run_folder: Path) -> dict[str, Json]:
 
 
 def _script() -> str:
-    """Return the modules as one script: a file has no origin to import from."""
+    """Return the modules as one script: files cannot import."""
     text = "".join((_PAGE / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     return re.sub(r"^(import .*;\n|export )", "", text, flags=re.MULTILINE)
 

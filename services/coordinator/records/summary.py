@@ -1,6 +1,6 @@
-"""The run's summary, computed from the bus and metrics.jsonl only, so it is correct after restarts.
+"""The run's summary, from the bus and metrics.jsonl only.
 
-Times are Unix seconds; ``training_s`` runs from the first admission to the last commit, without pauses.
+``training_s`` runs from the first admission to the last commit, without pauses.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from shared.files.durable import write_whole
 from shared.settings import Settings
 
 _ENDS = 5
-"""Steps at each end over which the reward is averaged."""
+"""Steps averaged at each end."""
 _PACKAGES = (
     *("penstock", "numpy", "msgpack", "redis", "pydantic", "fastapi", "uvicorn", "pyarrow"),
     *("torch", "transformers", "deepspeed", "math-verify", "vllm"),
@@ -29,28 +29,28 @@ _PACKAGES = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Summary:
-    """Contents of summary.json; None if a figure is not available."""
+    """Contents of summary.json."""
 
     run_id: str
     state: str
     reason: str
     accuracy_before: float | None
-    """Held-out accuracy of the initial policy, first set."""
+    """Initial policy, first set."""
     accuracy_after: float | None
-    """Held-out accuracy of the last evaluated version."""
+    """Last evaluated version."""
     training_s: float
     steps: int
     samples: int
     samples_per_s: float
     tokens_per_s: float
-    """Trained response tokens per second of training."""
+    """Trained response tokens."""
     reward_first: float | None
     reward_last: float | None
     lag_mean: float | None
     lag_max: int | None
     groups_admitted: int
     counts: dict[str, int]
-    """Groups by outcome: trained, dropped:<reason>, dead:<stream>."""
+    """trained, dropped:<reason>, dead:<stream>."""
     head: int | None
     evaluations: int
     started_at_s: float
@@ -61,7 +61,7 @@ class Summary:
 
 
 def training_seconds(status: RunStatus, steps: int, now_s: float) -> float:
-    """Return the seconds from the first admission to the last commit, or to now during training."""
+    """Return the seconds from first admission to last commit, or now."""
     if status.first_admission_s is None:
         return 0.0
     end_s = status.changed_at_s if status.state is RunState.PAUSED else now_s
@@ -78,7 +78,7 @@ def summarize(
     lines: Iterable[dict[str, Json]],
     bus: str,
 ) -> Summary:
-    """Return the summary of an ended run; ``lines`` are those of metrics.jsonl."""
+    """Return an ended run's summary; ``lines`` are metrics.jsonl."""
     steps = one_line_a_step(lines)
     samples = int(sum(_figures(steps, "samples")))
     tokens = sum(_figure(step, "samples") * _figure(step, "response_tokens_mean") for step in steps)
@@ -121,7 +121,7 @@ def write(summary: Summary, folder: Path) -> Path:
 
 
 def one_line_a_step(lines: Iterable[dict[str, Json]]) -> list[dict[str, Json]]:
-    """Return each step's valid line: after a rollback, steps are written twice."""
+    """Return each step's valid (last) line."""
     steps: list[dict[str, Json]] = []
     for line in lines:
         if not isinstance(line.get("step"), int):
@@ -133,7 +133,7 @@ def one_line_a_step(lines: Iterable[dict[str, Json]]) -> list[dict[str, Json]]:
 
 
 def digest(settings: Settings) -> str:
-    """Return the SHA-256 (hex) of the resolved settings, without name and place."""
+    """Return the SHA-256 of the settings without name and place."""
     values = settings.model_dump(mode="json", exclude={"run": {"id", "folder"}, "bus": {"url"}, "weights": {"folder"}})
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 

@@ -1,6 +1,6 @@
-"""The run's lifecycle: leadership, states and guards.
+"""The run's lifecycle.
 
-leader_lease ──▶ lifecycle ◀── commands (people), guards (metrics)
+leader_lease ──▶ lifecycle ◀── commands, guards
                      │
                   monitor ──▶ notices
 """

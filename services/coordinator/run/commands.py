@@ -1,4 +1,4 @@
-"""Run commands: the states that each fits, and the work until a pause or drain is complete. Commands are idempotent."""
+"""Run commands and the wait for a pause or drain. Commands are idempotent."""
 
 import asyncio
 import dataclasses
@@ -20,7 +20,7 @@ _LOOK_S = 0.1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SteeringCommand:
-    """A command: target state, allowed states, and the error otherwise."""
+    """A command: target, allowed states, error otherwise."""
 
     to: RunState
     allowed: tuple[RunState, ...]
@@ -53,8 +53,8 @@ class Steering:
     """Execute commands.
 
     Args:
-        groups_per_step: groups in a step; fewer wait for the next.
-        changed: called after each command that changed the run.
+        groups_per_step: groups in a step.
+        changed: called after each change of the run.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Steering:
         """Start, pause, resume or stop; return whether that changed the run, its state and reason.
 
         Raises:
-            Misfit: the command does not fit the run's state.
+            Misfit: it does not fit the state.
         """
         await self._mind_rollback(name)
         order = ORDERS[name]
@@ -100,7 +100,7 @@ class Steering:
             )
 
     async def drain_run(self, operation: Operation, report: Report) -> OperationOutcome:
-        """Wait until a paused run has fewer groups in flight than a step needs."""
+        """Wait until a paused run has less than a step in flight."""
         while True:
             status = await self._ledger.status()
             if status.state is not RunState.PAUSED:

@@ -1,24 +1,23 @@
-"""Guards: detect a run that goes wrong, from step reports and the live view.
+"""Guards: detect failing runs from step reports and the live view.
 
 ::
 
-    step reports since the run last began to run ─▶ rules (pure) ─▶ findings ─▶ new: event, metric, status; maybe pause
-    the live view ─────────────────────────────────▶                        └▶ gone: event, metric
+    step reports since the run last began ─▶ rules (pure) ─▶ findings ─▶ new: event, metric, status; maybe pause
+    the live view ─────────────────────────▶                        └▶ gone: event, metric
 
     guard              trips when
-    no_signal          each group of the last steps has equal rewards
-    kl                 mean KL to the behavior or reference policy is over its ceiling
-    entropy            mean entropy is under its floor
-    lag                more than a share of the groups left as stale
-    throughput         median tokens/s is under a share of the earlier median
-    trainer_starving   the trainer waited for groups more than a share of its time
-    rollouts_starving  no prompt was queued in more than a share of the looks, while groups waited for the trainer
-    unscored           the reward service gave up groups in a row, scoring none
-    probe              a replica's logprobs of the trainer's probe differ from the trainer's
+    no_signal          each recent group has equal rewards
+    kl                 mean KL to the behavior or reference policy is too high
+    entropy            mean entropy is too low
+    lag                too many groups left as stale
+    throughput         median tokens/s fell
+    trainer_starving   the trainer mostly waits for groups
+    rollouts_starving  replicas lack prompts while groups wait for the trainer
+    unscored           consecutive groups were given up, none scored
+    probe              a replica's probe logprobs differ from the trainer's
     stalled            nothing was committed for long
 
-Every new step is checked, so brief failures are detected. Findings are kept on the bus for the next leader. Only steps
-since the run last began to run count. The trainer itself skips non-finite steps, then pauses.
+Every new step is checked. Findings are on the bus for the next leader. The trainer itself handles non-finite steps.
 """
 
 import asyncio
@@ -48,7 +47,7 @@ TRIPS = Counter(
 )
 
 _EVERY_S = 1.0
-"""One look a second: a window of N seconds has N looks."""
+"""A window of N seconds has N looks."""
 _VIEWS = TypeAdapter(list[GuardView])
 Reports = Sequence[StepReport]
 
@@ -57,7 +56,7 @@ Reports = Sequence[StepReport]
 
 
 def no_signal(reports: Reports, guards: GuardsSettings, groups_per_step: int) -> str:
-    """Check whether each group of the last steps has equal rewards."""
+    """Check for groups with equal rewards."""
     last = reports[-guards.steps :]
     if len(last) < guards.steps or any(_of(report, "zero_std_groups") < groups_per_step for report in last):
         return ""
@@ -68,7 +67,7 @@ def no_signal(reports: Reports, guards: GuardsSettings, groups_per_step: int) ->
 
 
 def kl(reports: Reports, guards: GuardsSettings) -> str:
-    """Check the mean KL to the behavior and reference policies."""
+    """Check the mean KL."""
     bounds = (("kl_mean", guards.kl_nats, "behavior"), ("reference_kl", guards.reference_kl_nats, "reference"))
     for name, ceiling, other in bounds:
         mean = _mean(reports, name, guards.sudden_steps)
@@ -86,7 +85,7 @@ def entropy(reports: Reports, guards: GuardsSettings) -> str:
 
 
 def lag(reports: Reports, guards: GuardsSettings, groups_per_step: int) -> str:
-    """Check the share of stale groups."""
+    """Check stale groups."""
     last = reports[-guards.steps :]
     stale = sum(_of(report, "dropped_stale") for report in last)
     share = stale / max(1.0, stale + groups_per_step * len(last))
@@ -96,7 +95,7 @@ def lag(reports: Reports, guards: GuardsSettings, groups_per_step: int) -> str:
 
 
 def throughput(reports: Reports, guards: GuardsSettings) -> str:
-    """Check trained tokens per second against earlier steps."""
+    """Check tokens per second against earlier steps."""
     steps = guards.sudden_steps
     speeds = [_of(report, "tokens_per_s") for report in reports]
     now, before = speeds[-steps:], speeds[-5 * steps : -steps]
@@ -119,7 +118,7 @@ def trainer_starving(reports: Reports, guards: GuardsSettings) -> str:
 
 
 def rollouts_starving(looks: Sequence[bool], window_s: int, share_limit: float) -> str:
-    """Check whether replicas lacked prompts while groups waited for the trainer."""
+    """Check whether replicas lack prompts while groups wait."""
     share = sum(looks) / max(1, len(looks))
     if len(looks) < window_s or share <= share_limit:
         return ""
@@ -130,7 +129,7 @@ def rollouts_starving(looks: Sequence[bool], window_s: int, share_limit: float) 
 
 
 def unscored(given_up: int, cause: str, guards: GuardsSettings) -> str:
-    """Check whether consecutive groups were given up unscored; ``cause`` is the newest one's."""
+    """Check for consecutive unscored groups; ``cause`` is the newest one's."""
     return (
         ""
         if given_up < guards.unscored_groups
@@ -148,7 +147,7 @@ def probe(beats: Iterable[Heartbeat], since_s: float) -> str:
 
 
 def stalled(since_s: float, guards: GuardsSettings) -> str:
-    """Check whether nothing was committed for long."""
+    """Check for missing commits."""
     return "" if since_s <= guards.stalled_s else f"no step was committed for {since_s:.0f} s"
 
 
@@ -183,10 +182,10 @@ class Guards:
 
     Args:
         view: returns the live view.
-        reports: the newest step reports, oldest first.
-        beats: the newest heartbeats.
-        changed: called when the run was paused.
-        starving_window_s: seconds that the guard `rollouts_starving` examines.
+        reports: newest step reports, oldest first.
+        beats: newest heartbeats.
+        changed: called after a pause.
+        starving_window_s: window of `rollouts_starving`.
     """
 
     def __init__(
@@ -212,7 +211,7 @@ class Guards:
         self._looks: deque[bool] = deque(maxlen=starving_window_s)
         self._starving_window_s = starving_window_s
         self._progress = (0.0, 0, 0)
-        """Running since when, groups scored, and the number given up when the newest was scored."""
+        """Running since, groups scored, groups given up then."""
         self._judged_s = 0.0
         self.active: dict[str, GuardView] = {}
         for name in GUARDS:
@@ -302,7 +301,7 @@ class Guards:
         return given_up - self._progress[2]
 
     def _find_in_steps(self, reports: Reports) -> dict[Guard, str]:
-        """Return findings at any new step, or at the last if there is no new one."""
+        """Return findings at new steps, else at the last."""
         new = [end for end, report in enumerate(reports, 1) if report.finished_at_s > self._judged_s]
         if reports:
             self._judged_s = max(self._judged_s, reports[-1].finished_at_s)

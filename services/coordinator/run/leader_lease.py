@@ -3,11 +3,11 @@
 ::
 
     every third of ttl_s: take or renew ──▶ ours ──▶ lead: its term is a fencing token, which scripts check
-                                     └────▶ another's ──▶ answer reads and commands, and ask again
-    renewal late by more than ttl_s ──▶ stop leading, whatever the bus says later
+                                     └────▶ another's ──▶ answer reads and commands
+    renewal late by more than ttl_s ──▶ stop leading
 
-The lease is an expiring key. A killed leader is replaced within ``ttl_s`` and one turn; an orderly stop releases it at
-once. Scripts refuse writes of an outdated term, so correctness does not depend on clocks.
+The lease is an expiring key, released by an orderly stop. Scripts refuse outdated terms, so correctness does not depend
+on clocks.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ class Lease:
     """One coordinator's claim to lead.
 
     Args:
-        replica: its name; a restarted process takes over at once.
-        ttl_s: lifetime of the lease without renewal.
+        replica: its name; a restart takes over at once.
+        ttl_s: lifetime without renewal.
     """
 
     def __init__(self, bus: Bus, replica: str, ttl_s: float = TTL_S) -> None:
@@ -54,10 +54,10 @@ class Lease:
         return self.term > 0 and time.monotonic() < self._until_s
 
     async def run(self, lead: Callable[[int], Awaitable[None]]) -> None:
-        """Claim the lease until ``lead(term)``, which runs while it is held and is cancelled when it is lost, returns.
+        """Run ``lead(term)`` under the lease until it returns; it is cancelled if the lease is lost.
 
         Raises:
-            Exception: what ``lead`` raised; the lease is released.
+            Exception: from ``lead``; the lease is released.
         """
         try:
             while True:
@@ -70,7 +70,7 @@ class Lease:
             await self._leave()
 
     async def _lead(self, lead: Callable[[int], Awaitable[None]]) -> bool:
-        """Lead; return whether ``lead`` completed, rather than lost the lease."""
+        """Return whether ``lead`` completed."""
         term = self.term
         log.info("leading", extra={"term": term})
         leading = asyncio.ensure_future(lead(term))

@@ -2,14 +2,14 @@
 
 ::
 
-    created ──(version 0 is live, initial evaluation is in, autostart)──▶ running ◀──▶ paused
+    created ──(version 0 live, initial evaluation done, autostart)──▶ running ◀──▶ paused
     running ──(committed step = run.steps)──▶ final evaluation ──▶ close ──▶ finished
-    finished ──(run.steps is larger than when it finished)──▶ running
+    finished ──(run.steps raised)──▶ running
     any ──(POST /v1/run/stop)──▶ stopped ──▶ close
 
-    close = drop what is left, reason `run_ended` ──▶ records up to date ──▶ summary.json ──▶ report.html
+    close = drop the rest (`run_ended`) ──▶ records ──▶ summary.json ──▶ report.html
 
-Every part is idempotent, with its state on the bus. A paused run starts nothing.
+Every part is idempotent, with its state on the bus.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 SOURCE = "coordinator"
 ENDED_REASON = "run_ended"
 _FULL_S = 1.0
-"""Delay before retrying an evaluation refused by a full bus."""
+"""Retry delay while the bus is full."""
 _COMPLETE = "every step is committed"
 
 
@@ -50,8 +50,7 @@ def due(
 ) -> Due | None:
     """Return the evaluation of the head that is due, if any.
 
-    The initial and the final one (all steps committed and live) cover every set. Between them, a set is due when the
-    head passes a multiple of its ``every_steps``.
+    The initial and final one cover every set; otherwise a set is due at multiples of its ``every_steps``.
     """
     names = tuple(held_out.name for held_out in sets)
     if status.state in ENDED or status.head is None:
@@ -73,7 +72,7 @@ def _passed_a_multiple(head_step: int, found: Sequence[Evaluation], held_out: He
 
 
 class Lifecycle:
-    """Move the run from state to state.
+    """Move the run between states.
 
     Args:
         evaluator: None without held-out problems.
@@ -105,7 +104,7 @@ class Lifecycle:
         self._reconnects = bus.reconnects
         self.gate_open = False
         self.closed = False
-        """Whether the run has ended and its records are complete."""
+        """The run has ended and its records are complete."""
 
     def wake(self) -> None:
         """Check at once for due work."""
@@ -123,7 +122,7 @@ class Lifecycle:
                 self._wake.clear()
 
     async def advance(self) -> bool:
-        """Do the next due action; return False if there is none."""
+        """Do the next due action, if any."""
         if self._bus.reconnects != self._reconnects:  # the server may have lost its data
             self._reconnects = self._bus.reconnects
             await self._ledger.create()
@@ -212,7 +211,7 @@ class Lifecycle:
         return self.closed
 
     async def close(self, state: RunState) -> None:
-        """Drop remaining groups, complete the records, write summary and report, and record the end."""
+        """Drop remaining groups, complete the records, and write the report."""
         if await self._is_closed():
             return
         await self._ledger.note("doing", "ending: dropping what is left")
@@ -241,10 +240,7 @@ class Lifecycle:
         await asyncio.to_thread(write_report, self._folder)
 
     async def _wait_for_trainer(self) -> None:
-        """Wait up to ``bus.drain_s`` for the trainer to end its step or write the final policy.
-
-        Only a heartbeat after the last commit counts.
-        """
+        """Wait up to ``bus.drain_s`` for the trainer's heartbeat after the last commit."""
         committed_at_s = (await self._ledger.status()).last_commit_s or 0.0
         until_s = time.monotonic() + self._settings.bus.drain_s
         while time.monotonic() < until_s:
@@ -255,10 +251,7 @@ class Lifecycle:
 
 
 async def drain(bus: Bus) -> int:
-    """Drop every group in flight as ``dropped:run_ended``; return the count.
-
-    A replica learns of it when it hands over: its result is dropped.
-    """
+    """Drop every group in flight as ``dropped:run_ended``; return the count."""
     dropped = 0
     while True:
         taken = 0

@@ -1,6 +1,6 @@
-"""Monitor: the API's live view, and the Prometheus gauges.
+"""The API's live view, and the Prometheus gauges.
 
-One look is two round trips without payloads, cached for ``_KEEP_S``. Gauges are set on a schedule, not by scrapes.
+A look takes two round trips, cached for ``_KEEP_S``. Gauges are set on a schedule.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ _KEEP_S = 0.1
 _EVERY_S = 1.0
 _HISTORY_STEPS = 60
 _PACE_STEPS = 20
-"""Recent steps used for the ETA."""
+"""Steps for the ETA."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,8 +80,8 @@ class Monitor:
     """Observe one run.
 
     Args:
-        telling: this process's own heartbeat.
-        standing: returns this process's own notices.
+        telling: own heartbeat.
+        standing: returns own notices.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Monitor:
             await asyncio.sleep(_EVERY_S)
 
     def forget(self) -> None:
-        """Invalidate the cache, including a look in progress, after a change."""
+        """Invalidate the cache, including a look in progress."""
         self._seen_at_s, self._forgotten = -math.inf, True
 
     async def view(self) -> RunView:
@@ -128,11 +128,11 @@ class Monitor:
         return self._text
 
     def reports(self) -> Sequence[StepReport]:
-        """Return the newest step reports of the run's branch, oldest first."""
+        """Return the branch's newest step reports, oldest first."""
         return tuple(self._history)
 
     def beats(self) -> Sequence[Heartbeat]:
-        """Return the heartbeats last read by :meth:`read_beats`."""
+        """Return the last read heartbeats."""
         return self._beats
 
     # ---------------------------------------------------------------- read
@@ -241,7 +241,7 @@ def _set_evaluations(found: Sequence[EvaluationView]) -> None:
 
 
 def activity(status: RunStatus) -> str:
-    """Describe the run's current activity in a few words."""
+    """Describe the current activity."""
     if status.doing:
         return status.doing
     if status.state is RunState.RUNNING and status.bus_full:
@@ -254,7 +254,7 @@ def activity(status: RunStatus) -> str:
 
 
 def eta_s(status: RunStatus, steps: int, finished_at_s: Sequence[float]) -> float | None:
-    """Return the seconds until the last step at the pace of the last 20; None if unknown.
+    """Return the seconds until the last step, if known.
 
     >>> eta_s(running_at_step_10, 12, [100.0, 101.0, 102.0])    # doctest: +SKIP
     2.0
@@ -266,7 +266,7 @@ def eta_s(status: RunStatus, steps: int, finished_at_s: Sequence[float]) -> floa
 
 
 def numbers(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Return ``metrics`` with None for values that JSON cannot represent."""
+    """Return ``metrics`` with None for non-finite values."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 

@@ -2,12 +2,12 @@
 
 ::
 
-    state and guards (bus) ──┐
-    heartbeats' failures ────┼──▶ notices ──▶ GET /v1/run ──▶ the console of `penstock up`, `penstock status`, the page
-    evaluations (bus) ───────┤
-    data, records (here) ────┘
+    state, guards (bus) ────┐
+    heartbeats' failures ───┼──▶ notices ──▶ GET /v1/run ──▶ `penstock up`, `penstock status`, the page
+    evaluations (bus) ──────┤
+    data, records (here) ───┘
 
-Pure functions. Every surface shows notices in full.
+Pure functions.
 """
 
 import time
@@ -20,7 +20,7 @@ from shared.bus.stores.heartbeats import Heartbeat, PartFailure
 from shared.bus.stores.ledger import RunState, RunStatus
 
 _RECENT_S = 600.0
-"""A recovered part is mentioned for this long."""
+"""How long a recovered part is mentioned."""
 _ORDER: dict[str, int] = {"error": 0, "warning": 1}
 
 
@@ -36,14 +36,14 @@ def compose(
     beats: Sequence[Heartbeat],
     standing: Iterable[NoticeView],
 ) -> list[NoticeView]:
-    """Return every notice of a run, errors first.
+    """Return a run's notices, errors first.
 
     Args:
-        status: state and reason of the run.
-        guards: the active ones.
-        evaluations: of the run's branch, oldest first.
-        beats: the newest heartbeats.
-        standing: this coordinator's own notices on data and records.
+        status: the run's.
+        guards: active ones.
+        evaluations: the branch's, oldest first.
+        beats: newest heartbeats.
+        standing: own notices on data and records.
     """
     found = [*_state(status), *_guards(guards, status), *_failures(beats), *_unanswered(evaluations), *standing]
     return sorted(found, key=lambda one: _ORDER[one.level])

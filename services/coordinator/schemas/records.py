@@ -54,7 +54,7 @@ class Turn(ResponseModel):
 
 
 class RolloutView(ResponseModel):
-    """A trained group: a problem and its completions."""
+    """A trained group."""
 
     id: str
     """Journal entry id."""
@@ -71,9 +71,9 @@ class RolloutView(ResponseModel):
 
 
 def rollout_view(line: Mapping[str, Json]) -> RolloutView:
-    """Return a rollouts.jsonl line as a view with finite numbers.
+    """Return a rollouts.jsonl line as a view.
 
     Raises:
-        KeyError, ValidationError: the line is from another version.
+        KeyError, ValidationError: from another version.
     """
     return RolloutView.model_validate({**line, "id": line["entry"]})

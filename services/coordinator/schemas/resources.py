@@ -1,7 +1,4 @@
-"""Schemas of versions, replicas, operations, dead letters, events, settings and other runs.
-
-Lists are pages: ``items``, and ``next``, the next page's cursor (null: last page).
-"""
+"""Schemas of versions, replicas, operations, dead letters, events, settings and runs. Lists are pages."""
 
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -22,7 +19,7 @@ class Page(ResponseModel, Generic[T]):
 
     items: list[T]
     next: str | None
-    """`cursor` of the next page; null at the end."""
+    """`cursor` of the next page; null: last page."""
 
 
 class PolicyView(ResponseModel):
@@ -36,23 +33,21 @@ class PolicyView(ResponseModel):
     state: PolicyState | None
     """published, live, retired or revoked."""
     checkpoint: str | None
-    """Folder or object storage URI of its checkpoint, if any."""
+    """Folder or URI, if any."""
     created_at_s: float
     """Commit time, Unix seconds."""
     location: str
-    """Path of its disk snapshot, present or past; empty: never on disk."""
+    """Path of its disk snapshot; empty: never on disk."""
     source: str
-    """Trainer address serving it, present or past, host:port; empty: by file only."""
+    """Trainer host:port serving it; empty: by file only."""
     manifest_digest: str
-    """SHA-256 (hex) of the pull's header or the disk snapshot's manifest."""
+    """SHA-256 of the pull's header or snapshot manifest."""
     metrics: dict[str, float | None]
-    """Metrics of its step."""
     settings_revision: int
-    """Revision of the live settings for its step."""
     evaluations: list[EvaluationView]
-    """One per held-out set; empty: not evaluated."""
+    """One per held-out set."""
     pinned: bool
-    """Its checkpoint is protected from cleanup."""
+    """Protected from cleanup."""
     released: bool
     """Approved for use."""
 
@@ -68,29 +63,26 @@ class ServiceView(ResponseModel):
     version: int | None
     versions_behind: int | None
     healthy: bool
-    """Working, without reported trouble."""
     cordon: Word | None
     """cordoned or draining, if requested."""
     taking: bool
-    """Takes new work; a cordon applies from the next heartbeat."""
+    """A cordon applies from the next heartbeat."""
     settings_revision: int
-    """Revision of the live settings in use."""
     host: str
     pid: int
     address: str
-    """host:port of its /metrics, /healthz and /readyz."""
+    """Serves /metrics, /healthz and /readyz."""
     started_at_s: float
     """Unix seconds."""
     starts: int
-    """Processes started under this name, including this one."""
+    """Processes under this name so far."""
     seen_at_s: float
     """Last heartbeat, Unix seconds."""
     memory_bytes: int
     last_error: str
     values: dict[str, float | None]
-    """Replica-specific metrics."""
     source: str
-    """host:port where it relays weights; empty: none."""
+    """host:port relaying weights; empty: none."""
 
 
 class Difference(ResponseModel):
@@ -101,7 +93,7 @@ class Difference(ResponseModel):
     right: float | None
     """Of the other version."""
     change: float | None
-    """right − left; null if either is unknown."""
+    """right − left, if known."""
 
 
 class Comparison(ResponseModel):
@@ -114,12 +106,11 @@ class Comparison(ResponseModel):
     ancestor: int | None
     """Newest common ancestor; null: unknown."""
     left_steps: int
-    """Optimizer steps from the ancestor, or the beginning, to the left one."""
+    """Optimizer steps since the ancestor, or the beginning."""
     right_steps: int
-    """The same for the right one."""
     metrics: dict[str, Difference]
     accuracy: Difference
-    """Accuracy on the first set, 0 to 1."""
+    """On the first set, 0 to 1."""
 
 
 class PolicyMark(ResponseModel):
@@ -127,7 +118,7 @@ class PolicyMark(ResponseModel):
 
     version: int
     pinned: bool
-    """Its checkpoint is protected from cleanup."""
+    """Protected from cleanup."""
     released: bool
     """Approved for use."""
     changed: bool
@@ -154,7 +145,7 @@ class OperationView(ResponseModel):
     phase: str
     """Progress, specific to the kind."""
     detail: str
-    """What it waits for, or how it ended."""
+    """Current wait or outcome."""
     request: dict[str, Any]
     result: dict[str, Any]
     created_at_s: float
@@ -164,13 +155,12 @@ class OperationView(ResponseModel):
 
 
 class DeadLetterView(ResponseModel):
-    """An entry that could not be handled."""
+    """A failed entry."""
 
     stream: DeadLetterSource
     entry: str
-    """Entry id in the dead-letter stream."""
+    """Id in the dead-letter stream."""
     group: str
-    """Group id, if any."""
     reason: str
     attempts: int
     buried_at_s: float
@@ -182,9 +172,9 @@ class DeadLetterMessage(DeadLetterView):
     """A dead letter with its message."""
 
     message: Any
-    """Decoded, arrays cut after 256 elements; null if unreadable."""
+    """Decoded, arrays cut after 256 elements."""
     unreadable: str
-    """Decoding error, if any."""
+    """Decoding error."""
 
 
 class DeadLetterChange(ResponseModel):
@@ -192,7 +182,7 @@ class DeadLetterChange(ResponseModel):
 
     stream: DeadLetterSource
     entry: str
-    """Entry id in the dead-letter stream."""
+    """Id in the dead-letter stream."""
     outcome: Literal["requeued", "discarded"]
 
 
@@ -211,10 +201,9 @@ class EventView(ResponseModel):
 
 
 class StateView(ResponseModel):
-    """A state change of the run."""
+    """A state change."""
 
     id: str
-    """Entry id in the history."""
     at_s: float
     """Unix seconds."""
     before: RunState
@@ -237,9 +226,9 @@ class RunSummary(ResponseModel):
     created_at_s: float
     """Unix seconds."""
     registered: bool
-    """Its settings are on the bus, so services can start from them."""
+    """Services can start from its settings on the bus."""
     here: bool
-    """Led by this coordinator; other runs have their own."""
+    """Led by this coordinator."""
 
 
 _MaxLag = Annotated[int, Field(ge=0, le=1_000_000, alias="algorithm.max_lag")]
@@ -251,7 +240,7 @@ _Update = Annotated[Literal["inflight", "drain"], Field(alias="weights.update")]
 
 
 class LiveValues(ResponseModel):
-    """Settings that may change during the run; docs/api.md says when each takes effect."""
+    """Settings that may change during the run (docs/api.md)."""
 
     model_config = ConfigDict(
         extra="forbid", use_attribute_docstrings=True, validate_by_name=False, allow_inf_nan=False, strict=True
@@ -271,16 +260,16 @@ class LiveValues(ResponseModel):
 
 
 class LiveSettings(ResponseModel):
-    """The current live settings. The `ETag` is the revision."""
+    """The live settings; `ETag` is the revision."""
 
     revision: int
-    """0: as in the run's file."""
+    """0: the run's file."""
     values: LiveValues
     reason: str
     step: int
     """Committed steps then."""
     at_s: float | None
-    """Last change, Unix seconds; null: never."""
+    """Last change, if any."""
 
 
 class RevisionView(ResponseModel):
@@ -288,7 +277,7 @@ class RevisionView(ResponseModel):
 
     revision: int
     changes: dict[str, Any]
-    """Changed values, by dotted name."""
+    """By dotted name."""
     reason: str
     step: int
     """Committed steps then."""
@@ -297,7 +286,7 @@ class RevisionView(ResponseModel):
 
 
 class LiveChanges(LiveValues):
-    """New values; omitted settings are unchanged."""
+    """Omitted settings are unchanged."""
 
     model_config = ConfigDict(json_schema_extra={"minProperties": 1})
 

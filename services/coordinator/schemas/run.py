@@ -1,6 +1,4 @@
-"""Schemas of the run and base classes of all answers. Names are a contract with the live view, `penstock status` and
-scripts.
-"""
+"""Schemas of the run, and base classes of all answers. Names are a contract with clients."""
 
 from typing import Literal
 
@@ -22,11 +20,10 @@ class StreamView(ResponseModel):
     pending: int
     """Groups held by replicas."""
     oldest_age_s: float
-    """Age of its oldest group."""
 
 
 class History(ResponseModel):
-    """The newest steps, oldest first; one value a step in each list."""
+    """One value a step, oldest first."""
 
     step: list[int]
     reward_mean: list[float | None]
@@ -34,7 +31,7 @@ class History(ResponseModel):
 
 
 class EstimateView(ResponseModel):
-    """A share, 0 to 1."""
+    """A share with its 95 % interval."""
 
     value: float
     low: float
@@ -45,27 +42,25 @@ class EvaluationView(ResponseModel):
     """Evaluation result of one set."""
 
     step: int
-    """Optimizer step of the evaluated version."""
     version: int
     set: str
     accuracy: float | None
-    """Mean share of correct completions over answered problems; null without answers."""
+    """Mean correct share over answered problems."""
     accuracy_low: float | None
-    """Lower end of its 95 % interval."""
+    """95 % interval."""
     accuracy_high: float | None
-    """Upper end of its 95 % interval."""
+    """95 % interval."""
     pass_at: dict[str, EstimateView]
-    """By k: probability that one of k completions is correct."""
+    """Probability that one of k is correct."""
     samples: int
     problems: int
     answered: int
-    """Problems answered in time."""
     initial: bool
     final: bool
     note: str
-    """Why answers are missing; empty if complete."""
+    """Why answers are missing."""
     gate: str
-    """passed, fell, or empty if the gate did not apply."""
+    """passed, fell, or empty: not applied."""
     gate_detail: str
     """Reference and difference."""
 
@@ -82,12 +77,12 @@ class GuardView(ResponseModel):
 
 
 class NoticeView(ResponseModel):
-    """A notice for observers of the run."""
+    """A notice for observers."""
 
     about: str
-    """Stable subject while the text changes: paused, guard kl, scorer 'answer', held-out data, …"""
+    """Stable subject: paused, guard kl, scorer 'answer', held-out data, …"""
     level: Literal["error", "warning"]
-    """error: work is not done, or not as configured; warning: worth a look."""
+    """error: work is not done as configured."""
     text: str
 
 
@@ -98,15 +93,15 @@ class RunView(ResponseModel):
     state: RunState
     reason: str
     closed: bool
-    """The run has ended and its records, summary and report are complete."""
+    """Ended, with complete records, summary and report."""
     activity: str
     bus_full: str
-    """Why admission waits for bus memory; empty if it does not."""
+    """Why admission waits for memory, if it does."""
     guards: list[GuardView]
     notices: list[NoticeView]
     """Most important first."""
     self_tests: dict[str, str]
-    """Newest self-test result of the trainer by subject: policy, critic."""
+    """Trainer's newest self-test: policy, critic."""
     step: int
     """Committed optimizer steps."""
     steps: int
@@ -114,7 +109,6 @@ class RunView(ResponseModel):
     """The version that replicas serve."""
     newest_version: int | None
     groups_in_flight: int
-    """Groups between admission and commit."""
     slots: int
     """Maximum groups in flight."""
     cursor: int
@@ -122,23 +116,22 @@ class RunView(ResponseModel):
     streams: dict[str, StreamView]
     """prompts, rollouts, experience, journal."""
     counts: dict[str, int]
-    """Groups by outcome: trained, dropped:<reason>, dead:<stream>; and requeued."""
+    """trained, dropped:<reason>, dead:<stream>, requeued."""
     dead: int
     last: dict[str, float | None]
-    """Metrics of the newest step."""
     lag_counts: dict[str, int]
-    """Samples of the newest step by lag in steps."""
+    """Newest step's samples by lag in steps."""
     history: History
     """The last 60 steps."""
     evaluations: list[EvaluationView]
-    """Evaluations of the run's branch, oldest first; /v1/policies has those of revoked versions."""
+    """The branch's, oldest first; /v1/policies has all."""
     tokens_per_s: float
     started_at_s: float
     """Unix seconds."""
     training_s: float
-    """From the first admission to the last commit (or now), without pauses."""
+    """First admission to last commit, without pauses."""
     eta_s: float | None
-    """Seconds until the last step at the recent pace; null if unknown."""
+    """At the recent pace, if known."""
     bus: str
     """Server name and version."""
     settings_revision: int
@@ -149,7 +142,7 @@ class RunChange(ResponseModel):
 
     state: RunState
     changed: bool
-    """False if the run already had this state."""
+    """False if it already was."""
     reason: str
 
 
@@ -159,15 +152,15 @@ class Command(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     reason: str = Field(default="", max_length=500)
-    """Shown with the run's state."""
+    """Shown with the state."""
 
 
 class Pause(Command):
     """Body of a pause."""
 
     mode: Literal["admission", "drain"] = Field(default="admission")
-    """`admission`: stop admitting, at once; `drain`: an operation, done when no group is generated or scored and less
-    than a step's groups remain.
+    """`admission`: stop admitting; `drain`: an operation, done when less than a step's groups remain, none generated or
+    scored.
     """
 
 
@@ -177,7 +170,7 @@ class Export(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     adapter: bool = Field(default=False)
-    """Export the LoRA adapter alone, not merged."""
+    """Only the LoRA adapter, not merged."""
 
 
 class Health(ResponseModel):
@@ -187,7 +180,7 @@ class Health(ResponseModel):
 
 
 class Check(ResponseModel):
-    """One requirement of the coordinator."""
+    """One requirement."""
 
     ok: bool
     detail: str
@@ -209,6 +202,5 @@ class ProblemDetails(ResponseModel):
     title: str
     status: int
     detail: str
-    """What was expected and what was found."""
     errors: list[str] = Field(default=[])
-    """The individual errors; empty if `detail` says all."""
+    """Individual errors; empty: see `detail`."""

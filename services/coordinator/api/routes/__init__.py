@@ -1,1 +1,1 @@
-"""Routes of the HTTP API, one module per resource group."""
+"""API routes, one module per resource group."""

@@ -1,7 +1,7 @@
-"""Events over HTTP: a list, and a stream of server-sent events.
+"""Events over HTTP: a list, and server-sent events.
 
-The stream's event id is the entry, so a client resumes by ``Last-Event-ID``. It ends after ``for_s``, before proxies
-would cut it; EventSource reconnects. Streams are bounded in total and per address.
+Event ids are entries, so ``Last-Event-ID`` resumes. Streams end after ``for_s``, before proxies cut them, and are
+bounded in total and per address.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ Seconds = Annotated[float, Query(gt=0, le=3600, allow_inf_nan=False, description
 
 @dataclasses.dataclass(slots=True)
 class OpenStreams:
-    """Count the open streams by client address."""
+    """Open streams by client address."""
 
     total: int = 128
     each: int = 32
@@ -63,7 +63,7 @@ class OpenStreams:
         """Count a stream; return the function that ends it.
 
         Raises:
-            HTTPException: 503, too many streams are open.
+            HTTPException: 503, too many streams.
         """
         if self.open.total() >= self.total or self.open[address] >= self.each:
             detail = (

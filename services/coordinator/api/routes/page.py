@@ -1,11 +1,11 @@
-"""The web page: `/`, and the files of its folder ``page``.
+"""The web page: `/` and the files of ``page``, read at the start.
 
 ::
 
-    /  ─▶ index.html ─▶ page/*.css, page/*.js (modules) ─▶ the API, with the person's token, like any other client
+    / ─▶ index.html ─▶ page/*.css, page/*.js (modules) ─▶ the API, with the user's token
 
-The files contain no run data and need no token: the page asks for one, or exchanges its link's code (``#code=…``) once
-at ``POST /session``. It may contact its own origin only (``HEADERS``). Files are read at the start.
+The files need no token: the page asks for one, or exchanges its link's code (``#code=…``) once at ``POST /session``. It
+may contact its own origin only (``HEADERS``).
 """
 
 import hashlib
@@ -39,7 +39,7 @@ SESSION_PATH = "/session"
 
 
 def page_type(path: str) -> str | None:
-    """Return the media type of the page's file at ``path``; None: not part of the page.
+    """Return the media type of the page's file at ``path``, if any.
 
     >>> page_type("/"), page_type("/page/look.css"), page_type("/v1/run")
     ('text/html', 'text/css', None)
@@ -50,12 +50,12 @@ def page_type(path: str) -> str | None:
 
 
 def session_cookie(run_id: str) -> str:
-    """Return the name of a session's cookie; browsers share cookies among all ports of a host."""
+    """Return a cookie name unique to the run: browsers share a host's cookies."""
     return f"penstock-{run_id}"
 
 
 def page_routes(parts: Parts) -> APIRouter:
-    """Return the page's routes, which the API's description omits."""
+    """Return the page's routes, not in the API description."""
     router = APIRouter(include_in_schema=False)
     files = {file.name: file.read_bytes() for file in FOLDER.iterdir() if file.suffix in _TYPES}
 

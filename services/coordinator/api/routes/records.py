@@ -1,11 +1,11 @@
-"""Training records over HTTP: step reports, and groups with their scores.
+"""Training records over HTTP, newest first.
 
 ::
 
     /v1/run/steps      the stream `steps`
-    /v1/run/rollouts   the journal: every group since the newest checkpoint; before it, a sample from rollouts.jsonl
+    /v1/run/rollouts   groups since the newest checkpoint; before it, a sample from rollouts.jsonl
 
-Newest first. After a rollback a step may have several reports; the newest is valid.
+After a rollback a step's newest report is valid.
 """
 
 import asyncio

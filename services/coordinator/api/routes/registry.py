@@ -1,8 +1,7 @@
-"""Runs on this bus over HTTP, and registration and deletion of other runs.
+"""Runs on this bus over HTTP, and registration of others.
 
-A coordinator leads the run it was started with. Registering another checks its settings and stores them on the bus; its
-services then start with ``--from-bus URL --run-id ID``. Registrations are bounded in number and size, and can be
-deleted while no service works for the run.
+Registering stores a run's checked settings on the bus; its services start with ``--from-bus URL --run-id ID``.
+Registrations are bounded, and can be deleted while no service works for the run.
 """
 
 from typing import Annotated
@@ -20,7 +19,7 @@ from shared.process.telemetry import tell
 from shared.settings import dumps, loads
 
 _MOST_REGISTERED = 256
-"""Runs registered over HTTP and still on the bus."""
+"""Registered runs on the bus."""
 _LARGEST_BYTES = 128 * 1024
 _ID = f"^{RUN_ID_PATTERN.pattern}$"
 RunId = Annotated[str, Path(pattern=_ID, description="The run.")]
