@@ -1,1 +1,1 @@
-"""Benchmarks: each compares within one run and prints one JSON object on its last line."""
+"""Benchmarks: each prints one JSON object on its last line."""

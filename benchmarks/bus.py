@@ -1,8 +1,6 @@
-"""Bus throughput relative to plain redis-py: groups of 16 × 2,048 tokens through publish, consume, hand-over.
+"""Bus throughput relative to redis-py: groups of 16 × 2,048 tokens through publish, consume, hand-over.
 
-Both move the same bytes with the same commands (XADD, XREADGROUP, the hand-over script) on the same embedded Valkey,
-alternately; Penstock also encodes and decodes. ``ratio`` is the median over rounds of redis-py's seconds divided by
-Penstock's.
+Both send the same commands to the same Valkey, alternately. ``ratio``: median of redis-py's seconds / Penstock's.
 
     python -m benchmarks.bus --groups 96 --rounds 15
 """
@@ -27,7 +25,7 @@ SAMPLES, TOKENS, TAKEN_AT_ONCE = 16, 2048, 8
 
 
 async def through_penstock(bus: Bus, group: RolloutGroup, groups: int) -> None:
-    """Publish, consume and hand over ``groups`` messages as the services do."""
+    """Publish, consume and hand over ``groups`` messages."""
     for number in range(groups):
         await bus.publish(ROLLOUTS, group, group_id=str(group.group_id))
         if number % TAKEN_AT_ONCE == TAKEN_AT_ONCE - 1:
@@ -91,7 +89,7 @@ def _each_ms(work: Callable[[], object], times: int = 50) -> float:
 
 
 def main() -> None:
-    """Start Valkey, measure, print."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=96, help="groups a round, a multiple of 8")
     parser.add_argument("--rounds", type=int, default=15)

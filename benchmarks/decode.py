@@ -1,15 +1,13 @@
-"""Cost of behavior logprobs in vLLM: without any, captured by Penstock's hook, and returned by vLLM.
+"""Cost of behavior logprobs in vLLM: without, captured by Penstock's hook, returned by vLLM.
 
-One engine runs the three alternately; ratios are medians over rounds of tokens per second, after one warm-up round. On
-a GPU: the shape of Qwen2-0.5B in bfloat16, random weights, 64 groups of 8 samples of 512 new tokens. On a CPU: a tiny
-shape.
+One engine runs them alternately. On a GPU: Qwen2-0.5B's shape in bfloat16, random weights, 64 groups of 8 samples of
+512 tokens. On a CPU: a tiny shape.
 
     python -m benchmarks.decode --rounds 4
-    python -m benchmarks.decode --rounds 3 --engines 1 2 3 4 auto    # several engines on one GPU instead
+    python -m benchmarks.decode --rounds 3 --engines 1 2 3 4 auto    # several engines on one GPU
 
-Prints ``ratio`` (captured / none), ``native_ratio`` (vLLM / none), ``max_abs_difference`` (nats, same requests). With
-``--engines``: by number of engines, tokens per second and ``gpu`` (busy and idle share); ``over_first``, median ratio
-to the first.
+Prints median ``ratio`` (captured / none), ``native_ratio`` (vLLM / none), ``max_abs_difference`` (nats). ``--engines``:
+tokens per second and ``gpu`` by number of engines; ``over_first``, ratio to the first.
 """
 
 import argparse
@@ -39,7 +37,7 @@ PROMPT_TOKENS = 64
 
 
 class Work:
-    """Groups run by one engine in three ways; each returns tokens per second."""
+    """One engine's groups; each way returns tokens per second."""
 
     def __init__(self, engine: VllmEngine, groups: int, samples: int, new_tokens: int) -> None:
         self._engine = engine
@@ -49,11 +47,11 @@ class Work:
         self._requests = 0
 
     async def none(self) -> float:
-        """Without logprobs, by vLLM alone."""
+        """Without logprobs."""
         return await self._through_vllm(logprobs=False)
 
     async def native(self) -> float:
-        """With vLLM's logprobs of the sampled tokens, as arrays."""
+        """With vLLM's logprobs, as arrays."""
         return await self._through_vllm(logprobs=True)
 
     async def captured(self) -> float:
@@ -65,7 +63,7 @@ class Work:
         return sum(len(sample.token_ids) for group in groups for sample in group.samples) / seconds
 
     async def difference(self) -> float:
-        """Return the largest difference in nats between captured and vLLM's logprobs of the same tokens."""
+        """Return the largest difference (nats) of captured and vLLM's logprobs."""
         await self._engine._call("penstock_listen", True)
         return max(await asyncio.gather(*(self._difference(request) for request in self._prompts())))
 
@@ -115,7 +113,7 @@ def _native(output: Any) -> Any:
 
 
 def random_policy(folder: Path, shape: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    """Write and return a Qwen2 with random weights and no stop token."""
+    """Write a random Qwen2 without stop token."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)

@@ -1,7 +1,6 @@
-"""Decode throughput of one replica with one to four vLLM engines on one GPU (``benchmarks.decode --engines``).
+"""Decode throughput with one to four vLLM engines on one GPU (``benchmarks.decode --engines``).
 
-Fixed numbers share engines that start once; each round gives the work of ``benchmarks.decode`` to one engine, to two,
-and so on. ``auto`` starts separately afterwards and chooses by itself.
+Fixed numbers share engines that start once; ``auto`` starts separately and chooses by itself.
 """
 
 import asyncio
@@ -32,7 +31,7 @@ class EngineComparison:
     """The same work for different numbers of engines.
 
     Args:
-        counts: numbers of engines, and optionally ``"auto"``.
+        counts: numbers, and optionally ``"auto"``.
     """
 
     def __init__(self, folder: Path, counts: Sequence[str], rounds: int) -> None:

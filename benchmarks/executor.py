@@ -1,9 +1,7 @@
-"""Isolated executions per second through the executor's client, relative to bare ``python3 -I``.
+"""Isolated executions per second, relative to bare ``python3 -I``.
 
-Both run a program that imports 14 standard-library modules and prints a line, one per core at a time, alternately. The
-executor is a real process in the host's strongest tier (or ``--isolation``), with a fork per program. The bare process
-has no isolation, limits or protocol. ``ratio`` is the median over rounds of the executor's rate divided by the bare
-rate.
+The program imports 14 standard-library modules and prints a line, one per core at a time. The executor uses the host's
+strongest tier (or ``--isolation``) and a fork per program. ``ratio``: median of the executor's rate / the bare rate.
 
     python -m benchmarks.executor --programs 200 --rounds 7
 """
@@ -35,10 +33,10 @@ Way = Callable[[], Awaitable[None]]
 
 @contextlib.asynccontextmanager
 async def executor(isolation: str, slots: int) -> AsyncIterator[ExecutorClient]:
-    """Start an executor, yield its client, and stop it.
+    """Yield a client of a new executor.
 
     Raises:
-        SystemExit: it ended before it answered; includes its standard error.
+        SystemExit: it failed; includes its standard error.
     """
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         address = f"unix:{folder}/executor.sock"
@@ -82,7 +80,7 @@ async def _until_it_answers(client: ExecutorClient) -> None:
 
 
 async def cold() -> None:
-    """Run the program in a fresh Python."""
+    """Run in a fresh Python."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-I", "-c", PROGRAM, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
     )
@@ -91,7 +89,7 @@ async def cold() -> None:
 
 
 async def round_of(way: Way, programs: int, at_a_time: int) -> tuple[float, list[float]]:
-    """Return the total seconds of ``programs`` runs, ``at_a_time`` at a time, and each run's."""
+    """Return the seconds of all ``programs``, and of each."""
     seconds: list[float] = []
     left = iter(range(programs))
 

@@ -1,9 +1,7 @@
-"""Slowdown and timeouts of an honest program beside hostile ones.
+"""Slowdown and timeouts of an honest program beside three hostile ones, in one executor.
 
-An honest program runs alone and beside three hostile programs of each kind, restarted as they end, alternately, in one
-real executor of the host's strongest tier. ``slowdown``: wall time beside hostile programs divided by that alone;
-``control``: the same for two runs alone, the machine's noise. ``waited_s``: wait for a slot. ``timeouts``: honest
-programs over ``DEADLINE`` times their CPU time alone. The kind ``a loop`` is harmless: the slowdown of any neighbour.
+``slowdown``: wall time beside hostile programs / alone; ``control``: the machine's noise. ``waited_s``: wait for a
+slot. ``timeouts``: over ``DEADLINE`` times the CPU time alone. The kind ``a loop`` is a harmless neighbour.
 
     python -m benchmarks.executor_fairness --rounds 10
 """
@@ -55,7 +53,7 @@ _SETTLE_S = 0.3
 
 @contextlib.asynccontextmanager
 async def beside(client: ExecutorClient, code: str, programs: int) -> AsyncIterator[None]:
-    """Keep ``programs`` hostile programs running during the block."""
+    """Keep ``programs`` hostile programs running."""
 
     async def again() -> None:
         while True:

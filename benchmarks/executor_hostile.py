@@ -1,7 +1,7 @@
-"""Whether programs with garbage output can end or stall the executor's supervisor, one thread for all programs.
+"""Whether garbage output can end or stall the executor's single-threaded supervisor.
 
-Programs of every kind in ``RESULTS`` run in one real executor, while the supervisor is repeatedly sent a request that
-needs no slot. ``stall_ms`` is its longest answer; ``control_ms`` the same with harmless programs, the machine's noise.
+``stall_ms`` is the longest answer to requests without a slot, while ``RESULTS`` run; ``control_ms`` with harmless
+programs.
 
     python -m benchmarks.executor_hostile --programs 20000
 """
@@ -50,15 +50,15 @@ _AT_A_TIME = 8
 
 
 def job(kind: str) -> Job:
-    """Return the program of ``kind``, asked for the result of one call."""
+    """Return the program of ``kind``."""
     return Job(f"import ctypes, os, signal\n{RESULTS[kind][0]}", calls=(Call("f"),), limits=_LIMITS)
 
 
 async def flood(client: ExecutorClient, jobs: list[tuple[Job, Outcome]], programs: int) -> collections.Counter[str]:
-    """Run ``programs`` of ``jobs`` in turn; return counts by outcome.
+    """Run ``programs`` of ``jobs``; return counts by outcome.
 
     Raises:
-        AssertionError: a program had another outcome than required.
+        AssertionError: a wrong outcome.
     """
     outcomes: collections.Counter[str] = collections.Counter()
     left = itertools.islice(itertools.cycle(jobs), programs)
@@ -74,7 +74,7 @@ async def flood(client: ExecutorClient, jobs: list[tuple[Job, Outcome]], program
 
 
 async def ask(address: str) -> list[float]:
-    """Query the supervisor until standard input ends; return the milliseconds of each answer."""
+    """Query until standard input ends; return each answer's milliseconds."""
     answers_ms: list[float] = []
     asker, ends = ExecutorClient(address), asyncio.create_task(asyncio.to_thread(sys.stdin.read))
     while not ends.done():

@@ -1,16 +1,13 @@
-"""Hostile model output through a live reward service: restarts, and stalls of its event loop.
+"""Hostile output through a live reward service: restarts, and stalls of its event loop.
 
-Hostile groups enter the stream ``rollouts`` of a real Valkey, reward service and executor. Each group's last sample is
-correct. A dead service is restarted and counted. Limits: no restart, no stall over 50 ms of processor time, each
-correct answer scored 1.
+Limits: no restart, no stall over 50 ms of processor time, each group's correct last answer scored 1.
 
 ::
 
     answers    default answer matcher, format scorer with slow patterns and a JSON schema
-    programs   default code scorer and an executor in the host's strongest tier
+    programs   default code scorer, executor in the host's strongest tier
 
-``stall_cpu_ms`` is the event loop thread's processor time within the longest stall; ``stall_ms`` is wall time, which
-includes other programs.
+``stall_cpu_ms`` is the event loop thread's processor time in the longest stall, ``stall_ms`` wall time.
 
     python -m benchmarks.hostile_rewards --answers 100000 --programs 20000
 """
@@ -103,7 +100,7 @@ class Service:
 
 
 async def scrape(port: int) -> dict[str, float]:
-    """Return the event loop's metrics; empty while the service does not answer."""
+    """Return the event loop's metrics, if the service answers."""
     try:
         async with httpx.AsyncClient(trust_env=False) as http:
             text = (await http.get(f"http://127.0.0.1:{port}/metrics", timeout=60.0)).text
@@ -121,7 +118,7 @@ async def scrape(port: int) -> dict[str, float]:
 
 
 def groups(families: tuple[Family, ...], count: int, seed: int, samples: int) -> Iterator[tuple[str, RolloutGroup]]:
-    """Yield (family, group), ``count`` hostile samples in all, each group with a correct last sample."""
+    """Yield (family, group): ``count`` hostile samples, each group ending with a correct one."""
     made = hostile_texts.texts(families, count, seed)
     number = itertools.count()
     for family, rows in itertools.groupby(made, key=lambda each: each[0]):
@@ -152,7 +149,7 @@ def _right_program(number: int) -> str:
 
 
 async def measure(bus: Bus, service: Service, port: int, made: Iterator[tuple[str, RolloutGroup]]) -> Figures:
-    """Send every group, take the results, and read the service's metrics after each family."""
+    """Send every group, and read the metrics after each family."""
     figures, started_s = Figures(), time.monotonic()
     for family, rows in itertools.groupby(made, key=lambda each: each[0]):
         began_s, before = time.monotonic(), await scrape(port)
@@ -205,7 +202,7 @@ def _count(counts: dict[str, int], name: str) -> None:
 
 @contextlib.asynccontextmanager
 async def executor(folder: Path) -> AsyncIterator[str]:
-    """Start an executor; yield its address once it answers."""
+    """Yield a new executor's address."""
     address = f"unix:{folder}/executor.sock"
     command = [sys.executable, "-m", "services.reward.executor", "--reward.executor.address", address]
     process = subprocess.Popen([*command, "--telemetry.log_level", "ERROR"], stdout=subprocess.DEVNULL)
@@ -225,7 +222,7 @@ async def executor(folder: Path) -> AsyncIterator[str]:
 
 
 async def run_part(name: str, scorers: list[dict[str, Any]], address: str, arguments: argparse.Namespace) -> Figures:
-    """Measure one part with its own bus and service."""
+    """Measure one part."""
     with tempfile.TemporaryDirectory(prefix="penstock-hostile-") as place, embedded.serving(Path(place) / "bus") as url:
         folder, port = Path(place), _free_port()
         config = folder / "run.toml"
@@ -293,7 +290,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def main() -> int:
-    """Print one JSON object; return 1 if a limit is missed."""
+    """Print; return 1 if a limit is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--answers", type=int, default=100_000)
     parser.add_argument("--programs", type=int, default=20_000)

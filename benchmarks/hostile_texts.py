@@ -1,7 +1,6 @@
-"""Hostile completions for ``benchmarks.hostile_rewards``: attacks on matchers, checks and the code scorer.
+"""Hostile completions for ``benchmarks.hostile_rewards``.
 
-Each family generates a new text per call; its weight is its share of the texts. ``at_most`` limits families that cost a
-process its deadline each time.
+A family's weight is its share of the texts; ``at_most`` limits those that always cost a deadline.
 """
 
 import dataclasses
@@ -205,7 +204,7 @@ FORMAT = {
     },
     "json_tag": "json",
 }
-"""A format scorer with every text rule, and slow patterns."""
+"""With every text rule, and slow patterns."""
 
 # ---------------------------------------------------------------- programs
 

@@ -1,18 +1,16 @@
-"""Forward and backward time of one group with a long, shared or repeated prompt, in a model with recurrent layers.
+"""Training time of a group with a long prompt in a model with recurrent layers.
 
     python -m benchmarks.hybrid                                                               # a toy, on a CPU
     python -m benchmarks.hybrid --device cuda --prompt 16384 --completion 128 --layers 12 --hidden 1536 --rounds 5
 
-Three ways to compute the same mean logprob and gradient, alternately::
+Three ways to the same logprobs and gradient, alternately::
 
-    shared      the prompt once for all completions, in attention and recurrent layers        trainer.packing = "rows"
-        unshared    each sequence by itself, packed                                               the same, one row per
-        sample sequences   each sequence by itself, as transformers runs it, with its own attention      trainer.packing
-        = "sequences"
+    shared      the prompt once for all completions           trainer.packing = "rows"
+    unshared    each sequence by itself, packed               the same, one row per sample
+    sequences   each sequence by itself, by transformers      trainer.packing = "sequences"
 
-Unshared ways pass one sequence at a time, so memory does not matter. Logprobs and gradient norms must agree. Weights
-are random. ``speedup``: the faster unshared way divided by the shared one. transformers chooses the recurrent kernels
-(flash-linear-attention, mamba-ssm, causal-conv1d if installed, else torch); they are reported. Logs go to stderr.
+``speedup``: the faster unshared way / shared. transformers chooses the recurrent kernels; they are reported. Logs go to
+stderr.
 """
 
 import argparse
@@ -31,16 +29,14 @@ from services.trainer.model.policy import Policy
 from shared.bus.messages import FinishReason, Sample
 
 LEAST_SPEEDUP = 4.0
-"""Limit for 16k prompt tokens and 8 completions of 128, on a GPU."""
+"""For 16k prompt tokens and 8 completions of 128, on a GPU."""
 _AGREE = {"cpu": (1e-4, 1e-3), "cuda": (5e-2, 5e-2)}
-"""Largest absolute difference of mean logprobs (nats) and relative one of gradient norms: float32; bfloat16 with other
-kernels.
-"""
+"""Largest difference of logprobs (nats) and relative one of gradient norms: float32; bfloat16."""
 _KERNELS = ("fla", "mamba_ssm", "causal_conv1d")
 
 
 def configure(arguments: argparse.Namespace) -> Any:
-    """Return a configuration with attention in every fourth layer and ``arguments.kind`` in the others."""
+    """Return a configuration with attention in every fourth layer."""
     from transformers import BambaConfig, Lfm2Config, Qwen3_5TextConfig
 
     hidden, layers = arguments.hidden, arguments.layers
@@ -95,7 +91,7 @@ def ways(row: PackedRow) -> dict[str, list[MicroBatch]]:
 
 
 def step(policy: Policy, batches: list[MicroBatch], tokens: int) -> tuple[float, float]:
-    """Return the mean logprob of ``tokens`` and its gradient norm."""
+    """Return the mean logprob and its gradient norm."""
     policy.zero_grad(set_to_none=True)
     total = 0.0
     for batch in batches:
@@ -107,7 +103,7 @@ def step(policy: Policy, batches: list[MicroBatch], tokens: int) -> tuple[float,
 
 
 def measure(policy: Policy, way: str, batches: list[MicroBatch], tokens: int) -> dict[str, float]:
-    """Return seconds, peak memory (bytes; 0 on a CPU), mean logprob and gradient norm of one step."""
+    """Return seconds, peak memory (bytes; 0 on a CPU), mean logprob and gradient norm."""
     policy.trunk.use("sequences" if way == "sequences" else "rows")
     cuda = next(policy.parameters()).is_cuda
     if cuda:
@@ -121,7 +117,7 @@ def measure(policy: Policy, way: str, batches: list[MicroBatch], tokens: int) ->
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Build the model, time all ways alternately, and return the result."""
+    """Time all ways alternately."""
     policy, row = build(arguments), group(arguments)
     tokens = arguments.samples * arguments.completion
     passes = ways(row)

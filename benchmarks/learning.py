@@ -1,4 +1,4 @@
-"""One run of the arithmetic example with given algorithm settings: starts ``penstock up`` and reads the run's records."""
+"""One ``penstock up`` run of the arithmetic example with given algorithm settings."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ class Learned:
 def learn(
     folder: Path, name: str, algorithm: Mapping[str, Any], changes: Mapping[str, Mapping[str, Any]], steps: int
 ) -> Learned:
-    """Run ``steps`` steps with ``[algorithm]`` as given, and ``changes`` in other tables."""
+    """Run ``steps`` steps with ``[algorithm]`` and other ``changes``."""
     settings = tomllib.loads(CONFIG.read_text())
     settings["run"].update(id=name, folder=str(folder), steps=steps)
     settings["evaluation"]["every_steps"] = steps

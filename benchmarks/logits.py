@@ -1,15 +1,13 @@
-"""Memory and time of logprobs and entropies of many tokens: all logits at once, and in chunks.
+"""Memory and time of logprobs and entropies: all logits at once, and in chunks.
 
     python -m benchmarks.logits --vocabulary 152064 --tokens 16384 --hidden 256
 
     plain            all logits at once, by torch
-    chunked          as the trainer does: in chunks, on a GPU by one kernel
+    chunked          as the trainer: in chunks, on a GPU by one kernel
     chunked_unfused  on a GPU: in chunks, by torch
 
-Each way runs forward and backward in its own process: float32 on a CPU (peak minus initial resident memory), or
-bfloat16 on a GPU (``--device cuda``, torch's allocator). Hidden states and output layer do not count; their gradients
-do. Plain needs about 40 GB for 16,384 tokens in float32; ``--tokens 4096 --chunk 512 --hidden 64`` has the same
-proportions in 11 GB. Fails below a ratio of 4.
+Each way runs in its own process: float32 on a CPU, bfloat16 on a GPU (``--device cuda``). Memory is the peak beyond the
+inputs. Plain needs 40 GB for 16,384 tokens; ``--tokens 4096 --chunk 512 --hidden 64`` 11 GB. Fails below a ratio of 4.
 """
 
 import argparse
@@ -29,7 +27,7 @@ LEAST_RATIO = 4.0
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, float]:
-    """Run one way in this process; return its peak (bytes) and seconds."""
+    """Run one way; return its peak (bytes) and seconds."""
     fused, chunk_tokens = arguments.one == "chunked", 0 if arguments.one == "plain" else arguments.chunk
     torch.manual_seed(0)
     device = torch.device(arguments.device)
@@ -67,7 +65,7 @@ def _compute(
 
 
 def main() -> None:
-    """Measure both ways in separate processes, and print."""
+    """Measure in separate processes, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocabulary", type=int, default=152_064)
     parser.add_argument("--tokens", type=int, default=16_384)

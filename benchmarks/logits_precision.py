@@ -1,18 +1,16 @@
-"""Logprob error of logits rounded to bfloat16, and the cost of float32 logits.
+"""Logprob error of bfloat16 logits, and the cost of float32 logits.
 
     python -m benchmarks.logits_precision                                                     # a CPU: the error alone
     python -m benchmarks.logits_precision --device cuda --tokens 16384 --hidden 3584
 
-Random bfloat16 hidden states and output layer, scaled to logits with a standard deviation of ``--spread`` nats; tokens are
-sampled from the distribution. Exact logprobs use float64 copies::
+Random bfloat16 inputs, with logits' standard deviation ``--spread``; exact logprobs use float64::
 
     model      the output layer in bfloat16: logits rounded to 8 bits
     float32    the same products, not rounded         (trainer.logits, shared/model/logits_projection.py)
 
-``error``: mean and largest |logprob − exact|, nats, over ``--exact`` tokens. ``gap_<noise>``: difference of each
-trainer from an engine with bfloat16 logits, such as vLLM, whose hidden states differ by that relative noise; with
-little noise both round alike, and a trainer that does not round differs more. ``seconds``: forward and backward in
-chunks (median of ``--repeats``); ``bytes``: the peak on a GPU.
+``error``: mean and largest |logprob − exact|, nats, over ``--exact`` tokens. ``gap_<noise>``: difference from an engine
+with bfloat16 logits (vLLM) whose hidden states differ by that relative noise; with little noise both round alike, so
+float32 differs more. ``seconds``: median of ``--repeats``; ``bytes``: GPU peak.
 """
 
 import argparse

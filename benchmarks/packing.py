@@ -1,10 +1,10 @@
-"""Fill and balance of packed micro-batches: long-tailed lengths, over 1, 2, 4 and 8 ranks.
+"""Fill and balance of packed micro-batches over 1, 2, 4 and 8 ranks.
 
     python -m benchmarks.packing --groups 512 --samples 8 --cap 16384
 
-Lengths are log-normal (median prompt 150, completion 600 tokens; 5 % of completions are 5 times the median). Costs are
-those of a 7B model. ``fill``: tokens / (micro-batches × cap), all ranks; ``imbalance``: the costliest rank's operations
-over the mean, minus 1; ``padded_fill``: fill of padded rows, by length. Fails if a limit is missed.
+Lengths are log-normal (median prompt 150, completion 600; 5 % are 5 times longer). ``fill``: tokens / (micro-batches ×
+cap); ``imbalance``: the costliest rank's operations over the mean, minus 1; ``padded_fill``: fill of padded rows. Fails
+if a limit is missed.
 """
 
 import argparse
@@ -27,7 +27,7 @@ MOST_IMBALANCE = 0.03
 def mix(
     groups: int, samples: int, cap: int, seed: int = 0, *, median: int = 600, vocabulary: int = 1
 ) -> list[PackedRow]:
-    """Return random rows with sequences of at most ``cap`` tokens; the median prompt is a quarter of ``median``."""
+    """Return random rows of sequences up to ``cap`` tokens."""
     lot = np.random.default_rng(seed)
     found = []
     for _ in range(groups):
@@ -66,7 +66,7 @@ def measure(rows: list[PackedRow], cap: int, ranks: int) -> dict[str, float]:
 
 
 def padded_fill(rows: list[PackedRow], cap: int) -> float:
-    """Return the fill of separate sequences padded to the longest of a micro-batch, longest first."""
+    """Return the fill of sequences padded to a micro-batch's longest."""
     lengths = sorted((len(row.prompt_token_ids) + len(s.token_ids) for row in rows for s in row.samples), reverse=True)
     computed, place = 0, 0
     while place < len(lengths):

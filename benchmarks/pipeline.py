@@ -1,18 +1,17 @@
-r"""The same work asynchronous, synchronous (``max_lag = 0``) and by TRL's GRPOTrainer, alternately on one machine.
+r"""The same work asynchronous, synchronous (``max_lag = 0``) and by TRL's GRPOTrainer, alternately.
 
-The demo's work, or long answers (see ``pipeline_work``), with equal learning rate and optimizer. After the first third
-of the steps, rates are samples / seconds between commits. Evaluation is off.
+The demo's work or long answers (``pipeline_work``). Rates are samples / seconds between commits, after a third of the
+steps.
 
     python -m benchmarks.pipeline --steps 60 --rounds 3
     python -m benchmarks.pipeline --work long --shape 0.5b --device cuda --steps 15 --rounds 1    # two GPUs
     python -m benchmarks.pipeline --work long --shape 7b --device cuda --steps 6 --rounds 1 --modes async \
         --trainer.gradient_checkpointing=true --trainer.optimizer=adamw_8bit
 
-On GPUs each system trains on one and generates by vLLM on the other; TRL uses server mode with NCCL. Other flags are
-passed to ``penstock up``.
+On GPUs each system trains on one and generates by vLLM on the other. Other flags go to ``penstock up``.
 
-Prints seconds per step by phase, then ``async_over_trl``, ``async_over_sync`` (median ratios), ``samples_per_s``, and
-each GPU's ``busy`` and ``idle`` share in the last round.
+Prints seconds per step by phase, ``async_over_trl``, ``async_over_sync`` (medians), ``samples_per_s``, and GPUs'
+``busy`` and ``idle`` share.
 """
 
 import argparse
@@ -46,7 +45,7 @@ _LAGS = {"async": 1, "sync": 0}
 def run_penstock(
     folder: Path, work: Work, steps: int, max_lag: int, flags: Sequence[str]
 ) -> tuple[float, dict[str, float], dict[str, dict[str, float]]]:
-    """Run ``penstock up``; return samples per second, mean seconds by phase, and GPU shares after warm-up."""
+    """Return samples per second, mean seconds by phase, and GPU shares."""
     name, settings = f"lag-{max_lag}", work.settings
     told = {
         "run": {**settings.get("run", {}), "id": name, "folder": str(folder), "steps": steps},
@@ -74,7 +73,7 @@ def _mean(lines: Sequence[dict[str, Any]], name: str) -> float:
 
 
 def run_trl(folder: Path, work: Work, steps: int) -> float:
-    """Run the baseline; return its samples per second."""
+    """Return the baseline's samples per second."""
     command = [sys.executable, "-m", "benchmarks.trl_grpo", *work.arguments(steps)]
     with contextlib.ExitStack() as around:
         environment = {}
@@ -136,7 +135,7 @@ def _run(
     environment: Mapping[str, str] | None = None,
     wrong: Callable[[], str] = str,
 ) -> str:
-    """Return the output of ``command``; end it early if ``wrong`` returns a message."""
+    """Return the output of ``command``; end it if ``wrong`` returns a message."""
     with tempfile.TemporaryFile("w+") as printed:
         until_s, found = time.monotonic() + _RUN_S, ""
         process = subprocess.Popen(

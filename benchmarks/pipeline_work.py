@@ -1,10 +1,10 @@
-"""Work for ``benchmarks.pipeline``: the demo, or long answers of a random model.
+"""Work for ``benchmarks.pipeline``.
 
 ::
 
-    arithmetic   the example's policy and problems: 32 prompts × 16 samples a step, 4 new tokens each
-    long         random Qwen2, prompts of 64 tokens: 32 prompts × 8 samples a step, 512 new tokens each (on a CPU:
-                 8 × 4, 32 new tokens), random rewards: speed depends on neither weights nor rewards
+    arithmetic   the example: 32 prompts × 16 samples a step, 4 new tokens each
+    long         random Qwen2, 64-token prompts: 32 × 8 samples a step, 512 new tokens each (on a CPU: 8 × 4, 32 new
+                 tokens), random rewards: speed depends on neither weights nor rewards
 """
 
 import dataclasses
@@ -24,14 +24,14 @@ _CHARACTERS = string.digits + string.ascii_letters + string.punctuation
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A run's settings, and their equivalent in TRL's arguments."""
+    """A run's settings, and TRL's equivalent arguments."""
 
     name: str
     settings: dict[str, Any]
-    """Without the run's name, folder, steps and lag."""
+    """Without name, folder, steps and lag."""
     trl: list[str]
     served: bool = False
-    """TRL's trainer and its vLLM server have a GPU each."""
+    """TRL's trainer and vLLM server have a GPU each."""
 
     @property
     def model(self) -> str:
@@ -61,7 +61,7 @@ def arithmetic() -> Work:
 
 
 def long(folder: Path, shape: str, device: str, kernels: str) -> Work:
-    """Create model and prompts in ``folder``; return the work on two GPUs (the trainer on the first), or on the CPU."""
+    """Create model and prompts; return the work on two GPUs or the CPU."""
     gpu = device == "cuda"
     _write_model(folder / "model", shape, device)
     _write_prompts(folder / "prompts.jsonl")
@@ -89,7 +89,7 @@ def long(folder: Path, shape: str, device: str, kernels: str) -> Work:
 
 
 def _write_model(folder: Path, shape: str, device: str) -> None:
-    """Write a Hugging Face model and a Qwen2 tokenizer with one token per printable character, without merges."""
+    """Write a model and a tokenizer with one token per printable character."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM

@@ -1,9 +1,8 @@
-"""Whether each preset learns: a real run of the arithmetic example each, one after another.
+"""Whether each preset learns the arithmetic example.
 
     python -m benchmarks.presets --presets grpo,gspo --steps 200
 
-Prints a Markdown table row per preset (docs/algorithms.md), then one JSON object: accuracies before and after, seconds,
-and the last steps' metrics. ``TUNED`` adapts settings to a model of a million parameters.
+Prints a Markdown table row per preset (docs/algorithms.md), and accuracies before and after, seconds and last metrics.
 """
 
 import argparse
@@ -21,9 +20,9 @@ TUNED: Mapping[str, Mapping[str, Any]] = {
     "gspo": {"clip": (0.2, 0.28)},
     "ppo": {"critic": {"learning_rate": 1e-3}},
 }
-"""Overrides by preset; GSPO's bounds assume steps a thousand times smaller."""
+"""Overrides for a small model; GSPO's bounds assume steps a thousand times smaller."""
 LEARNING_RATES: Mapping[str, float] = {}
-"""Overrides of the example's own."""
+"""Overrides."""
 LORA = "lora_grpo"
 """GRPO with adapters."""
 

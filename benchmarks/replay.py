@@ -1,11 +1,10 @@
-"""Whether a replay repeats a step bit by bit on this device, and its cost.
+"""Whether a replay repeats a step bit by bit, and its cost.
 
     python -m benchmarks.replay                                       # a toy on a CPU python -m benchmarks.replay
         --device cuda --shape 0.5b            # run.deterministic = "steps" as a user would set it: off, then on
 
-Repeats the same steps from the same random weights, in separate processes: packed groups with a shared prompt, LoRA
-with dropout (``--lora``), and a first run that is out of memory in its second forward pass, whose plan the others
-replay (``--short-of-memory``). Prints, with ``run.deterministic = "steps"`` off and on, whether all weights are
+Repeats the same steps from the same weights in separate processes: packed groups, ``--lora`` with dropout, and with
+``--short-of-memory`` a first run whose second forward pass is out of memory. Prints whether all weights are
 bit-identical, the largest difference, and a step's median seconds.
 """
 
@@ -81,7 +80,7 @@ def _sample(token_ids: Any) -> Sample:
 
 
 def repeat(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Repeat the steps in this process; return the comparison."""
+    """Repeat the steps; return the comparison."""
     of = settings(arguments)
     if arguments.deterministic:
         make_deterministic(arguments.device)
@@ -130,7 +129,7 @@ def _compare(weights: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
 
 
 def _apart(*, deterministic: bool) -> dict[str, Any]:
-    """Run :func:`repeat` in a separate process: torch's mode is process-wide."""
+    """In a separate process: torch's mode is process-wide."""
     flags = ["--one", *(["--deterministic"] if deterministic else [])]
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"

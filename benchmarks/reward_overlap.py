@@ -1,14 +1,13 @@
-"""Whether a group takes as long as its slowest scorer, or as all scorers together.
+"""Whether a group takes as long as its slowest scorer, or as all together.
 
-Each group is scored by each scorer alone and by all together (``Scoring``). Scorers: the answer matcher with computer
-algebra (its own processes), a format rule, and a random reward model (a thread). Medians over groups:
+Scorers: the answer matcher with computer algebra (processes), a format rule, a random reward model (thread). Medians
+over groups:
 
     overlap_ratio    together / the slowest alone: 1 is perfect overlap
     sum_ratio        together / the sum of all alone: 1 is no overlap
     loop_lag_p99_ms  delay of a 1 ms timer while the model computes
 
-``in_flight_groups_per_s``: the model's rate with many groups at a time, which fill its batches;
-``group_rate_alone_per_s``: one at a time. On a busy CPU the ratios mean little.
+``in_flight_groups_per_s``: the model's rate with many groups at a time; ``group_rate_alone_per_s``: one at a time.
 
     python -m benchmarks.reward_overlap --groups 30
 """
@@ -44,7 +43,7 @@ FORMAT: Scorer = {"kind": "format", "pattern": ".*=.*"}
 
 
 def save_model(folder: Path, hidden: int, layers: int) -> None:
-    """Write a random sequence classifier and a tokenizer of one token per character."""
+    """Write a random classifier with one token per character."""
     torch.manual_seed(0)
     vocabulary = {token: place for place, token in enumerate(["<pad>", "<eos>", *CHARACTERS])}
     config = Qwen2Config(
@@ -58,7 +57,7 @@ def save_model(folder: Path, hidden: int, layers: int) -> None:
 
 
 def make_group(number: int, samples: int) -> RolloutGroup:
-    """Return a group of distinct answers that need computer algebra, after reasonings of mixed lengths."""
+    """Return a group of distinct answers that need computer algebra."""
     root = 11 + number
     texts = [f"{'so ' * (5 + 4 * place)}\\boxed{{\\sqrt{{{(root + place) ** 2}}}}}" for place in range(samples)]
     spans = np.array([[0, 0]], dtype=np.int32)
@@ -77,7 +76,7 @@ def make_group(number: int, samples: int) -> RolloutGroup:
 
 @contextlib.asynccontextmanager
 async def scoring(scorers: Sequence[Scorer]) -> AsyncIterator[Scoring]:
-    """Start scoring with ``scorers``, as the service does."""
+    """Yield the service's scoring with ``scorers``."""
     made = make_scoring(Settings.model_validate({"reward": {"scorers": list(scorers)}}), Status())
     await made.start()
     try:
@@ -122,7 +121,7 @@ async def measure(arguments: argparse.Namespace, model: Scorer) -> dict[str, obj
 
 
 async def all_at_once(of: Scoring, groups: Sequence[RolloutGroup]) -> dict[str, object]:
-    """Return the rate of many groups at a time, and the event loop's delays."""
+    """Return the rate of many groups at a time, and loop delays."""
     stop = asyncio.Event()
     watching = asyncio.create_task(loop_lags_ms(stop))
     started_s = time.perf_counter()

@@ -1,11 +1,10 @@
-"""Time of the trainer's start-up self-test (``services.trainer.self_test.self_test``), and the policy's deviation from
-the unmodified model.
+"""Time of the trainer's self-test (``services.trainer.self_test.self_test``), and the policy's deviation from the
+unmodified model.
 
     python -m benchmarks.self_test                                    # a toy on a CPU
     python -m benchmarks.self_test --device cuda --shape 7b           # one GPU
 
-Builds a random Qwen2 as the trainer does (bfloat16 on a GPU, fused kernels if installed) and runs the self-test
-``--rounds`` times; the first includes kernel compilation.
+Uses a random Qwen2; the first of ``--rounds`` includes kernel compilation.
 """
 
 import argparse

@@ -1,11 +1,9 @@
-"""Cost of lag, and benefit of a correction: the arithmetic example at each lag, corrected and not.
+"""Cost of lag and benefit of a correction, on the arithmetic example.
 
     python -m benchmarks.staleness --lags 0,1,4,8 --steps 300
 
-Corrected: the preset (``--preset``; default ``tis``, truncated token ratios). Uncorrected: the same with ``correction =
-"ignored"``. ``max_lag`` is the limit; the measured lag is printed beside it.
-
-Prints a Markdown table row per run, then one JSON object.
+Corrected: ``--preset`` (default ``tis``). Uncorrected: the same with ``correction = "ignored"``. Prints a Markdown
+table row per run, with the measured lag beside ``max_lag``, then one JSON object.
 """
 
 import argparse
@@ -18,7 +16,7 @@ from typing import Any
 from benchmarks.learning import Learned, learn
 
 LEARNING_RATE = 2e-4
-"""Half the example's, for every lag: eight full steps change the policy too much."""
+"""Half the example's, for every lag: larger steps change the policy too much."""
 
 
 def run(folder: Path, preset: str, lag: int, corrected: bool, steps: int, learning_rate: float) -> Learned:
@@ -35,7 +33,7 @@ def name(lag: int, corrected: bool) -> str:
 
 
 def main() -> None:
-    """Run every lag, corrected and not, and print."""
+    """Run all and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lags", default="0,1,4,8")
     parser.add_argument("--steps", type=int, default=300)

@@ -1,8 +1,7 @@
 """Effect of 1,000 requests a second of GET /v1/run on admission.
 
-A coordinator on one core keeps slots filled, which this process empties at a steady rate, with and without a client on
-another core using keep-alive connections. ``admission_ratio``: median over rounds of groups admitted under load /
-without; ``refill_ms``: median time from an emptied slot to a full one.
+A coordinator on one core keeps slots filled, which this process empties, with and without a client on another core.
+``admission_ratio``: median of groups admitted under load / without; ``refill_ms``: time to refill a slot.
 
     python -m benchmarks.status --requests-per-s 1000 --seconds 5 --rounds 3
 """
@@ -30,7 +29,7 @@ GROUPS_PER_S, CONNECTIONS, SLOTS = 400, 32, 64
 
 
 async def load(url: str, requests_per_s: float, seconds: float) -> int:
-    """Request ``GET /v1/run`` at a rate over a few connections; return the number of answers."""
+    """Send requests at a rate; return the number of answers."""
     parts = urlsplit(url)
     request = f"GET /v1/run HTTP/1.1\r\nHost: {parts.netloc}\r\n\r\n".encode()
     end_s, answered = time.monotonic() + seconds, 0
@@ -55,7 +54,7 @@ async def load(url: str, requests_per_s: float, seconds: float) -> int:
 
 
 async def empty_slots(bus: Bus, seconds: float) -> tuple[float, list[float]]:
-    """Take groups off `prompts` at a steady rate; return available groups per second, and refill times in ms."""
+    """Empty slots at a steady rate; return groups per second and refill times (ms)."""
     taken, refills, end_s, due_s = 0, [], time.monotonic() + seconds, time.monotonic()
     batch = GROUPS_PER_S // 50
     while time.monotonic() < end_s:
@@ -72,7 +71,7 @@ async def empty_slots(bus: Bus, seconds: float) -> tuple[float, list[float]]:
 
 
 async def measure(url: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Start a coordinator with a run that never trains, and measure alternately."""
+    """Measure a coordinator whose run never trains."""
     bus = await Bus.connect(url, "status", wait_s=10.0)
     coordinator = subprocess.Popen([sys.executable, "-m", "services.coordinator", "--config", str(write(folder, url))])
     os.sched_setaffinity(coordinator.pid, {min(os.sched_getaffinity(0))})

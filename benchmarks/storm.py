@@ -1,8 +1,7 @@
-"""Recovery from faults: a seeded storm of kills, freezes, cuts, joins, leaves, pauses and rollbacks over the arithmetic
-example.
+"""Recovery from a seeded storm of kills, freezes, cuts, joins, leaves, pauses and rollbacks.
 
-The storm of ``tests/chaos`` (needs the extra ``dev``), with its audit; fails if anything was lost. Recovery is the time
-from a fault's start (a pause's end) to the next commit, and includes a trainer's start.
+The audited storm of ``tests/chaos`` (needs the extra ``dev``). Recovery is the time from a fault's start (a pause's
+end) to the next commit.
 
     python -m benchmarks.storm --seconds 150 --seed 6
 """

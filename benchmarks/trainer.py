@@ -1,20 +1,18 @@
-"""Tokens per second, utilization and memory of a training step: packed and padded, alternately.
+"""Tokens per second, utilization and memory of a training step, packed and padded.
 
     python -m benchmarks.trainer                                                              # a toy, one CPU
     python -m benchmarks.trainer --shape 0.5b --device cuda
     python -m benchmarks.trainer --shape 7b --device cuda --ranks 2 --zero-stage 3
 
-Three ways to compute the same mean logprob of all trained tokens and its gradient, which must agree::
+Three ways to the same mean logprob and gradient, which must agree::
 
-    packed   rows end to end, a prompt once for its completions, as the trainer does
-        (services/trainer/batch/packing.py) padded   separate sequences in order of arrival, as many per pass as the
-        longest allows under the cap, padded to the longest of each
-        (the usual way) sorted   separate sequences by length, as many as fit under the cap, padded likewise
+    packed   rows end to end, prompts shared, as the trainer does       (services/trainer/batch/packing.py)
+    padded   separate sequences in order of arrival, padded to the longest
+    sorted   separate sequences by length, padded likewise
 
-Padding is on the right and attention causal, so no mask is needed; all ways compute logits in chunks. Lengths are
-log-normal, as in ``benchmarks.packing``. Weights are random; the optimizer runs at a learning rate of 0.
-``tokens_per_s`` counts trained tokens; ``mfu`` the packed step's model operations without recomputation. Memory is the
-largest rank's: torch's allocator on a GPU, resident on a CPU. Logs go to stderr.
+Padding on the right needs no mask. Lengths are as in ``benchmarks.packing``; weights are random. ``tokens_per_s``
+counts trained tokens; ``mfu`` the packed step's model operations without recomputation. Memory is the largest rank's:
+torch's allocator on a GPU, resident on a CPU. Logs go to stderr.
 """
 
 import argparse
@@ -44,7 +42,7 @@ from services.trainer.rank_group import start_ranks
 from shared.settings import Settings, TrainerSettings
 
 LEAST_RATIO, LEAST_MFU = 1.3, {"tiny": 0.0, "0.5b": 0.45, "7b": 0.5}
-"""Limits: packed over padded, and utilization in bfloat16 on GPUs."""
+"""Limits: packed / padded; bfloat16 utilization on GPUs."""
 _AGREE = {"logprob": {"float32": 1e-5, "bfloat16": 2e-3}, "grad_norm": {"float32": 1e-4, "bfloat16": 2e-2}}
 """Largest relative differences."""
 WAYS = ("packed", "padded", "sorted")
@@ -71,7 +69,7 @@ def settings(arguments: argparse.Namespace) -> Settings:
 
 
 def ways(rows: Sequence[PackedRow], arguments: argparse.Namespace, sizes: ModelSizes) -> dict[str, Batches]:
-    """Return this rank's forward passes by each way."""
+    """Return this rank's batches by each way."""
     rank, ranks, cap = dist.get_rank(), arguments.ranks, arguments.cap
     found: dict[str, Callable[[], Batches]] = {
         "packed": lambda: plan(rows, cap, ranks, sizes=sizes)[rank],
@@ -82,7 +80,7 @@ def ways(rows: Sequence[PackedRow], arguments: argparse.Namespace, sizes: ModelS
 
 
 def step(engine: TrainingEngine, batches: Batches, tokens: int) -> tuple[float, float]:
-    """Make one step; return this rank's part of the mean logprob of ``tokens`` trained tokens, and its gradient norm."""
+    """Make one step; return this rank's part of the mean logprob, and the gradient norm."""
     found = torch.zeros((), device=engine.device)
     for number, batch in enumerate(batches, start=1):
         mean = engine.forward(batch).policy_logprobs_N.sum() / tokens
@@ -93,7 +91,7 @@ def step(engine: TrainingEngine, batches: Batches, tokens: int) -> tuple[float, 
 
 
 def measure(engine: TrainingEngine, phases: Phases, make: Callable[[], tuple[float, float]]) -> dict[str, float]:
-    """Return a step's seconds and peak memory (bytes), the maximum over ranks, mean logprob and gradient norm."""
+    """Return a step's seconds and peak bytes over all ranks, mean logprob and gradient norm."""
     dist.barrier()
     phases.take_memory()
     started_s = time.perf_counter()
@@ -108,7 +106,7 @@ def measure(engine: TrainingEngine, phases: Phases, make: Callable[[], tuple[flo
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Build the model, make every way's step alternately, and return the result."""
+    """Measure every way's step alternately."""
     of = settings(arguments)
     start_ranks(arguments.device)
     tell(f"{arguments.ranks} ranks on {arguments.device}, building {arguments.shape}")
@@ -214,7 +212,7 @@ def _parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Launch the ranks if there are several; measure, and print."""
+    """Launch the ranks, measure, and print."""
     arguments = _parse()
     if arguments.ranks > 1 and "RANK" not in os.environ:
         command = [sys.executable, "-m", "benchmarks.trainer", *sys.argv[1:]]

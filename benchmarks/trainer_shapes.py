@@ -16,7 +16,7 @@ from shared.settings import Settings
 
 
 def random_model(shape: Mapping[str, Any], settings: Settings, device: str) -> Any:
-    """Return a random Qwen2 on ``device``, sharded from the start at ZeRO stage 3."""
+    """Return a random Qwen2, sharded from the start at ZeRO stage 3."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(**shape, max_position_embeddings=32_768, rope_theta=1e6, attn_implementation="sdpa")
@@ -38,7 +38,7 @@ def random_model(shape: Mapping[str, Any], settings: Settings, device: str) -> A
 
 @dataclasses.dataclass(frozen=True)
 class Padded:
-    """A ``B`` × ``T`` rectangle of right-padded sequences, with the position before each trained token."""
+    """``B`` × ``T`` right-padded sequences, and positions before trained tokens."""
 
     input_ids_BT: Int64Array
     rows_N: Int64Array
@@ -81,7 +81,7 @@ class _Sequence:
 
 
 def by_arrival(rows: Sequence[PackedRow], cap: int, rank: int, ranks: int) -> list[Padded]:
-    """Return ``rank``'s sequences in order, as many per rectangle as the longest of all allows under ``cap``."""
+    """Return ``rank``'s sequences in order, sized for the longest under ``cap``."""
     found = _sequences(rows)
     count = max(1, cap // max(len(one.token_ids) for one in found))
     mine = found[rank::ranks]
@@ -89,16 +89,14 @@ def by_arrival(rows: Sequence[PackedRow], cap: int, rank: int, ranks: int) -> li
 
 
 def by_length(rows: Sequence[PackedRow], cap: int, rank: int, ranks: int) -> list[Padded]:
-    """Return ``rank``'s sequences, longest first, as many per rectangle as fit under ``cap``; equal counts on all
-    ranks.
-    """
+    """Return ``rank``'s sequences, longest first; equal counts on all ranks."""
     found = sorted(_sequences(rows), key=lambda one: -len(one.token_ids))
     mine = found[rank::ranks]
     return [_padded(mine[start:end]) for start, end in _cuts(found[::ranks], cap)]
 
 
 def _cuts(longest: Sequence[_Sequence], cap: int) -> Iterator[tuple[int, int]]:
-    """Cut by the rank with the longest sequences, so that every rank's fit."""
+    """Cut by the rank with the longest sequences, so all fit."""
     start = 0
     while start < len(longest):
         end = start + max(1, cap // len(longest[start].token_ids))

@@ -3,30 +3,20 @@
 ::
 
     trainer, GPU 0                           replica, GPU 1: the rollout service's engine under load
-      change weights                           256 sequences decode endlessly, one more is watched token by token
       fill snapshot, offer ──── pull ────────▶ stage (decoding continues), verify, swap
 
-Measured in one run on the same devices:
-
-- ``raw_gb_per_s``: a plain broadcast alone. ``wire_ratio``: bytes of a pull under load / seconds from the accepted
-        offer to
-  verified weights / that.
-- ``stall_ms``: per update, the watched client's longest wait for a token from the accepted offer until 0.25 s after the
-        swap,
-  minus the median wait.
-- ``throughput_ratio``: tokens/s in windows with an update every 2 s / mean of the adjacent windows without; the median.
+- ``raw_gb_per_s``: a plain broadcast. ``wire_ratio``: a pull's bytes / seconds from offer to verified weights / that.
+- ``stall_ms``: longest wait for a token from the offer until 0.25 s after the swap, minus the median wait.
+- ``throughput_ratio``: tokens/s with an update every 2 s / without; median.
 - ``publish_to_live_s``: from the first byte copied into the trainer's snapshot to the return of the swap.
-- ``bytes_equal``: after the last swap, live parameters equal the received bytes, whose checksums match the trainer's;
-        null
-  without a plan (layer by layer on the CPU).
-- ``all_live_ratio``: with more replicas, seconds until all are live / seconds for one alone.
-- ``trainer_ratio``: with more replicas, optimizer-like steps (matrix products) per second with an update every 2 s,
-  including filling the snapshot / without; the median.
-- ``native_*``: the same with vLLM's packed NCCL transfer behind ``pause_generation(mode="keep")``.
+- ``bytes_equal``: live parameters equal the received, checksummed bytes; null without a plan (CPU).
+- ``all_live_ratio``: seconds until all replicas are live / seconds for one alone.
+- ``trainer_ratio``: trainer-like steps per second with updates / without; median.
+- ``native_*``: vLLM's packed NCCL transfer behind ``pause_generation(mode="keep")``.
 
     python -m benchmarks.weights                                        two GPUs, Qwen2-7B in bfloat16
     python -m benchmarks.weights --replicas 3 --fan-out 1               four GPUs, a chain
-    python -m benchmarks.weights --device cpu                           the same over gloo, on a small shape
+    python -m benchmarks.weights --device cpu                           gloo, a small shape
 """
 
 import argparse
@@ -115,7 +105,7 @@ def _started(stack: ExitStack, environment: dict[str, str], player: str, options
 
 @contextmanager
 def _surroundings(environment: dict[str, str]) -> Iterator[None]:
-    """Start processes with ``environment``, which they see before any import."""
+    """Child processes see ``environment`` before any import."""
     before = dict(os.environ)
     os.environ |= environment
     try:

@@ -21,7 +21,7 @@ START_S, ANSWER_S = 900.0, 120.0
 
 
 class Player:
-    """A process that answers requests; see :func:`benchmarks.weights_players.play`."""
+    """A process that answers (:func:`benchmarks.weights_players.play`)."""
 
     def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
         context = multiprocessing.get_context("spawn")
@@ -35,7 +35,7 @@ class Player:
         self._pipe.send((name, arguments))
 
     def answer(self, deadline_s: float = ANSWER_S) -> Any:
-        """Return the answer; raises RuntimeError on an error or timeout."""
+        """Return the answer, or raise RuntimeError."""
         if not self._pipe.poll(deadline_s):
             raise RuntimeError(f"expected an answer of process {self.process.pid} in {deadline_s:.0f} s, found none")
         try:
@@ -63,7 +63,7 @@ class Player:
 
 
 class Run:
-    """One trainer and its replicas, and their measurements."""
+    """One trainer and its replicas."""
 
     def __init__(self, trainer: Player, replicas: list[Player], args: argparse.Namespace, on_gpu: bool) -> None:
         self._trainer = trainer
@@ -101,7 +101,7 @@ class Run:
         }
 
     def update(self, only: int | None = None, changed: bool = True) -> list[dict[str, Any]]:
-        """Publish weights, let all replicas or the first ``only`` pull them, and return their answers."""
+        """Publish weights, and return the answers of the replicas that pulled."""
         self._version += 1
         self._published = self._trainer.call("publish", version=self._version, changed=changed)
         pullers = self._replicas[:only]
@@ -117,7 +117,7 @@ class Run:
     def windows(
         self, seconds: float, update: Callable[[], list[dict[str, Any]]]
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Alternate windows without and with updates; return throughput and stalls, and the updates."""
+        """Alternate windows without and with updates; return metrics and updates."""
         rates: list[float] = []
         updates: list[dict[str, Any]] = []
         plain: list[tuple[float, float]] = []
@@ -142,7 +142,7 @@ class Run:
         }, updates
 
     def raw(self, nbytes: int) -> dict[str, float]:
-        """Measure a plain broadcast from the trainer's device to the first replica's."""
+        """Measure a plain broadcast to the first replica's device."""
         port = _free_port()
         places = [environment(self._on_gpu, [0]), environment(self._on_gpu, gpus(0, 1))]
         ends = [Player(raw_end, places[rank], rank, self._args.device, nbytes, port) for rank in (0, 1)]
@@ -154,7 +154,7 @@ class Run:
         return {"raw_gb_per_s": answers[1]["bytes"] / answers[1]["seconds"] / 1e9}
 
     def spread(self) -> dict[str, Any]:
-        """Compare the time until all replicas are live with that of one alone."""
+        """Compare the time for all replicas with one alone."""
         if len(self._replicas) == 1:
             return {}
         alone = [max(at["offer_to_live_s"] for at in self.update(only=1)) for _ in range(5)]
@@ -182,7 +182,7 @@ class Run:
         return float(statistics.median(ratios))
 
     def native(self) -> dict[str, Any]:
-        """Measure vLLM's own transfer under the same load; null with a reason if impossible."""
+        """Measure vLLM's own transfer; null with a reason if impossible."""
         if not self._on_gpu or self._args.no_native or len(self._replicas) > 1:
             return {"native_throughput_ratio": None, "native_why_not": "needs two GPUs and one replica"}
         figures: dict[str, Any] = {}

@@ -1,7 +1,6 @@
 """Processes of ``benchmarks.weights``.
 
-Each runs :func:`play`, which answers one request at a time over a pipe until it closes. Times use the host-wide
-monotonic clock. The caller evaluates them.
+Each answers requests over a pipe until it closes. Times use the host-wide monotonic clock.
 """
 
 import asyncio
@@ -36,7 +35,7 @@ class Options:
 
 
 def environment(on_gpu: bool, numbers: list[int]) -> dict[str, str]:
-    """Return an environment limited to the GPUs ``numbers``, as this process counts them."""
+    """Return an environment limited to the GPUs ``numbers``."""
     if on_gpu:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         names = visible.split(",") if visible else [str(number) for number in range(64)]
@@ -45,7 +44,7 @@ def environment(on_gpu: bool, numbers: list[int]) -> dict[str, str]:
 
 
 def gpus(number: int, ranks: int) -> list[int]:
-    """Return the GPUs of replica ``number``; the trainer has the first."""
+    """Return replica ``number``'s GPUs, after the trainer's."""
     return [1 + number * ranks + rank for rank in range(ranks)]
 
 

@@ -1,4 +1,4 @@
-"""The receiving side of ``benchmarks.weights``: the rollout service's engine under load."""
+"""The receiving side of ``benchmarks.weights``."""
 
 import asyncio
 import dataclasses
@@ -74,7 +74,7 @@ class _Replica:
         return {"ranks": self._engine.ranks, "peer": self._engine.peer_address}
 
     async def pull(self, published: dict[str, Any], sources: list[str]) -> dict[str, Any]:
-        """Pull a version from the first of ``sources`` that has it, and make it live."""
+        """Pull a version from the first available source, and swap."""
         began_s = time.monotonic()
         errors: list[str] = []
         for source in sources:
@@ -109,7 +109,7 @@ class _Replica:
         }
 
     async def load(self) -> None:
-        """Decode ``sequences`` sequences endlessly, and watch one more token by token."""
+        """Decode endlessly, and watch one more sequence."""
         for _ in range(self._options.sequences // GROUP):
             self._tasks.append(asyncio.create_task(self._decode()))
         self._tasks.append(asyncio.create_task(self._watch()))
@@ -147,11 +147,11 @@ class _Replica:
         return self._random.integers(10, 1000, PROMPT_TOKENS).astype(np.int32)
 
     def seen(self) -> dict[str, Any]:
-        """Return vLLM's count of generated tokens, and the watched sequence's token times."""
+        """Return the generated tokens, and the watched sequence's times."""
         return {"at_s": time.monotonic(), "tokens": _generated_tokens(), "token_times_s": list(self._token_times_s)}
 
     async def compare(self) -> list[int | None]:
-        """Return each rank's number of copies that differ from the received bytes; None: no plan."""
+        """Return each rank's count of differing copies; None: no plan."""
         found: list[int | None] = await self._engine._llm.collective_rpc("penstock_compare")
         return found
 
@@ -203,7 +203,7 @@ def _record(published: dict[str, Any]) -> PolicyRecord:
 
 
 def _packs_by_update() -> bool:
-    """Return whether this vLLM (up to 0.27) takes the packing with each update, not once."""
+    """vLLM up to 0.27 takes the packing with each update."""
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
 
     return "packed" in {field.name for field in dataclasses.fields(NCCLWeightTransferUpdateInfo)}

@@ -1,4 +1,4 @@
-"""The sending side of ``benchmarks.weights``: a publishing trainer, and both ends of a raw broadcast."""
+"""The sending side of ``benchmarks.weights``."""
 
 import itertools
 import os
@@ -38,7 +38,7 @@ async def trainer(connection: Connection, options: Options) -> None:
             torch.cuda.synchronize()
 
     def publish(version: int, changed: bool = True) -> dict[str, Any]:
-        """Write weights, changed if ``changed``, to the snapshot that is not served, and serve it."""
+        """Write weights to the free snapshot, and serve it."""
         if changed:
             learn(version)
         snapshot, began_s = next(snapshots), time.monotonic()
@@ -62,7 +62,7 @@ async def trainer(connection: Connection, options: Options) -> None:
 
 
 class _Training:
-    """A thread that computes on its own stream; starts on first use."""
+    """A thread that computes on its own stream."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
@@ -122,7 +122,7 @@ class _NativeTrainer:
 def raw_end(
     connection: Connection, surroundings: dict[str, str], rank: int, device: str, nbytes: int, port: int
 ) -> None:
-    """Broadcast ``nbytes`` in pieces of 256 MiB as rank ``rank`` of two; answer the best round's seconds."""
+    """Broadcast ``nbytes`` in pieces of 256 MiB; answer the best seconds."""
     os.environ |= surroundings
     import torch
     import torch.distributed as dist

@@ -1,7 +1,7 @@
-"""Cost of decoding a message, by type: microseconds of processor time, with all field checks.
+"""Processor time of decoding a message, by type, in microseconds.
 
-``median_us`` and ``least_us`` are over rounds of many decodes. ``--before FOLDER`` alternates with another checkout's
-wire format; ``speed`` is the median of its time divided by this checkout's, so 0.9 means nine tenths of its throughput.
+``median_us`` and ``least_us`` are over rounds. ``--before FOLDER`` alternates with another checkout; ``speed`` is the
+median of its time / this checkout's.
 
     python -m benchmarks.wire --rounds 200 --before ../earlier
 """
@@ -64,7 +64,7 @@ def make_prompt(samples: int, tokens: int) -> Prompt:
 
 
 def make_group(samples: int, tokens: int) -> RolloutGroup:
-    """Return a group with samples from two policies, about four characters per token."""
+    """Return a group of two policies' samples, four characters per token."""
     generator = np.random.default_rng(0)
     completions = tuple(
         Sample(
@@ -109,7 +109,7 @@ def make_messages() -> dict[str, object]:
 
 
 def decoders(wire_module: Any, messages_module: Any, sent: Mapping[str, object]) -> dict[str, Decode]:
-    """Return a checkout's decoder of each message, each run once."""
+    """Return a checkout's decoders, each run once."""
     kinds = {name: getattr(messages_module, type(message).__name__) for name, message in sent.items()}
     for name, message in sent.items():
         wire_module.decode(wire.encode(message), kinds[name])
@@ -117,7 +117,7 @@ def decoders(wire_module: Any, messages_module: Any, sent: Mapping[str, object])
 
 
 def decoders_of(folder: Path, sent: Mapping[str, object]) -> dict[str, Decode]:
-    """Return the decoders of the checkout in ``folder``, imported beside this one's modules."""
+    """Return the decoders of the checkout in ``folder``."""
     ours = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "shared"}
     sys.path.insert(0, str(folder.resolve()))
     try:

@@ -1,1 +1,1 @@
-"""Grafana dashboards, defined in Python and committed as JSON in the chart: ``make dashboards``."""
+"""Grafana dashboards, committed as JSON in the chart: ``make dashboards``."""

@@ -1,6 +1,6 @@
-"""Dashboard model, independent of Grafana: rows of panels of queries.
+"""Dashboards as rows of panels of queries.
 
-In a query, ``metric<>`` selects the chosen runs and replicas, and ``metric<label="x">`` adds a condition.
+In a query, ``metric<>`` selects the chosen runs and replicas; ``metric<label="x">`` adds a condition.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ class Panel:
 
     title: str
     description: str
-    """What it shows and, if useful, good values."""
+    """Shown as its help text."""
     unit: str
     queries: tuple[Query, ...]
     kind: Literal["lines", "stack", "figure"] = "lines"
@@ -66,7 +66,7 @@ class Board:
 
 
 def quantiles(metric: str, by: str = "", marks: str = "") -> tuple[Query, ...]:
-    """Return median and 99th percentile of a histogram, together or by a label."""
+    """Return a histogram's median and 99th percentile."""
     labels, legend = (f"le, {by}", f" {{{{{by}}}}}") if by else ("le", "")
     return tuple(
         Query(

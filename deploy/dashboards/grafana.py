@@ -1,7 +1,6 @@
-"""Convert a board to JSON for Grafana 11 and newer. The only module that uses ``grafana_foundation_sdk``.
+"""Convert a board to JSON for Grafana 11. The only module that uses ``grafana_foundation_sdk``.
 
-Data source, runs and replicas are variables; versions, rollbacks and pauses are annotations. Dashboards are read-only
-in Grafana.
+Versions, rollbacks and pauses are annotations.
 """
 
 import itertools
@@ -22,7 +21,7 @@ _MARKS = (
     ("Rollbacks", "increase(penstock_coordinator_rollbacks_total{run=~\"$run\"}[$__rate_interval]) > 0", "red", True),
     ("Pauses", "max by (run) (penstock_coordinator_run_state{run=~\"$run\",state=\"paused\"}) > 0", "orange", True),
 )  # fmt: skip
-"""Name, expression, color, enabled by default (versions change every step)."""
+"""Name, expression, color, enabled by default."""
 
 
 def text(board: Board) -> str:

@@ -1,7 +1,7 @@
 """The ``penstock`` command line: start, show and steer runs.
 
-``up``, ``report``, ``settings`` and ``audit-rewards`` work on files, as does ``export`` without a coordinator. All
-other commands are clients of the coordinator's HTTP API.
+``up``, ``report``, ``settings``, ``audit-rewards`` and offline ``export`` work on files; other commands use the HTTP
+API.
 """
 
 import importlib.metadata
@@ -364,7 +364,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def command_line() -> NoReturn:
-    """Run the command line and exit the process at once, without output of loaded libraries."""
+    """Run, and exit at once without libraries' exit output."""
     code = main()
     if "torch" in sys.modules:
         from shared.process.service import leave

@@ -2,8 +2,8 @@
 
 ::
 
-    RUN is a run's folder      groups from its coordinator if it runs, else from rollouts.jsonl
-    RUN is a settings file     groups from --url, or of the run that the file names
+    RUN is a folder           groups from its coordinator if it runs, else from rollouts.jsonl
+    RUN is a settings file    groups from --url, or of its run
 """
 
 import asyncio
@@ -42,11 +42,11 @@ _SHOWN_TEXT, _SHOWN_DETAIL = 60, 100
 
 
 def read_groups(settings: Settings, url: str, token_file: Path | None) -> list[AuditedGroup]:
-    """Return a run's recorded groups, with their problems' columns.
+    """Return a run's recorded groups with their problems' columns.
 
     Raises:
-        SettingsError: none was recorded.
-        PenstockError: the coordinator does not answer.
+        SettingsError: no groups.
+        PenstockError: no answer.
     """
     asked = find_alive(settings.run_folder, url, token_file)
     if asked is None:
@@ -102,10 +102,10 @@ def _completion(row: Mapping[str, Any]) -> Completion:
 
 @contextlib.contextmanager
 def fresh_executor(settings: Settings) -> Iterator[str]:
-    """Run an executor for the audit; yield its address, "" if no scorer runs code.
+    """Yield the address of a new executor, "" if not needed.
 
     Raises:
-        SettingsError: it cannot isolate programs on this machine.
+        SettingsError: no isolation on this machine.
     """
     if not audit.needs_executor(settings):
         yield ""
@@ -142,10 +142,10 @@ async def _answers(address: str, process: "subprocess.Popen[bytes]") -> None:
 def make(
     settings: Settings, url: str, token_file: Path | None, *, above: float | None, count: int, seed: int
 ) -> AuditReport:
-    """Audit the rewards of a run.
+    """Audit a run's rewards.
 
     Raises:
-        PenstockError: nothing to audit, or a scorer cannot work here.
+        PenstockError: no groups, or an unusable scorer.
     """
     if not settings.run.id and not url:
         raise SettingsError(

@@ -63,7 +63,7 @@ class Connection:
         tables.show_one(item, as_json=self.as_json)
 
     def print_list(self, command: str, path: str, most: int) -> None:
-        """Get a list and print it with the columns of ``command``."""
+        """Print a list with the columns of ``command``."""
         from services.cli import tables
 
         tables.show(command, self.coordinator().items(path, most), as_json=self.as_json)
@@ -78,7 +78,7 @@ class Connection:
 
 
 def connected(command: Callable[Concatenate[Connection, P], None]) -> Callable[..., None]:
-    """Add the options of :class:`Connection`, passed as first argument, to ``command``."""
+    """Add the options of :class:`Connection` to ``command``."""
     options = inspect.signature(Connection).parameters
     own = list(inspect.signature(command).parameters.values())[1:]
     parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (*own, *options.values())]

@@ -1,6 +1,6 @@
-"""`penstock export`: ask the coordinator of an active run, or read the files of another.
+"""`penstock export`, by the coordinator or from files.
 
-Both return version, step, folder and adapter. A folder given by the user is written completely or not at all.
+Both return version, step, folder and adapter. A given folder is written completely or not at all.
 """
 
 import json
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 def find_alive(run: Path, url: str, token_file: Path | None) -> "CoordinatorClient | None":
-    """Return a client of the run's coordinator; None if it does not answer.
+    """Return a client of the run's coordinator, if it answers.
 
     Raises:
-        Unreachable: no coordinator answers at ``url``.
-        Refused: the coordinator requires a token.
+        Unreachable: no answer at ``url``.
+        Refused: a token is required.
     """
     from services.client.coordinator import CoordinatorClient, Unreachable, find, read_token
 
@@ -49,10 +49,10 @@ def _announced(run: Path) -> str:
 
 
 def number(text: str) -> int | None:
-    """Return the requested version; None for ``latest``.
+    """Return the version; None for ``latest``.
 
     Raises:
-        SettingsError: it is neither ``latest`` nor a number.
+        SettingsError: not a version.
     """
     if text == "latest":
         return None
@@ -62,10 +62,10 @@ def number(text: str) -> int | None:
 
 
 def ask(asked: "CoordinatorClient", version: int | None, to: Path | None, *, adapter: bool) -> "JsonObject":
-    """Have the run's trainer export a version (None: the newest available); copy it to ``to`` if given.
+    """Have the trainer export a version (None: newest), and copy it to ``to``.
 
     Raises:
-        PenstockError: the export failed, or its files are not visible here.
+        PenstockError: it failed, or its files are not visible here.
     """
     if to is not None:
         check_free(to)
@@ -89,7 +89,7 @@ def _export(asked: "CoordinatorClient", version: int, *, adapter: bool) -> "Json
 
 
 def _latest(asked: "CoordinatorClient", *, adapter: bool) -> "JsonObject":
-    """Export the head, or, without a file of its weights, the newest checkpoint."""
+    """Export the head, or the newest checkpoint."""
     from services.client.coordinator import RequestRefused
 
     head = asked.run().head
@@ -106,10 +106,10 @@ def _latest(asked: "CoordinatorClient", *, adapter: bool) -> "JsonObject":
 
 
 def make(run: Path, version: int | None, to: Path | None, *, adapter: bool) -> "JsonObject":
-    """Export a version (None: the newest) from the run's files, in this process.
+    """Export a version (None: newest) from files.
 
     Raises:
-        PenstockError: it cannot be made, or a dependency is not installed.
+        PenstockError: it failed, or a dependency is not installed.
     """
     try:
         from services.trainer.export.huggingface import export_version, newest_version
@@ -123,7 +123,7 @@ def make(run: Path, version: int | None, to: Path | None, *, adapter: bool) -> "
 
 
 def _open_to_umask(folder: Path) -> None:
-    """Give files copied from a private run folder the user's default modes."""
+    """Undo the private modes of copied files."""
     umask = os.umask(0)
     os.umask(umask)
     for path in (folder, *folder.rglob("*")):

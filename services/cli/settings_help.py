@@ -67,19 +67,19 @@ class Entry:
 
 
 def entries(*, internal: bool = False) -> list[Entry]:
-    """Return every setting in file order; test settings only if ``internal``."""
+    """Return every setting; test settings only if ``internal``."""
     return [entry for entry in _of(Settings, "") if internal or not entry.key.startswith(f"{_INTERNAL}.")]
 
 
 def matching(name: str) -> list[Entry]:
-    """Return the settings of section ``name``, or those whose key contains it."""
+    """Return settings of section ``name`` or whose key contains it."""
     every = entries(internal=True)
     within = [entry for entry in every if entry.key == name or re.match(rf"{re.escape(name)}[.\[]", entry.key)]
     return within or [entry for entry in every if name in entry.key]
 
 
 def show_common(console: Console) -> None:
-    """Print the common settings, one per line, and the other sections."""
+    """Print the common settings and the other sections."""
     every = {entry.key: entry for entry in entries() if entry.kind}
     for section, group in groupby((every[key] for key in COMMON), lambda entry: entry.key.partition(".")[0]):
         console.print(Text(f"\n[{section}]", style="bold"))

@@ -19,7 +19,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "operations": ("id", "kind", "state", "phase", "detail", "changed_at_s"),
     "runs": ("run_id", "state", "step", "head", "here", "reason"),
 }
-"""Columns of each list command; a dot selects a nested field."""
+"""Columns by command; dots select nested fields."""
 
 
 def show(command: str, items: Sequence[dict[str, Any]], *, as_json: bool) -> None:

@@ -44,7 +44,7 @@ V = TypeVar("V", bound=View)
 
 
 def find(url: str | None, run_folder: Path) -> str:
-    """Return the coordinator's URL: ``url``, else the one in the run folder's ``coordinator.json``.
+    """Return ``url``, else the one in ``coordinator.json``.
 
     Raises:
         Unreachable: the file does not exist or is empty.
@@ -67,10 +67,10 @@ def find(url: str | None, run_folder: Path) -> str:
 
 
 def read_token(path: Path | None, url: str = "", run_folder: Path | None = None) -> str:
-    """Return the token in ``path``, else the run's own if ``url`` is its coordinator's; empty if there is none.
+    """Return the token in ``path``, else the run's own if ``url`` is its coordinator's, else "".
 
     Raises:
-        SettingsError: it cannot be read, or others can read it.
+        SettingsError: unreadable, or readable by others.
     """
     if path is None and run_folder is not None and _is_coordinator(url, run_folder):
         own = run_folder / TOKEN_FILE
@@ -79,7 +79,7 @@ def read_token(path: Path | None, url: str = "", run_folder: Path | None = None)
 
 
 def _is_coordinator(url: str, run_folder: Path) -> bool:
-    """Return whether the run's live coordinator announced ``url``: a dead one's port may be reused."""
+    """Check the announced process: a dead one's port may be reused."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         announced = json.loads((run_folder / _ANNOUNCED).read_text(encoding="utf-8"))
         os.kill(int(announced["pid"]), 0)  # raises if the process ended or belongs to another user
@@ -88,15 +88,15 @@ def _is_coordinator(url: str, run_folder: Path) -> bool:
 
 
 def page_link(url: str, token: str) -> str:
-    """Return a link that opens the page once, within minutes; the plain page if no token is needed."""
+    """Return a single-use link to the page, or the page itself without tokens."""
     return f"{url}/#code={tickets.issue(token.encode('latin-1'), tickets.PAGE, tickets.PAGE_S)}" if token else f"{url}/"
 
 
 class CoordinatorClient:
-    """Synchronous client of one coordinator.
+    """Client of one coordinator.
 
     Args:
-        token: the bearer token; empty: not needed.
+        token: bearer token, if needed.
     """
 
     def __init__(self, url: str, token: str = "") -> None:
@@ -126,20 +126,20 @@ class CoordinatorClient:
         return found
 
     def post(self, path: str, body: JsonObject | None = None) -> JsonObject:
-        """Return the answer to ``POST path``, executed once even if resent.
+        """Post to ``path``, once even if resent.
 
         Raises:
-            Refused: the coordinator refused.
-            Unreachable: no coordinator answers.
+            Refused: by the coordinator.
+            Unreachable: no answer.
         """
         found: JsonObject = self._answer("POST", path, body=body, key=uuid.uuid4().hex).json()
         return found
 
     def delete(self, path: str) -> None:
-        """Delete the resource at ``path``.
+        """Delete ``path``.
 
         Raises:
-            Refused: the coordinator refused.
+            Refused: by the coordinator.
         """
         self._answer("DELETE", path)
 
@@ -155,10 +155,10 @@ class CoordinatorClient:
         return found
 
     def finished(self, operation: JsonObject, tell: Callable[[str], None]) -> JsonObject:
-        """Wait for an operation's end, reporting progress to ``tell``.
+        """Wait for an operation's end, reporting to ``tell``.
 
         Raises:
-            Refused: it failed or was cancelled.
+            Refused: failed or cancelled.
         """
         while operation["state"] == "running":
             time.sleep(_POLL_S)
@@ -215,7 +215,7 @@ class CoordinatorClient:
 
 
 class AsyncCoordinator:
-    """Asynchronous client of one coordinator."""
+    """Asynchronous client."""
 
     def __init__(self, url: str, token: str = "") -> None:
         self.url = url

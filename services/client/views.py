@@ -1,6 +1,6 @@
-"""Client-side models of the coordinator's HTTP API (``services/coordinator/schemas/run.py``, docs/openapi.json).
+"""Client-side models of the HTTP API (docs/openapi.json).
 
-Missing fields keep defaults and unknown ones are ignored, so other versions of the coordinator can be read.
+Missing fields keep defaults and unknown ones are ignored, for other versions of the coordinator.
 """
 
 from typing import Any
@@ -60,7 +60,7 @@ class History(View):
 
 
 class Notice(View):
-    """A notice for observers of the run."""
+    """A notice for observers."""
 
     about: str = ""
     """Stable subject while the text changes."""
@@ -100,7 +100,7 @@ class RunView(View):
 
     @property
     def ended(self) -> bool:
-        """Return whether the run is over; a finished one with steps left will be extended."""
+        """Return whether the run is over, with no steps left."""
         extends = self.state == "finished" and self.step < self.steps
         return self.state in ENDED_STATES and self.closed and not extends
 

@@ -1,1 +1,1 @@
-"""``penstock up``: run and supervise a whole run on this machine, one process per service."""
+"""``penstock up``: supervise a whole run on this machine."""

@@ -1,7 +1,6 @@
-"""Settings that a resumed run must share with the run it continues.
+"""Settings that a resumed run must share with its predecessor.
 
-The checkpoint's weights, sharded optimizer state and random state, and the journal's batches, depend on them; a change
-would fail to load, or load incorrectly.
+The checkpoint's weights, sharded optimizer and random state, and the journal's batches, depend on them.
 """
 
 from collections.abc import Mapping
@@ -34,8 +33,8 @@ def check_unchanged(before: Settings, after: Settings, sources: Mapping[str, str
 
     Args:
         before: the run's settings.
-        after: the resume's, resolved in the same way.
-        sources: origin of each overridden setting, in words.
+        after: the resume's.
+        sources: origin of each overridden setting.
     """
     for key in FIXED:
         old, new = _value(before, key), _value(after, key)

@@ -1,4 +1,4 @@
-"""Report when the disk of a run's folder is full, and when it has space again."""
+"""Report when a run's disk is full, and when it recovers."""
 
 import asyncio
 from collections.abc import Callable
@@ -14,8 +14,8 @@ class Room:
 
     Args:
         folder: the run's.
-        tell: reports a line to the user.
-        free_bytes: returns a folder's free space.
+        tell: reports a line.
+        free_bytes: returns free space.
     """
 
     def __init__(self, folder: Path, tell: Callable[[str], None], free_bytes: Callable[[Path], int]) -> None:

@@ -1,4 +1,4 @@
-"""Plan a run's processes, their commands (``python -m services.<name> --config … --replica …``) and their stop order."""
+"""A run's processes (``python -m services.<name> --config … --replica …``) and their stop order."""
 
 import dataclasses
 import hashlib
@@ -15,9 +15,9 @@ from shared.process.service import own_host
 from shared.settings import ENVIRONMENT_PREFIX, Settings
 
 STOP_ORDER = (("rollout",), ("reward",), ("executor", "trainer"), ("coordinator",), ("valkey", "prometheus"))
-"""Upstream first, so that work can be handed over; the bus last, because all services return their entries to it."""
+"""Upstream first, to hand over work; the bus last, because services return entries to it."""
 STOP_ORDER_ENDED = (("rollout", "reward", "trainer"), ("executor", "coordinator"), ("valkey", "prometheus"))
-"""For an ended run: no work is left, so the workers stop together."""
+"""After the end there is no work to hand over."""
 VALKEY = "valkey"
 EXECUTOR = "executor"
 PROMETHEUS = "prometheus"
@@ -31,22 +31,20 @@ class ProcessPlan:
     """One process to keep running."""
 
     name: str
-    """Name on the bus, in the view and of its log; stable over restarts."""
+    """On the bus, in the view and of its log; stable."""
     service: str
     command: tuple[str, ...]
     environment: Mapping[str, str]
     stop_s: float = 20.0
     """Seconds to stop before it is killed."""
     socket: Path | None = None
-    """Socket file that a predecessor may have left."""
+    """A predecessor may have left it."""
     address: tuple[str, int] | None = None
-    """TCP address for readiness and metrics, for a process without heartbeats."""
+    """TCP address for readiness and metrics, without heartbeats."""
 
 
 def services(settings: Settings, config: Path, bus_url: str, environment: Mapping[str, str]) -> list[ProcessPlan]:
-    """Return the run's processes without the bus. ``config`` holds the resolved settings; ``bus_url`` is passed by
-    environment, since it may contain a password.
-    """
+    """Return the run's processes without the bus. ``bus_url`` is passed by environment: it may contain a password."""
     counts = {"coordinator": 1, "rollout": settings.rollout.replicas, "reward": settings.reward.replicas, "trainer": 1}
     threads = {"rollout": settings.run.threads, "trainer": settings.run.threads}
     return [
@@ -73,7 +71,7 @@ def valkey(socket: Path, data: Path, environment: Mapping[str, str]) -> ProcessP
 
 
 def executor(settings: Settings, config: Path, environment: Mapping[str, str]) -> list[ProcessPlan]:
-    """Return the code executor if a scorer needs one and reward.executor.address does not name a running one."""
+    """Return the executor if a scorer needs one and reward.executor.address names none."""
     address = settings.reward.executor.address
     if not settings.needs_executor or not is_own_executor(address):
         return []
@@ -103,7 +101,7 @@ def executor(settings: Settings, config: Path, environment: Mapping[str, str]) -
 
 
 def free_port(host: str, wanted: int = 0) -> int:
-    """Return a port that is free now, for a process that cannot report its own.
+    """Return a free port for a process that cannot report its own.
 
     Raises:
         OSError: port ``wanted`` is taken.
@@ -113,7 +111,7 @@ def free_port(host: str, wanted: int = 0) -> int:
 
 
 def executor_address(run_folder: Path) -> str:
-    """Return the executor's socket address; short, because socket paths are limited to 107 bytes."""
+    """Return the executor's socket; paths are limited to 107 bytes."""
     return _executor_prefix() + hashlib.sha256(str(run_folder).encode()).hexdigest()[:12]
 
 
@@ -157,7 +155,7 @@ def _gpus(settings: Settings, service: str, index: int) -> dict[str, str]:
 
 
 def _environment(base: Mapping[str, str], bus_url: str, threads: int) -> dict[str, str]:
-    """Drop overrides from the environment: the resolved settings contain them."""
+    """The resolved settings already contain overrides."""
     kept = {name: value for name, value in base.items() if not name.startswith(ENVIRONMENT_PREFIX)}
     kept |= {f"{ENVIRONMENT_PREFIX}BUS__URL": bus_url, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     if threads:

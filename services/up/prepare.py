@@ -1,7 +1,6 @@
-"""Prepare a run: resolve its settings, check them early, lock its folder.
+"""Prepare a run: resolve and check its settings, lock its folder.
 
-Errors are reported in one sentence before any process starts. Services report what only they can check, and that ends
-the run.
+Errors are one sentence, before any process starts.
 """
 
 import asyncio
@@ -47,10 +46,10 @@ class Prepared:
     """Held while the run is ours."""
 
     def accept(self) -> None:
-        """Make the settings those of the run, once its services work with them; a failed resume changes nothing.
+        """Make these the run's settings; a failed resume changes nothing.
 
         Raises:
-            OSError: they cannot be written.
+            OSError: not writable.
         """
         write_whole(self.folder / SETTINGS_FILE, self.config.read_text(encoding="utf-8"))
 
@@ -59,7 +58,7 @@ def prepare(config: Path | None, resume: Path | None, flags: Sequence[str]) -> P
     """Return a run ready to start.
 
     Raises:
-        SettingsError: it cannot start; the message names the setting to change.
+        SettingsError: names the setting to change.
     """
     if (config is None) == (resume is None):
         found = "neither" if config is None else "both"
@@ -145,7 +144,7 @@ def _with(settings: Settings, table: str, **changes: object) -> Settings:
 
 
 def _resolved(settings: Settings) -> Settings:
-    """Make paths absolute, for services in other directories and for a later resume."""
+    """Make paths absolute for other working directories."""
     settings = _with(settings, "run", folder=settings.run.folder.absolute())
     settings = _with(
         settings,

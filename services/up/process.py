@@ -1,4 +1,4 @@
-"""One supervised process: started, restarted with a growing wait, stopped on request.
+"""One supervised process: started, restarted, stopped.
 
 ::
 
@@ -6,8 +6,7 @@
         │                                  │
         └──────────── stop ────────────────┴──▶ stopping ──▶ ended
 
-A process that was never ready ends the run if it reports wrong settings or dies ``give_up`` times in a row. One that
-was ready is always restarted.
+A never-ready process ends the run if it reports wrong settings or dies ``give_up`` times in a row.
 """
 
 import asyncio
@@ -48,14 +47,14 @@ class Restarts(Backoff):
     first_s: float = 0.25
     longest_s: float = 15.0
     well_after_s: float = 20.0
-    """A ready process that lived this long resets the wait."""
+    """Lifetime of a ready process that resets the wait."""
     give_up: int = 5
-    """Consecutive deaths of a never-ready process that end the run."""
+    """Deaths of a never-ready process that end the run."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProcessFailure:
-    """Why a run cannot continue: message and exit code."""
+    """Message and exit code of a failed run."""
 
     sentence: str
     code: int
@@ -63,17 +62,17 @@ class ProcessFailure:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What the supervisor provides to a process."""
+    """Provided by the supervisor."""
 
     logs: Path
     restarts: Restarts
     starting: asyncio.Lock
-    """Held during a start, so that the new process is not taken for an orphan."""
+    """Held during a start, against mistaking the process for an orphan."""
     changed: Callable[[], None]
     tell: Callable[[str], None]
     fail: Callable[[ProcessFailure], None]
     finished: Callable[[], Awaitable[bool]]
-    """Whether the run is done, so that exit code 0 is an end, not a death."""
+    """Whether the run is done, so that exit code 0 is an end."""
 
 
 class Child:
@@ -107,7 +106,7 @@ class Child:
             self._set(ChildState.READY)
 
     async def run(self) -> None:
-        """Keep the process running until it is asked to stop, the run fails, or the run no longer needs it."""
+        """Keep the process running until stopped, failed or done."""
         while not self._asked.is_set():
             code = await self._live()
             if self._asked.is_set() or (code == 0 and await self._around.finished()):
@@ -119,7 +118,7 @@ class Child:
         self._set(ChildState.ENDED)
 
     def stop(self) -> None:
-        """Ask the process to stop; it is killed after ``plan.stop_s``."""
+        """Stop the process; kill it after ``plan.stop_s``."""
         self._asked.set()
 
     def kill(self) -> None:
@@ -187,7 +186,7 @@ class Child:
     # ---------------------------------------------------------------- after a death
 
     def _judge(self, code: int) -> ProcessFailure | None:
-        """Count a death; return why the run cannot continue, or None to restart."""
+        """Count a death; return why the run fails, or None to restart."""
         lived_s = time.time() - self.started_at_s
         well = self._is_ready and lived_s >= self._around.restarts.well_after_s
         self._failures = 1 if well else self._failures + 1
@@ -225,7 +224,7 @@ class Child:
             return [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
 
     def _sentence(self) -> str:
-        """Return its settings error, from lines `penstock <service>: …`; ranks may repeat it."""
+        """Return its settings error, from lines `penstock <service>: …`."""
         said = f"penstock {self.plan.service}:"
         lines = (line.removeprefix(said).strip() for line in self._written() if line.startswith(said))
         return "\n".join(dict.fromkeys(lines))

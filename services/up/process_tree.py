@@ -1,7 +1,7 @@
 """System calls that end children with their parent and adopt orphans.
 
-On Linux a child is signalled when its parent dies, and orphans (such as a trainer's ranks) come to this process, which
-ends them. Elsewhere only an orderly stop cleans up.
+On Linux, children are signalled at their parent's death and orphans (such as trainer ranks) come to this process.
+Elsewhere only an orderly stop cleans up.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ _prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else
 
 
 def dies_with_parent() -> Callable[[], None] | None:
-    """Return a preexec function by which a child gets SIGTERM when this process dies."""
+    """Return a preexec function: SIGTERM when this process dies."""
     if _prctl is None:
         return None
     parent = os.getpid()
@@ -33,13 +33,13 @@ def dies_with_parent() -> Callable[[], None] | None:
 
 
 def inherit_orphans() -> None:
-    """Become the parent of orphaned descendants."""
+    """Adopt orphaned descendants."""
     if _prctl is not None:
         _prctl(_SET_CHILD_SUBREAPER, 1)
 
 
 def end_orphans(ours: Collection[int]) -> int:
-    """Kill and reap every child whose pid is not in ``ours``; return the count."""
+    """Kill and reap children not in ``ours``; return the count."""
     ended = 0
     for child in psutil.Process().children():
         if child.pid in ours:
@@ -67,7 +67,7 @@ def kill_group(pid: int) -> None:
 
 
 def started_at_s(pid: int) -> float | None:
-    """Return the process's start, Unix seconds; None if it does not exist."""
+    """Return the start, Unix seconds, if it exists."""
     try:
         return float(psutil.Process(pid).create_time())
     except psutil.Error:
@@ -75,7 +75,7 @@ def started_at_s(pid: int) -> float | None:
 
 
 def memory_bytes(pid: int) -> int:
-    """Return the resident memory of one process; 0 if it does not exist."""
+    """Return resident memory; 0 if it does not exist."""
     try:
         return int(psutil.Process(pid).memory_info().rss)
     except psutil.Error:
@@ -83,7 +83,7 @@ def memory_bytes(pid: int) -> int:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether the process runs (a zombie does not)."""
+    """Return whether the process runs; zombies do not."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:

@@ -1,4 +1,4 @@
-"""One run from its first process to its last, as the command line starts it.
+"""One run from its first process to its last.
 
 ::
 
@@ -34,7 +34,7 @@ INTERRUPTED, TERMINATED = 130, 143
 _SHOW_EVERY_S = 0.5
 
 Planner = Callable[[Prepared, str], Sequence[ProcessPlan]]
-"""From a run and its bus URL, return its processes without the bus."""
+"""Maps a run and its bus URL to processes."""
 
 
 def service_plans(run: Prepared, bus_url: str) -> Sequence[ProcessPlan]:
@@ -51,10 +51,10 @@ def plans_with_prometheus(run: Prepared, bus_url: str) -> Sequence[ProcessPlan]:
 
 @run_folder.private_files()
 def go(run: Prepared, planner: Planner = service_plans, restarts: Restarts | None = None) -> Ending:
-    """Run until the end; return how it ended. Removes all processes, sockets and in-memory snapshots.
+    """Run to the end, and clean up.
 
     Raises:
-        SettingsError: the embedded bus is required but not installed.
+        SettingsError: the embedded bus is not installed.
     """
     socket = embedded.socket_path(run.settings.run.id) if run.settings.bus.url == EMBEDDED else None
     try:
@@ -101,7 +101,7 @@ async def _go(run: Prepared, plans: Sequence[ProcessPlan], bus_url: str, restart
 
 
 class _Acceptance:
-    """Accept a resume's settings once every process was ready with them."""
+    """Accept a resume's settings once all were ready with them."""
 
     def __init__(self, run: Prepared, supervisor: Supervisor, screen: Screen) -> None:
         self._run, self._supervisor, self._screen = run, supervisor, screen
@@ -109,7 +109,7 @@ class _Acceptance:
         self._refused = ""
 
     def look(self, *, ended: bool) -> None:
-        """Accept the settings if the processes were ready or the run ended."""
+        """Accept if all were ready or the run ended."""
         if not self._is_open or not (ended or self._supervisor.was_ready):
             return
         try:
@@ -135,7 +135,7 @@ class _PageLink:
         self._told = ""
 
     def tell(self, url: str) -> None:
-        """Report a new address. The link grants access, so it goes to a terminal and never to a file."""
+        """Report a new address. Links grant access: only to terminals, never to files."""
         if url == self._told:
             return
         self._told = url

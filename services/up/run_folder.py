@@ -1,6 +1,6 @@
-"""A run's files on this machine: folder and lock, link `latest`, socket, snapshots.
+"""A run's folder, lock, link `latest`, socket and snapshots.
 
-A kernel lock, released however a process dies, limits a run to one `up`. The next `up` removes what a killed one left.
+A kernel lock limits a run to one `up`. The next `up` cleans up after a killed one.
 """
 
 import contextlib
@@ -20,14 +20,14 @@ from shared.errors import SettingsError
 from shared.settings import SETTINGS_FILE, Settings
 
 NEXT_SETTINGS_FILE = "settings.next.toml"
-"""Settings of a resume, until its services work with them."""
+"""A resume's settings until accepted."""
 _MEMORY = Path("/dev/shm")  # noqa: S108
 _SAME_START_S = 2.0
 _LEFTOVER_S = 10.0
 
 
 def new_run_id(config: Path) -> str:
-    """Return a new id from the file's name and the time, as `arithmetic-20261121-101500-3f9c`."""
+    """Return a new id, as `arithmetic-20261121-101500-3f9c`."""
     stem = "".join(
         letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "-" for letter in config.stem
     )
@@ -35,10 +35,10 @@ def new_run_id(config: Path) -> str:
 
 
 def make_run_folder(settings: Settings) -> Path:
-    """Create the folder of a new run; return it.
+    """Create a new run's folder.
 
     Raises:
-        SettingsError: it cannot be written, or already holds a run.
+        SettingsError: not writable, or already a run.
     """
     if RUN_ID_PATTERN.fullmatch(settings.run.id) is None:
         raise SettingsError(
@@ -63,14 +63,14 @@ def make_run_folder(settings: Settings) -> Path:
 
 
 def keep_private(folder: Path) -> None:
-    """Make a run's folder private, if it is this user's and the file system has modes."""
+    """Make a run's folder private, if it is this user's."""
     with contextlib.suppress(OSError):
         folder.chmod(0o700)
 
 
 @contextlib.contextmanager
 def private_files() -> Iterator[None]:
-    """Make files created in the body, by this process and its children, private."""
+    """Make files private that the body's processes create."""
     before = os.umask(0o077)
     try:
         yield
@@ -79,7 +79,7 @@ def private_files() -> Iterator[None]:
 
 
 def lock(folder: Path) -> TextIO:
-    """Lock the run until this process ends; keep the returned file.
+    """Lock the run; keep the returned file.
 
     Raises:
         SettingsError: another `up` holds it.
@@ -106,7 +106,7 @@ def link_latest(folder: Path) -> None:
 
 
 def end_leftovers(folder: Path) -> int:
-    """End processes left by a killed `up` before the bus is reopened; return the count."""
+    """End processes of a killed `up`; return the count."""
     try:
         table = json.loads((folder / "up.json").read_text(encoding="utf-8"))
         found = [(int(row["pid"]), float(row["started_at_s"])) for row in table["processes"] if row["pid"]]
@@ -133,9 +133,7 @@ def _is_same(pid: int, started_s: float) -> bool:
 
 
 def snapshot_folder(settings: Settings, keep_free: int) -> Path:
-    """Return the snapshot folder: as set, else in shared memory if it has ``keep_free`` bytes, else in the run's
-    folder.
-    """
+    """Return the snapshot folder: as set, else shared memory with ``keep_free`` bytes, else the run's folder."""
     if settings.weights.folder is not None:
         return settings.weights.folder.absolute()
     in_memory = settings.snapshot_folder
@@ -152,13 +150,13 @@ def snapshot_folder(settings: Settings, keep_free: int) -> Path:
 
 
 def mark_in_memory(folder: Path, run_folder: Path) -> None:
-    """Record the owner of in-memory snapshots, so that they can be removed after its death."""
+    """Record the owner of in-memory snapshots, for cleanup."""
     if is_in_memory(folder):
         folder.with_name(f"{folder.name}.run").write_text(str(run_folder), encoding="utf-8")
 
 
 def remove_snapshots(folder: Path) -> None:
-    """Remove snapshots in shared memory; keep those on disk."""
+    """Remove snapshots from shared memory only."""
     if is_in_memory(folder):
         shutil.rmtree(folder, ignore_errors=True)
         folder.with_name(f"{folder.name}.run").unlink(missing_ok=True)
@@ -182,7 +180,7 @@ def remove_dead_snapshots() -> None:
 
 
 def model_bytes(model: Path) -> int:
-    """Return the size of a model's weights on disk; 0 if they are elsewhere."""
+    """Return a model's size on disk, or 0."""
     return sum(file.stat().st_size for file in model.glob("*.safetensors")) if model.is_dir() else 0
 
 

@@ -2,10 +2,10 @@
 
 ::
 
-    start the bus ──▶ it answers ──▶ start the services ──▶ … ──▶ end(…) ──▶ stop in order: rollout, reward, executor,
+    start the bus ──▶ it answers ──▶ start the services ──▶ … ──▶ end(…) ──▶ stop: rollout, reward, executor,
                                                                               trainer, coordinator, bus
 
-``<run folder>/up.json`` lists the running processes; it is not updated while the disk is full.
+``<run folder>/up.json`` lists the running processes.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ _LOOK_EVERY_S = 0.5
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ending:
-    """The exit code of a run, and the message of a failure."""
+    """Exit code, and the message of a failure."""
 
     code: int
     sentence: str = ""
@@ -63,7 +63,7 @@ class Supervisor:
         self.children = [Child(plan, around) for plan in plans]
 
     def end(self, ending: Ending) -> None:
-        """Stop everything in order; the first call sets the ending."""
+        """Stop in order; the first call sets the ending."""
         self._ending = self._ending or ending
         self._ended.set()
 
@@ -137,7 +137,7 @@ class Supervisor:
         return False
 
     async def _look_for_silent(self) -> None:
-        """Detect readiness of the executor and Prometheus, which have no heartbeat, by their sockets."""
+        """The executor and Prometheus have sockets, but no heartbeat."""
         while True:
             for child in self.children:
                 if child.plan.service in (EXECUTOR, PROMETHEUS) and child.state is ChildState.STARTING:
@@ -147,7 +147,7 @@ class Supervisor:
             await asyncio.sleep(_LOOK_EVERY_S)
 
     async def _end_orphans(self) -> None:
-        """End adopted orphans, such as ranks of a killed trainer."""
+        """End orphans, such as a killed trainer's ranks."""
         while True:
             await asyncio.sleep(1.0)
             async with self._starting:

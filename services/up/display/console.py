@@ -1,6 +1,5 @@
-"""The only module that prints to the terminal; it escapes all text (``shared.text.terminal``).
-
-Text from a model, judge or the bus must not move the cursor, set a title or forge a line.
+"""The only module that prints to the terminal; it escapes all text (``shared.text.terminal``), so that no model, judge
+or bus text can move the cursor or forge a line.
 """
 
 import dataclasses
@@ -15,7 +14,7 @@ from shared.text.terminal import escaped
 
 
 def say(text: str) -> None:
-    """Print text of one or more lines."""
+    """Print text."""
     print(escaped(redacted(text)), flush=True)  # noqa: T201
 
 
@@ -36,7 +35,7 @@ def show(renderable: RenderableType) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Escaped:
-    """A renderable with escaped text; rich's own control codes stay."""
+    """A renderable with escaped text."""
 
     inside: RenderableType
 

@@ -1,4 +1,4 @@
-"""Display a running run: a live screen at a terminal, plain lines elsewhere. A closed output never stops a run."""
+"""Display of a run: live at a terminal, plain lines elsewhere. A closed output never stops a run."""
 
 import contextlib
 import math
@@ -87,9 +87,9 @@ class LiveScreen:
 
 
 class PlainDisplay:
-    """Print a line every few seconds, on each new state, evaluation or notice.
+    """Print a line periodically and on each new state, evaluation or notice.
 
-    A persistent notice is repeated from time to time, with new figures.
+    Persistent notices are repeated.
     """
 
     def __init__(self, every_s: float = _LINE_EVERY_S) -> None:
@@ -97,7 +97,7 @@ class PlainDisplay:
         self._next_s = 0.0
         self._known: tuple[str, int] | None = None
         self._said: dict[str, tuple[str, float]] = {}
-        """Text and time (monotonic seconds) of each printed notice, by subject and level."""
+        """Text and time (monotonic) of each printed notice, by subject and level."""
 
     def __enter__(self) -> "PlainDisplay":
         return self

@@ -1,4 +1,4 @@
-"""Closing message of a run: its result, its folder, and next commands."""
+"""Closing message of a run."""
 
 import json
 from pathlib import Path

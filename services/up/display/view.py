@@ -47,7 +47,7 @@ class ViewRow:
 
 
 def row_of(replica: ReplicaView) -> ViewRow:
-    """Return the row of a replica known by its heartbeat only."""
+    """Return a replica's row from its heartbeat."""
     return ViewRow(
         replica.replica,
         replica.state,
@@ -63,7 +63,7 @@ def row_of(replica: ReplicaView) -> ViewRow:
 
 
 def screen(title: str, run: RunView | None, rows: Sequence[ViewRow], messages: Sequence[str] = ()) -> RenderableType:
-    """Return the whole screen, for a terminal of 60 columns or more."""
+    """Return the whole screen, at least 60 columns wide."""
     parts: list[RenderableType] = [_facts(run) if run is not None else Text("starting …", style="cyan")]
     if run is not None and run.notices:
         parts += [Text(), *(_notice(notice) for notice in run.notices)]
@@ -216,7 +216,7 @@ def line(run: RunView) -> str:
 
 
 def spark(values: Sequence[float | None], width: int) -> str:
-    """Return a sparkline of at most ``width`` characters; neighbours are averaged.
+    """Return a sparkline of at most ``width`` averaged values.
 
     >>> spark([0.0, 0.5, 1.0], 8)
     '▁▅█'

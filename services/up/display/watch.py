@@ -1,6 +1,6 @@
-"""Poll the coordinator for the run's state, its replicas and its end.
+"""Poll the coordinator for the run's state and end.
 
-While the coordinator is down, its last answer is shown, marked as old.
+Its last answer is kept while it is down.
 """
 
 import asyncio
@@ -66,13 +66,13 @@ class Watch:
             return True
 
     async def finished(self) -> bool:
-        """Return whether the run has no steps left, so that a service may exit."""
+        """Return whether the run has no steps left."""
         await self.ask()
         run = self.seen.run
         return run is not None and (run.ended or 0 < run.steps <= run.step)
 
     def _tell_events(self, events: Sequence[EventView]) -> None:
-        """Report each event since this ``penstock up`` started once; guards are notices instead."""
+        """Report each event since the start once, except guards, which are notices."""
         for event in events:
             time_ms, _, number = event.id.partition("-")
             place = (int(time_ms or 0), int(number or 0))
@@ -82,7 +82,7 @@ class Watch:
                     self._tell(f"{event.name}: {event.detail}")
 
     def _tell_once(self, error: PenstockError) -> None:
-        """Report an unreadable answer once; no answer is normal while processes start."""
+        """Report unreadable answers once; no answer is normal during starts."""
         if isinstance(error, (Unreadable, RequestRefused)) and str(error) != self._told:
             self._told = str(error)
             self._tell(self._told)
@@ -93,7 +93,7 @@ class Watch:
         return self._coordinator
 
     async def _forget(self) -> None:
-        """Forget the address: the next coordinator has another port."""
+        """The next coordinator has another port."""
         if self._coordinator is not None:
             coordinator, self._coordinator = self._coordinator, None
             await coordinator.close()

@@ -1,1 +1,1 @@
-"""Prometheus for a local run: its process and its targets."""
+"""Prometheus for a local run."""

@@ -1,6 +1,6 @@
-"""A Prometheus process for the run, with configuration and data in the run's folder.
+"""A Prometheus process for the run, with its data in the run's folder.
 
-It scrapes ``targets`` and, in a checkout, evaluates the chart's alert rules. A resumed run continues the same series.
+It scrapes ``targets`` and, in a checkout, evaluates the chart's alert rules.
 """
 
 import json
@@ -15,7 +15,7 @@ from shared.settings import Settings
 
 RULES = Path(__file__).parents[3] / "deploy" / "k8s" / "penstock" / "rules"
 _PORT = 9090
-"""Prometheus' default; another free port if it is taken."""
+"""Default; another free port if taken."""
 _HOST = "127.0.0.1"
 _SCRAPE_EVERY = "2s"
 _EVALUATE_EVERY = "5s"
@@ -40,7 +40,7 @@ def plan(settings: Settings, run_folder: Path, environment: Mapping[str, str]) -
     """Write the configuration; return the process.
 
     Raises:
-        SettingsError: Prometheus is not installed.
+        SettingsError: not installed.
     """
     program, folder = find_program(), run_folder / "prometheus"
     folder.mkdir(exist_ok=True)

@@ -1,10 +1,9 @@
-"""Prometheus targets of a run's processes: ``runs/.metrics/<run id>.json``, in file_sd format.
+"""Prometheus targets of a run: ``runs/.metrics/<run id>.json``, in file_sd format.
 
-The files are outside the run folders because file_sd allows a pattern in a path's last part only.
+Outside the run folders, because file_sd allows patterns in a path's last part only.
 
-Each target is labelled ``run``, ``service`` and ``instance`` (the replica's name, which survives restarts), as in the
-chart's PodMonitor, so dashboards and alerts work in both places. A replica that disappears stays a target, for alerts;
-a drained one does not.
+Labels are ``run``, ``service`` and ``instance`` (the replica's name), as in the chart's PodMonitor, so that dashboards
+and alerts work in both. A replica that disappears stays, for alerts; a drained one does not.
 """
 
 import contextlib
@@ -24,7 +23,7 @@ def targets_file(run_folder: Path) -> Path:
 
 
 class Targets:
-    """The metrics addresses of one run, written on change."""
+    """One run's metrics addresses, written on change."""
 
     def __init__(
         self, run_folder: Path, run_id: str, plans: Sequence[ProcessPlan], tell: Callable[[str], None]
@@ -32,7 +31,7 @@ class Targets:
         file = targets_file(run_folder)
         file.parent.mkdir(exist_ok=True)
         with contextlib.suppress(OSError):  # the shared folder belongs to another user
-            file.parent.chmod(0o755)  # not secret; Prometheus may run as another user
+            file.parent.chmod(0o755)  # not secret; read by other users
         self._file = Kept(file, tell, mode=0o644)
         self._run_id = run_id
         self._known = {

@@ -1,6 +1,6 @@
-"""``helm test``: check in the cluster that the API is ready, every service is present, and the bus passes a message.
+"""``helm test``: the API is ready, every service is present, the bus passes a message.
 
-Exits 0 with the results, or 1 with what was expected. Uses the run's settings and changes nothing.
+Exits 0, or 1 with what was expected. Changes nothing in the run.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ WORKING = ("working", "waiting", "degraded")
 
 
 def ask(url: str, path: str, deadline_s: float) -> Any:
-    """Return the API's answer to ``path``; exit 1 without a 200 by ``deadline_s``."""
+    """Return the API's answer; exit 1 without a 200 by ``deadline_s``."""
     while True:
         try:
             request = urllib.request.Request(url + path, headers=token())  # noqa: S310 (http, from the chart)
@@ -40,7 +40,7 @@ def token() -> dict[str, str]:
 
 
 def await_services(url: str, wanted: set[str], deadline_s: float) -> None:
-    """Wait for a replica of every service; exit 1 if one is missing at ``deadline_s``."""
+    """Wait for every service; exit 1 at ``deadline_s``."""
     while True:
         rows = ask(url, "/v1/services", deadline_s)["items"]
         found = {row["service"] for row in rows if row["state"] in WORKING}
@@ -52,7 +52,7 @@ def await_services(url: str, wanted: set[str], deadline_s: float) -> None:
 
 
 async def round_trip(bus_url: str, run_id: str) -> str:
-    """Send and receive a message on a separate stream; return the server's name and version."""
+    """Send and receive a message; return the server's name and version."""
     bus = await Bus.connect(bus_url, run_id, wait_s=30.0)
     try:
         sent = Event(at_s=time.time(), source="helm test", name="check", detail="a round trip")
