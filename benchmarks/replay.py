@@ -1,7 +1,7 @@
 """Whether a replay repeats a step bit by bit, and its cost.
 
-    python -m benchmarks.replay                                       # a toy on a CPU python -m benchmarks.replay
-        --device cuda --shape 0.5b            # run.deterministic = "steps" as a user would set it: off, then on
+    python -m benchmarks.replay                                       # a toy on a CPU
+    python -m benchmarks.replay --device cuda --shape 0.5b            # run.deterministic = "steps", off and on
 
 Repeats the same steps from the same weights in separate processes: packed groups, ``--lora`` with dropout, and with
 ``--short-of-memory`` a first run whose second forward pass is out of memory. Prints whether all weights are

@@ -49,7 +49,7 @@ class Restarts(Backoff):
     well_after_s: float = 20.0
     """Lifetime of a ready process that resets the wait."""
     give_up: int = 5
-    """Deaths of a never-ready process that end the run."""
+    """Consecutive deaths of a never-ready process that end the run."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -137,7 +137,7 @@ class Supervisor:
         return False
 
     async def _look_for_silent(self) -> None:
-        """The executor and Prometheus have sockets, but no heartbeat."""
+        """Detect readiness of the executor and Prometheus by their sockets: they have no heartbeat."""
         while True:
             for child in self.children:
                 if child.plan.service in (EXECUTOR, PROMETHEUS) and child.state is ChildState.STARTING:

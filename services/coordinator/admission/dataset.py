@@ -164,7 +164,7 @@ def _too_many(path: Path, bad: Sequence[str], limit: int, setting: str) -> str:
 
 
 MESSAGES_FIELD = "messages"
-"""Chat column without data.prompt_field."""
+"""Column of chat messages if data.prompt_field is not set."""
 
 
 def _problem(source: str, row: DatasetRow, data: DataSettings, scorers: Sequence[str]) -> Problem:

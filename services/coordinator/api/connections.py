@@ -61,7 +61,7 @@ class _Refused(Exception):
 
 
 _LINGER_S = 1.0
-"""A refused connection is drained so long: closing at once could lose the answer."""
+"""Seconds to drain a refused connection: closing at once could lose the answer."""
 _TOO_MANY: Final = (
     "expected at most {} connections, {} from one address; there are as many now: close some, or try again"
 )

@@ -5,7 +5,7 @@
     begin ── one script ──▶ loading ──▶ pulling ──▶ live
              │              │           └ the new version is the head; ends when every replica serves it,
              │              │             or one at the deadline
-             │              └ the trainer loads the checkpoint and publishes it as the newest version, a child of the target
+             │              └ the trainer loads the checkpoint and publishes it as a new child of the target
              └ atomically: the run pauses, later versions are revoked (their samples are fenced at the trainer's
                intake), their journal is undone, the trainer is shut out, step and dataset position are restored
 
