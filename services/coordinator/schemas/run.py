@@ -82,7 +82,7 @@ class NoticeView(ResponseModel):
     about: str
     """Stable subject: paused, guard kl, scorer 'answer', held-out data, …"""
     level: Literal["error", "warning"]
-    """error: work is not done as configured."""
+    """error: work is not done as configured; warning: worth a look."""
     text: str
 
 
