@@ -1,1 +1,1 @@
-"""Benchmarks: each prints one JSON object on its last line and compares within one run."""
+"""Benchmarks: each prints one JSON object on its last line."""

@@ -1,15 +1,12 @@
-"""How many ordinary answers the matcher compares, and how long one takes.
+"""Share of ordinary answers that the matcher compares, and its time per answer.
 
     python -m benchmarks.answers --answers 4000 --processes 2
 
-Answers are made from a seed, all different, so that nothing is remembered, and asked one by one with ``--at-once`` in flight:
-36 % whole numbers and decimals in boxes, after #### or bare, 15 % boxed fractions, 10 % multiples of roots and pi, 10 %
-intervals, 8 % sets and lists, 10 % polynomials, 4 % matrices, 3 % with units, and, for a matcher process to compare, 2 % sentences
-and 2 % logarithms. Half of them are equal to the reference, and each is checked for that. ``algebra_*`` are the same figures of
-a tenth as many answers that are all for a process: the two last kinds, inequalities and quotients of polynomials. An answer's time
-is from asking to its score; ``cpu_ms`` is processor time per answer, which says on a busy machine what an idle one
-could do. ``--before FOLDER`` asks the matcher of another checkout the same, ``math_verify_*`` is the library alone, without a deadline. Prints
-one JSON object, and fails where a bar or a verdict is missed.
+Answers are seeded, distinct and half correct: 36 % numbers, 15 % fractions, 10 % multiples of roots and pi, 10 %
+intervals, 8 % sets and lists, 10 % polynomials, 4 % matrices, 3 % with units, 2 % sentences, 2 % logarithms.
+``algebra_*``: only answers that need a matcher process. Time is from request to score; ``cpu_ms`` is processor time.
+``--before FOLDER`` measures another checkout, ``math_verify_*`` the library alone. Fails if a limit or verdict is
+missed.
 """
 
 import argparse
@@ -129,7 +126,7 @@ ALGEBRA: Mix = {
 
 
 def cases(count: int, mix: Mix = MIX, seed: int = 0) -> Iterator[Case]:
-    """Yield ``count`` different answers."""
+    """Yield ``count`` distinct answers."""
     lot, seen = random.Random(seed), set[tuple[str, str]]()
     while len(seen) < count:
         (kind,) = lot.choices(list(mix), [share for share, _ in mix.values()])
@@ -141,7 +138,7 @@ def cases(count: int, mix: Mix = MIX, seed: int = 0) -> Iterator[Case]:
 
 
 def group(number: int, case: Case) -> RolloutGroup:
-    """Return a group of the one answer."""
+    """Return a group of one answer."""
     prompt = Prompt(GroupId(number), f"mix:{number}", Sampling(1, 64, 1.0), text="?", answer=case.reference)
     none = np.zeros(0, np.float32)
     sample = Sample(none.astype(np.int32), none, np.zeros((1, 2), np.int32), FinishReason.STOP, case.text)
@@ -149,7 +146,7 @@ def group(number: int, case: Case) -> RolloutGroup:
 
 
 async def measure(todo: list[Case], processes: int, at_once: int) -> dict[str, float]:
-    """Return the figures of one pass over ``todo``."""
+    """Return the metrics of one pass over ``todo``."""
     matcher = AnswerMatcher(AnswerScorer(kind="answer"), processes=processes)
     await matcher.start()
     took_s, wrong, waiting = list[float](), list[Case](), iter(enumerate(todo))
@@ -180,13 +177,12 @@ async def measure(todo: list[Case], processes: int, at_once: int) -> dict[str, f
 
 
 def _cpu_s() -> float:
-    """Return the processor time of this process and of those that it started."""
     this = psutil.Process()
     return sum(sum(process.cpu_times()[:2]) for process in (this, *this.children(recursive=True)))
 
 
 def library(todo: list[Case]) -> dict[str, float]:
-    """Return the figures of math-verify alone, whose answers are in their boxes already."""
+    """Return the metrics of math-verify alone."""
     from math_verify import parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -209,7 +205,7 @@ def library(todo: list[Case]) -> dict[str, float]:
 
 
 def before(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return what this benchmark says of the matcher in another checkout."""
+    """Return the result of another checkout."""
     options = [f"--{name}={getattr(arguments, name.replace('-', '_'))}" for name in ("answers", "processes", "at-once")]
     found = subprocess.run(
         [sys.executable, Path(__file__).resolve(), *options],

@@ -1,9 +1,6 @@
-"""How much of redis-py's own rate the bus keeps: groups of 16 × 2,048 tokens through publish → consume → hand-over.
+"""Bus throughput relative to redis-py: groups of 16 × 2,048 tokens through publish, consume, hand-over.
 
-Both sides move the same bytes with the same commands (XADD, XREADGROUP, the hand-over script) against the same embedded
-Valkey, in turn, several rounds each. Penstock also encodes and decodes every message and decides what to acknowledge;
-redis-py alone moves bytes that lie ready. ``ratio`` is the median over rounds of redis-py's seconds ÷ Penstock's in the
-same round.
+Both send the same commands to the same Valkey, alternately. ``ratio``: median of redis-py's seconds / Penstock's.
 
     python -m benchmarks.bus --groups 96 --rounds 15
 """
@@ -28,7 +25,7 @@ SAMPLES, TOKENS, TAKEN_AT_ONCE = 16, 2048, 8
 
 
 async def through_penstock(bus: Bus, group: RolloutGroup, groups: int) -> None:
-    """Publish, consume and hand over ``groups`` messages as the services do."""
+    """Publish, consume and hand over ``groups`` messages."""
     for number in range(groups):
         await bus.publish(ROLLOUTS, group, group_id=str(group.group_id))
         if number % TAKEN_AT_ONCE == TAKEN_AT_ONCE - 1:
@@ -37,7 +34,7 @@ async def through_penstock(bus: Bus, group: RolloutGroup, groups: int) -> None:
 
 
 async def through_redis_py(bus: Bus, group: RolloutGroup, groups: int) -> None:
-    """Move the same bytes with the same commands, by redis-py alone."""
+    """Do the same with redis-py alone."""
     client, source, output = raw(bus), bus.keys.of(ROLLOUTS), bus.keys.of(EXPERIENCE)
     sent, scored = wire.encode(group), wire.encode(make_experience(group))
     hand_over = client.register_script(script_text("hand_over"))
@@ -50,7 +47,7 @@ async def through_redis_py(bus: Bus, group: RolloutGroup, groups: int) -> None:
 
 
 async def measure(url: str, groups: int, rounds: int) -> dict[str, float | int | str]:
-    """Return the figures of the JSON line."""
+    """Return the result."""
     bus = await Bus.connect(url, "bench", wait_s=10.0, audit_entries=0)
     group = make_group(SAMPLES, TOKENS)
     sizes = len(wire.encode(group)) + len(wire.encode(make_experience(group)))
@@ -92,7 +89,7 @@ def _each_ms(work: Callable[[], object], times: int = 50) -> float:
 
 
 def main() -> None:
-    """Start a Valkey, measure, print."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=96, help="groups a round, a multiple of 8")
     parser.add_argument("--rounds", type=int, default=15)

@@ -1,14 +1,13 @@
-"""What behavior logprobs cost while vLLM decodes: without any, as our hook captures them, and as vLLM returns them.
+"""Cost of behavior logprobs in vLLM: without, captured by Penstock's hook, returned by vLLM.
 
-One engine, the three in turn for some rounds, the first of them warm-up; ratios are medians over rounds of tokens per second of the
-same round. On a GPU: the shape of Qwen2-0.5B in bfloat16, 64 groups of 8 samples of 512 new tokens, random weights. On a CPU
-a tiny shape. The last part asks for both kinds in the same requests and compares them token by token.
+One engine runs them alternately. On a GPU: Qwen2-0.5B's shape in bfloat16, random weights, 64 groups of 8 samples of
+512 tokens. On a CPU: a tiny shape.
 
     python -m benchmarks.decode --rounds 4
-    python -m benchmarks.decode --rounds 3 --engines 1 2 3 4 auto    # several engines on one GPU instead
+    python -m benchmarks.decode --rounds 3 --engines 1 2 3 4 auto    # several engines on one GPU
 
-Prints one JSON object: ``ratio`` (captured ÷ none), ``native_ratio`` (vLLM's ÷ none), ``max_abs_difference`` (nats). With ``--engines``: by number of
-engines, tokens per second and ``gpu`` (busy and idle share); ``over_first``, medians of the rounds' ratios to the first number.
+Prints median ``ratio`` (captured / none), ``native_ratio`` (vLLM / none), ``max_abs_difference`` (nats). ``--engines``:
+tokens per second and ``gpu`` by number of engines; ``over_first``, ratio to the first.
 """
 
 import argparse
@@ -38,7 +37,7 @@ PROMPT_TOKENS = 64
 
 
 class Work:
-    """Groups of one kind of request, run by one engine in three ways; each returns tokens per second."""
+    """One engine's groups; each way returns tokens per second."""
 
     def __init__(self, engine: VllmEngine, groups: int, samples: int, new_tokens: int) -> None:
         self._engine = engine
@@ -48,15 +47,15 @@ class Work:
         self._requests = 0
 
     async def none(self) -> float:
-        """Without logprobs, straight through vLLM."""
+        """Without logprobs."""
         return await self._through_vllm(logprobs=False)
 
     async def native(self) -> float:
-        """With vLLM's own logprobs of the drawn tokens, turned into arrays."""
+        """With vLLM's logprobs, as arrays."""
         return await self._through_vllm(logprobs=True)
 
     async def captured(self) -> float:
-        """As the rollout service generates."""
+        """With the rollout service's capture."""
         await self._engine._call("penstock_listen", True)
         started_s = time.monotonic()
         groups = await asyncio.gather(*(self._engine.generate(request) for request in self._prompts()))
@@ -64,7 +63,7 @@ class Work:
         return sum(len(sample.token_ids) for group in groups for sample in group.samples) / seconds
 
     async def difference(self) -> float:
-        """Return the largest difference in nats between the captured and vLLM's own logprobs of the same tokens."""
+        """Return the largest difference (nats) of captured and vLLM's logprobs."""
         await self._engine._call("penstock_listen", True)
         return max(await asyncio.gather(*(self._difference(request) for request in self._prompts())))
 
@@ -114,7 +113,7 @@ def _native(output: Any) -> Any:
 
 
 def random_policy(folder: Path, shape: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    """Write a Qwen2 with random weights and no stop token, and return it."""
+    """Write a random Qwen2 without stop token."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
@@ -125,9 +124,9 @@ def random_policy(folder: Path, shape: Mapping[str, Any], dtype: torch.dtype) ->
 
 
 async def measure(folder: Path, rounds: int) -> dict[str, Any]:
-    """Return the figures."""
+    """Return the result."""
     on_gpu = torch.cuda.device_count() > 0
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; a share of the machine's memory otherwise
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; default: a share of the machine's memory
     shape, dtype = (SHAPES["0.5b"], torch.bfloat16) if on_gpu else (SHAPES["tiny"], torch.float32)
     groups, samples, new_tokens = (64, 8, 512) if on_gpu else (8, 4, 64)
     model = await asyncio.to_thread(random_policy, folder / "policy", shape, dtype)

@@ -1,7 +1,6 @@
-"""Decode throughput of one replica with one to four vLLM engines on one GPU, in turn within one run: ``benchmarks.decode --engines``.
+"""Decode throughput with one to four vLLM engines on one GPU (``benchmarks.decode --engines``).
 
-The fixed numbers share engines that start once, in parallel: each round gives the same work to one of them, to two, and so on. ``auto``
-starts by itself afterwards and decides. The work is that of ``benchmarks.decode``: on a GPU 64 groups of 8 samples of 512 new tokens.
+Fixed numbers share engines that start once; ``auto`` starts separately and chooses by itself.
 """
 
 import asyncio
@@ -32,7 +31,7 @@ class EngineComparison:
     """The same work for different numbers of engines.
 
     Args:
-        counts: numbers of engines, and perhaps ``"auto"``.
+        counts: numbers, and optionally ``"auto"``.
     """
 
     def __init__(self, folder: Path, counts: Sequence[str], rounds: int) -> None:
@@ -45,8 +44,8 @@ class EngineComparison:
         self._weights: Any = None
 
     async def measure(self) -> dict[str, Any]:
-        """Return the figures."""
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; a share of the machine's memory otherwise
+        """Return the result."""
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; default: a share of the machine's memory
         dtype = torch.bfloat16 if self._on_gpu else torch.float32
         shape = SHAPES["0.5b" if self._on_gpu else "tiny"]
         model = await asyncio.to_thread(random_policy, self._folder / "policy", shape, dtype)
@@ -84,7 +83,7 @@ class EngineComparison:
                 for count in self._fixed[turn:] + self._fixed[:turn]:
                     part = EngineSet(opened.engines[:count], deadline_s=60.0)
                     rate, gpu = await self._decode(part)
-                    if number:  # the first round is warm-up
+                    if number:  # the first round warms up
                         rates[str(count)].append(rate)
                         gpus[str(count)].append(gpu)
         finally:
@@ -114,7 +113,6 @@ class EngineComparison:
         }
 
     def _arguments(self, engines: int) -> dict[str, Any]:
-        """Return vLLM's arguments; the sequences are for all engines, so that each of them alone can hold the whole work."""
         return gather(
             str(self._folder / "policy"),
             dtype="bfloat16" if self._on_gpu else "float32",
@@ -131,7 +129,6 @@ class EngineComparison:
         await engine.swap(version)
 
     async def _decode(self, engine: Engine) -> tuple[float, dict[str, Any]]:
-        """Return tokens per second, and how busy the first GPU was."""
         vocabulary = int(SHAPES["0.5b" if self._on_gpu else "tiny"]["vocab_size"])
         sampling = Sampling(samples=self._samples, max_new_tokens=self._new_tokens, temperature=1.0)
         prompts = self._random.integers(0, vocabulary, (self._groups, PROMPT_TOKENS), dtype=np.int32)

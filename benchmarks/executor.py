@@ -1,9 +1,7 @@
-"""How fast programs run isolated: executions per second through the executor's client against bare cold ``python3 -I``.
+"""Isolated executions per second, relative to bare ``python3 -I``.
 
-Both run the same program, which imports 14 modules of the standard library and prints a line, as many at a time as there are cores, in
-turn, several rounds each. The executor is a real process in the strongest tier that holds on this host (or the one given by
-``--isolation``); every program is isolated in full and has its own fork. ``ratio`` is the median over rounds of the executor's rate ÷ the bare
-rate in the same round. The bare process has no isolation, no limits and no protocol.
+The program imports 14 standard-library modules and prints a line, one per core at a time. The executor uses the host's
+strongest tier (or ``--isolation``) and a fork per program. ``ratio``: median of the executor's rate / the bare rate.
 
     python -m benchmarks.executor --programs 200 --rounds 7
 """
@@ -35,10 +33,10 @@ Way = Callable[[], Awaitable[None]]
 
 @contextlib.asynccontextmanager
 async def executor(isolation: str, slots: int) -> AsyncIterator[ExecutorClient]:
-    """Start an executor, give the block a client of it, and stop it.
+    """Yield a client of a new executor.
 
     Raises:
-        SystemExit: it ended before it answered; with what it wrote to standard error.
+        SystemExit: it failed; includes its standard error.
     """
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         address = f"unix:{folder}/executor.sock"
@@ -56,13 +54,12 @@ async def executor(isolation: str, slots: int) -> AsyncIterator[ExecutorClient]:
             yield client
         finally:
             await client.close()
-            with contextlib.suppress(ProcessLookupError):  # it ended by itself
+            with contextlib.suppress(ProcessLookupError):
                 process.terminate()
             await process.wait()
 
 
 async def _answers(client: ExecutorClient, process: asyncio.subprocess.Process) -> bool:
-    """Wait until the executor answers, or has ended; return whether it answers."""
     ended = asyncio.ensure_future(process.wait())
     asked = asyncio.ensure_future(_until_it_answers(client))
     try:
@@ -76,7 +73,6 @@ async def _answers(client: ExecutorClient, process: asyncio.subprocess.Process) 
 
 
 async def _until_it_answers(client: ExecutorClient) -> None:
-    """Ask until there is an answer; the client itself waits before it tries again."""
     while True:
         with contextlib.suppress(TemporaryError):
             assert (await client.run(Job("print(1)"))).outcome is Outcome.FINISHED
@@ -84,7 +80,7 @@ async def _until_it_answers(client: ExecutorClient) -> None:
 
 
 async def cold() -> None:
-    """Run the program in a fresh Python, as a guard-less verifier does."""
+    """Run in a fresh Python."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-I", "-c", PROGRAM, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
     )
@@ -93,7 +89,7 @@ async def cold() -> None:
 
 
 async def round_of(way: Way, programs: int, at_a_time: int) -> tuple[float, list[float]]:
-    """Return the seconds of ``programs`` runs, ``at_a_time`` at a time, and those of each."""
+    """Return the seconds of all ``programs``, and of each."""
     seconds: list[float] = []
     left = iter(range(programs))
 
@@ -109,7 +105,7 @@ async def round_of(way: Way, programs: int, at_a_time: int) -> tuple[float, list
 
 
 async def measure(isolation: str, programs: int, rounds: int) -> dict[str, float | int | str]:
-    """Return the figures of the JSON line."""
+    """Return the result."""
     cores = len(os.sched_getaffinity(0))
     async with executor(isolation, cores) as client:
         tiers: set[str] = set()

@@ -1,11 +1,7 @@
-"""How much hostile programs slow down an honest one beside them, and whether they make it time out.
+"""Slowdown and timeouts of an honest program beside three hostile ones, in one executor.
 
-An honest program runs alone and beside hostile ones of each kind, in turn, several rounds. All of them run in one real executor, in the
-strongest tier that holds on this host. Three hostile programs are asked for beside it, and each is asked for again when it ends; as many
-run at a time as there are cores. ``slowdown`` is the wall time beside hostile programs by that alone in the same round; ``control`` is
-the same for two runs alone, and is what the load of the machine makes of nothing. ``waited_s`` is how long the honest program waited
-for its slot. ``timeouts`` counts honest programs that ran into a deadline of ``DEADLINE`` times the CPU time that the program
-takes alone. The kind ``a loop`` harms nobody: its slowdown is that of any neighbour.
+``slowdown``: wall time beside hostile programs / alone; ``control``: the machine's noise. ``waited_s``: wait for a
+slot. ``timeouts``: over ``DEADLINE`` times the CPU time alone. The kind ``a loop`` is a harmless neighbour.
 
     python -m benchmarks.executor_fairness --rounds 10
 """
@@ -52,12 +48,12 @@ HOSTILE = {
 _PATIENT = Limits(wall_s=60.0, cpu_s=60.0)
 _HOSTILE_LIMITS = Limits(wall_s=2.0, cpu_s=2.0, memory_bytes=512 << 20)
 _SETTLE_S = 0.3
-"""Until the hostile programs have started what they start."""
+"""Seconds for hostile programs to start."""
 
 
 @contextlib.asynccontextmanager
 async def beside(client: ExecutorClient, code: str, programs: int) -> AsyncIterator[None]:
-    """Keep ``programs`` hostile programs running while the block runs."""
+    """Keep ``programs`` hostile programs running."""
 
     async def again() -> None:
         while True:
@@ -81,7 +77,7 @@ async def honest(client: ExecutorClient, loops: int, limits: Limits) -> Executio
 
 
 async def measure(isolation: str, rounds: int, loops: int) -> dict[str, object]:
-    """Return the figures of the JSON line."""
+    """Return the result."""
     slowdowns: dict[str, list[float]] = collections.defaultdict(list)
     control: list[float] = []
     cpu: list[float] = []

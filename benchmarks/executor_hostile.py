@@ -1,8 +1,7 @@
-"""Whether programs that answer with garbage can end or stall the executor's supervisor, which serves all programs in one thread.
+"""Whether garbage output can end or stall the executor's single-threaded supervisor.
 
-Programs of every kind in ``RESULTS`` run in turn in one real executor. Meanwhile the supervisor is asked, again and again, something
-that it answers at once without a slot; ``stall_ms`` is the longest that such an answer took, and ``control_ms`` the longest with
-harmless programs in place of hostile ones, which is what the load of the machine makes of nothing.
+``stall_ms`` is the longest answer to requests without a slot, while ``RESULTS`` run; ``control_ms`` with harmless
+programs.
 
     python -m benchmarks.executor_hostile --programs 20000
 """
@@ -45,21 +44,21 @@ RESULTS: dict[str, tuple[str, Outcome]] = {
     "a forbidden call": ("ctypes.CDLL(None).unshare(1 << 28)", Outcome.FORBIDDEN),
     "a feigned marker": (r"os.write(3, b'error no namespaces\n'); os._exit(1)", ERROR),
 }
-"""What a program does, and the outcome that it must have."""
+"""Program and required outcome, by kind."""
 _LIMITS = Limits(wall_s=60.0, cpu_s=10.0, memory_bytes=256 << 20)
 _AT_A_TIME = 8
 
 
 def job(kind: str) -> Job:
-    """Return the program of ``kind``: it is asked for the result of one call."""
+    """Return the program of ``kind``."""
     return Job(f"import ctypes, os, signal\n{RESULTS[kind][0]}", calls=(Call("f"),), limits=_LIMITS)
 
 
 async def flood(client: ExecutorClient, jobs: list[tuple[Job, Outcome]], programs: int) -> collections.Counter[str]:
-    """Run ``programs`` of ``jobs`` in turn; return how many had which outcome.
+    """Run ``programs`` of ``jobs``; return counts by outcome.
 
     Raises:
-        AssertionError: one had another outcome than it must.
+        AssertionError: a wrong outcome.
     """
     outcomes: collections.Counter[str] = collections.Counter()
     left = itertools.islice(itertools.cycle(jobs), programs)
@@ -75,7 +74,7 @@ async def flood(client: ExecutorClient, jobs: list[tuple[Job, Outcome]], program
 
 
 async def ask(address: str) -> list[float]:
-    """Ask what the supervisor answers by itself, again and again, until standard input ends; return the milliseconds of each answer."""
+    """Query until standard input ends; return each answer's milliseconds."""
     answers_ms: list[float] = []
     asker, ends = ExecutorClient(address), asyncio.create_task(asyncio.to_thread(sys.stdin.read))
     while not ends.done():
@@ -90,18 +89,17 @@ async def ask(address: str) -> list[float]:
 async def _answers_ms(
     client: ExecutorClient, jobs: list[tuple[Job, Outcome]], programs: int
 ) -> tuple[list[float], collections.Counter[str]]:
-    """Run ``programs`` of ``jobs`` while another process, which reads no results, asks."""
     command = [sys.executable, "-m", "benchmarks.executor_hostile", "--ask", client.address]
     asker = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         outcomes = await flood(client, jobs, programs)
     finally:
-        printed, _ = await asker.communicate(b"")  # without input it does not close the pipe
+        printed, _ = await asker.communicate(b"")  # without input it keeps the pipe open
     return json.loads(printed), outcomes
 
 
 async def measure(isolation: str, programs: int) -> dict[str, object]:
-    """Return the figures of the JSON line."""
+    """Return the result."""
     hostile = [(job(kind), outcome) for kind, (_, outcome) in RESULTS.items()]
     async with executor(isolation, len(os.sched_getaffinity(0))) as client:
         control_ms, _ = await _answers_ms(client, [(Job(PROGRAM), FINISHED)], programs // 4)

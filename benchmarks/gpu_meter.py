@@ -1,4 +1,4 @@
-"""How busy each GPU of the machine is, by NVML, while a benchmark runs. Without NVML there are no figures."""
+"""GPU utilization during a benchmark, by NVML; empty without NVML."""
 
 import threading
 import time
@@ -10,14 +10,14 @@ _INTERVAL_S = 0.05
 
 
 class GpuMeter:
-    """Samples of every GPU's utilization: (Unix seconds, share of time with a kernel running, by GPU)."""
+    """Samples: (Unix seconds, share of time with a kernel running, by GPU)."""
 
     def __init__(self) -> None:
         self.samples: list[tuple[float, tuple[float, ...]]] = []
         self._stopped = threading.Event()
 
     def figures(self, begin_s: float, end_s: float) -> dict[str, dict[str, float]]:
-        """Return ``busy`` (mean utilization) and ``idle`` (share of samples at zero) of each GPU between two times."""
+        """Return each GPU's ``busy`` (mean) and ``idle`` (share of zeros) between two times."""
         rows = [shares for at_s, shares in self.samples if begin_s <= at_s <= end_s]
         return {
             str(gpu): {"busy": round(sum(shares) / len(shares), 3), "idle": round(shares.count(0.0) / len(shares), 3)}
@@ -25,7 +25,7 @@ class GpuMeter:
         }
 
     def run(self) -> None:
-        """Sample until stopped; returns at once where NVML is missing."""
+        """Sample until stopped, if NVML exists."""
         nvml = _nvml()
         if nvml is None:
             return

@@ -1,16 +1,13 @@
-"""Hostile model output through a live reward service: does it restart, and how long is its event loop held?
+"""Hostile output through a live reward service: restarts, and stalls of its event loop.
 
-A Valkey, a ``python -m services.reward`` process and an executor are started as in a run; groups of hostile completions go in through
-the stream ``rollouts``, and experience comes out. The last sample of each group is right. The service is started anew where it dies, which
-counts as a restart. Bars: no restart, no stall of the event loop over 50 ms of processor time, each right answer scored 1.
+Limits: no restart, no stall over 50 ms of processor time, each group's correct last answer scored 1.
 
 ::
 
-    answers    answer matcher with its defaults, format scorer with patterns and a JSON schema that can take for ever
-    programs   code scorer with its defaults and an executor in the strongest tier of this host
+    answers    default answer matcher, format scorer with slow patterns and a JSON schema
+    programs   default code scorer, executor in the host's strongest tier
 
-``stall_cpu_ms`` is processor time of the event loop's thread within the longest stall; ``stall_ms`` is the same on the clock, which also holds
-what other programs on the machine took.
+``stall_cpu_ms`` is the event loop thread's processor time in the longest stall, ``stall_ms`` wall time.
 
     python -m benchmarks.hostile_rewards --answers 100000 --programs 20000
 """
@@ -53,7 +50,7 @@ _RIGHT_PROGRAM = "```python\nimport sys\nif sys.stdin.read() == '1\\n': print(6)
 
 @dataclasses.dataclass
 class Figures:
-    """What one part of the benchmark measured."""
+    """Results of one part."""
 
     samples: int = 0
     groups: int = 0
@@ -70,13 +67,13 @@ class Figures:
 
     @property
     def kept(self) -> bool:
-        """Whether every bar holds."""
+        """Whether every limit holds."""
         right = self.right_scored_1 == self.groups - self.buried and self.buried == 0
         return self.restarts == 0 and self.stall_cpu_ms <= LONGEST_STALL_S * 1000 and right
 
 
 class Service:
-    """The reward service as a process that is started again when it dies."""
+    """The reward service, restarted when it dies."""
 
     def __init__(self, config: Path, folder: Path) -> None:
         self._config = config
@@ -86,7 +83,7 @@ class Service:
         self._last: dict[str, float] = {}
 
     async def keep(self, port: int) -> None:
-        """Start it, again and again."""
+        """Keep it running."""
         while True:
             command = [sys.executable, "-m", "services.reward", "--config", str(self._config), "--replica", "reward-0"]
             command += [f"--run.metrics_port={port}"]
@@ -103,7 +100,7 @@ class Service:
 
 
 async def scrape(port: int) -> dict[str, float]:
-    """Return the figures of the event loop; an empty dictionary while nothing answers."""
+    """Return the event loop's metrics, if the service answers."""
     try:
         async with httpx.AsyncClient(trust_env=False) as http:
             text = (await http.get(f"http://127.0.0.1:{port}/metrics", timeout=60.0)).text
@@ -121,7 +118,7 @@ async def scrape(port: int) -> dict[str, float]:
 
 
 def groups(families: tuple[Family, ...], count: int, seed: int, samples: int) -> Iterator[tuple[str, RolloutGroup]]:
-    """Yield (family, group), ``count`` hostile samples in all, each group with a right sample at its end."""
+    """Yield (family, group): ``count`` hostile samples, each group ending with a correct one."""
     made = hostile_texts.texts(families, count, seed)
     number = itertools.count()
     for family, rows in itertools.groupby(made, key=lambda each: each[0]):
@@ -152,7 +149,7 @@ def _right_program(number: int) -> str:
 
 
 async def measure(bus: Bus, service: Service, port: int, made: Iterator[tuple[str, RolloutGroup]]) -> Figures:
-    """Send every group, take what comes out, and read the service's metrics after each family."""
+    """Send every group, and read the metrics after each family."""
     figures, started_s = Figures(), time.monotonic()
     for family, rows in itertools.groupby(made, key=lambda each: each[0]):
         began_s, before = time.monotonic(), await scrape(port)
@@ -170,7 +167,6 @@ async def measure(bus: Bus, service: Service, port: int, made: Iterator[tuple[st
 
 
 async def _through(bus: Bus, rows: Iterator[RolloutGroup], figures: Figures) -> None:
-    """Send the groups of ``rows``, at most ``IN_FLIGHT`` at a time, until each has come out or was buried."""
     sent, out, ended, buried_before = 0, 0, 0, figures.buried
     until_s = time.monotonic() + PATIENCE_S
     while True:
@@ -206,7 +202,7 @@ def _count(counts: dict[str, int], name: str) -> None:
 
 @contextlib.asynccontextmanager
 async def executor(folder: Path) -> AsyncIterator[str]:
-    """Start an executor; give its address once it answers."""
+    """Yield a new executor's address."""
     address = f"unix:{folder}/executor.sock"
     command = [sys.executable, "-m", "services.reward.executor", "--reward.executor.address", address]
     process = subprocess.Popen([*command, "--telemetry.log_level", "ERROR"], stdout=subprocess.DEVNULL)
@@ -226,7 +222,7 @@ async def executor(folder: Path) -> AsyncIterator[str]:
 
 
 async def run_part(name: str, scorers: list[dict[str, Any]], address: str, arguments: argparse.Namespace) -> Figures:
-    """Measure one part with a bus and a service of its own."""
+    """Measure one part."""
     with tempfile.TemporaryDirectory(prefix="penstock-hostile-") as place, embedded.serving(Path(place) / "bus") as url:
         folder, port = Path(place), _free_port()
         config = folder / "run.toml"
@@ -294,7 +290,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def main() -> int:
-    """Print one JSON object on the last line; return 1 where a bar is missed."""
+    """Print; return 1 if a limit is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--answers", type=int, default=100_000)
     parser.add_argument("--programs", type=int, default=20_000)

@@ -1,7 +1,6 @@
-"""Hostile completions for ``benchmarks.hostile_rewards``: answers that attack matchers and checks, and programs that attack the code scorer.
+"""Hostile completions for ``benchmarks.hostile_rewards``.
 
-Each family is a function of a random generator that returns another text each time. A family's weight is its share of the texts; a
-family with ``at_most`` costs a killable process its deadline each time, so there are only so many.
+A family's weight is its share of the texts; ``at_most`` limits those that always cost a deadline.
 """
 
 import dataclasses
@@ -17,7 +16,7 @@ Maker: TypeAlias = Callable[[random.Random], str]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Family:
-    """Texts of one kind of attack."""
+    """Texts of one attack."""
 
     name: str
     weight: float
@@ -26,7 +25,7 @@ class Family:
 
 
 def texts(families: tuple[Family, ...], count: int, seed: int) -> Iterator[tuple[str, str]]:
-    """Yield (family, text) ``count`` times, family after family."""
+    """Yield (family, text) ``count`` times, by family."""
     generator = random.Random(seed)
     limited = {family.name: min(family.at_most, count) for family in families if family.at_most is not None}
     rest = count - sum(limited.values())
@@ -205,7 +204,7 @@ FORMAT = {
     },
     "json_tag": "json",
 }
-"""A format scorer with every rule that reads text, and with patterns that can take for ever."""
+"""With every text rule, and slow patterns."""
 
 # ---------------------------------------------------------------- programs
 

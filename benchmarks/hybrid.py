@@ -1,18 +1,16 @@
-"""Time of a forward and backward pass over one group with a long prompt, in a model with recurrent layers: prompt shared, and not.
+"""Training time of a group with a long prompt in a model with recurrent layers.
 
     python -m benchmarks.hybrid                                                               # a toy, on a CPU
     python -m benchmarks.hybrid --device cuda --prompt 16384 --completion 128 --layers 12 --hidden 1536 --rounds 5
 
-Three ways to compute the same mean logprob and its gradient, in turn in one run::
+Three ways to the same logprobs and gradient, alternately::
 
-    shared      the prompt once, in attention and in recurrent layers, its completions beside it        trainer.packing = "rows"
-    unshared    each sequence by itself, packed                                                         the same, a row for each sample
-    sequences   each sequence by itself, as transformers runs it, with its own attention                trainer.packing = "sequences"
+    shared      the prompt once for all completions           trainer.packing = "rows"
+    unshared    each sequence by itself, packed               the same, one row per sample
+    sequences   each sequence by itself, by transformers      trainer.packing = "sequences"
 
-Unshared ways make a forward and a backward pass for each sequence, so that what fits does not decide. Logprobs and the gradient's norm of all
-ways must agree. Weights are random. ``speedup`` is the faster of the unshared ways by the shared one. Which kernels the recurrent layers take is
-transformers' choice (flash-linear-attention, mamba-ssm, causal-conv1d where installed, else torch) and is reported. One JSON object is printed; what
-happens meanwhile goes to stderr.
+``speedup``: the faster unshared way / shared. transformers chooses the recurrent kernels; they are reported. Logs go to
+stderr.
 """
 
 import argparse
@@ -31,14 +29,14 @@ from services.trainer.model.policy import Policy
 from shared.bus.messages import FinishReason, Sample
 
 LEAST_SPEEDUP = 4.0
-"""The bar at 16k tokens of prompt and 8 completions of 128, on a GPU."""
+"""For 16k prompt tokens and 8 completions of 128, on a GPU."""
 _AGREE = {"cpu": (1e-4, 1e-3), "cuda": (5e-2, 5e-2)}
-"""Largest differences of a logprob's mean in nats and, relatively, of the gradient's norm: float32, and bfloat16 through other kernels."""
+"""Largest difference of logprobs (nats) and relative one of gradient norms: float32; bfloat16."""
 _KERNELS = ("fla", "mamba_ssm", "causal_conv1d")
 
 
 def configure(arguments: argparse.Namespace) -> Any:
-    """Return the configuration of a model whose every fourth layer attends, and whose others are of ``arguments.kind``."""
+    """Return a configuration with attention in every fourth layer."""
     from transformers import BambaConfig, Lfm2Config, Qwen3_5TextConfig
 
     hidden, layers = arguments.hidden, arguments.layers
@@ -86,14 +84,14 @@ def group(arguments: argparse.Namespace) -> PackedRow:
 
 
 def ways(row: PackedRow) -> dict[str, list[MicroBatch]]:
-    """Return the micro-batches of each way."""
+    """Return each way's micro-batches."""
     alone = [PackedRow(row.prompt_token_ids, (sample,), (place,)) for place, sample in enumerate(row.samples)]
     each = [micro_batch([one]) for one in alone]
     return {"shared": [micro_batch([row])], "unshared": each, "sequences": each}
 
 
 def step(policy: Policy, batches: list[MicroBatch], tokens: int) -> tuple[float, float]:
-    """Return the mean logprob of ``tokens`` and the norm of its gradient."""
+    """Return the mean logprob and its gradient norm."""
     policy.zero_grad(set_to_none=True)
     total = 0.0
     for batch in batches:
@@ -105,26 +103,26 @@ def step(policy: Policy, batches: list[MicroBatch], tokens: int) -> tuple[float,
 
 
 def measure(policy: Policy, way: str, batches: list[MicroBatch], tokens: int) -> dict[str, float]:
-    """Return seconds, peak memory (bytes; 0 on a CPU), mean logprob and gradient norm of one step."""
+    """Return seconds, peak memory (bytes; 0 on a CPU), mean logprob and gradient norm."""
     policy.trunk.use("sequences" if way == "sequences" else "rows")
     cuda = next(policy.parameters()).is_cuda
     if cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     started_s = time.perf_counter()
-    logprob, norm = step(policy, batches, tokens)  # numbers, so a GPU has come to its end
+    logprob, norm = step(policy, batches, tokens)  # reading numbers synchronizes the GPU
     seconds = time.perf_counter() - started_s
     peak = torch.cuda.max_memory_allocated() if cuda else 0
     return {"seconds": seconds, "peak_memory_bytes": float(peak), "logprob": logprob, "grad_norm": norm}
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Build the model, time every way in turn, and return the figures."""
+    """Time all ways alternately."""
     policy, row = build(arguments), group(arguments)
     tokens = arguments.samples * arguments.completion
     passes = ways(row)
     seen: dict[str, list[dict[str, float]]] = {way: [] for way in passes}
-    for number in range(arguments.rounds + 1):  # the first compiles kernels, and does not count
+    for number in range(arguments.rounds + 1):  # the first compiles kernels and is not counted
         for way, batches in passes.items():
             one = measure(policy, way, batches, tokens)
             seen[way] += [one] if number else []
@@ -155,7 +153,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def _gap(seen: dict[str, list[dict[str, float]]], device: str) -> dict[str, float]:
     logprobs, norms = ([one[what] for found in seen.values() for one in found] for what in ("logprob", "grad_norm"))
     gaps = max(logprobs) - min(logprobs), (max(norms) - min(norms)) / min(norms)
-    if not all(gap <= most for gap, most in zip(gaps, _AGREE[device], strict=True)):  # nor where one is not finite
+    if not all(gap <= most for gap, most in zip(gaps, _AGREE[device], strict=True)):  # also catches NaN
         raise SystemExit(f"the ways do not agree: {seen}")
     return {"logprob_gap_nats": gaps[0], "relative_grad_norm_gap": gaps[1]}
 

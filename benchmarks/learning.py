@@ -1,7 +1,4 @@
-"""One run of the arithmetic example under given algorithm settings, for benchmarks that compare them.
-
-It starts ``penstock up`` as a process, as a user does, and reads the run's records. It compares nothing itself.
-"""
+"""One ``penstock up`` run of the arithmetic example with given algorithm settings."""
 
 import dataclasses
 import json
@@ -22,7 +19,7 @@ CONFIG = ROOT / "config" / "arithmetic.toml"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Learned:
-    """What a run came to."""
+    """Result of a run."""
 
     accuracy_before: float
     accuracy_after: float
@@ -30,7 +27,6 @@ class Learned:
     steps: int
     seconds: float
     counts: dict[str, int]
-    """How groups ended."""
     figures: dict[str, float]
     """Means over the last ten steps."""
 
@@ -38,7 +34,7 @@ class Learned:
 def learn(
     folder: Path, name: str, algorithm: Mapping[str, Any], changes: Mapping[str, Mapping[str, Any]], steps: int
 ) -> Learned:
-    """Run ``steps`` steps with ``[algorithm]`` as given, and ``changes`` in other tables; return what came of it."""
+    """Run ``steps`` steps with ``[algorithm]`` and other ``changes``."""
     settings = tomllib.loads(CONFIG.read_text())
     settings["run"].update(id=name, folder=str(folder), steps=steps)
     settings["evaluation"]["every_steps"] = steps

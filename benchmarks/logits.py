@@ -1,15 +1,13 @@
-"""What logprobs and entropies of many tokens cost in memory and time: all logits at once, and in chunks.
+"""Memory and time of logprobs and entropies: all logits at once, and in chunks.
 
     python -m benchmarks.logits --vocabulary 152064 --tokens 16384 --hidden 256
 
-    plain            all logits at once, in torch's operations
-    chunked          as the trainer does: in chunks, on a GPU by one kernel
-    chunked_unfused  on a GPU: in chunks, in torch's operations
+    plain            all logits at once, by torch
+    chunked          as the trainer: in chunks, on a GPU by one kernel
+    chunked_unfused  on a GPU: in chunks, by torch
 
-Each way runs forward and backward in a process of its own: float32 on a CPU, where the peak of resident memory less what
-was resident before is measured, or bfloat16 on a GPU (``--device cuda``), by torch's allocator. Hidden states and the output
-layer are there before and do not count; their gradients do. The plain way needs about 40 GB for 16,384 tokens in float32;
-``--tokens 4096 --chunk 512 --hidden 64`` keeps the proportion in 11 GB. Prints one JSON object, and fails below a ratio of 4.
+Each way runs in its own process: float32 on a CPU, bfloat16 on a GPU (``--device cuda``). Memory is the peak beyond the
+inputs. Plain needs 40 GB for 16,384 tokens; ``--tokens 4096 --chunk 512 --hidden 64`` 11 GB. Fails below a ratio of 4.
 """
 
 import argparse
@@ -29,7 +27,7 @@ LEAST_RATIO = 4.0
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, float]:
-    """Run one way in this process; return its peak (bytes) and seconds."""
+    """Run one way; return its peak (bytes) and seconds."""
     fused, chunk_tokens = arguments.one == "chunked", 0 if arguments.one == "plain" else arguments.chunk
     torch.manual_seed(0)
     device = torch.device(arguments.device)
@@ -37,7 +35,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
     output = torch.nn.Linear(arguments.hidden, arguments.vocabulary, bias=False, device=device, dtype=dtype)
     hidden_ND = torch.randn(arguments.tokens, arguments.hidden, device=device, dtype=dtype, requires_grad=True)
     targets_N = torch.randint(0, arguments.vocabulary, (arguments.tokens,), device=device)
-    # What is imported, compiled or set up once.
+    # Warm up imports and compilation.
     _compute(hidden_ND[:2], output, targets_N[:2], min(chunk_tokens, 1), fused, arguments.entropy_gradient)
     output.zero_grad()
     hidden_ND.grad = None
@@ -60,7 +58,6 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
 def _compute(
     hidden: Tensor, output: nn.Module, targets: Tensor, chunk_tokens: int, fused: bool, entropy_gradient: bool
 ) -> None:
-    """Run forward and backward."""
     ones = torch.ones(len(targets), device=targets.device)
     out = token_logprobs(hidden, output, targets, ones, chunk_tokens, entropy_gradient=entropy_gradient, fused=fused)
     wanted = out.policy_logprobs_N.sum() + (out.entropy_N.sum() if entropy_gradient else 0.0)
@@ -68,7 +65,7 @@ def _compute(
 
 
 def main() -> None:
-    """Measure both ways in processes of their own, and print."""
+    """Measure in separate processes, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocabulary", type=int, default=152_064)
     parser.add_argument("--tokens", type=int, default=16_384)

@@ -1,18 +1,16 @@
-"""How far logprobs are off because logits are rounded to bfloat16, and what logits in float32 cost.
+"""Logprob error of bfloat16 logits, and the cost of float32 logits.
 
     python -m benchmarks.logits_precision                                                     # a CPU: the error alone
     python -m benchmarks.logits_precision --device cuda --tokens 16384 --hidden 3584
 
-Random hidden states and an output layer in bfloat16, scaled so that logits have a standard deviation of ``--spread`` nats; tokens are drawn from
-the distribution itself. The exact logprobs are those of float64 copies of the same bfloat16 numbers::
+Random bfloat16 inputs, with logits' standard deviation ``--spread``; exact logprobs use float64::
 
     model      the output layer in bfloat16: logits rounded to 8 bits
-    float32    the same products, kept as they were added up         (trainer.logits, shared/model/logits_projection.py)
+    float32    the same products, not rounded         (trainer.logits, shared/model/logits_projection.py)
 
-``error`` is the mean and the largest |logprob − exact|, nats, over ``--exact`` tokens. ``gap_<noise>`` is what a trainer of each kind differs by from an
-engine with bfloat16 logits, as vLLM has, whose hidden states differ by so much of their size: where they hardly differ, both round logits alike, and a
-trainer that does not round is further away. ``seconds`` is forward and backward of all tokens in
-chunks (the median of ``--repeats``), ``bytes`` the peak on a GPU. Prints one JSON object.
+``error``: mean and largest |logprob − exact|, nats, over ``--exact`` tokens. ``gap_<noise>``: difference from an engine
+with bfloat16 logits (vLLM) whose hidden states differ by that relative noise; with little noise both round alike, so
+float32 differs more. ``seconds``: median of ``--repeats``; ``bytes``: GPU peak.
 """
 
 import argparse

@@ -1,11 +1,10 @@
-"""How well packing fills its micro-batches and shares the work: a long-tailed mix of lengths, over 1, 2, 4 and 8 ranks.
+"""Fill and balance of packed micro-batches over 1, 2, 4 and 8 ranks.
 
     python -m benchmarks.packing --groups 512 --samples 8 --cap 16384
 
-Prompts and completions have log-normal lengths (medians 150 and 600 tokens; a completion in twenty is 5 times longer than
-half of them). Costs are those of a model of 7B parameters. ``fill``: tokens / (micro-batches × cap), over all ranks; ``imbalance``:
-the costliest rank's operations over the mean, less 1; ``padded_fill``: what rows padded to the longest of a micro-batch
-would have had, packed by length. Prints one JSON object, and fails where a bar is missed.
+Lengths are log-normal (median prompt 150, completion 600; 5 % are 5 times longer). ``fill``: tokens / (micro-batches ×
+cap); ``imbalance``: the costliest rank's operations over the mean, minus 1; ``padded_fill``: fill of padded rows. Fails
+if a limit is missed.
 """
 
 import argparse
@@ -28,7 +27,7 @@ MOST_IMBALANCE = 0.03
 def mix(
     groups: int, samples: int, cap: int, seed: int = 0, *, median: int = 600, vocabulary: int = 1
 ) -> list[PackedRow]:
-    """Return rows of random lengths, no sequence longer than ``cap``, of random tokens; prompts' median is a quarter."""
+    """Return random rows of sequences up to ``cap`` tokens."""
     lot = np.random.default_rng(seed)
     found = []
     for _ in range(groups):
@@ -49,7 +48,7 @@ def _sample(token_ids: Int32Array) -> Sample:
 
 
 def measure(rows: list[PackedRow], cap: int, ranks: int) -> dict[str, float]:
-    """Return the figures of one plan."""
+    """Return the metrics of one plan."""
     started_s = time.perf_counter()
     shares = assign_pieces(rows, cap, ranks, sizes=MODEL)
     plan_s = time.perf_counter() - started_s
@@ -67,7 +66,7 @@ def measure(rows: list[PackedRow], cap: int, ranks: int) -> dict[str, float]:
 
 
 def padded_fill(rows: list[PackedRow], cap: int) -> float:
-    """Return the share of tokens of separate sequences, padded to the longest of a micro-batch, longest first."""
+    """Return the fill of sequences padded to a micro-batch's longest."""
     lengths = sorted((len(row.prompt_token_ids) + len(s.token_ids) for row in rows for s in row.samples), reverse=True)
     computed, place = 0, 0
     while place < len(lengths):

@@ -1,18 +1,17 @@
-"""The same work asynchronous, synchronous (``max_lag = 0``) and by TRL's GRPOTrainer, in turn on the same machine.
+r"""The same work asynchronous, synchronous (``max_lag = 0``) and by TRL's GRPOTrainer, alternately.
 
-Work is the demo's, or long answers (see ``pipeline_work``); learning rate and optimizer are alike. The first third of each run's
-steps is warm-up; rates are samples ÷ seconds between commits after it. Evaluation is off.
+The demo's work or long answers (``pipeline_work``). Rates are samples / seconds between commits, after a third of the
+steps.
 
     python -m benchmarks.pipeline --steps 60 --rounds 3
     python -m benchmarks.pipeline --work long --shape 0.5b --device cuda --steps 15 --rounds 1    # two GPUs
-    python -m benchmarks.pipeline --work long --shape 7b --device cuda --steps 6 --rounds 1 --modes async \\
+    python -m benchmarks.pipeline --work long --shape 7b --device cuda --steps 6 --rounds 1 --modes async \
         --trainer.gradient_checkpointing=true --trainer.optimizer=adamw_8bit
 
-On GPUs each system trains on one and generates by vLLM on the other: TRL by its server mode, weights by NCCL. Flags that
-are not the benchmark's own are ``penstock up``'s.
+On GPUs each system trains on one and generates by vLLM on the other. Other flags go to ``penstock up``.
 
-Prints where the time of a step goes (seconds by phase), then one JSON object: ``async_over_trl``, ``async_over_sync``
-(medians of the rounds' ratios), ``samples_per_s`` of each, and each GPU's ``busy`` and ``idle`` share in the last round.
+Prints seconds per step by phase, ``async_over_trl``, ``async_over_sync`` (medians), ``samples_per_s``, and GPUs'
+``busy`` and ``idle`` share.
 """
 
 import argparse
@@ -38,7 +37,7 @@ from benchmarks.shapes import SHAPES
 
 PHASES = ("wait", "forward_backward", "optimizer", "snapshot", "commit", "checkpoint")
 _SERVER_S = 240
-"""In so long vLLM's server is up."""
+"""Seconds for vLLM's server to start."""
 _RUN_S = 900
 _LAGS = {"async": 1, "sync": 0}
 
@@ -46,7 +45,7 @@ _LAGS = {"async": 1, "sync": 0}
 def run_penstock(
     folder: Path, work: Work, steps: int, max_lag: int, flags: Sequence[str]
 ) -> tuple[float, dict[str, float], dict[str, dict[str, float]]]:
-    """Run ``penstock up`` and return (samples per second, mean seconds by phase, shares by GPU) after the warm-up."""
+    """Return samples per second, mean seconds by phase, and GPU shares."""
     name, settings = f"lag-{max_lag}", work.settings
     told = {
         "run": {**settings.get("run", {}), "id": name, "folder": str(folder), "steps": steps},
@@ -74,7 +73,7 @@ def _mean(lines: Sequence[dict[str, Any]], name: str) -> float:
 
 
 def run_trl(folder: Path, work: Work, steps: int) -> float:
-    """Run the baseline on the same work and return its samples per second."""
+    """Return the baseline's samples per second."""
     command = [sys.executable, "-m", "benchmarks.trl_grpo", *work.arguments(steps)]
     with contextlib.ExitStack() as around:
         environment = {}
@@ -87,7 +86,6 @@ def run_trl(folder: Path, work: Work, steps: int) -> float:
 
 @contextlib.contextmanager
 def _served(folder: Path, model: str) -> Iterator[str]:
-    """A vLLM server on the second GPU, as TRL wants it; gives its URL."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -125,7 +123,6 @@ def _wait_for(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
 
 
 def _guard(run: Path) -> str:
-    """Return what a guard said that has paused the run, which nobody here would let go on."""
     events = run / "events.jsonl"
     whole = events.read_text().rpartition("\n")[0] if events.exists() else ""
     paused = (event for event in map(json.loads, whole.splitlines()) if event["fields"].get("action") == "pause")
@@ -138,7 +135,7 @@ def _run(
     environment: Mapping[str, str] | None = None,
     wrong: Callable[[], str] = str,
 ) -> str:
-    """Return what ``command`` printed; end it as soon as something is ``wrong``."""
+    """Return the output of ``command``; end it if ``wrong`` returns a message."""
     with tempfile.TemporaryFile("w+") as printed:
         until_s, found = time.monotonic() + _RUN_S, ""
         process = subprocess.Popen(
@@ -166,7 +163,6 @@ def _environment(more: Mapping[str, str]) -> dict[str, str]:
 
 
 def _work(folder: Path) -> Path:
-    """A working directory from which the config's relative paths hold."""
     for name in ("examples", "config"):
         if not (folder / name).exists():
             (folder / name).symlink_to(ROOT / name)
@@ -174,7 +170,7 @@ def _work(folder: Path) -> Path:
 
 
 def main() -> None:
-    """Run the three in turn, several rounds, and print."""
+    """Run the three alternately, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", choices=("arithmetic", "long"), default="arithmetic")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny", help="of the model, with --work long")

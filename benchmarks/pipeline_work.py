@@ -1,10 +1,10 @@
-"""What ``benchmarks.pipeline`` lets each system do: the demo's work, or long answers of a model of random weights.
+"""Work for ``benchmarks.pipeline``.
 
 ::
 
-    arithmetic   the example's policy and problems: 32 prompts × 16 samples a step, 4 new tokens each
-    long         Qwen2 with random weights, prompts of 64 tokens: 32 prompts × 8 samples a step, 512 new tokens each (on a CPU a toy:
-                 8 × 4, 32 new tokens), rewards by lot: speed depends on neither weights nor rewards
+    arithmetic   the example: 32 prompts × 16 samples a step, 4 new tokens each
+    long         random Qwen2, 64-token prompts: 32 × 8 samples a step, 512 new tokens each (on a CPU: 8 × 4, 32 new
+                 tokens), random rewards: speed depends on neither weights nor rewards
 """
 
 import dataclasses
@@ -24,14 +24,14 @@ _CHARACTERS = string.digits + string.ascii_letters + string.punctuation
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The same for all: a run's settings, and what they are in TRL's arguments."""
+    """A run's settings, and TRL's equivalent arguments."""
 
     name: str
     settings: dict[str, Any]
-    """But for the run's name, folder and steps, and for its lag."""
+    """Without name, folder, steps and lag."""
     trl: list[str]
     served: bool = False
-    """TRL's trainer has a GPU of its own, and a vLLM server another."""
+    """TRL's trainer and vLLM server have a GPU each."""
 
     @property
     def model(self) -> str:
@@ -39,7 +39,7 @@ class Work:
         return str(ROOT / self.settings["policy"]["model"])
 
     def arguments(self, steps: int) -> list[str]:
-        """Return what the baseline is started with."""
+        """Return the baseline's arguments."""
         settings = self.settings
         told = {
             "model": self.model,
@@ -54,14 +54,14 @@ class Work:
 
 
 def arithmetic() -> Work:
-    """Return the demo's work, without its evaluations."""
+    """Return the demo's work, without evaluations."""
     settings = tomllib.loads((ROOT / "config" / "arithmetic.toml").read_text())
     del settings["evaluation"]
     return Work("arithmetic", settings, [])
 
 
 def long(folder: Path, shape: str, device: str, kernels: str) -> Work:
-    """Make a model and prompts in ``folder``; return the work on two GPUs (the trainer on the first), or on the CPU."""
+    """Create model and prompts; return the work on two GPUs or the CPU."""
     gpu = device == "cuda"
     _write_model(folder / "model", shape, device)
     _write_prompts(folder / "prompts.jsonl")
@@ -89,7 +89,7 @@ def long(folder: Path, shape: str, device: str, kernels: str) -> Work:
 
 
 def _write_model(folder: Path, shape: str, device: str) -> None:
-    """Write a model in Hugging Face form, and a tokenizer of one printable character a token: Qwen2's own kind, without a merge."""
+    """Write a model and a tokenizer with one token per printable character."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM

@@ -1,10 +1,8 @@
-"""Whether each preset learns: the arithmetic example from its start to ``--steps``, a real run each, one after another.
+"""Whether each preset learns the arithmetic example.
 
     python -m benchmarks.presets --presets grpo,gspo --steps 200
 
-Prints a row of a Markdown table per preset (the table of docs/algorithms.md), then one JSON object: accuracies before and
-after, seconds, and the last steps' figures of each. Learning rates and the few settings that a toy of a million parameters
-needs otherwise than the papers' models stand in ``TUNED``.
+Prints a Markdown table row per preset (docs/algorithms.md), and accuracies before and after, seconds and last metrics.
 """
 
 import argparse
@@ -22,11 +20,11 @@ TUNED: Mapping[str, Mapping[str, Any]] = {
     "gspo": {"clip": (0.2, 0.28)},
     "ppo": {"critic": {"learning_rate": 1e-3}},
 }
-"""Algorithm settings beside the preset: GSPO's bounds are those of steps a thousand times smaller."""
+"""Overrides for a small model; GSPO's bounds assume steps a thousand times smaller."""
 LEARNING_RATES: Mapping[str, float] = {}
-"""Where the example's own does not do."""
+"""Overrides."""
 LORA = "lora_grpo"
-"""GRPO on adapters alone."""
+"""GRPO with adapters."""
 
 
 def run(folder: Path, preset: str, steps: int) -> Learned:

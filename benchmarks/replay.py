@@ -1,12 +1,11 @@
-"""Whether a replay repeats a step to the bit on this device, and what that costs.
+"""Whether a replay repeats a step bit by bit, and its cost.
 
     python -m benchmarks.replay                                       # a toy on a CPU
-    python -m benchmarks.replay --device cuda --shape 0.5b            # run.deterministic = "steps" as a user would set it: off, then on
+    python -m benchmarks.replay --device cuda --shape 0.5b            # run.deterministic = "steps", off and on
 
-Makes the same steps several times from the same random weights, in processes of their own: groups with a shared prompt, packed, LoRA with dropout where
-``--lora`` is given, and with ``--short-of-memory`` the second forward pass of the first time fails for want of memory (the others replay its plan). Says for
-``run.deterministic = "steps"`` off and on whether all weights are equal to the bit, the largest difference otherwise, and the median seconds of a step. Prints
-one JSON object.
+Repeats the same steps from the same weights in separate processes: packed groups, ``--lora`` with dropout, and with
+``--short-of-memory`` a first run whose second forward pass is out of memory. Prints whether all weights are
+bit-identical, the largest difference, and a step's median seconds.
 """
 
 import argparse
@@ -50,7 +49,7 @@ STEPS, TIMES = 3, 3
 
 
 def settings(arguments: argparse.Namespace) -> Settings:
-    """Return the settings of the trainer that repeats itself."""
+    """Return the trainer's settings."""
     trainer = {"zero_stage": 1, "learning_rate": 1e-4, "micro_batch_tokens": arguments.cap}
     dtype = "bfloat16" if arguments.device == "cuda" else "float32"
     lora = {"rank": 16, "dropout": 0.1} if arguments.lora else {}
@@ -81,7 +80,7 @@ def _sample(token_ids: Any) -> Sample:
 
 
 def repeat(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Make the steps several times in this process; return how they compare."""
+    """Repeat the steps; return the comparison."""
     of = settings(arguments)
     if arguments.deterministic:
         make_deterministic(arguments.device)
@@ -130,7 +129,7 @@ def _compare(weights: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
 
 
 def _apart(*, deterministic: bool) -> dict[str, Any]:
-    """Run :func:`repeat` in a process of its own: torch's mode is of a whole process."""
+    """In a separate process: torch's mode is process-wide."""
     flags = ["--one", *(["--deterministic"] if deterministic else [])]
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"

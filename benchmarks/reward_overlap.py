@@ -1,16 +1,13 @@
-"""What a group costs in the reward service: as much as its slowest scorer, or as much as all of them.
+"""Whether a group takes as long as its slowest scorer, or as all together.
 
-Groups of one shape go through each scorer alone, and through all of them together (``Scoring``, as the service asks them), group
-by group, each scorer in turn for every group. Scorers are the answer matcher with computer algebra (processes of its own), a format
-rule, and a reward model of random weights (a thread of this process). Medians over groups:
+Scorers: the answer matcher with computer algebra (processes), a format rule, a random reward model (thread). Medians
+over groups:
 
-    overlap_ratio    together ÷ the slowest alone: 1 is perfect overlap
-    sum_ratio        together ÷ the sum of all alone: 1 is none
-    loop_lag_p99_ms  how late a timer of 1 ms is while the model computes: what the event loop loses to the thread
+    overlap_ratio    together / the slowest alone: 1 is perfect overlap
+    sum_ratio        together / the sum of all alone: 1 is no overlap
+    loop_lag_p99_ms  delay of a 1 ms timer while the model computes
 
-``in_flight_groups_per_s`` is the model's rate with many groups at a time, when forward passes fill across groups;
-``group_rate_alone_per_s`` with one at a time. On CPUs that other programs use as well, matcher and model compete with them
-and with each other, and ratios say little.
+``in_flight_groups_per_s``: the model's rate with many groups at a time; ``group_rate_alone_per_s``: one at a time.
 
     python -m benchmarks.reward_overlap --groups 30
 """
@@ -46,7 +43,7 @@ FORMAT: Scorer = {"kind": "format", "pattern": ".*=.*"}
 
 
 def save_model(folder: Path, hidden: int, layers: int) -> None:
-    """Write a sequence classifier of random weights and a tokenizer of one token a character."""
+    """Write a random classifier with one token per character."""
     torch.manual_seed(0)
     vocabulary = {token: place for place, token in enumerate(["<pad>", "<eos>", *CHARACTERS])}
     config = Qwen2Config(
@@ -60,7 +57,7 @@ def save_model(folder: Path, hidden: int, layers: int) -> None:
 
 
 def make_group(number: int, samples: int) -> RolloutGroup:
-    """Return a group whose answers need computer algebra, each another expression, after reasonings of mixed lengths."""
+    """Return a group of distinct answers that need computer algebra."""
     root = 11 + number
     texts = [f"{'so ' * (5 + 4 * place)}\\boxed{{\\sqrt{{{(root + place) ** 2}}}}}" for place in range(samples)]
     spans = np.array([[0, 0]], dtype=np.int32)
@@ -79,7 +76,7 @@ def make_group(number: int, samples: int) -> RolloutGroup:
 
 @contextlib.asynccontextmanager
 async def scoring(scorers: Sequence[Scorer]) -> AsyncIterator[Scoring]:
-    """Start what the service starts for ``scorers``."""
+    """Yield the service's scoring with ``scorers``."""
     made = make_scoring(Settings.model_validate({"reward": {"scorers": list(scorers)}}), Status())
     await made.start()
     try:
@@ -89,14 +86,14 @@ async def scoring(scorers: Sequence[Scorer]) -> AsyncIterator[Scoring]:
 
 
 async def seconds(of: Scoring, group: RolloutGroup) -> float:
-    """Return how long one group takes."""
+    """Return the time of one group."""
     started_s = time.perf_counter()
     await of(group)
     return time.perf_counter() - started_s
 
 
 async def loop_lags_ms(stop: asyncio.Event) -> list[float]:
-    """Return how late timers of 1 ms were until ``stop``."""
+    """Return the delays of 1 ms timers until ``stop``."""
     found = []
     while not stop.is_set():
         started_s = time.perf_counter()
@@ -106,8 +103,8 @@ async def loop_lags_ms(stop: asyncio.Event) -> list[float]:
 
 
 async def measure(arguments: argparse.Namespace, model: Scorer) -> dict[str, object]:
-    """Return the figures."""
-    fresh = itertools.count()  # no answer is compared twice: the matcher would remember it
+    """Return the result."""
+    fresh = itertools.count()  # distinct answers avoid the matcher's cache
     by_name: dict[str, list[Scorer]] = {"answer": [ANSWER], "format": [FORMAT], "model": [model]}
     by_name["together"] = [ANSWER, FORMAT, model]
     times_s: dict[str, list[float]] = {name: [] for name in by_name}
@@ -124,7 +121,7 @@ async def measure(arguments: argparse.Namespace, model: Scorer) -> dict[str, obj
 
 
 async def all_at_once(of: Scoring, groups: Sequence[RolloutGroup]) -> dict[str, object]:
-    """Return the rate of many groups at a time, and how late the event loop was meanwhile."""
+    """Return the rate of many groups at a time, and loop delays."""
     stop = asyncio.Event()
     watching = asyncio.create_task(loop_lags_ms(stop))
     started_s = time.perf_counter()

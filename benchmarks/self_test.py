@@ -1,10 +1,10 @@
-"""Time of the trainer's self-test at start (``services.trainer.self_test.self_test``), and how far the policy is from the unmodified model.
+"""Time of the trainer's self-test (``services.trainer.self_test.self_test``), and the policy's deviation from the
+unmodified model.
 
     python -m benchmarks.self_test                                    # a toy on a CPU
     python -m benchmarks.self_test --device cuda --shape 7b           # one GPU
 
-Builds a Qwen2 of the shape with random weights, as the trainer does (bfloat16 on a GPU, fused kernels where they are installed), and runs the
-self-test ``--rounds`` times: the first meets kernels for the first time, as a trainer's start does. Prints one JSON object.
+Uses a random Qwen2; the first of ``--rounds`` includes kernel compilation.
 """
 
 import argparse
@@ -25,11 +25,11 @@ from shared.settings import Settings
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return what was measured."""
+    """Return the result."""
     trainer = {"gradient_checkpointing": arguments.gradient_checkpointing}
     settings = Settings.model_validate({"run": {"device": arguments.device}, "trainer": trainer})
     start_ranks(arguments.device)
-    with warm_up.beside(SHAPES[arguments.shape], settings.trainer.kernels, arguments.device):  # as beside loading
+    with warm_up.beside(SHAPES[arguments.shape], settings.trainer.kernels, arguments.device):
         model = random_model(SHAPES[arguments.shape], settings, arguments.device)
     policy = Policy(model).train()
     place(policy, settings, arguments.device)
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, and print one JSON object."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

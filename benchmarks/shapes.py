@@ -1,4 +1,4 @@
-"""The shapes of the models that benchmarks make with random weights: those of Qwen2.5's models, and a toy of the same family for CPUs."""
+"""Shapes of random benchmark models: Qwen2.5's, and a toy for CPUs."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,12 +1,9 @@
-"""What lag costs, and what a correction gives back: the arithmetic example at each lag, corrected and not.
+"""Cost of lag and benefit of a correction, on the arithmetic example.
 
     python -m benchmarks.staleness --lags 0,1,4,8 --steps 300
 
-Corrected: the preset (``--preset``; the default, ``tis``, weighs tokens by a truncated ratio). Uncorrected: the same with
-``correction = "ignored"``. ``max_lag`` is how many steps generation may be
-ahead; the lag that was measured stands beside it.
-
-Prints a row of a Markdown table per run, then one JSON object.
+Corrected: ``--preset`` (default ``tis``). Uncorrected: the same with ``correction = "ignored"``. Prints a Markdown
+table row per run, with the measured lag beside ``max_lag``, then one JSON object.
 """
 
 import argparse
@@ -19,7 +16,7 @@ from typing import Any
 from benchmarks.learning import Learned, learn
 
 LEARNING_RATE = 2e-4
-"""Half the example's, the same at every lag: eight steps of the full one make another policy."""
+"""Half the example's, for every lag: larger steps change the policy too much."""
 
 
 def run(folder: Path, preset: str, lag: int, corrected: bool, steps: int, learning_rate: float) -> Learned:
@@ -31,12 +28,12 @@ def run(folder: Path, preset: str, lag: int, corrected: bool, steps: int, learni
 
 
 def name(lag: int, corrected: bool) -> str:
-    """Return what the run is called."""
+    """Return the run's name."""
     return f"lag-{lag}-{'corrected' if corrected else 'uncorrected'}"
 
 
 def main() -> None:
-    """Run every lag, corrected and not, and print."""
+    """Run all and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lags", default="0,1,4,8")
     parser.add_argument("--steps", type=int, default=300)

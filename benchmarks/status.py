@@ -1,8 +1,7 @@
-"""Whether people who look at a run slow it: admission with and without 1,000 requests a second of GET /v1/run.
+"""Effect of 1,000 requests a second of GET /v1/run on admission.
 
-A coordinator as a process, held to one core, keeps slots filled that this process empties at a steady rate, as replicas would. In each
-round it does so once while nobody asks and once while a process on another core asks over keep-alive connections. ``admission_ratio`` is the
-median over rounds of groups admitted under load ÷ without; ``refill_ms`` is the median time from an emptied slot to a full one.
+A coordinator on one core keeps slots filled, which this process empties, with and without a client on another core.
+``admission_ratio``: median of groups admitted under load / without; ``refill_ms``: time to refill a slot.
 
     python -m benchmarks.status --requests-per-s 1000 --seconds 5 --rounds 3
 """
@@ -30,7 +29,7 @@ GROUPS_PER_S, CONNECTIONS, SLOTS = 400, 32, 64
 
 
 async def load(url: str, requests_per_s: float, seconds: float) -> int:
-    """Ask ``GET /v1/run`` at a rate over a few connections; return how many answers came."""
+    """Send requests at a rate; return the number of answers."""
     parts = urlsplit(url)
     request = f"GET /v1/run HTTP/1.1\r\nHost: {parts.netloc}\r\n\r\n".encode()
     end_s, answered = time.monotonic() + seconds, 0
@@ -55,7 +54,7 @@ async def load(url: str, requests_per_s: float, seconds: float) -> int:
 
 
 async def empty_slots(bus: Bus, seconds: float) -> tuple[float, list[float]]:
-    """Take groups off `prompts` at a steady rate; return groups per second that were there to take, and refill times in ms."""
+    """Empty slots at a steady rate; return groups per second and refill times (ms)."""
     taken, refills, end_s, due_s = 0, [], time.monotonic() + seconds, time.monotonic()
     batch = GROUPS_PER_S // 50
     while time.monotonic() < end_s:
@@ -72,7 +71,7 @@ async def empty_slots(bus: Bus, seconds: float) -> tuple[float, list[float]]:
 
 
 async def measure(url: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Start a coordinator with a run that never trains, and measure both ways in turn."""
+    """Measure a coordinator whose run never trains."""
     bus = await Bus.connect(url, "status", wait_s=10.0)
     coordinator = subprocess.Popen([sys.executable, "-m", "services.coordinator", "--config", str(write(folder, url))])
     os.sched_setaffinity(coordinator.pid, {min(os.sched_getaffinity(0))})
@@ -93,7 +92,7 @@ async def measure(url: str, folder: Path, arguments: argparse.Namespace) -> dict
 
 
 async def rounds(bus: Bus, api: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure in turn; return the figures."""
+    """Return the result of alternate rounds."""
     quiet: list[float] = []
     loaded: list[float] = []
     answered: list[float] = []
@@ -107,7 +106,7 @@ async def rounds(bus: Bus, api: str, arguments: argparse.Namespace) -> dict[str,
             *command, "--requests-per-s", str(arguments.requests_per_s), stdout=subprocess.PIPE
         )
         assert asking.stdout is not None
-        await asking.stdout.readline()  # it is about to ask
+        await asking.stdout.readline()
         rate, found = await empty_slots(bus, arguments.seconds)
         loaded.append(rate)
         refills["loaded"] += found
@@ -142,7 +141,7 @@ def write(folder: Path, url: str) -> Path:
 
 
 def main() -> None:
-    """Start a Valkey, measure, print."""
+    """Start Valkey, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests-per-s", type=float, default=1000.0)
     parser.add_argument("--seconds", type=float, default=5.0, help="how long each half of a round takes")

@@ -1,7 +1,7 @@
-"""What faults cost: a seeded storm of kills, freezes, cuts, joins, leaves, pauses and rollbacks over a run of the arithmetic example.
+"""Recovery from a seeded storm of kills, freezes, cuts, joins, leaves, pauses and rollbacks.
 
-The same storm as the test (``tests/chaos``; it needs the extra ``dev``): it holds the audit, and fails where anything was lost. Recovery is
-the time from a fault's beginning (a pause: from its end) to the next commit, so it depends on how fast this machine starts a trainer.
+The audited storm of ``tests/chaos`` (needs the extra ``dev``). Recovery is the time from a fault's start (a pause's
+end) to the next commit.
 
     python -m benchmarks.storm --seconds 150 --seed 6
 """
@@ -19,7 +19,7 @@ from tests.chaos.storm import storm
 
 
 def main() -> None:
-    """Print the figures as one JSON object, on the last line."""
+    """Print one JSON object on the last line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=150.0)
     parser.add_argument("--seed", type=int, default=6)

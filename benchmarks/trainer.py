@@ -1,21 +1,18 @@
-"""Tokens per second, utilisation and memory of a training step: packed, and padded as is usual, in turn in one run.
+"""Tokens per second, utilization and memory of a training step, packed and padded.
 
     python -m benchmarks.trainer                                                              # a toy, one CPU
     python -m benchmarks.trainer --shape 0.5b --device cuda
     python -m benchmarks.trainer --shape 7b --device cuda --ranks 2 --zero-stage 3
 
-Three ways to compute the same step (the mean logprob of all trained tokens and its gradient; both, the latter by its norm, must agree)::
+Three ways to the same mean logprob and gradient, which must agree::
 
-    packed   rows end to end, a prompt once for its completions, as the trainer does       (services/trainer/batch/packing.py)
-    padded   separate sequences in order of arrival, as many a forward pass as the longest one lets fit under the cap,
-             padded to the longest of each                                                 (the field's usual way)
-    sorted   separate sequences by length, as many as fit under the cap, padded likewise
+    packed   rows end to end, prompts shared, as the trainer does       (services/trainer/batch/packing.py)
+    padded   separate sequences in order of arrival, padded to the longest
+    sorted   separate sequences by length, padded likewise
 
-Padding lies to the right and attention is causal, so the padded ways need no mask; logits are computed in chunks of trained
-tokens in all ways. Lengths are log-normal, as in ``benchmarks.packing``. Weights are random, made on the device, and a learning rate of 0
-keeps them; the optimizer does its work all the same. ``tokens_per_s`` counts trained tokens; ``mfu`` counts the
-packed step's model operations, nothing that is computed again. Memory is the largest rank's: of a GPU by torch's allocator, of a
-CPU what is resident. Prints one JSON object; what happens meanwhile goes to stderr.
+Padding on the right needs no mask. Lengths are as in ``benchmarks.packing``; weights are random. ``tokens_per_s``
+counts trained tokens; ``mfu`` the packed step's model operations without recomputation. Memory is the largest rank's:
+torch's allocator on a GPU, resident on a CPU. Logs go to stderr.
 """
 
 import argparse
@@ -45,7 +42,7 @@ from services.trainer.rank_group import start_ranks
 from shared.settings import Settings, TrainerSettings
 
 LEAST_RATIO, LEAST_MFU = 1.3, {"tiny": 0.0, "0.5b": 0.45, "7b": 0.5}
-"""The bars: packed over padded, and utilisation in bfloat16 on GPUs."""
+"""Limits: packed / padded; bfloat16 utilization on GPUs."""
 _AGREE = {"logprob": {"float32": 1e-5, "bfloat16": 2e-3}, "grad_norm": {"float32": 1e-4, "bfloat16": 2e-2}}
 """Largest relative differences."""
 WAYS = ("packed", "padded", "sorted")
@@ -55,7 +52,7 @@ Batches = Sequence[MicroBatch | Padded]
 
 
 def settings(arguments: argparse.Namespace) -> Settings:
-    """Return the settings of the trainer that is measured."""
+    """Return the trainer's settings."""
     return Settings.model_validate(
         {
             "run": {"device": arguments.device},
@@ -72,7 +69,7 @@ def settings(arguments: argparse.Namespace) -> Settings:
 
 
 def ways(rows: Sequence[PackedRow], arguments: argparse.Namespace, sizes: ModelSizes) -> dict[str, Batches]:
-    """Return this rank's forward passes by each way."""
+    """Return this rank's batches by each way."""
     rank, ranks, cap = dist.get_rank(), arguments.ranks, arguments.cap
     found: dict[str, Callable[[], Batches]] = {
         "packed": lambda: plan(rows, cap, ranks, sizes=sizes)[rank],
@@ -83,7 +80,7 @@ def ways(rows: Sequence[PackedRow], arguments: argparse.Namespace, sizes: ModelS
 
 
 def step(engine: TrainingEngine, batches: Batches, tokens: int) -> tuple[float, float]:
-    """Make one step; return this rank's part of the mean logprob of ``tokens`` trained tokens, and its gradient's norm."""
+    """Make one step; return this rank's part of the mean logprob, and the gradient norm."""
     found = torch.zeros((), device=engine.device)
     for number, batch in enumerate(batches, start=1):
         mean = engine.forward(batch).policy_logprobs_N.sum() / tokens
@@ -94,12 +91,12 @@ def step(engine: TrainingEngine, batches: Batches, tokens: int) -> tuple[float, 
 
 
 def measure(engine: TrainingEngine, phases: Phases, make: Callable[[], tuple[float, float]]) -> dict[str, float]:
-    """Return seconds and peak memory (bytes) of a step, the largest of all ranks, its mean logprob and gradient norm."""
+    """Return a step's seconds and peak bytes over all ranks, mean logprob and gradient norm."""
     dist.barrier()
     phases.take_memory()
     started_s = time.perf_counter()
     with phases.measure("step"):
-        logprob, norm = make()  # numbers, so a GPU has come to its end
+        logprob, norm = make()  # reading numbers synchronizes the GPU
     seconds, memory = time.perf_counter() - started_s, phases.take_memory()["memory_step_bytes"]
     largest = torch.tensor([seconds, memory], dtype=torch.float64, device=engine.device)
     total = torch.tensor(logprob, dtype=torch.float64, device=engine.device)
@@ -109,7 +106,7 @@ def measure(engine: TrainingEngine, phases: Phases, make: Callable[[], tuple[flo
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Build the model, make every way's step in turn, and return the figures."""
+    """Measure every way's step alternately."""
     of = settings(arguments)
     start_ranks(arguments.device)
     tell(f"{arguments.ranks} ranks on {arguments.device}, building {arguments.shape}")
@@ -125,9 +122,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     tell(f"{tokens} trained tokens; forward passes a rank: { ({way: len(found) for way, found in passes.items()}) }")
     phases = Phases(engine.device)
     seen: dict[str, list[dict[str, float]]] = {way: [] for way in passes}
-    for number in range(
-        arguments.warm_ups + arguments.rounds
-    ):  # the first meet shapes for the first time, and see what memory has room for
+    for number in range(arguments.warm_ups + arguments.rounds):  # warm-up: shapes and memory planning
         for way, found in passes.items():
             one = measure(engine, phases, lambda found=found: step(engine, found, tokens))  # type: ignore[misc]
             if number >= arguments.warm_ups:
@@ -140,9 +135,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def _check(seen: dict[str, list[dict[str, float]]], of: Settings) -> None:
     for what, tolerance in _AGREE.items():
         values = [one[what] for found in seen.values() for one in found]
-        if not max(values) - min(values) <= tolerance[of.policy.dtype] * abs(
-            min(values)
-        ):  # nor where one is not finite
+        if not max(values) - min(values) <= tolerance[of.policy.dtype] * abs(min(values)):  # also catches NaN
             raise SystemExit(f"expected the same {what} by every way, found {seen}")
 
 
@@ -183,7 +176,7 @@ def _figures(
 
 
 def tell(what: str) -> None:
-    """Say on stderr what happens; rank 0 only."""
+    """Log to stderr on rank 0."""
     if os.environ.get("RANK", "0") == "0":
         print(f"{time.perf_counter() - _STARTED_S:6.1f} s  {what}", file=sys.stderr, flush=True)
 
@@ -219,7 +212,7 @@ def _parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Launch the ranks where there are several; measure, and print."""
+    """Launch the ranks, measure, and print."""
     arguments = _parse()
     if arguments.ranks > 1 and "RANK" not in os.environ:
         command = [sys.executable, "-m", "benchmarks.trainer", *sys.argv[1:]]

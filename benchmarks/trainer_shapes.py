@@ -1,4 +1,4 @@
-"""The models of ``benchmarks.trainer``, random and made where they are trained, and sequences padded into rectangles."""
+"""Random models of ``benchmarks.trainer``, and padded sequences."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from shared.settings import Settings
 
 
 def random_model(shape: Mapping[str, Any], settings: Settings, device: str) -> Any:
-    """Return a Qwen2 with random weights on ``device``; at ZeRO stage 3 in parts over the ranks from the start."""
+    """Return a random Qwen2, sharded from the start at ZeRO stage 3."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(**shape, max_position_embeddings=32_768, rope_theta=1e6, attn_implementation="sdpa")
@@ -31,14 +31,14 @@ def random_model(shape: Mapping[str, Any], settings: Settings, device: str) -> A
     kernels.install(model, settings.trainer.kernels, device)
     for parameter in model.parameters():
         part = getattr(parameter, "ds_tensor", None)
-        if part is not None and len(parameter.ds_shape) > 1:  # what transformers draws, it cannot draw into a part
+        if part is not None and len(parameter.ds_shape) > 1:  # transformers cannot initialize shards
             part.data.normal_(0.0, config.initializer_range)
     return model
 
 
 @dataclasses.dataclass(frozen=True)
 class Padded:
-    """Sequences of a rectangle, padded to the right, ``B`` × ``T``; where the position before each trained token lies."""
+    """``B`` × ``T`` right-padded sequences, and positions before trained tokens."""
 
     input_ids_BT: Int64Array
     rows_N: Int64Array
@@ -52,7 +52,7 @@ class Padded:
 
 
 class EitherPolicy(Policy):
-    """A policy whose forward pass takes a padded rectangle as well."""
+    """A policy that also accepts a padded rectangle."""
 
     def forward(self, batch: MicroBatch | Padded) -> TokenLogprobs:
         """Return the logprobs of ``batch``'s trained tokens."""
@@ -81,7 +81,7 @@ class _Sequence:
 
 
 def by_arrival(rows: Sequence[PackedRow], cap: int, rank: int, ranks: int) -> list[Padded]:
-    """Return ``rank``'s sequences in their order, as many a rectangle as the longest of all lets fit under ``cap``."""
+    """Return ``rank``'s sequences in order, sized for the longest under ``cap``."""
     found = _sequences(rows)
     count = max(1, cap // max(len(one.token_ids) for one in found))
     mine = found[rank::ranks]
@@ -89,14 +89,14 @@ def by_arrival(rows: Sequence[PackedRow], cap: int, rank: int, ranks: int) -> li
 
 
 def by_length(rows: Sequence[PackedRow], cap: int, rank: int, ranks: int) -> list[Padded]:
-    """Return ``rank``'s sequences, longest first, as many a rectangle as fit under ``cap``; equally many on every rank."""
+    """Return ``rank``'s sequences, longest first; equal counts on all ranks."""
     found = sorted(_sequences(rows), key=lambda one: -len(one.token_ids))
     mine = found[rank::ranks]
     return [_padded(mine[start:end]) for start, end in _cuts(found[::ranks], cap)]
 
 
 def _cuts(longest: Sequence[_Sequence], cap: int) -> Iterator[tuple[int, int]]:
-    """Cut by the rank whose sequences are the longest, so that every rank's fit."""
+    """Cut by the rank with the longest sequences, so all fit."""
     start = 0
     while start < len(longest):
         end = start + max(1, cap // len(longest[start].token_ids))

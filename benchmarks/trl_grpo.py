@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""The baseline to beat: TRL's GRPOTrainer on the same model, prompts, group size and lengths.
+r"""Baseline: TRL's GRPOTrainer on the same model, prompts, group size and lengths.
 
 CPU, in-process generation:
     python3 trl_grpo.py --model MODEL --prompts prompts.jsonl --prompts-per-step 32 --group-size 16 --max-new-tokens 4 --steps 40
 Two GPUs, TRL against a vLLM server on GPU 0, TRL on GPU 1:
-    CUDA_VISIBLE_DEVICES=0 VLLM_SERVER_DEV_MODE=1 python3 -m vllm.entrypoints.openai.api_server --model MODEL \\
+    CUDA_VISIBLE_DEVICES=0 VLLM_SERVER_DEV_MODE=1 python3 -m vllm.entrypoints.openai.api_server --model MODEL \
         --dtype bfloat16 --max-model-len 2048 --max-num-seqs 512 --weight-transfer-config '{"backend":"nccl"}' &
     CUDA_VISIBLE_DEVICES=1 python3 trl_grpo.py ... --vllm-url http://127.0.0.1:8000 --micro-batch 16
 
-prompts.jsonl: one {"prompt": str, "answer": str} a line. Needs trl==1.16.0. Reward: 1 where the completion starts with the answer.
-The first third of the steps is warm-up. The last line is one JSON object.
+prompts.jsonl: one {"prompt": str, "answer": str} a line. Needs trl==1.16.0. Reward: 1 if the completion starts with the
+answer. The first third of the steps is warm-up.
 
-Seen: 1,191 samples/s on 2 CPU cores (1.05M parameters, 512 samples a step, 4 new tokens); 31.3 samples/s and
-16.0k generated tokens/s on 2xH200 (Qwen2-0.5B shape, bf16, 64-token prompts, 512 new tokens, 256 samples a step).
+Measured: 1,191 samples/s on 2 CPU cores (1.05M parameters, 4 new tokens); 31.3 samples/s on
+2xH200 (Qwen2-0.5B shape, bf16, 512 new tokens).
 """
 
 import argparse
@@ -23,17 +23,17 @@ from pathlib import Path
 
 
 def starts_with_answer(completions: list[str], answer: list[str], **_: object) -> list[float]:
-    """Return 1 where a completion starts with its answer."""
+    """Return 1 if a completion starts with its answer."""
     return [float(c.strip().startswith(a)) for c, a in zip(completions, answer, strict=True)]
 
 
 def lot(completions: list[str], **_: object) -> list[float]:
-    """Return 0 or 1 by lot."""
+    """Return 0 or 1 at random."""
     return [float(random.random() < 0.5) for _ in completions]
 
 
 def main() -> None:
-    """Train for some steps and print the rate."""
+    """Train and print the rate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--prompts", required=True)

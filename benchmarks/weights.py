@@ -1,30 +1,22 @@
-"""New weights under running generation: how fast they come, how long they stop anything, and what that costs.
+"""Weight updates during generation: speed, stalls, and cost.
 
 ::
 
     trainer, GPU 0                           replica, GPU 1: the rollout service's engine under load
-      change weights                           256 sequences decode without end, one more is watched token by token
-      fill snapshot, offer ──── pull ────────▶ stage (decoding goes on), verify, swap
+      fill snapshot, offer ──── pull ────────▶ stage (decoding continues), verify, swap
 
-In one run, on the same two devices:
-
-- ``raw_gb_per_s``: a plain broadcast between them, nothing else running. ``wire_ratio``: bytes of a pull under load ÷ seconds
-  from the accepted offer to verified weights ÷ that.
-- ``stall_ms``: of each update, the longest wait for a token of the watched sequence from the accepted offer until a quarter of
-  a second after the swap, less the usual wait (median without updates). It is seen by the client, so all that delays a
-  token counts.
-- ``throughput_ratio``: tokens/s in windows with an update every 2 s ÷ mean of the windows without before and after; the median.
+- ``raw_gb_per_s``: a plain broadcast. ``wire_ratio``: a pull's bytes / seconds from offer to verified weights / that.
+- ``stall_ms``: longest wait for a token from the offer until 0.25 s after the swap, minus the median wait.
+- ``throughput_ratio``: tokens/s with an update every 2 s / without; median.
 - ``publish_to_live_s``: from the first byte copied into the trainer's snapshot to the return of the swap.
-- ``bytes_equal``: after the last swap, every live parameter equals what was received (through the plan), whose checksums were
-  compared with the trainer's. null where there is no plan (layer by layer on the CPU).
-- ``all_live_ratio``: with more replicas, seconds until the last of them is live ÷ seconds where only one pulls.
-- ``trainer_ratio``: with more replicas, optimizer-like steps (matrix products) a second in windows with an update every 2 s,
-  filling the snapshot included ÷ without; the median.
-- ``native_*``: the same with vLLM's own packed NCCL transfer behind ``pause_generation(mode="keep")``.
+- ``bytes_equal``: live parameters equal the received, checksummed bytes; null without a plan (CPU).
+- ``all_live_ratio``: seconds until all replicas are live / seconds for one alone.
+- ``trainer_ratio``: trainer-like steps per second with updates / without; median.
+- ``native_*``: vLLM's packed NCCL transfer behind ``pause_generation(mode="keep")``.
 
     python -m benchmarks.weights                                        two GPUs, Qwen2-7B in bfloat16
     python -m benchmarks.weights --replicas 3 --fan-out 1               four GPUs, a chain
-    python -m benchmarks.weights --device cpu                           the same over gloo, on a small shape
+    python -m benchmarks.weights --device cpu                           gloo, a small shape
 """
 
 import argparse
@@ -42,7 +34,7 @@ from benchmarks.weights_players import Options, environment, gpus, play
 
 
 def main() -> None:
-    """Run what the command line asks for, and print its figures as one line of JSON."""
+    """Run and print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--shape", choices=list(SHAPES), default="")
@@ -61,7 +53,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of a run."""
+    """Return the result of a run."""
     on_gpu = args.device == "cuda"
     shape = args.shape or ("7b" if on_gpu else "tiny")
     with ExitStack() as stack:
@@ -113,7 +105,7 @@ def _started(stack: ExitStack, environment: dict[str, str], player: str, options
 
 @contextmanager
 def _surroundings(environment: dict[str, str]) -> Iterator[None]:
-    """Let processes that start meanwhile see ``environment`` before they import anything."""
+    """Child processes see ``environment`` before any import."""
     before = dict(os.environ)
     os.environ |= environment
     try:

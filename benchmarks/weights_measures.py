@@ -1,4 +1,4 @@
-"""What ``benchmarks.weights`` asks of its processes, when, and the figures that it makes of their answers."""
+"""Sequence of measurements of ``benchmarks.weights``, and their evaluation."""
 
 import argparse
 import functools
@@ -21,7 +21,7 @@ START_S, ANSWER_S = 900.0, 120.0
 
 
 class Player:
-    """A process that answers questions; see :func:`benchmarks.weights_players.play`."""
+    """A process that answers (:func:`benchmarks.weights_players.play`)."""
 
     def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
         context = multiprocessing.get_context("spawn")
@@ -31,11 +31,11 @@ class Player:
         other.close()
 
     def ask(self, name: str, **arguments: Any) -> None:
-        """Put a question."""
+        """Send a request."""
         self._pipe.send((name, arguments))
 
     def answer(self, deadline_s: float = ANSWER_S) -> Any:
-        """Return the answer; raises RuntimeError where there is none in time, or it is an error."""
+        """Return the answer, or raise RuntimeError."""
         if not self._pipe.poll(deadline_s):
             raise RuntimeError(f"expected an answer of process {self.process.pid} in {deadline_s:.0f} s, found none")
         try:
@@ -47,12 +47,12 @@ class Player:
         return value
 
     def call(self, name: str, **arguments: Any) -> Any:
-        """Return the answer to a question."""
+        """Send a request and return its answer."""
         self.ask(name, **arguments)
         return self.answer()
 
     def close(self) -> None:
-        """End the process, and what it started, whatever they do."""
+        """Kill the process and its children."""
         descendants = psutil.Process(self.process.pid).children(recursive=True) if self.process.is_alive() else []
         self._pipe.close()
         self.process.join(30)
@@ -63,7 +63,7 @@ class Player:
 
 
 class Run:
-    """One trainer and its replicas, and what is measured of them."""
+    """One trainer and its replicas."""
 
     def __init__(self, trainer: Player, replicas: list[Player], args: argparse.Namespace, on_gpu: bool) -> None:
         self._trainer = trainer
@@ -101,7 +101,7 @@ class Run:
         }
 
     def update(self, only: int | None = None, changed: bool = True) -> list[dict[str, Any]]:
-        """Publish weights and let all replicas, or the first ``only``, pull them; return what each says."""
+        """Publish weights, and return the answers of the replicas that pulled."""
         self._version += 1
         self._published = self._trainer.call("publish", version=self._version, changed=changed)
         pullers = self._replicas[:only]
@@ -110,7 +110,6 @@ class Run:
         return [_since_offer(replica.answer(), self._published) for replica in pullers]
 
     def _sources(self, number: int) -> list[str]:
-        """Return the sources of a replica: its parent in the tree, then the trainer."""
         parent = number // self._args.fan_out - 1
         peers = [self._peers[parent]] if parent >= 0 and self._peers[parent] else []
         return [*peers, self._published["address"]]
@@ -118,7 +117,7 @@ class Run:
     def windows(
         self, seconds: float, update: Callable[[], list[dict[str, Any]]]
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Alternate windows without and with updates; return figures of throughput and stalls, and the updates."""
+        """Alternate windows without and with updates; return metrics and updates."""
         rates: list[float] = []
         updates: list[dict[str, Any]] = []
         plain: list[tuple[float, float]] = []
@@ -143,7 +142,7 @@ class Run:
         }, updates
 
     def raw(self, nbytes: int) -> dict[str, float]:
-        """Measure a plain broadcast between the devices of the trainer and of the first replica."""
+        """Measure a plain broadcast to the first replica's device."""
         port = _free_port()
         places = [environment(self._on_gpu, [0]), environment(self._on_gpu, gpus(0, 1))]
         ends = [Player(raw_end, places[rank], rank, self._args.device, nbytes, port) for rank in (0, 1)]
@@ -155,7 +154,7 @@ class Run:
         return {"raw_gb_per_s": answers[1]["bytes"] / answers[1]["seconds"] / 1e9}
 
     def spread(self) -> dict[str, Any]:
-        """Compare the time until all replicas are live with that of one alone."""
+        """Compare the time for all replicas with one alone."""
         if len(self._replicas) == 1:
             return {}
         alone = [max(at["offer_to_live_s"] for at in self.update(only=1)) for _ in range(5)]
@@ -168,7 +167,6 @@ class Run:
         }
 
     def _trainer_ratio(self) -> float:
-        """Compare the trainer's steps a second in windows with updates with those in windows without."""
         self._trainer.call("steps")
         time.sleep(1.0)
         rates = []
@@ -184,7 +182,7 @@ class Run:
         return float(statistics.median(ratios))
 
     def native(self) -> dict[str, Any]:
-        """Measure vLLM's own transfer under the same load; null figures with a reason where it cannot be."""
+        """Measure vLLM's own transfer; null with a reason if impossible."""
         if not self._on_gpu or self._args.no_native or len(self._replicas) > 1:
             return {"native_throughput_ratio": None, "native_why_not": "needs two GPUs and one replica"}
         figures: dict[str, Any] = {}
@@ -221,7 +219,6 @@ class Run:
 
 
 def _since_offer(answer: dict[str, Any], published: dict[str, Any]) -> dict[str, Any]:
-    """Join what a replica and what the trainer say of an update."""
     return {
         **answer,
         "publish_began_s": published["began_s"],
@@ -250,13 +247,11 @@ def _middle_and_most(name: str, values: list[float]) -> dict[str, float]:
 
 
 def _gaps(times_s: list[float], began_s: float, ended_s: float) -> list[float]:
-    """Return the waits between neighbouring times of which some part lies in the window."""
     pairs = itertools.pairwise(times_s)
     return [after - before for before, after in pairs if before < ended_s and after > began_s]
 
 
 def _every(every_s: float, until_s: float, update: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Update every so many seconds; return what the first replica says."""
     found = []
     due_s = time.monotonic()
     while due_s < until_s - every_s / 2:

@@ -1,8 +1,6 @@
-"""The processes of ``benchmarks.weights``: what they are told, and how they answer.
+"""Processes of ``benchmarks.weights``.
 
-Each runs :func:`play`: it answers one question at a time over a pipe, and ends when the pipe closes. Times are of the
-monotonic clock, which all processes of a host share. Nothing is measured here that is not answered; figures are made by
-the caller.
+Each answers requests over a pipe until it closes. Times use the host-wide monotonic clock.
 """
 
 import asyncio
@@ -21,7 +19,7 @@ Answers: TypeAlias = dict[str, Callable[..., Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What every process of a run is told."""
+    """Options of every process of a run."""
 
     folder: Path
     """A Hugging Face configuration without weights."""
@@ -37,7 +35,7 @@ class Options:
 
 
 def environment(on_gpu: bool, numbers: list[int]) -> dict[str, str]:
-    """Return the environment of a process that may use the GPUs ``numbers``, as this process counts them."""
+    """Return an environment limited to the GPUs ``numbers``."""
     if on_gpu:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         names = visible.split(",") if visible else [str(number) for number in range(64)]
@@ -46,12 +44,12 @@ def environment(on_gpu: bool, numbers: list[int]) -> dict[str, str]:
 
 
 def gpus(number: int, ranks: int) -> list[int]:
-    """Return the GPUs of replica ``number``: the trainer has the first."""
+    """Return replica ``number``'s GPUs, after the trainer's."""
     return [1 + number * ranks + rank for rank in range(ranks)]
 
 
 def play(connection: Connection, surroundings: dict[str, str], player: str, options: Options) -> None:
-    """Be ``player`` until the pipe closes."""
+    """Run ``player`` until the pipe closes."""
     os.environ |= surroundings
     from benchmarks.weights_replica import replica
     from benchmarks.weights_trainer import trainer
@@ -60,7 +58,7 @@ def play(connection: Connection, surroundings: dict[str, str], player: str, opti
 
 
 async def serve(connection: Connection, answers: Answers) -> None:
-    """Answer questions ``(name, arguments)`` until the pipe closes."""
+    """Answer requests ``(name, arguments)`` until the pipe closes."""
     while True:
         try:
             name, arguments = await asyncio.to_thread(connection.recv)

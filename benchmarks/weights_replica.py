@@ -1,4 +1,4 @@
-"""The receiving side of ``benchmarks.weights``: the rollout service's engine under load, which pulls and swaps."""
+"""The receiving side of ``benchmarks.weights``."""
 
 import asyncio
 import dataclasses
@@ -21,7 +21,7 @@ async def replica(connection: Connection, options: Options) -> None:
     from services.rollout.engines.vllm import arguments as vllm_arguments
     from services.rollout.engines.vllm import start as vllm_start
 
-    vllm_arguments.NOT_SERVED.pop("load_format", None)  # there are no weights to load: the first version is pulled
+    vllm_arguments.NOT_SERVED.pop("load_format", None)  # no weights to load: the first version is pulled
     arguments: dict[str, Any] = {"load_format": "dummy"}
     if options.device == "cuda":
         arguments["weight_transfer_config"] = {"backend": "nccl"}
@@ -59,8 +59,6 @@ async def replica(connection: Connection, options: Options) -> None:
 
 
 class _Replica:
-    """An engine under load, and what was seen of it."""
-
     def __init__(self, engine: Any, options: Options) -> None:
         from shared.weights.receiver.puller import Puller
 
@@ -72,11 +70,11 @@ class _Replica:
         self._token_times_s: list[float] = []
 
     def describe(self) -> dict[str, Any]:
-        """Return what the caller must know of the replica."""
+        """Return the replica's description."""
         return {"ranks": self._engine.ranks, "peer": self._engine.peer_address}
 
     async def pull(self, published: dict[str, Any], sources: list[str]) -> dict[str, Any]:
-        """Pull a version from the first of ``sources`` that has it, and make it live."""
+        """Pull a version from the first available source, and swap."""
         began_s = time.monotonic()
         errors: list[str] = []
         for source in sources:
@@ -111,7 +109,7 @@ class _Replica:
         }
 
     async def load(self) -> None:
-        """Decode ``sequences`` sequences without end, and watch one more token by token."""
+        """Decode endlessly, and watch one more sequence."""
         for _ in range(self._options.sequences // GROUP):
             self._tasks.append(asyncio.create_task(self._decode()))
         self._tasks.append(asyncio.create_task(self._watch()))
@@ -149,16 +147,16 @@ class _Replica:
         return self._random.integers(10, 1000, PROMPT_TOKENS).astype(np.int32)
 
     def seen(self) -> dict[str, Any]:
-        """Return all tokens generated so far by vLLM's own count, and when those of the watched sequence came."""
+        """Return the generated tokens, and the watched sequence's times."""
         return {"at_s": time.monotonic(), "tokens": _generated_tokens(), "token_times_s": list(self._token_times_s)}
 
     async def compare(self) -> list[int | None]:
-        """Return, of each rank, how many copies of its plan differ from the received bytes; None: it has no plan."""
+        """Return each rank's count of differing copies; None: no plan."""
         found: list[int | None] = await self._engine._llm.collective_rpc("penstock_compare")
         return found
 
     async def join(self, port: int, world: int) -> None:
-        """Meet the trainer in vLLM's own weight transfer."""
+        """Join the trainer in vLLM's own weight transfer."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": world}
@@ -166,7 +164,7 @@ class _Replica:
         await self._engine._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
 
     async def update(self, clear_cache: bool) -> dict[str, Any]:
-        """Take an update by vLLM's own weight transfer, as its examples do."""
+        """Take an update by vLLM's own weight transfer."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         entries = layout_of(self._options).tensors
@@ -205,7 +203,7 @@ def _record(published: dict[str, Any]) -> PolicyRecord:
 
 
 def _packs_by_update() -> bool:
-    """Return whether this vLLM is told in each update how tensors are packed, as up to 0.27, and not once."""
+    """vLLM up to 0.27 takes the packing with each update."""
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
 
     return "packed" in {field.name for field in dataclasses.fields(NCCLWeightTransferUpdateInfo)}

@@ -1,4 +1,4 @@
-"""The sending side of ``benchmarks.weights``: a trainer that publishes, and the two ends of a raw wire."""
+"""The sending side of ``benchmarks.weights``."""
 
 import itertools
 import os
@@ -38,7 +38,7 @@ async def trainer(connection: Connection, options: Options) -> None:
             torch.cuda.synchronize()
 
     def publish(version: int, changed: bool = True) -> dict[str, Any]:
-        """Put weights, other ones if ``changed``, in the snapshot that is not served, and serve it."""
+        """Write weights to the free snapshot, and serve it."""
         if changed:
             learn(version)
         snapshot, began_s = next(snapshots), time.monotonic()
@@ -62,7 +62,7 @@ async def trainer(connection: Connection, options: Options) -> None:
 
 
 class _Training:
-    """A thread that computes on a stream of its own, as a trainer does meanwhile; it starts when it is first asked."""
+    """A thread that computes on its own stream."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
@@ -93,14 +93,12 @@ class _Training:
 
 
 class _NativeTrainer:
-    """The trainer's end of vLLM's own weight transfer (packed NCCL broadcasts)."""
-
     def __init__(self, policy: dict[str, Any]) -> None:
         self._policy = policy
         self._group: Any = None
 
     def join(self, port: int, world: int) -> None:
-        """Meet the workers of the replica."""
+        """Join the replica's workers."""
         import torch
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.utils import StatelessProcessGroup
@@ -109,7 +107,7 @@ class _NativeTrainer:
         self._group = PyNcclCommunicator(group, device=torch.device("cuda:0"))
 
     def send(self) -> dict[str, Any]:
-        """Send all weights; blocks until they are gone."""
+        """Send all weights; blocks until sent."""
         import torch
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
@@ -124,7 +122,7 @@ class _NativeTrainer:
 def raw_end(
     connection: Connection, surroundings: dict[str, str], rank: int, device: str, nbytes: int, port: int
 ) -> None:
-    """Be rank ``rank`` of two that broadcast ``nbytes`` in pieces of 256 MiB; answer the best seconds of some rounds."""
+    """Broadcast ``nbytes`` in pieces of 256 MiB; answer the best seconds."""
     os.environ |= surroundings
     import torch
     import torch.distributed as dist

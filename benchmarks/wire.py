@@ -1,8 +1,7 @@
-"""What decoding a message costs, by type: microseconds of processor time, the checks of every field included.
+"""Processor time of decoding a message, by type, in microseconds.
 
-``median_us`` and ``least_us`` are those of rounds of many decodes. ``--before FOLDER`` decodes the same bytes with the
-wire format of another checkout, in turn within this process; ``speed`` is then the median over rounds of its time
-divided by this checkout's, so 0.9 means nine tenths of its throughput. Prints one JSON object.
+``median_us`` and ``least_us`` are over rounds. ``--before FOLDER`` alternates with another checkout; ``speed`` is the
+median of its time / this checkout's.
 
     python -m benchmarks.wire --rounds 200 --before ../earlier
 """
@@ -45,15 +44,14 @@ from shared.bus.messages import (
 )
 
 SHAPES = ((2, 4), (8, 128), (16, 128), (8, 1024), (16, 1024), (16, 2048))
-"""Samples of a group, and tokens of each."""
+"""Samples and tokens per sample of a group."""
 ROUND_NS = 2_000_000
-"""About how long a round of decodes of one type takes."""
 
 Decode = Callable[[bytes], object]
 
 
 def make_prompt(samples: int, tokens: int) -> Prompt:
-    """Return a prompt as a dataset row of mathematics makes it."""
+    """Return a prompt like a mathematics dataset's."""
     return Prompt(
         group_id=GroupId(7),
         problem="train.jsonl:8",
@@ -66,7 +64,7 @@ def make_prompt(samples: int, tokens: int) -> Prompt:
 
 
 def make_group(samples: int, tokens: int) -> RolloutGroup:
-    """Return a group whose samples were written under two policies, about four characters of text a token."""
+    """Return a group of two policies' samples, four characters per token."""
     generator = np.random.default_rng(0)
     completions = tuple(
         Sample(
@@ -83,13 +81,13 @@ def make_group(samples: int, tokens: int) -> RolloutGroup:
 
 
 def make_experience(group: RolloutGroup) -> Experience:
-    """Return ``group`` as the reward service hands it over."""
+    """Return ``group`` as handed over by the reward service."""
     scores = tuple(SampleScores((Score("answer", ScoreStatus.OK, 1.0),)) for _ in group.samples)
     return Experience(group, np.ones(len(group.samples), dtype=np.float32), scores, 1.5e9, 0.1)
 
 
 def make_messages() -> dict[str, object]:
-    """Return what is decoded, by name."""
+    """Return messages to decode, by name."""
     made: dict[str, object] = {"prompt": make_prompt(16, 1024)}
     for samples, tokens in SHAPES:
         group = make_group(samples, tokens)
@@ -111,7 +109,7 @@ def make_messages() -> dict[str, object]:
 
 
 def decoders(wire_module: Any, messages_module: Any, sent: Mapping[str, object]) -> dict[str, Decode]:
-    """Return how a checkout decodes each message; each was decoded once."""
+    """Return a checkout's decoders, each run once."""
     kinds = {name: getattr(messages_module, type(message).__name__) for name, message in sent.items()}
     for name, message in sent.items():
         wire_module.decode(wire.encode(message), kinds[name])
@@ -119,7 +117,7 @@ def decoders(wire_module: Any, messages_module: Any, sent: Mapping[str, object])
 
 
 def decoders_of(folder: Path, sent: Mapping[str, object]) -> dict[str, Decode]:
-    """Return how the checkout in ``folder`` decodes each message; its modules are imported beside those of this one."""
+    """Return the decoders of the checkout in ``folder``."""
     ours = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "shared"}
     sys.path.insert(0, str(folder.resolve()))
     try:
@@ -144,7 +142,7 @@ def spent_ns(decode: Decode, data: bytes, times: int) -> float:
 
 
 def measure(data: bytes, ways: Mapping[str, Decode], rounds: int) -> dict[str, float]:
-    """Return the figures of one message."""
+    """Return one message's metrics."""
     times = max(1, round(ROUND_NS / max(spent_ns(way, data, 20) for way in ways.values())))
     spent: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds):

@@ -1,1 +1,1 @@
-"""What deploys Penstock: images, the chart, dashboards and alert rules."""
+"""Deployment: images, Helm chart, dashboards and alert rules."""

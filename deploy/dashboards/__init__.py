@@ -1,1 +1,1 @@
-"""Grafana dashboards, written as tables in Python and checked in as JSON where the chart finds them: ``make dashboards``."""
+"""Grafana dashboards, committed as JSON in the chart: ``make dashboards``."""

@@ -1,7 +1,6 @@
-"""What a dashboard is, before it is Grafana's JSON: rows of panels of queries.
+"""Dashboards as rows of panels of queries.
 
-In a query, ``metric<>`` stands for ``metric`` of the chosen runs and replicas, and ``metric<label="x">`` for those that match besides, so
-that no query can forget the choice. This module knows neither Grafana nor Prometheus.
+In a query, ``metric<>`` selects the chosen runs and replicas; ``metric<label="x">`` adds a condition.
 """
 
 import dataclasses
@@ -14,7 +13,7 @@ _MARK = re.compile(r"(?<=[\w:])<([^<>]*)>")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Query:
-    """One expression and how its lines are called."""
+    """One expression and its legend."""
 
     text: str
     legend: str = "{{instance}}"
@@ -31,13 +30,12 @@ class Query:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Panel:
-    """One picture."""
+    """One panel."""
 
     title: str
     description: str
-    """What it shows and, where it matters, what is good."""
+    """Shown as its help text."""
     unit: str
-    """Grafana's name of the unit."""
     queries: tuple[Query, ...]
     kind: Literal["lines", "stack", "figure"] = "lines"
     width: Literal[4, 6, 8, 12, 24] = 8
@@ -54,7 +52,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Board:
-    """One dashboard; ``name`` is its file and its stable uid."""
+    """One dashboard; ``name`` is its file and stable uid."""
 
     name: str
     title: str
@@ -68,7 +66,7 @@ class Board:
 
 
 def quantiles(metric: str, by: str = "", marks: str = "") -> tuple[Query, ...]:
-    """Return median and 99th percentile of a histogram of the chosen replicas, together or by a label."""
+    """Return a histogram's median and 99th percentile."""
     labels, legend = (f"le, {by}", f" {{{{{by}}}}}") if by else ("le", "")
     return tuple(
         Query(

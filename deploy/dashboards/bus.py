@@ -1,4 +1,4 @@
-"""Bus and weights: queues, redeliveries, and how weights travel."""
+"""Bus and weights dashboard: queues, redeliveries, weight transfers."""
 
 from deploy.dashboards.board import Board, Panel, Query, Row, quantiles, rate
 

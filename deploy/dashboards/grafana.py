@@ -1,7 +1,6 @@
-"""Turn a board into the JSON that Grafana 11 and newer imports. The one file that knows ``grafana_foundation_sdk``.
+"""Convert a board to JSON for Grafana 11. The only module that uses ``grafana_foundation_sdk``.
 
-Data source, runs and replicas are variables of every dashboard; versions, rollbacks and pauses are its annotations. Dashboards are
-read-only in Grafana: what they show is changed here.
+Versions, rollbacks and pauses are annotations.
 """
 
 import itertools
@@ -22,11 +21,11 @@ _MARKS = (
     ("Rollbacks", "increase(penstock_coordinator_rollbacks_total{run=~\"$run\"}[$__rate_interval]) > 0", "red", True),
     ("Pauses", "max by (run) (penstock_coordinator_run_state{run=~\"$run\",state=\"paused\"}) > 0", "orange", True),
 )  # fmt: skip
-"""Name, expression, color, shown from the start: versions change with every step."""
+"""Name, expression, color, enabled by default."""
 
 
 def text(board: Board) -> str:
-    """Return the JSON of a dashboard, the same for the same board."""
+    """Return a dashboard's JSON, deterministically."""
     made = (
         dashboard.Dashboard(board.title)
         .uid(f"penstock-{board.name}")

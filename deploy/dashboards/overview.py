@@ -1,4 +1,4 @@
-"""Overview: is it learning, is it healthy, where is the bottleneck?"""
+"""Overview dashboard: learning, health and bottlenecks."""
 
 from deploy.dashboards.board import Board, Panel, Query, Row, rate
 

@@ -1,4 +1,4 @@
-"""Policies: versions, rollbacks, pauses, evaluations and the coordinator itself."""
+"""Policies dashboard: versions, rollbacks, pauses, evaluations, coordinator."""
 
 from deploy.dashboards.board import Board, Panel, Query, Row, quantiles, rate
 

@@ -1,4 +1,4 @@
-"""Reward and executor: what scorers say and how long they take; programs and their isolation."""
+"""Reward and executor dashboard: scores, durations, programs and isolation."""
 
 from deploy.dashboards.board import Board, Panel, Query, Row, quantiles, rate
 

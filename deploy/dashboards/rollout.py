@@ -1,4 +1,4 @@
-"""Rollout: generation, the weights that it generates with, and the metrics of vLLM's own where it is the engine."""
+"""Rollout dashboard: generation, its weights, and vLLM's own metrics."""
 
 from deploy.dashboards.board import Board, Panel, Query, Row, quantiles, rate
 

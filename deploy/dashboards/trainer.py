@@ -1,4 +1,4 @@
-"""Trainer: the update, how far off policy its data is, and what a step costs."""
+"""Trainer dashboard: updates, off-policy measures and step costs."""
 
 from deploy.dashboards.board import Board, Panel, Query, Row, quantiles, rate
 

@@ -2,6 +2,6 @@
 
 __main__ ──▶ services.up            a run on this machine
     │
-    ├─────▶ commands, export ──▶ services.client ──▶ the coordinator's HTTP API
-    └─────▶ settings_help           every setting with its type, default and docstring
+    ├─────▶ commands, export ──▶ services.client ──▶ the HTTP API
+    └─────▶ settings_help           every setting
 """

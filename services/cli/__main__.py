@@ -1,7 +1,7 @@
-"""penstock: the command line. Starts a whole run, shows a run, and steers it.
+"""The ``penstock`` command line: start, show and steer runs.
 
-``up``, ``report``, ``settings`` and ``audit-rewards`` work on files; ``export`` does where no coordinator answers. Every
-other command is a thin client of the coordinator's HTTP API.
+``up``, ``report``, ``settings``, ``audit-rewards`` and offline ``export`` work on files; other commands use the HTTP
+API.
 """
 
 import importlib.metadata
@@ -19,7 +19,6 @@ from services.up.display import console
 from shared.errors import PenstockError, SettingsError
 
 _EVENTS = 5
-"""The number of events that `penstock status` shows."""
 _RUN, _TOOLS = "Run", "Tools"
 
 app = typer.Typer(
@@ -309,7 +308,6 @@ def settings(
 
 
 def _named(run: Path) -> Path:
-    """Return the run that a person named; the word ``latest`` is the newest run of this folder."""
     return LATEST if str(run) == LATEST.name and not run.exists() else run
 
 
@@ -326,7 +324,6 @@ def _steer(connection: Connection, command: str, **body: str) -> None:
 
 
 def _split(words: list[str]) -> tuple[Path | None, list[str]]:
-    """Part the settings file from the flags, wherever it stands among them."""
     files, flags = [], []
     rest = iter(words)
     for word in rest:
@@ -367,7 +364,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def command_line() -> NoReturn:
-    """Run the command line and end the process; a library that was loaded for an export adds no last words of its own."""
+    """Run, and exit at once without libraries' exit output."""
     code = main()
     if "torch" in sys.modules:
         from shared.process.service import leave

@@ -1,9 +1,9 @@
-"""`penstock audit-rewards`: reads what a run recorded, audits its rewards, and shows what the audit doubts.
+"""`penstock audit-rewards`: audit a run's recorded rewards.
 
 ::
 
-    RUN is a run's folder      groups from its coordinator where it runs, else from rollouts.jsonl
-    RUN is a settings file     groups from --url, or of the run that the file names
+    RUN is a folder           groups from its coordinator if it runs, else from rollouts.jsonl
+    RUN is a settings file    groups from --url, or of its run
 """
 
 import asyncio
@@ -42,11 +42,11 @@ _SHOWN_TEXT, _SHOWN_DETAIL = 60, 100
 
 
 def read_groups(settings: Settings, url: str, token_file: Path | None) -> list[AuditedGroup]:
-    """Return the groups that a run recorded, with the columns of their problems.
+    """Return a run's recorded groups with their problems' columns.
 
     Raises:
-        SettingsError: none was recorded.
-        PenstockError: the coordinator does not answer.
+        SettingsError: no groups.
+        PenstockError: no answer.
     """
     asked = find_alive(settings.run_folder, url, token_file)
     if asked is None:
@@ -73,7 +73,6 @@ def _pages(asked: "CoordinatorClient") -> list[Mapping[str, Any]]:
 
 
 def _columns(settings: Settings) -> dict[str, dict[str, Json]]:
-    """Return the other columns of each problem, by its name; empty where no scorer needs them."""
     if not audit.needs_executor(settings):
         return {}
     names = [scorer.name for scorer in settings.reward.scorers]
@@ -103,10 +102,10 @@ def _completion(row: Mapping[str, Any]) -> Completion:
 
 @contextlib.contextmanager
 def fresh_executor(settings: Settings) -> Iterator[str]:
-    """Run an executor for the audit alone and give its address; "" where no scorer runs code.
+    """Yield the address of a new executor, "" if not needed.
 
     Raises:
-        SettingsError: it cannot isolate programs on this machine.
+        SettingsError: no isolation on this machine.
     """
     if not audit.needs_executor(settings):
         yield ""
@@ -143,10 +142,10 @@ async def _answers(address: str, process: "subprocess.Popen[bytes]") -> None:
 def make(
     settings: Settings, url: str, token_file: Path | None, *, above: float | None, count: int, seed: int
 ) -> AuditReport:
-    """Audit the rewards of a run.
+    """Audit a run's rewards.
 
     Raises:
-        PenstockError: there is nothing to audit, or a scorer cannot work here.
+        PenstockError: no groups, or an unusable scorer.
     """
     if not settings.run.id and not url:
         raise SettingsError(

@@ -1,4 +1,4 @@
-"""Commands that list and change what a coordinator has: thin clients of its HTTP API, whose resources docs/api.md describes."""
+"""Commands that list and change coordinator resources (docs/api.md)."""
 
 import json
 import sys
@@ -32,8 +32,6 @@ def add_to(app: typer.Typer) -> None:
 
 
 def _add_list(group: typer.Typer, name: str, path: str, sentence: str) -> None:
-    """Add a list to ``group``: as ``penstock NAME list``, and as ``penstock NAME`` alone."""
-
     def show(connection: Connection, most: Most = 1000) -> None:
         connection.print_list(name, path, most)
 

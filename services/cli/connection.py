@@ -1,4 +1,4 @@
-"""The options of every command that talks to a coordinator, and the connection that they name."""
+"""Options of every command that talks to a coordinator."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ Most = Annotated[int, typer.Option("--most", min=1, metavar="N", help="The maxim
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Connection:
-    """Which coordinator a command talks to, and how it prints the answer."""
+    """A command's coordinator and output format."""
 
     run: Annotated[Path, typer.Option("--run", metavar="RUN_FOLDER", help="The run's folder.")] = LATEST
     url: Url = ""
@@ -45,7 +45,7 @@ class Connection:
         return CoordinatorClient(*self._address_and_token())
 
     def page_link(self) -> str:
-        """Return a link that opens the run's page once."""
+        """Return a single-use link to the run's page."""
         from services.client.coordinator import page_link
 
         return page_link(*self._address_and_token())
@@ -57,19 +57,19 @@ class Connection:
         return address, read_token(self.token_file, address, self.run)
 
     def print_item(self, item: dict[str, Any]) -> None:
-        """Print one thing that the coordinator answered."""
+        """Print one item."""
         from services.cli import tables
 
         tables.show_one(item, as_json=self.as_json)
 
     def print_list(self, command: str, path: str, most: int) -> None:
-        """Get a list and print it with the columns of ``command``."""
+        """Print a list with the columns of ``command``."""
         from services.cli import tables
 
         tables.show(command, self.coordinator().items(path, most), as_json=self.as_json)
 
     def get(self, path: str) -> None:
-        """Get one thing and print it."""
+        """Get one item and print it."""
         self.print_item(self.coordinator().get(path))
 
     def post(self, path: str, **body: str) -> None:
@@ -78,7 +78,7 @@ class Connection:
 
 
 def connected(command: Callable[Concatenate[Connection, P], None]) -> Callable[..., None]:
-    """Give ``command`` the options of :class:`Connection`, which becomes its first argument."""
+    """Add the options of :class:`Connection` to ``command``."""
     options = inspect.signature(Connection).parameters
     own = list(inspect.signature(command).parameters.values())[1:]
     parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (*own, *options.values())]

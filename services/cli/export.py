@@ -1,6 +1,6 @@
-"""`penstock export`: asks the coordinator of a run that goes on, and reads the files of one that does not.
+"""`penstock export`, by the coordinator or from files.
 
-What it returns is the same both ways: version, step, folder, adapter. A folder that was named by a person is written whole or not at all.
+Both return version, step, folder and adapter. A given folder is written completely or not at all.
 """
 
 import json
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 def find_alive(run: Path, url: str, token_file: Path | None) -> "CoordinatorClient | None":
-    """Return the client of the run's coordinator; None where none answers for this run.
+    """Return a client of the run's coordinator, if it answers.
 
     Raises:
-        Unreachable: ``url`` was given, and nobody answers there.
-        Refused: the coordinator wants a token.
+        Unreachable: no answer at ``url``.
+        Refused: a token is required.
     """
     from services.client.coordinator import CoordinatorClient, Unreachable, find, read_token
 
@@ -38,7 +38,7 @@ def find_alive(run: Path, url: str, token_file: Path | None) -> "CoordinatorClie
         if url:
             raise
         return None
-    return asked if url or found == _announced(run) else None  # another run's may have its port by now
+    return asked if url or found == _announced(run) else None  # the port may now be another run's
 
 
 def _announced(run: Path) -> str:
@@ -49,10 +49,10 @@ def _announced(run: Path) -> str:
 
 
 def number(text: str) -> int | None:
-    """Return the version that a person names; None for ``latest``.
+    """Return the version; None for ``latest``.
 
     Raises:
-        SettingsError: it is neither that nor a number.
+        SettingsError: not a version.
     """
     if text == "latest":
         return None
@@ -62,10 +62,10 @@ def number(text: str) -> int | None:
 
 
 def ask(asked: "CoordinatorClient", version: int | None, to: Path | None, *, adapter: bool) -> "JsonObject":
-    """Have the run's trainer write a version (None: the newest that it can), and wait for it; copy it to ``to`` where one is named.
+    """Have the trainer export a version (None: newest), and copy it to ``to``.
 
     Raises:
-        PenstockError: it cannot be made, or what was made is not to be seen from here.
+        PenstockError: it failed, or its files are not visible here.
     """
     if to is not None:
         check_free(to)
@@ -89,7 +89,7 @@ def _export(asked: "CoordinatorClient", version: int, *, adapter: bool) -> "Json
 
 
 def _latest(asked: "CoordinatorClient", *, adapter: bool) -> "JsonObject":
-    """Export the head, or, where its weights are in no file, the newest version with a checkpoint."""
+    """Export the head, or the newest checkpoint."""
     from services.client.coordinator import RequestRefused
 
     head = asked.run().head
@@ -106,10 +106,10 @@ def _latest(asked: "CoordinatorClient", *, adapter: bool) -> "JsonObject":
 
 
 def make(run: Path, version: int | None, to: Path | None, *, adapter: bool) -> "JsonObject":
-    """Write a version (None: the newest there is) from the run's files, in this process.
+    """Export a version (None: newest) from files.
 
     Raises:
-        PenstockError: it cannot be made, or what it needs is not installed.
+        PenstockError: it failed, or a dependency is not installed.
     """
     try:
         from services.trainer.export.huggingface import export_version, newest_version
@@ -123,7 +123,7 @@ def make(run: Path, version: int | None, to: Path | None, *, adapter: bool) -> "
 
 
 def _open_to_umask(folder: Path) -> None:
-    """Give what was copied out of a run's private folder the modes that this user's new files have."""
+    """Undo the private modes of copied files."""
     umask = os.umask(0)
     os.umask(umask)
     for path in (folder, *folder.rglob("*")):

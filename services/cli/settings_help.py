@@ -1,4 +1,4 @@
-"""Explain the settings: their names, types, defaults and docstrings, from the models themselves.
+"""Explain the settings from their models.
 
 ``python -m services.cli.settings_help docs/reference/settings.md`` writes the reference page.
 """
@@ -35,16 +35,15 @@ COMMON = (
     "trainer.gpus", "trainer.zero_stage", "trainer.learning_rate", "trainer.micro_batch_tokens",
     "trainer.checkpoint_every_steps",
 )  # fmt: skip
-"""What most runs set, in the order of a settings file."""
 _INTERNAL = "internal"
 _WIDTH, _NAME_WIDTH, _BRIEF_WIDTH = 100, 41, 58
 _SHARED = ("kind", "name")
-"""Settings of every kind of scorer, which are listed once."""
+"""Settings of every scorer kind, listed once."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """One setting, or one preset."""
+    """One setting or preset."""
 
     key: str
     kind: str
@@ -53,12 +52,12 @@ class Entry:
 
     @property
     def section(self) -> str:
-        """The table that the setting is in."""
+        """The table of the setting."""
         return self.key.rpartition(".")[0]
 
     @property
     def brief(self) -> str:
-        """The beginning of the text, short enough for one line."""
+        """The beginning of the text, for one line."""
         text = self.text.split(". ")[0]
         if len(text) > _BRIEF_WIDTH:
             text = re.sub(r" \([^)]*\)", "", text)
@@ -68,19 +67,19 @@ class Entry:
 
 
 def entries(*, internal: bool = False) -> list[Entry]:
-    """Return every setting, in the order of the file; those for tests only if ``internal``."""
+    """Return every setting; test settings only if ``internal``."""
     return [entry for entry in _of(Settings, "") if internal or not entry.key.startswith(f"{_INTERNAL}.")]
 
 
 def matching(name: str) -> list[Entry]:
-    """Return the settings of the section ``name``, or those whose key contains it."""
+    """Return settings of section ``name`` or whose key contains it."""
     every = entries(internal=True)
     within = [entry for entry in every if entry.key == name or re.match(rf"{re.escape(name)}[.\[]", entry.key)]
     return within or [entry for entry in every if name in entry.key]
 
 
 def show_common(console: Console) -> None:
-    """Print the settings that most runs set, a line each, and the sections of the others."""
+    """Print the common settings and the other sections."""
     every = {entry.key: entry for entry in entries() if entry.kind}
     for section, group in groupby((every[key] for key in COMMON), lambda entry: entry.key.partition(".")[0]):
         console.print(Text(f"\n[{section}]", style="bold"))
@@ -100,7 +99,7 @@ def show_common(console: Console) -> None:
 
 
 def show(found: Sequence[Entry], console: Console) -> None:
-    """Print settings with all that there is to say about each."""
+    """Print settings with their full descriptions."""
     for section, group in groupby(found, lambda entry: entry.section):
         console.print(Text(f"\n[{section}]", style="bold"))
         for entry in group:
@@ -160,7 +159,6 @@ def _of(model: type[BaseModel], prefix: str, without: Sequence[str] = ()) -> Ite
 
 
 def _of_parts(key: str, parts: Sequence[type[BaseModel]]) -> Iterator[Entry]:
-    """Yield the settings of a list of tables: those that all kinds have, then those of each kind."""
     kinds = [_literal(part) for part in parts]
     if not any(kinds):
         return
@@ -178,7 +176,6 @@ def _presets() -> Iterator[Entry]:
 
 
 def _models(annotation: object) -> list[type[BaseModel]]:
-    """Return the tables that a setting holds."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for inner in typing.get_args(annotation) for model in _models(inner)]

@@ -1,4 +1,4 @@
-"""How the command line shows what the coordinator says: a table for people, or JSON for scripts. It asks nobody."""
+"""Print API answers: a table, or JSON for scripts."""
 
 import json
 import time
@@ -19,7 +19,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "operations": ("id", "kind", "state", "phase", "detail", "changed_at_s"),
     "runs": ("run_id", "state", "step", "head", "here", "reason"),
 }
-"""What a list shows, by its command; a dot leads into a part."""
+"""Columns by command; dots select nested fields."""
 
 
 def show(command: str, items: Sequence[dict[str, Any]], *, as_json: bool) -> None:
@@ -57,7 +57,7 @@ def event_line(event: dict[str, Any]) -> str:
 
 
 def cell(item: dict[str, Any], name: str) -> str:
-    """Return a value as a table shows it.
+    """Return a value as displayed in a table.
 
     >>> cell({"version": None, "pinned": True, "metrics": {"kl": 0.12345}}, "metrics.kl")
     '0.1235'

@@ -1,1 +1,1 @@
-"""Client of the coordinator's HTTP API, used by the command line and by ``penstock up``. It imports no service."""
+"""Client of the coordinator's HTTP API. It imports no service."""

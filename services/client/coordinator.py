@@ -1,7 +1,4 @@
-"""The coordinator's HTTP API from outside: where it is, what it says, and what one can ask of it.
-
-What it answers is read into the models of ``services.client.views``. This module knows no service; the command line and the live view use it.
-"""
+"""Client of the coordinator's HTTP API; answers are the models of ``services.client.views``."""
 
 import contextlib
 import json
@@ -21,14 +18,14 @@ from shared.files.secret_file import read_secret
 from shared.peers import tickets
 
 TOKEN_FILE = "token"  # noqa: S105 (the name of a file)
-"""The run's own token, in its folder."""
+"""Token file in the run's folder."""
 _TIMEOUT_S = 10.0
 _ANNOUNCED = "coordinator.json"
 _POLL_S = 0.2
 _SILENCE_S = 30.0
 
 JsonObject: TypeAlias = dict[str, Any]
-"""An answer as it came; docs/openapi.json says what is in it."""
+"""A raw answer; see docs/openapi.json."""
 
 
 class Unreachable(PenstockError):
@@ -36,21 +33,21 @@ class Unreachable(PenstockError):
 
 
 class Unreadable(Unreachable):
-    """Something answers there that is no coordinator that this version understands."""
+    """The answer is not from a compatible coordinator."""
 
 
 class RequestRefused(PenstockError):
-    """The coordinator answered that it will not; the message is its reason."""
+    """The coordinator refused; the message is its reason."""
 
 
 V = TypeVar("V", bound=View)
 
 
 def find(url: str | None, run_folder: Path) -> str:
-    """Return the coordinator's URL: the one given, else what ``coordinator.json`` in the run's folder says.
+    """Return ``url``, else the one in ``coordinator.json``.
 
     Raises:
-        Unreachable: there is no such file, or it says nothing.
+        Unreachable: the file does not exist or is empty.
     """
     if url:
         return url.rstrip("/")
@@ -70,10 +67,10 @@ def find(url: str | None, run_folder: Path) -> str:
 
 
 def read_token(path: Path | None, url: str = "", run_folder: Path | None = None) -> str:
-    """Return the token in the first line of ``path``, else the run's own where ``url`` is that of its coordinator; empty: there is none.
+    """Return the token in ``path``, else the run's own if ``url`` is its coordinator's, else "".
 
     Raises:
-        SettingsError: it cannot be read, or others can read it.
+        SettingsError: unreadable, or readable by others.
     """
     if path is None and run_folder is not None and _is_coordinator(url, run_folder):
         own = run_folder / TOKEN_FILE
@@ -82,24 +79,24 @@ def read_token(path: Path | None, url: str = "", run_folder: Path | None = None)
 
 
 def _is_coordinator(url: str, run_folder: Path) -> bool:
-    """Whether the run's coordinator announced ``url`` and is there: the port of a dead one may be another user's."""
+    """Check the announced process: a dead one's port may be reused."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         announced = json.loads((run_folder / _ANNOUNCED).read_text(encoding="utf-8"))
-        os.kill(int(announced["pid"]), 0)  # raises for a process that is gone, or of another user
+        os.kill(int(announced["pid"]), 0)  # raises if the process ended or belongs to another user
         return str(announced["url"]).rstrip("/") == url
     return False
 
 
 def page_link(url: str, token: str) -> str:
-    """Return a link that opens the page once, within some minutes; where no token is needed, that of the page."""
+    """Return a single-use link to the page, or the page itself without tokens."""
     return f"{url}/#code={tickets.issue(token.encode('latin-1'), tickets.PAGE, tickets.PAGE_S)}" if token else f"{url}/"
 
 
 class CoordinatorClient:
-    """Ask one coordinator, and wait for each answer.
+    """Client of one coordinator.
 
     Args:
-        token: the bearer token; empty: none is needed.
+        token: bearer token, if needed.
     """
 
     def __init__(self, url: str, token: str = "") -> None:
@@ -107,11 +104,11 @@ class CoordinatorClient:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def run(self) -> RunView:
-        """Return what the run does."""
+        """Return the run."""
         return _read(self._answer("GET", "/v1/run"), RunView)
 
     def run_json(self) -> str:
-        """Return ``GET /v1/run`` as it came, with the replicas beside it, as JSON text."""
+        """Return ``GET /v1/run`` with the replicas, as JSON text."""
         replicas = [replica.model_dump() for replica in self.replicas()]
         return json.dumps({**self._answer("GET", "/v1/run").json(), "services": replicas}, indent=2)
 
@@ -120,7 +117,7 @@ class CoordinatorClient:
         return _read(self._answer("GET", "/v1/events", query={"limit": most}), EventsPage).items[::-1]
 
     def replicas(self) -> list[ReplicaView]:
-        """Return every replica that is there."""
+        """Return every live replica."""
         return _read(self._answer("GET", "/v1/services", query={"limit": 500}), ServicesPage).services
 
     def get(self, path: str, **query: str | int) -> JsonObject:
@@ -129,20 +126,20 @@ class CoordinatorClient:
         return found
 
     def post(self, path: str, body: JsonObject | None = None) -> JsonObject:
-        """Return the answer to ``POST path``, which is done once however often it has to be sent.
+        """Post to ``path``, once even if resent.
 
         Raises:
-            Refused: the coordinator will not.
-            Unreachable: nothing answers.
+            Refused: by the coordinator.
+            Unreachable: no answer.
         """
         found: JsonObject = self._answer("POST", path, body=body, key=uuid.uuid4().hex).json()
         return found
 
     def delete(self, path: str) -> None:
-        """Delete what is at ``path``.
+        """Delete ``path``.
 
         Raises:
-            Refused: the coordinator will not.
+            Refused: by the coordinator.
         """
         self._answer("DELETE", path)
 
@@ -158,10 +155,10 @@ class CoordinatorClient:
         return found
 
     def finished(self, operation: JsonObject, tell: Callable[[str], None]) -> JsonObject:
-        """Wait until an operation has ended; ``tell`` hears what it waits for.
+        """Wait for an operation's end, reporting to ``tell``.
 
         Raises:
-            Refused: it failed or was cancelled.
+            Refused: failed or cancelled.
         """
         while operation["state"] == "running":
             time.sleep(_POLL_S)
@@ -172,7 +169,7 @@ class CoordinatorClient:
         return operation
 
     def events(self) -> Iterator[JsonObject]:
-        """Yield what happens from now on, for ever; after a cut it goes on with what was missed."""
+        """Yield new events; after a disconnect, missed events follow."""
         headers, last = {**self._headers, "Accept": "text/event-stream"}, ""
         while True:
             more = {**headers, "Last-Event-ID": last} if last else headers
@@ -218,7 +215,7 @@ class CoordinatorClient:
 
 
 class AsyncCoordinator:
-    """Ask one coordinator while other things go on."""
+    """Asynchronous client."""
 
     def __init__(self, url: str, token: str = "") -> None:
         self.url = url
@@ -226,11 +223,11 @@ class AsyncCoordinator:
         self._client = httpx.AsyncClient(base_url=url, headers=headers, timeout=_TIMEOUT_S, trust_env=False)
 
     async def run(self) -> RunView:
-        """Return what the run does."""
+        """Return the run."""
         return _read(await self._get("/v1/run"), RunView)
 
     async def replicas(self) -> list[ReplicaView]:
-        """Return every replica that is there."""
+        """Return every live replica."""
         return _read(await self._get("/v1/services?limit=500"), ServicesPage).services
 
     async def events(self) -> list[EventView]:

@@ -1,7 +1,6 @@
-"""What the coordinator's HTTP API says, as the command line and the live view read it.
+"""Client-side models of the HTTP API (docs/openapi.json).
 
-A field that is not there keeps its default and one that is not known is passed over, so that a newer or an older coordinator can
-be looked at too. What it really says is its own contract: ``services/coordinator/schemas/run.py``, docs/openapi.json.
+Missing fields keep defaults and unknown ones are ignored, for other versions of the coordinator.
 """
 
 from typing import Any
@@ -15,21 +14,21 @@ READY_STATES = ("working", "waiting", "degraded")
 
 
 class View(BaseModel):
-    """Something the coordinator says."""
+    """Base of all answers."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     @model_validator(mode="before")
     @classmethod
     def _escape(cls, values: Any) -> Any:
-        """Escape text as it comes in, before its width is taken."""
+        """Escape text before its width is measured."""
         if not isinstance(values, dict):
             return values
         return {name: escaped(value) if isinstance(value, str) else value for name, value in values.items()}
 
 
 class StreamDepth(View):
-    """How much lies in one stream."""
+    """State of one stream."""
 
     entries: int = 0
     pending: int = 0
@@ -37,13 +36,13 @@ class StreamDepth(View):
 
 
 class Evaluation(View):
-    """The accuracy of one version on the held-out problems, 0 to 1."""
+    """Held-out accuracy of one version, 0 to 1."""
 
     step: int = 0
     version: int = 0
     set: str = "heldout"
     accuracy: float | None = None
-    """None where no problem was answered."""
+    """None without answers."""
     accuracy_low: float | None = None
     accuracy_high: float | None = None
     """Its 95 % interval."""
@@ -53,7 +52,7 @@ class Evaluation(View):
 
 
 class History(View):
-    """The newest steps, one number each."""
+    """The newest steps."""
 
     step: list[int] = Field(default=[])
     reward_mean: list[float | None] = Field(default=[])
@@ -61,12 +60,11 @@ class History(View):
 
 
 class Notice(View):
-    """Something that whoever watches the run should know."""
+    """A notice for observers."""
 
     about: str = ""
-    """What it is about; it stays while the text changes."""
+    """Stable subject while the text changes."""
     level: str = "warning"
-    """error or warning."""
     text: str = ""
 
 
@@ -77,13 +75,12 @@ class RunView(View):
     state: str = "created"
     reason: str = ""
     closed: bool = True
-    """Once ended: its records, summary and report are whole."""
+    """Once ended: records, summary and report are complete."""
     activity: str = ""
-    """What it does now, in a few words."""
     notices: list[Notice] = Field(default=[])
-    """The most important first."""
+    """Most important first."""
     self_tests: dict[str, str] = Field(default={})
-    """How the trainer's newest self-test went, by what was tested."""
+    """Newest self-test result of the trainer, by subject."""
     step: int = 0
     steps: int = 0
     head: int | None = None
@@ -93,7 +90,6 @@ class RunView(View):
     streams: dict[str, StreamDepth] = Field(default={})
     counts: dict[str, int] = Field(default={})
     last: dict[str, float | None] = Field(default={})
-    """The metrics of the newest step, by name."""
     history: History = Field(default=History())
     evaluations: list[Evaluation] = Field(default=[])
     tokens_per_s: float | None = None
@@ -101,17 +97,16 @@ class RunView(View):
     training_s: float | None = None
     eta_s: float | None = None
     bus: str = ""
-    """Name and version of the bus's server."""
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will happen in this run; a finished one that has steps left is about to be extended."""
+        """Return whether the run is over, with no steps left."""
         extends = self.state == "finished" and self.step < self.steps
         return self.state in ENDED_STATES and self.closed and not extends
 
 
 class ReplicaView(View):
-    """One entry of ``GET /v1/services``: a replica's newest heartbeat."""
+    """One entry of ``GET /v1/services``."""
 
     service: str = ""
     replica: str = ""
@@ -121,13 +116,13 @@ class ReplicaView(View):
     address: str = ""
     started_at_s: float = 0.0
     starts: int = 1
-    """Number of processes that this run has had under this name."""
+    """Processes started under this name."""
     seen_at_s: float = 0.0
     memory_bytes: int = 0
     last_error: str = ""
     values: dict[str, float | None] = Field(default={})
     cordon: str | None = None
-    """What it was told: to take nothing new ("cordoned"), or to leave ("draining")."""
+    """"cordoned" or "draining", if requested."""
 
     @property
     def ready(self) -> bool:

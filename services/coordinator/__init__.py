@@ -1,1 +1,1 @@
-"""The coordinator: admission, policy ledger, run state, HTTP API, records of the run."""
+"""The coordinator: admission, policy ledger, run state, HTTP API and records."""

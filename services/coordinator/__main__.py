@@ -1,6 +1,6 @@
 """python -m services.coordinator --config run.toml
 
-On uvloop: it sends an answer's head and body at once, and serves twice the requests (``benchmarks.status``).
+uvloop doubles the requests served (``benchmarks.status``).
 """
 
 import uvloop

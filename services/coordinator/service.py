@@ -1,4 +1,4 @@
-"""Puts the coordinator together: what each part is handed, in which order they start and stop.
+"""Assemble the coordinator, and order its start and shutdown.
 
 ::
 
@@ -6,9 +6,8 @@
                          └───────wake──────────────────────────▲  ▲        guards, rollbacks, operations
                                                                │  └── api (commands)      monitor ──▶ gauges, GET /v1/run
 
-Several coordinators of a run may be there: each answers reads and takes commands, which are scripts on the bus; one leads.
-Order of shutdown: stop admitting, promoting and leading; bring the records up to date; leave the lease; close the API. The
-coordinator holds nothing: killed at any moment, another, or itself again, goes on from the bus.
+Every coordinator answers the API; one leads. Shutdown: stop leading; complete the records; release the lease; close the
+API. All state is on the bus, so it may be killed at any time.
 """
 
 import asyncio
@@ -68,12 +67,11 @@ class Data:
     train: dataset.Dataset
     held_out: tuple[tuple[HeldOutSet, dataset.Dataset], ...]
     notices: tuple[NoticeView, ...] = ()
-    """What is doubtful about them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Coordinator:
-    """The parts of one coordinator, wired."""
+    """The parts of one coordinator."""
 
     promotion: Promotion
     admission: Admission
@@ -87,7 +85,7 @@ class Coordinator:
     api: Parts
 
     async def lead(self, term: int, stop: asyncio.Event) -> None:
-        """Do what the leader alone does, under ``term``, until ``stop``."""
+        """Run the leader's loops under ``term``, until ``stop``."""
         self.api.ledger.term = term
         self.recorder.reopen()
         async with asyncio.TaskGroup() as inner:
@@ -101,7 +99,7 @@ class Coordinator:
 
     @property
     def leading(self) -> tuple[Callable[[], Coroutine[None, None, None]], ...]:
-        """The loops of the leader."""
+        """Return the leader's loops."""
         return (
             self.promotion.run,
             self.admission.run,
@@ -114,7 +112,7 @@ class Coordinator:
 
     async def _leave(self) -> None:
         if (await self.api.ledger.status()).state is RunState.STOPPED:
-            await self.lifecycle.close(RunState.STOPPED)  # told to stop while it closed the run
+            await self.lifecycle.close(RunState.STOPPED)
         if self.lifecycle.closed and all(beat.service == "coordinator" for beat in await heartbeats(self.api.bus)):
             await self.operations.give_up(
                 "expected the run's services to see it through, found that they ended with the run: of a run that is over, `penstock export` "
@@ -124,10 +122,10 @@ class Coordinator:
 
 
 async def start(settings: Settings, replica: str) -> None:
-    """Coordinate one run until told to stop.
+    """Coordinate one run until stopped.
 
     Raises:
-        SettingsError: the folder, the dataset, the port or the bus are not as the settings say.
+        SettingsError: folder, dataset, port or bus is unusable.
     """
     access = open_access(settings.coordinator)
     folder = prepare_folder(settings)
@@ -152,7 +150,7 @@ async def _coordinate(context: Context, parts: Coordinator, server: Server, fold
     async with asyncio.TaskGroup() as outer:
         serving = outer.create_task(server.run(make_app(parts.api), announce, context.settings.run.id))
         await server.answers.wait()
-        context.status.state = "working"  # not before: who is ready is asked
+        context.status.state = "working"  # only now: readiness may be queried
         monitoring = outer.create_task(parts.monitor.run())
         leading = outer.create_task(parts.lease.run(lambda term: parts.lead(term, context.stop)))
         announcing = outer.create_task(_announce(parts.lease, server, announce, context.settings.run.id))
@@ -167,7 +165,7 @@ async def _coordinate(context: Context, parts: Coordinator, server: Server, fold
 
 
 async def _announce(lease: Lease, server: Server, path: Path, run_id: str) -> None:
-    """Let the run's folder lead to the coordinator that leads: one that started later may be dead before it."""
+    """Keep the leader's address in the run's folder."""
     while True:
         if lease.leading:
             server.announce(path, run_id)
@@ -177,7 +175,7 @@ async def _announce(lease: Lease, server: Server, path: Path, run_id: str) -> No
 def assemble(
     bus: Bus, live: Live, data: Data, folder: Path, status: Status, access: Access | None = None, replica: str = ""
 ) -> Coordinator:
-    """Return the parts of the coordinator ``replica`` over ``bus``."""
+    """Return the coordinator's parts."""
     ledger, settings = Ledger(bus), live.settings
     recorder = Recorder(bus, folder, settings.coordinator.sample_every_steps)
 
@@ -254,7 +252,6 @@ def assemble(
 
 
 def _room(folder: Path, recorder: Recorder) -> list[NoticeView]:
-    """Say that the disk of the run's folder is full, or that records cannot be written for another reason."""
     found = []
     if (free := free_bytes(folder)) < LEAST_BYTES:
         text = (
@@ -273,7 +270,7 @@ def make_evaluator(
     settings: Settings,
     judge: Judge,
 ) -> Evaluator:
-    """Return what evaluates on ``held_out``, and gives up when the run is stopped or the version revoked."""
+    """Return an evaluator that gives up on a stop or revocation."""
 
     async def given_up(version: PolicyVersion) -> bool:
         return (await ledger.status()).state is RunState.STOPPED or version in await ledger.revoked()
@@ -283,10 +280,10 @@ def make_evaluator(
 
 
 def load_data(settings: Settings) -> Data:
-    """Load the run's datasets.
+    """Load the datasets.
 
     Raises:
-        SettingsError: a dataset cannot be used.
+        SettingsError: one is unusable.
     """
     evaluation, scorers = settings.evaluation, settings.reward.scorers
     names = [scorer.name for scorer in scorers]
@@ -302,7 +299,6 @@ def load_data(settings: Settings) -> Data:
 def _doubts(
     settings: Settings, train: dataset.Dataset, held_out: Sequence[tuple[HeldOutSet, dataset.Dataset]]
 ) -> Iterator[NoticeView]:
-    """Yield what whoever watches the run should know of its data."""
     if train.bad_rows:
         text = f"{train.bad_rows} rows of {settings.data.path} cannot be used; the coordinator's log names them and why"
         yield notice("bad rows", "warning", text)
@@ -316,10 +312,10 @@ def _doubts(
 
 
 def prepare_folder(settings: Settings) -> Path:
-    """Make the run's folder and return it.
+    """Create and return the run's folder.
 
     Raises:
-        SettingsError: it cannot be written.
+        SettingsError: not writable.
     """
     folder = settings.run_folder
     probe = folder / ".writable"

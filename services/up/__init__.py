@@ -1,1 +1,1 @@
-"""``penstock up``: a whole run on this machine, one process a service, looked after until it ends."""
+"""``penstock up``: supervise a whole run on this machine."""

@@ -1,7 +1,6 @@
-"""What a resumed run must have in common with the run that it continues.
+"""Settings that a resumed run must share with its predecessor.
 
-A checkpoint holds weights, the optimizer's state as it was split over ranks, and a random state; the journal holds batches that are trained again
-exactly as they were. What these depend on cannot change: it would fail to load, or load as something else.
+The checkpoint's weights, sharded optimizer and random state, and the journal's batches, depend on them.
 """
 
 from collections.abc import Mapping
@@ -26,16 +25,16 @@ FIXED = (
     "trainer.offload",
     "trainer.deepspeed",
 )
-"""Settings, and tables of settings, that need a new run."""
+"""Settings and tables that require a new run."""
 
 
 def check_unchanged(before: Settings, after: Settings, sources: Mapping[str, str]) -> None:
-    """Raise SettingsError where a setting of ``FIXED`` is another than the run was started with.
+    """Raise SettingsError if a setting of ``FIXED`` changed.
 
     Args:
         before: the run's settings.
-        after: those of the resume, resolved in the same way.
-        sources: where each overridden setting has its value from, in words.
+        after: the resume's.
+        sources: origin of each overridden setting.
     """
     for key in FIXED:
         old, new = _value(before, key), _value(after, key)

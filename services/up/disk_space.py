@@ -1,7 +1,4 @@
-"""Room on the disk of a run's folder: said when it runs out and when it is back.
-
-Logs, records, checkpoints and the embedded bus's data all lie there. Each part waits or does without by itself; this says why.
-"""
+"""Report when a run's disk is full, and when it recovers."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,12 +10,12 @@ _LOOK_EVERY_S = 1.0
 
 
 class Room:
-    """Watches the free space of one folder.
+    """Watch the free space of one folder.
 
     Args:
         folder: the run's.
-        tell: says a line to whoever watches.
-        free_bytes: returns the free space of a folder.
+        tell: reports a line.
+        free_bytes: returns free space.
     """
 
     def __init__(self, folder: Path, tell: Callable[[str], None], free_bytes: Callable[[Path], int]) -> None:
@@ -28,13 +25,13 @@ class Room:
         self._full = False
 
     async def run(self) -> None:
-        """Look again and again, until cancelled."""
+        """Check until cancelled."""
         while True:
             self.look()
             await asyncio.sleep(_LOOK_EVERY_S)
 
     def look(self) -> None:
-        """Look once, and say what has changed."""
+        """Check once, and report changes."""
         free_bytes = self._free_bytes(self._folder)
         full = free_bytes < LEAST_BYTES * (2 if self._full else 1)
         if full and not self._full:

@@ -1,7 +1,4 @@
-"""Which processes a run has, how each is started, and the order in which they stop.
-
-Each service starts here the way it is started alone: ``python -m services.<name> --config … --replica …``.
-"""
+"""A run's processes (``python -m services.<name> --config … --replica …``) and their stop order."""
 
 import dataclasses
 import hashlib
@@ -18,10 +15,9 @@ from shared.process.service import own_host
 from shared.settings import ENVIRONMENT_PREFIX, Settings
 
 STOP_ORDER = (("rollout",), ("reward",), ("executor", "trainer"), ("coordinator",), ("valkey", "prometheus"))
-"""Upstream first, so that what is under way can still be handed over; the coordinator after those that it watches over;
-the bus last, for everybody gives back there what they hold."""
+"""Upstream first, to hand over work; the bus last, because services return entries to it."""
 STOP_ORDER_ENDED = (("rollout", "reward", "trainer"), ("executor", "coordinator"), ("valkey", "prometheus"))
-"""Of a run that has ended: nothing is under way any more, so those that only work need not wait for one another."""
+"""After the end there is no work to hand over."""
 VALKEY = "valkey"
 EXECUTOR = "executor"
 PROMETHEUS = "prometheus"
@@ -35,23 +31,20 @@ class ProcessPlan:
     """One process to keep running."""
 
     name: str
-    """Its name on the bus, in the view and of its log: the same over restarts."""
+    """On the bus, in the view and of its log; stable."""
     service: str
-    """One of those in ``STOP_ORDER``."""
     command: tuple[str, ...]
     environment: Mapping[str, str]
-    """All of its environment."""
     stop_s: float = 20.0
-    """How long it may take to stop before it is killed."""
+    """Seconds to stop before it is killed."""
     socket: Path | None = None
-    """A socket file that its predecessor may have left behind."""
+    """A predecessor may have left it."""
     address: tuple[str, int] | None = None
-    """Where it answers TCP when it does its work, of one that has no heartbeat: there are its metrics."""
+    """TCP address for readiness and metrics, without heartbeats."""
 
 
 def services(settings: Settings, config: Path, bus_url: str, environment: Mapping[str, str]) -> list[ProcessPlan]:
-    """Return the processes of a run, the bus aside. ``config`` holds the resolved settings; ``bus_url`` comes to each
-    process by its environment, because it may hold a password."""
+    """Return the run's processes without the bus. ``bus_url`` is passed by environment: it may contain a password."""
     counts = {"coordinator": 1, "rollout": settings.rollout.replicas, "reward": settings.reward.replicas, "trainer": 1}
     threads = {"rollout": settings.run.threads, "trainer": settings.run.threads}
     return [
@@ -72,13 +65,13 @@ def services(settings: Settings, config: Path, bus_url: str, environment: Mappin
 
 
 def valkey(socket: Path, data: Path, environment: Mapping[str, str]) -> ProcessPlan:
-    """Return the embedded bus. Raises SettingsError when it is not installed."""
+    """Return the embedded bus. Raises SettingsError if it is not installed."""
     command = tuple(embedded.command(socket, data))
     return ProcessPlan(VALKEY, VALKEY, command, dict(environment), stop_s=_VALKEY_STOP_S, socket=socket)
 
 
 def executor(settings: Settings, config: Path, environment: Mapping[str, str]) -> list[ProcessPlan]:
-    """Return the code executor where a scorer needs one and reward.executor.address names none that runs already."""
+    """Return the executor if a scorer needs one and reward.executor.address names none."""
     address = settings.reward.executor.address
     if not settings.needs_executor or not is_own_executor(address):
         return []
@@ -108,17 +101,17 @@ def executor(settings: Settings, config: Path, environment: Mapping[str, str]) -
 
 
 def free_port(host: str, wanted: int = 0) -> int:
-    """Return a port that nobody has now, for a process that cannot tell us which one it took.
+    """Return a free port for a process that cannot report its own.
 
     Raises:
-        OSError: somebody has the one that is ``wanted``.
+        OSError: port ``wanted`` is taken.
     """
     with socket.create_server((host, wanted), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
         return int(found.getsockname()[1])
 
 
 def executor_address(run_folder: Path) -> str:
-    """Return where the executor of a run listens; short, for a socket's path has 107 bytes."""
+    """Return the executor's socket; paths are limited to 107 bytes."""
     return _executor_prefix() + hashlib.sha256(str(run_folder).encode()).hexdigest()[:12]
 
 
@@ -132,12 +125,11 @@ def _executor_prefix() -> str:
 
 
 def metrics_ports(settings: Settings) -> list[tuple[str, int]]:
-    """Return (setting, port) of every fixed port of the services' metrics."""
+    """Return (setting, port) of every fixed metrics port."""
     return [("run.metrics_port", port) for port in _ports(settings).values()]
 
 
 def _ports(settings: Settings) -> dict[str, int]:
-    """Return each process's metrics port: run.metrics_port and the following ones; nothing where any port will do."""
     names = ["coordinator-0", "trainer-0", *([EXECUTOR] if settings.needs_executor else [])]
     names += [f"rollout-{index}" for index in range(settings.rollout.replicas)]
     names += [f"reward-{index}" for index in range(settings.reward.replicas)]
@@ -151,7 +143,6 @@ def _port_flag(settings: Settings, name: str) -> tuple[str, ...]:
 
 
 def _gpus(settings: Settings, service: str, index: int) -> dict[str, str]:
-    """Return what shows a process its GPUs and no other; nothing where the settings name none."""
     if service == "trainer":
         shown = settings.trainer.gpus
     elif service in ("rollout", "reward"):
@@ -164,7 +155,7 @@ def _gpus(settings: Settings, service: str, index: int) -> dict[str, str]:
 
 
 def _environment(base: Mapping[str, str], bus_url: str, threads: int) -> dict[str, str]:
-    """The resolved settings hold every override already: a second one by the environment would undo a flag."""
+    """The resolved settings already contain overrides."""
     kept = {name: value for name, value in base.items() if not name.startswith(ENVIRONMENT_PREFIX)}
     kept |= {f"{ENVIRONMENT_PREFIX}BUS__URL": bus_url, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     if threads:

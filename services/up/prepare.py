@@ -1,7 +1,6 @@
-"""Make a run ready: resolve its settings, look early at everything that can be looked at, take its folder.
+"""Prepare a run: resolve and check its settings, lock its folder.
 
-Whatever is wrong here is one sentence within a second, before any process starts. What only a service can see (a dataset's
-bad line, a model that does not load) that service says in the same way, and it ends the run.
+Errors are one sentence, before any process starts.
 """
 
 import asyncio
@@ -36,31 +35,30 @@ _BUS_CHECK_S = 6.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prepared:
-    """A run that can start."""
+    """A run ready to start."""
 
     settings: Settings
-    """Resolved: every path absolute."""
+    """Resolved; every path is absolute."""
     folder: Path
     config: Path
-    """The resolved settings as the services read them."""
     resumed: bool
     lock: TextIO
     """Held while the run is ours."""
 
     def accept(self) -> None:
-        """Make the settings those of the run: its services work with them. A resume that failed before leaves no trace.
+        """Make these the run's settings; a failed resume changes nothing.
 
         Raises:
-            OSError: they cannot be written.
+            OSError: not writable.
         """
         write_whole(self.folder / SETTINGS_FILE, self.config.read_text(encoding="utf-8"))
 
 
 def prepare(config: Path | None, resume: Path | None, flags: Sequence[str]) -> Prepared:
-    """Return a run that can start.
+    """Return a run ready to start.
 
     Raises:
-        SettingsError: it cannot, and which setting to change.
+        SettingsError: names the setting to change.
     """
     if (config is None) == (resume is None):
         found = "neither" if config is None else "both"
@@ -81,7 +79,6 @@ def prepare(config: Path | None, resume: Path | None, flags: Sequence[str]) -> P
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[TextIO]:
-    """Hold the run's lock, from now on; a start that is refused in the body leaves it."""
     held = run_folder.lock(folder)
     try:
         yield held
@@ -95,19 +92,14 @@ def _resumed(folder: Path, flags: Sequence[str]) -> Prepared:
         raise SettingsError(
             f"expected a run's folder after --resume, found no {SETTINGS_FILE} in {folder}: give runs/<run id>"
         )
-    folder = folder.resolve()  # `latest` may soon lead elsewhere
+    folder = folder.resolve()  # `latest` may change
     with run_folder.private_files(), _locked(folder) as held:
-        run_folder.keep_private(folder)  # an older version made it open to all
+        run_folder.keep_private(folder)  # older versions left it open to all
         run_folder.end_leftovers(folder)
         return _placed(_as_before(folder, flags), folder, held, resumed=True)
 
 
 def _as_before(folder: Path, flags: Sequence[str]) -> Settings:
-    """Return the settings of the run in ``folder`` with those flags that a resume may change.
-
-    Raises:
-        SettingsError: it cannot go on so.
-    """
     before = load(folder / SETTINGS_FILE, environment={})
     settings = _resolved(load(folder / SETTINGS_FILE, flags))
     check_unchanged(before, settings, sources(flags, os.environ))
@@ -152,7 +144,7 @@ def _with(settings: Settings, table: str, **changes: object) -> Settings:
 
 
 def _resolved(settings: Settings) -> Settings:
-    """Make every path absolute, for services that run elsewhere and for a later resume."""
+    """Make paths absolute for other working directories."""
     settings = _with(settings, "run", folder=settings.run.folder.absolute())
     settings = _with(
         settings,
@@ -179,7 +171,6 @@ def _with_critic(settings: Settings) -> Settings:
 
 
 def _with_executor(settings: Settings) -> Settings:
-    """Say where the executor that `penstock up` starts will listen, where one is needed and no other is named."""
     found = settings.reward.executor
     if not settings.needs_executor or not is_own_executor(found.address):
         return settings
@@ -188,7 +179,6 @@ def _with_executor(settings: Settings) -> Settings:
 
 
 def _with_token(settings: Settings) -> Settings:
-    """Name the run's own token, made where there is none yet, unless another is named or none is to be made."""
     found = settings.coordinator
     if found.token_file is not None or not found.generate_token:
         return settings

@@ -1,13 +1,12 @@
-"""One process that is kept running: started, waited for, started again with a growing wait, stopped when asked.
+"""One supervised process: started, restarted, stopped.
 
 ::
 
-    starting ──▶ ready ──▶ (dies) ──▶ waiting ──▶ starting …      waits double, up to a cap; a good while of work resets them
+    starting ──▶ ready ──▶ (dies) ──▶ waiting ──▶ starting …      waits double up to a cap; a long life resets them
         │                                  │
         └──────────── stop ────────────────┴──▶ stopping ──▶ ended
 
-Two deaths end the run instead: one of a process that was never ready and says what is wrong with its settings, and ``give_up`` deaths in a
-row of one that was never ready. A process that was ready once is started again for ever.
+A never-ready process ends the run if it reports wrong settings or dies ``give_up`` times in a row.
 """
 
 import asyncio
@@ -32,7 +31,7 @@ _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception)\b")
 
 
 class ChildState(StrEnum):
-    """What a process does, as its supervisor sees it."""
+    """State of a supervised process."""
 
     STARTING = "starting"
     READY = "ready"
@@ -43,19 +42,19 @@ class ChildState(StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Restarts(Backoff):
-    """How patiently a process is started again."""
+    """Restart policy."""
 
     first_s: float = 0.25
     longest_s: float = 15.0
     well_after_s: float = 20.0
-    """A process that was ready and lived so long counts as well: the next wait is the first again."""
+    """Lifetime of a ready process that resets the wait."""
     give_up: int = 5
-    """So many deaths in a row of a process that was never ready end the run."""
+    """Consecutive deaths of a never-ready process that end the run."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProcessFailure:
-    """Why a run cannot go on: what to tell, and the exit code."""
+    """Message and exit code of a failed run."""
 
     sentence: str
     code: int
@@ -63,20 +62,17 @@ class ProcessFailure:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a process is handed by its supervisor."""
+    """Provided by the supervisor."""
 
     logs: Path
     restarts: Restarts
     starting: asyncio.Lock
-    """Held while a process is started, so that nobody takes it for an orphan."""
+    """Held during a start, against mistaking the process for an orphan."""
     changed: Callable[[], None]
-    """Called when a pid or a state changes."""
     tell: Callable[[str], None]
-    """Says a line to whoever watches."""
     fail: Callable[[ProcessFailure], None]
-    """Ends the run."""
     finished: Callable[[], Awaitable[bool]]
-    """Whether the run has nothing more to do, so that exit code 0 is an end and no death."""
+    """Whether the run is done, so that exit code 0 is an end."""
 
 
 class Child:
@@ -100,17 +96,17 @@ class Child:
 
     @property
     def was_ready(self) -> bool:
-        """Whether the process, in any of its lives, did its work."""
+        """Return whether the process was ever ready."""
         return self._was_ready
 
     def mark_ready(self) -> None:
-        """Say that the process does its work."""
+        """Mark the process as ready."""
         if self.state is ChildState.STARTING:
             self._was_ready = self._is_ready = True
             self._set(ChildState.READY)
 
     async def run(self) -> None:
-        """Keep the process running until asked to stop, or until the run fails or needs it no more."""
+        """Keep the process running until stopped, failed or done."""
         while not self._asked.is_set():
             code = await self._live()
             if self._asked.is_set() or (code == 0 and await self._around.finished()):
@@ -122,11 +118,11 @@ class Child:
         self._set(ChildState.ENDED)
 
     def stop(self) -> None:
-        """Ask the process to stop; after ``plan.stop_s`` it is killed."""
+        """Stop the process; kill it after ``plan.stop_s``."""
         self._asked.set()
 
     def kill(self) -> None:
-        """Do not wait for it."""
+        """Kill it at once."""
         self._asked.set()
         self._hurry.set()
         if self.pid is not None:
@@ -135,7 +131,6 @@ class Child:
     # ---------------------------------------------------------------- one life
 
     async def _live(self) -> int:
-        """Start the process and wait until it is gone; return its exit code, negative for a signal."""
         self._is_ready = False
         if self.plan.socket is not None:
             self.plan.socket.unlink(missing_ok=True)
@@ -148,13 +143,12 @@ class Child:
         try:
             code = await self._until_gone(process)
         finally:
-            process_tree.kill_group(process.pid)  # whatever it started and left
+            process_tree.kill_group(process.pid)  # its remaining children
         self.pid = None
         self._around.changed()
         return code
 
     def _open_log(self) -> BinaryIO:
-        """Return the process's log; where there is no room for one it writes nowhere."""
         try:
             return self.log.open("ab")
         except OSError as error:
@@ -192,7 +186,7 @@ class Child:
     # ---------------------------------------------------------------- after a death
 
     def _judge(self, code: int) -> ProcessFailure | None:
-        """Count a death; return why the run cannot go on, or None when the process should be started again."""
+        """Count a death; return why the run fails, or None to restart."""
         lived_s = time.time() - self.started_at_s
         well = self._is_ready and lived_s >= self._around.restarts.well_after_s
         self._failures = 1 if well else self._failures + 1
@@ -223,7 +217,6 @@ class Child:
         self._around.changed()
 
     def _written(self) -> list[str]:
-        """Return the lines that the newest life wrote."""
         if not self.log.exists():
             return []
         with self.log.open("rb") as log:
@@ -231,16 +224,12 @@ class Child:
             return [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
 
     def _sentence(self) -> str:
-        """Return what the newest life said of its wrong settings, in lines `penstock <service>: …`.
-
-        Several ranks of a trainer may say the same.
-        """
+        """Return its settings error, from lines `penstock <service>: …`."""
         said = f"penstock {self.plan.service}:"
         lines = (line.removeprefix(said).strip() for line in self._written() if line.startswith(said))
         return "\n".join(dict.fromkeys(lines))
 
     def _exception(self) -> str:
-        """Return the last line of the newest life, where it is an exception's."""
         lines = self._written()
         return lines[-1] if lines and _EXCEPTION.match(lines[-1]) else ""
 
@@ -249,7 +238,7 @@ class Child:
 
 
 def how(code: int) -> str:
-    """Return an exit code in words.
+    """Describe an exit code.
 
     >>> how(-9), how(1)
     ('SIGKILL', 'exit code 1')

@@ -1,7 +1,7 @@
-"""The system calls that keep a machine clean: what dies with its parent, and who inherits orphans.
+"""System calls that end children with their parent and adopt orphans.
 
-On Linux a child is told when its parent dies, however that died, and an orphan of a child (a trainer's rank, say) comes to
-this process, which ends it. Elsewhere both are left out and an orderly stop does the work alone.
+On Linux, children are signalled at their parent's death and orphans (such as trainer ranks) come to this process.
+Elsewhere only an orderly stop cleans up.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ _prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else
 
 
 def dies_with_parent() -> Callable[[], None] | None:
-    """Return what a child calls between fork and exec, so that SIGTERM reaches it when this process is gone."""
+    """Return a preexec function: SIGTERM when this process dies."""
     if _prctl is None:
         return None
     parent = os.getpid()
@@ -33,13 +33,13 @@ def dies_with_parent() -> Callable[[], None] | None:
 
 
 def inherit_orphans() -> None:
-    """Become the parent of whatever a child leaves behind."""
+    """Adopt orphaned descendants."""
     if _prctl is not None:
         _prctl(_SET_CHILD_SUBREAPER, 1)
 
 
 def end_orphans(ours: Collection[int]) -> int:
-    """Kill and reap every child of this process whose pid is not in ``ours``; return how many."""
+    """Kill and reap children not in ``ours``; return the count."""
     ended = 0
     for child in psutil.Process().children():
         if child.pid in ours:
@@ -61,13 +61,13 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
 
 
 def kill_group(pid: int) -> None:
-    """SIGKILL every process of the group that ``pid`` leads; a group that is gone is fine."""
+    """SIGKILL the process group of ``pid``, if it exists."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 
 def started_at_s(pid: int) -> float | None:
-    """Return when the process started, Unix seconds; None when there is no such process."""
+    """Return the start, Unix seconds, if it exists."""
     try:
         return float(psutil.Process(pid).create_time())
     except psutil.Error:
@@ -75,7 +75,7 @@ def started_at_s(pid: int) -> float | None:
 
 
 def memory_bytes(pid: int) -> int:
-    """Return the resident memory of one process; 0 when it is gone."""
+    """Return resident memory; 0 if it does not exist."""
     try:
         return int(psutil.Process(pid).memory_info().rss)
     except psutil.Error:
@@ -83,7 +83,7 @@ def memory_bytes(pid: int) -> int:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs (a zombie does not)."""
+    """Return whether the process runs; zombies do not."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:

@@ -1,10 +1,10 @@
-"""One run from its first process to its last: supervise, watch, show, end. What the command line calls.
+"""One run from its first process to its last.
 
 ::
 
-    Supervisor ◀── ready, ended ── Watch (asks the coordinator) ── what it said ──▶ Screen
-        ▲                                                                              ▲
-        └── SIGINT, SIGTERM, SIGHUP                  pids, restarts, deaths ───────────┘
+    Supervisor ◀── ready, ended ── Watch (asks the coordinator) ── RunSnapshot ──▶ Screen
+        ▲                                                                            ▲
+        └── SIGINT, SIGTERM, SIGHUP                  pids, restarts, deaths ─────────┘
 """
 
 import asyncio
@@ -34,27 +34,27 @@ INTERRUPTED, TERMINATED = 130, 143
 _SHOW_EVERY_S = 0.5
 
 Planner = Callable[[Prepared, str], Sequence[ProcessPlan]]
-"""Given a run and its bus URL, return its processes, the bus aside."""
+"""Maps a run and its bus URL to processes."""
 
 
 def service_plans(run: Prepared, bus_url: str) -> Sequence[ProcessPlan]:
-    """Return the processes of a real run."""
+    """Return the service processes of a run."""
     environment = plan.current_environment()
     executor = plan.executor(run.settings, run.config, environment)
     return [*executor, *plan.services(run.settings, run.config, bus_url, environment)]
 
 
 def plans_with_prometheus(run: Prepared, bus_url: str) -> Sequence[ProcessPlan]:
-    """Return the processes of a real run, and the Prometheus that watches them."""
+    """Return the service processes and Prometheus."""
     return [*service_plans(run, bus_url), prometheus.plan(run.settings, run.folder, plan.current_environment())]
 
 
 @run_folder.private_files()
 def go(run: Prepared, planner: Planner = service_plans, restarts: Restarts | None = None) -> Ending:
-    """Run until it ends; return how. Leaves no process, no socket and no snapshot in memory behind.
+    """Run to the end, and clean up.
 
     Raises:
-        SettingsError: the embedded bus is wanted and not installed.
+        SettingsError: the embedded bus is not installed.
     """
     socket = embedded.socket_path(run.settings.run.id) if run.settings.bus.url == EMBEDDED else None
     try:
@@ -67,7 +67,7 @@ def go(run: Prepared, planner: Planner = service_plans, restarts: Restarts | Non
         return asyncio.run(_go(run, plans, url, restarts or Restarts()))
     finally:
         for file in (run.folder / "coordinator.json", targets_file(run.folder)):
-            file.unlink(missing_ok=True)  # those ports may be another's tomorrow
+            file.unlink(missing_ok=True)  # the ports may be reused
         (run.folder / run_folder.NEXT_SETTINGS_FILE).unlink(missing_ok=True)
         run_folder.remove_snapshots(run.settings.snapshot_folder)
         if socket is not None:
@@ -101,7 +101,7 @@ async def _go(run: Prepared, plans: Sequence[ProcessPlan], bus_url: str, restart
 
 
 class _Acceptance:
-    """Makes the settings of a resume the run's, once every process has done its work with them."""
+    """Accept a resume's settings once all were ready with them."""
 
     def __init__(self, run: Prepared, supervisor: Supervisor, screen: Screen) -> None:
         self._run, self._supervisor, self._screen = run, supervisor, screen
@@ -109,7 +109,7 @@ class _Acceptance:
         self._refused = ""
 
     def look(self, *, ended: bool) -> None:
-        """Accept the settings where the processes were ready, or the run has ended as they say."""
+        """Accept if all were ready or the run ended."""
         if not self._is_open or not (ended or self._supervisor.was_ready):
             return
         try:
@@ -121,7 +121,7 @@ class _Acceptance:
                 self._screen.tell(f"{SETTINGS_FILE} keeps what it said for now: {error}: make room in run.folder")
 
     def close(self) -> None:
-        """Say where the settings of a resume were not accepted."""
+        """Report settings of a resume that were not accepted."""
         settings, kept = self._run.config, self._run.folder / SETTINGS_FILE
         if self._is_open and settings.read_bytes() != kept.read_bytes():
             self._screen.tell(
@@ -130,14 +130,12 @@ class _Acceptance:
 
 
 class _PageLink:
-    """Says where the page is, for each address that a coordinator of the run has."""
-
     def __init__(self, run_folder: Path, token: str, tell: Callable[[str], None]) -> None:
         self._run_folder, self._token, self._tell = run_folder, token, tell
         self._told = ""
 
     def tell(self, url: str) -> None:
-        """Say it where it is another than before. A link opens the page, so that it goes to a terminal and into no file."""
+        """Report a new address. Links grant access: only to terminals, never to files."""
         if url == self._told:
             return
         self._told = url
@@ -167,7 +165,6 @@ def _listen(supervisor: Supervisor, screen: Screen) -> None:
 def _heed(
     supervisor: Supervisor, targets: Targets, acceptance: _Acceptance, page: _PageLink, seen: RunSnapshot
 ) -> None:
-    """Tell the supervisor, and who scrapes metrics, what the coordinator said."""
     page.tell(seen.url)
     targets.update(seen.replicas.values())
     for replica in seen.replicas.values():

@@ -1,7 +1,6 @@
-"""Where a run lies on this machine: its folder with the lock on it, the link `latest`, its socket, its snapshots.
+"""A run's folder, lock, link `latest`, socket and snapshots.
 
-One `up` holds a run at a time, by a lock that the kernel lets go when the process is gone, however it died. Whatever such a
-death left (processes still stopping, a socket's folder, snapshots in memory) is ended or removed by the next `up`.
+A kernel lock limits a run to one `up`. The next `up` cleans up after a killed one.
 """
 
 import contextlib
@@ -21,14 +20,14 @@ from shared.errors import SettingsError
 from shared.settings import SETTINGS_FILE, Settings
 
 NEXT_SETTINGS_FILE = "settings.next.toml"
-"""The settings of a resume, which become the run's once its services work with them."""
+"""A resume's settings until accepted."""
 _MEMORY = Path("/dev/shm")  # noqa: S108
 _SAME_START_S = 2.0
 _LEFTOVER_S = 10.0
 
 
 def new_run_id(config: Path) -> str:
-    """Return a fresh id from the file's name and the time, as `arithmetic-20261121-101500-3f9c`."""
+    """Return a new id, as `arithmetic-20261121-101500-3f9c`."""
     stem = "".join(
         letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "-" for letter in config.stem
     )
@@ -36,10 +35,10 @@ def new_run_id(config: Path) -> str:
 
 
 def make_run_folder(settings: Settings) -> Path:
-    """Make the folder of a new run; return it.
+    """Create a new run's folder.
 
     Raises:
-        SettingsError: it cannot be written, or holds a run already.
+        SettingsError: not writable, or already a run.
     """
     if RUN_ID_PATTERN.fullmatch(settings.run.id) is None:
         raise SettingsError(
@@ -64,14 +63,14 @@ def make_run_folder(settings: Settings) -> Path:
 
 
 def keep_private(folder: Path) -> None:
-    """Let only this user enter a run's folder; where it is another user's, or the file system has no modes, it stays as it is."""
+    """Make a run's folder private, if it is this user's."""
     with contextlib.suppress(OSError):
         folder.chmod(0o700)
 
 
 @contextlib.contextmanager
 def private_files() -> Iterator[None]:
-    """Let what this process and its children make in the body be this user's alone."""
+    """Make files private that the body's processes create."""
     before = os.umask(0o077)
     try:
         yield
@@ -80,7 +79,7 @@ def private_files() -> Iterator[None]:
 
 
 def lock(folder: Path) -> TextIO:
-    """Hold the run until this process ends; keep what is returned.
+    """Lock the run; keep the returned file.
 
     Raises:
         SettingsError: another `up` holds it.
@@ -97,7 +96,7 @@ def lock(folder: Path) -> TextIO:
 
 
 def link_latest(folder: Path) -> None:
-    """Let `latest`, beside the run's folder, lead to it."""
+    """Point the link `latest` to the run's folder."""
     link, beside = folder.parent / "latest", folder.parent / f".latest-{folder.name}"
     if link.exists() and not link.is_symlink():
         return
@@ -107,7 +106,7 @@ def link_latest(folder: Path) -> None:
 
 
 def end_leftovers(folder: Path) -> int:
-    """End what a killed `up` of this run left behind, before its bus is opened again; return how many processes."""
+    """End processes of a killed `up`; return the count."""
     try:
         table = json.loads((folder / "up.json").read_text(encoding="utf-8"))
         found = [(int(row["pid"]), float(row["started_at_s"])) for row in table["processes"] if row["pid"]]
@@ -134,8 +133,7 @@ def _is_same(pid: int, started_s: float) -> bool:
 
 
 def snapshot_folder(settings: Settings, keep_free: int) -> Path:
-    """Return where the run's snapshots lie: as set, else in shared memory where it has ``keep_free`` bytes for them, else
-    in the run's folder."""
+    """Return the snapshot folder: as set, else shared memory with ``keep_free`` bytes, else the run's folder."""
     if settings.weights.folder is not None:
         return settings.weights.folder.absolute()
     in_memory = settings.snapshot_folder
@@ -152,20 +150,20 @@ def snapshot_folder(settings: Settings, keep_free: int) -> Path:
 
 
 def mark_in_memory(folder: Path, run_folder: Path) -> None:
-    """Write beside snapshots in shared memory whose they are, so that they can be removed when that run is dead."""
+    """Record the owner of in-memory snapshots, for cleanup."""
     if is_in_memory(folder):
         folder.with_name(f"{folder.name}.run").write_text(str(run_folder), encoding="utf-8")
 
 
 def remove_snapshots(folder: Path) -> None:
-    """Remove snapshots in shared memory; those on disk stay."""
+    """Remove snapshots from shared memory only."""
     if is_in_memory(folder):
         shutil.rmtree(folder, ignore_errors=True)
         folder.with_name(f"{folder.name}.run").unlink(missing_ok=True)
 
 
 def remove_dead_snapshots() -> None:
-    """Remove what runs whose `up` was killed left in shared memory."""
+    """Remove in-memory snapshots of killed runs."""
     for mark in (_MEMORY / f"penstock-{os.getuid()}").glob("*.run"):
         try:
             run_folder = Path(mark.read_text(encoding="utf-8"))
@@ -173,7 +171,7 @@ def remove_dead_snapshots() -> None:
                 raise FileNotFoundError
             held = lock(run_folder)
         except SettingsError:
-            continue  # it runs
+            continue
         except OSError:
             held = None
         remove_snapshots(mark.with_suffix(""))
@@ -182,10 +180,10 @@ def remove_dead_snapshots() -> None:
 
 
 def model_bytes(model: Path) -> int:
-    """Return the size of a model's weights on disk; 0 when they are elsewhere."""
+    """Return a model's size on disk, or 0."""
     return sum(file.stat().st_size for file in model.glob("*.safetensors")) if model.is_dir() else 0
 
 
 def is_in_memory(folder: Path) -> bool:
-    """Whether snapshots there are ours to make and remove: in shared memory, in this user's own folder."""
+    """Return whether the folder is ours, in shared memory."""
     return folder.is_relative_to(_MEMORY / f"penstock-{os.getuid()}")

@@ -1,12 +1,11 @@
-"""Keep a run's processes running until the run ends, then stop them in order and leave nothing behind.
+"""Supervise a run's processes until it ends, then stop them in order.
 
 ::
 
-    start the bus ──▶ it answers ──▶ start the services ──▶ … ──▶ end(…) ──▶ stop in order: rollout, reward, executor,
+    start the bus ──▶ it answers ──▶ start the services ──▶ … ──▶ end(…) ──▶ stop: rollout, reward, executor,
                                                                               trainer, coordinator, bus
 
-``<run folder>/up.json`` names every process that runs; while the disk has no room it is as it was. This module knows neither the coordinator's API nor the
-screen: it is told who is ready, when the run has ended, and where to say things.
+``<run folder>/up.json`` lists the running processes.
 """
 
 import asyncio
@@ -33,7 +32,7 @@ _LOOK_EVERY_S = 0.5
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ending:
-    """How a run's processes ended: the exit code for the shell, and the sentence of a failure."""
+    """Exit code, and the message of a failure."""
 
     code: int
     sentence: str = ""
@@ -64,7 +63,7 @@ class Supervisor:
         self.children = [Child(plan, around) for plan in plans]
 
     def end(self, ending: Ending) -> None:
-        """Stop everything in order; the first caller says how it ended."""
+        """Stop in order; the first call sets the ending."""
         self._ending = self._ending or ending
         self._ended.set()
 
@@ -74,18 +73,18 @@ class Supervisor:
             child.kill()
 
     def mark_ready(self, name: str, since_s: float) -> None:
-        """Say that the replica ``name``, started at ``since_s``, does its work."""
+        """Mark the replica ``name``, started at ``since_s``, as ready."""
         for child in self.children:
             if child.plan.name == name and since_s >= child.started_at_s:
                 child.mark_ready()
 
     @property
     def was_ready(self) -> bool:
-        """Whether every process of the run did its work at least once."""
+        """Return whether every process was ready at least once."""
         return all(child.was_ready for child in self.children)
 
     async def run(self) -> Ending:
-        """Run until the end; return how it was."""
+        """Run until the end; return the ending."""
         async with asyncio.TaskGroup() as tasks:
             bus = [child for child in self.children if child.plan.service == VALKEY]
             runs = {child: tasks.create_task(child.run()) for child in bus}
@@ -119,7 +118,6 @@ class Supervisor:
                 )
 
     async def _bus_answers(self, child: Child) -> bool:
-        """Wait until the bus answers; False when the run ended meanwhile."""
         try:
             async with asyncio.timeout(_BUS_START_S):
                 while not self._ended.is_set():
@@ -139,7 +137,7 @@ class Supervisor:
         return False
 
     async def _look_for_silent(self) -> None:
-        """The executor and Prometheus have no heartbeat on the bus; they listen as soon as they do their work."""
+        """Detect readiness of the executor and Prometheus by their sockets: they have no heartbeat."""
         while True:
             for child in self.children:
                 if child.plan.service in (EXECUTOR, PROMETHEUS) and child.state is ChildState.STARTING:
@@ -149,14 +147,14 @@ class Supervisor:
             await asyncio.sleep(_LOOK_EVERY_S)
 
     async def _end_orphans(self) -> None:
-        """End what a dead child left; it has come to us (a rank of a killed trainer)."""
+        """End orphans, such as a killed trainer's ranks."""
         while True:
             await asyncio.sleep(1.0)
             async with self._starting:
                 process_tree.end_orphans([child.pid for child in self.children if child.pid is not None])
 
     def _fail(self, failure: ProcessFailure) -> None:
-        self._tell(f"stopping: {failure.sentence}")  # at once: processes that are still starting take a while to end
+        self._tell(f"stopping: {failure.sentence}")  # at once: starting processes end slowly
         self.end(Ending(failure.code, failure.sentence))
 
     def _write_table(self) -> None:
@@ -169,7 +167,6 @@ class Supervisor:
 
 
 async def _connect(plan: ProcessPlan) -> None:
-    """Raises OSError while nobody listens."""
     if plan.socket is not None:
         _, writer = await asyncio.open_unix_connection(plan.socket)
     else:

@@ -1,4 +1,4 @@
-"""Admission: the dataset, its order, and how many groups are in flight.
+"""Admission of prompts from the dataset.
 
 dataset_files ──▶ dataset ──▶ admission ──▶ prompts
 """

@@ -1,15 +1,13 @@
-"""Admission: keep as many groups in flight as there are slots, in the order of the dataset.
+"""Admission: keep a group in flight for each slot, in dataset order.
 
 ::
 
-    wake (a version was promoted, the run was started) ─┐
-    every poll_s ───────────────────────────────────────┴─▶ room? ──▶ build that many prompts ──▶ admit (one script)
+    wake (version promoted, run started) ─┐
+    every poll_s ─────────────────────────┴─▶ room? ──▶ build prompts ──▶ admit (one script)
 
-Invariants: the cursor moves with the prompts in one transaction, so no two admissions share a group id (a rollback goes
-back in the dataset by a shift, never in group ids); the script looks
-at the run's state and at the slots again, so a pause holds from the moment it is written. Prompts carry the newest
-version as ``min_version``: a replica that is behind it waits, which bounds the lag. This module decides nothing about
-when a run starts.
+The cursor moves with the prompts in one transaction; a rollback shifts the dataset position, never group ids. The
+script rechecks state and slots, so a pause is immediate. A replica behind ``min_version``, the newest version, waits,
+which bounds the lag.
 """
 
 import asyncio
@@ -36,7 +34,7 @@ _NOT_RUNNING, _MOVED = -1, -2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Terms:
-    """How prompts are to be generated, and what bounds admission; see the settings of the same names."""
+    """Prompt and admission parameters."""
 
     sampling: Sampling
     slots: int
@@ -45,19 +43,19 @@ class Terms:
 
 
 def terms_of(settings: Settings) -> Terms:
-    """Return what ``settings`` say of admission."""
+    """Return the admission terms in ``settings``."""
     sampling = settings.sampling
     drawn = Sampling(sampling.group_size, sampling.max_new_tokens, sampling.temperature)
     return Terms(drawn, settings.slots, settings.algorithm.groups_per_step, settings.run.steps)
 
 
 class Admission:
-    """Admits the problems of one dataset.
+    """Admit the problems of one dataset.
 
     Args:
-        terms: says on what terms prompts are admitted now; they may change while the run goes on.
-        gate: says whether admission may begin (the initial evaluation is in).
-        shortage: says whether the bus has memory for more.
+        terms: returns the current terms.
+        gate: whether admission may begin.
+        shortage: whether the bus has memory.
     """
 
     def __init__(
@@ -82,11 +80,11 @@ class Admission:
         self._wake = asyncio.Event()
 
     def wake(self) -> None:
-        """Look for room at once."""
+        """Check for free slots now."""
         self._wake.set()
 
     async def run(self) -> None:
-        """Admit for ever."""
+        """Admit until cancelled."""
         while True:
             if not self._gate() or not await self._shortage.is_over() or await self._fill() <= 0:
                 with contextlib.suppress(TimeoutError):
@@ -102,10 +100,10 @@ class Admission:
             return 0
 
     async def admit(self) -> int:
-        """Fill the slots that are free now, at most 256; return how many groups were admitted.
+        """Fill the free slots, at most 256; return the number of admitted groups.
 
         Raises:
-            BusFull: the server has no memory for them; nothing was admitted.
+            BusFull: out of memory; nothing was admitted.
         """
         while True:
             run = await self._ledger.admission_state()
@@ -121,7 +119,6 @@ class Admission:
                 return max(0, admitted)
 
     def _room(self, run: AdmissionState) -> int:
-        """Return the number of slots that are free now."""
         if run.state is not RunState.RUNNING or run.head is None:
             return 0
         terms = self._terms()

@@ -1,12 +1,11 @@
-"""Admission's wait for memory: the bus is at its ``maxmemory``, and nothing new may come until there is room again.
+"""Admission's wait while the bus is at its ``maxmemory``.
 
 ::
 
-    admission refused (BusFull) ──▶ begin: said in the run's status, as an event, by a gauge
-    every _LOOK_S ──▶ used memory under _ROOM of maxmemory? ──▶ over: said the same way, and admission goes on by itself
+    admission refused (BusFull) ──▶ begin: status, event, gauge
+    every _LOOK_S ──▶ used memory under _ROOM of maxmemory? ──▶ over
 
-What is in flight goes on meanwhile, as the scripts that move it may pass the limit; the trainer, when it has nothing left to train,
-writes a checkpoint, so that its journal can go too. This module frees nothing itself.
+Groups in flight continue; an idle trainer writes a checkpoint, which frees its journal.
 """
 
 import time
@@ -24,21 +23,21 @@ BUS_FULL = Gauge(
 SOURCE = "admission"
 _LOOK_S = 0.5
 _ROOM = 0.95
-"""Admission goes on when so much of maxmemory, at most, is used: it would stop and go with every entry otherwise."""
+"""Share of maxmemory below which admission continues, against flapping."""
 
 
 class Shortage:
-    """Whether admission waits for memory. What it finds stands on the bus, where the next leader goes on from it."""
+    """Whether admission waits for memory; kept on the bus for the next leader."""
 
     def __init__(self, bus: Bus, ledger: Ledger) -> None:
         self._bus = bus
         self._ledger = ledger
         self._looked_s = 0.0
         self._active: bool | None = None
-        """None: this process has not asked yet."""
+        """None: not read yet."""
 
     async def begin(self) -> None:
-        """Say that admission waits."""
+        """Report that admission waits."""
         used, most = await self._bus.memory_bytes()
         sentence = (
             f"admission waits for memory: the bus uses {used / 1e6:.1f} MB of its maxmemory of {most / 1e6:.1f} MB; it goes on by itself "
@@ -50,7 +49,7 @@ class Shortage:
         await tell(self._bus, SOURCE, "bus full", sentence, used_bytes=used, maxmemory_bytes=most)
 
     async def is_over(self) -> bool:
-        """Whether admission need not wait, or no longer."""
+        """Return whether admission need not wait."""
         if self._active is None:
             self._active = bool((await self._ledger.status()).bus_full)
         if not self._active:

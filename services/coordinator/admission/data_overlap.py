@@ -1,11 +1,9 @@
-"""Overlap of held-out problems with the training data: an accuracy over problems that were trained on measures memory.
+"""Overlap of held-out problems with the training data, by 16-byte prompt digests.
 
 ::
 
-    prompt, word for word ──────────────────▶ exact
-    prompt, without case and spacing ───────▶ the same problem, written otherwise
-
-It compares prompts alone, by digest: 16 bytes a problem.
+    prompt, word for word ────────────▶ exact
+    prompt, without case and spacing ─▶ similar
 """
 
 import dataclasses
@@ -17,20 +15,18 @@ from services.coordinator.admission.dataset import Problem
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Overlap:
-    """How many problems of a held-out set are in the training data too."""
+    """Number of held-out problems also in the training data."""
 
     set: str
     problems: int
-    """Of the held-out set."""
     exact: int
-    """Whose prompt is there word for word."""
     similar: int
-    """Whose prompt is there but for case and spacing; ``exact`` are not counted again."""
+    """Equal but for case and spacing."""
     example: str
-    """``file:line`` of the first of them."""
+    """First match, ``file:line``."""
 
     def sentence(self, setting: str) -> str:
-        """Say it in words; ``setting`` names the setting of the held-out set."""
+        """Describe the overlap; ``setting`` names the held-out set."""
         both = self.exact + self.similar
         return (
             f"{both} of the {self.problems} held-out problems of {self.set!r} are in the training data too ({self.exact} word for "
@@ -40,7 +36,7 @@ class Overlap:
 
 
 class Training:
-    """The prompts of the training data, to be looked up."""
+    """Index of the training prompts."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self._exact: set[bytes] = set()
@@ -50,7 +46,7 @@ class Training:
             self._normal.add(_digest(_normalised(_prompt(problem))))
 
     def overlap(self, name: str, held_out: Iterable[Problem]) -> Overlap:
-        """Return how much of the held-out set ``name`` is in the training data."""
+        """Return the overlap of the held-out set ``name``."""
         count = exact = similar = 0
         example = ""
         for problem in held_out:
@@ -64,11 +60,10 @@ class Training:
 
 
 def _prompt(problem: Problem) -> str:
-    """Return what is asked: the text, or roles and contents of the messages."""
     if problem.messages is None:
         return problem.text or ""
     if len(problem.messages) == 1 and problem.messages[0].role == "user":
-        return problem.messages[0].content  # the same as this text in a prompt's column
+        return problem.messages[0].content  # equals this text in a prompt column
     return "\x1e".join(f"{turn.role}\x1f{turn.content}" for turn in problem.messages)
 
 

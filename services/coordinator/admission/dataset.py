@@ -1,13 +1,11 @@
-"""The dataset: files → problems in memory, and the order in which a run draws them.
+"""Dataset: load files into problems, and order them for a run.
 
 One row becomes one :class:`Problem`::
 
     {"prompt": "12+34=", "answer": 46, "level": 1}     text "12+34=", answer "46", extra {"level": 1}
     {"messages": [{"role": "user", "content": "…"}]}   chat messages
 
-A row that cannot be read is named by file and line, logged and counted; more than ``data.max_bad_rows`` of them stop the
-start. The order is a pure function of seed and cursor, so the cursor alone resumes a run exactly where it was.
-This module knows no bus. It loads whole files: a dataset must fit into memory.
+Bad rows are logged and counted, up to ``data.max_bad_rows``. The order is a pure function of seed and cursor.
 """
 
 import dataclasses
@@ -30,27 +28,27 @@ from shared.settings import DataSettings
 log = logging.getLogger(__name__)
 
 _SHOWN = 5
-"""How many bad rows a refusal lists."""
+"""Bad rows listed in an error."""
 _ANSWERING = ("assistant", "model")
-"""Roles of the policy in chat templates."""
+"""The policy's roles in chat templates."""
 _PROBE = Sampling(samples=1, max_new_tokens=1, temperature=0.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Problem:
-    """One row: what is asked, the reference answer, and whatever else its scorers may need."""
+    """One row: prompt, reference answer, extra fields."""
 
     source: str
-    """``file:line``, for people."""
+    """``file:line``, for messages."""
     text: str | None
     messages: tuple[ChatMessage, ...] | None
     answer: str | None
     extra: dict[str, Json]
     scorers: tuple[str, ...] = ()
-    """Names of the scorers that apply; none: all."""
+    """Scorers that apply; empty: all."""
 
     def prompt(self, group_id: int, sampling: Sampling) -> Prompt:
-        """Return the prompt that asks this problem."""
+        """Return this problem's prompt for ``group_id``."""
         return Prompt(
             group_id=GroupId(group_id),
             problem=self.source,
@@ -65,18 +63,17 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dataset:
-    """Every problem of one dataset, and how many rows were passed over."""
+    """Problems and the number of skipped rows."""
 
     problems: tuple[Problem, ...]
     bad_rows: int
 
     def __len__(self) -> int:
-        """Return how many problems there are."""
         return len(self.problems)
 
 
 class EpochOrder:
-    """Which problem stands at each place of the run: an endless walk, epoch after epoch.
+    """Endless order of problems, epoch after epoch.
 
     ``index(cursor) = permutation(seed, cursor // problems)[cursor % problems]``; without ``shuffle`` the file's order.
 
@@ -91,7 +88,7 @@ class EpochOrder:
         self._permutation = functools.lru_cache(maxsize=2)(self._permute)
 
     def index(self, cursor: int) -> int:
-        """Return which problem stands at place ``cursor``."""
+        """Return the problem at ``cursor``."""
         epoch, place = divmod(cursor, self._problems)
         return int(self._permutation(epoch)[place]) if self._shuffle else place
 
@@ -100,7 +97,7 @@ class EpochOrder:
 
 
 def subset(problems: int, count: int, seed: int) -> list[int]:
-    """Return ``count`` of ``problems`` indices (all, where there are no more), the same for the same seed, ascending."""
+    """Return up to ``count`` indices, ascending, determined by the seed."""
     if count >= problems:
         return list(range(problems))
     chosen = np.random.Generator(np.random.PCG64(seed)).choice(problems, size=count, replace=False)
@@ -108,7 +105,7 @@ def subset(problems: int, count: int, seed: int) -> list[int]:
 
 
 def rows_to_try(problems: Sequence[Problem], scorers: Sequence[str], each: int = 3) -> list[Prompt]:
-    """Return prompts on which scorers are tried before training: ``each`` for every scorer, spread over the data."""
+    """Return ``each`` prompts per scorer, spread over the data, for a trial."""
     chosen: set[int] = set()
     some_name_scorers = any(problem.scorers for problem in problems)
     for name in scorers:
@@ -123,17 +120,17 @@ def rows_to_try(problems: Sequence[Problem], scorers: Sequence[str], each: int =
 def load(
     path: Path, data: DataSettings, setting: str, scorers: Sequence[str] = (), comparing: Collection[str] = ()
 ) -> Dataset:
-    """Load the dataset at ``path``.
+    """Load the dataset at ``path``, a file or folder.
 
     Args:
-        path: a file or a folder.
-        data: how its rows are read.
+        path: the dataset.
+        data: how to read its rows.
         setting: the setting that named ``path``.
-        scorers: those that a row may name.
-        comparing: those that need a row's reference answer.
+        scorers: names that a row may use.
+        comparing: scorers that need a reference answer.
 
     Raises:
-        SettingsError: nothing is there, it is of no known form, it is empty, or too many rows are bad.
+        SettingsError: missing, empty, of unknown format, or too many bad rows.
     """
     problems: list[Problem] = []
     bad: list[str] = []
@@ -167,7 +164,7 @@ def _too_many(path: Path, bad: Sequence[str], limit: int, setting: str) -> str:
 
 
 MESSAGES_FIELD = "messages"
-"""The column with chat messages of a row without data.prompt_field."""
+"""Column of chat messages if data.prompt_field is not set."""
 
 
 def _problem(source: str, row: DatasetRow, data: DataSettings, scorers: Sequence[str]) -> Problem:
@@ -225,7 +222,7 @@ def _answer(value: object, field: str) -> str | None:
 
 
 def _check_answer(problem: Problem, field: str, comparing: Collection[str]) -> None:
-    """Raises BadRow where a scorer that applies has nothing to compare with: the row could never be trained on."""
+    """Raise BadRow if an applicable scorer lacks its reference answer."""
     applying = [name for name in comparing if not problem.scorers or name in problem.scorers]
     if applying and not (problem.answer or "").strip():
         raise BadRow(

@@ -1,6 +1,6 @@
-"""Rows of a dataset's file, each with its name ``file:line``: JSONL, Parquet, or a Hugging Face dataset on disk.
+"""Read dataset rows named ``file:line``: JSONL, Parquet, Hugging Face datasets.
 
-pyarrow and `datasets` stand behind this file. It knows no columns: what a row must hold is ``dataset``'s matter.
+The only module that uses pyarrow and `datasets`.
 """
 
 import datetime
@@ -17,17 +17,17 @@ _BATCH_ROWS = 1024
 
 
 class BadRow(Exception):
-    """A row that cannot be read; the message says what was expected and what was found."""
+    """A row that cannot be read."""
 
 
 DatasetRow: TypeAlias = dict[str, object] | BadRow
 
 
 def read(path: Path, setting: str) -> Iterator[tuple[str, DatasetRow]]:
-    """Yield the rows of ``path`` with their names, in order.
+    """Yield the rows of ``path`` with their names.
 
     Raises:
-        SettingsError: nothing readable is there, or its form is not known; the message names ``setting``.
+        SettingsError: unreadable or of unknown format; names ``setting``.
     """
     if not path.exists():
         raise SettingsError(f"expected a dataset at {path}, found nothing: change {setting}")
@@ -120,10 +120,10 @@ def _load_saved(path: Path, setting: str) -> Any:
 
 
 def plain(value: object, column: str) -> Json:
-    """Return ``value`` as JSON can hold it: dates and decimals become text.
+    """Return ``value`` as JSON; dates and decimals become text.
 
     Raises:
-        BadRow: JSON cannot hold it.
+        BadRow: JSON cannot represent it.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value

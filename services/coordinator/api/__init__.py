@@ -1,4 +1,4 @@
 """The HTTP API (docs/api.md).
 
-server ──▶ middleware ──▶ auth ──▶ routes/* ──▶ run, policies, evaluation, records
+server ──▶ middleware ──▶ auth ──▶ routes/*
 """

@@ -1,16 +1,17 @@
-"""The HTTP API: look at the run, steer it, read the history of its policy. docs/api.md has every resource with an example.
+"""The HTTP API (docs/api.md); commands are idempotent.
 
 ::
 
-    /v1/run        the live view, commands, history            /v1/services      replicas: cordon, uncordon, drain
-    /v1/run/settings   what may change while it goes on        /v1/dead-letters  what could not be handled
-    /v1/operations     commands that take a while              /v1/events        a list, and a stream
-    /v1/policies       versions, marks, comparison             /v1/runs          every run on this bus
-    /v1/run/steps, /v1/run/rollouts   what was trained     /  the page for people
-    /healthz  /readyz  /openapi.json
-
-What holds for every request lies in ``middleware``, errors in ``errors``, lists in ``dependencies``. Commands are idempotent: repeating one
-changes nothing. This file puts the routes together and describes them; the description is committed as docs/openapi.json.
+    /v1/run                           live view, commands, history
+    /v1/run/settings                  live settings
+    /v1/run/steps, /v1/run/rollouts   training records
+    /v1/operations                    long-running commands
+    /v1/policies                      versions, marks, comparison
+    /v1/services                      replicas: cordon, uncordon, drain
+    /v1/dead-letters                  failed entries
+    /v1/events                        list and stream
+    /v1/runs                          every run on this bus
+    /, /healthz, /readyz, /openapi.json
 """
 
 from typing import Any
@@ -52,12 +53,12 @@ def make_app(parts: Parts) -> FastAPI:
 
 
 def make_routes(parts: Parts) -> FastAPI:
-    """Return the routes with their description, without what holds for every request."""
+    """Return the routes without middleware."""
     app = FastAPI(
         title="Penstock coordinator",
         summary="Look at a run, steer it, and read the history of its policy.",
         version="1",
-        docs_url=None,  # the usual page loads scripts from elsewhere; the description itself is at /openapi.json
+        docs_url=None,  # the default page loads external scripts
         redoc_url=None,
         redirect_slashes=False,  # a redirect would repeat the request's Host
         responses={"default": {"model": ProblemDetails}},
@@ -94,7 +95,6 @@ def _health_routes(parts: Parts) -> APIRouter:
 
 
 def _described(schema: dict[str, Any]) -> dict[str, Any]:
-    """Complete FastAPI's description with what holds for every request."""
     schemas = schema["components"]["schemas"]
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)

@@ -1,17 +1,16 @@
-"""Who may do what: two bearer tokens from files, compared in constant time, and the sessions of browsers.
+"""Authorization: two bearer tokens from files, compared in constant time, and browser sessions.
 
 ::
 
-    no token file        loopback address: everybody may do everything    any other address: the start is refused
+    no token file        loopback: every caller may operate    other address: start refused
     token_file           its token may read and operate
-    read_token_file      its token may read: GET
+    read_token_file      its token may GET
 
-A browser need not see a token: it exchanges a code, signed with one, for a session of the same role. A session has two halves, both needed:
-a cookie that no script reads, and a ticket that the page sends as its bearer token. Cookies of a host go to all of its ports, so that a server
-of another user on this machine may see the cookie, but never the ticket.
+A browser exchanges a signed code for a session: an HttpOnly cookie and a ticket, both required. Servers on other ports
+may see the cookie, never the ticket.
 
-A token is the first line of its file, read once at the start. Without one, requests must name this machine in ``Host``: a web page
-whose own name resolves to 127.0.0.1 (DNS rebinding) would otherwise operate the run from a browser. This module answers no request.
+A token is its file's first line, read at the start. Without one, ``Host`` must name this machine, against DNS
+rebinding.
 """
 
 import dataclasses
@@ -31,7 +30,7 @@ _SESSION_S = 43_200.0
 
 
 class Role(StrEnum):
-    """What a caller may do."""
+    """A caller's permissions."""
 
     READ = "read"
     OPERATE = "operate"
@@ -39,13 +38,13 @@ class Role(StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Access:
-    """The tokens of one coordinator; without any, everybody may operate."""
+    """The tokens of one coordinator; without any, every caller may operate."""
 
     operate: bytes = b""
     read: bytes = b""
 
     def admits(self, hosts: list[str]) -> bool:
-        """Whether a request with these ``Host`` headers may be answered; a token protects whatever the name.
+        """Return whether these ``Host`` headers are allowed; with a token, any are.
 
         >>> [Access().admits([host]) for host in ("127.0.0.1:8000", "[::1]:8000", "localhost", "evil.example:8000")]
         [True, True, True, False]
@@ -55,7 +54,7 @@ class Access:
         return len(hosts) == 1 and is_loopback(re.sub(r":[0-9]*$", "", hosts[0]).strip("[]").lower())
 
     def role(self, authorization: str, cookie: str = "") -> Role | None:
-        """Return what the bearer of an Authorization header, with this session's cookie, may do; None: nothing."""
+        """Return the role of an Authorization header and session cookie, if any."""
         if not self.operate:
             return Role.OPERATE
         scheme, _, given = authorization.partition(" ")
@@ -67,7 +66,7 @@ class Access:
         return None
 
     def enter(self, code: str) -> tuple[str, str] | None:
-        """Return cookie and ticket of a new session for the code of a link to the page; None: it is none, or has expired."""
+        """Exchange a link's code for cookie and ticket; None: invalid or expired."""
         for token, _ in self._tokens():
             if tickets.is_valid(code, token, tickets.PAGE):
                 cookie = secrets.token_urlsafe(24)
@@ -89,7 +88,7 @@ def open_access(settings: CoordinatorSettings) -> Access:
     """Return the tokens that ``settings`` name.
 
     Raises:
-        SettingsError: a file cannot be used, or an address that others reach would be open to all.
+        SettingsError: a file is unusable, or a non-loopback address unprotected.
     """
     if settings.token_file is None:
         if not is_loopback(settings.host):

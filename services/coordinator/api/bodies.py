@@ -1,6 +1,6 @@
-"""Bodies of requests, bounded in size, in time and all together.
+"""Request bodies, bounded in size, time and total memory.
 
-A body is held from its first byte until its request is answered. What is over a bound is refused with the status that says so.
+A body counts until its request is answered.
 """
 
 import asyncio
@@ -17,16 +17,16 @@ from services.coordinator.api.errors import RETRY_AFTER_S, problem
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BodyBounds:
-    """Limits of the bodies that one server holds."""
+    """Body limits of one server."""
 
     each_bytes: int = 1 << 20
     total_bytes: int = 16 << 20
     whole_s: float = 20.0
-    """Seconds from a request's head until all of its body is there."""
+    """Seconds from head to end of body."""
 
 
 class BodyRefused(Exception):
-    """A body is over a bound."""
+    """A body exceeds a limit."""
 
     def __init__(self, status: int, detail: str) -> None:
         super().__init__(detail)
@@ -35,7 +35,7 @@ class BodyRefused(Exception):
 
 
 class Bodies:
-    """The bodies that are held now."""
+    """The bodies held now."""
 
     def __init__(self, bounds: BodyBounds | None = None) -> None:
         self._bounds = bounds or BodyBounds()
@@ -43,11 +43,11 @@ class Bodies:
 
     @contextlib.asynccontextmanager
     async def read(self, receive: Receive) -> AsyncIterator[bytes]:
-        """Give a request's whole body, which counts until the ``with`` block ends.
+        """Yield a request's whole body.
 
         Raises:
-            BodyRefused: it is over a bound.
-            ClientDisconnect: the client left before it was whole.
+            BodyRefused: it exceeds a limit.
+            ClientDisconnect: it is incomplete.
         """
         parts: list[bytes] = []
         try:

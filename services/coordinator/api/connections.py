@@ -1,10 +1,9 @@
-"""Connections of the HTTP API, bounded in number, in time and in the size of a request's head.
+"""Connections of the HTTP API, bounded in number, time and head size.
 
 ::
 
-    connection ──▶ too many? 503 ──▶ head (10 s, 32 KiB: 408, 431) ──▶ body (30 s: 408) ──▶ answer (30 s without a byte read: cut)
-
-A client that sends or reads slowly loses its connection; no other client notices. Bodies are bounded in ``middleware``.
+    connection ──▶ too many? 503 ──▶ head (10 s, 32 KiB: 408, 431) ──▶ body (30 s: 408)
+               ──▶ answer (30 s without a byte read: cut)
 """
 
 import asyncio
@@ -20,42 +19,38 @@ from services.coordinator.api.errors import RETRY_AFTER_S, problem
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConnectionBounds:
-    """Limits of the connections of one server."""
+    """Connection limits of one server."""
 
     connections: int = 512
-    """Open connections in total."""
     connections_each: int = 256
-    """Open connections from one address."""
     head_bytes: int = 32 * 1024
-    """Request line and headers."""
     head_s: float = 10.0
-    """Seconds until a request's head is there."""
     request_s: float = 30.0
-    """Seconds from the end of its head until all of its body is there."""
+    """From the end of the head to the end of the body."""
     unread_s: float = 30.0
-    """Seconds for which a client may leave an answer unread."""
+    """Time for which an answer may stay unread."""
 
 
 class Connections:
-    """The open connections of one server: makes their protocols."""
+    """Open connections of one server."""
 
     def __init__(self, bounds: ConnectionBounds) -> None:
         self.bounds = bounds
         self._by_address: collections.Counter[str] = collections.Counter()
 
     def protocol(self, **arguments: Any) -> asyncio.Protocol:
-        """Return the protocol of a new connection, as uvicorn asks for one."""
+        """Return a new connection's protocol, for uvicorn."""
         return _Bounded(self, **arguments)
 
     def enter(self, address: str) -> bool:
-        """Count a connection; return whether it is within the bounds."""
+        """Count a connection; return whether it is allowed."""
         fits = self._by_address.total() < self.bounds.connections
         fits = fits and self._by_address[address] < self.bounds.connections_each
         self._by_address[address] += fits
         return fits
 
     def leave(self, address: str) -> None:
-        """Count a connection that is closed."""
+        """Count a closed connection."""
         self._by_address[address] -= 1
         if not self._by_address[address]:
             del self._by_address[address]
@@ -66,15 +61,13 @@ class _Refused(Exception):
 
 
 _LINGER_S = 1.0
-"""A refused connection is read from for this long, and what comes is dropped: closed at once, it could lose the answer."""
+"""Seconds to drain a refused connection: closing at once could lose the answer."""
 _TOO_MANY: Final = (
     "expected at most {} connections, {} from one address; there are as many now: close some, or try again"
 )
 
 
 class _Bounded(HttpToolsProtocol):
-    """One connection."""
-
     def __init__(self, connections: Connections, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._all = connections
@@ -82,7 +75,7 @@ class _Bounded(HttpToolsProtocol):
         self._in_head = False
         self._refused = False
         self._head_bytes = 0
-        """Of a head that one read did not complete: those that came since."""
+        """Bytes received of an incomplete head."""
         self._reading: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
 
@@ -137,7 +130,7 @@ class _Bounded(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no request: uvicorn calls this for whatever its parser, or a callback of it, raises."""
+        """Answer an unparsable request, for uvicorn."""
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers or [])
         if self.headers is not None and size > self._all.bounds.head_bytes:
             self._refuse(431, self._too_large())

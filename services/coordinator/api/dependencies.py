@@ -1,4 +1,4 @@
-"""What the API's routes are handed, and how each of their lists is cut into pages."""
+"""Route dependencies and pagination."""
 
 import asyncio
 import dataclasses
@@ -34,7 +34,7 @@ EntryCursor = Annotated[
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parts:
-    """What the API is handed. ``folder`` holds the run's records; ``changed`` is called after each request that changed the run."""
+    """Dependencies of the API. ``folder`` holds the records; ``changed`` is called after each change of the run."""
 
     bus: Bus
     ledger: Ledger
@@ -50,7 +50,7 @@ class Parts:
     changed: Callable[[], None]
 
     async def newest_first(self, stream: Stream, cursor: str | None, limit: int) -> list[tuple[str, dict[str, str]]]:
-        """Return ``limit`` entries of a stream before a cursor, and one more where there are more."""
+        """Return ``limit`` entries before a cursor, plus one if there are more."""
         return [
             (entry, {name.decode(): value.decode(errors="replace") for name, value in fields.items()})
             for entry, fields in await records.page(self.bus, stream, cursor, limit + 1)
@@ -58,12 +58,12 @@ class Parts:
 
 
 async def soon(work: Awaitable[R]) -> R:
-    """Return what ``work`` gives, or raise TimeoutError: the bus does not answer."""
+    """Await ``work``, or raise TimeoutError."""
     async with asyncio.timeout(ANSWER_WITHIN_S):
         return await work
 
 
 def page_of(found: Sequence[T], limit: int, cursor: Callable[[T], str]) -> Page[T]:
-    """Return the first ``limit`` of ``found``; there is a next page where there are more."""
+    """Return the first ``limit`` of ``found``, with a cursor if there are more."""
     items = list(found[:limit])
     return Page(items=items, next=cursor(items[-1]) if len(found) > limit else None)

@@ -1,4 +1,4 @@
-"""Errors as `application/problem+json` (RFC 9457): every answer that is not a success has this form."""
+"""Errors as `application/problem+json` (RFC 9457)."""
 
 import http
 import logging
@@ -18,13 +18,12 @@ log = logging.getLogger(__name__)
 
 PROBLEM_TYPE = "application/problem+json"
 ANSWER_WITHIN_S = 5.0
-"""How long a request waits for the bus."""
 RETRY_AFTER_S = 2
-"""When to try again, of an answer 503 for want of room."""
+"""After a 503 for lack of capacity."""
 
 
 class Conflict(HTTPException):
-    """The request does not fit what is there now."""
+    """The request does not fit the current state."""
 
     def __init__(self, detail: str) -> None:
         super().__init__(409, detail)
@@ -33,14 +32,14 @@ class Conflict(HTTPException):
 def problem(
     status: int, detail: str, headers: Mapping[str, str] | None = None, errors: Sequence[str] = ()
 ) -> JSONResponse:
-    """Return an error: what was expected, what was found."""
+    """Return an error response."""
     title = http.HTTPStatus(status).phrase
     body = ProblemDetails(type="about:blank", title=title, status=status, detail=detail, errors=list(errors))
     return JSONResponse(body.model_dump(), status_code=status, headers=dict(headers or {}), media_type=PROBLEM_TYPE)
 
 
 def handle_problems(app: FastAPI) -> None:
-    """Let every error of ``app`` have this form."""
+    """Give every error of ``app`` this form."""
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(SettingsError, _settings)
@@ -60,7 +59,7 @@ async def _http(request: Request, error: Exception) -> JSONResponse:
 
 
 def _allowed(request: Request) -> str:
-    """Return the methods of the request's path; the router says those of its first route only."""
+    """Return the path's methods; the router gives only its first route's."""
     routes = [route for route in request.app.routes if route.matches(request.scope)[0] is Match.PARTIAL]
     methods = {method for route in routes for method in route.methods}
     return ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set())))
@@ -85,7 +84,7 @@ async def _bus_away(request: Request, error: Exception) -> JSONResponse:
 
 
 def bus_away() -> JSONResponse:
-    """Return the answer while the bus does not."""
+    """Return the answer without a bus."""
     return problem(503, f"expected the bus to answer within {ANSWER_WITHIN_S:.0f} s, found that it does not: try again")
 
 

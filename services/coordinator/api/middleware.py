@@ -1,14 +1,13 @@
-"""What holds for every request, before a route sees it.
+"""Checks that apply to every request.
 
 ::
 
-    X-Request-Id ─▶ Host (400, 421) ─▶ token (401, 403; the page needs none) ─▶ Origin (403) ─▶ Accept (406) ─▶ route (404, 405)
-                                         ─▶ body (408, 413, 415, 503) ─▶ Idempotency-Key (409, 422) ─▶ the route's own answer
+    X-Request-Id ─▶ Host (400, 421) ─▶ token (401, 403; the page needs none) ─▶ Origin (403) ─▶ Accept (406)
+                 ─▶ route (404, 405) ─▶ body (408, 413, 415, 503) ─▶ Idempotency-Key (409, 422) ─▶ answer
 
-A HEAD is answered as a GET without its body. Nothing is written, and no body is read, for a request without a token or a route. A request that carries an id keeps it, another is given one; it stands in the answer and in the log. A POST with an ``Idempotency-Key``
-(draft-ietf-httpapi-idempotency-key-header) is done once: its answer is kept on the bus for a day and given again; the same key with another
-body is 422, and 409 while the first is being answered. A page of another origin may not operate: a browser sends its token-less requests
-to loopback, too. Connections, and the heads of requests, are bounded in ``connections``.
+Without a token or a route, nothing is written and no body is read. A POST with an ``Idempotency-Key``
+(draft-ietf-httpapi-idempotency-key-header) runs once; its answer is kept for a day. Another body under the key is 422;
+409 while the first is being answered.
 """
 
 import asyncio
@@ -46,7 +45,7 @@ REQUEST_SECONDS = Histogram(
 )
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
-"""These need no token: kubelets and load balancers ask."""
+"""For kubelets and load balancers, without token."""
 STREAM_PATH: Final = "/v1/events/stream"
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,100}")
@@ -56,7 +55,7 @@ _JSON_TYPES = ("application/json", "application/merge-patch+json")
 
 
 class Conventions:
-    """Wraps an app."""
+    """Middleware around an app."""
 
     def __init__(self, app: ASGIApp, access: Access, bus: Bus, routes: Sequence[BaseRoute]) -> None:
         self._app = app
@@ -66,7 +65,7 @@ class Conventions:
         self._bodies = Bodies()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, or let the app answer it."""
+        """Answer one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
         elif scope["method"] == "HEAD":
@@ -130,7 +129,7 @@ class Conventions:
         return None
 
     def _host_refusal(self, path: str, hosts: list[str]) -> Response | None:
-        """Refuse what a web page whose name resolves to this machine may send. Probes by HTTP/1.0 name no host, browsers always do."""
+        """Refuse DNS rebinding; only HTTP/1.0 probes may omit the host."""
         if not hosts and path in OPEN_PATHS:
             return None
         if len(hosts) != 1:
@@ -141,7 +140,7 @@ class Conventions:
         return None
 
     def _is_own(self, origin: str, scheme: str, host: str) -> bool:
-        """Whether ``origin`` is the page of this API; with a token a proxy may have taken TLS off."""
+        """Return whether ``origin`` is this page; with a token, a proxy may terminate TLS."""
         schemes = ("http", "https") if self._access.operate else (scheme,)
         return origin in [f"{each}://{host}" for each in schemes]
 
@@ -171,7 +170,7 @@ class Conventions:
             await self._keep(name, mark, copy)
 
     async def _take(self, name: str, mark: str) -> Response | None:
-        """Begin to answer under ``name``, or return what is to be answered instead."""
+        """Reserve ``name``, or return its kept answer."""
         text = await begin_answer(self._bus, name, json.dumps({"mark": mark}))
         if text is None:
             return None
@@ -183,7 +182,7 @@ class Conventions:
         return Response(kept["body"].encode(), kept["status"], {**kept["headers"], "Idempotency-Replayed": "true"})
 
     async def _keep(self, name: str, mark: str, copy: "_Copy") -> None:
-        """Keep an answer for a day; one that is no answer (a bug, no bus, no end) may be asked for again."""
+        """Keep an answer for a day, unless it failed or is truncated."""
         if not copy.whole or copy.status >= 500:
             await forget_answer(self._bus, name)
             return
@@ -192,13 +191,11 @@ class Conventions:
 
 
 def _is_open(path: str) -> bool:
-    """Whether ``path`` needs no token; nothing is written for a request to it without a valid code."""
+    """Return whether ``path`` needs no token."""
     return path in OPEN_PATHS or path == SESSION_PATH or page_type(path) is not None
 
 
 class _Answering:
-    """Sends an answer with its request id, and measures and logs it."""
-
     def __init__(self, send: Send, scope: Scope, request_id: str) -> None:
         self._send = send
         self._scope = scope
@@ -218,8 +215,6 @@ class _Answering:
 
 
 class _HeadOnly:
-    """Sends the head of an answer, and ends it there."""
-
     def __init__(self, send: Send) -> None:
         self._send = send
 
@@ -230,8 +225,6 @@ class _HeadOnly:
 
 
 class _Copy:
-    """Sends an answer and keeps a copy of it."""
-
     def __init__(self, send: Send) -> None:
         self._send = send
         self.status = 500

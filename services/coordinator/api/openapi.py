@@ -1,4 +1,4 @@
-"""``python -m services.coordinator.api.openapi docs/openapi.json``: write the API's description, which follows from the code alone."""
+"""``python -m services.coordinator.api.openapi docs/openapi.json``: write the API description."""
 
 import json
 import sys
@@ -9,8 +9,8 @@ from services.coordinator.api.app import make_routes
 
 
 def description() -> str:
-    """Return the API's description as it is committed."""
-    nothing: Any = None  # routes only keep what they are handed until they are asked
+    """Return the API description."""
+    nothing: Any = None  # used only when called
     return json.dumps(make_routes(nothing).openapi(), indent=1, ensure_ascii=False) + "\n"
 
 

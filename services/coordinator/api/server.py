@@ -1,6 +1,6 @@
-"""The API's server: uvicorn in this process's event loop, on a port that is ours before anything else starts.
+"""uvicorn in this process's event loop, on a port bound before anything else starts.
 
-Signals stay with the service; the address is written to <run folder>/coordinator.json once the server answers, and again by the one that leads.
+Its address is in <run folder>/coordinator.json.
 """
 
 import asyncio
@@ -23,8 +23,6 @@ log = logging.getLogger(__name__)
 
 
 class _Quiet(uvicorn.Server):
-    """A server that leaves the process's signals alone and says when it answers."""
-
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.answers = asyncio.Event()
@@ -39,10 +37,10 @@ class _Quiet(uvicorn.Server):
 
 
 class Server:
-    """Serves one app.
+    """Serve one app.
 
     Raises:
-        SettingsError: the port is taken, or the host is not one of this machine's.
+        SettingsError: port taken or host not local.
     """
 
     def __init__(self, host: str, port: int, bounds: ConnectionBounds | None = None) -> None:
@@ -62,11 +60,10 @@ class Server:
         self.address = f"{shown}:{self._socket.getsockname()[1]}"
         self.url = f"http://{self.address}"
         self.answers = asyncio.Event()
-        """Set once requests are answered."""
 
     async def run(self, app: FastAPI, announce: Path, run_id: str) -> None:
-        """Serve until cancelled; then answer what is under way, and close."""
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # a stranger's broken requests are no news
+        """Serve until cancelled, then finish open requests."""
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # clients' broken requests are not errors
         config = uvicorn.Config(
             app,
             http=self._connections.protocol,  # type: ignore[arg-type]
@@ -89,7 +86,7 @@ class Server:
             await serving
 
     def announce(self, path: Path, run_id: str) -> None:
-        """Let ``path`` lead to this server, unless it does; where there is no room for that now, the next call may."""
+        """Write this server's address to ``path``; a full disk is retried next time."""
         text = json.dumps({"url": self.url, "pid": os.getpid(), "run_id": run_id}) + "\n"
         try:
             if not path.exists() or path.read_text(encoding="utf-8") != text:
@@ -98,5 +95,5 @@ class Server:
             log.warning("address not announced", extra={"file": str(path), "error": str(error)})
 
     def close(self) -> None:
-        """Give the port back."""
+        """Release the port."""
         self._socket.close()

@@ -1,16 +1,14 @@
-"""Held-out evaluation: problems asked of the same replicas, on the ``eval_*`` streams, answered by exactly the evaluated version.
+"""Held-out evaluation on the ``eval_*`` streams, answered by exactly the evaluated version.
 
 ::
 
-    start (one script: description, holding, prompts) ──▶ replicas that keep the version ──▶ reward ──▶ eval_results
-                                                                                                          │
-    end (one script: what was found, by set; the holding is gone) ◀── answers (hash, by problem) ◀────────┘
+    start (one script: description, holding, prompts) ──▶ replicas ──▶ reward ──▶ eval_results
+                                                                                       │
+    end (one script: results by set; holding released) ◀── answers (hash, by problem) ◀┘
 
-An evaluation is of one version and all sets that are due, and survives a restart of the coordinator: it goes on where it was. Answers
-are kept by problem, so one that arrives twice counts once; one that another version had a part in does not count. It is over when
-every problem has an answer, when nothing of it lies in the streams any more (the rest is dead), when no replica can serve the version any
-more, or at its deadline; then it reports on the answers that it has, or, without any, is as if it had not been, so that the head is
-evaluated instead. When to evaluate is ``lifecycle``'s matter, who keeps a version ``shared.bus.stores.evaluations``'s.
+An evaluation covers one version and all due sets, and survives restarts. It ends when all problems are answered, its
+streams are empty, no replica can serve the version, or the deadline passes. Without any answer, the head is evaluated
+instead.
 """
 
 import dataclasses
@@ -43,7 +41,7 @@ _LOST_AFTER_S = 2.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Due:
-    """An evaluation that should be made now."""
+    """A due evaluation."""
 
     sets: tuple[str, ...]
     initial: bool = False
@@ -51,16 +49,16 @@ class Due:
 
 
 Judge = Callable[[Evaluation], Awaitable[Evaluation]]
-"""Fills in what the gate says."""
+"""Adds the regression gate's verdict."""
 
 
 class Evaluator:
-    """Evaluates versions, one at a time, and keeps what it found on the bus.
+    """Evaluate versions one at a time.
 
     Args:
-        sets: the held-out sets with their problems.
+        sets: held-out sets with problems.
         max_new_tokens: longest completion.
-        interrupted: says whether to give up on a version (the run was stopped, the version revoked).
+        interrupted: whether to abandon a version.
     """
 
     def __init__(
@@ -87,10 +85,9 @@ class Evaluator:
         return [held_out for held_out, _ in self._sets]
 
     async def evaluate(self, version: PolicyVersion, step: int, due: Due) -> list[Evaluation] | None:
-        """Evaluate ``version`` on the sets that are due, or go on with the evaluation that is under way.
+        """Evaluate ``version`` on the due sets, or continue the current evaluation.
 
-        Returns None when it was interrupted, ``version`` was evaluated before or is no longer the head, or nobody answered; nothing is left
-        on the streams.
+        Returns None if interrupted, already evaluated, no longer the head, or unanswered; the streams are left empty.
         """
         description = await self.under_way()
         if description is None:
@@ -105,7 +102,7 @@ class Evaluator:
         return await self._report(description, why)
 
     async def under_way(self) -> Description | None:
-        """Return the evaluation that an earlier process began, if any."""
+        """Return an earlier process's evaluation, if any."""
         return await store.under_way(self._bus)
 
     def _describe(self, version: PolicyVersion, step: int, due: Due) -> tuple[Description, list[Prompt]]:
@@ -131,7 +128,7 @@ class Evaluator:
 
     async def _start(self, description: Description, prompts: Sequence[Prompt]) -> bool:
         names: tuple[str, ...] = ()
-        if not (description.initial or description.final):  # those two hold nobody up
+        if not (description.initial or description.final):  # those two block nothing
             able = candidates(await heartbeats(self._bus), description.version)
             names = tuple(beat.replica for beat in able[: self._settings.replicas])
         to_hold = Holding(description.version, names, self._settings.timeout_s)
@@ -140,7 +137,7 @@ class Evaluator:
     # ---------------------------------------------------------------- collect
 
     async def _collect(self, description: Description) -> str | None:
-        """Take answers until the evaluation is over; return why answers are missing, or None when it was interrupted."""
+        """Take answers; return why some are missing, or None if interrupted."""
         async for delivery in self._bus.own(EVAL_RESULTS, Experience, CONSUMER):
             await self._take(description, [delivery])
         reclaim_at_s = time.monotonic() + _LOST_AFTER_S
@@ -170,7 +167,7 @@ class Evaluator:
 
     async def _keep(self, description: Description, result: Experience) -> None:
         prompt = result.group.prompt
-        if result.group.versions != {description.version}:  # its replica had kept the version for as long as it may
+        if result.group.versions != {description.version}:  # its replica's time to keep the version ran out
             log.warning("answer of another version left out", extra={"problem": prompt.problem})
             return
         if prompt.group_id >= description.problems:
@@ -181,10 +178,10 @@ class Evaluator:
         await store.keep_answer(self._bus, prompt.group_id, correct)
 
     async def _over(self, description: Description, *, servable: bool) -> str | None:
-        """Return None while there is something to wait for, else why answers are missing (empty: none are, or they are dead)."""
+        """Return None while answers may arrive, else why some are missing."""
         if await store.answered(self._bus) >= description.problems:
             return ""
-        # One script: an entry on its way from one stream to the next must not be missed.
+        # One script, so that entries moving between streams are not missed.
         prompts, rollouts, results = (depth.entries for depth in await self._bus.depths(*EVALUATION_STREAMS))
         if results:
             return None
@@ -197,7 +194,6 @@ class Evaluator:
         return None if prompts else ""
 
     async def _appoint(self, description: Description) -> bool:
-        """See to it that a replica that is there keeps the version; False when none can any more."""
         beats = [beat for beat in await heartbeats(self._bus) if beat.service == "rollout"]
         held = await holding(self._bus)
         able = candidates(beats, description.version)
@@ -234,13 +230,13 @@ class Evaluator:
 
 
 async def take_all(bus: Bus, stream: Stream, count: int = 256) -> list[Delivery[object]]:
-    """Take up to ``count`` entries of a stream out of whoever's hands they are in; an empty list when none is left."""
+    """Take up to ``count`` entries of a stream from any consumer."""
     fresh = await bus.read(stream, object, CONSUMER, count, None)
     return fresh or await bus.reclaim(stream, object, CONSUMER, 0.0, count)
 
 
 def candidates(beats: Iterable[Heartbeat], version: PolicyVersion) -> list[Heartbeat]:
-    """Return the replicas that can answer as ``version``: those that serve it first, then those that are not past it."""
+    """Return replicas that can answer as ``version``, those serving it first."""
     able = [
         beat
         for beat in beats

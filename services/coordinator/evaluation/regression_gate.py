@@ -1,14 +1,12 @@
-"""The gate: a version whose held-out accuracy is really lower than before is revoked, and the run rolls back by itself.
+"""Revoke a version whose held-out accuracy fell significantly, and roll back.
 
 ::
 
     evaluation ─▶ judge: passed │ fell ──(kept with the evaluation)──▶ act: tell │ roll back │ pause
 
-A version fell where, of the gated set, ``fall = accuracy of the reference − its own`` is over ``max_fall`` and the whole 95 % interval of the
-fall (``accuracy.fall``) lies above 0; the reference is the best version of the branch that passed. The first one passes; one with
-fewer than ``MIN_PROBLEMS`` answers does neither. The run goes back to the newest checkpoint of a version that passed or that one which
-passed came from: what was trained after it was never found good. A version that fell is acted on once; the judgement lies with its
-evaluation and what was done about it on the bus, so a coordinator that dies in between is no matter.
+A version fell if ``fall = accuracy of the reference − its own`` exceeds ``max_fall`` and its 95 % interval
+(``accuracy.fall``) is above 0. The reference is the branch's best passing version. Rollback goes to the newest
+checkpoint that passed or is an ancestor of one that did. Verdict and action are on the bus, so a restart acts once.
 """
 
 import dataclasses
@@ -39,17 +37,17 @@ GATE_FALLS = Counter(
 PASSED, FELL = "passed", "fell"
 SOURCE = "gate"
 MIN_PROBLEMS = 50
-"""With fewer answered problems the 95 % interval is too wide to be relied upon: the version neither passes nor fails."""
+"""With fewer answered problems there is no verdict."""
 MAX_ROLLBACKS = 2
-"""Rollbacks in a row without a version that passed between them; then the run pauses: more of the same would not help."""
+"""Consecutive rollbacks before the run pauses."""
 
 
 def judge(found: Evaluation, before: Sequence[Evaluation], gate: GateSettings) -> Evaluation:
-    """Return ``found`` with what the gate says of it.
+    """Return ``found`` with the verdict.
 
     Args:
         found: of the gated set.
-        before: evaluations of the run's branch, oldest first.
+        before: the branch's evaluations, oldest first.
     """
     own = _estimate(found)
     if own is None or found.answered < MIN_PROBLEMS:
@@ -74,7 +72,7 @@ def target(
     records: Mapping[PolicyVersion, PolicyRecord],
     checkpoints: Collection[PolicyVersion],
 ) -> PolicyVersion | None:
-    """Return the newest version with a checkpoint that passed or that one which passed came from, if there is one."""
+    """Return the newest checkpoint that passed or is an ancestor of one that did."""
     newest = max((one.version for one in found if one.gate == PASSED), default=None)
     line = [] if newest is None else ancestors(newest, records)
     return next((version for version in line if version in checkpoints), None)
@@ -87,10 +85,10 @@ def _estimate(found: Evaluation) -> Estimate | None:
 
 
 class RegressionGate:
-    """Judges evaluations, and acts on those that fell.
+    """Judge evaluations, and act on falls.
 
     Args:
-        changed: is called when the run was paused.
+        changed: called after a pause.
     """
 
     def __init__(
@@ -103,7 +101,7 @@ class RegressionGate:
         self._changed = changed
 
     async def judge(self, found: Evaluation) -> Evaluation:
-        """Return ``found`` with what the gate says of it; as it is where the gate does not look."""
+        """Return ``found`` with the verdict, if the gate applies."""
         if self._settings.gate.action == "off" or found.set != self._settings.gated:
             return found
         revoked = await self._ledger.revoked()
@@ -111,10 +109,10 @@ class RegressionGate:
         return judge(found, before, self._settings.gate)
 
     async def act(self, status: RunStatus, found: Sequence[Evaluation]) -> bool:
-        """Act on the newest version that fell, if nothing was done about it; return whether something was.
+        """Act once on the newest fall; return whether anything was done.
 
         Args:
-            found: evaluations of the run's branch, oldest first.
+            found: the branch's evaluations, oldest first.
         """
         gate = self._settings.gate
         fallen = next((one for one in reversed(found) if one.gate == FELL), None)
@@ -143,7 +141,7 @@ class RegressionGate:
         await note_decision(self._bus, fallen.version, "rollback")
         try:
             await self._rollbacks.begin(goal, _sentence(fallen))
-        except StateConflict as error:  # people were quicker; what is left to do is seen at the next look
+        except StateConflict as error:  # a command came first; the next pass sees what remains
             log.info("gate waits", extra={"version": int(fallen.version), "reason": str(error)})
             return False
         await self._note(fallen, "rollback", f"{fallen.gate_detail}; back to version {goal}")

@@ -1,7 +1,4 @@
-"""What evaluations ask and find: of one version, set by set, as it lies on the bus and goes into the report.
-
-A problem counts only with its answers; what an unanswered one would have been is not guessed, but its absence is noted.
-"""
+"""Evaluation results by set, as stored. Only answered problems count."""
 
 import dataclasses
 import json
@@ -17,40 +14,38 @@ from shared.settings.evaluation import ONLY_SET
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What an evaluation found of one set."""
+    """Results of one set."""
 
     version: PolicyVersion
     step: int
     set: str
     problems: int
-    """How many were asked."""
     samples: int
-    """Completions of each."""
     answered: int
-    """How many problems were answered, by ``version`` alone."""
+    """Problems answered entirely by ``version``."""
     correct: int
-    """Completions above the set's threshold, of answered × samples."""
+    """Of answered × samples."""
     accuracy: float | None
-    """Mean over answered problems of the share of correct completions; None when nothing was answered."""
+    """Mean correct share over answered problems."""
     accuracy_low: float | None
     accuracy_high: float | None
-    """Its 95 % interval (``accuracy.estimate``)."""
+    """95 % interval (``accuracy.estimate``)."""
     pass_at: dict[str, Estimate]
-    """By k: the probability that one of k completions is correct."""
+    """Probability that one of k is correct."""
     initial: bool
     final: bool
     started_at_s: float
     seconds: float
     note: str
-    """Why problems are without an answer; empty when all have one."""
+    """Why answers are missing."""
     gate: str = ""
-    """passed, fell, or empty where the gate did not look."""
+    """passed, fell, or empty: not applied."""
     gate_detail: str = ""
-    """Against what, and by how much."""
+    """Reference and difference."""
 
 
 def summarize(description: Description, answers: Mapping[int, int], why: str, now_s: float) -> list[Evaluation]:
-    """Return what ``answers`` (problem → correct completions) amount to, set by set; ``why`` says what kept the others away."""
+    """Return results by set from ``answers`` (problem → correct completions)."""
     found, first = [], 0
     for asked in description.sets:
         correct = [answers[problem] for problem in range(first, first + asked.problems) if problem in answers]
@@ -87,7 +82,7 @@ def _of_set(
 
 
 def sentence(found: Evaluation) -> str:
-    """Say an evaluation in words."""
+    """Describe an evaluation in a sentence."""
     if found.accuracy is None:
         told = "failed"
     else:
@@ -96,22 +91,21 @@ def sentence(found: Evaluation) -> str:
 
 
 async def evaluations(bus: Bus) -> list[Evaluation]:
-    """Return what every evaluation of the run found, by version, in the order of the sets."""
+    """Return all evaluations, by version, in set order."""
     return read_evaluations(await results(bus))
 
 
 def read_evaluations(raw: Mapping[bytes, bytes]) -> list[Evaluation]:
-    """Return the evaluations in the answer to HGETALL, by version, in the order of the sets."""
+    """Return the evaluations in an HGETALL reply."""
     found = [json.loads(raw[version]) for version in sorted(raw, key=int)]
     return [_evaluation(fields) for of_version in found for fields in _listed(of_version)]
 
 
 def _listed(found: Any) -> list[dict[str, Any]]:
-    return found if isinstance(found, list) else [found]  # 0.1.0 knew one set
+    return found if isinstance(found, list) else [found]  # 0.1.0 had one set
 
 
 def _evaluation(fields: dict[str, Any]) -> Evaluation:
-    """Read an evaluation; what 0.1.0 did not say has defaults, what it said besides is ignored."""
     known: dict[str, Any] = {"set": ONLY_SET, "samples": 1, "accuracy_low": None, "accuracy_high": None} | fields
     known["pass_at"] = {k: Estimate(**found) for k, found in fields.get("pass_at", {}).items()}
     return Evaluation(

@@ -1,6 +1,6 @@
-"""What answers to held-out problems amount to: accuracy, pass@k, their 95 % intervals, and whether a fall is real. Pure functions.
+"""Accuracy and pass@k with 95 % intervals, and the significance of a fall. Pure functions.
 
-A problem is the unit that was drawn: its samples are alike, so n samples of m problems tell less than n·m problems would.
+A problem's samples are correlated, so the sampling unit is the problem.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 
 Z = 1.959964
-"""The normal distribution's 97.5 % quantile: intervals are of 95 %."""
+"""97.5 % quantile of the normal distribution."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,9 +22,9 @@ class Estimate:
 
 
 def pass_at(k: int, samples: int, correct: int) -> float:
-    """Return the probability that one of ``k`` completions is correct, where ``correct`` of ``samples`` are.
+    """Return the probability that one of ``k`` completions is correct, if ``correct`` of ``samples`` are.
 
-    The unbiased estimator 1 − C(n − c, k) / C(n, k) of Chen et al. 2021 (arXiv:2107.03374, equation 1), for k ≤ n.
+    1 − C(n − c, k) / C(n, k), unbiased for k ≤ n (Chen et al. 2021, arXiv:2107.03374, equation 1).
 
     >>> pass_at(2, 4, 1)    # of 6 pairs, 3 hold the correct one
     0.5
@@ -33,19 +33,18 @@ def pass_at(k: int, samples: int, correct: int) -> float:
 
 
 def estimate(of_problems: Sequence[float], samples: int) -> Estimate:
-    """Return the mean over problems of a share that each has, and its interval.
+    """Return the mean share over problems, and its interval.
 
-    Wilson's score interval (Wilson 1927) of p = mean over ``observations`` n::
+    Wilson's score interval (1927) of p = mean over ``observations`` n::
 
         (p + z²/2n ± z·√(p(1 − p)/n + z²/4n²)) / (1 + z²/n)
 
-    For one sample a problem n is m, the number of problems. For several, n is what the spread between problems leaves of m·samples,
-    p(1 − p) / (s²/m) with the variance s² of the problems' shares, between m and m·samples: Wilson's interval at the effective
-    sample size of a cluster sample (Dean and Pagano 2015, doi:10.1093/jssam/smv024).
+    n is the effective sample size of a cluster sample, p(1 − p) / (s²/m) with m problems and variance s² of their
+    shares, between m and m·samples (Dean and Pagano 2015, doi:10.1093/jssam/smv024).
 
     Args:
-        of_problems: a value from 0 to 1 for each of at least one problem.
-        samples: completions of each.
+        of_problems: a value from 0 to 1 per problem.
+        samples: completions per problem.
     """
     problems = len(of_problems)
     mean = statistics.fmean(of_problems)
@@ -66,13 +65,13 @@ def _observations(of_problems: Sequence[float], mean: float, samples: int) -> fl
 
 
 def fall(before: Estimate, after: Estimate) -> Estimate:
-    """Return how much lower ``after`` is than ``before``, with the 95 % interval of the difference.
+    """Return how much lower ``after`` is than ``before``, with its 95 % interval.
 
-    Newcombe's hybrid score interval (1998, method 10) for two independent shares::
+    Newcombe's hybrid score interval (1998, method 10)::
 
         d = p₁ − p₂,   low = d − √((p₁ − low₁)² + (high₂ − p₂)²),   high = d + √((high₁ − p₁)² + (p₂ − low₂)²)
 
-    Both were asked mostly the same problems, which makes the true interval narrower: this one errs on the side of no fall.
+    It assumes independent shares; shared problems make it conservative.
     """
     difference = before.value - after.value
     low = difference - math.hypot(before.value - before.low, after.high - after.value)

@@ -1,1 +1,1 @@
-"""Records of what takes a while, and dead letters: both are kept on the bus and answered by the API."""
+"""Long-running operations and dead letters, kept on the bus."""

@@ -1,4 +1,4 @@
-"""Dead letters as JSON, for people."""
+"""Dead letters as JSON."""
 
 import dataclasses
 import re
@@ -25,7 +25,7 @@ _KINDS: dict[DeadLetterSource, type[Any]] = {
 
 
 def decode(letter: DeadLetter) -> tuple[Json, str]:
-    """Return the letter's message as JSON, arrays cut after 256 elements, and why it cannot be read ("": it can)."""
+    """Return the message as JSON, arrays cut after 256 elements, and any error."""
     try:
         return _shown(wire.decode(letter.data, _KINDS[letter.stream])), ""
     except MessageError as error:

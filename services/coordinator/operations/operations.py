@@ -1,14 +1,13 @@
-"""Commands that take a while: a record on the bus that people poll, and the task that does the work.
+"""Long-running commands: records that clients poll, and the tasks that do the work.
 
 ::
 
-    POST … ──▶ begin ──▶ 202, Location: /v1/operations/{id}          running ──▶ succeeded
-                 │                                                       ├─────▶ failed      it could not be done
-                 └──▶ the handler of its kind, phase by phase ───────────┴─────▶ cancelled   something else overtook it
+    POST … ──▶ begin ──▶ 202, Location: /v1/operations/{id}    running ──▶ succeeded
+                 │                                                 ├─────▶ failed
+                 └──▶ the handler of its kind, phase by phase ─────┴─────▶ cancelled   superseded
 
-An operation survives its coordinator: the next one calls the handler again with the record as it stands, so a handler does nothing twice that
-was done. The same command while it is under way is the same operation. What is under way when a run ends and its services leave, ends as failed.
-This module knows no kind.
+The next leader calls the handler again with the record, so handlers are idempotent. Repeating a command in progress
+returns the same operation.
 """
 
 import asyncio
@@ -30,7 +29,7 @@ _LOOK_S = 2.0
 
 
 class StateConflict(PenstockError):
-    """A command does not fit the run's state; nothing was changed."""
+    """A command does not fit the run's state."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class OperationOutcome:
 
 
 Report = Callable[[str, str], Awaitable[None]]
-"""Write down (phase, detail)."""
+"""Record (phase, detail)."""
 Handler = Callable[[Operation, Report], Awaitable[OperationOutcome]]
 
 
@@ -51,7 +50,7 @@ class Operations:
     """The operations of a run.
 
     Args:
-        handlers: who does what, by kind. One that raises ends its operation as failed, and the error goes on.
+        handlers: by kind. An exception fails the operation and is re-raised.
     """
 
     def __init__(self, bus: Bus, handlers: Mapping[str, Handler]) -> None:
@@ -61,7 +60,7 @@ class Operations:
         self._wake = asyncio.Event()
 
     async def begin(self, kind: str, phase: str, request: Mapping[str, Json]) -> Operation:
-        """Begin an operation, or return the one of this kind and request that is under way."""
+        """Begin an operation, or return the equal one in progress."""
         assert kind in self._handlers
         known = await self._store.all()
         for found in known:
@@ -80,11 +79,11 @@ class Operations:
         return await self._store.get(number)
 
     async def all(self) -> list[Operation]:
-        """Return every operation that is kept, newest first."""
+        """Return every kept operation, newest first."""
         return await self._store.all()
 
     async def run(self) -> None:
-        """Do the work of every operation that is under way, also of those that an earlier coordinator began."""
+        """Run all operations in progress, including earlier coordinators'."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 for found in await self._store.all():
@@ -97,7 +96,7 @@ class Operations:
                 self._wake.clear()
 
     async def give_up(self, detail: str) -> None:
-        """End what is under way as failed, as nobody will come who could do it."""
+        """Fail all operations in progress at the run's end."""
         for found in await self._store.all():
             if found.state is OperationState.RUNNING:
                 await self._end(found, OperationOutcome(OperationState.FAILED, detail))

@@ -1,1 +1,1 @@
-"""The policy's history: promotion to head, relay of weights, rollback, lineage and exports."""
+"""Policy history: promotion, weight relay, rollback, lineage and exports."""

@@ -1,12 +1,10 @@
-"""Exports over HTTP: which versions can be had, and what goes on until one lies in its folder.
+"""Exports over HTTP, made by the trainer, which has the weights.
 
 ::
 
-    POST …/export ─▶ check ─▶ operation ─▶ order on the bus ─▶ the trainer makes it (``shared.bus.stores.exports``) ─▶ folder
-                       │                        ├─▶ cancelled: a rollback revoked the version meanwhile
-                       └─▶ 409                  └─▶ failed: it could not be made, or no trainer was there for ``patience_s``
-
-The trainer makes it because the weights lie where it runs, and because the coordinator's image has no torch. This module sees no files.
+    POST …/export ─▶ check ─▶ operation ─▶ order on the bus ─▶ trainer (``shared.bus.stores.exports``) ─▶ folder
+                       │                        ├─▶ cancelled: a rollback revoked the version
+                       └─▶ 409                  └─▶ failed, or no trainer for ``patience_s``
 """
 
 import asyncio
@@ -22,16 +20,15 @@ from shared.bus.stores.operations import Operation, OperationState
 from shared.settings import Settings
 
 KIND = "export"
-"""The kind of its operation."""
 _LOOK_S = 0.3
 _PATIENCE_S = 120.0
 
 
 class Exporting:
-    """Leads exports.
+    """Run exports.
 
     Args:
-        patience_s: how long an order waits while no trainer is there: longer than one takes to start again.
+        patience_s: longer than a trainer's restart.
     """
 
     def __init__(self, bus: Bus, ledger: Ledger, settings: Settings, patience_s: float = _PATIENCE_S) -> None:
@@ -42,7 +39,7 @@ class Exporting:
         self._patience_s = patience_s
 
     async def check(self, record: PolicyRecord, *, adapter: bool) -> None:
-        """Raise Misfit where a version cannot be exported."""
+        """Raise Misfit if a version cannot be exported."""
         if adapter and not self._has_adapter:
             raise StateConflict(
                 "expected a run with policy.lora.rank > 0 for an adapter, found whole weights: leave adapter out"
@@ -60,7 +57,7 @@ class Exporting:
             )
 
     async def see_through(self, operation: Operation, report: Report) -> OperationOutcome:
-        """Order the version of an operation, and wait until the trainer has made it."""
+        """Order the version, and wait until it is exported."""
         version, adapter = PolicyVersion(_number(operation)), operation.request["adapter"] is True
         seen_s = time.monotonic()
         while True:

@@ -1,4 +1,4 @@
-"""Where versions come from, and how two of them differ. Pure functions over the ledger's records."""
+"""Lineage and comparison of versions. Pure functions."""
 
 import math
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from shared.bus.messages import PolicyRecord, PolicyVersion
 
 
 def ancestors(version: PolicyVersion, records: Mapping[PolicyVersion, PolicyRecord]) -> list[PolicyVersion]:
-    """Return ``version`` and every version that it comes from, newest first, as far as records go."""
+    """Return ``version`` and its recorded ancestors, newest first."""
     found: list[PolicyVersion] = []
     at: PolicyVersion | None = version
     while at is not None and at in records:
@@ -23,11 +23,11 @@ def compare(
     records: Mapping[PolicyVersion, PolicyRecord],
     accuracy: Mapping[PolicyVersion, float | None],
 ) -> Comparison:
-    """Return two versions beside each other.
+    """Compare two versions.
 
     Args:
         records: every version's.
-        accuracy: what evaluations found, 0 to 1.
+        accuracy: from 0 to 1.
     """
     of_right = set(ancestors(right.version, records))
     ancestor = next((version for version in ancestors(left.version, records) if version in of_right), None)

@@ -1,8 +1,6 @@
-"""Promotion: make each version that the trainer published the head, in the order of versions, and tell every replica.
+"""Make each published version the head, and notify the replicas of it and its sources (``relay_tree``).
 
-Blocks on ``published``, so a version is live about a millisecond after its commit. With the word goes from whom each
-replica should pull (see ``relay_tree``), by the heartbeats of that moment; who joins later finds a source by itself. The transaction that promotes also
-acknowledges: a version is promoted once, whoever restarts when, and never behind a newer one.
+Blocks on ``published``. Promotion and acknowledgement are one transaction, so each version is promoted once, in order.
 """
 
 import logging
@@ -29,16 +27,16 @@ PROMOTE_SECONDS = Histogram(
 )
 
 CONSUMER = "coordinator"
-"""One name whatever the process: who comes next takes over what the last one left."""
+"""Shared, so that a successor takes over pending entries."""
 _LOST_AFTER_S = 2.0
 
 
 class Promotion:
-    """Promotes what is published.
+    """Promote published versions.
 
     Args:
-        fan_out: most replicas that pull from the trainer, and from each replica.
-        promoted: is told each new head.
+        fan_out: most replicas that pull from one source.
+        promoted: called with each new head.
     """
 
     def __init__(self, bus: Bus, ledger: Ledger, fan_out: int, promoted: Callable[[PolicyVersion], None]) -> None:
@@ -48,12 +46,12 @@ class Promotion:
         self._promoted = promoted
 
     async def run(self) -> None:
-        """Promote for ever."""
+        """Promote until cancelled."""
         async for delivery in self._bus.own(PUBLISHED, PolicyRecord, CONSUMER):
             await self._promote(delivery)
         while True:
             deliveries = await self._bus.read(PUBLISHED, PolicyRecord, CONSUMER, 16, _LOST_AFTER_S / 2)
-            if not deliveries:  # an answer that a broken connection lost, or another process's
+            if not deliveries:  # lost with a broken connection, or taken by another process
                 deliveries = await self._bus.reclaim(PUBLISHED, PolicyRecord, CONSUMER, _LOST_AFTER_S, 1000)
             await self._promote_all(deliveries)
 
@@ -77,7 +75,6 @@ class Promotion:
         log.info("policy live", extra={"version": int(record.version), "step": record.step})
 
     async def _check(self, record: PolicyRecord) -> None:
-        """Raise MessageError where no trainer committed this version with these weights."""
         known = await self._ledger.policy(record.version)
         if known is None or (known.manifest_digest, known.step) != (record.manifest_digest, record.step):
             raise MessageError(
@@ -88,6 +85,6 @@ class Promotion:
         if not record.source:
             return {}
         held = await holding(self._bus)
-        # Who keeps an older version for an evaluation has nothing to pass on; if it is let go early, it asks others.
+        # A replica holding an older version for an evaluation has nothing to relay.
         beats = [beat for beat in await heartbeats(self._bus) if held is None or not held.names(beat.replica)]
         return sources(serving(beats), self._fan_out, record.source)

@@ -1,4 +1,4 @@
-"""Who pulls a version from whom, so that the trainer sends it ``fan_out`` times however many replicas there are.
+"""Relay tree of weight pulls: the trainer sends a version ``fan_out`` times.
 
 ::
 
@@ -8,8 +8,7 @@
                      ┌────┴────┐         ┌────┴────┐         the parent of number i is number i // fan_out − 1
                  rollout-2 rollout-3 rollout-4 rollout-5
 
-A replica passes each bucket on while later ones arrive, so depth costs a bucket's time, not a version's. When a parent
-fails its children go to the trainer. A pure function; it knows no bus.
+Buckets are pipelined, so a level adds one bucket's time. A failed parent's children pull from the trainer.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,15 +16,15 @@ from collections.abc import Iterable, Mapping
 from shared.bus.stores.heartbeats import Heartbeat
 
 FAN_OUT = 2
-"""Replicas that pull from the trainer, and from each replica: two keep its network card busy, and the tree flat."""
+"""Two saturate the trainer's network card."""
 
 
 def sources(replicas: Mapping[str, str], fan_out: int, trainer: str) -> dict[str, tuple[str, ...]]:
-    """Return for each replica the addresses to pull from, in the order to try; the trainer's is the last of each.
+    """Return each replica's source addresses in order; the trainer's is last.
 
     Args:
-        replicas: the address at which each serves others, by name.
-        fan_out: most children of the trainer and of each replica.
+        replicas: serving address by name.
+        fan_out: most children per node.
 
     >>> sources({"a": "h:1", "b": "h:2"}, 1, "t:0")
     {'a': ('t:0',), 'b': ('h:1', 't:0')}
@@ -39,7 +38,7 @@ def sources(replicas: Mapping[str, str], fan_out: int, trainer: str) -> dict[str
 
 
 def serving(beats: Iterable[Heartbeat]) -> dict[str, str]:
-    """Return the replicas that can pass weights on, with their addresses: those that serve and are in order."""
+    """Return the addresses of healthy replicas that can relay."""
     return {
         beat.replica: beat.source
         for beat in beats

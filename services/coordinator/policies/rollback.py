@@ -1,20 +1,16 @@
-"""Rollback: take the whole run back to a version, and go on from there under a new number.
+"""Rollback: return the run to an earlier version, under a new number.
 
 ::
 
     begin ── one script ──▶ loading ──▶ pulling ──▶ live
-             │              │           └ the new version is the head; until every replica serves it, or one does and the
-             │              │             others had their deadline
-             │              └ the trainer loads the checkpoint and publishes its weights as the newest version,
-             │                child of the target
-             └ at once, whole: the run pauses, every later version is revoked (its samples are fenced at the trainer's intake,
-               wherever they are), the journal of the branch is undone, the trainer is shut out, step and place in the
-               dataset are the target's. So nothing of the branch can be trained on from the moment of the answer.
+             │              │           └ the new version is the head; ends when every replica serves it,
+             │              │             or one at the deadline
+             │              └ the trainer loads the checkpoint and publishes it as a new child of the target
+             └ atomically: the run pauses, later versions are revoked (their samples are fenced at the trainer's
+               intake), their journal is undone, the trainer is shut out, step and dataset position are restored
 
-A run that was running runs again once the version is live. What was begun lies on the bus: whoever leads sees it through, as
-an operation that people poll. One rollback at a time; the same one asked again is the same. It ends as ``failed`` where the run is stopped, or
-where the trainer cannot load the checkpoint (``services.trainer.rank0.resume``): then the run stays paused, with nothing to go on from, until it is rolled
-back to another version, or to this one again.
+A run that was running resumes once the version is live. The state is on the bus; any leader completes it. It fails if
+the run is stopped or the checkpoint cannot be loaded (``services.trainer.rank0.resume``); the run then stays paused.
 """
 
 import asyncio
@@ -46,24 +42,23 @@ log = logging.getLogger(__name__)
 
 ROLLBACKS = Counter("penstock_coordinator_rollbacks_total", "Rollbacks by how they ended: live, failed.", ["state"])
 for _state in ("live", "failed"):
-    ROLLBACKS.labels(_state)  # a line that is there at 0 shows the first increase
+    ROLLBACKS.labels(_state)  # exported at 0, so that the first increase is visible
 KIND = "rollback"
-"""The kind of its operation."""
 _LOOK_S, _POLL_S = 2.0, 0.1
 
 
 def request(found: Rollback) -> dict[str, Json]:
-    """Return what the operation of a rollback was asked for."""
+    """Return the operation request of a rollback."""
     return {"version": found.target, "rollback": found.id}
 
 
 class Rollbacks:
-    """Begins rollbacks and sees them through.
+    """Begin and complete rollbacks.
 
     Args:
-        deadline_s: how long replicas have for the new version before the run goes on without them.
-        changed: is called when the run changed.
-        operate: begins the operation of a rollback, or finds it.
+        deadline_s: longest wait for replicas.
+        changed: called after a change of the run.
+        operate: begins or finds the operation.
     """
 
     def __init__(
@@ -83,10 +78,10 @@ class Rollbacks:
     # ---------------------------------------------------------------- begin
 
     async def begin(self, target: PolicyVersion, reason: str) -> Operation:
-        """Take the run back to ``target``; return the operation, which has begun or was under way already.
+        """Roll the run back to ``target``; return the operation.
 
         Raises:
-            Misfit: it cannot be; nothing was changed.
+            Misfit: impossible; nothing was changed.
         """
         while True:
             if (found := await self.current()) is not None and found.stage not in OVER:
@@ -108,7 +103,7 @@ class Rollbacks:
                 raise StateConflict(await self._refusal(answer, target))
 
     async def _begin(self, target: PolicyVersion, reason: str, *, again: bool = False) -> str:
-        status = await self._ledger.status()  # before the rest: where that moves on, so does its newest version
+        status = await self._ledger.status()  # read first: a newer status implies a newer version
         records, states, checkpoints = await asyncio.gather(
             self._ledger.policies(), self._ledger.policy_states(), self._ledger.checkpoints()
         )
@@ -142,11 +137,11 @@ class Rollbacks:
     # ---------------------------------------------------------------- see it through
 
     async def current(self) -> Rollback | None:
-        """Return the rollback under way, or the last one."""
+        """Return the current or last rollback."""
         return await current_rollback(self._bus)
 
     async def run(self) -> None:
-        """See to it that every rollback has its operation, also one whose coordinator died right after its beginning."""
+        """Ensure that every rollback has its operation."""
         while True:
             found = await self.current()
             if found is not None and found.stage not in OVER:
@@ -154,7 +149,7 @@ class Rollbacks:
             await asyncio.sleep(_LOOK_S)
 
     async def see_through(self, operation: Operation, report: Report) -> OperationOutcome:
-        """Wait until the rollback of an operation is live, moving it on."""
+        """Advance a rollback until it is live."""
         while (found := await self.advance()) is not None and found.id == operation.request["rollback"]:
             result: dict[str, Json] = {"version": found.version, "revoked": found.revoked, "undone": found.undone}
             if found.stage is Stage.LIVE:
@@ -166,12 +161,12 @@ class Rollbacks:
         return OperationOutcome(OperationState.CANCELLED, "the bus knows nothing of it any more")
 
     async def keep_paused(self) -> None:
-        """Leave the run paused once the rollback under way is live."""
+        """Leave the run paused after the current rollback."""
         if (found := await self.current()) is not None:
             await steer_rollback(self._bus, found.id, resumes=0)
 
     async def advance(self) -> Rollback | None:
-        """Move the rollback under way as far as it can go now; return it."""
+        """Advance the current rollback as far as possible."""
         found = await self.current()
         if found is None or found.stage in OVER:
             return found

@@ -1,4 +1,4 @@
-"""Append-only files of JSON lines that survive a kill: a torn last line is cut off when the file is opened again."""
+"""Append-only JSON Lines files; opening one cuts off a torn last line."""
 
 import json
 import math
@@ -13,7 +13,7 @@ _BLOCK_BYTES = 1 << 16
 
 
 class Lines:
-    """One file of JSON objects, a line each.
+    """One JSON Lines file.
 
     >>> lines = Lines(Path("metrics.jsonl"))          # doctest: +SKIP
     >>> lines.last                                    # doctest: +SKIP
@@ -23,13 +23,12 @@ class Lines:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.last = _mend(path)
-        """The newest line; None where there is none."""
 
     def append(self, lines: Sequence[dict[str, Json]]) -> None:
-        """Write lines, whole, behind the others. Numbers that JSON cannot hold become null.
+        """Append lines; non-finite numbers become null.
 
         Raises:
-            OSError: they cannot be written, all of them; the file is as it was.
+            OSError: the file is unchanged.
         """
         if not lines:
             return
@@ -49,7 +48,7 @@ class Lines:
 
 
 def read(path: Path) -> Iterator[dict[str, Json]]:
-    """Yield every whole line of a file, oldest first; nothing where there is no file."""
+    """Yield a file's complete lines, oldest first."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -59,7 +58,7 @@ def read(path: Path) -> Iterator[dict[str, Json]]:
 
 
 def newest_first(path: Path) -> Iterator[dict[str, Json]]:
-    """Yield every whole line of a file, newest first, reading no more of it than is asked for; nothing where there is no file."""
+    """Yield a file's complete lines, newest first, reading lazily."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -76,13 +75,12 @@ def newest_first(path: Path) -> Iterator[dict[str, Json]]:
 
 
 def _write_all(file: BinaryIO, data: bytes) -> None:
-    """Write ``data``, of which a disk that fills up may take a part at a time."""
+    """Write all of ``data``, despite partial writes."""
     while data:
         data = data[file.write(data) :]
 
 
 def _mend(path: Path) -> dict[str, Json] | None:
-    """Cut off what stands behind the last whole line; return that line."""
     last, whole = None, 0
     if not path.exists():
         return None
@@ -106,7 +104,7 @@ def _parse(line: bytes) -> dict[str, Json] | None:
 
 
 def finite(value: Json) -> Json:
-    """Return ``value`` with null in place of numbers that JSON cannot hold."""
+    """Return ``value`` with null for non-finite numbers."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

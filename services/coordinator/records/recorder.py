@@ -1,16 +1,15 @@
-"""The records of a run, for people: what the bus tells, as JSON lines in the run's folder.
+"""Copy run records from the bus to the run's folder.
 
 ::
 
     bus                       file                 one line is
-    steps                     metrics.jsonl        one optimizer step: step, version, samples, lag_counts, every metric
+    steps                     metrics.jsonl        one optimizer step: step, version, samples, lag_counts, metrics
     evaluations               evaluations.jsonl    one evaluation
     events                    events.jsonl         one event
-    journal (newest group)    rollouts.jsonl       one trained group, each ``sample_every_steps`` steps, readable
+    journal (newest group)    rollouts.jsonl       one trained group, each ``sample_every_steps`` steps
 
-Each line of a stream carries its entry's id, and the recorder goes on behind the last one that it finds: a restart writes
-no line twice. While the disk has no room it says so and tries again; the bus keeps what is to be written. A run that was taken back to a checkpoint has two lines for a step; the later one holds. The recorder only
-reads the bus, and nothing reads the recorder but people, the summary and the report.
+Lines carry their entry's id, where the recorder resumes. While the disk is full it retries. After a rollback a step's
+later line is valid.
 """
 
 import asyncio
@@ -38,7 +37,7 @@ _AGAIN_S = 1.0
 
 
 class Recorder:
-    """Writes the run's records; ``run`` for ever, ``catch_up`` once."""
+    """Write records: ``run`` until cancelled, ``catch_up`` once."""
 
     def __init__(self, bus: Bus, folder: Path, sample_every_steps: int) -> None:
         self._bus = bus
@@ -46,11 +45,11 @@ class Recorder:
         self._folder = folder
         self._busy = asyncio.Lock()
         self.trouble = ""
-        """Why records cannot be written now; "" when they can."""
+        """Why records cannot be written."""
         self.reopen()
 
     def reopen(self) -> None:
-        """Go on behind what the files hold now: another coordinator may have written them."""
+        """Reread the last lines: another coordinator may have written."""
         folder = self._folder
         self._metrics = Lines(folder / "metrics.jsonl")
         self._events = Lines(folder / "events.jsonl")
@@ -62,18 +61,18 @@ class Recorder:
         self._step = _number(self._metrics.last, "step")
 
     async def run(self) -> None:
-        """Record for ever."""
+        """Record until cancelled."""
         while True:
             await self.catch_up()
             await wait_for_any(self._bus, self._after, _WAIT_S)
 
     async def catch_up(self) -> None:
-        """Write everything that the bus has and the files have not; waits while the disk has no room."""
+        """Write all that the files lack."""
         async with self._busy:
             await self.with_room(self._catch_up)
 
     async def with_room(self, write: Callable[[], Awaitable[None]]) -> None:
-        """Return once ``write`` did what it does; while that fails for want of room, say so in ``trouble`` and try again."""
+        """Retry ``write`` while the disk is full, reporting ``trouble``."""
         while True:
             try:
                 await write()
@@ -111,7 +110,6 @@ class Recorder:
         return len(entries)
 
     def _pass(self, stream: Stream, entries: list[Row]) -> None:
-        """Note that these entries are written."""
         if entries:
             self._after[stream] = entries[-1][0]
 
@@ -127,7 +125,9 @@ class Recorder:
         if self._step // self._every <= self._sampled_step // self._every:
             return
         newest = await page(self._bus, streams.JOURNAL, None, 1)
-        for entry, experience in _decoded(newest, Experience):  # none just after a checkpoint: the next step will do
+        for entry, experience in _decoded(
+            newest, Experience
+        ):  # empty just after a checkpoint; retried at the next step
             step = int(newest[0][1][b"step"])
             self._rollouts.append([rollout_line(entry, step, experience)])
             self._sampled_step = max(step, self._step)
@@ -147,7 +147,7 @@ def step_line(entry: str, report: StepReport) -> dict[str, Json]:
 
 
 def rollout_line(entry: str, step: int, experience: Experience) -> dict[str, Json]:
-    """Return one line of rollouts.jsonl: a group as a person reads it."""
+    """Return a group as a line of rollouts.jsonl."""
     prompt = experience.group.prompt
     completions: list[Json] = [
         {

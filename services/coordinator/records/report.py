@@ -1,7 +1,7 @@
-"""report.html: the page's curves and rollouts (``api/page``) in one file that contains the run's records and opens anywhere, offline.
+"""report.html: the run's curves and rollouts in one offline file.
 
-Read from the records, any of which may be missing or cut short, so it can be written at any time and again. Everything
-of the run is in one block of JSON, which ``report.js`` shows as text; the content security policy admits this script only.
+Records may be missing or truncated. Data are JSON that ``report.js`` shows as text; the content security policy admits
+this script only.
 """
 
 import base64
@@ -21,7 +21,7 @@ from shared.bus.messages import Json
 from shared.files.durable import write_whole
 
 DATA = "data"
-"""The source of events that say what is doubtful about the data."""
+"""Event source for data warnings."""
 _PAGE = Path(__file__).parents[1] / "api" / "page"
 _SCRIPTS = ("dom.js", "charts.js", "curves.js", "rollouts.js", "report.js")
 _ABOUT_STEP = frozenset({"entry", "step", "version", "finished_at_s"})
@@ -46,10 +46,10 @@ _DOCUMENT = """<!doctype html>
 
 
 def write_report(run_folder: Path) -> Path:
-    """Write ``<run_folder>/report.html``, whole, at once; return its path.
+    """Write ``<run_folder>/report.html`` atomically.
 
     Raises:
-        OSError: the folder cannot be written.
+        OSError: not writable.
     """
     path = run_folder / "report.html"
     style, script = (_PAGE / "look.css").read_text(encoding="utf-8"), _script()
@@ -60,7 +60,7 @@ def write_report(run_folder: Path) -> Path:
 
 
 def records(run_folder: Path) -> dict[str, Json]:
-    """Return what ``report.js`` shows of the run in ``run_folder``."""
+    """Return the data that ``report.js`` shows."""
     summary = _object(run_folder / "summary.json")
     steps = one_line_a_step(read(run_folder / "metrics.jsonl"))
     events = list(read(run_folder / "events.jsonl"))
@@ -80,7 +80,7 @@ def records(run_folder: Path) -> dict[str, Json]:
 
 
 def _script() -> str:
-    """Return the modules as one: a file has no origin from which it could import them."""
+    """Return the modules as one script: files cannot import."""
     text = "".join((_PAGE / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     return re.sub(r"^(import .*;\n|export )", "", text, flags=re.MULTILINE)
 
@@ -90,7 +90,6 @@ def _digest(text: str) -> str:
 
 
 def _columns(steps: Sequence[dict[str, Json]]) -> dict[str, Json]:
-    """Return each figure of every step, with six digits."""
     names = sorted({name for line in steps for name in line} - _ABOUT_STEP)
     return {name: [_short(line.get(name)) for line in steps] for name in names}
 
@@ -100,7 +99,6 @@ def _short(value: Json) -> Json:
 
 
 def _rollouts(lines: Sequence[dict[str, Json]]) -> list[Json]:
-    """Return a few groups, spread over the run, newest first."""
     count = min(_ROLLOUTS, len(lines))
     chosen = [lines[round(index * (len(lines) - 1) / max(1, count - 1))] for index in reversed(range(count))]
     groups: list[Json] = []
@@ -108,7 +106,7 @@ def _rollouts(lines: Sequence[dict[str, Json]]) -> list[Json]:
         try:
             groups.append(rollout_view(line).model_dump(mode="json"))
         except (KeyError, ValidationError):
-            continue  # of another version
+            continue
     return groups
 
 
@@ -120,7 +118,6 @@ def _text(file: Path) -> str:
 
 
 def _object(file: Path) -> dict[str, Json]:
-    """Return the object in a file; empty where there is none."""
     try:
         value = json.loads(_text(file))
     except ValueError:

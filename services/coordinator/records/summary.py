@@ -1,7 +1,6 @@
-"""The summary of a run, from what is written down (bus and metrics.jsonl), never from a process's memory.
+"""The run's summary, from the bus and metrics.jsonl only.
 
-So it is right whoever was restarted, and may be made again. Times are Unix seconds; ``training_s`` runs from the first
-admission to the last commit, without pauses.
+``training_s`` runs from the first admission to the last commit, without pauses.
 """
 
 import dataclasses
@@ -21,37 +20,37 @@ from shared.files.durable import write_whole
 from shared.settings import Settings
 
 _ENDS = 5
-"""Steps at the beginning and at the end over which the reward is averaged."""
+"""Steps averaged at each end."""
 _PACKAGES = (
     *("penstock", "numpy", "msgpack", "redis", "pydantic", "fastapi", "uvicorn", "pyarrow"),
-    *("torch", "transformers", "deepspeed", "math-verify", "vllm"),  # where they are installed here too
+    *("torch", "transformers", "deepspeed", "math-verify", "vllm"),
 )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Summary:
-    """What summary.json holds; None where a run has no such figure."""
+    """Contents of summary.json."""
 
     run_id: str
     state: str
     reason: str
     accuracy_before: float | None
-    """Held-out accuracy of the initial policy, on the first set."""
+    """Initial policy, first set."""
     accuracy_after: float | None
-    """Held-out accuracy of the last evaluated version (of the final one, where the run finished)."""
+    """Last evaluated version."""
     training_s: float
     steps: int
     samples: int
     samples_per_s: float
     tokens_per_s: float
-    """Response tokens that were trained on, per second of training."""
+    """Trained response tokens."""
     reward_first: float | None
     reward_last: float | None
     lag_mean: float | None
     lag_max: int | None
     groups_admitted: int
     counts: dict[str, int]
-    """How groups ended: trained, dropped:<reason>, dead:<stream>; requeued are not endings."""
+    """trained, dropped:<reason>, dead:<stream>."""
     head: int | None
     evaluations: int
     started_at_s: float
@@ -62,7 +61,7 @@ class Summary:
 
 
 def training_seconds(status: RunStatus, steps: int, now_s: float) -> float:
-    """Return the seconds from the first admission to the last commit, or until now where training goes on."""
+    """Return the seconds from first admission to last commit, or now."""
     if status.first_admission_s is None:
         return 0.0
     end_s = status.changed_at_s if status.state is RunState.PAUSED else now_s
@@ -79,7 +78,7 @@ def summarize(
     lines: Iterable[dict[str, Json]],
     bus: str,
 ) -> Summary:
-    """Return the summary of a run that has ended; ``lines`` are those of metrics.jsonl."""
+    """Return an ended run's summary; ``lines`` are metrics.jsonl."""
     steps = one_line_a_step(lines)
     samples = int(sum(_figures(steps, "samples")))
     tokens = sum(_figure(step, "samples") * _figure(step, "response_tokens_mean") for step in steps)
@@ -115,14 +114,14 @@ def summarize(
 
 
 def write(summary: Summary, folder: Path) -> Path:
-    """Write summary.json, whole, at once."""
+    """Write summary.json atomically."""
     path = folder / "summary.json"
     write_whole(path, json.dumps(finite(dataclasses.asdict(summary)), indent=2, ensure_ascii=False) + "\n")
     return path
 
 
 def one_line_a_step(lines: Iterable[dict[str, Json]]) -> list[dict[str, Json]]:
-    """Return the lines that hold: a run that was taken back to a checkpoint wrote some steps twice."""
+    """Return each step's valid (last) line."""
     steps: list[dict[str, Json]] = []
     for line in lines:
         if not isinstance(line.get("step"), int):
@@ -134,13 +133,13 @@ def one_line_a_step(lines: Iterable[dict[str, Json]]) -> list[dict[str, Json]]:
 
 
 def digest(settings: Settings) -> str:
-    """Return the SHA-256 of the resolved settings, hex: the same for runs that differ only in name and place."""
+    """Return the SHA-256 of the settings without name and place."""
     values = settings.model_dump(mode="json", exclude={"run": {"id", "folder"}, "bus": {"url"}, "weights": {"folder"}})
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that are installed here."""
+    """Return the versions of Python and of installed packages."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:

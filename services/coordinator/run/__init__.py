@@ -1,6 +1,6 @@
-"""The life of a run: who leads, when it starts, pauses and ends, and what guards it.
+"""The run's lifecycle.
 
-leader_lease ──▶ lifecycle ◀── commands (people), guards (metrics)
+leader_lease ──▶ lifecycle ◀── commands, guards
                      │
                   monitor ──▶ notices
 """

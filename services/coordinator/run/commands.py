@@ -1,7 +1,4 @@
-"""Steer the run: the commands of people, which states each fits, and what goes on until a pause is complete or a replica is gone.
-
-Commands are idempotent: repeating one changes nothing. This module knows no HTTP.
-"""
+"""Run commands and the wait for a pause or drain. Commands are idempotent."""
 
 import asyncio
 import dataclasses
@@ -23,7 +20,7 @@ _LOOK_S = 0.1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SteeringCommand:
-    """One command: where it leads, from which states, and what to say where it does not fit."""
+    """A command: target, allowed states, error otherwise."""
 
     to: RunState
     allowed: tuple[RunState, ...]
@@ -53,11 +50,11 @@ ORDERS = {
 
 
 class Steering:
-    """Carries out commands.
+    """Execute commands.
 
     Args:
-        groups_per_step: so many groups make a step; fewer wait for the next.
-        changed: is called after each command that changed the run.
+        groups_per_step: groups in a step.
+        changed: called after each change of the run.
     """
 
     def __init__(
@@ -70,10 +67,10 @@ class Steering:
         self._changed = changed
 
     async def command(self, name: str, reason: str) -> tuple[bool, RunState, str]:
-        """Start, pause, resume or stop; return whether that changed the run, its state and the reason it keeps.
+        """Start, pause, resume or stop; return whether that changed the run, its state and reason.
 
         Raises:
-            Misfit: the command does not fit the run's state.
+            Misfit: it does not fit the state.
         """
         await self._mind_rollback(name)
         order = ORDERS[name]
@@ -87,7 +84,7 @@ class Steering:
         return changed, order.to, (await self._ledger.status()).reason
 
     async def _mind_rollback(self, command: str) -> None:
-        """A rollback holds the run until its version is live: no resume before; after a pause it stays paused."""
+        """During a rollback, refuse to resume; a pause outlasts it."""
         if command == "pause":
             await self._rollbacks.keep_paused()
         found = await self._rollbacks.current() if command == "resume" else None
@@ -103,7 +100,7 @@ class Steering:
             )
 
     async def drain_run(self, operation: Operation, report: Report) -> OperationOutcome:
-        """Wait until a paused run has nothing in flight but groups that are too few for a step."""
+        """Wait until a paused run has less than a step in flight."""
         while True:
             status = await self._ledger.status()
             if status.state is not RunState.PAUSED:
@@ -113,13 +110,13 @@ class Steering:
             prompts, rollouts, waiting = [await self._bus.length(stream) for stream in streams.TRAINING_STREAMS]
             if prompts + rollouts == 0 and waiting < self._groups_per_step:
                 detail = f"nothing is generated or scored; {waiting} groups wait for the next step"
-                step = (await self._ledger.status()).step  # the last one may have been committed since
+                step = (await self._ledger.status()).step  # the last may just have been committed
                 return OperationOutcome(OperationState.SUCCEEDED, detail, {"step": step, "groups_waiting": waiting})
             await report("draining", f"{prompts + rollouts + waiting} groups in flight")
             await asyncio.sleep(_LOOK_S)
 
     async def drain_replica(self, operation: Operation, report: Report) -> OperationOutcome:
-        """Wait until a replica that was told to leave is gone."""
+        """Wait until a draining replica is gone."""
         replica, first_s = str(operation.request["replica"]), operation.created_at_s
         while True:
             beats = [beat for beat in await heartbeats(self._bus) if beat.replica == replica]

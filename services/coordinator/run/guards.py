@@ -1,26 +1,23 @@
-"""Guards: look at what the trainer reports of its steps, and do something about a run that goes wrong.
+"""Guards: detect failing runs from step reports and the live view.
 
 ::
 
-    step reports since the run last began to run ─▶ rules (pure) ─▶ findings ─▶ new: event, metric, status; pause where asked
-    the live view ─────────────────────────────────▶                        └▶ gone: event, metric
+    step reports since the run last began ─▶ rules (pure) ─▶ findings ─▶ new: event, metric, status; maybe pause
+    the live view ─────────────────────────▶                        └▶ gone: event, metric
 
     guard              trips when
-    no_signal          every group of the last steps has one reward throughout
-    kl                 the mean KL to what sampled the data, or to the reference, is over its ceiling
-    entropy            the mean entropy is under its floor
-    lag                more than a share of the groups left as stale
-    throughput         median tokens/s of the last steps is under a share of the median before them
-    trainer_starving   the trainer spent more than a share of its time waiting for groups
-    rollouts_starving  no prompt lay in the stream in more than a share of the looks, while groups waited for the trainer
-    unscored           groups were given up by the reward service, one after the other, and none was scored
-    probe              a replica's logprobs of the trainer's probe differ from the trainer's
+    no_signal          each recent group has equal rewards
+    kl                 mean KL to the behavior or reference policy is too high
+    entropy            mean entropy is too low
+    lag                too many groups left as stale
+    throughput         median tokens/s fell
+    trainer_starving   the trainer mostly waits for groups
+    rollouts_starving  replicas lack prompts while groups wait for the trainer
+    unscored           consecutive groups were given up, none scored
+    probe              a replica's probe logprobs differ from the trainer's
     stalled            nothing was committed for long
 
-Each step is looked at as it was when it was the last, however many were committed between two looks: one that goes wrong for an instant is found.
-
-What they find lies on the bus, so that every coordinator says it, and the next one to lead goes on from it. Only steps since the run last began to run count, so a run that is resumed after a guard has its chance. What is not finite is
-skipped, and then paused, by the trainer itself, which alone sees it.
+Every new step is checked. Findings are on the bus for the next leader. The trainer itself handles non-finite steps.
 """
 
 import asyncio
@@ -50,16 +47,16 @@ TRIPS = Counter(
 )
 
 _EVERY_S = 1.0
-"""As a second has one look, a window of so many seconds has as many looks."""
+"""A window of N seconds has N looks."""
 _VIEWS = TypeAdapter(list[GuardView])
 Reports = Sequence[StepReport]
 
 
-# ---------------------------------------------------------------- rules: what is wrong, in a sentence, or ""
+# ---------------------------------------------------------------- rules: the problem in a sentence, or ""
 
 
 def no_signal(reports: Reports, guards: GuardsSettings, groups_per_step: int) -> str:
-    """Say whether every group of the last steps has one reward throughout."""
+    """Check for groups with equal rewards."""
     last = reports[-guards.steps :]
     if len(last) < guards.steps or any(_of(report, "zero_std_groups") < groups_per_step for report in last):
         return ""
@@ -70,7 +67,7 @@ def no_signal(reports: Reports, guards: GuardsSettings, groups_per_step: int) ->
 
 
 def kl(reports: Reports, guards: GuardsSettings) -> str:
-    """Say whether the mean KL to the behavior policy, or to the reference, is over its ceiling."""
+    """Check the mean KL."""
     bounds = (("kl_mean", guards.kl_nats, "behavior"), ("reference_kl", guards.reference_kl_nats, "reference"))
     for name, ceiling, other in bounds:
         mean = _mean(reports, name, guards.sudden_steps)
@@ -80,7 +77,7 @@ def kl(reports: Reports, guards: GuardsSettings) -> str:
 
 
 def entropy(reports: Reports, guards: GuardsSettings) -> str:
-    """Say whether the mean entropy is under its floor."""
+    """Check the mean entropy."""
     mean = _mean(reports, "entropy", guards.steps)
     if mean is None or mean >= guards.entropy_nats:
         return ""
@@ -88,7 +85,7 @@ def entropy(reports: Reports, guards: GuardsSettings) -> str:
 
 
 def lag(reports: Reports, guards: GuardsSettings, groups_per_step: int) -> str:
-    """Say whether more than a share of the groups left as stale."""
+    """Check stale groups."""
     last = reports[-guards.steps :]
     stale = sum(_of(report, "dropped_stale") for report in last)
     share = stale / max(1.0, stale + groups_per_step * len(last))
@@ -98,7 +95,7 @@ def lag(reports: Reports, guards: GuardsSettings, groups_per_step: int) -> str:
 
 
 def throughput(reports: Reports, guards: GuardsSettings) -> str:
-    """Say whether the trained tokens per second fell under a share of what they were."""
+    """Check tokens per second against earlier steps."""
     steps = guards.sudden_steps
     speeds = [_of(report, "tokens_per_s") for report in reports]
     now, before = speeds[-steps:], speeds[-5 * steps : -steps]
@@ -111,7 +108,7 @@ def throughput(reports: Reports, guards: GuardsSettings) -> str:
 
 
 def trainer_starving(reports: Reports, guards: GuardsSettings) -> str:
-    """Say whether the trainer mostly waits."""
+    """Check whether the trainer mostly waits."""
     last = reports[-guards.steps :]
     total = sum(_of(report, "step_s") for report in last)
     waited = sum(_of(report, "phase_wait_s") for report in last)
@@ -121,7 +118,7 @@ def trainer_starving(reports: Reports, guards: GuardsSettings) -> str:
 
 
 def rollouts_starving(looks: Sequence[bool], window_s: int, share_limit: float) -> str:
-    """Say whether replicas mostly found no prompt while groups waited for the trainer."""
+    """Check whether replicas lack prompts while groups wait."""
     share = sum(looks) / max(1, len(looks))
     if len(looks) < window_s or share <= share_limit:
         return ""
@@ -132,7 +129,7 @@ def rollouts_starving(looks: Sequence[bool], window_s: int, share_limit: float) 
 
 
 def unscored(given_up: int, cause: str, guards: GuardsSettings) -> str:
-    """Say whether groups were given up in a row, none of them scored; ``cause`` is the newest one's."""
+    """Check for consecutive unscored groups; ``cause`` is the newest one's."""
     return (
         ""
         if given_up < guards.unscored_groups
@@ -141,7 +138,7 @@ def unscored(given_up: int, cause: str, guards: GuardsSettings) -> str:
 
 
 def probe(beats: Iterable[Heartbeat], since_s: float) -> str:
-    """Say which replica's newest probe differed, of those that were checked after ``since_s``."""
+    """Return which replica's newest probe after ``since_s`` differed."""
     for beat in beats:
         for failure in beat.failures:
             if failure.part == WEIGHTS_PROBE and failure.in_a_row and failure.at_s > since_s:
@@ -150,7 +147,7 @@ def probe(beats: Iterable[Heartbeat], since_s: float) -> str:
 
 
 def stalled(since_s: float, guards: GuardsSettings) -> str:
-    """Say whether nothing was committed for long."""
+    """Check for missing commits."""
     return "" if since_s <= guards.stalled_s else f"no step was committed for {since_s:.0f} s"
 
 
@@ -167,12 +164,12 @@ def _mean(reports: Reports, name: str, steps: int) -> float | None:
 
 
 def dump_guards(found: Iterable[GuardView]) -> str:
-    """Return what is wrong as every coordinator reads it."""
+    """Serialize the findings."""
     return _VIEWS.dump_json(list(found)).decode()
 
 
 def read_guards(raw: bytes) -> list[GuardView]:
-    """Return what the coordinator that leads found wrong.
+    """Return the findings of the leader.
 
     >>> read_guards(b"")
     []
@@ -181,14 +178,14 @@ def read_guards(raw: bytes) -> list[GuardView]:
 
 
 class Guards:
-    """Watches one run.
+    """Watch one run.
 
     Args:
-        view: looks at the run.
-        reports: the newest step reports, oldest first.
-        beats: the newest heartbeats.
-        changed: is called when the run was paused.
-        starving_window_s: seconds that the guard `rollouts_starving` examines.
+        view: returns the live view.
+        reports: newest step reports, oldest first.
+        beats: newest heartbeats.
+        changed: called after a pause.
+        starving_window_s: window of `rollouts_starving`.
     """
 
     def __init__(
@@ -214,17 +211,15 @@ class Guards:
         self._looks: deque[bool] = deque(maxlen=starving_window_s)
         self._starving_window_s = starving_window_s
         self._progress = (0.0, 0, 0)
-        """Since when the run has been running, groups scored so far, and how many had been given up when the newest was."""
+        """Running since, groups scored, groups given up then."""
         self._judged_s = 0.0
-        """When the newest step that was looked at was finished."""
         self.active: dict[str, GuardView] = {}
-        """What is wrong now, by guard."""
         for name in GUARDS:
             ACTIVE.labels(name).set(0)
-            TRIPS.labels(name, settings.action(name))  # a line that is there at 0 shows the first increase
+            TRIPS.labels(name, settings.action(name))
 
     async def run(self) -> None:
-        """Watch until cancelled; then another coordinator leads, and goes on from what was wrong."""
+        """Watch until cancelled."""
         try:
             self.active = {found.guard: found for found in (await self._view()).guards}
             self._judged_s = max((report.finished_at_s for report in self._reports()), default=0.0)
@@ -239,10 +234,10 @@ class Guards:
             self.active.clear()
 
     async def look(self, view: RunView) -> None:
-        """Look at the run once, and act."""
+        """Check the run once, and act."""
         if view.state is not RunState.RUNNING:
             self._looks.clear()
-            return  # what paused it stays in sight
+            return  # keep showing the finding that paused it
         status = await self._ledger.status()
         found = self._find(view, status.changed_at_s, status.last_commit_s)
         found |= await self._find_unscored(view, status.changed_at_s)
@@ -260,9 +255,9 @@ class Guards:
         for name in [name for name in before if name not in found]:
             ACTIVE.labels(name).set(0)
             await tell(self._bus, "guard", f"guard {name} over", "it is as it should be again", guard=name)
-        for name in [name for name in found if name not in before]:  # what went wrong first is the reason of a pause
+        for name in [name for name in found if name not in before]:  # the first finding is the pause reason
             await self._trip(name, *found[name])
-        if active != before:  # at last: who leads next takes what is noted here for done
+        if active != before:  # last: the next leader treats these as handled
             await self._ledger.note("guards", dump_guards(active.values()))
         self.active = active
 
@@ -297,9 +292,8 @@ class Guards:
         return {"probe": (self._settings.action("probe"), sentence)} if sentence else {}
 
     def _given_up_in_a_row(self, view: RunView, since_s: float) -> int:
-        """Return how many groups the reward service has given up since it scored one."""
         given_up = view.counts.get("dead:rollouts", 0)
-        # A scored group waits for the trainer, or has left it in one way or another; those that died sooner were not scored.
+        # Scored groups wait for the trainer or have left it; those that died earlier were not scored.
         left = sum(view.counts.values()) - given_up - view.counts.get("dead:prompts", 0)
         scored = left + view.streams["experience"].entries
         if self._progress[0] != since_s or scored > self._progress[1]:
@@ -307,7 +301,7 @@ class Guards:
         return given_up - self._progress[2]
 
     def _find_in_steps(self, reports: Reports) -> dict[Guard, str]:
-        """Return what is wrong, or was at a step that is new; without a new one, what is wrong at the last."""
+        """Return findings at new steps, else at the last."""
         new = [end for end, report in enumerate(reports, 1) if report.finished_at_s > self._judged_s]
         if reports:
             self._judged_s = max(self._judged_s, reports[-1].finished_at_s)

@@ -1,14 +1,13 @@
-"""The lease: of several coordinators of a run, one leads.
+"""The lease by which one of several coordinators leads a run.
 
 ::
 
     every third of ttl_s: take or renew ──▶ ours ──▶ lead: its term is a fencing token, which scripts check
-                                     └────▶ another's ──▶ answer reads and commands, and ask again
-    renewal late by more than ttl_s ──▶ lead no more, whatever the bus says later
+                                     └────▶ another's ──▶ answer reads and commands
+    renewal late by more than ttl_s ──▶ stop leading
 
-The lease is a key that expires. A leader that is killed is followed within ``ttl_s`` and one turn; one that stops in order
-leaves the lease at once. A leader that was frozen finds its term out of date: what it still wants to write is refused by the
-scripts themselves, so the clock of no machine decides what becomes true.
+The lease is an expiring key, released by an orderly stop. Scripts refuse outdated terms, so correctness does not depend
+on clocks.
 """
 
 import asyncio
@@ -35,8 +34,8 @@ class Lease:
     """One coordinator's claim to lead.
 
     Args:
-        replica: its name; a process that is started again under it takes over at once.
-        ttl_s: how long the lease holds without being renewed.
+        replica: its name; a restart takes over at once.
+        ttl_s: lifetime without renewal.
     """
 
     def __init__(self, bus: Bus, replica: str, ttl_s: float = TTL_S) -> None:
@@ -46,9 +45,8 @@ class Lease:
         self._ttl_s = ttl_s
         self._until_s = 0.0
         self.term = 0
-        """The fencing token; 0 while another leads."""
+        """Fencing token; 0 while another leads."""
         self.leader = ""
-        """The replica that leads, as far as is known."""
 
     @property
     def leading(self) -> bool:
@@ -56,10 +54,10 @@ class Lease:
         return self.term > 0 and time.monotonic() < self._until_s
 
     async def run(self, lead: Callable[[int], Awaitable[None]]) -> None:
-        """Claim the lease until ``lead(term)``, which runs while it is held, returns by itself; cancelled when it is lost.
+        """Run ``lead(term)`` under the lease until it returns; it is cancelled if the lease is lost.
 
         Raises:
-            Exception: what ``lead`` raised; the lease is left.
+            Exception: from ``lead``; the lease is released.
         """
         try:
             while True:
@@ -72,12 +70,12 @@ class Lease:
             await self._leave()
 
     async def _lead(self, lead: Callable[[int], Awaitable[None]]) -> bool:
-        """Lead; return whether ``lead`` came to its end, rather than the lease."""
+        """Return whether ``lead`` completed."""
         term = self.term
         log.info("leading", extra={"term": term})
         leading = asyncio.ensure_future(lead(term))
         try:
-            while self.leading and self.term == term and not leading.done():  # another term: the bus came back empty
+            while self.leading and self.term == term and not leading.done():  # a new term: the bus lost its data
                 await asyncio.wait([leading], timeout=self._ttl_s / 3)
                 with contextlib.suppress(TimeoutError, BusUnavailable):
                     async with asyncio.timeout(max(0.0, self._until_s - time.monotonic())):

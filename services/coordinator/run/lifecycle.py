@@ -1,16 +1,15 @@
-"""The life of a run: when it starts, when a version is evaluated, how it ends.
+"""Run lifecycle: start, evaluation and end.
 
 ::
 
-    created ──(version 0 is live, initial evaluation is in, autostart)──▶ running ◀──▶ paused
+    created ──(version 0 live, initial evaluation done, autostart)──▶ running ◀──▶ paused
     running ──(committed step = run.steps)──▶ final evaluation ──▶ close ──▶ finished
-    finished ──(run.steps is larger than when it finished)──▶ running
+    finished ──(run.steps raised)──▶ running
     any ──(POST /v1/run/stop)──▶ stopped ──▶ close
 
-    close = drop what is left, reason `run_ended` ──▶ records up to date ──▶ summary.json ──▶ report.html
+    close = drop the rest (`run_ended`) ──▶ records ──▶ summary.json ──▶ report.html
 
-Every part may be done again after a restart: the state is on the bus, and each part does nothing where it was done
-before. A paused run starts nothing. This module admits nothing and promotes nothing.
+Every part is idempotent, with its state on the bus.
 """
 
 import asyncio
@@ -42,7 +41,7 @@ log = logging.getLogger(__name__)
 SOURCE = "coordinator"
 ENDED_REASON = "run_ended"
 _FULL_S = 1.0
-"""An evaluation for which the bus has no memory is begun again after so long."""
+"""Retry delay while the bus is full."""
 _COMPLETE = "every step is committed"
 
 
@@ -51,8 +50,7 @@ def due(
 ) -> Due | None:
     """Return the evaluation of the head that is due, if any.
 
-    The initial one is due as soon as version 0 is live, the final one when every step is committed and its version live, both of every set; one
-    between of each set whenever the head passed a multiple of its ``every_steps`` since its last.
+    The initial and final one cover every set; otherwise a set is due at multiples of its ``every_steps``.
     """
     names = tuple(held_out.name for held_out in sets)
     if status.state in ENDED or status.head is None:
@@ -74,11 +72,11 @@ def _passed_a_multiple(head_step: int, found: Sequence[Evaluation], held_out: He
 
 
 class Lifecycle:
-    """Moves the run from state to state.
+    """Move the run between states.
 
     Args:
-        evaluator: None where there are no held-out problems.
-        opened: is called when admission may begin.
+        evaluator: None without held-out problems.
+        opened: called when admission may begin.
     """
 
     def __init__(
@@ -105,18 +103,17 @@ class Lifecycle:
         self._wake = asyncio.Event()
         self._reconnects = bus.reconnects
         self.gate_open = False
-        """Whether admission may begin: the initial evaluation is in."""
         self.closed = False
-        """Whether the run has ended and its records are whole."""
+        """The run has ended and its records are complete."""
 
     def wake(self) -> None:
-        """Look at once whether something is to be done."""
+        """Check at once for due work."""
         self._wake.set()
 
     async def run(self) -> None:
-        """Lead the run to its end and stay."""
+        """Lead the run to its end, then wait."""
         await self._ledger.create()
-        await self._ledger.note("doing", "")  # of the leader before
+        await self._ledger.note("doing", "")  # from the previous leader
         while True:
             if not await self.advance():
                 with contextlib.suppress(TimeoutError):
@@ -125,8 +122,8 @@ class Lifecycle:
                 self._wake.clear()
 
     async def advance(self) -> bool:
-        """Do the next thing that is due; False when nothing is."""
-        if self._bus.reconnects != self._reconnects:  # the server may have come back empty
+        """Do the next due action, if any."""
+        if self._bus.reconnects != self._reconnects:  # the server may have lost its data
             self._reconnects = self._bus.reconnects
             await self._ledger.create()
             await self._bus.make_groups()
@@ -160,7 +157,6 @@ class Lifecycle:
         return started
 
     async def _extend(self, step: int) -> bool:
-        """Let a finished run that has steps left by now make them."""
         await self._ledger.reopen()
         reason = f"extended from {step} to {self._settings.run.steps} steps"
         extended, _ = await self._ledger.transition(RunState.RUNNING, reason, [RunState.FINISHED])
@@ -174,7 +170,6 @@ class Lifecycle:
     # ---------------------------------------------------------------- evaluate
 
     async def _evaluations(self) -> list[Evaluation]:
-        """Return the evaluations of the run's branch; those of revoked versions are history."""
         revoked = await self._ledger.revoked()
         return [found for found in await evaluations(self._bus) if found.version not in revoked]
 
@@ -188,7 +183,7 @@ class Lifecycle:
         wanted = due(status, step, found, self._settings.run.steps, self._evaluator.sets)
         if wanted is None and under_way is None:
             return False
-        wanted = wanted or Due(())  # what is under way knows what it asks
+        wanted = wanted or Due(())  # the one in progress knows its sets
         if not wanted.initial and not (under_way is not None and under_way.initial):
             self._open()
         await self._ledger.note("doing", f"evaluating version {version}")
@@ -216,7 +211,7 @@ class Lifecycle:
         return self.closed
 
     async def close(self, state: RunState) -> None:
-        """Drop what is left, bring the records up to date, write summary and report, and note the end."""
+        """Drop remaining groups, complete the records, and write the report."""
         if await self._is_closed():
             return
         await self._ledger.note("doing", "ending: dropping what is left")
@@ -232,7 +227,7 @@ class Lifecycle:
         if state is RunState.FINISHED:
             ended, now = await self._ledger.transition(state, reason, [RunState.RUNNING, RunState.PAUSED])
             if not ended and now is not RunState.FINISHED:
-                return  # stopped meanwhile: the next round closes it as that
+                return
         await self._ledger.close()
         self.closed = True
 
@@ -245,10 +240,7 @@ class Lifecycle:
         await asyncio.to_thread(write_report, self._folder)
 
     async def _wait_for_trainer(self) -> None:
-        """Give the trainer time to end its step or to write the final policy: at most ``bus.drain_s``.
-
-        Only a heartbeat that is younger than the last commit tells what it did after it.
-        """
+        """Wait up to ``bus.drain_s`` for the trainer's heartbeat after the last commit."""
         committed_at_s = (await self._ledger.status()).last_commit_s or 0.0
         until_s = time.monotonic() + self._settings.bus.drain_s
         while time.monotonic() < until_s:
@@ -259,10 +251,7 @@ class Lifecycle:
 
 
 async def drain(bus: Bus) -> int:
-    """Let every group that is in flight leave the run, counted under ``dropped:run_ended``; return how many left.
-
-    A replica that still works on one is told so when it hands over: its result is dropped.
-    """
+    """Drop every group in flight as ``dropped:run_ended``; return the count."""
     dropped = 0
     while True:
         taken = 0

@@ -1,7 +1,6 @@
-"""Looks at the run: the live view that the API answers with, and the gauges that Prometheus scrapes.
+"""The API's live view, and the Prometheus gauges.
 
-One look is two round trips that move no payload, kept for ``_KEEP_S`` whoever asks; the gauges are set on a schedule,
-never in the scrape. It changes nothing.
+A look takes two round trips, cached for ``_KEEP_S``. Gauges are set on a schedule.
 """
 
 import asyncio
@@ -62,12 +61,12 @@ _KEEP_S = 0.1
 _EVERY_S = 1.0
 _HISTORY_STEPS = 60
 _PACE_STEPS = 20
-"""Steps from which the time that is left is guessed."""
+"""Steps for the ETA."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Look:
-    """What one look at the bus found."""
+    """Result of one look at the bus."""
 
     status: RunStatus
     depths: dict[str, StreamView]
@@ -78,11 +77,11 @@ class Look:
 
 
 class Monitor:
-    """Looks at one run.
+    """Observe one run.
 
     Args:
-        telling: this process's own heartbeat.
-        standing: returns the notices that this process knows itself.
+        telling: own heartbeat.
+        standing: returns own notices.
     """
 
     def __init__(
@@ -102,18 +101,18 @@ class Monitor:
         self._busy = asyncio.Lock()
 
     async def run(self) -> None:
-        """Set the gauges for ever."""
+        """Set the gauges until cancelled."""
         while True:
             self._set_gauges(await self.view())
             await self.read_beats()
             await asyncio.sleep(_EVERY_S)
 
     def forget(self) -> None:
-        """Look anew when asked next: something was changed, perhaps under the eyes of a look that is under way."""
+        """Invalidate the cache, including a look in progress."""
         self._seen_at_s, self._forgotten = -math.inf, True
 
     async def view(self) -> RunView:
-        """Return the run as it was at most 100 ms ago."""
+        """Return the run, at most 100 ms old."""
         async with self._busy:
             if self._view is None or time.monotonic() - self._seen_at_s > _KEEP_S:
                 self._forgotten = False
@@ -124,16 +123,16 @@ class Monitor:
             return self._view
 
     async def text(self) -> bytes:
-        """Return :meth:`view` as JSON, which is made once a look, whoever asks."""
+        """Return :meth:`view` as JSON, encoded once per look."""
         await self.view()
         return self._text
 
     def reports(self) -> Sequence[StepReport]:
-        """Return the reports of the newest steps of the run's branch, oldest first."""
+        """Return the branch's newest step reports, oldest first."""
         return tuple(self._history)
 
     def beats(self) -> Sequence[Heartbeat]:
-        """Return the heartbeats as :meth:`read_beats` read them last."""
+        """Return the last read heartbeats."""
         return self._beats
 
     # ---------------------------------------------------------------- read
@@ -161,7 +160,7 @@ class Monitor:
             try:
                 report = wire.decode(fields.get(b"data", b""), StepReport)
             except MessageError:
-                continue  # the recorder says so
+                continue
             while self._history and self._history[-1].step >= report.step:
                 self._history.pop()
             self._history.append(report)
@@ -221,16 +220,16 @@ class Monitor:
         self._telling.values = {"step": float(view.step), "groups_in_flight": float(view.groups_in_flight)}
 
     async def read_beats(self) -> None:
-        """Read the heartbeats, and set the gauges of replicas."""
+        """Read the heartbeats, and set the replicas' gauges."""
         beats = self._beats = await heartbeats(self._bus)
-        REPLICAS_VERSION.clear()  # a replica that is gone leaves no line
+        REPLICAS_VERSION.clear()
         for beat in beats:
             if beat.version is not None:
                 REPLICAS_VERSION.labels(beat.replica).set(beat.version)
 
 
 def _set_evaluations(found: Sequence[EvaluationView]) -> None:
-    for evaluation in found:  # oldest first: the newest of each set stays
+    for evaluation in found:  # oldest first, so the newest of each set remains
         if evaluation.accuracy is None or evaluation.accuracy_low is None or evaluation.accuracy_high is None:
             continue
         EVALUATION_ACCURACY.labels(evaluation.set).set(evaluation.accuracy)
@@ -242,7 +241,7 @@ def _set_evaluations(found: Sequence[EvaluationView]) -> None:
 
 
 def activity(status: RunStatus) -> str:
-    """Say in a few words what the run does now."""
+    """Describe the current activity."""
     if status.doing:
         return status.doing
     if status.state is RunState.RUNNING and status.bus_full:
@@ -255,7 +254,7 @@ def activity(status: RunStatus) -> str:
 
 
 def eta_s(status: RunStatus, steps: int, finished_at_s: Sequence[float]) -> float | None:
-    """Return the seconds until the last step, at the pace of the last 20; None when nobody can tell.
+    """Return the seconds until the last step, if known.
 
     >>> eta_s(running_at_step_10, 12, [100.0, 101.0, 102.0])    # doctest: +SKIP
     2.0
@@ -267,7 +266,7 @@ def eta_s(status: RunStatus, steps: int, finished_at_s: Sequence[float]) -> floa
 
 
 def numbers(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Return ``metrics`` with None in place of what JSON cannot hold."""
+    """Return ``metrics`` with None for non-finite values."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
@@ -281,6 +280,6 @@ def _history(reports: Sequence[StepReport]) -> History:
 
 
 def evaluation_view(found: Evaluation) -> EvaluationView:
-    """Return an evaluation as the API says it."""
+    """Return an evaluation's API view."""
     fields = dataclasses.asdict(found)
     return EvaluationView.model_validate({name: fields[name] for name in EvaluationView.model_fields})

@@ -1,13 +1,13 @@
-"""Notices: the few sentences that whoever watches a run must read, wherever that is.
+"""Notices: sentences that every observer of a run should read.
 
 ::
 
-    state and guards (bus) ──┐
-    heartbeats' failures ────┼──▶ notices ──▶ GET /v1/run ──▶ the console of `penstock up`, `penstock status`, the page
-    evaluations (bus) ───────┤
-    data, records (here) ────┘
+    state, guards (bus) ────┐
+    heartbeats' failures ───┼──▶ notices ──▶ GET /v1/run ──▶ `penstock up`, `penstock status`, the page
+    evaluations (bus) ──────┤
+    data, records (here) ───┘
 
-Pure functions from what is known to what is said. Each surface shows a notice whole, however narrow it is.
+Pure functions.
 """
 
 import time
@@ -20,12 +20,12 @@ from shared.bus.stores.heartbeats import Heartbeat, PartFailure
 from shared.bus.stores.ledger import RunState, RunStatus
 
 _RECENT_S = 600.0
-"""A part that works again is mentioned for this long after its last failure."""
+"""How long a recovered part is mentioned."""
 _ORDER: dict[str, int] = {"error": 0, "warning": 1}
 
 
 def notice(about: str, level: Literal["error", "warning"], text: str) -> NoticeView:
-    """Return a notice, in one line."""
+    """Return a one-line notice."""
     return NoticeView(about=about, level=level, text=" ".join(text.split()))
 
 
@@ -36,14 +36,14 @@ def compose(
     beats: Sequence[Heartbeat],
     standing: Iterable[NoticeView],
 ) -> list[NoticeView]:
-    """Return every notice of a run, errors first.
+    """Return a run's notices, errors first.
 
     Args:
-        status: state and reason of the run.
-        guards: those that are active.
-        evaluations: of the run's branch, oldest first.
-        beats: the newest heartbeats.
-        standing: what this coordinator knows itself: about its data, its records.
+        status: the run's.
+        guards: active ones.
+        evaluations: the branch's, oldest first.
+        beats: newest heartbeats.
+        standing: own notices on data and records.
     """
     found = [*_state(status), *_guards(guards, status), *_failures(beats), *_unanswered(evaluations), *standing]
     return sorted(found, key=lambda one: _ORDER[one.level])
@@ -59,7 +59,6 @@ def _state(status: RunStatus) -> list[NoticeView]:
 
 
 def _guards(guards: Sequence[GuardView], status: RunStatus) -> list[NoticeView]:
-    """What paused the run is its reason already."""
     paused = status.state is RunState.PAUSED
     return [
         notice(f"guard {one.guard}", "warning", f"guard {one.guard}: {one.detail}")
@@ -77,7 +76,6 @@ def _failures(beats: Sequence[Heartbeat]) -> list[NoticeView]:
 
 
 def _failure(part: str, failures: Sequence[PartFailure]) -> NoticeView | None:
-    """Return what one part could not do, on all replicas together."""
     newest = max(failures, key=lambda one: one.at_s)
     failed, in_a_row = sum(one.failed for one in failures), sum(one.in_a_row for one in failures)
     if not in_a_row and time.time() - newest.at_s > _RECENT_S:
@@ -91,7 +89,6 @@ def _failure(part: str, failures: Sequence[PartFailure]) -> NoticeView | None:
 
 
 def _unanswered(evaluations: Sequence[Evaluation]) -> list[NoticeView]:
-    """An accuracy over a part of its problems is not what it seems."""
     newest = {one.set: one for one in evaluations}
     return [
         notice(

@@ -1,1 +1,1 @@
-"""Schemas of the HTTP API: the contract that clients read."""
+"""Schemas of the HTTP API."""

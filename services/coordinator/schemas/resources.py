@@ -1,7 +1,4 @@
-"""What the HTTP API says of versions, replicas, operations, dead letters, events, settings and other runs. A contract, as ``models``.
-
-Lists are pages: ``items``, and ``next``, the cursor of the page after it (null: there is none).
-"""
+"""Schemas of versions, replicas, operations, dead letters, events, settings and runs. Lists are pages."""
 
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -18,259 +15,220 @@ T = TypeVar("T")
 
 
 class Page(ResponseModel, Generic[T]):
-    """A part of a list."""
+    """A page of a list."""
 
     items: list[T]
-    """In the list's order."""
     next: str | None
-    """Give it as `cursor` to get what follows; null at the end."""
+    """`cursor` of the next page; null: last page."""
 
 
 class PolicyView(ResponseModel):
     """One policy version."""
 
     version: int
-    """Its number, never reused."""
+    """Never reused."""
     parent: int | None
-    """The version that it was trained from."""
+    """The version it was trained from."""
     step: int
-    """Optimizer step."""
     state: PolicyState | None
     """published, live, retired or revoked."""
     checkpoint: str | None
-    """Folder of its checkpoint, or its URI in object storage, if it has one."""
+    """Folder or URI, if any."""
     created_at_s: float
-    """When it was committed, Unix time."""
+    """Commit time, Unix seconds."""
     location: str
-    """Where its snapshot on disk is or was; empty: it never was on disk."""
+    """Path of its disk snapshot; empty: never on disk."""
     source: str
-    """Where the trainer serves or served it, host:port; empty: by file only."""
+    """Trainer host:port serving it; empty: by file only."""
     manifest_digest: str
-    """SHA-256, hex, of what vouches for its weights: a pull's header, or the manifest of a snapshot on disk."""
+    """SHA-256 of the pull's header or snapshot manifest."""
     metrics: dict[str, float | None]
-    """What was measured at its step."""
     settings_revision: int
-    """Under which revision of the live settings its step was trained."""
     evaluations: list[EvaluationView]
-    """What its evaluation found, one for each set; empty: it was not evaluated."""
+    """One per held-out set."""
     pinned: bool
-    """Its checkpoint is kept from cleanup."""
+    """Protected from cleanup."""
     released: bool
-    """People may use it."""
+    """Approved for use."""
 
 
 class ServiceView(ResponseModel):
-    """One replica that is there."""
+    """One live replica."""
 
     service: str
     """rollout, reward, trainer or coordinator."""
     replica: str
-    """Its name."""
     state: str
     """starting, working, waiting, degraded or stopping."""
     version: int | None
-    """The policy version that it holds, where it holds one."""
     versions_behind: int | None
-    """How many versions the head is ahead of that."""
     healthy: bool
-    """It does its work, and says nothing of trouble."""
     cordon: Word | None
-    """cordoned or draining, where it was told so."""
+    """cordoned or draining, if requested."""
     taking: bool
-    """Whether it takes new work; a replica learns of a cordon with its next heartbeat."""
+    """A cordon applies from the next heartbeat."""
     settings_revision: int
-    """Under which revision of the live settings it works."""
     host: str
-    """Its machine."""
     pid: int
-    """Its process."""
     address: str
-    """host:port of its /metrics, /healthz and /readyz."""
+    """Serves /metrics, /healthz and /readyz."""
     started_at_s: float
-    """When it started, Unix time."""
+    """Unix seconds."""
     starts: int
-    """Number of processes that this run has had under this name, including this one."""
+    """Processes under this name so far."""
     seen_at_s: float
-    """Its last heartbeat, Unix time."""
+    """Last heartbeat, Unix seconds."""
     memory_bytes: int
-    """Resident memory."""
     last_error: str
-    """What went wrong last."""
     values: dict[str, float | None]
-    """Its own figures."""
     source: str
-    """host:port where it passes weights on to other replicas; empty: nowhere."""
+    """host:port relaying weights; empty: none."""
 
 
 class Difference(ResponseModel):
-    """One figure of two versions."""
+    """One metric of two versions."""
 
     left: float | None
     """Of the version in the path."""
     right: float | None
-    """Of the one it is compared with."""
+    """Of the other version."""
     change: float | None
-    """right − left; null where one is not known."""
+    """right − left, if known."""
 
 
 class Comparison(ResponseModel):
-    """Two versions beside each other."""
+    """Comparison of two versions."""
 
     left: int
     """The version in the path."""
     right: int
-    """The one it is compared with."""
+    """The other version."""
     ancestor: int | None
-    """The newest version that both come from; null: none is known."""
+    """Newest common ancestor; null: unknown."""
     left_steps: int
-    """Optimizer steps from the ancestor to the left one; from the beginning where there is none."""
+    """Optimizer steps since the ancestor, or the beginning."""
     right_steps: int
-    """The same to the right one."""
     metrics: dict[str, Difference]
-    """What was measured at their steps."""
     accuracy: Difference
-    """What their evaluations found of the first set, 0 to 1."""
+    """On the first set, 0 to 1."""
 
 
 class PolicyMark(ResponseModel):
-    """What a mark did."""
+    """Result of a mark."""
 
     version: int
-    """The version."""
     pinned: bool
-    """Its checkpoint is kept from cleanup."""
+    """Protected from cleanup."""
     released: bool
-    """People may use it."""
+    """Approved for use."""
     changed: bool
-    """False when it was so already."""
+    """False if it already was."""
 
 
 class ReplicaChange(ResponseModel):
-    """What a replica was told."""
+    """Result of a replica command."""
 
     replica: str
-    """Its name."""
     cordon: Word | None
-    """cordoned or draining; null: it works as ever."""
+    """cordoned or draining; null: normal."""
     changed: bool
-    """False when it was told so already."""
+    """False if it already was."""
 
 
 class OperationView(ResponseModel):
-    """A command that takes a while."""
+    """A long-running command."""
 
     id: int
-    """Its number."""
     kind: str
-    """What is done: pause, drain, …"""
+    """pause, drain, …"""
     state: OperationState
-    """running, succeeded, failed or cancelled."""
     phase: str
-    """How far it is, in the kind's own words."""
+    """Progress, specific to the kind."""
     detail: str
-    """What is waited for, or how it ended."""
+    """Current wait or outcome."""
     request: dict[str, Any]
-    """What was asked for."""
     result: dict[str, Any]
-    """What came of it."""
     created_at_s: float
-    """Unix time."""
+    """Unix seconds."""
     changed_at_s: float
-    """When it last said something new, Unix time."""
+    """Last update, Unix seconds."""
 
 
 class DeadLetterView(ResponseModel):
-    """An entry that could not be handled."""
+    """A failed entry."""
 
     stream: DeadLetterSource
-    """The stream that it was buried from."""
     entry: str
-    """Its name among that stream's dead letters."""
+    """Id in the dead-letter stream."""
     group: str
-    """The group's id; empty: it has none."""
     reason: str
-    """Why it was buried."""
     attempts: int
-    """How often it was tried."""
     buried_at_s: float
-    """Unix time."""
+    """Unix seconds."""
     data_bytes: int
-    """Size of its message."""
 
 
 class DeadLetterMessage(DeadLetterView):
-    """An entry that could not be handled, with what is in it."""
+    """A dead letter with its message."""
 
     message: Any
-    """Decoded, arrays cut after 256 elements; null where it cannot be read."""
+    """Decoded, arrays cut after 256 elements."""
     unreadable: str
-    """Why it cannot be read; empty: it can."""
+    """Decoding error."""
 
 
 class DeadLetterChange(ResponseModel):
-    """What became of a dead letter."""
+    """Result of a dead-letter command."""
 
     stream: DeadLetterSource
-    """The stream that it was buried from."""
     entry: str
-    """Its name there."""
+    """Id in the dead-letter stream."""
     outcome: Literal["requeued", "discarded"]
-    """What was done."""
 
 
 class EventView(ResponseModel):
-    """Something that happened."""
+    """One event."""
 
     id: str
-    """Its place among the events."""
+    """Stream entry id."""
     at_s: float
-    """Unix time."""
+    """Unix seconds."""
     source: str
-    """Who says so."""
     name: str
-    """What."""
     detail: str
-    """In a sentence."""
+    """One sentence."""
     fields: dict[str, Any]
-    """Its values."""
 
 
 class StateView(ResponseModel):
-    """A state that the run came into."""
+    """A state change."""
 
     id: str
-    """Its place in the history."""
     at_s: float
-    """Unix time."""
+    """Unix seconds."""
     before: RunState
-    """The state before it."""
     state: RunState
-    """The new one."""
     reason: str
-    """Why."""
     step: int
-    """Committed steps at that time."""
+    """Committed steps then."""
 
 
 class RunSummary(ResponseModel):
     """One run on this bus."""
 
     run_id: str
-    """The run."""
     state: RunState
-    """created, running, paused, stopped or finished."""
     reason: str
-    """Why it is in this state."""
     step: int
     """Committed optimizer steps."""
     head: int | None
     """The version that replicas serve."""
     created_at_s: float
-    """Unix time."""
+    """Unix seconds."""
     registered: bool
-    """Its settings lie on the bus, so that services may start from them."""
+    """Services can start from its settings on the bus."""
     here: bool
-    """This coordinator leads it; every other one has its own."""
+    """Led by this coordinator."""
 
 
 _MaxLag = Annotated[int, Field(ge=0, le=1_000_000, alias="algorithm.max_lag")]
@@ -282,7 +240,7 @@ _Update = Annotated[Literal["inflight", "drain"], Field(alias="weights.update")]
 
 
 class LiveValues(ResponseModel):
-    """The settings that may change while the run goes on; see docs/api.md for when each takes effect."""
+    """Settings that may change during the run (docs/api.md)."""
 
     model_config = ConfigDict(
         extra="forbid", use_attribute_docstrings=True, validate_by_name=False, allow_inf_nan=False, strict=True
@@ -293,47 +251,42 @@ class LiveValues(ResponseModel):
     learning_rate: _LearningRate
     """Peak learning rate."""
     temperature: _Temperature
-    """Softmax temperature."""
     group_size: _GroupSize
     """Completions per prompt."""
     expression: _Expression
-    """The reward from the scorers' values; empty: their mean."""
+    """Reward from the scorers' values; empty: mean."""
     update: _Update
     """When new weights go live."""
 
 
 class LiveSettings(ResponseModel):
-    """The live settings, now. Its `ETag` is the revision."""
+    """The live settings; `ETag` is the revision."""
 
     revision: int
-    """0: as the run's file has them."""
+    """0: the run's file."""
     values: LiveValues
-    """As they are."""
     reason: str
-    """Why they were last changed."""
     step: int
-    """Steps that were committed then."""
+    """Committed steps then."""
     at_s: float | None
-    """When, Unix time; null: never."""
+    """Last change, if any."""
 
 
 class RevisionView(ResponseModel):
     """One change of the live settings."""
 
     revision: int
-    """Its number."""
     changes: dict[str, Any]
-    """What was changed, by dotted name."""
+    """By dotted name."""
     reason: str
-    """Why."""
     step: int
-    """Steps that were committed then."""
+    """Committed steps then."""
     at_s: float
-    """When, Unix time."""
+    """Unix seconds."""
 
 
 class LiveChanges(LiveValues):
-    """New values; what is not named stays."""
+    """Omitted settings are unchanged."""
 
     model_config = ConfigDict(json_schema_extra={"minProperties": 1})
 
@@ -346,7 +299,7 @@ class LiveChanges(LiveValues):
 
 
 class SettingsChange(Command):
-    """What to change."""
+    """A settings change."""
 
     changes: LiveChanges
-    """New values, at least one."""
+    """At least one new value."""

@@ -1,1 +1,1 @@
-"""Follow a run and show it: a live screen at a terminal, plain lines elsewhere."""
+"""Show a run: a live screen at a terminal, plain lines elsewhere."""

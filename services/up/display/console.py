@@ -1,7 +1,5 @@
-"""The one door to the terminal: whatever the command line prints goes through it, escaped (``shared.text.terminal``).
-
-A run's text (a model's, a judge's, a stranger's on the bus) must not move the cursor, set a title or forge a line. Lists and screens escape their
-cells before they are laid out; what is missed there is escaped here.
+"""The only module that prints to the terminal; it escapes all text (``shared.text.terminal``), so that no model, judge
+or bus text can move the cursor or forge a line.
 """
 
 import dataclasses
@@ -16,7 +14,7 @@ from shared.text.terminal import escaped
 
 
 def say(text: str) -> None:
-    """Print text, which may have several lines."""
+    """Print text."""
     print(escaped(redacted(text)), flush=True)  # noqa: T201
 
 
@@ -31,13 +29,13 @@ def say_json(value: object, indent: int | None = 2) -> None:
 
 
 def show(renderable: RenderableType) -> None:
-    """Print something of rich's."""
+    """Print a rich renderable."""
     Console().print(Escaped(renderable))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Escaped:
-    """A renderable whose text is escaped; rich's own colours and moves stay."""
+    """A renderable with escaped text."""
 
     inside: RenderableType
 

@@ -1,4 +1,4 @@
-"""Show a run while it goes: a live screen at a terminal, plain lines elsewhere. A reader that went away never stops a run."""
+"""Display of a run: live at a terminal, plain lines elsewhere. A closed output never stops a run."""
 
 import contextlib
 import math
@@ -20,26 +20,26 @@ from shared.text.terminal import escaped_line
 
 _LINE_EVERY_S = 5.0
 _AGAIN_S = 60.0
-"""A notice whose text has changed is said again after this long."""
+"""Seconds before a changed notice is repeated."""
 _MESSAGES = 4
 
 
 class Screen(Protocol):
-    """Where a run is shown."""
+    """Display of a run."""
 
     def __enter__(self) -> "Screen":
-        """Begin."""
+        """Start."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
 
     def show(self, run: RunView | None, rows: Sequence[view.ViewRow]) -> None:
-        """Show what is known now."""
+        """Show the current state."""
 
     def tell(self, text: str) -> None:
-        """Say that something happened."""
+        """Report an event."""
 
 
 def open_screen(title: str) -> Screen:
@@ -71,7 +71,7 @@ class LiveScreen:
             self._live.stop()
 
     def show(self, run: RunView | None, rows: Sequence[view.ViewRow]) -> None:
-        """Draw again."""
+        """Redraw."""
         self._run, self._rows = run, rows
         self._draw()
 
@@ -87,9 +87,9 @@ class LiveScreen:
 
 
 class PlainDisplay:
-    """A line every few seconds, one for each change of state and evaluation, and one for each new notice.
+    """Print a line periodically and on each new state, evaluation or notice.
 
-    A notice that stays is said again from time to time, as its figures grow.
+    Persistent notices are repeated.
     """
 
     def __init__(self, every_s: float = _LINE_EVERY_S) -> None:
@@ -97,7 +97,7 @@ class PlainDisplay:
         self._next_s = 0.0
         self._known: tuple[str, int] | None = None
         self._said: dict[str, tuple[str, float]] = {}
-        """Text of each notice that was said, and when (monotonic seconds), by what it is about and its level."""
+        """Text and time (monotonic) of each printed notice, by subject and level."""
 
     def __enter__(self) -> "PlainDisplay":
         return self
@@ -108,7 +108,7 @@ class PlainDisplay:
         pass
 
     def show(self, run: RunView | None, rows: Sequence[view.ViewRow]) -> None:
-        """Say a line where there is something worth one."""
+        """Print a line if there is news."""
         if run is None:
             return
         self._say_notices(run.notices)
@@ -130,7 +130,7 @@ class PlainDisplay:
             self.tell(view.notice_line(notice))
 
     def tell(self, text: str) -> None:
-        """Say one line."""
+        """Print one line."""
         with _reader_may_be_gone():
             say(f"{_now()} {escaped_line(text)}")
 

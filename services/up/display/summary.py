@@ -1,4 +1,4 @@
-"""What is said when a run has ended: what came of it, where it lies, and what one can do next."""
+"""Closing message of a run."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from services.up.display import view
 
 
 def text(run_folder: Path, resumable: bool) -> str:
-    """Return the closing words on the run in ``run_folder``; ``resumable`` when it was interrupted before its end."""
+    """Return the closing message; ``resumable`` if the run was interrupted."""
     folder = _short(run_folder)
     parts = [_figures(_read(run_folder / "summary.json"))] if not resumable else []
     parts.append(_places(run_folder, folder))

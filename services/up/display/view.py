@@ -1,4 +1,4 @@
-"""Draw a run: one screen for people, one line for logs. Pure functions from what is known to what is shown."""
+"""Render a run as a screen or as log lines. Pure functions."""
 
 import dataclasses
 import itertools
@@ -29,15 +29,13 @@ _NOTICE_STYLES = {"error": "bold red", "warning": "yellow"}
 _MARK = "▲"
 _MISSING = "–"
 _GAP = 2
-"""Columns between two columns of that table."""
 _WIDE = 72
-"""Columns that the whole table of processes needs."""
 _GOOD = frozenset({*READY_STATES, "ready"} - {"degraded"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ViewRow:
-    """One process as it is shown."""
+    """One displayed process."""
 
     name: str
     state: str
@@ -49,7 +47,7 @@ class ViewRow:
 
 
 def row_of(replica: ReplicaView) -> ViewRow:
-    """Return the row of a replica that is known by its heartbeat alone."""
+    """Return a replica's row from its heartbeat."""
     return ViewRow(
         replica.replica,
         replica.state,
@@ -65,7 +63,7 @@ def row_of(replica: ReplicaView) -> ViewRow:
 
 
 def screen(title: str, run: RunView | None, rows: Sequence[ViewRow], messages: Sequence[str] = ()) -> RenderableType:
-    """Return all of it, for a terminal of 60 columns or more."""
+    """Return the whole screen, at least 60 columns wide."""
     parts: list[RenderableType] = [_facts(run) if run is not None else Text("starting …", style="cyan")]
     if run is not None and run.notices:
         parts += [Text(), *(_notice(notice) for notice in run.notices)]
@@ -77,12 +75,11 @@ def screen(title: str, run: RunView | None, rows: Sequence[ViewRow], messages: S
 
 
 def _notice(notice: Notice) -> Text:
-    """Return a notice whole, over as many lines as it needs."""
     return Text(f"{_MARK} {notice.text}", style=_NOTICE_STYLES.get(notice.level, "yellow"))
 
 
 def notice_line(notice: Notice) -> str:
-    """Return a notice as one line for a log."""
+    """Return a notice as one log line."""
     return f"{notice.level}: {notice.text}"
 
 
@@ -159,8 +156,6 @@ def _streams(run: RunView) -> Text:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Processes:
-    """The table of processes; what there is no room for is left out."""
-
     rows: Sequence[ViewRow]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -171,7 +166,6 @@ class _Processes:
         yield self._table(wide=True, note_width=max(0, options.max_width - taken - _GAP))
 
     def _table(self, *, wide: bool, note_width: int = 0) -> Table:
-        """Return the table, with notes cut to ``note_width`` columns: what matters of them is a notice."""
         table = Table(box=None, padding=(0, _GAP, 0, 0), header_style="dim", expand=False)
         for name in ("process", "state"):
             table.add_column(name, no_wrap=True)
@@ -196,7 +190,7 @@ def _health(row: ViewRow) -> Text:
 
 
 def event_line(event: EventView) -> str:
-    """Return an event as a message below the screen."""
+    """Return an event as one line."""
     return f"{time.strftime('%H:%M:%S', time.localtime(event.at_s))}  {event.name}: {event.detail}"
 
 
@@ -204,7 +198,7 @@ def event_line(event: EventView) -> str:
 
 
 def line(run: RunView) -> str:
-    """Return the run as one line for a log."""
+    """Return the run as one log line."""
     if run.state == "created":
         return f"{run.state:<8} {run.activity}".rstrip()
     parts = [f"{run.state:<8} step {run.step}/{run.steps}", f"head {_version(run.head)}"]
@@ -222,7 +216,7 @@ def line(run: RunView) -> str:
 
 
 def spark(values: Sequence[float | None], width: int) -> str:
-    """Return a curve of at most ``width`` characters, lowest to highest; neighbours are averaged.
+    """Return a sparkline of at most ``width`` averaged values.
 
     >>> spark([0.0, 0.5, 1.0], 8)
     '▁▅█'
@@ -245,7 +239,7 @@ def last(run: RunView, name: str) -> float | None:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Return a figure with thousands' commas; a dash where there is none."""
+    """Return a number with thousands' commas; a dash for None."""
     return _MISSING if value is None or not math.isfinite(value) else f"{value:,.{digits}f}"
 
 

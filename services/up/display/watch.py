@@ -1,6 +1,6 @@
-"""Follow the coordinator: what the run does, who is there, and when it has ended.
+"""Poll the coordinator for the run's state and end.
 
-The coordinator may be dead at any moment; then what it said last stays, and is marked as old.
+Its last answer is kept while it is down.
 """
 
 import asyncio
@@ -18,14 +18,12 @@ POLL_S = 1.0
 
 @dataclasses.dataclass(slots=True)
 class RunSnapshot:
-    """What the coordinator said last; None before it said anything."""
+    """The coordinator's last answer; None before the first."""
 
     run: RunView | None = None
     replicas: dict[str, ReplicaView] = dataclasses.field(default_factory=dict)
     at_s: float = 0.0
-    """When it said so, Unix seconds."""
     url: str = ""
-    """Where it answered."""
 
 
 class Watch:
@@ -40,11 +38,10 @@ class Watch:
         self._asking = asyncio.Lock()
         self._started_at_s = time.time()
         self._last_event = (0, 0)
-        """The id of the newest event that was told."""
         self._coordinator: AsyncCoordinator | None = None
 
     async def run(self, on_news: Callable[[RunSnapshot], None]) -> None:
-        """Ask again and again, and call ``on_news`` after each answer."""
+        """Poll until cancelled; call ``on_news`` after each answer."""
         try:
             while True:
                 if await self.ask():
@@ -54,7 +51,7 @@ class Watch:
             await self._forget()
 
     async def ask(self) -> bool:
-        """Ask once; return whether there was an answer."""
+        """Poll once; return whether there was an answer."""
         async with self._asking:
             try:
                 coordinator = self._find()
@@ -69,13 +66,13 @@ class Watch:
             return True
 
     async def finished(self) -> bool:
-        """Whether the run has no step left to make, so that a service may end by itself."""
+        """Return whether the run has no steps left."""
         await self.ask()
         run = self.seen.run
         return run is not None and (run.ended or 0 < run.steps <= run.step)
 
     def _tell_events(self, events: Sequence[EventView]) -> None:
-        """Say each event once that happened since this ``penstock up`` was started; those of guards are among the run's notices."""
+        """Report each event since the start once, except guards, which are notices."""
         for event in events:
             time_ms, _, number = event.id.partition("-")
             place = (int(time_ms or 0), int(number or 0))
@@ -85,7 +82,7 @@ class Watch:
                     self._tell(f"{event.name}: {event.detail}")
 
     def _tell_once(self, error: PenstockError) -> None:
-        """That nobody answers is normal while processes start; an answer that makes no sense is not."""
+        """Report unreadable answers once; no answer is normal during starts."""
         if isinstance(error, (Unreadable, RequestRefused)) and str(error) != self._told:
             self._told = str(error)
             self._tell(self._told)

@@ -1,1 +1,1 @@
-"""Prometheus for a run on this machine: its process and its targets."""
+"""Prometheus for a local run."""

@@ -1,7 +1,6 @@
-"""A Prometheus of the run's own: its configuration in the run's folder, its process like the others'.
+"""A Prometheus process for the run, with its data in the run's folder.
 
-It finds the services by ``targets``, evaluates the chart's alert rules where they are beside this code (a checkout has them, an installed
-package does not), and keeps its data in the run's folder, so that ``penstock up --resume --prometheus`` goes on with the same curves.
+It scrapes ``targets`` and, in a checkout, evaluates the chart's alert rules.
 """
 
 import json
@@ -16,7 +15,7 @@ from shared.settings import Settings
 
 RULES = Path(__file__).parents[3] / "deploy" / "k8s" / "penstock" / "rules"
 _PORT = 9090
-"""Prometheus' own default; another free port if it is taken."""
+"""Default; another free port if taken."""
 _HOST = "127.0.0.1"
 _SCRAPE_EVERY = "2s"
 _EVALUATE_EVERY = "5s"
@@ -41,7 +40,7 @@ def plan(settings: Settings, run_folder: Path, environment: Mapping[str, str]) -
     """Write the configuration; return the process.
 
     Raises:
-        SettingsError: it is not installed.
+        SettingsError: not installed.
     """
     program, folder = find_program(), run_folder / "prometheus"
     folder.mkdir(exist_ok=True)
@@ -64,7 +63,7 @@ def plan(settings: Settings, run_folder: Path, environment: Mapping[str, str]) -
 
 
 def configuration(run_folder: Path) -> dict[str, object]:
-    """Return what Prometheus is told: whom to scrape, and which alerts to evaluate."""
+    """Return Prometheus' configuration: targets and alert rules."""
     return {
         "global": {"scrape_interval": _SCRAPE_EVERY, "evaluation_interval": _EVALUATE_EVERY},
         "rule_files": [str(rules) for rules in sorted(RULES.glob("*.yaml"))],
@@ -78,7 +77,6 @@ def configuration(run_folder: Path) -> dict[str, object]:
 
 
 def _free_port(wanted: int) -> int:
-    """Return ``wanted``, or another free port where it is taken."""
     try:
         return free_port(_HOST, wanted)
     except OSError:
@@ -86,6 +84,6 @@ def _free_port(wanted: int) -> int:
 
 
 def url(process: ProcessPlan) -> str:
-    """Return where its pages are."""
+    """Return the URL of its pages."""
     assert process.address is not None
     return f"http://{process.address[0]}:{process.address[1]}"

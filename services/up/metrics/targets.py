@@ -1,10 +1,9 @@
-"""Tell Prometheus where the metrics of a run's processes are: ``runs/.metrics/<run id>.json``, as its file_sd reads it.
+"""Prometheus targets of a run: ``runs/.metrics/<run id>.json``, in file_sd format.
 
-Beside the runs' folders, not in them: file_sd takes a pattern in the last part of a path only, and one Prometheus may watch all runs.
+Outside the run folders, because file_sd allows patterns in a path's last part only.
 
-Every target has three labels: ``run``, ``service`` and ``instance``, the replica's name, which stays over restarts, as its port does
-not. The chart's PodMonitor sets the same three, so that dashboards and alerts hold in both places. No process labels its own metrics
-with them. A replica that is gone stays a target, for its silence is what an alert is about; one that was told to leave, and did, does not.
+Labels are ``run``, ``service`` and ``instance`` (the replica's name), as in the chart's PodMonitor, so that dashboards
+and alerts work in both. A replica that disappears stays, for alerts; a drained one does not.
 """
 
 import contextlib
@@ -19,20 +18,20 @@ from shared.files.durable import Kept
 
 
 def targets_file(run_folder: Path) -> Path:
-    """Return where the addresses of a run's metrics stand."""
+    """Return the targets file of a run."""
     return run_folder.parent / ".metrics" / f"{run_folder.name}.json"
 
 
 class Targets:
-    """The addresses of one run's metrics, written down whenever one changes."""
+    """One run's metrics addresses, written on change."""
 
     def __init__(
         self, run_folder: Path, run_id: str, plans: Sequence[ProcessPlan], tell: Callable[[str], None]
     ) -> None:
         file = targets_file(run_folder)
         file.parent.mkdir(exist_ok=True)
-        with contextlib.suppress(OSError):  # another user's, of whom this one shares the folder of runs
-            file.parent.chmod(0o755)  # addresses are no secrets, and Prometheus may be another user's
+        with contextlib.suppress(OSError):  # the shared folder belongs to another user
+            file.parent.chmod(0o755)  # not secret; read by other users
         self._file = Kept(file, tell, mode=0o644)
         self._run_id = run_id
         self._known = {
@@ -44,7 +43,7 @@ class Targets:
         self._write()
 
     def update(self, replicas: Iterable[ReplicaView]) -> None:
-        """Take the addresses that heartbeats tell, and give up those of replicas that were drained."""
+        """Add the heartbeats' addresses, and remove drained replicas."""
         there = {replica.replica: replica for replica in replicas}
         told = {name: (replica.service, replica.address) for name, replica in there.items() if replica.address}
         left = self._leaving - set(there)
@@ -62,5 +61,5 @@ class Targets:
         self._file.write(json.dumps(groups, indent=2) + "\n")
 
     async def run(self) -> None:
-        """Write what could not be written when it changed, until cancelled."""
+        """Retry failed writes until cancelled."""
         await self._file.run()

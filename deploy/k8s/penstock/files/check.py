@@ -1,6 +1,6 @@
-"""What ``helm test`` runs inside the cluster: the API is ready, every service is there, the bus takes and gives back a message.
+"""``helm test``: the API is ready, every service is present, the bus passes a message.
 
-Exits 0 and says what it found, or 1 and says what it expected. Uses the run's own settings; changes nothing in the run.
+Exits 0, or 1 with what was expected. Changes nothing in the run.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ WORKING = ("working", "waiting", "degraded")
 
 
 def ask(url: str, path: str, deadline_s: float) -> Any:
-    """Return what the API answers to ``path``; exits 1 when it does not answer 200 until ``deadline_s``."""
+    """Return the API's answer; exit 1 without a 200 by ``deadline_s``."""
     while True:
         try:
             request = urllib.request.Request(url + path, headers=token())  # noqa: S310 (http, from the chart)
@@ -35,12 +35,12 @@ def ask(url: str, path: str, deadline_s: float) -> Any:
 
 
 def token() -> dict[str, str]:
-    """Return the header that the API wants to see."""
+    """Return the API's authorization header."""
     return {"Authorization": f"Bearer {Path(os.environ['CHECK_TOKEN_FILE']).read_text().strip()}"}
 
 
 def await_services(url: str, wanted: set[str], deadline_s: float) -> None:
-    """Return when a replica of every service works; exits 1 when one is missing at ``deadline_s``."""
+    """Wait for every service; exit 1 at ``deadline_s``."""
     while True:
         rows = ask(url, "/v1/services", deadline_s)["items"]
         found = {row["service"] for row in rows if row["state"] in WORKING}
@@ -52,7 +52,7 @@ def await_services(url: str, wanted: set[str], deadline_s: float) -> None:
 
 
 async def round_trip(bus_url: str, run_id: str) -> str:
-    """Send a message over a stream of its own and read it back; return the server's name and version."""
+    """Send and receive a message; return the server's name and version."""
     bus = await Bus.connect(bus_url, run_id, wait_s=30.0)
     try:
         sent = Event(at_s=time.time(), source="helm test", name="check", detail="a round trip")

@@ -1,1 +1,1 @@
-"""Routes of the HTTP API, one module for each group of resources."""
+"""API routes, one module per resource group."""

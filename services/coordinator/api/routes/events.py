@@ -1,7 +1,7 @@
-"""Events over HTTP: a list to look back, and a stream (server-sent events) to look on.
+"""Events over HTTP: a list, and server-sent events.
 
-The stream sends each event once, with its entry as the id, so that a client that was cut off goes on by ``Last-Event-ID`` where it was.
-It ends by itself after ``for_s``, as proxies would end it; an EventSource then comes again. Streams are bounded in total and per address.
+Event ids are entries, so ``Last-Event-ID`` resumes. Streams end after ``for_s``, before proxies cut them, and are
+bounded in total and per address.
 """
 
 import asyncio
@@ -53,17 +53,17 @@ Seconds = Annotated[float, Query(gt=0, le=3600, allow_inf_nan=False, description
 
 @dataclasses.dataclass(slots=True)
 class OpenStreams:
-    """Counts the streams that are open, by the address of the client."""
+    """Open streams by client address."""
 
     total: int = 128
     each: int = 32
     open: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     def enter(self, address: str) -> Callable[[], None]:
-        """Count a stream; return what ends that.
+        """Count a stream; return the function that ends it.
 
         Raises:
-            HTTPException: 503, there are as many as there may be.
+            HTTPException: 503, too many streams.
         """
         if self.open.total() >= self.total or self.open[address] >= self.each:
             detail = (
@@ -80,8 +80,6 @@ class OpenStreams:
 
 
 class _Counted(StreamingResponse):
-    """A stream that counts until it ends, however that is."""
-
     def __init__(self, content: AsyncIterator[str], leave: Callable[[], None]) -> None:
         super().__init__(content, media_type="text/event-stream")
         self._leave = leave
@@ -133,7 +131,7 @@ def _view(entry: str, data: bytes) -> EventView | None:
     try:
         event = wire.decode(data, Event)
     except MessageError:
-        return None  # of a version to come
+        return None  # from a newer version
     return EventView(
         id=entry, at_s=event.at_s, source=event.source, name=event.name, detail=event.detail, fields=dict(event.fields)
     )

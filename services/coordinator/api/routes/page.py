@@ -1,12 +1,11 @@
-"""The page for people: `/`, and the files of the folder ``page`` that it is made of.
+"""The web page: `/` and the files of ``page``, read at the start.
 
 ::
 
-    /  ─▶ index.html ─▶ page/*.css, page/*.js (modules) ─▶ the API, with the person's token, like any other client
+    / ─▶ index.html ─▶ page/*.css, page/*.js (modules) ─▶ the API, with the user's token
 
-The files hold nothing of a run, so they need no token: the page itself asks for one, or exchanges the code of its link (``#code=…``) for a
-session at ``POST /session``, once. It may load from, and speak to, its own origin only
-(``HEADERS``). Everything is read at the start. The page knows the API and nothing else; this module knows no run.
+The files need no token: the page asks for one, or exchanges its link's code (``#code=…``) once at ``POST /session``. It
+may contact its own origin only (``HEADERS``).
 """
 
 import hashlib
@@ -40,7 +39,7 @@ SESSION_PATH = "/session"
 
 
 def page_type(path: str) -> str | None:
-    """Return the media type of what lies at ``path`` of the page; None: it is not the page's.
+    """Return the media type of the page's file at ``path``, if any.
 
     >>> page_type("/"), page_type("/page/look.css"), page_type("/v1/run")
     ('text/html', 'text/css', None)
@@ -51,12 +50,12 @@ def page_type(path: str) -> str | None:
 
 
 def session_cookie(run_id: str) -> str:
-    """Return the name of a session's cookie: browsers keep those of all ports of a host together."""
+    """Return a cookie name unique to the run: browsers share a host's cookies."""
     return f"penstock-{run_id}"
 
 
 def page_routes(parts: Parts) -> APIRouter:
-    """Return the routes of the page; they are no part of the API's description."""
+    """Return the page's routes, not in the API description."""
     router = APIRouter(include_in_schema=False)
     files = {file.name: file.read_bytes() for file in FOLDER.iterdir() if file.suffix in _TYPES}
 
@@ -89,5 +88,4 @@ def page_routes(parts: Parts) -> APIRouter:
 
 
 async def _use(bus: Bus, code: str) -> bool:
-    """Mark a code as used; False where it was."""
     return await idempotency.use_once(bus, hashlib.sha256(code.encode()).hexdigest(), math.ceil(PAGE_S))

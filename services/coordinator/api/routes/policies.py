@@ -1,4 +1,4 @@
-"""The policy's history over HTTP: versions with their lineage, marks on them, two beside each other."""
+"""Policy history over HTTP: versions, lineage, marks and comparison."""
 
 import asyncio
 import dataclasses

@@ -1,11 +1,11 @@
-"""What was trained, over HTTP: the report of each step, and groups to be read with their scores.
+"""Training records over HTTP, newest first.
 
 ::
 
     /v1/run/steps      the stream `steps`
-    /v1/run/rollouts   the journal: every group since the newest checkpoint; before it, rollouts.jsonl: one each few steps
+    /v1/run/rollouts   groups since the newest checkpoint; before it, a sample from rollouts.jsonl
 
-Both are told newest first. A run that was rolled back has several reports of a step; the newest holds.
+After a rollback a step's newest report is valid.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ Few = Annotated[int, Query(ge=1, le=50, description="At most so many groups.")]
 
 
 def record_routes(parts: Parts) -> APIRouter:
-    """Return the routes of what was trained."""
+    """Return the routes for training records."""
     router = APIRouter(prefix="/v1/run", tags=["run"])
 
     @router.get("/steps", operation_id="listSteps", summary="What the trainer reported of each step, newest first")
@@ -54,7 +54,7 @@ def _step(entry: str, fields: Mapping[bytes, bytes]) -> StepView | None:
     try:
         report = wire.decode(fields.get(b"data", b""), StepReport)
     except MessageError:
-        return None  # of a version to come
+        return None  # from a newer version
     return StepView(
         id=entry,
         step=report.step,
@@ -79,7 +79,7 @@ def _journalled(rows: list[Row]) -> Iterator[RolloutView]:
         try:
             experience = wire.decode(fields.get(b"data", b""), Experience)
         except MessageError:
-            continue  # of a version to come
+            continue
         yield rollout_view(_finite(rollout_line(entry, int(fields[b"step"]), experience)))
 
 
@@ -92,7 +92,7 @@ def _older(file: Path, before: str | None) -> Iterator[RolloutView]:
         try:
             found = rollout_view(_finite(line))
         except (KeyError, ValidationError):
-            continue  # of another version
+            continue
         if before is None or _place(found.id) < _place(before):
             yield found
 

@@ -1,8 +1,7 @@
-"""Every run on this bus over HTTP, and the registration and deletion of others.
+"""Runs on this bus over HTTP, and registration of others.
 
-A coordinator leads one run, the one that it was started with. Registering another checks its settings and writes them onto the bus under their
-run id; whoever starts services for it starts them with ``--from-bus URL --run-id ID``, a coordinator among them. Registered runs are bounded in
-number and size, and can be deleted while no service works for them.
+Registering stores a run's checked settings on the bus; its services start with ``--from-bus URL --run-id ID``.
+Registrations are bounded, and can be deleted while no service works for the run.
 """
 
 from typing import Annotated
@@ -20,9 +19,8 @@ from shared.process.telemetry import tell
 from shared.settings import dumps, loads
 
 _MOST_REGISTERED = 256
-"""Runs that were registered over HTTP and are on the bus."""
+"""Registered runs on the bus."""
 _LARGEST_BYTES = 128 * 1024
-"""Of the settings of one."""
 _ID = f"^{RUN_ID_PATTERN.pattern}$"
 RunId = Annotated[str, Path(pattern=_ID, description="The run.")]
 After = Annotated[str | None, Query(pattern=_ID, description="`next` of the page before.")]
@@ -95,7 +93,6 @@ async def _summary(parts: Parts, run_id: str) -> RunSummary | None:
 
 
 async def _delete(parts: Parts, run_id: str) -> None:
-    """Delete a run that was registered over HTTP and for which no service works."""
     found = await _summary(parts, run_id)
     if found is None:
         raise HTTPException(404, f"expected a run on this bus, found none of the id {run_id}")

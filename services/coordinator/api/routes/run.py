@@ -1,4 +1,4 @@
-"""The run over HTTP: look at it, steer it, change its settings, follow what takes a while."""
+"""The run over HTTP: view, commands, settings and operations."""
 
 import dataclasses
 from typing import Annotated, Any
@@ -183,12 +183,12 @@ def operation_routes(parts: Parts) -> APIRouter:
 
 
 def view_of(operation: Operation) -> OperationView:
-    """Return an operation as the API says it."""
+    """Return an operation's API view."""
     return OperationView.model_validate(dataclasses.asdict(operation))
 
 
 def accepted(response: Response, operation: Operation) -> OperationView:
-    """Answer 202 with what to poll."""
+    """Answer 202 with the operation to poll."""
     response.status_code = 202
     response.headers["Location"] = f"/v1/operations/{operation.id}"
     return view_of(operation)

@@ -1,4 +1,4 @@
-"""Replicas and dead letters over HTTP: who is there, and what could not be handled."""
+"""Replicas and dead letters over HTTP."""
 
 import dataclasses
 from typing import Annotated
