@@ -1,4 +1,4 @@
-"""Check a completion's form by declared rules. Its value is the share of rules that hold, each with its weight.
+"""Check a completion's form by declared rules. The value is the weighted share of rules that hold.
 
 ::
 
@@ -12,11 +12,8 @@
     json      JSON that keeps a schema
     stop      it ended by itself
 
-Rules are counted and named in this order; a rule that is not declared is not counted. ``<think>…</think>`` is found
-literally; attributes and nesting are not read.
-
-The pattern and the JSON schema can take for ever on text that a model writes, so both are checked in a killable process
-(:mod:`checks`). A text that took too long, or that killed two processes, is not checked again.
+Only declared rules count, in this order. Tags are found literally, without attributes or nesting. Pattern and schema
+are checked in a killable process (:mod:`checks`); a text that timed out or killed two processes is not checked again.
 """
 
 import asyncio
@@ -42,13 +39,13 @@ from shared.settings.rewards import scorers
 from shared.settings.rewards.scorers import FormatRule
 
 _SHORT = 4_000
-"""A text up to this length, in characters, is checked in the event loop; of a longer one so much is read at a time."""
+"""Characters; longer texts are read in chunks of this size, to yield to the event loop."""
 PATTERN_TIMEOUT_S = 0.5
-"""Processor time that a pattern may take: status ``timeout``, value 0."""
+"""CPU time of a pattern: status ``timeout``, value 0."""
 JSON_TIMEOUT_S = 0.5
-"""Processor time that a check against json_schema may take: status ``timeout``, value 0."""
+"""CPU time of a json_schema check: status ``timeout``, value 0."""
 _MIN_SCRIPT_SHARE = 0.95
-"""Names and symbols of another script are tolerated, a paragraph is not."""
+"""Tolerates names and symbols of another script, not a paragraph."""
 _COMMAND = (sys.executable, "-m", "services.reward.scorers.format.checks")
 _REMEMBERED = 4096
 _LETTERS = regex.compile(r"\p{L}+")
@@ -60,7 +57,7 @@ class _TookTooLong(PenstockError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TextSpan:
-    """One pair of tags: where its opening tag begins and its closing tag ends, in characters."""
+    """Character range from an opening tag to the end of its closing tag."""
 
     start: int
     end: int
@@ -85,7 +82,7 @@ class FormatChecker:
     """Score the share of declared rules that a completion keeps.
 
     Raises:
-        SettingsError: no rule is declared, or one means nothing.
+        SettingsError: no rule is declared, or a rule is invalid.
     """
 
     def __init__(self, scorer: scorers.FormatScorer) -> None:
@@ -145,10 +142,10 @@ class FormatChecker:
         return {rule for rule, is_declared in declared.items() if is_declared}
 
     async def start(self) -> None:
-        """Start the process that checks, where there is a pattern or a schema.
+        """Start the checking process if there is a pattern or schema.
 
         Raises:
-            SettingsError: the schema is none, or jsonschema is not installed.
+            SettingsError: the schema is invalid, or jsonschema is not installed.
         """
         if self._checkers is None:
             return
@@ -165,12 +162,12 @@ class FormatChecker:
             ) from error
 
     async def close(self) -> None:
-        """Kill the process that checks."""
+        """Kill the checking process."""
         if self._checkers is not None:
             await self._checkers.close()
 
     async def score(self, group: RolloutGroup) -> list[Score]:
-        """Check each sample; long ones in a thread, beside the event loop."""
+        """Check each sample; long ones in a thread."""
         return [await self._check(sample) for sample in group.samples]
 
     async def _check(self, sample: Sample) -> Score:
@@ -213,7 +210,7 @@ class FormatChecker:
         return await self._ask("json", content, JSON_TIMEOUT_S)
 
     async def _script_problem(self, text: str) -> str:
-        """Return how the letters break the rule of scripts, read in turns."""
+        """Check the scripts rule, yielding to the event loop."""
         script, rules = self._script, self._scorer
         if script is None:
             return ""
@@ -233,7 +230,7 @@ class FormatChecker:
 
         Raises:
             _TookTooLong: it was killed.
-            Crashed: two processes died of it.
+            Crashed: it killed two processes.
             TemporaryError: it could not be checked now.
         """
         assert self._checkers is not None
@@ -251,7 +248,7 @@ class FormatChecker:
     def _rules(
         self, sample: Sample, mismatch: str, json_problem: str, script_problem: str
     ) -> Iterator[tuple[FormatRule, str]]:
-        """Yield each declared rule's name and how it is broken, or nothing ("")."""
+        """Yield each declared rule's name and how it is broken ("" if it holds)."""
         text, rules = sample.text, self._scorer
         yield from _tag_rules(rules, text)
         if rules.pattern:
@@ -282,7 +279,7 @@ def _tag_rules(rules: scorers.FormatScorer, text: str) -> Iterator[tuple[FormatR
 
 
 def spans(text: str, tag: str) -> list[TextSpan]:
-    """Return every ``<tag>…</tag>`` in ``text``, first opening with first closing after it."""
+    """Return every ``<tag>…</tag>``, each opening paired with the first closing after it."""
     opening, closing = f"<{tag}>", f"</{tag}>"
     found: list[TextSpan] = []
     position = 0
@@ -331,5 +328,5 @@ def _broken_length(found: int, least: int, most: int, unit: str) -> str:
 
 
 def _characters(pattern: "regex.Pattern[str]", text: str) -> int:
-    """Return how many characters of ``text`` are in runs of ``pattern``."""
+    """Count the characters of ``text`` in matches of ``pattern``."""
     return sum(map(len, pattern.findall(text)))
