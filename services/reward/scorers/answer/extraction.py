@@ -122,7 +122,8 @@ def choice(text: str, letters: str = "ABCDE") -> str | None:
     """Return the chosen letter; None if there is none or more than one.
 
     It is in the last box; or after the last "answer is", "answer:" or "option"; or it is the whole text, its last line,
-    or the only letter in parentheses. Since "a" is a word, lower case counts only in boxes and right after "answer is (".
+    or the only letter in parentheses. Since "a" is a word, lower case counts only in boxes and right after
+    "answer is (".
 
     >>> choice("Paris is in France, so the answer is (B).")
     'B'

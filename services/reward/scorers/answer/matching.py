@@ -5,8 +5,8 @@
     reference, answer ──▶ notation ──▶ read: core, unit, percent sign, name ──▶ attempts, the strictest first
                                                                                  └── pairs of cores, all of which must be equal
 
-An attempt names the lenient rules it needs, so the first that succeeds gives the verdict's rules. Words, relations, lists and
-restated questions are decided here, because computer algebra misreads them.
+An attempt names the lenient rules it needs, so the first that succeeds gives the verdict's rules. Words, relations,
+lists and restated questions are decided here, because computer algebra misreads them.
 """
 
 import dataclasses

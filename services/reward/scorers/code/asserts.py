@@ -29,6 +29,8 @@ _NEVER_THE_PROGRAMS = clean_interpreter.BUILTINS | clean_interpreter.LIBRARY_TYP
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SplitAssert:
+    """One assert, split into calls and check."""
+
     source: str
     function: str
     """The function under test; ``Solution.f`` for a method of an object created by the assert."""

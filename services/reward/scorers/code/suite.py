@@ -2,12 +2,12 @@ r"""Read a problem's tests from a dataset column. Supported shapes:
 
 ::
 
-    [{"input": "2 3\n", "output": "5\n"}, …]                                    programs: standard input, standard
-    output [{"fn_name": "f", "input": [2, 3], "output": 5}, …]                         calls: arguments, result
+    [{"input": "2 3\n", "output": "5\n"}, …]                                    programs: standard input, standard output
+    [{"fn_name": "f", "input": [2, 3], "output": 5}, …]                         calls: arguments, result
     {"inputs": ["2 3\n", …], "outputs": ["5\n", …]}                             programs, as APPS and TACO have them
     {"inputs": [[2, 3], …], "outputs": [5, …], "fn_name": "f"}                  calls, as APPS and TACO have them
-    ["assert f(2, 3) == 5", …]                                                  asserts, as MBPP has them {"asserts":
-    ["assert f(2, 3) == 5", …], "fn_name": "f"}                     the same, and the function under test is named
+    ["assert f(2, 3) == 5", …]                                                  asserts, as MBPP has them
+    {"asserts": ["assert f(2, 3) == 5", …], "fn_name": "f"}                     the same, with the function under test
 
 or one of them as JSON text, or asserts one per line. A program's input or output may be a list of lines.
 ``Solution.f`` means a method of a new object of that class.

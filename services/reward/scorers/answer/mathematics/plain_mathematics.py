@@ -6,8 +6,8 @@ lists and matrices of such numbers, read from short LaTeX and compared exactly.
     text ── short, every token known ──▶ Form ── both forms of one kind, nothing ambiguous ──▶ equal, or not
                  └── no ──▶ None                  └── no ──▶ None
 
-``None`` leaves the verdict to math-verify. Verdicts agree with that library, so what it reads in its own way (``5t`` is 5 tons,
-``1/2x`` is 1/(2x)) is not read here. Length, nesting and numbers are bounded.
+``None`` leaves the verdict to math-verify. Verdicts agree with that library, so what it reads in its own way (``5t``
+is 5 tons, ``1/2x`` is 1/(2x)) is not read here. Length, nesting and numbers are bounded.
 """
 
 import dataclasses
