@@ -1,4 +1,4 @@
-"""The generative judge: a language model behind an HTTP endpoint reads each completion and gives a verdict.
+"""The LLM judge: a language model behind an HTTP endpoint grades each completion.
 
 ::
 
@@ -7,8 +7,7 @@
                                                    │                    └── none: asked again, then on_unparsable
                                                    └── no answer: unavailable, never 0
 
-Equal questions of a group are asked once. What was judged is remembered, so that a group that is tried again because one
-of its samples has no verdict yet asks only for that.
+Equal questions are asked once, and verdicts are cached for groups that are retried.
 """
 
 import asyncio
@@ -24,10 +23,10 @@ _REMEMBERED = 16_384
 
 
 class Judge:
-    """Score what a language model thinks of a completion.
+    """Score completions with a language model.
 
     Raises:
-        SettingsError: the key or the pattern is not what it should be.
+        SettingsError: invalid key or pattern.
     """
 
     def __init__(self, scorer: JudgeScorer) -> None:
@@ -38,17 +37,17 @@ class Judge:
         self._remembered = Recent(_REMEMBERED)
 
     async def start(self) -> None:
-        """Nothing to load: an endpoint that is not there yet is waited for by the groups."""
+        """Do nothing: groups wait for an endpoint that is not up yet."""
 
     async def close(self) -> None:
         """Close the connections."""
         await self._client.close()
 
     async def score(self, group: RolloutGroup) -> list[Score]:
-        """Let the judge read each sample.
+        """Grade each sample.
 
         Raises:
-            PermanentError: the template asks for what the prompt does not have.
+            PermanentError: the template needs a column that the prompt lacks.
         """
         questions = [fill(self._scorer.template, group.prompt, sample.text) for sample in group.samples]
         async with asyncio.TaskGroup() as asking:

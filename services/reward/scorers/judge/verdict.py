@@ -1,7 +1,7 @@
-"""What a judge is asked and what it answered: the template filled in, the verdict read out. Pure functions.
+"""Fill the judge's template and parse its verdict. Pure functions.
 
-The template is filled in once, in one pass: braces in what a model wrote are text, and so are those that name nothing
-(``{"score": 7}``). A verdict is a number within the scale or one of the labels; anything else is none.
+The template is filled in one pass, so braces in completions, and unknown ones (``{"score": 7}``), stay text. A
+verdict is a number within the scale or one of the labels.
 """
 
 import json
@@ -17,16 +17,16 @@ from shared.settings.rewards.scorers import JudgeScorer
 _PLACE = re.compile(r"\{(prompt|completion|answer|extra\.(?P<column>[^{}\s]+))\}")
 _PATTERN_TIMEOUT_S = 0.5
 _LONGEST_ANSWER = 20_000
-"""Of a longer answer only the end is read, in characters."""
+"""In characters; only the end of a longer answer is read."""
 _MOST_OBJECTS = 200
-"""Of an answer with more opening braces only the last ones are tried as the beginning of the verdict's object."""
+"""Maximum opening braces, from the end, tried as the start of the verdict's object."""
 
 
 def fill(template: str, prompt: Prompt, completion: str) -> str:
-    """Return the template with the prompt, the completion, the answer and columns of the dataset in their places.
+    """Fill in the prompt, the completion, the answer and dataset columns.
 
     Raises:
-        PermanentError: the prompt has no such column, or no answer.
+        PermanentError: the prompt lacks such a column or the answer.
     """
 
     def value(place: re.Match[str]) -> str:
@@ -58,10 +58,10 @@ def _known(value: object, what: str, prompt: Prompt) -> str:
 
 
 class VerdictReader:
-    """Reads a value from a judge's answer.
+    """Read a value from a judge's answer.
 
     Raises:
-        SettingsError: the pattern is no regular expression with a group.
+        SettingsError: the pattern is not a regular expression with a group.
     """
 
     def __init__(self, scorer: JudgeScorer) -> None:
@@ -84,7 +84,7 @@ class VerdictReader:
         )
 
     def read(self, answer: str) -> float | None:
-        """Return the value that the answer gives: 0 to 1, or a label's; None where it holds no verdict. Runs in a thread."""
+        """Return the value, 0 to 1 or a label's; None without a verdict. Runs in a thread."""
         answer = answer[-_LONGEST_ANSWER:]
         verdict = self._field(answer) if self._scorer.json_field else self._match(answer)
         scale = self._scorer.scale
@@ -104,7 +104,7 @@ class VerdictReader:
         return found
 
     def _field(self, answer: str) -> object:
-        """Return the field of the last JSON object that has it, whatever stands around it."""
+        """Return the field of the last JSON object that has it."""
         decoder = json.JSONDecoder()
         for start in [match.start() for match in re.finditer(r"\{", answer)][: -_MOST_OBJECTS - 1 : -1]:
             try:
