@@ -1,6 +1,4 @@
-"""Variants of a problem's tests for an audit, from its dataset column (shapes:
-:mod:`services.reward.scorers.code.suite`).
-"""
+"""Variants of a problem's tests for an audit, from its dataset column (:mod:`services.reward.scorers.code.suite`)."""
 
 import ast
 import json

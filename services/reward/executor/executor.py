@@ -1,4 +1,4 @@
-"""Run jobs: a slot, a warm interpreter, the pipes, the deadline, and the verdict.
+"""Run jobs: slots, warm interpreters, pipes, deadlines and verdicts.
 
 ::
 
@@ -8,9 +8,8 @@
                                 ├── its time is over           killed: timeout
                                 └── gone                       verdict.judge(wait status, …)
 
-A program's time is wall time without that in which it could have run and other processes had its core: at the deadline the zygote
-is asked how much that was. A zygote that died or does not react is replaced, and what it ran is ``sandbox_error``. Nothing here knows sockets or what the answer is
-for.
+A program is charged wall time, minus the time it was runnable while others had its core. A zygote that died or does
+not react is replaced; its programs end as ``sandbox_error``.
 """
 
 import asyncio
@@ -43,31 +42,31 @@ SECONDS = Histogram(
 WAITING = Gauge("penstock_executor_queue_programs", "Programs that wait for a slot.")
 IN_PROGRESS = Gauge("penstock_executor_programs_in_progress", "Programs that run now.")
 _REACTS_WITHIN_S = 10.0
-"""A zygote says that a child is gone within so long of its being killed, or is replaced."""
+"""Time within which a zygote must report the end of a killed child; otherwise it is replaced."""
 _READ_BYTES = 1 << 16
 LONGEST = 10
-"""A program is killed after so many times ``wall_s`` however long it waited for its core."""
+"""A program is killed after this multiple of ``wall_s`` even if it waited for its core."""
 _ASK_AGAIN_S = 0.01
-"""Least time between two questions how much of its time a program has had."""
+"""Minimum time between queries of a program's charged time."""
 _REPORT_EXTRA_BYTES = 4096
-"""What a report holds besides its values."""
+"""Size of a report besides its values."""
 
 
 class Executor:
-    """Runs programs in one tier.
+    """Run programs in one tier.
 
     Args:
         isolation: the tier.
         profiles: interpreters that are kept warm.
-        slots: programs that run at a time.
-        recycle_after: programs of one warm interpreter.
+        slots: concurrent programs.
+        recycle_after: programs per warm interpreter.
     """
 
     def __init__(self, isolation: Isolation, profiles: tuple[str, ...], slots: int, recycle_after: int) -> None:
         self.tier = isolation.tier
         self._zygotes = {profile: Zygotes(isolation, profile, recycle_after) for profile in profiles}
         for outcome, profile in itertools.product(Outcome, profiles):
-            EXECUTIONS.labels(outcome.value, profile)  # a line that is there at 0 shows the first increase
+            EXECUTIONS.labels(outcome.value, profile)  # create the series at 0
         self._slots = asyncio.Semaphore(slots)
         self._cores = Cores()
 
@@ -86,7 +85,7 @@ class Executor:
             await zygotes.close()
 
     async def run(self, job: Job) -> Execution:
-        """Return what became of ``job``; whoever is cancelled here has its program killed."""
+        """Run ``job``; cancellation kills its program."""
         if job.profile not in self._zygotes:
             known = ", ".join(self._zygotes)
             return self._failed(
@@ -123,7 +122,7 @@ class Executor:
 
 
 class _Run:
-    """One program from its start to its end."""
+    """One program from start to end."""
 
     def __init__(self, zygote: ZygoteProcess, job: Job, core: int) -> None:
         self._zygote = zygote
@@ -147,11 +146,7 @@ class _Run:
                 raise
 
     async def result(self, tier: str) -> Execution:
-        """Return what became of it.
-
-        Raises:
-            ZygoteLost: the zygote died, or does not react.
-        """
+        """Return its execution. Raises ZygoteLost."""
         ended = await self._until_gone()
         await asyncio.gather(self._output.closed, self._report.closed)
         report = read_report(bytes(self._report.data), len(self._job.calls))
@@ -169,7 +164,7 @@ class _Run:
         )
 
     async def end(self) -> bool:
-        """Kill the program if it still runs; return False when the zygote does not say that it is gone."""
+        """Kill the program if it still runs; return False if the zygote does not confirm its end."""
         try:
             self._zygote.kill(self._number)
             done, _ = await asyncio.wait([self._ended], timeout=_REACTS_WITHIN_S)
@@ -193,11 +188,7 @@ class _Run:
         return self._ended.result()
 
     async def _charged_s(self) -> float:
-        """Return how much of its time the program has had.
-
-        Raises:
-            ZygoteLost: the zygote does not say.
-        """
+        """Return the charged time. Raises ZygoteLost without an answer."""
         charged_s = None
         if not self._ended.done():
             charged_s = await self._zygote.charged_s(self._number, self._ended, _REACTS_WITHIN_S)
@@ -219,7 +210,7 @@ def _stuck() -> ZygoteLost:
 
 
 class _Pipe:
-    """What a program writes, up to a limit; ``data`` holds no more than that."""
+    """Collects a program's output up to a limit."""
 
     def __init__(self, limit: int, over: Callable[[], None]) -> None:
         self._reader, self.writer = os.pipe2(os.O_CLOEXEC)
@@ -229,15 +220,13 @@ class _Pipe:
         self._loop = asyncio.get_running_loop()
         self.data = bytearray()
         self.closed: asyncio.Future[None] = self._loop.create_future()
-        """Done when every writer is gone, or too much was written."""
+        """Done when all writers are gone or the limit is exceeded."""
         self._loop.add_reader(self._reader, self._read)
 
     def close_writer(self) -> None:
-        """Close our copy of the writing end."""
         os.close(self.writer)
 
     def close(self) -> None:
-        """Read no more."""
         if self._reader >= 0:
             self._loop.remove_reader(self._reader)
             os.close(self._reader)
@@ -261,7 +250,7 @@ class _Pipe:
 
 @contextlib.contextmanager
 def _sealed(data: bytes) -> Iterator[int]:
-    """Give the block a file in memory that nobody can write."""
+    """Yield a sealed memory file."""
     descriptor = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         left = memoryview(data)

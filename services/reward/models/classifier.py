@@ -62,9 +62,7 @@ class Classifier:
         self._config.use_cache = False
         self._text_config = self._config.get_text_config()
         own = self._text_config.pad_token_id
-        self._own_padding: int | None = (
-            own if own is not None and own >= 0 else None
-        )  # old configs use -1 for "not set"
+        self._own_padding: int | None = own if own is not None and own >= 0 else None  # old configs use -1 for None
         self._label = self._find_label()
         self._longest = self._find_longest()
         self._placed = Placed(model, device, work.threads)
