@@ -30,7 +30,6 @@ FAILURES = Counter(
 )
 AVAILABLE = Gauge("penstock_reward_scorer_available", "1 while a scorer does its work, else 0.", ["scorer"])
 HANDLER = "scoring"
-"""The part for unforeseen exceptions."""
 SILENT_S = 6.0
 """A call may hang if it takes this long, and much longer than any before."""
 _SILENT_TIMES = 3.0
@@ -38,7 +37,6 @@ _EVENT_EVERY_S = 60.0
 """Minimum time between events of a part that fails now and then."""
 
 Tell = Callable[[str, str], Awaitable[None]]
-"""Writes an event: name and sentence."""
 
 
 def part_of(scorer: str) -> str:

@@ -32,7 +32,6 @@ from shared.settings.rewards.scorers import Scorer as ScorerSettings
 log = logging.getLogger(__name__)
 
 TRIVIAL = "0"
-"""Completion tried for every row."""
 _ROWS_WITHIN_S = 30.0
 """Without rows on the bus for this long, there is no coordinator and no dry run."""
 _LOOK_EVERY_S = 0.1
@@ -47,9 +46,7 @@ class Trial:
     """Result of one scorer on one completion."""
 
     problem: str
-    """``file:line`` of the row."""
     failure: str = ""
-    """Why it gave no score, or ""."""
     own: bool = False
     """Whether the failure is permanent: the scorer's or the row's."""
 
@@ -97,7 +94,6 @@ def _refusal(name: str, failed: Sequence[Trial]) -> str:
 
 
 async def _try(of: ScorerSettings, scorer: Scorer, prompts: Sequence[Prompt], failures: Failures) -> list[Trial]:
-    """Try one scorer on its rows, their answers first."""
     applying = [prompt for prompt in prompts if not prompt.scorers or scorer.name in prompt.scorers]
     answers = [(prompt, prompt.answer) for prompt in applying if prompt.answer]
     cases = [*itertools.islice(answers, 3), *((prompt, TRIVIAL) for prompt in applying[:3])]
@@ -131,7 +127,6 @@ async def _ask(of: ScorerSettings, scorer: Scorer, prompt: Prompt, text: str, fa
 
 
 def _group(prompt: Prompt, text: str) -> RolloutGroup:
-    """Return a group of one completion, with bytes as tokens."""
     tokens = np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).astype(np.int32)
     sample = Sample(
         token_ids=tokens,

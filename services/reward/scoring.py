@@ -138,7 +138,6 @@ class Scoring:
         )
 
     def _applying(self, prompt: Prompt) -> Sequence[Scorer]:
-        """Return the scorers of a prompt, in the order of the settings."""
         if not prompt.scorers:
             return self._scorers
         known = {scorer.name for scorer in self._scorers}

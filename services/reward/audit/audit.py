@@ -83,7 +83,6 @@ class AuditReport:
     groups: int
     completions: int
     checked: dict[str, int]
-    """Completions examined, by check."""
     unavailable: dict[str, int]
     """Completions that could not be scored, by check."""
     disagreements: tuple[Disagreement, ...]
@@ -91,8 +90,6 @@ class AuditReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Variant:
-    """A stricter scorer and the original one."""
-
     check: str
     of: str
     scorer: Scorer
@@ -100,7 +97,6 @@ class _Variant:
     """"shuffled" or "mutated" tests; nothing should pass the latter."""
     tests_field: str = ""
     boxes_only: bool = False
-    """Score only completions with a box."""
 
 
 def choose(
@@ -188,7 +184,6 @@ def _answer_variants(scorer: AnswerScorer, field: str) -> list[_Variant]:
 
 
 def _strict_format(scorer: FormatScorer) -> FormatScorer:
-    """Require each tag once, nothing outside, and a natural end."""
     tags = tuple(tag.rstrip("?+*") for tag in scorer.tags)
     return scorer.model_copy(update={"tags": tags, "nothing_outside": bool(tags), "needs_stop": True})
 
@@ -204,7 +199,6 @@ def _code_variants(scorer: CodeScorer, executor: str) -> list[_Variant]:
 async def _rescore(
     variant: _Variant, group: AuditedGroup, least: float, seed: int, checked: Counter[str], lost: Counter[str]
 ) -> list[Disagreement]:
-    """Return a stricter scorer's doubts about one group."""
     places = [
         place
         for place, each in _rewarded(group, least)
@@ -270,7 +264,6 @@ def _signs(
     least: float,
     checked: Counter[str],
 ) -> Iterator[Disagreement]:
-    """Yield suspicious texts."""
     rewarded = [(each, group) for group in groups for _, each in _rewarded(group, least)]
     lengths = [each.tokens for each, _ in rewarded]
     repeated = texts.repeated((each.text, group.right) for each, group in rewarded)
@@ -301,7 +294,6 @@ def _repeats(answers: int) -> str:
 def _weak_suites(
     group: AuditedGroup, settings: Settings, least: float, checked: Counter[str]
 ) -> Iterator[Disagreement]:
-    """Yield a doubt if a constant passes the tests of a rewarded group."""
     for scorer in settings.reward.scorers:
         if isinstance(scorer, CodeScorer) and scorer.tests_field in group.extra:
             checked["a constant passes"] += 1

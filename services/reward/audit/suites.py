@@ -91,7 +91,6 @@ def _is_equality(test: ast.Compare) -> bool:
 
 
 def _mutate(statement: ast.stmt) -> ast.stmt | None:
-    """Change the constants on the right side; None if there are none, or it is not an equality."""
     if not (isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Compare)):
         return None
     if not _is_equality(statement.test):
@@ -127,7 +126,6 @@ def _other_constant(value: str | float | None) -> str | float:
 
 
 def _other_text(text: str) -> str:
-    """Return other text; numbers stay numbers."""
     return (
         text[:-1] + str((int(text[-1]) + 1) % 10) if text[-1:].isascii() and text[-1:].isdigit() else f"{text}{_OTHER}"
     )

@@ -47,9 +47,7 @@ _READ_BYTES = 1 << 16
 LONGEST = 10
 """A program is killed after this multiple of ``wall_s`` even if it waited for its core."""
 _ASK_AGAIN_S = 0.01
-"""Minimum time between queries of a program's charged time."""
 _REPORT_EXTRA_BYTES = 4096
-"""Size of a report besides its values."""
 
 
 class Executor:
@@ -122,8 +120,6 @@ class Executor:
 
 
 class _Run:
-    """One program from start to end."""
-
     def __init__(self, zygote: ZygoteProcess, job: Job, core: int) -> None:
         self._zygote = zygote
         self._job = job
@@ -210,8 +206,6 @@ def _stuck() -> ZygoteLost:
 
 
 class _Pipe:
-    """Collects a program's output up to a limit."""
-
     def __init__(self, limit: int, over: Callable[[], None]) -> None:
         self._reader, self.writer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._reader, False)
@@ -250,7 +244,6 @@ class _Pipe:
 
 @contextlib.contextmanager
 def _sealed(data: bytes) -> Iterator[int]:
-    """Yield a sealed memory file."""
     descriptor = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         left = memoryview(data)

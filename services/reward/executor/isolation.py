@@ -1,4 +1,5 @@
-"""How each tier starts a warm interpreter: its view, user and command. Only runs the interpreter to locate its library."""
+"""How each tier starts a warm interpreter: its view, user and command. Only runs the interpreter to locate its
+library."""
 
 import dataclasses
 import json
@@ -65,7 +66,6 @@ class Interpreter:
     program: str
     library: tuple[str, ...]
     numpy: str
-    """Folder of the package; empty: not installed."""
 
     @classmethod
     def find(cls, program: str) -> "Interpreter":
@@ -111,10 +111,8 @@ class Isolation:
     """One tier on this host."""
 
     tier: str
-    """``namespace``, ``landlock`` or ``unsafe``."""
     interpreter: Interpreter
     user_id: int
-    """User of the warm interpreter; 0: unchanged."""
     threads: int
     mount_proc: Sequence[str] = ("--proc", "/proc")
     """bubblewrap's arguments for the warm interpreter's /proc; programs never see it."""
@@ -195,7 +193,6 @@ def candidates(tier: str, interpreter: Interpreter, user_id: int, slots: int) ->
 
 
 def _ask(command: Sequence[str]) -> Any:
-    """Run a Python and parse its JSON output. Raises SettingsError."""
     try:
         answer = subprocess.run(command, env={}, capture_output=True, check=True, timeout=_ASK_WITHIN_S)
         return json.loads(answer.stdout)

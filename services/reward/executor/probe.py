@@ -76,7 +76,6 @@ def _advice() -> str:
 async def _failures(
     executor: Executor, way: Isolation, profiles: tuple[str, ...], targets: escapes.EscapeTargets
 ) -> str:
-    """Start the executor and attempt the escapes; return what failed, or ""."""
     try:
         await executor.start()
     except (ZygoteLost, OSError) as error:

@@ -37,7 +37,6 @@ class Outcome(StrEnum):
     RUNTIME_ERROR = "runtime_error"
     """Uncaught exception, syntax error, non-zero exit status, its own signal, or a value that is not plain."""
     TIMEOUT = "timeout"
-    """Wall or CPU deadline."""
     MEMORY = "memory"
     OUTPUT_LIMIT = "output_limit"
     FORBIDDEN = "forbidden"
@@ -60,7 +59,6 @@ class Limits:
     file_bytes: int = 16 * MIB
     """Total size of files in its own /tmp, if the tier provides one."""
     files: int = 64
-    """Maximum number of files and folders there."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,7 +80,6 @@ class Job:
 
     code: str
     profile: str = "stdlib"
-    """``stdlib`` or ``numpy``."""
     stdin: str | None = ""
     calls: tuple[Call, ...] = ()
     """Evaluated in order up to the first failure; ``__name__`` is then not ``__main__``."""
@@ -107,7 +104,6 @@ class Execution:
     peak_bytes: int
     """Peak resident memory, including the warm interpreter's pages."""
     tier: str
-    """``namespace``, ``landlock`` or ``unsafe``."""
 
 
 def job_frame(number: int, job: Job) -> Frame:
@@ -124,7 +120,6 @@ def job_frame(number: int, job: Job) -> Frame:
 
 
 def _text(text: str) -> str:
-    """Replace what UTF-8 cannot encode, such as lone surrogates."""
     return text.encode(errors="replace").decode()
 
 

@@ -109,8 +109,6 @@ def _remove_socket(address: str) -> None:
 
 
 class _Session:
-    """One connection."""
-
     def __init__(
         self, executor: Executor, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, max_waiting: int
     ) -> None:

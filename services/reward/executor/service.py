@@ -88,7 +88,6 @@ async def _check(
     health: ExecutorHealth,
     stop: asyncio.Event,
 ) -> None:
-    """Attempt one escape after another until stopped."""
     health.ready, health.reason = True, ""
     CONTAINED.set(1)
     for name, profile in itertools.cycle(itertools.product(escapes.NAMES, profiles)):

@@ -36,7 +36,6 @@ class ProgramReport:
 
     started: bool
     values: tuple[str, ...]
-    """Unparsed JSON text."""
     error: str
 
 

@@ -241,7 +241,6 @@ class Zygotes:
         self._current = None
 
     async def _sweep(self) -> None:
-        """Close replaced and idle ones."""
         for zygote in [zygote for zygote in self._old if zygote.idle or zygote.lost]:
             self._old.discard(zygote)
             await zygote.close()

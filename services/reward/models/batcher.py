@@ -168,7 +168,6 @@ class Batcher(Generic[Item, Result]):
             await self._compute(self._take())
 
     async def _some(self) -> None:
-        """Wait for items; offload after a long idle time."""
         while not self._still_wanted():
             patience_s = self._work_settings.offload_after_s
             try:
@@ -181,7 +180,6 @@ class Batcher(Generic[Item, Result]):
                 log.info("model offloaded", extra={"scorer": self._scorer, "idle_s": patience_s})
 
     async def _enough(self) -> None:
-        """Wait until a batch is full or the oldest item has waited ``wait_s``."""
         work = self._work_settings
         while waiting := self._still_wanted():
             left_s = waiting[0].since_s + self._wait_s - time.monotonic()
@@ -201,7 +199,6 @@ class Batcher(Generic[Item, Result]):
         return self._waiting
 
     def _take(self) -> list[_Waiting[Item, Result]]:
-        """Take the next batch; may be empty."""
         waiting = self._still_wanted()
         if not waiting:
             return []
@@ -224,7 +221,6 @@ class Batcher(Generic[Item, Result]):
                     one.succeed(result)
 
     async def _is_there(self, batch: list[_Waiting[Item, Result]]) -> bool:
-        """Return whether the model is on its device, restoring it if necessary."""
         if self._away:
             try:
                 await self._in_thread(self._computation.restore)

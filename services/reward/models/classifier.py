@@ -26,7 +26,6 @@ from shared.settings.rewards.models import ModelScorer, ModelWork
 _SCALAR_HEADS = ("score", "v_head.summary", "v_head", "value_head", "reward_head", "rm_head", "regression_head")
 """Names of a scalar head in a checkpoint (TRL: ``v_head.summary``)."""
 _UNBOUNDED_TOKENS = 1_000_000
-"""Unbounded tokenizers report a limit beyond this."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,7 +34,6 @@ class Text:
 
     token_ids: tuple[int, ...]
     cut_tokens: int = 0
-    """Tokens dropped from the beginning."""
 
     @property
     def tokens(self) -> int:
@@ -70,7 +68,6 @@ class Classifier:
         self._alone = self._placed.guarded(self._test)
 
     def _test(self) -> bool:
-        """Return whether texts must be computed one by one."""
         lot, ids = np.random.default_rng(0), ordinary_ids(self._config)
         texts = [Text(tuple(lot.choice(ids, max(1, min(length, self._longest))).tolist())) for length in LENGTHS]
 
@@ -225,7 +222,6 @@ class Classifier:
         return model
 
     def _find_label(self) -> int:
-        """Return the index of the output that is the value."""
         names = {number: str(name) for number, name in (getattr(self._config, "id2label", None) or {}).items()}
         count = int(getattr(self._config, "num_labels", 1)) if self._scorer.head == "classifier" else 1
         wanted = self._scorer.label

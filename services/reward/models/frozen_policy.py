@@ -35,7 +35,6 @@ class TokenSequence:
     prompt_token_ids: Int32Array
     token_ids: Int32Array
     temperature: float
-    """Sampling temperature, by which logits are divided."""
 
     @property
     def tokens(self) -> int:
@@ -82,7 +81,6 @@ class FrozenPolicy:
         self._alone = self._placed.guarded(self._test)
 
     def _test(self) -> bool:
-        """Return whether sequences must be computed one by one."""
         module, lot = self._placed.module, np.random.default_rng(0)
         ids, context = (
             ordinary_ids(module.config),
@@ -104,7 +102,6 @@ class FrozenPolicy:
         )
 
     def _plainly(self, one: TokenSequence) -> Float32Array:
-        """Return logprobs from the unmodified model's logits."""
         inputs_BT = torch.from_numpy(one.input_ids[None]).long().to(self._placed.device)
         logits_TV = self._placed.module(input_ids=inputs_BT, use_cache=False).logits[0, len(one.prompt_token_ids) - 1 :]
         targets_T = torch.from_numpy(one.token_ids).long().to(logits_TV.device)

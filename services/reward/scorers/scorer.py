@@ -56,7 +56,6 @@ class Result:
     value: float | None
     """None: cannot be scored now; the group is retried."""
     detail: str = ""
-    """Explanation, kept with the sample."""
     status: ScoreStatus = ScoreStatus.OK
     """For metrics only, for example ``wrong_format``."""
 

@@ -168,7 +168,6 @@ class Processes:
             self._free.put_nowait(place)
         self._scorer = scorer
         self.questions = 0
-        """Questions sent."""
 
     @property
     def alive(self) -> int:

@@ -92,8 +92,6 @@ def within(member: Any, whole: Any, tolerance: float) -> bool:
 
 
 class _Tolerant(ast.NodeTransformer):
-    """Make ``==``, ``!=`` and ``in`` use the tolerance."""
-
     _FUNCTIONS = {ast.Eq: "_equal", ast.NotEq: "_equal", ast.In: "_within", ast.NotIn: "_within"}  # noqa: RUF012
 
     def visit_Compare(self, node: ast.Compare) -> ast.expr:

@@ -44,9 +44,7 @@ class Confinement:
     """How children are confined."""
 
     tier: str
-    """``namespace``, ``landlock`` or ``unsafe``."""
     readable: tuple[str, ...]
-    """Readable files and folders."""
     threads: int
     """RLIMIT_NPROC: per program in its own user namespace, otherwise per user."""
     ruleset: int = -1
@@ -125,7 +123,6 @@ def _closed_folder(path: str) -> str:
 
 
 def _bind(descriptor: int, path: str) -> None:
-    """Mount ``descriptor`` at ``path``."""
     source = f"/proc/self/fd/{descriptor}"
     os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
     if os.path.isdir(source):  # noqa: PTH112
@@ -237,7 +234,6 @@ def make_ruleset(readable: Sequence[str], hidden: Sequence[str] = ()) -> int:
 
 
 def _handled_files() -> int:
-    """Return the file accesses known to this kernel's Landlock, all refused without a rule."""
     abi = landlock_abi()
     return int((1 << (13 + (abi >= 2) + (abi >= 3) + (abi >= 5))) - 1)
 

@@ -72,7 +72,6 @@ def run(code: str, calls: Sequence[dict[str, Any]]) -> NoReturn:
 
 
 def _open_streams() -> None:
-    """Replace the warm interpreter's closed streams."""
     sys.stdin = sys.__stdin__ = io.TextIOWrapper(  # type: ignore[misc]
         io.BufferedReader(io.FileIO(0, closefd=False)), encoding="utf-8", errors="replace"
     )
@@ -100,7 +99,6 @@ def _call(code: str, calls: Sequence[dict[str, Any]]) -> None:
 
 
 def _called(names: dict[str, Any], call: dict[str, Any]) -> Any:
-    """Return a function's result as JSON."""
     value = _resolved(names, call["function"])(*call["arguments"], **call["keywords"])
     return plain_data.as_json(value, call["function"])
 
@@ -129,7 +127,6 @@ def _defined(names: dict[str, Any], name: str) -> Any:
 
 
 def _told(error: BaseException) -> int:
-    """Report why the program ended; return the exit status."""
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
             return (

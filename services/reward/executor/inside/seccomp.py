@@ -33,7 +33,6 @@ _FCNTL_LOCKS = (6, 7)
 _IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
 _PRCTL = (15, 16)
-"""The name of a thread."""
 _KILL_SIGNAL, _STOP_SIGNAL = 9, 19
 _UNIX, _STREAM = 1, 1
 
@@ -82,7 +81,6 @@ def _conditions(pid: int) -> dict[str, list[Instruction]]:
 
 
 def _argument(index: int, high: bool = False) -> Instruction:
-    """Load half of an argument (little endian) from ``struct seccomp_data``."""
     return (_LOAD, 0, 0, 16 + 8 * index + 4 * high)
 
 

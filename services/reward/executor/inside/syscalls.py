@@ -144,7 +144,6 @@ ALLOWED: Numbers = {
     "write": (1, 64),
     "writev": (20, 66),
 }
-"""Allowed with any arguments."""
 
 CONDITIONAL: Numbers = {
     "clone": (56, 220),
@@ -159,7 +158,6 @@ CONDITIONAL: Numbers = {
     "socketpair": (53, 199),
     "tgkill": (234, 131),
 }
-"""Allowed with some arguments."""
 
 DEADLY: Numbers = {
     "acct": (163, 89),

@@ -48,7 +48,6 @@ decimal difflib enum fractions functools gc glob hashlib heapq html inspect io i
 operator os pathlib pickle pprint queue random re secrets shutil signal statistics string struct sys tempfile textwrap threading time
 timeit traceback types typing unicodedata unittest uuid warnings zlib encodings.idna
 """.split()  # noqa: SIM905
-"""Imported once for all programs."""
 
 
 class Zygote:
@@ -85,7 +84,6 @@ class Zygote:
         self._control.send(json.dumps(message).encode())
 
     def _hear(self) -> bool:
-        """Handle one message; return False if the supervisor is gone."""
         packet, descriptors, _, _ = socket.recv_fds(self._control, _PACKET_BYTES, 4)
         if not packet:
             return False
@@ -126,7 +124,6 @@ class Zygote:
                 signal.pidfd_send_signal(watched, signal.SIGKILL)
 
     def _charge(self, number: int) -> None:
-        """Report a child's charged time, without waits for its core."""
         for watched, (job, _, started_s) in self._children.items():
             if job == number:
                 charged_s = time.monotonic() - started_s - waiting.waited_s(watched)
@@ -148,7 +145,6 @@ class Zygote:
         )
 
     def _become_program(self, message: dict[str, Any], descriptors: list[int]) -> NoReturn:
-        """In the child: arrange descriptors, confine, run."""
         report = descriptors[3]
         try:
             _settle_down(message["core"])
@@ -173,7 +169,6 @@ class Zygote:
 
 
 def _arrange(descriptors: Sequence[int], keep: int) -> None:
-    """Renumber ``descriptors`` from 0, and close all others except ``keep``."""
     moved = [_moved_up(descriptor) for descriptor in descriptors]
     for place, descriptor in enumerate(moved):
         os.dup2(descriptor, place)
@@ -203,7 +198,6 @@ def _read_all(descriptor: int) -> bytes:
 
 
 def _address_space() -> int:
-    """Return the size of the address space in bytes, with which children start."""
     with open("/proc/self/statm") as file:  # noqa: PTH123
         return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 

@@ -50,7 +50,6 @@ class Attempt:
     pairs: tuple[tuple[str, str], ...]
     """All must be equal as mathematics; empty if the texts already agree."""
     rules: frozenset[str] = frozenset()
-    """Lenient rules that the attempt needs."""
 
     def under(self, *rules: str) -> "Attempt":
         """Return the attempt with more rules."""
@@ -148,7 +147,6 @@ def _of_lists(reference: str, answer: str, lenient: frozenset[str]) -> Iterator[
 
 
 def _listed(text: str) -> str:
-    """Replace "and" and "or" by commas if there are no other words."""
     listed = re.sub(
         r"\s*,?\s*(?:\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|\\lor(?![A-Za-z]))\s*",
         ", ",
@@ -238,7 +236,6 @@ def _is_mathematics(core: str) -> bool:
 
 
 def _of_quantities(expected: Reading, given: Reading) -> Iterator[Attempt]:
-    """Compare the cores without units and percent signs."""
     pair = (expected.core, given.core)
     if expected.percent != given.percent:
         yield Attempt(((_share(expected), _share(given)),))

@@ -129,7 +129,6 @@ def bare(text: str) -> str:
 
 
 def _without_end(text: str) -> str:
-    """Strip spaces, and a full stop, commas and line ends from the end."""
     while True:
         before, text = text, text.strip().rstrip(",;")
         text = text.removesuffix("\\\\")

@@ -70,7 +70,6 @@ def _without_formulas(text: str) -> str:
 
 
 def _claim(text: str) -> str | None:
-    """Return the clause after "the answer is"."""
     if not text or _HEDGED.search(_without_formulas(text)):
         return None
     formulas = [_inside(match) for match in _FORMULA.finditer(text)]

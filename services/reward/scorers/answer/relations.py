@@ -48,7 +48,6 @@ def _is_region(text: str) -> bool:
 
 
 def _solved(text: str) -> tuple[str, str] | None:
-    r"""Return the variable and the intervals of ``x < 1 or x \geq 2``."""
     if not is_relation(text) or len(text) > 300:
         return None
     intervals, variables = list[str](), set[str]()
@@ -111,7 +110,6 @@ def without_names(reference: str, answer: str) -> tuple[str, str]:
 
 
 def _values(text: str) -> str | None:
-    """Return one variable's values; its subscripts may differ."""
     members = [_ASSIGNMENT.fullmatch(part) for part in split(text)]
     if len(members) < 2:
         return None

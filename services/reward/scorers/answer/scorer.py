@@ -38,7 +38,6 @@ log = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-m", "services.reward.scorers.answer.mathematics.comparison")
 TIMEOUT_S = 1.0
-"""CPU time of one comparison; honest formulas take milliseconds."""
 PROCESSES = 2
 """While one process computes or restarts, the other answers."""
 _REMEMBERED = 4096
@@ -146,7 +145,6 @@ class AnswerMatcher:
         return extraction.extract(text, self._scorer.place, self._scorer.tag, self._scorer.choices)
 
     def _answer(self, sample: Sample) -> str | Score:
-        """Return the sample's answer, or the score of a sample without one."""
         if self._scorer.needs_stop and is_cut(sample):
             return self._wrong_format("cut at its length limit")
         if self._scorer.place == "choice":
@@ -177,7 +175,6 @@ class AnswerMatcher:
         return scores | {answer: task.result() for answer, task in slow.items()}
 
     def _score_at_once(self, reference: str, answer: str) -> Score | None:
-        """Return the score if no computer algebra is needed."""
         if self._scorer.place == "choice":
             letter, _, stated = answer.partition(" ")
             return self._judged(letter == reference, letter, ("prose",) if stated else ())
@@ -199,7 +196,6 @@ class AnswerMatcher:
         return self._judged(False, answer)
 
     def _equal_as_written(self, reference: str, answer: str) -> Equality | None:
-        """Compare plain numbers, and formulas that leave nothing to compute."""
         if len(answer) > matching.LONGEST_FORMULA or matching.is_dressed(reference) or matching.is_dressed(answer):
             return None
         expected, given = plain_numbers.read(reference), plain_numbers.read(answer)
@@ -211,7 +207,6 @@ class AnswerMatcher:
         return self._equal_here(reference, answer)
 
     def _unreadable(self, answer: str, attempts: tuple[Attempt, ...]) -> str | None:
-        """Return why an answer cannot be read, if so."""
         if self._scorer.mode == "numeric":
             given = [pair[1] for attempt in attempts for pair in attempt.pairs]
             numeric = _is_number(answer) or any(plain_numbers.read(text) is not None for text in given)
@@ -280,7 +275,6 @@ class AnswerMatcher:
         return score
 
     async def _ask(self, reference: str, answer: str) -> Equality | Score:
-        """Return the score of an answer that the process cannot compare."""
         question: dict[str, Json] = {"reference": reference, "answer": answer, "tolerance": float(self._tolerance)}
         verdict = await self._processes.ask(question, self._timeout_s)
         if verdict.get("status") != "ok":
@@ -296,5 +290,4 @@ class AnswerMatcher:
 
 
 def _is_number(text: str) -> bool:
-    """Whether ``text`` is a number, with any unit."""
     return plain_numbers.read(text) is not None or plain_numbers.read(matching.read(plain(text)).core) is not None

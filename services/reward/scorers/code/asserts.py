@@ -158,8 +158,6 @@ def _is_simple(node: ast.expr, names: frozenset[str]) -> bool:
 
 
 class _Calls(ast.NodeTransformer):
-    """Replace the outermost calls of the function under test by names."""
-
     def __init__(self, function: str) -> None:
         self._function = function
         self.sources: list[str] = []
@@ -173,8 +171,6 @@ class _Calls(ast.NodeTransformer):
 
 
 class _Given(ast.NodeTransformer):
-    """Replace complex parts without a result by names."""
-
     _INTO = (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.BinOp, ast.List, ast.Tuple, ast.Set)
 
     def __init__(self) -> None:
@@ -227,7 +223,6 @@ def _is_known(name: str) -> bool:
 
 
 def _makes(call: ast.Call) -> bool:
-    """Whether the call makes data or an object (``Node(1)``, ``float("inf")``)."""
     function = call.func
     while isinstance(function, ast.Attribute):
         function = function.value

@@ -24,7 +24,6 @@ NUMPY = frozenset(("np", "numpy"))
 PRELUDE = frozenset(runner.prelude()) | NUMPY
 BUILTINS = frozenset(dir(builtins))
 LIBRARY_TYPES = frozenset(name for name in PRELUDE if name[0].isupper()) | {"deque", "defaultdict", "namedtuple"}
-"""Types of the prelude; calling one makes data."""
 _INSTANCES = frozenset(TYPES) | {"bytes", "complex", "Decimal", "Fraction"}
 METHODS = frozenset(
     name
@@ -37,7 +36,6 @@ year month day hour minute second microsecond days seconds microseconds total_se
 elements subtract popleft appendleft rotate quantize numerator denominator limit_denominator all any shape tolist
 """.split()  # noqa: SIM905
 )
-"""Methods and attributes of plain data."""
 
 
 def check(node: ast.expr, results: frozenset[str]) -> None:

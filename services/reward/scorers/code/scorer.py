@@ -56,7 +56,6 @@ WAIT_S = 30.0
 """A restarted executor is back sooner."""
 _ASK_AGAIN_S = 0.2
 _GIVEN = 4096
-"""Size of the cache of evaluated asserts."""
 _CLEAN_BYTES = 256 * MIB
 _CLEAN_S = 5.0
 """Minimum memory and time of a clean interpreter."""
@@ -172,7 +171,6 @@ class CodeTester:
         )
 
     def _check_profile(self, tests: Sequence[Test]) -> None:
-        """Refuse asserts that need an unavailable numpy."""
         for test in tests:
             if isinstance(test, AssertTest) and test.split.uses_numpy and self._scorer.profile != "numpy":
                 raise BadTests(
@@ -207,7 +205,6 @@ class CodeTester:
         return dataclasses.replace(test, given=self._given[sources]) if sources else test
 
     def _clean_job(self, code: str, *calls: Call) -> Job:
-        """Return a job without a completion's program."""
         memory_bytes = max(self._limits.memory_bytes, _CLEAN_BYTES)
         seconds = max(self._scorer.timeout_s, _CLEAN_S)
         output_bytes = max(self._limits.output_bytes, MIB)
@@ -217,7 +214,6 @@ class CodeTester:
         return Job(code, self._scorer.profile, calls=calls, limits=limits)
 
     def _check_outputs(self, tests: Sequence[Test]) -> None:
-        """Refuse expected outputs over the output limit."""
         for test in tests:
             if isinstance(test, ProgramTest) and len(test.expected.encode()) > self._limits.output_bytes:
                 raise BadTests(
@@ -226,7 +222,6 @@ class CodeTester:
                 )
 
     def _program(self, sample: Sample) -> str | Score:
-        """Return the sample's program, or the score of a sample without one."""
         try:
             return program_of(sample.text, needs_block=self._scorer.needs_block)
         except NoProgram as error:

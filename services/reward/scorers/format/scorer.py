@@ -65,8 +65,6 @@ class TextSpan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Tag:
-    """One entry of `tags`."""
-
     tag: str
     required: bool
     once: bool
@@ -210,7 +208,6 @@ class FormatChecker:
         return await self._ask("json", content, JSON_TIMEOUT_S)
 
     async def _script_problem(self, text: str) -> str:
-        """Check the scripts rule, yielding to the event loop."""
         script, rules = self._script, self._scorer
         if script is None:
             return ""
@@ -248,7 +245,6 @@ class FormatChecker:
     def _rules(
         self, sample: Sample, mismatch: str, json_problem: str, script_problem: str
     ) -> Iterator[tuple[FormatRule, str]]:
-        """Yield each declared rule's name and how it is broken ("" if it holds)."""
         text, rules = sample.text, self._scorer
         yield from _tag_rules(rules, text)
         if rules.pattern:
@@ -328,5 +324,4 @@ def _broken_length(found: int, least: int, most: int, unit: str) -> str:
 
 
 def _characters(pattern: "regex.Pattern[str]", text: str) -> int:
-    """Count the characters of ``text`` in matches of ``pattern``."""
     return sum(map(len, pattern.findall(text)))

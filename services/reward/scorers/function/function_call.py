@@ -101,7 +101,6 @@ def _is_library(file: str) -> bool:
 
 
 def _definition(function: Function) -> str:
-    """Return ``file:line`` of the function's definition, or ""."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code is not None else ""
 

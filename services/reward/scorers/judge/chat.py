@@ -42,7 +42,6 @@ TOKENS = Counter(
 )
 
 _PASSING = frozenset({408, 409, 425, 429})
-"""Retried, like 5xx."""
 _LONGEST_ERROR = 120
 _LARGEST_RESPONSE_BYTES = 4 * 1024**2
 _MOST_TOKENS = 10**9
@@ -196,7 +195,6 @@ class ChatClient:
         return repr(" ".join(self._hidden(text).split())[:_LONGEST_ERROR])
 
     def _hidden(self, text: str) -> str:
-        """Remove the key from ``text``."""
         return text.replace(self._key, "…") if self._key else text
 
 

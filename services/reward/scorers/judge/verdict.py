@@ -104,7 +104,6 @@ class VerdictReader:
         return found
 
     def _field(self, answer: str) -> object:
-        """Return the field of the last JSON object that has it."""
         decoder = json.JSONDecoder()
         for start in [match.start() for match in re.finditer(r"\{", answer)][: -_MOST_OBJECTS - 1 : -1]:
             try:

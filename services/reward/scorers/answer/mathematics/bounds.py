@@ -71,7 +71,6 @@ def _power(base: Any, exponent: Any) -> int | None:
 
 
 def _whole(exponent: Any) -> int | None:
-    """Return a whole number that is short to write down."""
     kind = type(exponent).__name__
     if getattr(exponent, "is_Integer", False):
         return int(exponent.p) if int(exponent.p).bit_length() <= _LONGEST_EXPONENT_BITS else None
@@ -92,9 +91,7 @@ class _Size:
 
     bits: float = 1.0
     terms: float = 1.0
-    """After expansion."""
     value: float = 1.0
-    """As an exponent."""
 
 
 def too_large(expression: Any) -> bool:
@@ -131,7 +128,6 @@ def _sized(bits: float, terms: float = 1.0, value: float | None = None) -> _Size
 
 
 def _multiplied_out(terms: float, power: float) -> float:
-    """Return the number of terms of a sum's power."""
     if terms <= 1:
         return 1.0
     if power > _MOST_TERMS or terms > _MOST_TERMS:

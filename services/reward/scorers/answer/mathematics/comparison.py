@@ -23,7 +23,6 @@ _DEEPEST = 16
 """The parser's time grows exponentially with nesting: minutes at depth 20."""
 _MEMORY_BYTES = 2 * 1024**3
 _DIGITS = 30
-"""Precision of the comparison of rounded formulas."""
 _WARM_UP = (
     (r"\frac{1}{2}", "0.5"),
     ("(1,2]", "[1,2]"),
@@ -86,7 +85,6 @@ def compare(reference: str, answer: str, tolerance: float = 0.0) -> dict[str, ob
 
 
 def _too_large(pair: tuple[Any, Any]) -> bool:
-    """Whether a pair of different expressions is too large to compute."""
     formulas = not any(isinstance(side, str) for side in pair)
     return formulas and pair[0] != pair[1] and any(bounds.too_large(side) for side in pair)
 
@@ -129,7 +127,6 @@ def _same(reference: Any, candidate: Any) -> bool:
 
 
 def _near(reference: Any, candidate: Any, tolerance: float) -> bool:
-    """Compare member by member within a relative tolerance."""
     from sympy import Float
 
     if not all(hasattr(side, "atoms") for side in (reference, candidate)):
@@ -178,7 +175,6 @@ def _verdict(status: str, detail: str = "", *, equal: bool = False, rounded: boo
 
 
 def _prepare() -> child.Answerer:
-    """Load math-verify and its late imports."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     latex_parser.predict_quickly()
     for reference, answer in _WARM_UP:

@@ -199,7 +199,6 @@ class _Reader:
         return Form("matrix", str(len(rows[0])), _constants(_finite([part for row in rows for part in row])))
 
     def _bracketed(self) -> Form | None:
-        """Read an interval or a point; None, without advancing, for a value in parentheses."""
         place = self._place
         opening = self._take()
         parts = self._parts()

@@ -102,7 +102,6 @@ def _read(text: str) -> PlainNumber | None:
 
 
 def _bare(text: str) -> str:
-    """Strip spaces, dollar signs, a full stop and escapes."""
     text = text.strip()
     if len(text) > 2 and text[0] == "$" == text[-1]:
         text = text[1:-1].strip()
@@ -191,7 +190,6 @@ def _in_base(text: str) -> PlainNumber | None:
 
 
 def _in_words(text: str) -> int | None:
-    """Parse a spelled number from zero to ninety-nine."""
     words = re.split(r"[ -]", text.lower())
     values = [_WORDS.get(word) for word in words]
     if len(values) == 1:
