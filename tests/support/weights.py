@@ -1,4 +1,4 @@
-"""Versions of the weights for tests: in memory behind a real source, or in a file, and what hands them to an engine."""
+"""Versions of weights for tests: in memory behind a real source, or in a file."""
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,7 +23,6 @@ Named = Iterable[tuple[str, torch.Tensor]]
 
 
 def secret() -> bytes:
-    """Return what the processes of a test share."""
     return SECRET
 
 
@@ -32,7 +31,6 @@ def record(version: int, digest: str, location: str = "", source: str = "") -> P
 
 
 def write(folder: Path, tensors: Named, version: int) -> PolicyRecord:
-    """Write a version as a file."""
     written = write_snapshot(folder, PolicyVersion(version), version, tensors, torch.float32)
     return record(version, written.digest, str(written.location))
 
@@ -59,7 +57,7 @@ def fill(tensors: Mapping[str, torch.Tensor], version: int, bucket_bytes: int = 
 
 @contextmanager
 def serving(snapshot: FlatSnapshot | None = None, folder: Path | None = None) -> Iterator[WeightSource]:
-    """A real source on this machine."""
+    """A real local source."""
     source = WeightSource("127.0.0.1", 0, secret, deadline_s=10.0, file_folder=folder)
     if snapshot is not None:
         source.offer(snapshot)
@@ -70,13 +68,12 @@ def serving(snapshot: FlatSnapshot | None = None, folder: Path | None = None) ->
 
 
 def offered(source: WeightSource, snapshot: FlatSnapshot) -> PolicyRecord:
-    """Offer a version and return its record."""
     source.offer(snapshot)
     assert snapshot.header is not None
     return record(snapshot.header.version, snapshot.header.digest, source=source.address)
 
 
 def receiving() -> Callable[[Offer], None]:
-    """Return what really receives an offer, for an engine without weights."""
+    """Return a real receiver of offers, for an engine without weights."""
     receiver = Receiver(1, 1, CPU)
     return lambda offer: receiver.receive(offer, FlatSnapshot(offer.layout, CPU))
