@@ -2,12 +2,11 @@
 
 ::
 
-    a group is scored ──▶ succeeded(part)        in_a_row = 0
-    it is not ──────────▶ failed(part, …)        the cause, the row and the counts, in the next heartbeat
-    neither, for long ──▶ look()                 a call that may hang is named before its deadline
+    group scored ───────▶ succeeded(part)        in_a_row = 0
+    not scored ─────────▶ failed(part, …)        cause, row and counts in the next heartbeat
+    silent for long ────▶ look()                 report a call that may hang before its deadline
 
-A part is a scorer, the reference, the expression, or scoring as a whole (unforeseen exceptions). The worker decides
-what happens to the group.
+A part is a scorer, the reference, the expression, or scoring as a whole (unforeseen exceptions).
 """
 
 import contextlib

@@ -1,7 +1,6 @@
-"""Reference logprobs of a group's tokens under the frozen initial policy (``frozen_policy``).
+"""Reference logprobs of a group under the frozen initial policy (``frozen_policy``).
 
-They travel with the group (``Experience.reference_logprobs``), so no trainer rank holds the initial policy. Imports
-no model library.
+They travel with the group (``Experience.reference_logprobs``), so no trainer rank holds the initial policy.
 """
 
 import asyncio

@@ -3,10 +3,10 @@
 ::
 
     rows (from the coordinator) × {the row's answer, a trivial completion} ──▶ each scorer, one sample at a time
-                                                    ├── fails on all, through a fault of its own ──▶ the start is refused
-                                                    └── fails on some, or cannot work yet        ──▶ noted as a failure
+                                                    ├── its own fault on all            ──▶ refuse to start
+                                                    └── fails on some, or not ready yet ──▶ record a failure
 
-Skips judges, whose requests may cost money, the reference and the expression. Prompts count as evaluation, so running
+Skips judges (requests may cost money), the reference and the expression. Prompts count as evaluation, so running
 statistics do not change.
 """
 

@@ -56,8 +56,7 @@ class Scoring:
     """Turn groups into experience.
 
     Args:
-        scorers: each scores every group it applies to.
-        expression: the reward from their values.
+        expression: the reward from the scorers' values.
         status: the replica's heartbeat.
         reference: the frozen initial policy, if it runs here.
         tell: writes an event.

@@ -8,10 +8,7 @@ import httpx
 
 
 class Prometheus:
-    """A Prometheus server.
-
-    Args:
-    """
+    """A Prometheus server, found in the output of ``up`` (``said``)."""
 
     def __init__(self, said: Path) -> None:
         self._said = said

@@ -1,10 +1,10 @@
-"""Re-score a sample of a run's rewarded completions with stricter variants of its scorers.
+"""Re-score a sample of a run's rewarded completions with stricter scorers.
 
 ::
 
-    recorded groups ──▶ those with a reward of at least `above` ──▶ a sample, by seed ──▶ checks ──▶ disagreements
-                                                                                   ├── strict variants of answer, format, code
-                                                                                   └── signs in the texts alone
+    recorded groups ──▶ reward at least `above` ──▶ a sample, by seed ──▶ checks ──▶ disagreements
+                                                                       ├── stricter answer, format, code scorers
+                                                                       └── signs in the texts
 
 A disagreement is a completion to read, not a proof. Programs run only in the executor. Reward models, judges and user
 functions are not re-run; judged texts are searched for prompt injection.
@@ -119,8 +119,6 @@ async def audit(
     """Re-score a sample of the rewarded completions of ``groups``.
 
     Args:
-        groups: as recorded.
-        settings: of the run.
         above: reward threshold; None: half of the largest.
         count: number of groups.
         seed: of the sample and of the order of tests.

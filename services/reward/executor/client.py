@@ -31,8 +31,8 @@ class ExecutorClient:
 
     Args:
         address: ``unix:/path`` or ``host:port``.
-        secret: shared secret; empty: none.
-        in_flight: maximum programs at the executor; further ones wait here.
+        secret: empty for none.
+        in_flight: maximum concurrent programs; others wait here.
     """
 
     def __init__(self, address: str, in_flight: int = 64, secret: bytes = b"") -> None:
@@ -48,11 +48,7 @@ class ExecutorClient:
         self._not_before_s = 0.0
 
     async def run(self, job: Job) -> Execution:
-        """Run ``job``.
-
-        Raises:
-            TemporaryError: the executor cannot be reached, or went away.
-        """
+        """Run ``job``. Raises TemporaryError if the executor is unavailable."""
         async with self._places:
             writer = await self._connected()
             number = next(self._numbers)
@@ -142,9 +138,5 @@ class ExecutorClient:
 
 
 def read_executor_secret(settings: ExecutorSettings) -> bytes:
-    """Return the shared secret; empty: none.
-
-    Raises:
-        SettingsError: the file cannot be used.
-    """
+    """Return the secret, or empty. Raises SettingsError if the file cannot be used."""
     return b"" if settings.secret_file is None else read_secret(settings.secret_file, "reward.executor.secret_file")

@@ -1,7 +1,7 @@
-"""Pin each program to one of the least used cores, so that neighbours' threads cost it no time.
+"""Pin each program to a least used core, so that neighbours' threads cost it no time.
 
-The core set is re-read each time, because a container's may change. Ties are broken at random, because other
-executors share the host.
+The core set is re-read, because a container's may change. Ties break at random, because other executors share the
+host.
 """
 
 import collections
@@ -35,7 +35,7 @@ class Cores:
 
 
 def count() -> int:
-    """Return the number of cores available to this process, considering cgroup quotas."""
+    """Return the number of usable cores, considering cgroup quotas."""
     cores = len(os.sched_getaffinity(0))
     return max(1, math.floor(min(cores, quota(_CGROUPS, Path("/proc/self/cgroup")))))
 

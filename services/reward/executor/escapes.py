@@ -1,8 +1,7 @@
 """Programs that attempt to escape, run at the start and periodically.
 
-Each attacks real targets (a world-readable file, a listening port, the supervisor) and prints what it obtained. It is
-contained if it printed nothing or was killed by the kernel. A harmless program runs first, because a sandbox that
-runs nothing contains everything.
+Each attacks real targets and prints what it obtained. It is contained if it printed nothing or the kernel killed it. A
+harmless program must run first, because a sandbox that runs nothing contains everything.
 """
 
 import contextlib

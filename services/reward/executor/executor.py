@@ -2,14 +2,14 @@
 
 ::
 
-    run(job) ──▶ a slot ──▶ sealed memory files: the program, its input ──▶ zygote ──▶ child
-                              pipes: output, report ◀───────────────────────────────────┘
-                                ├── more than it may write     killed: output_limit
-                                ├── its time is over           killed: timeout
-                                └── gone                       verdict.judge(wait status, …)
+    run(job) ──▶ a slot ──▶ sealed memory files: program, input ──▶ zygote ──▶ child
+                              pipes: output, report ◀───────────────────────────┘
+                                ├── output limit exceeded     killed: output_limit
+                                ├── deadline                  killed: timeout
+                                └── ended                     verdict.judge(wait status, …)
 
-A program is charged wall time, minus the time it was runnable while others had its core. A zygote that died or does
-not react is replaced; its programs end as ``sandbox_error``.
+Programs are charged wall time minus runnable time while others had their core. A dead or hanging zygote is replaced;
+its programs end as ``sandbox_error``.
 """
 
 import asyncio
@@ -54,8 +54,7 @@ class Executor:
     """Run programs in one tier.
 
     Args:
-        isolation: the tier.
-        profiles: interpreters that are kept warm.
+        profiles: interpreters kept warm.
         slots: concurrent programs.
         recycle_after: programs per warm interpreter.
     """
@@ -160,7 +159,7 @@ class _Run:
         )
 
     async def end(self) -> bool:
-        """Kill the program if it still runs; return False if the zygote does not confirm its end."""
+        """Kill the program if it runs; return False if the zygote does not confirm its end."""
         try:
             self._zygote.kill(self._number)
             done, _ = await asyncio.wait([self._ended], timeout=_REACTS_WITHIN_S)

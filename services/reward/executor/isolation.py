@@ -1,5 +1,4 @@
-"""How each tier starts a warm interpreter: its view, user and command. Only runs the interpreter to locate its
-library."""
+"""Start warm interpreters in each tier. Only runs the interpreter to locate its library."""
 
 import dataclasses
 import json
@@ -78,7 +77,7 @@ class Interpreter:
         return cls(fields["program"], tuple(fields["library"]), fields["numpy"])
 
     def readable(self, profile: str) -> tuple[str, ...]:
-        """Return the files and folders that programs of ``profile`` may read, except those in :meth:`hidden`."""
+        """Return what programs of ``profile`` may read, except for :meth:`hidden`."""
         paths = {path for path in (*_SYSTEM, *self.library, self.program) if Path(path).exists()}
         paths = {path for path in paths if not _is_below(path, paths)}
         if profile == "numpy" and self.numpy:
@@ -102,7 +101,7 @@ class Interpreter:
         return tuple(_ask(command))
 
     def folders(self, profile: str) -> list[str]:
-        """Return additions to ``sys.path``, which programs can list; imports are limited to ``readable``."""
+        """Return additions to ``sys.path``; imports are limited to ``readable``."""
         return [str(Path(self.numpy).parent)] if profile == "numpy" else []
 
 
@@ -171,7 +170,7 @@ def candidates(tier: str, interpreter: Interpreter, user_id: int, slots: int) ->
     """Return the ways to build ``tier`` here, best first.
 
     Args:
-        user_id: user of programs if this process is root.
+        user_id: programs' user if this process is root.
 
     Raises:
         SettingsError: a required program is missing.

@@ -33,11 +33,7 @@ _ADVICE = "docs/sandbox.md says what each tier needs (reward.executor.isolation)
 async def start(
     settings: ExecutorSettings, profiles: tuple[str, ...], targets: escapes.EscapeTargets, recycle_after: int
 ) -> Executor:
-    """Return a started executor in the strongest tier that holds.
-
-    Raises:
-        SettingsError: no tier holds; lists every attempt.
-    """
+    """Return a started executor in the strongest tier that holds. Raises SettingsError if none does."""
     interpreter = Interpreter.find(settings.interpreter)
     if "numpy" in profiles and not interpreter.numpy:
         raise SettingsError(

@@ -7,10 +7,9 @@
                                                                ◀──  {id, outcome, stdout, values, detail, …}    in any order
       {verb: cancel, id}                                         ──▶                                            no answer
 
-Carries no scores and no expected output: the client compares. Arguments and values are JSON text inside MessagePack,
-because JSON integers are unbounded, and values are not parsed before they are compared. A call's value is plain JSON:
-sequences and iterators become lists, subclasses their base, keys of dicts text (``{1: "a"}`` is ``{"1": "a"}``). An
-expression's value is tagged (``inside/plain_data.py``). Other values fail inside.
+It carries no expected output: the client compares. Arguments and values are JSON text inside MessagePack, because JSON
+integers are unbounded. A call's value is plain JSON: sequences and iterators become lists, subclasses their base,
+keys text. An expression's value is tagged (``inside/plain_data.py``). Other values fail inside.
 """
 
 import dataclasses

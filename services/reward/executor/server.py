@@ -1,7 +1,6 @@
 """Serve clients over a socket: frames in, executions out, in order of completion.
 
-Closing a connection kills its programs, and so does a client's cancellation. A malformed job closes the connection.
-If there is a secret, the peer must authenticate first.
+Closing a connection kills its programs. A malformed job closes the connection. With a secret, peers authenticate first.
 """
 
 import asyncio
@@ -31,10 +30,10 @@ async def serve(executor: Executor, address: str, max_waiting: int, secret: byte
     address.
 
     Args:
-        secret: shared secret; may be empty for Unix sockets and loopback.
+        secret: may be empty for Unix sockets and loopback.
 
     Raises:
-        SettingsError: the address is taken, or is reachable by others without a secret.
+        SettingsError: the address is taken, or is public without a secret.
     """
     if not secret and not _is_local(address):
         raise SettingsError(

@@ -1,6 +1,6 @@
-"""The executor process: choose a tier, serve, re-check isolation periodically, stop in order.
+"""The executor process: choose a tier, serve, re-check isolation, stop in order.
 
-It has no connection to the bus and needs no environment. ``/readyz`` reports the tier, and fails after a failed check.
+No connection to the bus. ``/readyz`` reports the tier, and fails after a failed check.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ async def run(settings: Settings) -> None:
     """Run until SIGTERM or SIGINT.
 
     Raises:
-        SettingsError: no tier holds on this host, or an address is taken.
+        SettingsError: no tier holds, or an address is taken.
     """
     stop, health = asyncio.Event(), ExecutorHealth()
     for number in (signal.SIGTERM, signal.SIGINT):

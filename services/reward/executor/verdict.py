@@ -1,6 +1,6 @@
-"""Map a wait status to an outcome. Pure functions.
+"""Map a wait status to an outcome.
 
-Programs control their exit status and report, but the outcomes that they can forge are all worth nothing, and
+Programs control their exit status and report, but every outcome that they can forge is worth nothing, and
 ``sandbox_error`` cannot be forged.
 """
 
@@ -42,7 +42,7 @@ class ProgramReport:
 def read_report(data: bytes, calls: int) -> ProgramReport:
     """Parse a report up to the first invalid line, and one value beyond ``calls``.
 
-    Values are not parsed and lines are limited, so that a program cannot burden the supervisor more than itself.
+    Values stay unparsed and lines are limited, so that a program cannot burden the supervisor.
     """
     first, *rest = data.split(b"\n", calls + 2)
     started = first == b"ready"

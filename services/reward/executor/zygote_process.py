@@ -51,7 +51,7 @@ class ZygoteProcess:
         """Start a zygote and wait until it is warm.
 
         Raises:
-            ZygoteLost: it died, or was not ready within ``START_WITHIN_S``; with its last output.
+            ZygoteLost: it died or was late; with its last output.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -92,7 +92,6 @@ class ZygoteProcess:
 
         Args:
             bounds: fields of ``confinement.Bounds``.
-            core: core to run on.
             descriptors: payload, standard input, standard output, report.
 
         Raises:

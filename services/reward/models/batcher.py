@@ -1,15 +1,15 @@
-"""Batch samples of all waiting groups into forward passes, run in a separate thread.
+"""Batch samples of all waiting groups into forward passes in a separate thread.
 
 ::
 
-    run(items) ──▶ waiting ──▶ sorted by length, cut by tokens; the cut that holds the oldest goes first
+    run(items) ──▶ waiting ──▶ sorted by length, cut by tokens; the batch with the oldest item first
                                  └── compute, in a thread
-                                       ├── NoRoom ──▶ halved and tried again; of one item: its asker gets NoRoom
-                                       └── anything else ──▶ a bug: every asker gets it
-    no work for offload_after_s ──▶ offload             the next work ──▶ restore
+                                       ├── NoRoom ──▶ halve and retry; a single item: its caller gets NoRoom
+                                       └── anything else ──▶ a bug: every caller gets it
+    no work for offload_after_s ──▶ offload             next work ──▶ restore
 
-A batch costs ``longest × count`` tokens, as padded. Each pass includes the oldest item, so none starves; items whose
-caller was cancelled are dropped. torch releases the GIL while it computes. Imports no model library.
+A batch costs ``longest × count`` tokens, as padded. Items of cancelled callers are dropped. torch releases the GIL
+while it computes. Imports no model library.
 """
 
 import asyncio
@@ -69,11 +69,7 @@ class Computation(Protocol[ItemIn, ResultOut]):
     """The model; called from the batcher's thread only."""
 
     def compute(self, batch: Sequence[ItemIn]) -> Sequence[ResultOut]:
-        """Return a result for each item.
-
-        Raises:
-            NoRoom: they do not fit into memory together.
-        """
+        """Return a result for each item. Raises NoRoom if they do not fit together."""
 
     def offload(self) -> None:
         """Free the device."""
@@ -105,7 +101,6 @@ class Batcher(Generic[Item, Result]):
     """Run ``computation`` over the items of all callers.
 
     Args:
-        computation: the model.
         work: how forward passes are filled.
         scorer: label for metrics.
         wait_s: how long a partial batch waits for more samples.

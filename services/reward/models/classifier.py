@@ -1,9 +1,8 @@
 """A transformers reward model: text to token ids to one value each. Imports torch.
 
-Batches are padded on the right: causal models never see the padding, and others mask it. A causal classifier takes
-the last non-padding token as the end of a text, so without a configured padding token each batch uses one that none
-of its texts contains. Checkpoints with missing weights are refused, because transformers would initialise them at
-random.
+Batches are right-padded, invisibly to causal models and masked for others. A causal classifier reads the last
+non-padding token, so without a padding token each batch uses one that its texts lack. Checkpoints with missing
+weights are refused, because transformers would randomise them.
 """
 
 import dataclasses
@@ -45,7 +44,7 @@ class Classifier:
     """A sequence classifier, or a trunk with a scalar head.
 
     Raises:
-        SettingsError: it does not load, or its outputs do not match the settings.
+        SettingsError: it does not load, or its outputs contradict the settings.
     """
 
     def __init__(self, scorer: ModelScorer, work: ModelWork) -> None:
@@ -133,11 +132,7 @@ class Classifier:
         return Text((*token_ids[:kept], *token_ids[over + kept :]), cut_tokens=over)
 
     def compute(self, batch: Sequence[Text]) -> list[float]:
-        """Return a value for each text, in one forward pass.
-
-        Raises:
-            NoRoom: they do not fit into memory together.
-        """
+        """Return a value for each text, in one forward pass. Raises NoRoom."""
         return self._placed.guarded(lambda: self._values(batch))
 
     def offload(self) -> None:

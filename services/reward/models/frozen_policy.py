@@ -2,8 +2,8 @@
 
     logprob of token t = log_softmax(logits at t − 1 / its temperature)_t       (shared/model/logits.py)
 
-Each sequence is a right-padded row. Logits are computed in chunks, for completion tokens only. At the start,
-``self_test`` compares this with the unmodified model; if they differ, sequences are computed one by one.
+Sequences are right-padded rows, with logits in chunks for completion tokens only. If ``self_test`` finds a difference
+to the unmodified model, sequences are computed one by one.
 """
 
 import dataclasses

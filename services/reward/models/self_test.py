@@ -1,8 +1,8 @@
 """Compare padded batches with single inputs when the reward service starts.
 
-Outputs must not depend on right padding, be it through positions, a recurrence, or rotary embeddings. If a batch of
-unequal lengths differs from transformers' own attention on each input, inputs are computed one by one; if these
-differ too, the model is refused.
+Right padding must not affect outputs through positions, a recurrence, or rotary embeddings. If a batch of unequal
+lengths differs from transformers' own attention, inputs are computed one by one; if these differ too, the model is
+refused.
 
     float32: at most 1e-3 apart anywhere        half precision: 0.05 on average
 """

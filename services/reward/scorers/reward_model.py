@@ -39,8 +39,7 @@ class RewardModel:
     """Score with a reward model.
 
     Args:
-        scorer: settings.
-        normaliser: normalises values; None: not normalised.
+        normaliser: None: values are not normalised.
         work: where the model runs.
 
     Raises:
@@ -59,11 +58,7 @@ class RewardModel:
         self._tokenizing = asyncio.Lock()  # tokenizers are not thread-safe
 
     async def start(self) -> None:
-        """Load the model in a thread.
-
-        Raises:
-            SettingsError: it does not load.
-        """
+        """Load the model in a thread. Raises SettingsError."""
         self._model = await asyncio.to_thread(_open, self._scorer, self._work)
         self._batcher = Batcher(self._model, self._work, self.name)
         self._batcher.start()
@@ -104,11 +99,7 @@ class RewardModel:
 
 
 def require_libraries(whose: str) -> None:
-    """Check that the model libraries are installed.
-
-    Raises:
-        SettingsError: they are not.
-    """
+    """Check that the model libraries are installed. Raises SettingsError."""
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise SettingsError(

@@ -1,9 +1,8 @@
 """The scorer protocol: score every sample of a group.
 
-All scorers of a run score a group concurrently. A new kind implements this protocol and adds one line to
-:func:`services.reward.service.make_scorer`.
+A new kind implements it and adds one line to :func:`services.reward.service.make_scorer`.
 
-A score without a value means only that the scorer could not work. A wrong, malformed or crashing completion is worth 0.
+A score without a value means only that the scorer could not work. A wrong or crashing completion is worth 0.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Run short computations one per pass of the event loop.
 
-Otherwise 32 groups of 16 samples that take a millisecond each would block the loop for half a second.
+Otherwise 32 groups of 16 samples that take a millisecond each would block it for half a second.
 """
 
 import asyncio

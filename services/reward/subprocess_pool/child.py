@@ -2,12 +2,12 @@
 
 ::
 
-    standard input   one JSON object a line: a question
-    standard output  {"ready": true}, or {"ready": false, "error": "…"} and the end; then one JSON object for each question
+    standard input   a question per line, as JSON object
+    standard output  {"ready": true}, or {"ready": false, "error": "…"} and the end; then one JSON object per question
 
-Purely computational questions are answered by a forked worker with ``cpu_s`` seconds of CPU time; if the kernel kills
-it, the answer is {"overdue": true} and a new fork takes over. The parent kills a late child, and the kernel kills a
-child whose parent died. Libraries print to standard error and read nothing, so they cannot forge messages.
+A forked worker answers purely computational questions within ``cpu_s`` seconds of CPU time; if the kernel kills it,
+the answer is {"overdue": true} and a new fork takes over. The parent kills a late child, and the kernel kills a child
+of a dead parent. Libraries print to standard error and read nothing, so they cannot forge messages.
 """
 
 import contextlib
@@ -32,9 +32,9 @@ def serve(
     """Answer until standard input ends.
 
     Args:
-        prepare: loads, and returns the function that answers a question; must not start threads if ``computes``.
+        prepare: loads, and returns the function that answers; must not start threads if ``computes``.
         parent: process id of the parent.
-        memory_bytes: limit of the address space; None: no limit.
+        memory_bytes: limit of the address space, or None.
         computes: questions are pure computation.
     """
     confine(parent, memory_bytes)

@@ -3,17 +3,16 @@
 ::
 
     ask(question) ──▶ a free process ──▶ its answer
-                          ├── late by the question's deadline   killed ──▶ Overdue
-                          ├── ``computes``, and computed too long       ──▶ Overdue; a fork of the process goes on
-                          │     └── too little in ten times that      killed, the host's fault ──▶ TemporaryError
-                          ├── died once                         asked again of a fresh one
-                          ├── died twice                        ──▶ Crashed: it is the question
+                          ├── late                              killed ──▶ Overdue
+                          ├── ``computes``, CPU time exceeded          ──▶ Overdue; a fork takes over
+                          │     └── starved for ten times that  killed ──▶ TemporaryError
+                          ├── died once                         retried in a fresh one
+                          ├── died twice                        ──▶ Crashed: the question's fault
                           ├── cannot be started                 ──▶ TemporaryError
-                          └── the asker was cancelled           killed
+                          └── the caller was cancelled          killed
 
-The protocol is JSON lines (:mod:`child`). The deadline starts when the question is sent; for pure computation it is
-CPU time, so that a busy host causes no failures. Killing a process kills its descendants; the next question replaces
-it.
+The protocol is JSON lines (:mod:`child`). The deadline starts when the question is sent; for pure computation it is CPU
+time, so that a busy host causes no failures. Killing a process kills its descendants.
 """
 
 import asyncio
@@ -146,7 +145,7 @@ class Processes:
     """``count`` processes of one command.
 
     Args:
-        command: what to start; this process's id is appended as the last argument.
+        command: this process's id is appended as the last argument.
         scorer: label for metrics.
         environment: names of variables passed on, besides Python's own.
         computes: questions are pure computation (:func:`child.serve` must agree).

@@ -1,7 +1,7 @@
 r"""Compare results with expected values. Standard library only, since clean interpreters run it too.
 
-Equality is Python's own. With a tolerance t > 0 two numbers (not bools) are equal if \|a - b\| <= t · max(1, \|a\|,
-\|b\|), also in lists, tuples and values of dicts; members of sets and keys of dicts stay exact.
+Equality is Python's own. With a tolerance t > 0 numbers, but not bools, are equal if \|a - b\| <= t · max(1, \|a\|,
+\|b\|), also in lists, tuples and values of dicts, but not in sets and keys.
 """
 
 import ast
@@ -34,7 +34,7 @@ def equal(left: Any, right: Any, tolerance: float) -> bool:
 
 
 def close(left: Any, right: Any, tolerance: float) -> bool:
-    """Return whether two numbers are within the tolerance; infinity equals only itself."""
+    """Compare two numbers within the tolerance; infinity equals only itself."""
     if not math.isfinite(tolerance) or not _is_finite(left) or not _is_finite(right):
         return bool(left == right)
     if isinstance(left, float) and isinstance(right, float):

@@ -2,14 +2,14 @@
 
 ::
 
-    namespaces (tier namespace)   own users, mounts and IPC; an empty /proc; a small /tmp     before Landlock, which forbids mounting
+    namespaces (tier namespace)   users, mounts and IPC; an empty /proc; a small /tmp; before Landlock, which forbids mounting
     file descriptors              0 input, 1 output, 2 nothing, 3 report
     limits                        CPU, address space, file size, descriptors, threads, core
-    Landlock                      reads where the interpreter lies, writes its own /tmp; no TCP; signals stay inside
+    Landlock                      reads the interpreter, writes its own /tmp; no TCP; signals stay inside
     capabilities                  none
     system calls                  the allowlist; last, for it forbids all of the above
 
-The zygote forks into the PID namespace. Every step raises OSError on failure, so no program starts half confined.
+The zygote forks into the PID namespace. A failing step raises OSError, so no program starts half confined.
 """
 
 import contextlib
@@ -92,8 +92,7 @@ def enter(descriptor: int, kinds: int) -> None:
 def reveal(paths: Sequence[str]) -> None:
     """Enter a mount namespace in which every user can reach ``paths``.
 
-    The topmost inaccessible folder on the way (``/root``, for example) is covered by one that contains only these
-    paths.
+    The topmost inaccessible folder on the way (such as ``/root``) is covered by one with only these paths.
 
     Raises:
         OSError: this process may not mount.
@@ -149,7 +148,7 @@ def confine(how: Confinement, bounds: Bounds) -> None:
     """Confine this process; ``_libc`` and loaded modules stay usable.
 
     Raises:
-        OSError: a step failed, and the program must not run.
+        OSError: the program must not run.
     """
     if how.tier == "namespace":
         _enter_namespaces(bounds)
@@ -217,8 +216,8 @@ def landlock_abi() -> int:
 def make_ruleset(readable: Sequence[str], hidden: Sequence[str] = ()) -> int:
     """Return a descriptor of Landlock rules: reading ``readable`` except ``hidden``, no other files, no TCP.
 
-    Landlock cannot exclude part of a folder, so a folder that contains something hidden is allowed entry by entry and
-    cannot be listed itself.
+    Landlock cannot exclude part of a folder, so folders that contain something hidden are allowed entry by entry and
+    cannot be listed.
     """
     attributes = struct.pack("=QQQ", _handled_files(), 0b11 if landlock_abi() >= 4 else 0, 0b11)
     attributes = attributes[: 24 if landlock_abi() >= 6 else 16 if landlock_abi() >= 4 else 8]

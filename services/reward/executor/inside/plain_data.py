@@ -3,10 +3,10 @@
 ::
 
     (1, [2])  ──▶  {"tuple": [1, [2]]}      {3}  ──▶  {"set": [3]}      {4: "x"}  ──▶  {"dict": [[4, "x"]]}
-    Counter("aa")  ──▶  {"Counter": [["a", 2]]}      map(…)  ──▶  {"iterator": […]}      Decimal("1.50")  ──▶  {"Decimal": "1.50"}
+    Counter("aa")  ──▶  {"Counter": [["a", 2]]}      map(…)  ──▶  {"iterator": […]}
 
-Subclasses become their base: namedtuple a tuple, IntEnum an int, defaultdict a dict. Rebuilt objects have builtin and
-library types only, so a forged text is just data.
+Subclasses become their base: namedtuple a tuple, IntEnum an int. Rebuilt objects have builtin and library types only,
+so a forged text is just data.
 """
 
 import collections

@@ -3,12 +3,12 @@
 ::
 
     standard input, output     the program's own
-    report (descriptor 3)      ready            once the process is confined, before the program's first line
+    report (descriptor 3)      ready            once confined, before the program's first line
                                value <JSON>     for each call that returned plain data
                                error <text>     why it ended, for people
 
-The program shares this process and can forge any line except the first ``ready``, and any exit status. Values are
-therefore only claims, checked elsewhere.
+The program can forge any line except the first ``ready``, and any exit status. Values are only claims, checked
+elsewhere.
 """
 
 import atexit
@@ -36,7 +36,7 @@ _PRELUDE_STARS = ("typing", "collections", "functools", "itertools", "heapq", "b
 
 
 def prelude() -> dict[str, Any]:
-    """Return the names predefined for programs, as in the datasets' own harnesses."""
+    """Return the predefined names, as in the datasets' own harnesses."""
     modules = {name: importlib.import_module(name) for name in _PRELUDE_MODULES}
     names: dict[str, Any] = {"Decimal": modules["decimal"].Decimal, "Fraction": modules["fractions"].Fraction}
     for star in _PRELUDE_STARS:

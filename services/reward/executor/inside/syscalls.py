@@ -1,11 +1,11 @@
 """System-call tables: allowed, conditional and deadly calls with their numbers.
 
-Unlisted calls fail with EPERM, which programs can survive (``fork``, ``execve``, ``socket``, ``memfd_create``, whose
-pages no memory limit counts, ``chmod``, which Landlock does not see). ``DEADLY`` calls, which no honest program
-makes, kill it. ``CONDITIONAL`` calls depend on their arguments (seccomp.py).
+Unlisted calls fail with EPERM, which programs can survive: for example ``fork``, ``execve``, ``socket``,
+``memfd_create`` (its pages escape memory limits), ``chmod`` (Landlock ignores it). ``DEADLY`` calls, which no honest
+program makes, kill it. ``CONDITIONAL`` calls depend on their arguments (seccomp.py).
 
-Numbers: Linux's ``asm/unistd_64.h`` (x86_64) and ``asm-generic/unistd.h`` (aarch64); None: does not exist. Tested
-against libseccomp.
+Numbers: Linux's ``asm/unistd_64.h`` (x86_64), ``asm-generic/unistd.h`` (aarch64), tested against libseccomp; None:
+absent.
 """
 
 MACHINES = ("x86_64", "aarch64")

@@ -8,11 +8,10 @@ _NANOSECONDS = 1_000_000_000
 
 
 def waited_s(watched: int) -> float:
-    """Return how many seconds the process of pid descriptor ``watched`` waited for its core; 0 if the kernel does not
+    """Return seconds that the process of pid descriptor ``watched`` waited for its core; 0 if the kernel does not
     count.
 
-    This is the longest wait of any thread, minus the time its other threads ran: all share one core, and waiting for
-    one another does not count.
+    This is the longest wait of a thread minus its other threads' running time, since all share one core.
     """
     threads = list(_threads(watched))
     ran_ns = sum(ran for ran, _ in threads)

@@ -7,12 +7,11 @@
                ── {ask: id}                                             ──▶
                ◀── {ready: true, base_bytes}                                     once
                ◀── {id, charged_s}                                               the answer, while the child runs
-               ◀── {id, status, wall_s, cpu_s, peak_bytes}                       when the child is gone; its wait status
+               ◀── {id, status, wall_s, cpu_s, peak_bytes}                       at the child's end; its wait status
 
 Single-threaded; reads nothing that a program wrote. Messages are one JSON packet each; programs and inputs are sealed
 memory files, so nothing blocks. When the socket closes it kills its children and exits; in tier ``namespace`` each
-child leads a PID namespace, so killing it kills all its descendants. ``isolation.py`` passes settings as JSON, with
-the socket's descriptor.
+child leads a PID namespace, so its descendants die too. ``isolation.py`` passes settings as JSON.
 """
 
 import contextlib
@@ -216,7 +215,7 @@ def warm(profile: str, folders: list[str]) -> None:
 
 
 def keep_listings(hidden: Sequence[str]) -> None:
-    """Cache listings of folders that programs cannot list, so that imports from them work."""
+    """Cache listings of folders that programs cannot list but import from."""
     for path in sys.path:
         finder = sys.path_importer_cache.get(path)
         if isinstance(finder, FileFinder) and any(os.path.dirname(folder) == path for folder in hidden):  # noqa: PTH120

@@ -1,9 +1,9 @@
-"""Choose the comparisons that decide whether an answer equals the reference; :mod:`scorer` carries them out.
+"""Choose the comparisons that decide whether an answer equals the reference.
 
 ::
 
     reference, answer ──▶ notation ──▶ read: core, unit, percent sign, name ──▶ attempts, the strictest first
-                                                                                 └── pairs of cores, all of which must be equal
+                                                                                 └── pairs of cores, all equal
 
 An attempt names the lenient rules it needs, so the first that succeeds gives the verdict's rules. Words, relations,
 lists and restated questions are decided here, because computer algebra misreads them.

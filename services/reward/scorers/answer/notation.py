@@ -1,7 +1,6 @@
-"""Normalise notation without changing meaning. Pure functions, linear in the text's length.
+"""Normalise notation without changing meaning. Linear in the text's length.
 
-Digits of any script, Unicode signs (``√3``, ``x²``, ``–5``), cosmetic LaTeX and delimiters (``$…$``, ``**…**``, a
-full stop) become plain LaTeX.
+Digits of any script, Unicode signs (``√3``, ``x²``, ``–5``), cosmetic LaTeX and delimiters become plain LaTeX.
 """
 
 import re

@@ -5,11 +5,10 @@
     completion ──▶ extract ──▶ answer ──▶ attempts (:mod:`matching`), the strictest first ──▶ pairs of formulas
                      │                        │                                └── both plain ──▶ verdict, in microseconds
                      │                        │                                └── a killable process ──▶ in tens of milliseconds
-                     │                        └── the first whose pairs are all equal: 1, with the lenient rules that it took
+                     │                        └── the first with equal pairs: 1, with its lenient rules
                      └── none, or cut off ──▶ wrong_format
 
-Equal answers of a group are compared once. In this process, answers are read with bounded length, depth and numbers;
-everything else goes to a killable process.
+Equal answers of a group are compared once. In process, answers are read with bounded length, depth and numbers.
 """
 
 import asyncio
@@ -61,7 +60,6 @@ class AnswerMatcher:
     """Score 1 if the answer equals the reference, otherwise 0.
 
     Args:
-        scorer: settings.
         answer_field: dataset column of the reference, for messages.
         command: starts a matcher process.
         timeout_s: a slower comparison is killed: status ``timeout``, value 0.

@@ -1,7 +1,6 @@
 """Evaluate an assert's check in process: a small subset of Python on small plain data.
 
-Names refer to results of calls. There are no attributes or imports, and no functions except :data:`FUNCTIONS`.
-Comparison is Python's (with a tolerance: ``inside/comparison.py``). A value that could grow large raises
+No attributes, no imports, and only the functions in :data:`FUNCTIONS`. A value that could grow large raises
 :class:`plain.Elsewhere`, and a killable clean interpreter evaluates the check.
 """
 
@@ -81,11 +80,7 @@ def function_name(node: ast.expr) -> str | None:
 
 
 def check(node: ast.expr, names: frozenset[str]) -> None:
-    """Check that :func:`evaluate` supports every part of ``node``.
-
-    Raises:
-        Refused: it does not.
-    """
+    """Check that :func:`evaluate` supports every part of ``node``. Raises Refused."""
     match node:
         case ast.Constant(value=bool() | int() | float() | str() | None):
             return

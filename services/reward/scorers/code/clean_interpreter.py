@@ -1,7 +1,7 @@
 """Select the assert expressions that a clean interpreter, in which no program ran, may evaluate.
 
-That interpreter is sandboxed too, so these rules concern meaning, not safety. They exclude undefined names, types and
-representations of results (subclasses have become plain data), randomness and time.
+It is sandboxed too, so these rules concern meaning: no undefined names, types or representations of results (subclasses
+have become plain data), randomness or time.
 """
 
 import ast

@@ -1,13 +1,9 @@
-"""Find the program in a completion: its last fenced Python block.
-
-Fences follow CommonMark: three or more backticks or tildes, closed by at least as many. The rules, in order:
+"""Find the program in a completion: its last fenced Python block (CommonMark fences).
 
 1. Blocks in another language are skipped; a block without a language counts as Python.
 2. The last remaining block is the program.
 3. If it is not closed there is no program: a truncated completion is not scored by an earlier draft.
 4. Without a block there is no program, or the whole text if ``needs_block`` is off.
-
-The program itself is not parsed in this process.
 """
 
 import dataclasses

@@ -2,8 +2,8 @@ r"""Read a program's results and output in process, if they are small plain data
 
 ::
 
-    at most 16 KiB of text; None bool int float str list tuple set frozenset dict     read and compared here
-    more, or of another type (Counter, Decimal, an iterator, …)                       :class:`Elsewhere`: in a clean interpreter
+    at most 16 KiB of None bool int float str list tuple set frozenset dict     compared here
+    more, or another type (Counter, Decimal, an iterator, …)                    :class:`Elsewhere`: a clean interpreter
 
 16 KiB hold at most 800 integers whose hashes all collide, a set built in 2 ms; 40,000 would take 10 s.
 """

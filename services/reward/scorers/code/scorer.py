@@ -2,15 +2,13 @@
 
 ::
 
-    completion ──▶ program ──▶ test after test, each an execution of its own ──▶ verdicts ──▶ all passed, or their share
-                     │                    └── executor away, or at fault itself ──▶ unavailable: tried again, never worth 0
+    completion ──▶ program ──▶ one execution per test ──▶ verdicts ──▶ all passed, or their share
+                     │                    └── executor unavailable or failed ──▶ unavailable: retried, never worth 0
                      └── none ──▶ wrong_format
 
-Comparisons of large or complex data, and (once per problem) the result-free parts of asserts, run in a clean
-interpreter.
-
-Equal programs of a group run once. Tests run in order up to the first failure (``credit = "all"``), or the first that
-exceeds its limits (``"share"``). This module evaluates nothing that a model wrote.
+Complex comparisons, and (once per problem) the result-free parts of asserts, run in a clean interpreter. Equal
+programs of a group run once. Tests run in order up to the first failure (``credit = "all"``), or the first that
+exceeds its limits (``"share"``).
 """
 
 import asyncio
@@ -96,9 +94,7 @@ class CodeTester:
     """Score programs by their tests.
 
     Args:
-        scorer: settings.
-        address: the executor's.
-        secret: the executor's; empty for none.
+        address, secret: of the executor; an empty secret for none.
         wait_s: how long each attempt at a group waits for an unavailable executor.
 
     Raises:

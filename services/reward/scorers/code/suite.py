@@ -2,12 +2,12 @@ r"""Read a problem's tests from a dataset column. Supported shapes:
 
 ::
 
-    [{"input": "2 3\n", "output": "5\n"}, …]                                    programs: standard input, standard output
-    [{"fn_name": "f", "input": [2, 3], "output": 5}, …]                         calls: arguments, result
-    {"inputs": ["2 3\n", …], "outputs": ["5\n", …]}                             programs, as APPS and TACO have them
-    {"inputs": [[2, 3], …], "outputs": [5, …], "fn_name": "f"}                  calls, as APPS and TACO have them
-    ["assert f(2, 3) == 5", …]                                                  asserts, as MBPP has them
-    {"asserts": ["assert f(2, 3) == 5", …], "fn_name": "f"}                     the same, with the function under test
+    [{"input": "2 3\n", "output": "5\n"}, …]                         programs: standard input and output
+    [{"fn_name": "f", "input": [2, 3], "output": 5}, …]              calls: arguments, result
+    {"inputs": ["2 3\n", …], "outputs": ["5\n", …]}                  programs (APPS, TACO)
+    {"inputs": [[2, 3], …], "outputs": [5, …], "fn_name": "f"}       calls (APPS, TACO)
+    ["assert f(2, 3) == 5", …]                                       asserts (MBPP)
+    {"asserts": ["assert f(2, 3) == 5", …], "fn_name": "f"}          asserts of a named function
 
 or one of them as JSON text, or asserts one per line. A program's input or output may be a list of lines.
 ``Solution.f`` means a method of a new object of that class.
@@ -65,7 +65,8 @@ def _columns(inputs: Json, outputs: Json, function: Json) -> Iterator[Test]:
 
 
 def _rows(items: list[Json]) -> list[Test]:
-    """Return the tests of a list; its asserts are read together because they identify the function under test together."""
+    """Return the tests of a list; its asserts are read together because they identify the function under test
+    together."""
     texts = [item for item in items if isinstance(item, str)]
     if len(texts) == len(items) and texts:
         return _asserts(list(texts), None)

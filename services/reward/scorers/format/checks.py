@@ -2,11 +2,11 @@ r"""Check text against a pattern or a JSON schema: the program of a checking pro
 
 ::
 
-    question   {"check": "pattern", "text": "…"}                     answer   {"broken": ""}, or how it breaks the rule,
-    question   {"check": "json", "text": "{\"answer\": 7}"}                   in one sentence
+    question   {"check": "pattern", "text": "…"}                     answer   {"broken": ""}, or how it breaks the rule
+    question   {"check": "json", "text": "{\"answer\": 7}"}
 
-A pattern, or ``uniqueItems``, can run for ever on a model's text while holding the GIL, so the process is killable.
-Duplicate names, NaN and Infinity are not JSON. Schema references are never fetched.
+A pattern or ``uniqueItems`` can run for ever on a model's text, holding the GIL. Duplicate names, NaN and Infinity are
+not JSON. Schema references are never fetched.
 """
 
 import json

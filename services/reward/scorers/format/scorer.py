@@ -1,19 +1,19 @@
-"""Check a completion's form by declared rules. The value is the weighted share of rules that hold.
+"""Check a completion's form. The value is the weighted share of declared rules that hold.
 
 ::
 
-    tags      each tag is there, once, and closed       one rule for each tag
-    order     … and they come in the declared order     where there are several
-    outside   nothing but white space outside them      where nothing_outside is set
-    pattern   a regular expression matches all of it
+    tags      each tag occurs once and is closed       one rule per tag
+    order     in the declared order                    several tags
+    outside   only white space outside them            nothing_outside
+    pattern   matches the whole text
     length    in characters
     tokens    length in the policy's tokens
-    scripts   the share of its letters in some Unicode scripts
-    json      JSON that keeps a schema
-    stop      it ended by itself
+    scripts   share of letters in some Unicode scripts
+    json      valid under a schema
+    stop      ended by itself
 
-Only declared rules count, in this order. Tags are found literally, without attributes or nesting. Pattern and schema
-are checked in a killable process (:mod:`checks`); a text that timed out or killed two processes is not checked again.
+Rules count in this order. Tags are found literally, without attributes or nesting. Pattern and schema are checked in a
+killable process (:mod:`checks`); a text that timed out or killed two processes is not checked again.
 """
 
 import asyncio

@@ -3,8 +3,8 @@
 ::
 
     question   {"group": a RolloutGroup of one sample, MessagePack in base64}
-    answer     {"status": "ok", "value": 0.5, "detail": ""}       value null where the function says that it does not know
-               {"error": "ZeroDivisionError: … (mine.py:7)"}      what it raised, or returned that is no score, and where
+    answer     {"status": "ok", "value": 0.5, "detail": ""}       value null: unknown
+               {"error": "ZeroDivisionError: … (mine.py:7)"}      raised, or an invalid result
 
 Async functions share one event loop, so that their clients stay usable.
 """

@@ -3,10 +3,10 @@
 ::
 
     sample, prompt ──▶ a process that imported the function ──▶ a number or a Result ──▶ its value
-                              └── raised, late, dead ──▶ on_error: unavailable (tried again, then buried), or 0
+                              └── raised, late, dead ──▶ on_error: unavailable (retried, then buried), or 0
 
-By default a bug in the function makes the reward unknown rather than 0. The process sees only Python's own environment
-variables and those in ``environment``. It is *not* a sandbox: the function is trusted.
+The process sees only Python's own environment variables and those in ``environment``. It is *not* a sandbox: the
+function is trusted.
 """
 
 import asyncio

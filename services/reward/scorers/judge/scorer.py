@@ -2,12 +2,10 @@
 
 ::
 
-    completion ──▶ template ──▶ judged lately? ──▶ the same value
+    completion ──▶ template ──▶ cached? ──▶ the same value
                                     └── no ──▶ the endpoint (chat) ──▶ verdict ──▶ value
-                                                   │                    └── none: asked again, then on_unparsable
+                                                   │                    └── none: retried, then on_unparsable
                                                    └── no answer: unavailable, never 0
-
-Equal questions are asked once, and verdicts are cached for groups that are retried.
 """
 
 import asyncio

@@ -1,7 +1,6 @@
-"""Fill the judge's template and parse its verdict. Pure functions.
+"""Fill the judge's template and parse its verdict.
 
-The template is filled in one pass, so braces in completions, and unknown ones (``{"score": 7}``), stay text. A
-verdict is a number within the scale or one of the labels.
+The template is filled in one pass, so braces in completions, and unknown ones (``{"score": 7}``), stay text.
 """
 
 import json

@@ -2,8 +2,8 @@
 
 ::
 
-    differ      values modulo a prime are different: so are the expressions
-    too_large   numbers or sums that computing it would make are beyond what is computed at all
+    differ      values modulo a prime differ
+    too_large   computing it would make numbers or sums beyond the limits
 
 sympy expands sums and powers before comparing: hours for ``9^{9^9}``, seconds for ``(x+y+z)^{50}``.
 """

@@ -5,8 +5,8 @@ r"""Compare pairs of formulas with ``math-verify``: the program of a matcher pro
     question   {"reference": "\\frac{1}{2}", "answer": "0.5", "tolerance": 1e-06}
     answer     {"status": "ok", "equal": true, "rounded": false, "detail": ""}
 
-Decimals are read as fractions; ``rounded`` means equal only within the tolerance. Computer algebra may hang or exhaust
-memory on a model's text, so the parent kills a late process, and math-verify's own signal-based deadlines are off.
+Decimals are read as fractions; ``rounded`` means equal within the tolerance only. Computer algebra may hang or
+exhaust memory, so the parent kills a late process, and math-verify's signal-based deadlines are off.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Let the LaTeX parser behind ``math-verify`` try SLL prediction before LL, where it spends most of its time.
 
 SLL either parses as LL does or fails (Parr, Harwell, Fisher 2014, "Adaptive LL(*) Parsing", §3.2). Patches a private
-class of ``latex2sympy2_extended``; does nothing in versions without it.
+class of ``latex2sympy2_extended``, if it exists.
 """
 
 from typing import Any

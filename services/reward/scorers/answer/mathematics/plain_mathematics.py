@@ -1,13 +1,13 @@
 """Answers that need no computer algebra: polynomials in a few letters, π and square roots, and intervals, points, sets,
-lists and matrices of such numbers, read from short LaTeX and compared exactly.
+lists and matrices of such numbers, compared exactly.
 
 ::
 
     text ── short, every token known ──▶ Form ── both forms of one kind, nothing ambiguous ──▶ equal, or not
                  └── no ──▶ None                  └── no ──▶ None
 
-``None`` leaves the verdict to math-verify. Verdicts agree with that library, so what it reads in its own way (``5t``
-is 5 tons, ``1/2x`` is 1/(2x)) is not read here. Length, nesting and numbers are bounded.
+``None`` leaves the verdict to math-verify. Verdicts agree with it, so text that it reads in its own way (``5t`` as 5
+tons, ``1/2x`` as 1/(2x)) is not read here. Length, nesting and numbers are bounded.
 """
 
 import dataclasses

@@ -1,7 +1,4 @@
-"""Read numbers exactly from short text and compare them as fractions.
-
-Reads at most 100 characters by a strict pattern, with exponents of at most three digits.
-"""
+"""Read numbers exactly from text of at most 100 characters, with exponents of at most three digits, and compare them."""
 
 import dataclasses
 import re

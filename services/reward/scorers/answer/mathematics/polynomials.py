@@ -1,8 +1,7 @@
 """Exact arithmetic of small polynomials with rational coefficients in letters, π and square roots.
 
-A polynomial maps monomials to coefficients. A monomial is its sorted letters and one square-free radicand. These are
-linearly independent over the rationals, so equal maps mean equal polynomials. Results beyond the limits raise
-:class:`TooLarge` before they are computed.
+A polynomial maps monomials (sorted letters and one square-free radicand) to coefficients. Monomials are linearly
+independent over the rationals, so equal maps mean equal polynomials. :class:`TooLarge` is raised before computation.
 """
 
 import dataclasses
