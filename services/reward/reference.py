@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 
 class Reference:
-    """The frozen initial policy of a run.
-
-    Raises:
-        SettingsError: invalid settings.
-    """
+    """The frozen initial policy of a run. Raises SettingsError."""
 
     name = "reference"
 
@@ -36,11 +32,7 @@ class Reference:
         self._batcher: Batcher[TokenSequence, Float32Array] | None = None
 
     async def start(self) -> None:
-        """Load the model in a thread.
-
-        Raises:
-            SettingsError: it does not load.
-        """
+        """Load the model in a thread. Raises SettingsError."""
         policy = await asyncio.to_thread(_open, self._settings)
         self._batcher = Batcher(policy, self._settings.model_work, self.name)
         self._batcher.start()
@@ -51,11 +43,7 @@ class Reference:
             await self._batcher.close()
 
     async def logprobs(self, group: RolloutGroup) -> Float32Array:
-        """Return the logprobs of all samples' tokens, concatenated (nats).
-
-        Raises:
-            TemporaryError: they cannot be computed now.
-        """
+        """Return the logprobs of all samples' tokens, concatenated (nats). Raises TemporaryError."""
         from services.reward.models.frozen_policy import TokenSequence
 
         assert self._batcher is not None

@@ -85,21 +85,13 @@ class Scoring:
         self._expression = Expression(settings.reward.expression, [scorer.name for scorer in self._scorers])
 
     async def start(self) -> None:
-        """Start every scorer.
-
-        Raises:
-            SettingsError: one can never work.
-        """
+        """Start every scorer. Raises SettingsError."""
         for scorer in self._parts():
             await scorer.start()
             AVAILABLE.labels(scorer.name).set(1)
 
     async def rehearse(self, settings: Settings, prompts: Sequence[Prompt]) -> None:
-        """Try every scorer on ``prompts``.
-
-        Raises:
-            SettingsError: one fails on all of them.
-        """
+        """Try every scorer on ``prompts``. Raises SettingsError if one fails on all."""
         await rehearse(list(zip(settings.reward.scorers, self._scorers, strict=True)), prompts, self._failures)
 
     async def close(self) -> None:
@@ -199,11 +191,7 @@ class Scoring:
             await asyncio.sleep(_LOOK_EVERY_S)
 
     async def _look_back(self, group: RolloutGroup) -> Float32Array | None:
-        """Return a training group's reference logprobs.
-
-        Raises:
-            TemporaryError: they cannot be computed now.
-        """
+        """Return a training group's reference logprobs. Raises TemporaryError."""
         if self._reference is None or group.prompt.purpose is Purpose.EVALUATE:
             return None
         started_s = time.monotonic()
@@ -219,11 +207,7 @@ class Scoring:
         return found
 
     async def _note(self, columns: list[list[Score]], problem: str) -> None:
-        """Record successes and failures on the row ``problem``.
-
-        Raises:
-            TemporaryError: a score is missing.
-        """
+        """Record successes and failures on the row ``problem``. Raises TemporaryError if a score is missing."""
         missing: list[Score] = []
         for column in columns:
             lost = next((score for score in column if score.status is ScoreStatus.UNAVAILABLE), None)
@@ -237,11 +221,7 @@ class Scoring:
             raise TemporaryError(f"scorer {missing[0].scorer!r} unavailable: {missing[0].detail} ({problem})")
 
     async def _rewards(self, scores: Sequence[SampleScores], problem: str) -> Float32Array:
-        """Return the reward of each sample.
-
-        Raises:
-            PermanentError: not finite, or needs a score that does not apply.
-        """
+        """Return the reward of each sample. Raises PermanentError."""
         try:
             rewards = np.array([self._reward(sample) for sample in scores], dtype=np.float32)
         except PermanentError as error:

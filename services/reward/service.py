@@ -52,11 +52,7 @@ from shared.settings.rewards.scorers import Scorer as ScorerSettings
 
 
 def make_scorer(scorer: ScorerSettings, settings: Settings, bus: Bus | None = None) -> Scorer:
-    """Return the scorer of one ``[[reward.scorers]]`` table; without a bus, only for the check.
-
-    Raises:
-        SettingsError: it cannot work as configured.
-    """
+    """Return the scorer of one ``[[reward.scorers]]`` table; without a bus, only for the check. Raises SettingsError."""
     match scorer:
         case AnswerScorer():
             return AnswerMatcher(scorer, settings.data.answer_field)
@@ -78,11 +74,7 @@ def make_scorer(scorer: ScorerSettings, settings: Settings, bus: Bus | None = No
 
 
 def make_scoring(settings: Settings, status: Status, bus: Bus | None = None) -> Scoring:
-    """Return the checked scoring of a run; without a bus, only for the check.
-
-    Raises:
-        SettingsError: a scorer or reward.expression is wrong.
-    """
+    """Return the checked scoring of a run; without a bus, only for the check. Raises SettingsError."""
     scorers = [make_scorer(scorer, settings, bus) for scorer in settings.reward.scorers]
     for of in settings.reward.scorers:
         if isinstance(of, AnswerScorer):
@@ -130,7 +122,7 @@ async def run(settings: Settings, replica: str) -> None:
     """Run one reward replica until stopped.
 
     Raises:
-        SettingsError: the settings are wrong.
+        SettingsError: wrong settings.
         BusUnavailable: no bus at the start.
     """
     make_scoring(settings, Status())  # report wrong settings before waiting for anything
@@ -150,11 +142,7 @@ async def run(settings: Settings, replica: str) -> None:
 
 
 async def _rehearsed(context: Context, scoring: Scoring) -> bool:
-    """Try the scorers; return False if the service was stopped first.
-
-    Raises:
-        SettingsError: a scorer fails on everything.
-    """
+    """Try the scorers; return False if stopped first. Raises SettingsError."""
     prompts = await rows(context.bus, context.stop)
     trying = asyncio.create_task(scoring.rehearse(context.settings, prompts))
     stopping = asyncio.create_task(context.stop.wait())

@@ -38,7 +38,6 @@ class Completion:
     text: str
     reward: float
     values: dict[str, float]
-    """By scorer; unavailable ones are missing."""
     tokens: int
     finish: FinishReason
 
@@ -57,7 +56,7 @@ class AuditedGroup:
 
     @property
     def right(self) -> str:
-        """Key of the right answer: the reference, or else the problem."""
+        """Key of the right answer: the reference or the problem."""
         return texts.normal(self.answer) if self.answer else self.problem
 
 
@@ -102,9 +101,8 @@ class _Variant:
 def choose(
     groups: Sequence[AuditedGroup], above: float | None, count: int, seed: int
 ) -> tuple[list[AuditedGroup], float]:
-    """Return up to ``count`` groups with a rewarded completion, by seed, and the reward threshold.
-
-    The threshold is ``above``, or half of the largest reward.
+    """Return up to ``count`` groups with a rewarded completion, by seed, and the threshold: ``above`` or half of the
+    largest reward.
     """
     largest = max((each.reward for group in groups for each in group.completions), default=0.0)
     least = above if above is not None else max(largest / 2, _ENOUGH)

@@ -80,7 +80,6 @@ def _statements(text: str) -> list[ast.stmt]:
 
 
 def _expected(statement: ast.stmt) -> str:
-    """Return an assert's expected side as text, or ""."""
     if isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Compare) and _is_equality(statement.test):
         return ast.dump(statement.test.comparators[0])
     return ""

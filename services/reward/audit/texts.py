@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from services.reward.scorers.answer.extraction import boxed
 
 LONGEST = 100_000
-"""In characters; only the end of a longer text is examined."""
+"""In characters, from the end."""
 _SHORT_SHARE, _SHORT_FROM_TOKENS = 0.05, 40
 _REPETITIVE_FROM, _REPETITIVE_RATIO = 600, 0.06
 _COPIED_FROM = 6
@@ -24,8 +24,7 @@ def repeated(rewarded: Iterable[tuple[str, str]], least_groups: int = 2) -> dict
     """Return texts that were rewarded for different answers, with their number.
 
     Args:
-        rewarded: (completion, key of its problem's right answer).
-        least_groups: minimum number of different answers.
+        rewarded: (completion, key of the right answer).
     """
     answers: defaultdict[str, set[str]] = defaultdict(set)
     for text, right in rewarded:

@@ -31,7 +31,7 @@ def parse(arguments: Sequence[str]) -> Settings:
 
 
 def main() -> int:
-    """Return the exit code: 0 for an orderly stop, 2 for wrong settings or no isolation on this host."""
+    """Return the exit code: 0 after an orderly stop, 2 for wrong settings or no isolation."""
     try:
         settings = parse(sys.argv[1:])
         log.set_up(settings.telemetry.log_level, "executor")

@@ -42,10 +42,10 @@ SECONDS = Histogram(
 WAITING = Gauge("penstock_executor_queue_programs", "Programs that wait for a slot.")
 IN_PROGRESS = Gauge("penstock_executor_programs_in_progress", "Programs that run now.")
 _REACTS_WITHIN_S = 10.0
-"""Time within which a zygote must report the end of a killed child; otherwise it is replaced."""
+"""Deadline for a zygote to report the end of a killed child before it is replaced."""
 _READ_BYTES = 1 << 16
 LONGEST = 10
-"""A program is killed after this multiple of ``wall_s`` even if it waited for its core."""
+"""Limit as a multiple of ``wall_s``, including waits for the core."""
 _ASK_AGAIN_S = 0.01
 _REPORT_EXTRA_BYTES = 4096
 
@@ -68,11 +68,7 @@ class Executor:
         self._cores = Cores()
 
     async def start(self) -> None:
-        """Warm every interpreter.
-
-        Raises:
-            ZygoteLost: one cannot be started.
-        """
+        """Warm every interpreter. Raises ZygoteLost."""
         for zygotes in self._zygotes.values():
             await zygotes.take()
 
@@ -159,7 +155,7 @@ class _Run:
         )
 
     async def end(self) -> bool:
-        """Kill the program if it runs; return False if the zygote does not confirm its end."""
+        """Kill the program if it runs; return False if its end is not confirmed."""
         try:
             self._zygote.kill(self._number)
             done, _ = await asyncio.wait([self._ended], timeout=_REACTS_WITHIN_S)
@@ -183,7 +179,6 @@ class _Run:
         return self._ended.result()
 
     async def _charged_s(self) -> float:
-        """Return the charged time. Raises ZygoteLost without an answer."""
         charged_s = None
         if not self._ended.done():
             charged_s = await self._zygote.charged_s(self._number, self._ended, _REACTS_WITHIN_S)

@@ -75,11 +75,7 @@ class Computation(Protocol[ItemIn, ResultOut]):
         """Free the device."""
 
     def restore(self) -> None:
-        """Move back to the device.
-
-        Raises:
-            NoRoom: the device is full.
-        """
+        """Move back to the device. Raises NoRoom."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -136,7 +132,7 @@ class Batcher(Generic[Item, Result]):
         """Return a result for each item.
 
         Raises:
-            NoRoom: an item does not fit into memory even alone.
+            NoRoom: an item does not fit even alone.
             StateLost: a forward pass failed, so the device may be gone.
         """
         assert self._working is not None, "start() comes first"
@@ -189,7 +185,7 @@ class Batcher(Generic[Item, Result]):
         await self._arrived.wait()
 
     def _still_wanted(self) -> list[_Waiting[Item, Result]]:
-        """Return waiting items, oldest first, without those of cancelled callers."""
+        """Oldest first, without those of cancelled callers."""
         self._waiting = [one for one in self._waiting if not one.result.done()]
         return self._waiting
 
@@ -251,7 +247,7 @@ class Batcher(Generic[Item, Result]):
 
 
 def _look_at(done: "asyncio.Future[Any]") -> None:
-    """Retrieve an error, so that asyncio does not log it as unretrieved if the caller was cancelled."""
+    """Retrieve an error, so that asyncio does not log it."""
     if not done.cancelled():
         done.exception()
 

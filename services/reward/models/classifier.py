@@ -41,11 +41,7 @@ class Text:
 
 
 class Classifier:
-    """A sequence classifier, or a trunk with a scalar head.
-
-    Raises:
-        SettingsError: it does not load, or its outputs contradict the settings.
-    """
+    """A sequence classifier, or a trunk with a scalar head. Raises SettingsError."""
 
     def __init__(self, scorer: ModelScorer, work: ModelWork) -> None:
         self._scorer = scorer
@@ -158,7 +154,7 @@ class Classifier:
         return values
 
     def _padding(self, batch: Sequence[Text]) -> int | None:
-        """Return the model's padding token, or a token that no text of ``batch`` contains; None if there is none."""
+        """Return the model's padding token, or one that no text contains, or None."""
         if self._own_padding is not None:
             return self._own_padding
         used = set(itertools.chain.from_iterable(text.token_ids for text in batch))
@@ -172,7 +168,7 @@ class Classifier:
         return logits_BL.softmax(-1)[:, self._label]
 
     def _load(self, opened: Callable[[], Any], what: str, source: str) -> Any:
-        """Call ``opened``; errors of transformers about the folder become SettingsError."""
+        """Call ``opened``; errors about the folder become SettingsError."""
         from safetensors import SafetensorError
         from transformers.utils import logging
 
@@ -265,7 +261,7 @@ class ScalarHead(nn.Module):
 
 
 def _scalar_head(source: str) -> tuple[Tensor, Tensor | None]:
-    """Return weight (1 × D) and bias of a checkpoint's scalar head. Raises ValueError without one."""
+    """Return weight (1 × D) and bias of a scalar head. Raises ValueError without one."""
     from huggingface_hub import snapshot_download
     from safetensors import safe_open
 

@@ -51,7 +51,7 @@ class FrozenPolicy:
     """The model in ``policy.model``.
 
     Raises:
-        SettingsError: it does not load, or its logit scaling or positions are unknown.
+        SettingsError: it does not load, or its logit scaling or positions are unsupported.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -110,11 +110,7 @@ class FrozenPolicy:
         return found
 
     def compute(self, batch: Sequence[TokenSequence]) -> list[Float32Array]:
-        """Return the logprobs of each completion's tokens (float32, nats).
-
-        Raises:
-            NoRoom: they do not fit into memory together.
-        """
+        """Return the logprobs of each completion's tokens (float32, nats). Raises NoRoom."""
         return self._placed.guarded(lambda: self._logprobs(batch))
 
     def offload(self) -> None:
@@ -142,7 +138,7 @@ class FrozenPolicy:
         return np.split(found, np.cumsum([len(one.token_ids) for one in batch])[:-1])
 
     def _hidden_states(self, batch: Sequence[TokenSequence]) -> Tensor:
-        """Return the states that predict the completions' tokens, concatenated (N × D)."""
+        """Return the states that predict completion tokens (N × D)."""
         inputs_BT = np.zeros((len(batch), max(one.tokens for one in batch)), dtype=np.int64)
         mask_BT, predicts_BT = np.zeros_like(inputs_BT), np.zeros_like(inputs_BT, dtype=bool)
         for row, one in enumerate(batch):

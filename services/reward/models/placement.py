@@ -27,19 +27,11 @@ class Placed:
         self._empty_cache()
 
     def restore(self) -> None:
-        """Move them back.
-
-        Raises:
-            NoRoom: the device is full.
-        """
+        """Move them back. Raises NoRoom."""
         self.guarded(lambda: self.module.to(self.device))
 
     def guarded(self, work: Callable[[], Done]) -> Done:
-        """Run ``work`` without gradients.
-
-        Raises:
-            NoRoom: it does not fit into memory.
-        """
+        """Run ``work`` without gradients. Raises NoRoom."""
         if self._threads:
             torch.set_num_threads(self._threads)  # per calling thread
         try:
@@ -59,11 +51,7 @@ class Placed:
 
 
 def pick_device(device: str, setting: str) -> torch.device:
-    """Return the device that a setting names.
-
-    Raises:
-        SettingsError: this machine does not have it.
-    """
+    """Return the device of a setting. Raises SettingsError if this machine lacks it."""
     try:
         found = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
         torch.empty(1, device=found)

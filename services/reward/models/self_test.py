@@ -37,7 +37,7 @@ def choose_alone(
         inputs: of unequal lengths.
         compute: the service's computation of a batch.
         reference: the unmodified model on one input.
-        half: whether weights are in half precision.
+        half: weights are in half precision.
         what: the model and its setting, for the message.
 
     Raises:

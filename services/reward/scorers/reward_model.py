@@ -69,11 +69,7 @@ class RewardModel:
             await self._batcher.close()
 
     async def score(self, group: RolloutGroup) -> list[Score]:
-        """Return the model's value of each sample.
-
-        Raises:
-            PermanentError: the prompt does not fit the model's chat template.
-        """
+        """Return the model's value of each sample. Raises PermanentError if the chat template does not fit."""
         assert self._model is not None
         assert self._batcher is not None
         async with self._tokenizing:

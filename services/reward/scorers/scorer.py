@@ -35,7 +35,7 @@ class Scorer(Protocol):
         A sample that cannot be scored now gets status ``UNAVAILABLE``, not an exception.
 
         Raises:
-            PermanentError: the group can never be scored (no reference answer, for example).
+            PermanentError: the group can never be scored.
         """
         ...
 

@@ -53,12 +53,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def holds(check: str, texts: Mapping[str, str], tolerance: float) -> str:
-    """Evaluate an assert's check; return "" if it holds, otherwise why not.
-
-    Args:
-        check: a Python expression.
-        texts: tagged JSON text by name.
-    """
+    """Evaluate an assert's check on tagged JSON texts by name; return "" or why it does not hold."""
     try:
         names = {name: plain_data.rebuilt(json.loads(text)) for name, text in texts.items()}
         tree = ast.parse(check, mode="eval")

@@ -70,7 +70,7 @@ def check(result: int, what: str) -> int:
 
 
 def enter_user_namespace(more: int = 0) -> None:
-    """Enter a new user namespace as the same user, and the namespaces in ``more``."""
+    """Enter a new user namespace as the same user, and the namespaces ``more``."""
     user, group = os.getuid(), os.getgid()
     check(_libc.unshare(NEW_USER | more), "unshare(CLONE_NEWUSER)")
     _libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0)  # or /proc/self belongs to root
@@ -90,12 +90,9 @@ def enter(descriptor: int, kinds: int) -> None:
 
 
 def reveal(paths: Sequence[str]) -> None:
-    """Enter a mount namespace in which every user can reach ``paths``.
+    """Enter a mount namespace in which every user can reach ``paths``. Raises OSError.
 
     The topmost inaccessible folder on the way (such as ``/root``) is covered by one with only these paths.
-
-    Raises:
-        OSError: this process may not mount.
     """
     check(_libc.unshare(NEW_MOUNT), "unshare(CLONE_NEWNS)")
     check(_libc.mount(None, b"/", None, _RECURSIVE | _PRIVATE, None), "mount(/)")
@@ -205,11 +202,7 @@ def _limit(how: Confinement, bounds: Bounds) -> None:
 
 
 def landlock_abi() -> int:
-    """Return the kernel's Landlock version.
-
-    Raises:
-        OSError: missing (ENOSYS) or disabled (EOPNOTSUPP).
-    """
+    """Return the kernel's Landlock version. Raises OSError: ENOSYS (missing) or EOPNOTSUPP (disabled)."""
     return check(_libc.syscall(_CREATE_RULESET, None, 0, _ABI_QUESTION), "landlock_create_ruleset")
 
 

@@ -102,15 +102,11 @@ _WRITTEN: tuple[tuple[type, str | None, Callable[[Any], Any]], ...] = (
     (datetime.time, None, lambda value: {"time": value.isoformat()}),
     (datetime.timedelta, None, lambda value: {"timedelta": [value.days, value.seconds, value.microseconds]}),
 )
-"""By type, most specific first: a container's tag and how to list its items, or None and how to serialise the value."""
+"""By type, most specific first: a container's tag and its items, or None and the serialised value."""
 
 
 def as_json(value: Any, where: str) -> Any:
-    """Return ``value`` as untagged JSON with sequences as lists.
-
-    Raises:
-        NotPlain: not representable.
-    """
+    """Return ``value`` as untagged JSON with sequences as lists. Raises NotPlain."""
     return _untagged(tagged(value, where), where)
 
 
@@ -146,7 +142,7 @@ SIMPLE: Mapping[str, Callable[[Any], Any]] = {
     "dict": dict,
     "int": lambda text: int(text, 16),
 }
-"""Constructors by tag, from rebuilt content; comparing these objects runs only the interpreter's code."""
+"""Constructors by tag; comparing these objects runs only the interpreter's code."""
 ALL: Mapping[str, Callable[[Any], Any]] = {
     **SIMPLE,
     "Counter": lambda pairs: collections.Counter(dict(pairs)),

@@ -112,7 +112,6 @@ def _evaluated(names: dict[str, Any], call: dict[str, Any]) -> Any:
 
 
 def _resolved(names: dict[str, Any], dotted: str) -> Any:
-    """Return a function, or a method of a new object (``Solution.add``)."""
     first, *rest = dotted.split(".")
     target = _defined(names, first)
     for name in rest:

@@ -25,7 +25,6 @@ _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
 _X32 = 0x40000000
 _SET_NO_NEW_PRIVS, _SET_SECCOMP, _FILTER = 38, 22, 2
 _THREAD = 0x00010000 | 0x00000100
-"""CLONE_THREAD and CLONE_VM."""
 _FCNTL = (0, 1, 2, 3, 4, 1030, 1032)
 """Duplicate, flags, the size of a pipe; not F_SETSIG, F_SETOWN (signals) nor F_SETPIPE_SZ (memory)."""
 _FCNTL_LOCKS = (6, 7)
@@ -41,11 +40,7 @@ Instruction = tuple[int, int, int, int]
 
 
 def machine_filter(machine: str, pid: int) -> bytes:
-    """Return the filter for process ``pid`` on ``machine`` (x86_64 or aarch64).
-
-    Raises:
-        KeyError: unknown machine.
-    """
+    """Return the filter for process ``pid`` on ``machine`` (x86_64 or aarch64). Raises KeyError."""
     column = syscalls.MACHINES.index(machine) if machine in _ARCHITECTURES else -1
     program = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _ARCHITECTURES[machine]), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
     if machine == "x86_64":
@@ -64,7 +59,7 @@ def machine_filter(machine: str, pid: int) -> bytes:
 
 
 def _conditions(pid: int) -> dict[str, list[Instruction]]:
-    """Argument checks of conditional calls; every path of a list ends in a return."""
+    """Argument checks; every path of a list ends in a return."""
     return {
         "clone": [_argument(0), (_AND, 0, 0, _THREAD), *_one_of((_THREAD,))],
         "clone3": [_refuse(errno.ENOSYS)],  # its flags are in memory; libc falls back to clone
@@ -91,8 +86,7 @@ def _refuse(number: int) -> Instruction:
 def _pretend() -> Instruction:
     """Report success without making the call.
 
-    Only the program can reach its own files, so a lock excludes no process. Locks on other files would be visible to
-    the host and to other programs.
+    Locks on a program's own files are useless; others would be visible to the host and other programs.
     """
     return _refuse(0)
 

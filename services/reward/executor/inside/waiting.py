@@ -8,10 +8,9 @@ _NANOSECONDS = 1_000_000_000
 
 
 def waited_s(watched: int) -> float:
-    """Return seconds that the process of pid descriptor ``watched`` waited for its core; 0 if the kernel does not
-    count.
+    """Return seconds that the process of pid descriptor ``watched`` waited for its core; 0 if not counted.
 
-    This is the longest wait of a thread minus its other threads' running time, since all share one core.
+    The longest wait of a thread minus its other threads' running time, since all share one core.
     """
     threads = list(_threads(watched))
     ran_ns = sum(ran for ran, _ in threads)
@@ -29,11 +28,7 @@ def _threads(watched: int) -> Iterator[tuple[int, int]]:
 
 
 def _number(watched: int) -> int:
-    """Return the pid in /proc, whose namespace may differ from ours.
-
-    Raises:
-        ValueError: it has none there.
-    """
+    """Return the pid in /proc, whose namespace may differ from ours. Raises ValueError if absent."""
     with open(f"/proc/self/fdinfo/{watched}") as file:  # noqa: PTH123
         fields = dict(line.split(":", 1) for line in file)
     number = int(fields.get("Pid", "-1"))

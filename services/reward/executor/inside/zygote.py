@@ -178,8 +178,7 @@ def _arrange(descriptors: Sequence[int], keep: int) -> None:
 def _settle_down(core: int) -> None:
     """Stay on ``core``: the filter later refuses changes.
 
-    With autogroup (sched(7)) the kernel shares cores between sessions, so a program in its own session gets an equal
-    share, whatever the number of threads.
+    With autogroup (sched(7)) a program in its own session gets an equal share of it, whatever its number of threads.
     """
     with contextlib.suppress(OSError):  # the container may have lost it
         os.sched_setaffinity(0, [core])
@@ -187,7 +186,6 @@ def _settle_down(core: int) -> None:
 
 
 def _moved_up(descriptor: int) -> int:
-    """Return a copy numbered above a program's descriptors."""
     return fcntl.fcntl(descriptor, fcntl.F_DUPFD, runner.REPORT + 1)
 
 
@@ -250,7 +248,6 @@ def settle(tier: str, user_id: int, revealed: Sequence[str]) -> None:
 
 
 def _reveal(paths: Sequence[str]) -> str:
-    """Mount ``paths`` where every user can reach them; return the error, or ""."""
     try:
         confinement.reveal(paths)
     except OSError as error:

@@ -17,10 +17,8 @@ _LONGEST_BOXED = 10_000
 """In characters; a longer unclosed box counts as cut off."""
 _HASHES = re.compile(r"(?<!#)####(?!#)")
 _LAST_NUMBER_WITHIN = 20_000
-"""Characters from the end."""
 
 _CHOICE_WITHIN = 20_000
-"""Characters from the end."""
 _LONGEST_LETTER = 40
 """In characters, markup included."""
 

@@ -97,7 +97,7 @@ def _attempts(reference: str, answer: str, lenient: frozenset[str]) -> tuple[Att
 
 @lru_cache(maxsize=1024)
 def _reference(text: str) -> str:
-    """Return the reference in plain notation; if it is prose, the answer that it states."""
+    """Return the reference, or the answer stated in it, in plain notation."""
     text = plain(text)
     if is_prose(text) and ("$" in text or re.search(r"(?i)\banswer\b", text)):
         return plain(stated(text) or text)
@@ -182,7 +182,6 @@ def _radians(text: str) -> str:
 
 
 def _parenthesised(text: str) -> str:
-    """Remove outer parentheses, up to ``_MOST_PARENTHESES``."""
     for _ in range(_MOST_PARENTHESES):
         if not (
             text.startswith("(") and text.endswith(")") and len(split(text[1:-1])) == 1 and shapes.closed(text[1:-1])
@@ -209,14 +208,14 @@ def _of_readings(expected: Reading, given: Reading, answer: str, lenient: frozen
 
 
 def _differently_solved(expected: Reading, given: Reading) -> bool:
-    """Whether two relations must be compared as they are: ``y = 2x`` and ``x = y/2``."""
+    """Whether to compare two relations as they are: ``y = 2x`` and ``x = y/2``."""
     if expected.name and given.name:
         return expected.name != given.name
     return bool(expected.name and "=" in given.core) or bool(given.name and "=" in expected.core)
 
 
 def _comparable(expected: Reading, given: Reading) -> bool:
-    """Whether the cores can be compared: no words, and no relation or sum with infinity on one side only."""
+    """No words, and no relation or sum with infinity on one side only."""
     if not all(_is_mathematics(reading.core) for reading in (expected, given)):
         return False
     if len(expected.core) == len(given.core) == 1 and expected.core.isalpha() and given.core.isalpha():

@@ -27,7 +27,7 @@ def is_relation(text: str) -> bool:
 
 
 def is_symbol(name: str) -> bool:
-    r"""Whether ``name`` may name a value: ``x``, ``\theta``, ``a_1``, ``f(x)``, ``Area``."""
+    r"""``x``, ``\theta``, ``a_1``, ``f(x)`` or ``Area``."""
     return _NAME.fullmatch(name.strip()) is not None
 
 

@@ -90,11 +90,7 @@ class AnswerMatcher:
         self._turns = Turns()
 
     async def start(self) -> None:
-        """Start and warm the matcher processes if the mode needs them.
-
-        Raises:
-            SettingsError: math-verify is not installed.
-        """
+        """Start and warm the matcher processes if needed. Raises SettingsError without math-verify."""
         if self._scorer.mode != "math" or self._scorer.place == "choice":
             return
         if importlib.util.find_spec("math_verify") is None:
@@ -221,7 +217,6 @@ class AnswerMatcher:
             return (Attempt(((reference, answer[: matching.LONGEST_FORMULA]),)),)
 
     def _equal_here(self, reference: str, answer: str) -> Equality | None:
-        """Compare in process; None if computer algebra is needed."""
         try:
             return self._equal_plainly(reference, answer)
         except Exception as error:  # noqa: BLE001 (no completion may end the service; a process has the last word)

@@ -70,7 +70,7 @@ _MATHEMATICS: dict[str, Callable[..., Plain]] = {
 
 
 def function_name(node: ast.expr) -> str | None:
-    """Return the supported function that a call's ``node.func`` names, ``isinstance`` included, or None."""
+    """Return the supported function, ``isinstance`` included, that ``node.func`` names, or None."""
     match node:
         case ast.Attribute(value=ast.Name(id="math"), attr=name) if name in _MATHEMATICS:
             return name

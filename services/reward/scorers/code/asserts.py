@@ -89,7 +89,7 @@ def _shown(statement: ast.Assert) -> str:
 
 
 def _under_test(statements: Sequence[ast.Assert]) -> str:
-    """Return the one function, not defined elsewhere, that every assert calls."""
+    """Return the one function that every assert calls."""
     called = [_outermost(statement.test) for statement in statements]
     for statement, names in zip(statements, called, strict=True):
         if not names:
@@ -108,7 +108,7 @@ def _under_test(statements: Sequence[ast.Assert]) -> str:
 
 
 def _outermost(node: ast.AST) -> set[str]:
-    """Return the candidate functions whose calls are not nested in other such calls."""
+    """Return the candidates whose calls are not nested in others."""
     name = _function(node.func) if isinstance(node, ast.Call) else ""
     if name and name.partition(".")[0] not in _NEVER_THE_PROGRAMS:
         return {name}

@@ -39,13 +39,10 @@ elements subtract popleft appendleft rotate quantize numerator denominator limit
 
 
 def check(node: ast.expr, results: frozenset[str]) -> None:
-    """Check that ``node`` keeps its meaning in a clean interpreter.
+    """Check that ``node`` keeps its meaning in a clean interpreter. Raises Refused.
 
     Args:
         results: names of the calls' results.
-
-    Raises:
-        Refused: it does not; the message says why.
     """
     bound = {part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
     bound |= {part.arg for part in ast.walk(node) if isinstance(part, ast.arg)}
@@ -74,7 +71,7 @@ def _check_part(part: ast.AST, known: frozenset[str]) -> None:
 
 
 def _is_library(node: ast.AST) -> bool:
-    """Whether ``node`` is an attribute of a prelude name, such as ``datetime.datetime.strptime``."""
+    """Whether ``node`` is an attribute of a prelude name (``datetime.datetime.strptime``)."""
     while isinstance(node, ast.Attribute):
         node = node.value
     return isinstance(node, ast.Name) and node.id in PRELUDE

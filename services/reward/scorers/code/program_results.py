@@ -29,7 +29,7 @@ class Elsewhere(Exception):
 
 
 def read(text: str) -> Json:
-    """Parse JSON that a program may have written.
+    """Parse a program's JSON.
 
     Raises:
         Elsewhere: too long.
@@ -93,7 +93,7 @@ def _same_word(expected: str, found: str, tolerance: float) -> bool:
 
 
 def _number(word: str) -> float | None:
-    """Parse a decimal number; None if ``word`` is not one, or overflows (1e400)."""
+    """Parse a decimal number; None for others and overflow (1e400)."""
     if len(word) > _LONGEST_NUMBER or not _NUMBER.fullmatch(word):
         return None
     if word.lstrip("+-").isdigit():

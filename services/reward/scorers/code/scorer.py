@@ -122,10 +122,10 @@ class CodeTester:
         """Sources of an assert's result-free parts → their values as tagged JSON text."""
 
     async def start(self) -> None:
-        """Do nothing: the executor is contacted when there is work."""
+        """Do nothing; connects on demand."""
 
     async def close(self) -> None:
-        """Disconnect; the executor kills our running jobs."""
+        """Disconnect, which kills our running jobs."""
         await self._client.close()
 
     async def score(self, group: RolloutGroup) -> list[Score]:
@@ -174,12 +174,7 @@ class CodeTester:
                 )
 
     async def _prepared(self, tests: tuple[Test, ...], prompt: Prompt) -> tuple[Test, ...]:
-        """Evaluate the result-free parts of the asserts.
-
-        Raises:
-            PermanentError: they cannot be evaluated.
-            TemporaryError: the executor is unavailable or failed.
-        """
+        """Evaluate the result-free parts of the asserts. Raises PermanentError or TemporaryError."""
         try:
             return tuple([await self._with_given(test) if isinstance(test, AssertTest) else test for test in tests])
         except BadTests as error:
@@ -265,7 +260,6 @@ class CodeTester:
         return _Tested(Verdict.WRONG_ANSWER if problem else Verdict.PASSED, problem, execution.tier)
 
     async def _problem(self, test: Test, execution: Execution) -> str:
-        """Return what is wrong, without blocking the event loop for long."""
         tolerance = self._scorer.tolerance
         if len(execution.stdout) > program_results.LONGEST:
             problem = await asyncio.to_thread(test.problem, execution, tolerance)
@@ -279,12 +273,9 @@ class CodeTester:
         return f"the result cannot be compared: {compared.outcome.value}: {compared.detail}"
 
     async def _run(self, job: Job) -> Execution:
-        """Run ``job``.
+        """Run ``job``. Raises TemporaryError.
 
         The first group to find the executor unavailable fails at once; later ones wait for it first.
-
-        Raises:
-            TemporaryError: the executor is unavailable or failed.
         """
         until_s = time.monotonic() + (self._wait_s if self._away else 0.0)
         while True:

@@ -29,11 +29,7 @@ class BadTests(Exception):
 
 
 def read_tests(column: Json) -> tuple[Test, ...]:
-    """Return the tests of a problem, at least one.
-
-    Raises:
-        BadTests: unknown shape, or a malformed test.
-    """
+    """Return the tests of a problem, at least one. Raises BadTests."""
     if isinstance(column, str):
         column = _parsed(column)
     if isinstance(column, dict) and {"inputs", "outputs"} <= column.keys():
@@ -65,8 +61,7 @@ def _columns(inputs: Json, outputs: Json, function: Json) -> Iterator[Test]:
 
 
 def _rows(items: list[Json]) -> list[Test]:
-    """Return the tests of a list; its asserts are read together because they identify the function under test
-    together."""
+    """Read asserts together, since they identify the function under test together."""
     texts = [item for item in items if isinstance(item, str)]
     if len(texts) == len(items) and texts:
         return _asserts(list(texts), None)

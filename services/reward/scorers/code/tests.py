@@ -61,7 +61,7 @@ class ProgramTest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallTest:
-    """Call a function with JSON and compare its JSON result; a returned tuple counts as a list.
+    """Call a function with JSON and compare its JSON result; tuples count as lists.
 
     ``function`` is a method of ``Solution`` if the program has that class and the dataset names none. ``wrapped``: an
     expected list of one element also stands for that element (APPS, TACO).

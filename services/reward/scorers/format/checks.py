@@ -25,7 +25,7 @@ _LONGEST_SENTENCE = 160
 
 
 def make_check(schema: Mapping[str, Any]) -> Callable[[str], str]:
-    """Return a function that says how a text breaks ``schema``, "" if it is valid.
+    """Return a function that says how a text breaks ``schema``, or "".
 
     Raises:
         ValueError: not a JSON schema, or an external reference.
@@ -90,11 +90,7 @@ def make_match(pattern: str) -> Callable[[str], str]:
 
 
 def compile_pattern(pattern: str) -> "regex.Pattern[str]":
-    """Compile a pattern whose dot matches newlines.
-
-    Raises:
-        regex.error: not a regular expression.
-    """
+    """Compile a pattern whose dot matches newlines. Raises regex.error."""
     return regex.compile(pattern, regex.DOTALL)
 
 

@@ -39,11 +39,8 @@ Function: TypeAlias = Callable[[Sample, Prompt], "float | Result | Awaitable[flo
 
 
 def load(name: str) -> Function:
-    """Return the function named by ``package.module:function`` or an entry point.
-
-    Raises:
-        ValueError: it does not exist.
-        Exception: raised by the import.
+    """Return the function named by ``package.module:function`` or an entry point. Raises ValueError or its import's
+    error.
     """
     if ":" in name:
         module, _, path = name.partition(":")
@@ -89,7 +86,6 @@ def describe(error: BaseException, function: Function) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Return ``file:line`` of the deepest frame in user code, or ""."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not Path(frame.filename).resolve().is_relative_to(_HERE)]
     own = [frame for frame in theirs if not _is_library(frame.filename)]

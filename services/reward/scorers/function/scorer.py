@@ -39,11 +39,7 @@ class FunctionScorer:
         self._turns = asyncio.Semaphore(scorer.processes)
 
     async def start(self) -> None:
-        """Start the processes, each with the function imported.
-
-        Raises:
-            SettingsError: it cannot be imported.
-        """
+        """Start the processes, each with the function imported. Raises SettingsError."""
         try:
             await self._processes.warm()
         except NotReady as error:
@@ -57,9 +53,9 @@ class FunctionScorer:
         await self._processes.close()
 
     async def score(self, group: RolloutGroup) -> list[Score]:
-        """Call the function for each sample, concurrently across the processes.
+        """Call the function for each sample, concurrently.
 
-        No call is started after a sample without a score, which leaves the whole group without a reward.
+        The first sample without a score stops this, since its group gets no reward.
         """
         lost: list[Score] = []
 

@@ -77,11 +77,7 @@ class _Passing(Exception):
 
 
 class ChatClient:
-    """Query one model at one endpoint.
-
-    Raises:
-        SettingsError: invalid URL, or the key is missing.
-    """
+    """Query one model at one endpoint. Raises SettingsError for an invalid URL or key."""
 
     def __init__(self, scorer: JudgeScorer) -> None:
         self._scorer = scorer

@@ -21,11 +21,7 @@ _REMEMBERED = 16_384
 
 
 class Judge:
-    """Score completions with a language model.
-
-    Raises:
-        SettingsError: invalid key or pattern.
-    """
+    """Score completions with a language model. Raises SettingsError."""
 
     def __init__(self, scorer: JudgeScorer) -> None:
         self.name = scorer.name
@@ -45,7 +41,7 @@ class Judge:
         """Grade each sample.
 
         Raises:
-            PermanentError: the template needs a column that the prompt lacks.
+            PermanentError: the template needs a missing column.
         """
         questions = [fill(self._scorer.template, group.prompt, sample.text) for sample in group.samples]
         async with asyncio.TaskGroup() as asking:

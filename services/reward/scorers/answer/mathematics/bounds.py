@@ -95,7 +95,7 @@ class _Size:
 
 
 def too_large(expression: Any) -> bool:
-    """Whether ``expression`` would need a number of more than a million bits or a sum of more than 2,000 terms."""
+    """Whether ``expression`` would make a number of over a million bits or a sum of over 2,000 terms."""
     size = _size(expression)
     return size.bits > _LARGEST_BITS or size.terms > _MOST_TERMS
 

@@ -91,14 +91,14 @@ def _too_large(pair: tuple[Any, Any]) -> bool:
 
 @lru_cache(maxsize=256)
 def _read_reference(text: str) -> tuple[Any, ...]:
-    """Cached for the other samples of the group; the text itself if it cannot be read."""
+    """Cached for the group; the text itself if it cannot be read."""
     with contextlib.suppress(Exception):
         return tuple(read(text)) or (text,)
     return (text,)
 
 
 def _exact(expression: Any) -> Any:
-    """Return ``expression`` with decimals as fractions, and with i as a number beside exponentials."""
+    """Return decimals as fractions, and i as a number beside exponentials."""
     from sympy import Float, I, Rational, Symbol, exp
 
     if not hasattr(expression, "atoms"):

@@ -100,11 +100,7 @@ class Polynomial:
         return product
 
     def __truediv__(self, other: "Polynomial") -> "Polynomial":
-        """Divide by one term without letters.
-
-        Raises:
-            TooLarge: ``other`` is zero or not one such term.
-        """
+        """Divide by one term without letters. Raises TooLarge for other divisors and zero."""
         if len(other.terms) != 1 or other.letters:
             raise TooLarge("a quotient that is no polynomial")
         (((_, radicand), coefficient),) = other.terms.items()
@@ -112,11 +108,7 @@ class Polynomial:
 
 
 def square_root(of: Polynomial) -> Polynomial:
-    """Return the square root of a non-negative rational number.
-
-    Raises:
-        TooLarge: ``of`` is something else, or too large to factor.
-    """
+    """Return the square root of a non-negative rational number. Raises TooLarge otherwise, or if too large to factor."""
     number = of.rational
     if number is None or number < 0 or number.numerator * number.denominator > LARGEST_RADICAND:
         raise TooLarge("a root of more than a small number")
