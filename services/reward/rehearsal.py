@@ -48,11 +48,11 @@ class Trial:
     problem: str
     failure: str = ""
     own: bool = False
-    """Whether the failure is permanent: the scorer's or the row's."""
+    """The failure is permanent: the scorer's or the row's."""
 
 
 async def rows(bus: Bus, stop: asyncio.Event, within_s: float = _ROWS_WITHIN_S) -> list[Prompt]:
-    """Return the coordinator's rows; empty if there is work already or the time is over."""
+    """Return the coordinator's rows; empty if there is work already or on timeout."""
     until_s = time.monotonic() + within_s
     while time.monotonic() < until_s and not stop.is_set():
         if found := await rehearsal.offered(bus):
@@ -70,7 +70,7 @@ async def rehearse(
     """Try every scorer except judges and record their failures.
 
     Raises:
-        SettingsError: a scorer failed on everything through its own fault.
+        SettingsError: a scorer failed on everything, by its own fault.
     """
     asked = [(of, scorer) for of, scorer in scorers if not isinstance(of, JudgeScorer)]
     trials = await asyncio.gather(*(_try(of, scorer, prompts, failures) for of, scorer in asked))

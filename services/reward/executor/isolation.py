@@ -22,9 +22,9 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MALLOC_ARENA_MAX": "1",
 }
-"""The warm interpreter's whole environment. One arena avoids reserving 64 MiB of address space per thread."""
+"""The whole environment. One malloc arena avoids reserving 64 MiB of address space per thread."""
 THREADS = 32
-"""Threads of one program besides its main thread. In tier landlock the kernel counts all programs' threads together."""
+"""Per program, besides the main thread. In tier landlock the kernel counts all programs' threads together."""
 _SYSTEM = (
     *("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo"),
     *("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives"),
@@ -43,7 +43,7 @@ print(json.dumps({
 }))
 """
 _PACKAGES = ("site-packages", "dist-packages")
-"""Folders of installed packages, hidden from programs except numpy in its profile."""
+"""Hidden from programs, except numpy in its profile."""
 _MAY_READ = """
 import json, os, sys
 user = int(sys.argv[1])
@@ -68,11 +68,7 @@ class Interpreter:
 
     @classmethod
     def find(cls, program: str) -> "Interpreter":
-        """Query ``program`` (empty: this Python).
-
-        Raises:
-            SettingsError: it does not answer.
-        """
+        """Query ``program`` (empty: this Python). Raises SettingsError."""
         fields = _ask([program or sys.executable, "-I", "-c", _QUESTION])
         return cls(fields["program"], tuple(fields["library"]), fields["numpy"])
 
@@ -91,11 +87,7 @@ class Interpreter:
         return tuple(sorted(_packages_below(self.readable(profile))))
 
     def unreadable(self, user_id: int) -> tuple[str, ...]:
-        """Return the parts of :meth:`readable`, in any profile, that ``user_id`` cannot read. Requires root.
-
-        Raises:
-            SettingsError: the interpreter does not answer.
-        """
+        """Return the parts of :meth:`readable` that ``user_id`` cannot read. Requires root. Raises SettingsError."""
         paths = self.readable("numpy" if self.numpy else "stdlib")
         command = [self.program, "-I", "-S", "-c", _MAY_READ, str(user_id), *paths]
         return tuple(_ask(command))
@@ -114,9 +106,9 @@ class Isolation:
     user_id: int
     threads: int
     mount_proc: Sequence[str] = ("--proc", "/proc")
-    """bubblewrap's arguments for the warm interpreter's /proc; programs never see it."""
+    """bubblewrap's arguments for /proc; programs never see it."""
     unreadable: tuple[str, ...] = ()
-    """Interpreter files that ``user_id`` cannot read in place; the warm interpreter mounts them."""
+    """Files that ``user_id`` cannot read in place; the warm interpreter mounts them."""
     environment: Mapping[str, str] = dataclasses.field(default_factory=lambda: ENVIRONMENT)
 
     def command(self, profile: str, control: int) -> list[str]:
@@ -167,10 +159,7 @@ class Isolation:
 
 
 def candidates(tier: str, interpreter: Interpreter, user_id: int, slots: int) -> list[Isolation]:
-    """Return the ways to build ``tier`` here, best first.
-
-    Args:
-        user_id: programs' user if this process is root.
+    """Return the ways to build ``tier`` here, best first; ``user_id`` is for programs if this process is root.
 
     Raises:
         SettingsError: a required program is missing.
@@ -206,7 +195,7 @@ def _is_below(path: str, folders: Iterable[str]) -> bool:
 
 
 def _packages_below(folders: Iterable[str]) -> set[str]:
-    """Return the folders of installed packages in a Python's library (``lib/python3.11``) or in its parent."""
+    """Return package folders in a Python's library (``lib/python3.11``) or in its parent."""
     patterns = [f"{depth}{name}" for name in _PACKAGES for depth in ("", "*/", "*/*/")]
     real = (Path(folder) for folder in folders if not Path(folder).is_symlink())
     return {str(path) for folder in real for pattern in patterns for path in folder.glob(pattern) if path.is_dir()}

@@ -40,7 +40,7 @@ START_WITHIN_S = 60.0
 WORN_AFTER_QUESTIONS = 5_000
 """Processes are recycled, because computer algebra leaks memory."""
 PATIENCE = 10
-"""A process that has not used its CPU time within this multiple of it was stopped or starved."""
+"""A process that has not used its CPU time within this multiple of it is starved."""
 
 
 class Overdue(PenstockError):
@@ -174,11 +174,7 @@ class Processes:
         return sum(place.alive for place in self._places)
 
     async def warm(self) -> None:
-        """Start all and wait until they are ready; failed starts are retried by the first question.
-
-        Raises:
-            NotReady: a process reported why it cannot start.
-        """
+        """Start all and wait until ready; the first question retries failed starts. Raises NotReady."""
         for found in await asyncio.gather(*(place.fill() for place in self._places), return_exceptions=True):
             if isinstance(found, TemporaryError) and not isinstance(found, NotReady):
                 log.warning("process cannot be started", extra={"scorer": self._scorer, "error": str(found)})
@@ -189,7 +185,7 @@ class Processes:
         """Return the answer of a free process.
 
         Raises:
-            Overdue: no answer within ``timeout_s``, CPU time if the process computes.
+            Overdue: no answer within ``timeout_s`` (CPU time if ``computes``).
             Crashed: two processes died on it.
             TemporaryError: no process can be started, or the host starved it.
         """

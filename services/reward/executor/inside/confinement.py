@@ -2,7 +2,7 @@
 
 ::
 
-    namespaces (tier namespace)   users, mounts and IPC; an empty /proc, small /tmp; before Landlock, which forbids mounting
+    namespaces (tier namespace)   users, mounts, IPC; empty /proc, small /tmp; before Landlock, which forbids mounting
     file descriptors              0 input, 1 output, 2 nothing, 3 report
     limits                        CPU, address space, file size, descriptors, threads, core
     Landlock                      reads the interpreter, writes its own /tmp; no TCP; signals stay inside

@@ -39,7 +39,7 @@ from shared.settings.rewards import scorers
 from shared.settings.rewards.scorers import FormatRule
 
 _SHORT = 4_000
-"""Characters; longer texts are read in chunks of this size, to yield to the event loop."""
+"""Characters; longer texts are read in chunks of this size."""
 PATTERN_TIMEOUT_S = 0.5
 """CPU time of a pattern: status ``timeout``, value 0."""
 JSON_TIMEOUT_S = 0.5
@@ -77,11 +77,7 @@ class _Tag:
 
 
 class FormatChecker:
-    """Score the share of declared rules that a completion keeps.
-
-    Raises:
-        SettingsError: no rule is declared, or a rule is invalid.
-    """
+    """Score the share of declared rules that a completion keeps. Raises SettingsError for missing or invalid rules."""
 
     def __init__(self, scorer: scorers.FormatScorer) -> None:
         self.name = scorer.name
@@ -140,11 +136,7 @@ class FormatChecker:
         return {rule for rule, is_declared in declared.items() if is_declared}
 
     async def start(self) -> None:
-        """Start the checking process if there is a pattern or schema.
-
-        Raises:
-            SettingsError: the schema is invalid, or jsonschema is not installed.
-        """
+        """Start the checking process if there is a pattern or schema. Raises SettingsError."""
         if self._checkers is None:
             return
         if self._scorer.json_schema and importlib.util.find_spec("jsonschema") is None:
@@ -228,7 +220,7 @@ class FormatChecker:
         Raises:
             _TookTooLong: it was killed.
             Crashed: it killed two processes.
-            TemporaryError: it could not be checked now.
+            TemporaryError: not possible now.
         """
         assert self._checkers is not None
         try:

@@ -18,15 +18,11 @@ _PATTERN_TIMEOUT_S = 0.5
 _LONGEST_ANSWER = 20_000
 """In characters; only the end of a longer answer is read."""
 _MOST_OBJECTS = 200
-"""Maximum opening braces, from the end, tried as the start of the verdict's object."""
+"""Maximum opening braces, from the end, tried as the verdict's start."""
 
 
 def fill(template: str, prompt: Prompt, completion: str) -> str:
-    """Fill in the prompt, the completion, the answer and dataset columns.
-
-    Raises:
-        PermanentError: the prompt lacks such a column or the answer.
-    """
+    """Fill in prompt, completion, answer and columns. Raises PermanentError if one is missing."""
 
     def value(place: re.Match[str]) -> str:
         match place[1]:
@@ -57,11 +53,7 @@ def _known(value: object, what: str, prompt: Prompt) -> str:
 
 
 class VerdictReader:
-    """Read a value from a judge's answer.
-
-    Raises:
-        SettingsError: the pattern is not a regular expression with a group.
-    """
+    """Read a value from a judge's answer. Raises SettingsError for a pattern without a group."""
 
     def __init__(self, scorer: JudgeScorer) -> None:
         self._scorer = scorer

@@ -30,7 +30,7 @@ from services.reward.scorers.answer.mathematics.polynomials import (
 LONGEST = 200
 _DEEPEST = 8
 _MOST_IRRATIONAL = 12
-"""Limit for lists with roots or π, which are compared pairwise."""
+"""Limit for lists with roots or π, compared pairwise."""
 _LETTERS = "xyznkab"
 """Always variables; other letters may be units, constants or functions."""
 _TOKEN = re.compile(
@@ -117,7 +117,7 @@ def _read(text: str) -> Form | None:
 
 
 class _Unknown(ValueError):
-    """The text is, or may be, something else."""
+    """Something else, or ambiguous."""
 
 
 def _tokens(text: str) -> list[str]:
