@@ -18,8 +18,6 @@ EACH = 12
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pair:
-    """An answer with its expected verdict."""
-
     rule: str
     reference: str
     answer: str

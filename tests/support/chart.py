@@ -36,7 +36,6 @@ class Release:
     error: str
 
     def of(self, kind: str, role: str = "") -> list[Json]:
-        """Return the objects of a kind and component."""
         return [
             one
             for one in self.objects
@@ -48,7 +47,6 @@ class Release:
         return found
 
     def workload(self, role: str) -> Json:
-        """Return the only workload of a role."""
         (found,) = [one for one in self.objects if one["kind"] in WORKLOADS and one in self.of(one["kind"], role)]
         return found
 
@@ -179,4 +177,3 @@ CASES: Mapping[str, Json] = {
         run={"config": values()["run"]["config"] + "\n[rollout.vllm]\ntensor_parallel_size = 16\n"},
     ),
 }
-"""Values by special case."""

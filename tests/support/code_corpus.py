@@ -14,8 +14,6 @@ from services.reward.executor.inside import runner
 
 
 class Case(NamedTuple):
-    """A program with the tests of a row."""
-
     name: str
     program: str
     tests: Any
@@ -452,5 +450,4 @@ HACKS: dict[str, tuple[str, Any]] = {
 
 
 def hacks() -> Iterator[Case]:
-    """Tricks with individual tests."""
     return (Case(name, program, tests) for name, (program, tests) in HACKS.items())

@@ -29,8 +29,6 @@ from tests.support.raw_redis import raw
 
 
 class Driven:
-    """The driver of the run on ``bus``, with test controls."""
-
     def __init__(self, bus: Bus, of: Settings) -> None:
         self.of, self.bus, self.ledger, self.stop = of, bus, Ledger(bus), asyncio.Event()
         cordon = Cordon(bus, "trainer-0", lambda: None)
@@ -68,7 +66,6 @@ class Driven:
     async def running(
         self, training: Callable[[], None]
     ) -> AsyncIterator["asyncio.Future[tuple[BaseException | None, BaseException | None]]"]:
-        """Run both sides until the body ends; yield a future of what ended them."""
         both = asyncio.gather(self.driver.run(), asyncio.to_thread(training), return_exceptions=True)
         try:
             yield both

@@ -65,7 +65,6 @@ class Running:
         return found
 
     def processes(self) -> list[psutil.Process]:
-        """Return the executor and its descendants."""
         top = psutil.Process(self.process.pid)
         return [top, *top.children(recursive=True)]
 
@@ -76,7 +75,6 @@ def arguments(address: str, *more: str) -> list[str]:
 
 @contextlib.contextmanager
 def running(*flags: str, wrapper: Sequence[str] = (), pass_fds: Sequence[int] = ()) -> Iterator[Running]:
-    """Start an executor, wait until it is ready, and stop it in order."""
     with tempfile.TemporaryDirectory(prefix="penstock-test-") as name, socket.socket() as listener:
         folder = Path(name)
         folder.chmod(0o777)

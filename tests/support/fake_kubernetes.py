@@ -76,7 +76,6 @@ class FakeKubernetes:
     # ---------------------------------------------------------------- answers
 
     def answer(self, method: str, path: str, body: Json | None) -> tuple[int, Json]:
-        """Return status and JSON for one request."""
         if _OBJECT.fullmatch(path):
             with self._lock:
                 return self._object(method, path, body)

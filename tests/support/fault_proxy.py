@@ -22,8 +22,6 @@ _CHUNK_BYTES = 65_536
 
 
 class FaultProxy:
-    """Proxy of the server at ``host:port``."""
-
     def __init__(self, host: str, port: int, seed: int = 0) -> None:
         self._target = (host, port)
         self._random = random.Random(seed)
@@ -38,12 +36,10 @@ class FaultProxy:
         """Number of harmed connections by kind."""
 
     async def start(self) -> int:
-        """Listen on a free local port and return it."""
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
-        """Reset every connection and stop listening."""
         if self._server is not None:
             self._server.close()
         self._passing.set()

@@ -55,7 +55,6 @@ class Forked:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the exit code. Raises subprocess.TimeoutExpired."""
         if self.returncode is None and not select.select([self._ended], [], [], timeout)[0]:
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
         with self._reads:
@@ -124,7 +123,6 @@ def _forge() -> tuple[socket.socket, subprocess.Popen[bytes]]:
 
 
 def serve(link: socket.socket) -> None:
-    """Fork on request and report how forks ended."""
     running: dict[int, tuple[int, int]] = {}
     with selectors.DefaultSelector() as ready:
         ready.register(link, selectors.EVENT_READ)

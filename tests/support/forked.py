@@ -112,7 +112,6 @@ _LET_FORK = {"services.cli": _let_up_fork, "services.trainer": _let_trainer_fork
 
 
 def _module(words: Sequence[str]) -> list[str] | None:
-    """Return a forkable service's module and arguments, or None."""
     *options, module = words[1 : words.index("-m") + 2] if "-m" in words else [""]
     forked = words[0] == sys.executable and module in _SERVICES and set(options) <= {"-u", "-m"}
     return list(words[len(options) + 1 :]) if forked else None

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def served(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
-    """Serve with ``handler`` within the block; yield the URL."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()

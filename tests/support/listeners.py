@@ -35,7 +35,6 @@ class Listener:
 
 
 def listeners(*pids: int) -> set[Listener]:
-    """Return the sockets of the processes and their descendants."""
     processes = [process for pid in pids for process in _tree(pid)]
     sockets = {kind: _sockets(kind) for kind in _STATES}
     found = set()

@@ -251,7 +251,6 @@ def composite(kind: str, text: str, changes: Mapping[str, Any]) -> Any:
 
 
 def configurations() -> dict[str, Callable[[], Any]]:
-    """Return factories of every configuration, by name."""
     made: dict[str, Callable[[], Any]] = {name: functools.partial(configure, name, {}) for name in FAMILIES}
     made |= {name: functools.partial(configure, kind, changes) for name, (kind, changes) in VARIANTS.items()}
     made |= {name: functools.partial(composite, *parts) for name, parts in COMPOSITES.items()}

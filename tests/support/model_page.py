@@ -83,14 +83,11 @@ updates, in nats; above 0.1 the two disagree, and the probe of the weights warns
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Agreement:
-    """Observed agreement of trainer and vLLM."""
-
     tested: list[str]
     """Tested on each change: these agree, or are in ``unserved``."""
     measured: list[str]
     """Agree, by ``python -m tests.support.vllm_agreement``."""
     unserved: dict[str, str]
-    """Part of vLLM's message, by name."""
     disagree: dict[str, str]
     """Gap between trainer and vLLM, by name."""
     gpu: dict[str, float]
@@ -103,12 +100,9 @@ class Agreement:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdicts:
-    """Verdict of each configuration, by name."""
-
     rows: list[str]
     sequences: list[str]
     refused: dict[str, str]
-    """Part of the message, by name."""
     vllm: Agreement
 
 

@@ -119,7 +119,6 @@ def identity(workload: Json) -> tuple[str, str]:
 
 
 def surges(workload: Json) -> bool:
-    """Whether a rolling update starts a new pod before ending an old one."""
     if workload["kind"] != "Deployment":
         return False
     spec = workload["spec"]
@@ -130,8 +129,6 @@ def surges(workload: Json) -> bool:
 
 
 class Service:
-    """A service with an address of its own."""
-
     def __init__(self, cluster: Cluster, service: Json) -> None:
         self.cluster, self.role = cluster, labels(service)["app.kubernetes.io/component"]
         self.address = f"{cluster.network}.{next(cluster.numbers)}"
@@ -211,7 +208,6 @@ class Pod:
         self.cluster.ready[self.role].append(self)
 
     def answers(self, probe: Json) -> bool:
-        """Whether a probe succeeds."""
         ports = {port["name"]: port["containerPort"] for port in self.container["ports"]}
         if "tcpSocket" in probe:
             with contextlib.suppress(OSError):
@@ -272,7 +268,6 @@ class Pod:
                     (folder / file).chmod(volume[key].get("defaultMode", 0o644) & 0o707)
 
     def _localized(self, text: str) -> str:
-        """Replace mount paths by local ones."""
         paths = sorted(self._paths, key=len, reverse=True)
         pattern = "|".join(rf"(?<![\w/.]){re.escape(path)}(?![\w.-])" for path in paths)
         return re.sub(pattern, lambda found: str(self._paths[found[0]]), text)

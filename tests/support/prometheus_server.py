@@ -25,7 +25,6 @@ class Prometheus:
         return found
 
     def firing(self) -> list[Mapping[str, str]]:
-        """Return the labels of firing alerts."""
         alerts = self._get("/api/v1/alerts").get("alerts", [])
         return [alert["labels"] for alert in alerts if alert["state"] == "firing"]
 

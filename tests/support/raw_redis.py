@@ -7,10 +7,8 @@ from shared.bus.lua import SCRIPTS
 
 
 def raw(bus: Bus) -> Any:
-    """Return the redis-py client of a bus."""
     return bus._client
 
 
 def script_text(name: str) -> str:
-    """Return a script as sent to the server."""
     return SCRIPTS[name].text

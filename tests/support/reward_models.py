@@ -51,7 +51,6 @@ def bert() -> Any:
 
 
 def save(model: Any, folder: Path, chat_template: str | None = None, padding_side: str = "right") -> Path:
-    """Write ``model`` with a character tokenizer."""
     model.save_pretrained(folder)
     tokenizer = tiny.tokenizer(chat_template)
     tokenizer.padding_side = padding_side

@@ -52,7 +52,6 @@ _LOOPS: list[asyncio.AbstractEventLoop] = []
 
 
 async def score_async(sample: Sample, prompt: Prompt) -> float:
-    """Return the number of event loops in this process."""
     await asyncio.sleep(0)
     _LOOPS.append(asyncio.get_running_loop())
     return float(len(set(_LOOPS)))

@@ -61,7 +61,6 @@ def mixture(seed: int = 0) -> Any:
 
 
 def opened(of: Any, stop: tuple[int, ...] = (STOP,)) -> OpenedModel:
-    """Wrap ``of`` for the engine."""
     return OpenedModel(
         model=of,
         parameters=dict(of.state_dict(keep_vars=True)),
@@ -74,7 +73,6 @@ def opened(of: Any, stop: tuple[int, ...] = (STOP,)) -> OpenedModel:
 
 
 def tokenizer(chat_template: str | None = None) -> Any:
-    """Return a character tokenizer."""
     vocabulary = {token: place for place, token in enumerate(["<pad>", "<eos>", *CHARACTERS])}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(""), "isolated")

@@ -55,23 +55,18 @@ SAMPLES, NEW_TOKENS, TEMPERATURE = 2, 32, 0.8
 
 @dataclasses.dataclass(slots=True)
 class Seen:
-    """Results for one model."""
-
     name: str
     reason: str = ""
     """Why vLLM or the trainer does not serve it, or ""."""
     path: str = ""
-    """How weights were swapped."""
     before: float = 0.0
     """Largest gap of a token's logprobs in nats, with the initial weights."""
     stale: float = 0.0
     """Gap of an engine with the weights before the update."""
     after: list[float] = dataclasses.field(default_factory=list)
-    """Gap after each update."""
     cut: str = ""
     """Engine's message for a version whose first query projection has twice the rows; loaders take the first ones."""
     seconds: float = 0.0
-    """CPU time without the import of vLLM."""
 
 
 def save(name: str, folder: Path) -> None:
@@ -137,7 +132,6 @@ def _measure(folder: Path, seen: Seen) -> None:
 
 @contextlib.contextmanager
 def _started(folder: Path, arguments: dict[str, Any]) -> Iterator[Any]:
-    """Start vLLM like a replica, but in this process."""
     from vllm import LLM
 
     gathered = gather(

@@ -55,7 +55,6 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def reference(seed: int, tied: bool, family: str = "qwen2") -> Any:
-    """Return a random transformers model."""
     config, model = FAMILIES[family]
     torch.manual_seed(seed)
     return model(
@@ -169,7 +168,6 @@ def swapped_by_plan(path: str, policy: Any, rank: int, ranks: int) -> dict[str, 
 
 
 def built(config: Any, value: float) -> Any:
-    """Return a vLLM model filled with ``value``."""
     from vllm.model_executor.model_loader.utils import initialize_model
 
     config.compilation_config.static_forward_context.clear()
@@ -236,7 +234,6 @@ def engine(folder: Path, tied: bool, family: str = "qwen2") -> dict[str, Any]:
 
 
 def refused(swapper: WeightSwapper, llm: Any, serving: Any) -> dict[str, Any]:
-    """Offer weights that do not fit."""
     errors = []
     for name, tensor in (("model.norm.weight", torch.ones(63)), ("model.nothing.weight", torch.ones(4))):
         try:

@@ -36,19 +36,16 @@ def write(folder: Path, tensors: Named, version: int) -> PolicyRecord:
 
 
 async def stage(engine: Engine, tensors: Named, version: int) -> None:
-    """Let an engine receive a version."""
     with tempfile.TemporaryDirectory() as folder:
         await engine.stage(file_offer(write(Path(folder), tensors, version), 10.0))
 
 
 async def load(engine: Engine, tensors: Named, version: int) -> SwapReport:
-    """Let an engine serve a version."""
     await stage(engine, tensors, version)
     return await engine.swap(PolicyVersion(version))
 
 
 def fill(tensors: Mapping[str, torch.Tensor], version: int, bucket_bytes: int = 1 << 20) -> FlatSnapshot:
-    """Return a version in memory."""
     shapes = ((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors.items())
     snapshot = FlatSnapshot(plan_layout(shapes, bucket_bytes), CPU)
     snapshot.fill(list(tensors.items()), PolicyVersion(version), version)

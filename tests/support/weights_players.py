@@ -70,7 +70,6 @@ def record_of(header: Header) -> PolicyRecord:
 
 
 def fingerprint(tensors: Any) -> str:
-    """Hash names, types, shapes and bits."""
     found = hashlib.sha256()
     for name, tensor in tensors:
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -79,7 +78,6 @@ def fingerprint(tensors: Any) -> str:
 
 
 def place(device: torch.device) -> DeviceLocation:
-    """Return the location of a process on one device."""
     if device.type != "cuda":
         return DeviceLocation()
     return DeviceLocation("cuda", (plain_uuid(torch.cuda.get_device_properties(device).uuid),), boot_id())
@@ -213,7 +211,6 @@ class Replica:
         return fingerprint(self.shadow.tensors().items())
 
     def receive(self, offer: dict[str, Any]) -> str:
-        """Receive another process's offer."""
         self._stage(Offer.unpack(offer))
         assert self.shadow is not None
         return fingerprint(self.shadow.tensors().items())
@@ -229,7 +226,6 @@ class Replica:
         return self._reasons.texts
 
     def arrived(self) -> int:
-        """Return the number of arrived buckets of the shadow."""
         return 0 if self.shadow is None else sum(self.shadow._marked)
 
     def has_default_group(self) -> bool:
@@ -241,7 +237,6 @@ class Replica:
         return fingerprint(self.shadow.tensors().items())
 
     def holds(self) -> int | None:
-        """Return the version of the shadow, if any."""
         return None if self.shadow is None or self.shadow.header is None else self.shadow.header.version
 
     def counts(self) -> tuple[int, int]:
@@ -302,7 +297,6 @@ class Player:
         self._answers: dict[int, tuple[Any, str | None]] = {}
 
     def call(self, method: str, *given: Any) -> Any:
-        """Call a method; its WeightsError is raised here."""
         return self.result(self.later(method, *given))
 
     def later(self, method: str, *given: Any) -> int:

@@ -101,8 +101,8 @@ class _Variant:
 def choose(
     groups: Sequence[AuditedGroup], above: float | None, count: int, seed: int
 ) -> tuple[list[AuditedGroup], float]:
-    """Return up to ``count`` groups with a reward of at least ``above`` (default: half the largest), by seed, and
-    that threshold.
+    """Return up to ``count`` groups rewarded with at least ``above`` (default: half the largest), by seed, and that
+    value.
     """
     largest = max((each.reward for group in groups for each in group.completions), default=0.0)
     least = above if above is not None else max(largest / 2, _ENOUGH)
