@@ -30,10 +30,10 @@ FAILURES = Counter(
 AVAILABLE = Gauge("penstock_reward_scorer_available", "1 while a scorer does its work, else 0.", ["scorer"])
 HANDLER = "scoring"
 SILENT_S = 6.0
-"""A call may hang if it takes this long, and much longer than any before."""
+"""A call that takes this long, and much longer than any before, may hang."""
 _SILENT_TIMES = 3.0
 _EVENT_EVERY_S = 60.0
-"""Minimum time between events of a part that fails now and then."""
+"""Minimum time between events of an intermittent failure."""
 
 Tell = Callable[[str, str], Awaitable[None]]
 

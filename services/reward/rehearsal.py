@@ -33,12 +33,12 @@ log = logging.getLogger(__name__)
 
 TRIVIAL = "0"
 _ROWS_WITHIN_S = 30.0
-"""Without rows on the bus for this long, there is no coordinator and no dry run."""
+"""Without rows after this time there is no dry run."""
 _LOOK_EVERY_S = 0.1
 _AS_ZERO = (ScoreStatus.CRASHED, ScoreStatus.TIMEOUT)
 """Statuses of a failing user function with ``on_error`` 0."""
 _ENOUGH_S = 4.0
-"""After this time, a scorer that failed on everything is not tried further."""
+"""After this time, a scorer that failed on everything is given up."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -83,7 +83,7 @@ class AuditReport:
     completions: int
     checked: dict[str, int]
     unavailable: dict[str, int]
-    """Completions that could not be scored, by check."""
+    """By check."""
     disagreements: tuple[Disagreement, ...]
 
 
@@ -93,7 +93,7 @@ class _Variant:
     of: str
     scorer: Scorer
     suites: str = ""
-    """"shuffled" or "mutated" tests; nothing should pass the latter."""
+    """"shuffled" or "mutated" tests."""
     tests_field: str = ""
     boxes_only: bool = False
 
@@ -101,7 +101,7 @@ class _Variant:
 def choose(
     groups: Sequence[AuditedGroup], above: float | None, count: int, seed: int
 ) -> tuple[list[AuditedGroup], float]:
-    """Return up to ``count`` groups rewarded with at least ``above`` (default: half the largest), by seed, and that
+    """Return up to ``count`` groups rewarded with ``above`` (default: half the maximum) or more, by seed, and that
     value.
     """
     largest = max((each.reward for group in groups for each in group.completions), default=0.0)

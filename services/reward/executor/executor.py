@@ -42,7 +42,7 @@ SECONDS = Histogram(
 WAITING = Gauge("penstock_executor_queue_programs", "Programs that wait for a slot.")
 IN_PROGRESS = Gauge("penstock_executor_programs_in_progress", "Programs that run now.")
 _REACTS_WITHIN_S = 10.0
-"""Deadline for a zygote to report the end of a killed child before it is replaced."""
+"""Deadline for a zygote to report the end of a killed child."""
 _READ_BYTES = 1 << 16
 LONGEST = 10
 """Limit as a multiple of ``wall_s``, including waits for the core."""

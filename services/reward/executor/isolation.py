@@ -22,9 +22,9 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MALLOC_ARENA_MAX": "1",
 }
-"""The whole environment. One malloc arena avoids reserving 64 MiB of address space per thread."""
+"""The whole environment. One malloc arena saves 64 MiB of address space per thread."""
 THREADS = 32
-"""Per program, besides the main thread. In tier landlock the kernel counts all programs' threads together."""
+"""Per program, besides the main thread. In tier landlock the kernel counts all programs together."""
 _SYSTEM = (
     *("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo"),
     *("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives"),
@@ -108,7 +108,7 @@ class Isolation:
     mount_proc: Sequence[str] = ("--proc", "/proc")
     """bubblewrap's arguments for /proc; programs never see it."""
     unreadable: tuple[str, ...] = ()
-    """Files that ``user_id`` cannot read in place; the warm interpreter mounts them."""
+    """Files that ``user_id`` cannot read in place."""
     environment: Mapping[str, str] = dataclasses.field(default_factory=lambda: ENVIRONMENT)
 
     def command(self, profile: str, control: int) -> list[str]:

@@ -25,7 +25,7 @@ from shared.peers.frames import Frame
 
 MIB = 1 << 20
 MAX_OUTPUT_BYTES = 10 * MIB
-"""Upper bound of ``Limits.output_bytes``: output and values, tripled by UTF-8, fit into one frame."""
+"""Output and values, tripled by UTF-8, fit into one frame."""
 
 
 class Outcome(StrEnum):
@@ -39,7 +39,7 @@ class Outcome(StrEnum):
     MEMORY = "memory"
     OUTPUT_LIMIT = "output_limit"
     FORBIDDEN = "forbidden"
-    """Killed by the kernel at a system call that no honest program makes. Refused but survived calls do not count."""
+    """Killed by the kernel at a deadly system call."""
     SANDBOX_ERROR = "sandbox_error"
     """A fault of the executor or host; never a score."""
 
@@ -50,13 +50,13 @@ class Limits:
 
     wall_s: float = 5.0
     cpu_s: float = 5.0
-    """Rounded up to whole seconds, the kernel's unit."""
+    """Rounded up to whole seconds."""
     memory_bytes: int = 512 * MIB
     """Address space beyond that of the warm interpreter."""
     output_bytes: int = MIB
     """Of standard output, and again of values."""
     file_bytes: int = 16 * MIB
-    """Total size of files in its own /tmp, if the tier provides one."""
+    """Total size of files in its own /tmp."""
     files: int = 64
 
 
@@ -68,9 +68,7 @@ class Call:
     arguments: tuple[Json, ...] = ()
     keywords: Mapping[str, Json] = dataclasses.field(default_factory=dict)
     expression: str = ""
-    """Python source to evaluate instead, with the program's names. The program must define ``function`` unless it is
-    empty.
-    """
+    """Python source to evaluate instead; the program must define ``function`` unless it is empty."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,9 +91,9 @@ class Execution:
     stdout: str
     """UTF-8 with replacement characters, at most ``limits.output_bytes``."""
     values: tuple[str, ...]
-    """JSON text per call in order, up to the first without plain data. May be forged by the program."""
+    """JSON text per call, up to the first without plain data. The program can forge it."""
     detail: str
-    """One line for people, which the program can forge: never parse it."""
+    """One line for people, which the program can forge."""
     exit_status: int | None
     """As the supervisor saw it; negative: signal; None: it never ran."""
     wall_s: float

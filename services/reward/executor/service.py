@@ -33,8 +33,7 @@ CONTAINED = Gauge(
 CONTAINED.set(math.nan)  # not yet checked
 DEFAULT_ADDRESS = "127.0.0.1:0"
 _MAX_WAITING = 1024
-"""Maximum programs of one connection, waiting or running; further ones stay in its socket. A reward replica sends 64.
-"""
+"""Maximum programs of one connection, waiting or running. A reward replica sends 64."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -48,7 +48,7 @@ class Confinement:
     threads: int
     """RLIMIT_NPROC: per program in its own user namespace, otherwise per user."""
     ruleset: int = -1
-    """Descriptor of shared Landlock rules; -1 if each program has its own files."""
+    """Descriptor of shared Landlock rules; -1 if programs have their own files."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from typing import Any
 DEEPEST = 100
 _LONGEST_ITERATOR = 100_000
 _LONG_INT = 1 << 10_000
-"""Larger ones may exceed ``sys.set_int_max_str_digits`` as decimal text."""
+"""Larger ones may exceed ``sys.set_int_max_str_digits``."""
 _SCALARS = frozenset((bool, float, str, type(None)))
 _AS_JSON = frozenset(("tuple", "deque", "range", "iterator", "dict_keys", "dict_values"))
 _EXPECTED = (

@@ -40,7 +40,7 @@ from . import (
 
 _PACKET_BYTES = 1 << 16
 _STACK_BYTES = 4 << 20
-"""Default stack of a thread, so that the maximum number of threads takes half of 256 MiB."""
+"""The maximum number of threads takes half of 256 MiB."""
 _WARM = """
 abc argparse array ast asyncio base64 bisect calendar cmath collections collections.abc contextlib copy csv ctypes dataclasses datetime
 decimal difflib enum fractions functools gc glob hashlib heapq html inspect io itertools json linecache locale logging math numbers

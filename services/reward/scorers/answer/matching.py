@@ -24,7 +24,7 @@ from services.reward.scorers.answer.units import DEGREE, Unit, split_unit
 from services.reward.scorers.answer.words import has_words, is_text, same_text, swaps_case
 
 LONGEST_FORMULA = 1_000
-"""In characters; longer formulas take minutes to read and are not compared."""
+"""In characters; reading longer formulas takes minutes."""
 _MOST_PARENTHESES = 16
 
 _PERCENT = re.compile(r"\s*(?:\\?%|\\text\{\s*(?:percent|%|\\%)\s*\}|(?<=[0-9)}\s])percent)$")
@@ -48,7 +48,7 @@ class Attempt:
     """One way in which the answer may equal the reference."""
 
     pairs: tuple[tuple[str, str], ...]
-    """All must be equal as mathematics; empty if the texts already agree."""
+    """All must be equal; empty if the texts already agree."""
     rules: frozenset[str] = frozenset()
 
     def under(self, *rules: str) -> "Attempt":
@@ -70,7 +70,7 @@ class Reading:
     name: str = ""
     """The lone symbol left of the equals sign."""
     chain: tuple[str, ...] = ()
-    """Members between the name and the core, which must equal it."""
+    """Members before the core, which must equal it."""
 
     @property
     def relation(self) -> str:

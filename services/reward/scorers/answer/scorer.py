@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 COMMAND = (sys.executable, "-m", "services.reward.scorers.answer.mathematics.comparison")
 TIMEOUT_S = 1.0
 PROCESSES = 2
-"""While one process computes or restarts, the other answers."""
+"""While one process is busy, the other answers."""
 _REMEMBERED = 4096
 _STATED = "stated"
 """Suffix of a letter stated in prose."""

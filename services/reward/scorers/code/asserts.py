@@ -33,14 +33,14 @@ class SplitAssert:
 
     source: str
     function: str
-    """The function under test; ``Solution.f`` for a method of an object created by the assert."""
+    """``Solution.f`` for a method of an object created by the assert."""
     calls: tuple[str, ...]
-    """Python source of each call; the check names the i-th result ``call_i``."""
+    """Python source of each call, named ``call_i`` in the check."""
     given: tuple[str, ...]
-    """Python source of each complex part without a result; the check names its value ``given_i``."""
+    """Python source of complex parts without a result, named ``given_i`` in the check."""
     check: ast.expr
     is_simple: bool
-    """Whether :mod:`assert_evaluation` can evaluate the check; otherwise a clean interpreter does."""
+    """Whether :mod:`assert_evaluation` can evaluate the check."""
 
     @property
     def uses_numpy(self) -> bool:

@@ -119,7 +119,7 @@ class CodeTester:
         self._client = ExecutorClient(address, secret=secret)
         self._away = False
         self._given: dict[tuple[str, ...], tuple[str, ...]] = {}
-        """Sources of an assert's result-free parts → their values as tagged JSON text."""
+        """Values of asserts' result-free parts, as tagged JSON text by source."""
 
     async def start(self) -> None:
         """Do nothing; connects on demand."""

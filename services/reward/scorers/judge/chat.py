@@ -46,13 +46,13 @@ _LONGEST_ERROR = 120
 _LARGEST_RESPONSE_BYTES = 4 * 1024**2
 _MOST_TOKENS = 10**9
 _REQUEST = {"max_tokens": 512, "temperature": 0.0}
-"""Defaults of `request`: room for a verdict with reasons, deterministic."""
+"""Defaults of `request`."""
 ATTEMPTS = 4
-"""Requests per sample before its group is retried later through the bus."""
+"""Requests per sample before its group is retried through the bus."""
 BACKOFF_S = 0.5
-"""First wait, doubled on each failure, with jitter."""
+"""First wait; doubles with jitter."""
 MAX_WAIT_S = 30.0
-"""If the endpoint asks for a longer wait, the group goes back to the bus."""
+"""The group goes back to the bus if the endpoint asks for more."""
 _BACKOFF = Backoff(BACKOFF_S, longest_s=MAX_WAIT_S)
 
 

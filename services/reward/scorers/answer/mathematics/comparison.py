@@ -36,7 +36,7 @@ _WARM_UP = (
     (r"\begin{pmatrix}1&0\\1&2\end{pmatrix}", r"\begin{bmatrix} 1 & 0 \\ 1 & 2 \end{bmatrix}"),
     (r"2\pi", r"\pi\cdot 2"),
 )
-"""Usual forms, from which the parser learns its grammar before the first answers."""
+"""Usual forms, which warm up the parser."""
 
 
 def read(text: str) -> list[Any]:

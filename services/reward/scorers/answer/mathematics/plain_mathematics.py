@@ -32,7 +32,7 @@ _DEEPEST = 8
 _MOST_IRRATIONAL = 12
 """Limit for lists with roots or π, compared pairwise."""
 _LETTERS = "xyznkab"
-"""Always variables; other letters may be units, constants or functions."""
+"""Always variables, never units, constants or functions."""
 _TOKEN = re.compile(
     rf"(?P<number>[0-9]{{1,30}})|(?P<letter>[{_LETTERS}])|(?P<sign>[-+*/^(){{}}\[\],=&])"
     r"|(?P<command>\\(?:[dt]?frac|sqrt|pi|infty|cdot|times|left|right)(?![A-Za-z]))"
