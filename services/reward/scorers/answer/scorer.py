@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-m", "services.reward.scorers.answer.mathematics.comparison")
 TIMEOUT_S = 1.0
+"""CPU time of one comparison; honest formulas take milliseconds."""
 PROCESSES = 2
 """While one process is busy, the other answers."""
 _REMEMBERED = 4096
