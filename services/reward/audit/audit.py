@@ -101,8 +101,9 @@ class _Variant:
 def choose(
     groups: Sequence[AuditedGroup], above: float | None, count: int, seed: int
 ) -> tuple[list[AuditedGroup], float]:
-    """Return up to ``count`` groups rewarded with ``above`` (default: half the maximum) or more, by seed, and that
-    value.
+    """Return up to ``count`` groups rewarded with at least ``above``, by seed, and this threshold.
+
+    Without ``above`` it is half of the largest reward.
     """
     largest = max((each.reward for group in groups for each in group.completions), default=0.0)
     least = above if above is not None else max(largest / 2, _ENOUGH)

@@ -12,9 +12,8 @@ from services.reward.executor.inside.runner import OUT_OF_MEMORY
 from services.reward.executor.protocol import Limits, Outcome
 
 _SPENT = 0.5
-"""A kill that was not ours counts as the CPU limit's above this share: the kernel counts ticks, rusage is exact, and
-on a
-busy host they differ by a fifth.
+"""A kill that was not ours counts as the CPU limit's above this share: the kernel counts ticks, rusage is exact, and on
+a busy host they differ by a fifth.
 """
 _DETAIL_BYTES = 1000
 

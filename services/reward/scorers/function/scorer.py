@@ -55,7 +55,7 @@ class FunctionScorer:
     async def score(self, group: RolloutGroup) -> list[Score]:
         """Call the function for each sample, concurrently.
 
-        The first sample without a score stops this, since its group gets no reward.
+        No call starts after a sample without a score, since its group then gets no reward.
         """
         lost: list[Score] = []
 
