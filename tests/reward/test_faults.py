@@ -1,6 +1,5 @@
 """A reward service with failing parts, real scorers and a real Valkey: a group is scored, retried or buried with the
-reason,
-exactly once, and never scored 0 for others' faults.
+reason, exactly once, and never scored 0 for others' faults.
 """
 
 import asyncio

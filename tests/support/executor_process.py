@@ -115,9 +115,8 @@ def _wait(found: Running, log: Path) -> None:
 
 
 def pod(folder: Path) -> tuple[list[str], int]:
-    """Return a command prefix that runs a command as in a pod (unprivileged user, no capabilities, RuntimeDefault),
-    and the
-    descriptor of the filter.
+    """Return a command prefix that runs a command as in a pod (unprivileged user, no capabilities, RuntimeDefault), and
+    the descriptor of the filter.
     """
     denied = folder / "filter"
     denied.write_bytes(_runtime_default())

@@ -20,8 +20,7 @@ ULPS = 1e-6
 """A few float32 operations near 1: several units in the last place (1.2e-7)."""
 FORWARD = 1e-4
 """A reordered float32 forward pass of a small model. Logits of ``tests.support.tiny`` reach 60, with last place 4e-6,
-and a
-logprob is a difference of two; at most 4.2e-6 was observed between SSE4.1, AVX2 and AVX-512.
+and a logprob is a difference of two; at most 4.2e-6 was observed between SSE4.1, AVX2 and AVX-512.
 """
 GRADIENT = 3e-5
 """Relative norm of the difference of reordered gradients; 2e-6 is common."""
@@ -31,8 +30,7 @@ MOVEMENT = 1e-4
 """
 ADAM_MOVEMENT = 1e-2
 """With Adam, relative to the movement of a million weights; 1e-5 is common, so 100 may have cancelling gradients and
-move anywhere.
-A learning rate 1 % off gives as much, a step without one of its groups more than 0.1.
+move anywhere. A learning rate 1 % off gives as much, a step without one of its groups more than 0.1.
 """
 
 

@@ -1,6 +1,5 @@
 """Scenes of two ranks for ``tests/trainer/test_ranks.py``, started once by the launcher because imports take seconds.
-Rank 0 writes
-the results.
+Rank 0 writes the results.
 """
 
 import dataclasses
