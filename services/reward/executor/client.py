@@ -5,7 +5,7 @@
     run(job) ──▶ a place of ``in_flight`` ──▶ the connection ──▶ its answer
                                                   ├── cannot be reached, or lost     TemporaryError; the next job tries again, not
                                                   │                                  before a wait that doubles up to 5 s
-                                                  └── the asker was cancelled        the program is killed
+                                                  └── the caller was cancelled       the program is killed
 """
 
 import asyncio
