@@ -51,7 +51,6 @@ class Release:
         return found
 
     def pods(self) -> Iterator[tuple[str, Json]]:
-        """Yield (role, pod with metadata and spec) of every workload and hook."""
         for one in self.objects:
             if one["kind"] in WORKLOADS:
                 yield labels(one)["app.kubernetes.io/component"], template_of(one)
@@ -142,7 +141,6 @@ def _release(found: Json) -> Release:
 
 
 def environment(container: Json) -> Mapping[str, Any]:
-    """Return a container's variables by name: a text, or a source."""
     return {one["name"]: one.get("value", one.get("valueFrom")) for one in container["env"]}
 
 

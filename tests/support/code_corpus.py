@@ -148,7 +148,6 @@ PROBES = (
 
 
 def tricks() -> Iterator[Case]:
-    """Each trick and forged result, on asserts and on a call."""
     forged = {
         f"forged {text[:20]}": f"import os\ndef f(*a):\n    os.write(3, b'value ' + {text!r}.encode() + b'\\n')\n    os._exit(0)"
         for text in FORGED
@@ -213,7 +212,6 @@ def _asserts(
 
 
 def mbpp() -> Iterator[Case]:
-    """Small functions with asserts (MBPP)."""
     for n in range(2, 14):
         yield _asserts(f"nth_multiple_{n}", f"def nth_multiple_{n}(k):\n    return {n} * k", ((3,), (0,), (-2,)))
         yield _asserts(

@@ -61,7 +61,6 @@ def settings(folder: Path, *, steps: int = 4, heldout: int = 0, problems: int = 
 
 
 def make(bus: Bus, run: Settings) -> Coordinator:
-    """Assemble a coordinator's parts like its process does."""
     run.run_folder.mkdir(parents=True, exist_ok=True)
     return assemble(bus, Live(bus, run), load_data(run), run.run_folder, Status(state="working"))
 
@@ -82,8 +81,6 @@ async def running(parts: Coordinator) -> AsyncIterator[Coordinator]:
 
 
 class Trainer:
-    """Commits groups of `experience`, two per step."""
-
     def __init__(self, bus: Bus, groups: int = 2) -> None:
         self.bus = bus
         self.ledger = Ledger(bus)
@@ -91,7 +88,6 @@ class Trainer:
         self.epoch = 0
 
     async def start(self) -> "Trainer":
-        """Take the epoch and commit version 0 if missing."""
         self.epoch = await self.ledger.take_epoch()
         if (await self.ledger.status()).newest_version is None:
             await self.ledger.commit(self.epoch, record(0, None, 0), [], None)
@@ -140,8 +136,6 @@ def report(step: int, version: int, samples: int = 4) -> StepReport:
 
 @contextlib.asynccontextmanager
 async def replicas(bus: Bus, reward: Reward = lambda prompt: 1.0, evaluating: bool = True) -> AsyncIterator[None]:
-    """Run a rollout and a reward replica on training and evaluation streams."""
-
     async def generate(prompt: Prompt) -> RolloutGroup:
         sample = Sample(
             token_ids=np.arange(3, dtype=np.int32),

@@ -18,7 +18,6 @@ class Disk:
 
     @contextlib.contextmanager
     def full(self, left_bytes: int = 0) -> Iterator[None]:
-        """Leave at most ``left_bytes`` of room while the body runs."""
         if not self.mounted:
             soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (left_bytes, hard))
@@ -39,7 +38,6 @@ class Disk:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, kib: int) -> Iterator[Disk]:
-    """Make a disk of ``kib`` KiB at ``folder`` if mounting is allowed."""
     folder.mkdir()
     mount = shutil.which("mount")
     options = ["-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(folder)]

@@ -51,7 +51,6 @@ class Driven:
         return [wire.decode(fields[b"data"], Event).name for _, fields in rows]
 
     def train(self, engine: TrainingEngine) -> None:
-        """The training thread: execute commands until STOP."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:

@@ -273,7 +273,6 @@ ATTACKS = (
 
 
 def prelude(supervisor: int, secret: str, port: int) -> str:
-    """Return the targets that precede an attack."""
     return PRELUDE.format(
         supervisor=supervisor,
         secret=secret,

@@ -125,7 +125,6 @@ def pod(folder: Path) -> tuple[list[str], int]:
 
 
 def desk() -> list[str]:
-    """Return a command prefix for an unprivileged user without capabilities."""
     home = Path(sys.base_prefix)
     command = [
         need("bwrap", "bubblewrap"),

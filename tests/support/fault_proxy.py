@@ -46,7 +46,6 @@ class FaultProxy:
         self.cut()
 
     def cut(self) -> int:
-        """Reset every connection; return the number of sides."""
         found = list(self._writers)
         for writer in found:
             _reset(writer)
@@ -62,11 +61,9 @@ class FaultProxy:
         self._unanswered = words
 
     def silence(self) -> None:
-        """Forward nothing, close nothing."""
         self._passing.clear()
 
     def end_silence(self) -> None:
-        """Reset silent connections; new ones work."""
         self.cut()
         self._passing.set()
 

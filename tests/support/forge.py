@@ -49,7 +49,6 @@ class Forked:
         self._reads = threading.Lock()
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal; None while running."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(0.0)
         return self.returncode
@@ -66,7 +65,6 @@ class Forked:
         os.close(self._ended)
 
     def send_signal(self, number: int) -> None:
-        """Signal the process, unless it is known to have ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
@@ -112,7 +110,6 @@ async def up(words: Sequence[object], output: Path, *, forked: bool = True) -> N
 
 @functools.cache
 def _forge() -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """Return this process's forge and its socket; it ends with this process."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with its:
         command = [sys.executable, "-m", "tests.support.forge", str(its.fileno())]

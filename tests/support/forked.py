@@ -26,7 +26,6 @@ _kept: frozenset[int] = frozenset({0, 1, 2})
 
 
 def keep_open(but: set[int]) -> None:
-    """Let later forks keep currently open descriptors except ``but``."""
     global _kept
     _kept |= _open() - but
 
@@ -36,7 +35,6 @@ def _open() -> set[int]:
 
 
 def fork(command: Sequence[str], environment: Mapping[str, str], output: int) -> int:
-    """Fork the process of a module, which ends with this one; return its pid."""
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
@@ -45,7 +43,6 @@ def fork(command: Sequence[str], environment: Mapping[str, str], output: int) ->
 
 
 def _become(parent: int, command: Sequence[str], environment: Mapping[str, str], output: int) -> NoReturn:
-    """Behave like ``python -m`` from start to end."""
     code = 1
     try:
         os.setsid()

@@ -68,7 +68,6 @@ def _inodes(pid: int) -> set[str]:
 
 
 def _sockets(kind: str) -> dict[str, str]:
-    """Return local addresses of listening sockets of ``kind``, by inode."""
     lines = Path(f"/proc/net/{kind}").read_text().splitlines()[1:]
     fields = [line.split() for line in lines]
     return {field[9]: _address(field[1].partition(":")[0]) for field in fields if field[3] == _STATES[kind]}

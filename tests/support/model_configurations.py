@@ -221,14 +221,12 @@ _VISION: dict[str, Any] = {
 
 
 def _given(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``values`` that are fields of ``kind``, under its own or transformers' names."""
     fields = {name for base in kind.__mro__ for name in getattr(base, "__annotations__", {})}
     latent = {"head_dim": 8, "num_key_value_heads": 4} if "qk_rope_head_dim" in fields else {}
     return {name: value for name, value in {**values, **latent}.items() if name in fields}
 
 
 def configure(kind: str, changes: Mapping[str, Any]) -> Any:
-    """Return a tiny configuration of type ``kind`` with ``changes``."""
     from transformers import CONFIG_MAPPING
 
     configuration = CONFIG_MAPPING[kind]

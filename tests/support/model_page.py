@@ -84,12 +84,10 @@ updates, in nats; above 0.1 the two disagree, and the probe of the weights warns
 @dataclasses.dataclass(frozen=True, slots=True)
 class Agreement:
     tested: list[str]
-    """Tested on each change: these agree, or are in ``unserved``."""
     measured: list[str]
     """Agree, by ``python -m tests.support.vllm_agreement``."""
     unserved: dict[str, str]
     disagree: dict[str, str]
-    """Gap between trainer and vLLM, by name."""
     gpu: dict[str, float]
     """Largest gap on a GPU in nats, by name."""
 

@@ -60,12 +60,9 @@ class Gap:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """Verdict on one configuration."""
-
     kind: str
     """rows or sequences: equal that way; wrong, refused or crashed."""
     sentence: str = ""
-    """Message of the refusal or crash."""
     short: Gap | None = None
     long: Gap | None = None
 
@@ -118,7 +115,6 @@ def _sample(ids: Any) -> Sample:
 
 
 def save(name: str, folder: Path, seed: int = 0) -> None:
-    """Write configuration ``name`` with random weights in Hugging Face form."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
@@ -128,7 +124,6 @@ def save(name: str, folder: Path, seed: int = 0) -> None:
 
 
 def open_policy(folder: Path, rows: Sequence[PackedRow], packing: Packing = "auto") -> Policy:
-    """Load ``folder`` as a run does with longest sequences like ``rows``, in training mode."""
     longest = max(len(row.prompt_token_ids) + len(one.token_ids) for row in rows for one in row.samples)
     model = load_model(PolicySettings(model=str(folder)), torch.float32, longest)
     return Policy(model, packing=packing).train()
@@ -142,7 +137,6 @@ def reference(folder: Path) -> Any:
 
 
 def reference_logprobs(model: Any, rows: Sequence[PackedRow]) -> Tensor:
-    """Return the completions' logprobs, each sequence alone (N)."""
     parts = list[Tensor]()
     for row in rows:
         for sample in row.samples:
@@ -154,7 +148,6 @@ def reference_logprobs(model: Any, rows: Sequence[PackedRow]) -> Tensor:
 
 
 def compare(policy: Policy, model: Any, rows: Sequence[PackedRow]) -> Gap:
-    """Compare on ``rows``, in one micro-batch."""
     batch: MicroBatch = micro_batch(rows)
     wanted = reference_logprobs(model, rows)
     logprobs = policy(batch).policy_logprobs_N
@@ -180,7 +173,6 @@ def _gradient_gap(trained: Any, loss: Tensor, model: Any, wanted_loss: Tensor) -
 
 
 def check(name: str) -> Verdict:
-    """Save, load and compare configuration ``name`` on short and long rows."""
     with tempfile.TemporaryDirectory() as folder, _quiet():
         try:
             save(name, Path(folder))
@@ -219,7 +211,6 @@ def _said(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence messages about random models."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -232,7 +223,6 @@ def _quiet() -> Iterator[None]:
 
 
 def main(names: Sequence[str]) -> None:
-    """Print the verdicts of ``names`` and their counts."""
     torch.set_num_threads(1)  # tiny products: more threads only wait
     counts = dict[str, int]()
     for name in names or CONFIGURATIONS:

@@ -15,8 +15,6 @@ CREDENTIALS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "A
 
 
 class Storage:
-    """The server and its bucket ``runs``."""
-
     def __init__(self) -> None:
         import boto3
 
@@ -54,7 +52,6 @@ class Storage:
         return [str(one["Key"]).removeprefix("team/") for one in found.get("Contents", ())]
 
     def whole(self, run_id: str) -> list[int]:
-        """Return the steps of checkpoints with a manifest."""
         names = self.names(f"{run_id}/checkpoints/")
         return [int(name.split("/")[2].split("-")[1]) for name in names if name.endswith("/manifest.json")]
 

@@ -61,7 +61,6 @@ class Cluster:
         return [leader, *(Pod(self, owner, index, leader.address) for index in range(1, size))]
 
     def resolve(self, text: str) -> str:
-        """Replace service names by addresses."""
         for one in self.release.of("Service"):
             name, role = one["metadata"]["name"], labels(one)["app.kubernetes.io/component"]
             address = self.services[name].address if name in self.services else self.pods[role].address
@@ -162,8 +161,6 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 class Pod:
-    """A single-container pod of a workload or hook."""
-
     def __init__(self, cluster: Cluster, owner: Json, index: int = 0, leader: str = "") -> None:
         self.cluster, self.owner, self.index = cluster, owner, index
         self.role = labels(owner)["app.kubernetes.io/component"]
@@ -198,7 +195,6 @@ class Pod:
         return self.folder.with_suffix(".log")
 
     async def starts(self) -> None:
-        """Wait for the startup probe; from then on services lead here."""
         probe = self.container["startupProbe"]
         assert self.process is not None
         async with asyncio.timeout(probe["periodSeconds"] * probe["failureThreshold"]):

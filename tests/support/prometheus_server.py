@@ -8,8 +8,6 @@ import httpx
 
 
 class Prometheus:
-    """A Prometheus server, found in the output of ``up`` (``said``)."""
-
     def __init__(self, said: Path) -> None:
         self._said = said
 
@@ -20,7 +18,6 @@ class Prometheus:
         return rest.split()[0] if rest else ""
 
     def ask(self, expression: str) -> list[dict[str, Any]]:
-        """Return the series of an expression; empty while it starts."""
         found: list[dict[str, Any]] = self._get("/api/v1/query", query=expression).get("result", [])
         return found
 

@@ -16,7 +16,6 @@ def filled(expression: str) -> str:
 
 
 def series(expression: str) -> Counter[str]:
-    """Return the selectors of a valid expression with their counts."""
     return Counter(
         re.sub(r" offset \w+$", "", node.prettify())
         for node in _nodes(expression)

@@ -83,7 +83,6 @@ def tokenizer(chat_template: str | None = None) -> Any:
 
 
 def save(folder: Path, seed: int = 0, of: Any = None) -> Path:
-    """Write a policy, ``of`` or the dense one, in Hugging Face form."""
     (of or model(seed)).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder

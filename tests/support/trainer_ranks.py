@@ -39,7 +39,6 @@ from tests.trainer.algorithm import test_update
 LORA = {"rank": 4}
 KL = {"coefficient": 0.1}
 LONGER = 3
-"""Extra tokens of one rank."""
 CHUNKED = {
     "logits_chunk_tokens": 2,
     # partition even the smallest weights, like a large model's
@@ -59,7 +58,6 @@ HYBRID: dict[str, Any] = {
     "trainer": {"deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}},
 }
 CAP = 24
-"""Tokens of a forward pass, so that a rank makes several."""
 
 
 def settings(zero_stage: int, ranks: int, folder: Path = Path("runs"), **tables: Any) -> Settings:
@@ -81,8 +79,6 @@ def settings(zero_stage: int, ranks: int, folder: Path = Path("runs"), **tables:
 
 
 class Rank:
-    """A learner with the critic and reference of its algorithm."""
-
     def __init__(self, of: Settings) -> None:
         torch.manual_seed(0)
         make = tiny_hybrids.HYBRIDS.get(of.policy.model, tiny.model)
@@ -109,7 +105,6 @@ class Rank:
 
     @property
     def plan(self) -> StepPlan | None:
-        """Layout of the newest step, and what did not fit."""
         return self._learner.plan
 
     def weights(self) -> dict[str, torch.Tensor]:

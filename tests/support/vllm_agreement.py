@@ -57,7 +57,6 @@ SAMPLES, NEW_TOKENS, TEMPERATURE = 2, 32, 0.8
 class Seen:
     name: str
     reason: str = ""
-    """Why vLLM or the trainer does not serve it, or ""."""
     path: str = ""
     before: float = 0.0
     """Largest gap of a token's logprobs in nats, with the initial weights."""
@@ -70,7 +69,6 @@ class Seen:
 
 
 def save(name: str, folder: Path) -> None:
-    """Write configuration ``name`` with random weights and heads as wide as vLLM's CPU attention requires."""
     config = model_zoo.CONFIGURATIONS[name]()
     _widen(config.get_text_config())
     model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
@@ -166,12 +164,10 @@ def offer_wide(swapper: WeightSwapper, tensors: dict[str, torch.Tensor]) -> str:
 
 
 def tensors_of(policy: Policy, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the trainer's published tensors of ``policy``, on the engine's device."""
     return {each.name: each.merged().to(device, copy=True) for each in published(policy.model)}
 
 
 def sampled(llm: Any, version: str) -> Completions:
-    """Return newly sampled completions and their logprobs (N) as sent to the trainer."""
     from vllm import SamplingParams
 
     random = np.random.default_rng(0)
@@ -188,7 +184,6 @@ def sampled(llm: Any, version: str) -> Completions:
 
 
 def gap(policy: Policy, completions: Completions) -> float:
-    """Return the largest logprob gap in nats between ``completions`` and ``policy`` in packed rows."""
     rows, behavior = completions
     with torch.no_grad():
         logprobs = policy(micro_batch(rows)).policy_logprobs_N
@@ -225,7 +220,6 @@ def objection(found: dict[str, Any], table: Agreement) -> str:
 
 
 def main(names: Sequence[str]) -> int:
-    """Print one JSON line per model; return 1 if one differs from the table."""
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     os.environ |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
     # products are tiny: threads would only wait

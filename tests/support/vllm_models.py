@@ -80,7 +80,6 @@ def tensors_of(model: Any) -> dict[str, torch.Tensor]:
 
 
 def on_device(model: Any) -> dict[str, torch.Tensor]:
-    """Return :func:`tensors_of` on the engine's device."""
     return {name: tensor.to(DEVICE) for name, tensor in tensors_of(model).items()}
 
 
@@ -124,7 +123,6 @@ def loaders(folder: Path) -> dict[str, Any]:
 
 
 def mixture(folder: Path) -> dict[str, Any]:
-    """Prepare a mixture of experts, stored in the order of vLLM's kernels."""
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
 
@@ -178,7 +176,6 @@ def built(config: Any, value: float) -> Any:
 
 
 def join_alone() -> None:
-    """Create vLLM's process groups for this process only."""
     from vllm.distributed import parallel_state
 
     with tempfile.TemporaryDirectory() as folder:
@@ -202,7 +199,6 @@ def same(one: Any, other: Any) -> bool:
 
 
 def engine(folder: Path, tied: bool, family: str = "qwen2") -> dict[str, Any]:
-    """Swap weights of a living engine; return gaps (nats) between its logprobs and transformers'."""
     from vllm import LLM
 
     reference(0, tied, family).save_pretrained(folder)
@@ -258,7 +254,6 @@ def streamed(swapper: WeightSwapper, llm: Any, policy: Any, other: Any) -> dict[
 
 
 def gap(llm: Any, policy: Any) -> float:
-    """Return the largest logprob gap in nats between the engine's generations and ``policy``."""
     from vllm import SamplingParams
 
     prompt = list(range(2, 30))

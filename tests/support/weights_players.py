@@ -84,13 +84,10 @@ def place(device: torch.device) -> DeviceLocation:
 
 
 def counts() -> tuple[int, int]:
-    """Return this process's numbers of served and failed pulls."""
     return int(session.PULLS_SERVED._value.get()), int(session.PULL_FAILURES._value.get())
 
 
 class Trainer:
-    """A source and its snapshot."""
-
     def __init__(self, deadline_s: float, folder: str | None = None, device: str = "cpu") -> None:
         self.device = torch.device(device)
         self.source = WeightSource(
@@ -103,7 +100,6 @@ class Trainer:
         return self.source.address
 
     def publish(self, version: int, seed: int, scale: int = 1) -> PolicyRecord:
-        """Serve ``policy(seed)`` as a complete version."""
         tensors = policy(seed, scale)
         layout = layout_of(tensors)
         if self.snapshot is None or self.snapshot.layout != layout:
@@ -123,13 +119,11 @@ class Trainer:
         return record
 
     def mark(self, first: int, end: int | None = None) -> None:
-        """Let buckets arrive, up to ``end`` or the last."""
         assert self.snapshot is not None
         for bucket in range(first, len(self.snapshot.buckets) if end is None else end):
             self.snapshot.mark(bucket)
 
     def record(self) -> PolicyRecord:
-        """Return the record of the latest served version."""
         assert self._record is not None
         return self._record
 
@@ -142,7 +136,6 @@ class Trainer:
         self.snapshot.void("the test says so")
 
     def withdraw(self, wait_s: float) -> float:
-        """Return the duration."""
         before_s = time.monotonic()
         self.source.withdraw(wait_s)
         return time.monotonic() - before_s
@@ -193,7 +186,6 @@ class Replica:
         return self.source.address
 
     def pull(self, source: str, record: PolicyRecord) -> str:
-        """Pull a version like a replica; return its fingerprint."""
         return self._loop.run_until_complete(self._pull(source, record))
 
     async def _pull(self, source: str, record: PolicyRecord) -> str:
@@ -222,7 +214,6 @@ class Replica:
         self.receiver.receive(offer, self.shadow)
 
     def reasons(self) -> list[str]:
-        """Return sources' reasons for aborted pulls."""
         return self._reasons.texts
 
     def arrived(self) -> int:
@@ -305,7 +296,6 @@ class Player:
         return self._number
 
     def result(self, number: int, timeout_s: float = CALL_S) -> Any:
-        """Wait for the result of :meth:`later`."""
         ends_at_s = time.monotonic() + timeout_s
         while number not in self._answers:
             assert self._connection.poll(max(0.0, ends_at_s - time.monotonic())), "no answer"
@@ -317,7 +307,6 @@ class Player:
         return value
 
     def until(self, method: str, condition: Callable[[Any], bool], timeout_s: float = CALL_S) -> None:
-        """Call until the answer fulfils a condition."""
         ends_at_s = time.monotonic() + timeout_s
         while not condition(self.call(method)):
             assert time.monotonic() < ends_at_s, f"{method} never answered as expected"
