@@ -184,6 +184,7 @@ def sampled(llm: Any, version: str) -> Completions:
 
 
 def gap(policy: Policy, completions: Completions) -> float:
+    """Return the largest logprob gap (nats)."""
     rows, behavior = completions
     with torch.no_grad():
         logprobs = policy(micro_batch(rows)).policy_logprobs_N

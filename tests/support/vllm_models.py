@@ -254,6 +254,7 @@ def streamed(swapper: WeightSwapper, llm: Any, policy: Any, other: Any) -> dict[
 
 
 def gap(llm: Any, policy: Any) -> float:
+    """Return the largest logprob gap (nats)."""
     from vllm import SamplingParams
 
     prompt = list(range(2, 30))

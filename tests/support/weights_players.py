@@ -136,6 +136,7 @@ class Trainer:
         self.snapshot.void("the test says so")
 
     def withdraw(self, wait_s: float) -> float:
+        """Return the seconds that it took."""
         before_s = time.monotonic()
         self.source.withdraw(wait_s)
         return time.monotonic() - before_s
