@@ -1,1 +1,1 @@
-"""Reward: a score for every sample, or the word that it could not be scored."""
+"""Reward service: score every sample."""

@@ -1,12 +1,12 @@
-"""Account of what scorers could not do: for the replica's heartbeat and readiness, for metrics and for events.
+"""Track scorer failures for heartbeat, readiness, metrics and events.
 
 ::
 
-    a group is scored ──▶ succeeded(part)        in_a_row = 0
-    it is not ──────────▶ failed(part, …)        the cause, the row and the counts, in the next heartbeat
-    neither, for long ──▶ look()                 a call that may hang is named before its deadline
+    group scored ───────▶ succeeded(part)        in_a_row = 0
+    not scored ─────────▶ failed(part, …)        cause, row and counts in the next heartbeat
+    silent for long ────▶ look()                 report a call that may hang before its deadline
 
-A part is a scorer, the reference, the reward's expression, or scoring as a whole for what none of them foresaw. It decides nothing: what happens to the group is the worker's.
+A part is a scorer, the reference, the expression, or scoring as a whole (unforeseen exceptions).
 """
 
 import contextlib
@@ -29,39 +29,35 @@ FAILURES = Counter(
 )
 AVAILABLE = Gauge("penstock_reward_scorer_available", "1 while a scorer does its work, else 0.", ["scorer"])
 HANDLER = "scoring"
-"""The part that stands for exceptions that no scorer foresaw."""
 SILENT_S = 6.0
-"""A call that takes this long, and much longer than any before it, may hang."""
+"""A call that takes this long, and much longer than any before, may hang."""
 _SILENT_TIMES = 3.0
 _EVENT_EVERY_S = 60.0
-"""A part that fails now and then is an event once in this time."""
+"""Minimum time between events of an intermittent failure."""
 
 Tell = Callable[[str, str], Awaitable[None]]
-"""Writes an event: its name and its sentence."""
 
 
 def part_of(scorer: str) -> str:
-    """Return the name of a scorer as a part."""
+    """Return a scorer's part name."""
     return f"scorer {scorer!r}"
 
 
 @dataclasses.dataclass(slots=True)
 class _Calls:
-    """Calls of one part."""
-
     running: dict[int, tuple[float, str]] = dataclasses.field(default_factory=dict)
-    """Start (monotonic seconds) and row of each call under way."""
+    """Start (monotonic seconds) and row of each running call."""
     longest_s: float = 0.0
     answered_s: float = 0.0
     """When a call last ended, monotonic seconds."""
 
 
 class Failures:
-    """What the parts of one replica could not do; lives in its event loop.
+    """Failures of one replica's parts; lives in its event loop.
 
     Args:
-        status: what the heartbeat and /readyz read.
-        tell: writes an event for people; None: no bus.
+        status: for the heartbeat and /readyz.
+        tell: writes an event; None without a bus.
     """
 
     def __init__(self, status: Status, tell: Tell | None = None) -> None:
@@ -75,9 +71,9 @@ class Failures:
 
     @contextlib.contextmanager
     def calling(self, part: str, problem: str) -> Iterator[None]:
-        """Note that ``part`` works on the row ``problem`` while the body runs."""
+        """Record that ``part`` works on the row ``problem`` while the body runs."""
         if part not in self._calls:
-            FAILURES.labels(part)  # a series that starts at 0 shows its first increase
+            FAILURES.labels(part)  # create the series at 0
             self._calls[part] = _Calls()
         calls = self._calls[part]
         self._number += 1
@@ -92,7 +88,7 @@ class Failures:
             self._silent.discard(part)
 
     async def failed(self, part: str, problem: str, reason: str) -> None:
-        """Note that ``part`` failed on the row ``problem``."""
+        """Record that ``part`` failed on the row ``problem``."""
         before = self._status.failures.get(part)
         now_s = time.time()
         self._status.failures[part] = PartFailure(
@@ -109,7 +105,7 @@ class Failures:
             await self._tell(f"{part} failed", f"{problem}: {reason}")
 
     def succeeded(self, part: str) -> None:
-        """Note that ``part`` did its work."""
+        """Record a success."""
         before = self._status.failures.get(part)
         if before is None:
             return
@@ -119,7 +115,7 @@ class Failures:
             del self._status.failures[part]  # it was only slow
 
     def set_available(self, scorer: str, problem: str | None) -> None:
-        """Note whether a scorer does its work; ``problem`` says why not."""
+        """Record whether a scorer is available; ``problem`` says why not."""
         if (problem is None) == (scorer not in self._down):
             return
         AVAILABLE.labels(scorer).set(problem is None)
@@ -133,7 +129,7 @@ class Failures:
         self._status.last_error = "; ".join(f"scorer {name!r}: {reason}" for name, reason in self._down.items())
 
     def look(self) -> None:
-        """Name the parts that have not answered for much longer than ever before."""
+        """Report parts that have been silent for much longer than ever before."""
         now_s = time.monotonic()
         for part, calls in self._calls.items():
             if not calls.running:

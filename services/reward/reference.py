@@ -1,7 +1,6 @@
-"""The reference in the reward service: logprobs of a group's tokens under the frozen initial policy, beside the scorers.
+"""Reference logprobs of a group under the frozen initial policy (``frozen_policy``).
 
-They travel with the group (``Experience.reference_logprobs``), so no trainer rank holds a copy of the initial policy. The
-model itself is ``frozen_policy``'s; no model library is imported here.
+They travel with the group (``Experience.reference_logprobs``), so no trainer rank holds the initial policy.
 """
 
 import asyncio
@@ -22,11 +21,7 @@ if TYPE_CHECKING:
 
 
 class Reference:
-    """The frozen initial policy of a run.
-
-    Raises:
-        SettingsError: there can be none.
-    """
+    """The frozen initial policy of a run. Raises SettingsError."""
 
     name = "reference"
 
@@ -37,26 +32,18 @@ class Reference:
         self._batcher: Batcher[TokenSequence, Float32Array] | None = None
 
     async def start(self) -> None:
-        """Load the model, beside whatever else goes on.
-
-        Raises:
-            SettingsError: there is none that loads.
-        """
+        """Load the model in a thread. Raises SettingsError."""
         policy = await asyncio.to_thread(_open, self._settings)
         self._batcher = Batcher(policy, self._settings.model_work, self.name)
         self._batcher.start()
 
     async def close(self) -> None:
-        """Stop; the model goes with the process."""
+        """Stop."""
         if self._batcher is not None:
             await self._batcher.close()
 
     async def logprobs(self, group: RolloutGroup) -> Float32Array:
-        """Return the logprobs of all samples' tokens, one sample after another (nats).
-
-        Raises:
-            TemporaryError: they cannot be computed now.
-        """
+        """Return the logprobs of all samples' tokens, concatenated (nats). Raises TemporaryError."""
         from services.reward.models.frozen_policy import TokenSequence
 
         assert self._batcher is not None

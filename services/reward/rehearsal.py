@@ -1,13 +1,13 @@
-"""Dry run of every scorer on a few rows of the data, before the first group is scored.
+"""Dry run of every scorer on a few rows before the first group.
 
 ::
 
     rows (from the coordinator) × {the row's answer, a trivial completion} ──▶ each scorer, one sample at a time
-                                                    ├── fails on all, through a fault of its own ──▶ the start is refused
-                                                    └── fails on some, or cannot work yet        ──▶ noted as a failure
+                                                    ├── its own fault on all            ──▶ refuse to start
+                                                    └── fails on some, or not ready yet ──▶ record a failure
 
-A judge is left out, as its requests may cost money, and so are the reference and the expression. Nothing is kept of the
-values; the prompts count as an evaluation's, so running statistics stay as they are.
+Skips judges (requests may cost money), the reference and the expression. Prompts count as evaluation, so running
+statistics do not change.
 """
 
 import asyncio
@@ -32,30 +32,27 @@ from shared.settings.rewards.scorers import Scorer as ScorerSettings
 log = logging.getLogger(__name__)
 
 TRIVIAL = "0"
-"""The completion that is tried of every row."""
 _ROWS_WITHIN_S = 30.0
-"""A replica that finds no rows on the bus for this long begins without a dry run: no coordinator is there."""
+"""Without rows after this time there is no dry run."""
 _LOOK_EVERY_S = 0.1
 _AS_ZERO = (ScoreStatus.CRASHED, ScoreStatus.TIMEOUT)
-"""What a user's function that raises or is late is called where ``on_error`` makes that a 0."""
+"""Statuses of a failing user function with ``on_error`` 0."""
 _ENOUGH_S = 4.0
-"""Once it has taken this long, a scorer that has failed on everything tried so far is not tried further."""
+"""After this time, a scorer that failed on everything is given up."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trial:
-    """What one scorer said of one completion of one row."""
+    """Result of one scorer on one completion."""
 
     problem: str
-    """``file:line`` of the row."""
     failure: str = ""
-    """Why it gave no score; empty: it gave one."""
     own: bool = False
-    """Whether the failure is the scorer's or the row's, and will be there again."""
+    """The failure is permanent: the scorer's or the row's."""
 
 
 async def rows(bus: Bus, stop: asyncio.Event, within_s: float = _ROWS_WITHIN_S) -> list[Prompt]:
-    """Return the rows to try, once the coordinator wrote them; none if there is work already, or none comes in time."""
+    """Return the coordinator's rows; empty if there is work already or on timeout."""
     until_s = time.monotonic() + within_s
     while time.monotonic() < until_s and not stop.is_set():
         if found := await rehearsal.offered(bus):
@@ -70,10 +67,10 @@ async def rows(bus: Bus, stop: asyncio.Event, within_s: float = _ROWS_WITHIN_S) 
 async def rehearse(
     scorers: Sequence[tuple[ScorerSettings, Scorer]], prompts: Sequence[Prompt], failures: Failures
 ) -> None:
-    """Try every scorer but judges, and note in ``failures`` what each failed on.
+    """Try every scorer except judges and record their failures.
 
     Raises:
-        SettingsError: one failed on everything that was tried, through a fault of its own.
+        SettingsError: a scorer failed on everything, by its own fault.
     """
     asked = [(of, scorer) for of, scorer in scorers if not isinstance(of, JudgeScorer)]
     trials = await asyncio.gather(*(_try(of, scorer, prompts, failures) for of, scorer in asked))
@@ -97,7 +94,6 @@ def _refusal(name: str, failed: Sequence[Trial]) -> str:
 
 
 async def _try(of: ScorerSettings, scorer: Scorer, prompts: Sequence[Prompt], failures: Failures) -> list[Trial]:
-    """Try one scorer on the rows that it applies to, their answers first."""
     applying = [prompt for prompt in prompts if not prompt.scorers or scorer.name in prompt.scorers]
     answers = [(prompt, prompt.answer) for prompt in applying if prompt.answer]
     cases = [*itertools.islice(answers, 3), *((prompt, TRIVIAL) for prompt in applying[:3])]
@@ -131,7 +127,6 @@ async def _ask(of: ScorerSettings, scorer: Scorer, prompt: Prompt, text: str, fa
 
 
 def _group(prompt: Prompt, text: str) -> RolloutGroup:
-    """Return a group of one completion; its tokens are the text's bytes, as no tokenizer is here."""
     tokens = np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).astype(np.int32)
     sample = Sample(
         token_ids=tokens,

@@ -1,7 +1,4 @@
-"""Scoring of a group: every scorer and the reference at once, then the reward from their values.
-
-It knows the scorers by their protocol alone; which there are is :mod:`services.reward.service`'s matter.
-"""
+"""Score a group: all scorers and the reference concurrently, then the reward expression."""
 
 import asyncio
 import time
@@ -56,14 +53,13 @@ def create_lenient_series(scorer: str, rules: Iterable[str]) -> None:
 
 
 class Scoring:
-    """Turn groups into experience; ``status`` says which scorers are down.
+    """Turn groups into experience.
 
     Args:
-        scorers: all are asked about every group, at once.
-        expression: the reward from their values.
-        status: what this replica's heartbeat says.
-        reference: the frozen initial policy, where it lives in this service.
-        tell: writes an event for people.
+        expression: the reward from the scorers' values.
+        status: the replica's heartbeat.
+        reference: the frozen initial policy, if it runs here.
+        tell: writes an event.
     """
 
     def __init__(
@@ -85,25 +81,17 @@ class Scoring:
             AVAILABLE.labels(name).set(1)
 
     def reward_by(self, settings: Settings) -> None:
-        """Take the expression of ``settings`` for the groups from now on."""
+        """Use the expression of ``settings`` from now on."""
         self._expression = Expression(settings.reward.expression, [scorer.name for scorer in self._scorers])
 
     async def start(self) -> None:
-        """Let every scorer load what it needs.
-
-        Raises:
-            SettingsError: one can never work.
-        """
+        """Start every scorer. Raises SettingsError."""
         for scorer in self._parts():
             await scorer.start()
             AVAILABLE.labels(scorer.name).set(1)
 
     async def rehearse(self, settings: Settings, prompts: Sequence[Prompt]) -> None:
-        """Try every scorer on ``prompts`` before the first group.
-
-        Raises:
-            SettingsError: one fails on all of them.
-        """
+        """Try every scorer on ``prompts``. Raises SettingsError if one fails on all."""
         await rehearse(list(zip(settings.reward.scorers, self._scorers, strict=True)), prompts, self._failures)
 
     async def close(self) -> None:
@@ -118,8 +106,8 @@ class Scoring:
         """Return the group with its rewards.
 
         Raises:
-            TemporaryError: a scorer could not do its work now.
-            PermanentError: the group can never be scored, or its reward is no finite number.
+            TemporaryError: a scorer could not work now.
+            PermanentError: the group can never be scored, or its reward is not finite.
         """
         if not group.samples:
             raise PermanentError(f"expected samples of {group.prompt.problem}, found none")
@@ -141,7 +129,6 @@ class Scoring:
         )
 
     def _applying(self, prompt: Prompt) -> Sequence[Scorer]:
-        """Return the scorers that apply to a prompt, in the order of the settings."""
         if not prompt.scorers:
             return self._scorers
         known = {scorer.name for scorer in self._scorers}
@@ -155,9 +142,9 @@ class Scoring:
     async def _ask(
         self, scorers: Sequence[Scorer], group: RolloutGroup
     ) -> tuple[list[list[Score]], Float32Array | None]:
-        """Return what each scorer says, and the reference's logprobs, all asked at once.
+        """Return all scores and the reference's logprobs.
 
-        Where one raises, the others still finish: what they are doing may be costly to break off.
+        If one raises, the others still finish, since cancelling may be costly.
         """
         asked = asyncio.gather(*(self._timed(scorer, group) for scorer in scorers), return_exceptions=True)
         answers, logprobs = await asyncio.gather(asked, self._look_back(group), return_exceptions=True)
@@ -194,21 +181,17 @@ class Scoring:
         return scores
 
     async def note_bug(self, group: str, error: str) -> None:
-        """Note that an exception cost a group an attempt, for people."""
+        """Record an exception that cost a group an attempt."""
         await self._failures.failed(HANDLER, f"group {group}", error)
 
     async def watch(self) -> None:
-        """Name scorers that may hang, until cancelled."""
+        """Report scorers that may hang, until cancelled."""
         while True:
             self._failures.look()
             await asyncio.sleep(_LOOK_EVERY_S)
 
     async def _look_back(self, group: RolloutGroup) -> Float32Array | None:
-        """Return the reference's logprobs of a group that will be trained on.
-
-        Raises:
-            TemporaryError: it could not do its work now.
-        """
+        """Return a training group's reference logprobs. Raises TemporaryError."""
         if self._reference is None or group.prompt.purpose is Purpose.EVALUATE:
             return None
         started_s = time.monotonic()
@@ -224,11 +207,7 @@ class Scoring:
         return found
 
     async def _note(self, columns: list[list[Score]], problem: str) -> None:
-        """Note which scorers did their work on the row ``problem``, and which did not.
-
-        Raises:
-            TemporaryError: one of this group's scores is missing.
-        """
+        """Record successes and failures on the row ``problem``. Raises TemporaryError if a score is missing."""
         missing: list[Score] = []
         for column in columns:
             lost = next((score for score in column if score.status is ScoreStatus.UNAVAILABLE), None)
@@ -242,11 +221,7 @@ class Scoring:
             raise TemporaryError(f"scorer {missing[0].scorer!r} unavailable: {missing[0].detail} ({problem})")
 
     async def _rewards(self, scores: Sequence[SampleScores], problem: str) -> Float32Array:
-        """Return the reward of each sample.
-
-        Raises:
-            PermanentError: one is no finite number, or needs a score that does not apply.
-        """
+        """Return the reward of each sample. Raises PermanentError."""
         try:
             rewards = np.array([self._reward(sample) for sample in scores], dtype=np.float32)
         except PermanentError as error:

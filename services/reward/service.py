@@ -1,4 +1,4 @@
-"""The reward service: a group of samples comes in, every scorer says what it thinks of them at once, experience goes out.
+"""The reward service turns rollout groups into experience.
 
 ::
 
@@ -9,7 +9,7 @@
                                  └── reference, where it lives here ──▶ reference logprobs
                                       └── unavailable, or a bug ──▶ tried again, then buried with the cause; never worth 0
 
-It holds nothing that it could lose: a group that was not handed over is scored again by whoever takes it.
+It is stateless: another replica scores a group that was not handed over.
 """
 
 import asyncio
@@ -52,11 +52,7 @@ from shared.settings.rewards.scorers import Scorer as ScorerSettings
 
 
 def make_scorer(scorer: ScorerSettings, settings: Settings, bus: Bus | None = None) -> Scorer:
-    """Return the scorer of one ``[[reward.scorers]]`` table; without a bus, one that is only checked.
-
-    Raises:
-        SettingsError: it cannot work as it is configured.
-    """
+    """Return the scorer of one ``[[reward.scorers]]`` table; without a bus, only for the check. Raises SettingsError."""
     match scorer:
         case AnswerScorer():
             return AnswerMatcher(scorer, settings.data.answer_field)
@@ -78,11 +74,7 @@ def make_scorer(scorer: ScorerSettings, settings: Settings, bus: Bus | None = No
 
 
 def make_scoring(settings: Settings, status: Status, bus: Bus | None = None) -> Scoring:
-    """Return the scorers, the expression and the reference of a run, checked; without a bus, only for the check.
-
-    Raises:
-        SettingsError: a scorer or reward.expression is wrong.
-    """
+    """Return the checked scoring of a run; without a bus, only for the check. Raises SettingsError."""
     scorers = [make_scorer(scorer, settings, bus) for scorer in settings.reward.scorers]
     for of in settings.reward.scorers:
         if isinstance(of, AnswerScorer):
@@ -100,7 +92,7 @@ def _teller(bus: Bus) -> Tell:
 
 
 async def work(context: Context, scoring: Scoring) -> None:
-    """Score groups of the run and of its evaluations until told to stop."""
+    """Score training and evaluation groups until stopped."""
     crowd = Crowd()
     workers = [
         Worker(
@@ -127,20 +119,20 @@ async def work(context: Context, scoring: Scoring) -> None:
 
 
 async def run(settings: Settings, replica: str) -> None:
-    """Run one reward replica until it is told to stop.
+    """Run one reward replica until stopped.
 
     Raises:
-        SettingsError: the settings are wrong.
+        SettingsError: wrong settings.
         BusUnavailable: no bus at the start.
     """
-    make_scoring(settings, Status())  # wrong settings are told before anything is waited for
+    make_scoring(settings, Status())  # report wrong settings before waiting for anything
     async with serve(settings, "reward", replica) as context:
         scoring = make_scoring(await context.live.refresh(), context.status, context.bus)
         context.live.listen(scoring.reward_by)
         watching = asyncio.create_task(scoring.watch())
         try:
             await scoring.start()
-            gc.freeze()  # libraries and scorers stay: a collection need not look through them while the event loop waits
+            gc.freeze()  # exempt libraries and scorers from collections that block the event loop
             if await _rehearsed(context, scoring):
                 await work(context, scoring)
             context.status.state = "stopping"
@@ -150,11 +142,7 @@ async def run(settings: Settings, replica: str) -> None:
 
 
 async def _rehearsed(context: Context, scoring: Scoring) -> bool:
-    """Try the scorers; return whether there is work to begin, rather than a stop that came first.
-
-    Raises:
-        SettingsError: a scorer fails on everything.
-    """
+    """Try the scorers; return False if stopped first. Raises SettingsError."""
     prompts = await rows(context.bus, context.stop)
     trying = asyncio.create_task(scoring.rehearse(context.settings, prompts))
     stopping = asyncio.create_task(context.stop.wait())

@@ -1,4 +1,4 @@
-"""Laws of the audit of rewards: hacks that a lenient scorer paid for are listed, honest work is not, and nothing runs outside of the executor."""
+"""The audit lists rewarded hacks but no honest work, and runs programs only in the executor."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def settings(folder: Path, scorers: list[dict[str, object]], **tables: object) -
 
 
 async def record(run: Settings, groups: Sequence[tuple[str, str, tuple[str, ...]]]) -> Path:
-    """Score completions as the reward service does, and record them as the coordinator does."""
+    """Score completions like the reward service and record them like the coordinator."""
     scoring: Scoring = make_scoring(run, Status())
     folder = run.run_folder
     folder.mkdir(parents=True)

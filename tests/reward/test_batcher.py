@@ -1,4 +1,4 @@
-"""Laws of the batcher, with a computation that notes what it is asked; and of the running normalisation, on a real Valkey."""
+"""The batcher with a recording computation, and running normalisation on a real Valkey."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ class Item:
 
 
 class Notes:
-    """Gives each item its value, and notes the lengths of every forward pass; waits for ``gate``."""
+    """Records the lengths of every forward pass; waits for ``gate``."""
 
     def __init__(self, fits_samples: int = 1000) -> None:
         self.passes: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""Laws of the reward expression."""
+"""The reward expression."""
 
 import pytest
 

@@ -1,5 +1,6 @@
-"""Laws of a reward service whose parts fail, with real scorers on a real Valkey: a group is scored whole, left for another,
-or buried with the reason; it is never scored 0 for what it cannot help, and every group ends once."""
+"""A reward service with failing parts, real scorers and a real Valkey: a group is scored, retried or buried with the
+reason, exactly once, and never scored 0 for others' faults.
+"""
 
 import asyncio
 import contextlib
@@ -52,8 +53,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 class Replica:
-    """A reward replica in this process."""
-
     def __init__(self, bus: Bus, of: Settings, name: str = "reward-0", max_attempts: int = 3) -> None:
         self.status = Status()
         self.scoring: Scoring = make_scoring(of, self.status, bus)
@@ -65,12 +64,11 @@ class Replica:
 
     @property
     def model(self) -> Any:
-        """The torch module of the reward model."""
         scorer: Any = self.scoring._scorers[1]
         return scorer._model._placed.module
 
     def hurt(self, harm: Callable[[Forward, torch.Tensor], Any]) -> None:
-        """Let ``harm`` decide what a forward pass does."""
+        """Let ``harm`` change forward passes."""
         whole = self.model.forward
         self.model.forward = lambda input_ids, attention_mask: harm(
             lambda: whole(input_ids=input_ids, attention_mask=attention_mask), input_ids
@@ -97,7 +95,7 @@ async def put(bus: Bus, count: int) -> None:
 
 
 async def audit(bus: Bus, groups: int) -> tuple[dict[int, list[float]], dict[int, str]]:
-    """Return the rewards of what was scored and the reasons of what was buried, when ``groups`` have ended, each once."""
+    """Return rewards and burial reasons after ``groups`` have ended, each once."""
 
     async def all_ended() -> bool:
         return await bus.length(EXPERIENCE) + await bus.length(ROLLOUTS.dead) == groups
@@ -197,7 +195,7 @@ async def test_a_matcher_that_stands_still_is_no_verdict_on_the_answer(bus: Bus,
     assert matchers
     for matcher in matchers:
         matcher.suspend()
-    sentences = ("it is $\\sqrt[3]{97336}$", "it is $\\sqrt[3]{103823}$")  # go through computer algebra
+    sentences = ("it is $\\sqrt[3]{97336}$", "it is $\\sqrt[3]{103823}$")  # need computer algebra
     group = builders.group(0, sentences)
     await bus.append(ROLLOUTS, {"id": "0", "data": wire.encode(group)})
     async with working(replica):

@@ -1,4 +1,4 @@
-"""Laws of the reference in the reward service: its logprobs are the trainer's own, and the trainer insists on them."""
+"""The reward service's reference logprobs equal the trainer's own, and the trainer requires them."""
 
 import dataclasses
 from pathlib import Path

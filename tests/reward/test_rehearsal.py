@@ -1,4 +1,4 @@
-"""Laws of the dry run of scorers, and of how what they cannot do is told: before training, while it goes on, and while one hangs."""
+"""The dry run of scorers, and reports of failures before training, during it, and during a hang."""
 
 import asyncio
 import dataclasses
@@ -32,7 +32,7 @@ JUDGE = JudgeScorer.model_construct(kind="judge", name="judge")
 
 
 class Tried:
-    """A scorer that keeps what it was asked, and fails on some completions."""
+    """A scorer that records its calls and fails on some completions."""
 
     def __init__(self, name: str, failing: tuple[str, ...] = (), error: Exception | None = None) -> None:
         self.name = name
@@ -128,7 +128,7 @@ async def test_a_scorer_that_keeps_failing_late_is_not_tried_on_the_other_rows(m
     class Late(Tried):
         async def score(self, group: RolloutGroup) -> list[Score]:
             if self.asked:
-                await endless.wait()  # as all of its processes hang
+                await endless.wait()  # like all of its processes
             return await super().score(group)
 
     with pytest.raises(SettingsError, match=r"1 completions of train\.jsonl:1"):

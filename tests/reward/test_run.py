@@ -1,7 +1,5 @@
-"""The law of the whole: every kind of scorer and the reference work in one real run, and every group ends once.
-
-The arithmetic example, a few steps, with the answer matcher, a format rule and a reward model (random weights, built here), and
-KL to a reference that lives in the reward service.
+"""A real run with the answer matcher, a format rule, a random reward model, and KL to a reference in the reward
+service.
 """
 
 import json
@@ -27,7 +25,7 @@ STEPS, GROUPS, GROUP_SIZE = 4, 4, 4
 
 
 def save_reward_model(folder: Path) -> Path:
-    """Write a sequence classifier of the example's size, which reads text with the example's tokenizer."""
+    """Write a sequence classifier of the example's size with the example's tokenizer."""
     torch.manual_seed(0)
     Qwen2ForSequenceClassification(AutoConfig.from_pretrained(POLICY, num_labels=1)).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -1,4 +1,6 @@
-"""Laws of the self-test in the reward service: padded batches that differ give way to single inputs, and what differs even so is refused."""
+"""The reward service's self-test: single inputs replace differing padded batches; if these differ too, the model is
+refused.
+"""
 
 from collections.abc import Sequence
 

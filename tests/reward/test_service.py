@@ -1,4 +1,4 @@
-"""Laws of the reward service, on a real Valkey."""
+"""The reward service on a real Valkey."""
 
 import asyncio
 import contextlib
@@ -39,8 +39,6 @@ ROOT = Path(__file__).parents[2]
 
 
 class Stub:
-    """A scorer whose scores are made by a function."""
-
     def __init__(self, name: str, say: Callable[[RolloutGroup], list[Score]]) -> None:
         self.name = name
         self._say = say
@@ -121,7 +119,7 @@ async def test_all_scorers_of_a_group_run_at_once() -> None:
 
     class Waiting(Stub):
         async def score(self, group: RolloutGroup) -> list[Score]:
-            await meeting.wait()  # passes only when the other scorer is asked as well
+            await meeting.wait()  # passes only if the other scorer is called concurrently
             return await super().score(group)
 
     first, second = (Waiting(name, lambda group: [valued("x", ScoreStatus.OK, 1.0)] * 2) for name in ("a", "b"))
@@ -307,7 +305,7 @@ async def test_what_each_scorer_says_is_a_metric() -> None:
     def measured(name: str, **labels: str) -> float:
         return REGISTRY.get_sample_value(name, labels) or 0.0
 
-    # The registry is the process's: the names are this test's own, so that no other test has counted under them.
+    # The registry is per process, so these names are unique to this test.
     await scoring(always("metric_half", 0.5), always("metric_whole", 1.0))(builders.group(0))
     assert measured("penstock_reward_samples_scored_total", scorer="metric_half", status="ok") == 2.0
     assert measured("penstock_reward_value_sum", scorer="metric_half") == 1.0

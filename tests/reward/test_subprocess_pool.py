@@ -1,4 +1,4 @@
-"""Laws of the killable processes, with a program that does what a question says."""
+"""Killable processes, with a program that does what a question says."""
 
 import asyncio
 import os

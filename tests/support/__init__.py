@@ -1,1 +1,1 @@
-"""Tools that tests share: servers, tiny models, real processes to play with, and tables of expectations."""
+"""Shared test tools: servers, tiny models, processes and tables of expectations."""

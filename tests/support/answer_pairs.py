@@ -1,9 +1,8 @@
-"""Answers and references made by rule, each with its verdict: the same thing written differently, and near misses.
+"""Generated answers and references with their verdicts: equivalent forms and near misses.
 
     python -m tests.support.answer_pairs --seed 1 --each 20
 
-Every rule knows the verdict from how it makes the pair (the same fraction times a factor, the same set in another order, one
-digit more), never by asking a matcher. Numbers come from the seed.
+Verdicts follow from how a rule makes a pair, not from a matcher.
 """
 
 import argparse
@@ -14,13 +13,11 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 
 EACH = 12
-"""Pairs of each rule in the corpus of the tests."""
+"""Pairs of each rule in the tests' corpus."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pair:
-    """An answer and the verdict that it must have."""
-
     rule: str
     reference: str
     answer: str
@@ -889,7 +886,7 @@ def _calculus_restated(lot: random.Random) -> tuple[str, str]:
 
 
 def pairs(seed: int, each: int = EACH) -> Iterator[Pair]:
-    """Yield up to ``each`` different pairs of every rule; rules of few pairs yield all that the lot finds."""
+    """Yield up to ``each`` different pairs of every rule; some rules have fewer."""
     for rules, equal in ((EQUAL, True), (UNEQUAL, False)):
         for name, rule in rules.items():
             lot, seen = random.Random(f"{seed}:{name}"), set[tuple[str, str]]()
@@ -900,7 +897,6 @@ def pairs(seed: int, each: int = EACH) -> Iterator[Pair]:
 
 
 def main() -> None:
-    """Print pairs as JSON lines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--each", type=int, default=EACH)

@@ -1,4 +1,4 @@
-"""A page in a real Chromium, in which nothing may go wrong."""
+"""A page in a real Chromium that must not have errors."""
 
 import contextlib
 import re
@@ -10,14 +10,14 @@ from tests.conftest import need, need_module
 if TYPE_CHECKING:
     from playwright.async_api import Page
 
-# Without a sandbox of its own: CI runs as root in a container. It opens nothing but this coordinator's page.
+# CI runs as root in a container; only this coordinator's page is opened.
 CHROMIUM = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking", "--disable-sync")
 WAIT_MS = 30_000
 
 
 @contextlib.asynccontextmanager
 async def opened(url: str, width: int = 1280) -> AsyncIterator["Page"]:
-    """Open the page in Chromium; at the end nothing may have gone wrong in it, and nothing may have gone elsewhere."""
+    """Open the page; afterwards check for errors and for requests to other hosts."""
     need_module("playwright", "playwright")
     chromium = need("chromium", "chromium")
     from playwright.async_api import async_playwright
@@ -35,7 +35,7 @@ async def opened(url: str, width: int = 1280) -> AsyncIterator["Page"]:
         yield page
         title = await page.title()
         await browser.close()
-    # that a request is refused (token, revision, values) is what the browser, not the page, notes on its console
+    # refused requests (token, revision, values) are logged by the browser, not the page
     assert [one for one in wrong if not re.search("status of 4(01|03|12|22) ", one)] == []
     assert {one for one in asked if not one.startswith(url.partition("#")[0])} == set()
     assert title != "taken"

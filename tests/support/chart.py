@@ -1,4 +1,4 @@
-"""What the chart renders, by real Helm against a fake cluster, and what a pod in it is: what the chart's tests share."""
+"""Render the chart with real Helm against a fake cluster."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy/k8s/penstock"
 EXAMPLES = ROOT / "deploy/k8s/examples"
 OLDEST, NEWEST = 28, 37
-"""Minor versions of Kubernetes 1 that the chart is held to."""
+"""Supported minor versions of Kubernetes 1."""
 ALL_CRDS = {**KEDA, **OPERATOR, **JOB_SET, **LEADER_WORKER_SET}
 WORKLOADS = ("Deployment", "StatefulSet", "JobSet", "LeaderWorkerSet")
 GPU = "nvidia.com/gpu"
@@ -28,7 +28,7 @@ Kinds = Mapping[str, Mapping[str, str]]
 
 @dataclasses.dataclass(frozen=True)
 class Release:
-    """One revision as Helm made it: its objects, its hooks, its notes; or why there is none."""
+    """One revision made by Helm (objects, hooks, notes), or its error."""
 
     objects: Sequence[Json]
     hooks: Sequence[Json]
@@ -36,7 +36,6 @@ class Release:
     error: str
 
     def of(self, kind: str, role: str = "") -> list[Json]:
-        """Return the objects of a kind, of one component."""
         return [
             one
             for one in self.objects
@@ -48,12 +47,10 @@ class Release:
         return found
 
     def workload(self, role: str) -> Json:
-        """Return what makes the pods of a role; there must be exactly one."""
         (found,) = [one for one in self.objects if one["kind"] in WORKLOADS and one in self.of(one["kind"], role)]
         return found
 
     def pods(self) -> Iterator[tuple[str, Json]]:
-        """Yield (role, pod with metadata and spec) of every workload and hook."""
         for one in self.objects:
             if one["kind"] in WORKLOADS:
                 yield labels(one)["app.kubernetes.io/component"], template_of(one)
@@ -62,7 +59,6 @@ class Release:
 
 
 def template_of(workload: Json) -> Json:
-    """Return the template of a workload's pods."""
     if workload["kind"] == "LeaderWorkerSet":
         worker: Json = workload["spec"]["leaderWorkerTemplate"]["workerTemplate"]  # the leader's too
         return worker
@@ -78,7 +74,7 @@ def labels(one: Json) -> Mapping[str, str]:
 
 
 def values(example: str = "", **more: Any) -> Json:
-    """Return values that install: an example's, or the defaults, with ``more`` over them."""
+    """Return installable values: an example's or the defaults, updated by ``more``."""
     found: Json = {"image": {"registry": "registry.test/team"}}
     if example:
         found = yaml.safe_load((EXAMPLES / f"{example}.yaml").read_text())
@@ -92,13 +88,13 @@ def merged(old: Json, new: Json) -> Json:
 
 
 def play(steps: Sequence[Json], *, version: int = NEWEST, crds: Kinds | None = None) -> list[Release]:
-    """Install ``steps[0]`` and upgrade to each that follows, on a cluster of that version with those CRDs."""
+    """Install ``steps[0]``, then upgrade to the others, on a cluster of that version with those CRDs."""
     (found,) = play_all([steps], version=version, crds=crds)
     return found
 
 
 def play_all(releases: Sequence[Sequence[Json]], *, version: int, crds: Kinds | None) -> list[list[Release]]:
-    """The same for several releases, each called demo in a namespace of its own, the first in `research`."""
+    """Like :func:`play`, for several releases named demo in their own namespaces, the first in `research`."""
     fake = FakeKubernetes(version, crds)
     job = {
         "kubeconfig": fake.kubeconfig,
@@ -125,14 +121,12 @@ def play_all(releases: Sequence[Sequence[Json]], *, version: int, crds: Kinds | 
 
 
 def render(found: Json, **cluster: Any) -> Release:
-    """Install once; the release must be one."""
     (release,) = play([found], **cluster)
     assert not release.error, release.error
     return release
 
 
 def refusal(found: Json, **cluster: Any) -> str:
-    """Return why Helm refuses these values."""
     (release,) = play([found], **cluster)
     assert release.error
     return release.error
@@ -147,7 +141,6 @@ def _release(found: Json) -> Release:
 
 
 def environment(container: Json) -> Mapping[str, Any]:
-    """Return a container's variables by name: a text, or where it comes from."""
     return {one["name"]: one.get("value", one.get("valueFrom")) for one in container["env"]}
 
 
@@ -182,4 +175,3 @@ CASES: Mapping[str, Json] = {
         run={"config": values()["run"]["config"] + "\n[rollout.vllm]\ntensor_parallel_size = 16\n"},
     ),
 }
-"""Values by what is special of them."""

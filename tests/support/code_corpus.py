@@ -1,7 +1,7 @@
-"""Programs for the code scorer: wrong ones, which must be worth nothing, and datasets' own solutions, which must be worth 1.
+"""Programs for the code scorer: wrong ones, which must score 0, and solutions, which must score 1.
 
-A case is a program with the tests of its row. The wrong ones are tricks times tests; the right ones are families of problems as MBPP,
-APPS and LeetCode have them, with the parameters that make each a problem of its own. What is expected of them is Python's own result.
+Wrong ones combine tricks with tests. Right ones are families of problems in the forms of MBPP, APPS and LeetCode;
+Python computes their expected values.
 """
 
 import collections
@@ -14,8 +14,6 @@ from services.reward.executor.inside import runner
 
 
 class Case(NamedTuple):
-    """A program on the tests of a row."""
-
     name: str
     program: str
     tests: Any
@@ -73,7 +71,7 @@ COMPUTED_RIGHT = {
 
 
 def shadowing() -> Iterator[Case]:
-    """Programs that define the name by which the expected value is made."""
+    """Programs that redefine the name that makes the expected value."""
     for form, test in COMPUTED.items():
         root = form.partition("-")[0].partition(".")[0]
         attribute = form.partition(".")[2] or "x"
@@ -150,7 +148,6 @@ PROBES = (
 
 
 def tricks() -> Iterator[Case]:
-    """Each trick, and each forged result, on asserts and on a call."""
     forged = {
         f"forged {text[:20]}": f"import os\ndef f(*a):\n    os.write(3, b'value ' + {text!r}.encode() + b'\\n')\n    os._exit(0)"
         for text in FORGED
@@ -191,7 +188,7 @@ PRINTING = {
 
 
 def printing(tolerance: bool) -> Iterator[Case]:
-    """Programs that print something else than the 6, or the 1 with 400 zeros, that is expected."""
+    """Programs that print something other than the expected 6, or 1 with 400 zeros."""
     for name, program in PRINTING.items():
         for expected in ("6\n", "1" + "0" * 400) if tolerance else ("6\n",):
             yield Case(f"printing {name} for {expected[:3]}", program, [{"input": "3\n", "output": expected}])
@@ -203,7 +200,7 @@ def printing(tolerance: bool) -> Iterator[Case]:
 def _asserts(
     name: str, program: str, inputs: tuple[Any, ...], form: str = "assert {name}({arguments}) == {expected}"
 ) -> Case:
-    """Return a case whose expected values are those of the program itself, run here, since it is ours."""
+    """Return a case whose expected values are computed by running the program here."""
     names = runner.prelude()
     exec(program, names)
     tests = []
@@ -215,7 +212,6 @@ def _asserts(
 
 
 def mbpp() -> Iterator[Case]:
-    """Small functions with asserts, as MBPP has them."""
     for n in range(2, 14):
         yield _asserts(f"nth_multiple_{n}", f"def nth_multiple_{n}(k):\n    return {n} * k", ((3,), (0,), (-2,)))
         yield _asserts(
@@ -328,7 +324,7 @@ _SOLUTIONS: dict[str, tuple[str, str, list[Any]]] = {
 
 
 def leetcode() -> Iterator[Case]:
-    """Methods of ``Solution`` with annotations that nothing imports, called by ``fn_name``, by asserts, and as bare functions."""
+    """Methods of ``Solution`` with undefined annotations, called by ``fn_name``, by asserts, and as bare functions."""
     for name, (signature, body, inputs) in _SOLUTIONS.items():
         names = runner.prelude()
         function = f"def {name}({signature}:\n" + "".join(f"    {line}\n" for line in body.split("\n"))
@@ -375,7 +371,7 @@ _TASKS = {
 
 
 def apps() -> Iterator[Case]:
-    """Whole programs with standard input and output, as APPS and TACO have them: ways of reading times tasks."""
+    """Whole programs with standard input and output (APPS, TACO): ways of reading times tasks."""
     inputs = [[3, 1, 2], [10, -4, 7, 7], [5]]
     for (way, reading), (task, expression) in itertools.product(_READING.items(), _TASKS.items()):
         tests = []
@@ -452,5 +448,4 @@ HACKS: dict[str, tuple[str, Any]] = {
 
 
 def hacks() -> Iterator[Case]:
-    """Tricks each with a test of its own."""
     return (Case(name, program, tests) for name, (program, tests) in HACKS.items())

@@ -1,4 +1,4 @@
-"""Who plays the other services in the coordinator's tests: real workers over the real bus, with no model in them."""
+"""Model-free workers over the real bus, for the coordinator's tests."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ Reward = Callable[[Prompt], float]
 
 
 def write_problems(path: Path, count: int) -> Path:
-    """Write ``count`` additions: row i asks "i+i=" and answers 2i."""
+    """Row i asks "i+i=" and answers 2i."""
     path.write_text("".join(f'{{"prompt": "{i}+{i}=", "answer": {2 * i}}}\n' for i in range(count)), encoding="utf-8")
     return path
 
@@ -61,14 +61,13 @@ def settings(folder: Path, *, steps: int = 4, heldout: int = 0, problems: int = 
 
 
 def make(bus: Bus, run: Settings) -> Coordinator:
-    """Return a coordinator's parts, as its process puts them together."""
     run.run_folder.mkdir(parents=True, exist_ok=True)
     return assemble(bus, Live(bus, run), load_data(run), run.run_folder, Status(state="working"))
 
 
 @contextlib.asynccontextmanager
 async def running(parts: Coordinator) -> AsyncIterator[Coordinator]:
-    """Run every loop of a coordinator that leads while the body runs, then kill it without a word."""
+    """Run every loop of a leading coordinator, then kill it without notice."""
     tasks = [asyncio.create_task(loop()) for loop in (*parts.leading, parts.monitor.run)]
     try:
         yield parts
@@ -82,8 +81,6 @@ async def running(parts: Coordinator) -> AsyncIterator[Coordinator]:
 
 
 class Trainer:
-    """Commits what lies in `experience`, two groups a step."""
-
     def __init__(self, bus: Bus, groups: int = 2) -> None:
         self.bus = bus
         self.ledger = Ledger(bus)
@@ -91,14 +88,13 @@ class Trainer:
         self.epoch = 0
 
     async def start(self) -> "Trainer":
-        """Take the epoch and commit version 0, where there is none."""
         self.epoch = await self.ledger.take_epoch()
         if (await self.ledger.status()).newest_version is None:
             await self.ledger.commit(self.epoch, record(0, None, 0), [], None)
         return self
 
     async def step(self, **metrics: float) -> int:
-        """Take a batch, commit it with a report that also says ``metrics``, and return the step."""
+        """Take a batch, commit it with ``metrics`` in the report, and return the step."""
         batch: list[Any] = []
         async with asyncio.timeout(PATIENCE_S):
             while len(batch) < self.groups:
@@ -140,8 +136,6 @@ def report(step: int, version: int, samples: int = 4) -> StepReport:
 
 @contextlib.asynccontextmanager
 async def replicas(bus: Bus, reward: Reward = lambda prompt: 1.0, evaluating: bool = True) -> AsyncIterator[None]:
-    """Run a rollout and a reward replica, on the training streams and on those of evaluations."""
-
     async def generate(prompt: Prompt) -> RolloutGroup:
         sample = Sample(
             token_ids=np.arange(3, dtype=np.int32),

@@ -9,16 +9,15 @@ from pathlib import Path
 
 
 class Disk:
-    """A folder on which there is no room for a while: a tmpfs where this process may mount one, else a limit of its files' size."""
+    """A folder that can be full: a tmpfs if mounting is allowed, otherwise a file size limit."""
 
     def __init__(self, folder: Path, *, mounted: bool) -> None:
         self.folder = folder
         self.mounted = mounted
-        """Whether it is full for every process, not for this one alone."""
+        """Whether it is full for all processes, not only this one."""
 
     @contextlib.contextmanager
     def full(self, left_bytes: int = 0) -> Iterator[None]:
-        """Leave room for ``left_bytes`` at most while the body runs."""
         if not self.mounted:
             soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (left_bytes, hard))
@@ -39,7 +38,6 @@ class Disk:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, kib: int) -> Iterator[Disk]:
-    """Make a disk of ``kib`` KiB at ``folder``, where this process may mount one."""
     folder.mkdir()
     mount = shutil.which("mount")
     options = ["-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(folder)]

@@ -1,4 +1,4 @@
-"""Rank 0 of a trainer in this process: the real driver on the event loop, and a training thread beside it."""
+"""Rank 0 of a trainer in this process: the real driver and a training thread."""
 
 import asyncio
 import contextlib
@@ -29,8 +29,6 @@ from tests.support.raw_redis import raw
 
 
 class Driven:
-    """The driver of the run on ``bus``, and what a test says to it."""
-
     def __init__(self, bus: Bus, of: Settings) -> None:
         self.of, self.bus, self.ledger, self.stop = of, bus, Ledger(bus), asyncio.Event()
         cordon = Cordon(bus, "trainer-0", lambda: None)
@@ -42,21 +40,17 @@ class Driven:
         self.root = of.run_folder / "checkpoints"
 
     async def feed(self, batch: list[Experience]) -> None:
-        """Append groups to the experience."""
         for group in batch:
             await self.bus.append(EXPERIENCE, {"id": str(group.group_id), "data": wire.encode(group)})
 
     async def step(self) -> int:
-        """Return the ledger's step."""
         return (await self.ledger.status()).step
 
     async def events(self) -> list[str]:
-        """Return the names of the run's events."""
         rows = await raw(self.bus).xrange(self.bus.keys.of(EVENTS))
         return [wire.decode(fields[b"data"], Event).name for _, fields in rows]
 
     def train(self, engine: TrainingEngine) -> None:
-        """Be the training thread: execute commands until STOP."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
@@ -71,7 +65,6 @@ class Driven:
     async def running(
         self, training: Callable[[], None]
     ) -> AsyncIterator["asyncio.Future[tuple[BaseException | None, BaseException | None]]"]:
-        """Run both sides until the body ends; yield a future of what ended them."""
         both = asyncio.gather(self.driver.run(), asyncio.to_thread(training), return_exceptions=True)
         try:
             yield both
@@ -81,7 +74,6 @@ class Driven:
 
 
 def settings_of(bus: Bus, folder: Path, base: Settings, **trainer: Any) -> Settings:
-    """Return ``base`` as the settings of the run on ``bus``."""
     tables = base.model_dump()
     tables["run"] = {"id": bus.keys.run_id, "folder": folder}
     tables["weights"] = {"transport": "file", "folder": folder / "weights"}

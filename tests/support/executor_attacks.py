@@ -1,7 +1,6 @@
-"""Programs that a model might write against the executor, and what must become of each.
+"""Programs that attack the executor, with the allowed outcomes.
 
-An attack prints what it got. Contained means: it ended in one of the outcomes that are named, and printed nothing. ``CLEAN`` is the
-program that runs after each of them and says what it finds.
+An attack prints what it obtained; if contained, it prints nothing. ``CLEAN`` runs after each and reports traces.
 """
 
 import dataclasses
@@ -75,13 +74,11 @@ ERROR = (Outcome.RUNTIME_ERROR,)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Attack:
-    """One program."""
-
     name: str
     code: str
     ends: tuple[Outcome, ...] = FINISHED
     prints: str | None = ""
-    """All that it may have written; None: anything."""
+    """Allowed output; None: anything."""
     calls: tuple[Call, ...] = ()
     wall_s: float = 30.0
     cpu_s: float = 10.0
@@ -129,11 +126,11 @@ ATTACKS = (
     Attack("uses multiprocessing", "import multiprocessing\nattempt('got', lambda: multiprocessing.Process(target=print).start())"),
     Attack(
         "starts threads without end",
-        # not by Thread.start(), which waits for ever for a thread that finds no memory to say that it has started
+        # not by Thread.start(), which waits for ever if a thread fails for lack of memory before it reports its start
         "import _thread\nthreading.stack_size(1 << 16)\nevent, most = threading.Event(), 0\n"
         "try:\n  for _ in range(1000):\n    _thread.start_new_thread(event.wait, ()); most = max(most, _thread._count())\n"
         "except RuntimeError: pass\nif most > 300: print(most)\nos._exit(0)",
-        FINISHED + MEMORY,  # each thread may take address space of its own to allocate from
+        FINISHED + MEMORY,  # each thread may need address space of its own
     ),
     _refused("becomes a daemon", "os.setsid()", "os.fork()"),
     # ------------------------------------------------------------------ memory
@@ -276,7 +273,6 @@ ATTACKS = (
 
 
 def prelude(supervisor: int, secret: str, port: int) -> str:
-    """Return what an attack begins with: its targets."""
     return PRELUDE.format(
         supervisor=supervisor,
         secret=secret,
@@ -287,10 +283,8 @@ def prelude(supervisor: int, secret: str, port: int) -> str:
 
 
 def clean_calls() -> tuple[Call, ...]:
-    """Return the calls that ``CLEAN`` is asked for."""
     return (Call("sees"),)
 
 
 def readable(value: object) -> str:
-    """Return a value for a test's message."""
     return json.dumps(value, sort_keys=True)

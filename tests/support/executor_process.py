@@ -1,4 +1,4 @@
-"""Executors as real processes for the tests: in each tier, and in a container like a Kubernetes pod's under RuntimeDefault."""
+"""Real executor processes in each tier, also in a container like a Kubernetes pod's under RuntimeDefault."""
 
 import contextlib
 import dataclasses
@@ -50,8 +50,6 @@ _NEW_NAMESPACES = 0x7E020000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Running:
-    """An executor that runs."""
-
     address: str
     metrics: str
     process: subprocess.Popen[bytes]
@@ -67,7 +65,6 @@ class Running:
         return found
 
     def processes(self) -> list[psutil.Process]:
-        """Return the executor and everything below it."""
         top = psutil.Process(self.process.pid)
         return [top, *top.children(recursive=True)]
 
@@ -78,7 +75,6 @@ def arguments(address: str, *more: str) -> list[str]:
 
 @contextlib.contextmanager
 def running(*flags: str, wrapper: Sequence[str] = (), pass_fds: Sequence[int] = ()) -> Iterator[Running]:
-    """Start an executor with ``flags``, wait until it is ready, and stop it in order at the end."""
     with tempfile.TemporaryDirectory(prefix="penstock-test-") as name, socket.socket() as listener:
         folder = Path(name)
         folder.chmod(0o777)
@@ -119,8 +115,9 @@ def _wait(found: Running, log: Path) -> None:
 
 
 def pod(folder: Path) -> tuple[list[str], int]:
-    """Return the command before a command that runs it as in a pod: an unprivileged user, no capabilities, RuntimeDefault; and the
-    descriptor with the system-call filter."""
+    """Return a command prefix that runs a command as in a pod (unprivileged user, no capabilities, RuntimeDefault), and
+    the descriptor of the filter.
+    """
     denied = folder / "filter"
     denied.write_bytes(_runtime_default())
     descriptor = os.open(denied, os.O_RDONLY)
@@ -128,7 +125,6 @@ def pod(folder: Path) -> tuple[list[str], int]:
 
 
 def desk() -> list[str]:
-    """Return the command before a command that runs it as an unprivileged user without capabilities."""
     home = Path(sys.base_prefix)
     command = [
         need("bwrap", "bubblewrap"),
@@ -150,7 +146,7 @@ def desk() -> list[str]:
 
 
 def _runtime_default() -> bytes:
-    """Return a filter that denies what the default profile of container runtimes denies to a pod without capabilities."""
+    """Return a filter like the default profile of container runtimes for a pod without capabilities."""
     column = syscalls.MACHINES.index(os.uname().machine)
     program = [(0x20, 0, 0, 0)]
     for name in (*_DENIED, *_DENIED_TOO):

@@ -1,7 +1,7 @@
-"""A small Kubernetes API server for Helm: version, discovery, and objects that are created, read, replaced and deleted.
+"""A small Kubernetes API server for Helm: version, discovery and objects.
 
-It stores what it is given and validates nothing; that is ``tests/deploy/test_chart.py``'s work on what Helm rendered. Which API
-groups exist (the CRDs of a cluster) and which version it says it is are the test's choice.
+It stores objects without validation, which is left to ``tests/deploy/test_chart.py``. Tests choose its API groups and
+version.
 """
 
 import base64
@@ -34,7 +34,7 @@ KEDA = {"keda.sh/v1alpha1": {"ScaledObject": "scaledobjects", "TriggerAuthentica
 LEADER_WORKER_SET = {"leaderworkerset.x-k8s.io/v1": {"LeaderWorkerSet": "leaderworkersets"}}
 JOB_SET = {"jobset.x-k8s.io/v1alpha2": {"JobSet": "jobsets"}}
 EXTERNAL_METRICS: Mapping[str, Mapping[str, str]] = {"external.metrics.k8s.io/v1beta1": {}}
-"""What prometheus-adapter serves; it has no kinds of its own to be created."""
+"""prometheus-adapter serves these; they cannot be created."""
 OPERATOR = {"monitoring.coreos.com/v1": {"PodMonitor": "podmonitors", "PrometheusRule": "prometheusrules"}}
 
 _OBJECT = re.compile(r"/(?:api|apis/[^/]+)/[^/]+/namespaces/[^/]+/[^/]+(/[^/]+)?")
@@ -58,7 +58,6 @@ class FakeKubernetes:
 
     @property
     def kubeconfig(self) -> str:
-        """What a client needs to reach it."""
         user = {"name": "test", "user": {}}
         cluster = {"name": "test", "cluster": {"server": f"http://127.0.0.1:{self._server.server_address[1]}"}}
         context = {"name": "test", "context": {"cluster": "test", "user": "test", "namespace": "research"}}
@@ -77,7 +76,6 @@ class FakeKubernetes:
     # ---------------------------------------------------------------- answers
 
     def answer(self, method: str, path: str, body: Json | None) -> tuple[int, Json]:
-        """Return status and JSON for one request."""
         if _OBJECT.fullmatch(path):
             with self._lock:
                 return self._object(method, path, body)
@@ -161,14 +159,14 @@ def _status(code: int, reason: str) -> tuple[int, Json]:
 
 
 def _with_data(body: Json) -> Json:
-    """As an API server does: a secret's ``stringData`` is read back as ``data``, in base64."""
+    """Move a secret's ``stringData`` to ``data`` in base64, like an API server."""
     texts = body.get("stringData", {})
     data = {key: base64.b64encode(text.encode()).decode() for key, text in texts.items()}
     return {**body, "data": {**body.get("data", {}), **data}} if texts else body
 
 
 def _merged(old: Json, new: Json) -> Json:
-    """Return ``old`` with ``new`` over it; lists are replaced whole. Near enough to a strategic merge for what tests read."""
+    """Merge ``new`` over ``old``, replacing lists: close enough to a strategic merge."""
     found = dict(old)
     for key, value in new.items():
         if key.startswith("$"):

@@ -1,4 +1,4 @@
-"""A TCP proxy that breaks connections on purpose: cuts, cuts in the middle of a reply, silence, delay.
+"""A TCP proxy that breaks connections on purpose.
 
 ::
 
@@ -8,7 +8,7 @@
                                      silence()        half-open: connections stay, nothing passes; ``end_silence`` resets them
                                      delay_s          every chunk waits so long
 
-New connections always work, but in a silence. Which part of a reply passes is drawn from the seed.
+New connections work except during silence. The seed decides which part of a reply passes.
 """
 
 import asyncio
@@ -22,8 +22,6 @@ _CHUNK_BYTES = 65_536
 
 
 class FaultProxy:
-    """Stands before the server at ``host:port``."""
-
     def __init__(self, host: str, port: int, seed: int = 0) -> None:
         self._target = (host, port)
         self._random = random.Random(seed)
@@ -35,22 +33,19 @@ class FaultProxy:
         self._server: asyncio.Server | None = None
         self.delay_s = 0.0
         self.done: Counter[str] = Counter()
-        """How many connections were harmed, by how."""
+        """Number of harmed connections by kind."""
 
     async def start(self) -> int:
-        """Listen on a free port of this machine; return it."""
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
-        """Reset every connection and listen no more."""
         if self._server is not None:
             self._server.close()
         self._passing.set()
         self.cut()
 
     def cut(self) -> int:
-        """Reset every connection; return how many sides there were."""
         found = list(self._writers)
         for writer in found:
             _reset(writer)
@@ -58,19 +53,17 @@ class FaultProxy:
         return len(found)
 
     def cut_replies(self) -> None:
-        """Let only a part of the next reply through on each connection, then reset it."""
+        """On each connection, forward part of the next reply, then reset it."""
         self._torn = set(self._writers)
 
     def cut_reply_to(self, words: bytes) -> None:
-        """Let the server do what the next request that holds ``words`` asks for, and lose its answer."""
+        """Let the server execute the next request that contains ``words``, and lose its reply."""
         self._unanswered = words
 
     def silence(self) -> None:
-        """Pass nothing on, and close nothing."""
         self._passing.clear()
 
     def end_silence(self) -> None:
-        """Reset what was silent; what connects from now on works."""
         self.cut()
         self._passing.set()
 
@@ -117,7 +110,7 @@ class FaultProxy:
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """Close with RST, as a network does that lost a connection."""
+    """Close with RST, like a network that lost a connection."""
     peer = writer.get_extra_info("socket")
     if peer is not None:
         with contextlib.suppress(OSError):

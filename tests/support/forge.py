@@ -1,14 +1,12 @@
-"""Services that begin as forks of a process which has imported what is heavy; for tests that are about something else than starting.
+"""Start services as forks of a process with preloaded heavy imports, to save most of their start time.
 
 ::
 
     test ── module, arguments, environment; output and a pipe, by descriptor ──▶ forge ──fork──▶ the service
       ◀────────── its pid; through the pipe: how it ended, or that the forge is gone ──┘
 
-To import torch, transformers, DeepSpeed and the web framework is most of what a service's start costs, and a fork has them at once. What began
-so is a process like any other (``tests/support/forked.py``): its pid, what it runs, signals and exit codes are real.
-
-The forge imports libraries and no service: what those declare when they are imported (metrics) stays their own. It has one thread.
+Forked services are ordinary processes (``tests/support/forked.py``). The forge is single-threaded and imports
+libraries only, so that metrics of services stay their own.
 """
 
 import asyncio
@@ -42,7 +40,7 @@ _RUN_S = 800.0
 
 
 class Forked:
-    """A process that the forge became; what tests use of ``subprocess.Popen``."""
+    """A forked process, with the parts of ``subprocess.Popen`` that tests use."""
 
     def __init__(self, pid: int, ended: int) -> None:
         self.pid = pid
@@ -51,25 +49,22 @@ class Forked:
         self._reads = threading.Lock()
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal; None while the process runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(0.0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the exit code. Raises subprocess.TimeoutExpired."""
         if self.returncode is None and not select.select([self._ended], [], [], timeout)[0]:
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
         with self._reads:
             if self.returncode is None:
-                self.returncode = int(os.read(self._ended, 16) or -signal.SIGKILL)  # without its parent it was killed
+                self.returncode = int(os.read(self._ended, 16) or -signal.SIGKILL)  # killed when its parent is gone
             return self.returncode
 
     def __del__(self) -> None:
         os.close(self._ended)
 
     def send_signal(self, number: int) -> None:
-        """Signal the process, unless it is known to have ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
@@ -86,9 +81,9 @@ Started = Forked | subprocess.Popen[Any]
 def start(
     module: str, arguments: Sequence[object], output: IO[Any], *, forked: bool = True, **environment: str
 ) -> Started:
-    """Begin ``python -m module …`` as a fork that leads a session of its own; with ``forked`` false, as anybody would.
+    """Start ``python -m module …`` as a fork in its own session; with ``forked`` false, as an ordinary process.
 
-    Its environment is that of this process with ``environment``, and it writes to ``output``.
+    ``environment`` extends this process's; output goes to ``output``.
     """
     words, environment = [str(word) for word in arguments], {**os.environ, **environment}
     if not forked:
@@ -103,7 +98,7 @@ def start(
 
 
 async def up(words: Sequence[object], output: Path, *, forked: bool = True) -> None:
-    """Let `penstock up` do a whole run, which must succeed; what it says is written to ``output``."""
+    """Run `penstock up`, which must succeed, with its output in ``output``."""
     with output.open("w") as file:
         process = start("services.cli", ["up", *words], file, forked=forked)
     try:
@@ -115,7 +110,6 @@ async def up(words: Sequence[object], output: Path, *, forked: bool = True) -> N
 
 @functools.cache
 def _forge() -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """Return the way to the forge of this process, and the forge, which ends when this process does."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with its:
         command = [sys.executable, "-m", "tests.support.forge", str(its.fileno())]
@@ -126,7 +120,6 @@ def _forge() -> tuple[socket.socket, subprocess.Popen[bytes]]:
 
 
 def serve(link: socket.socket) -> None:
-    """Fork whatever is asked for, and tell how it ended, until nobody asks any more."""
     running: dict[int, tuple[int, int]] = {}
     with selectors.DefaultSelector() as ready:
         ready.register(link, selectors.EVENT_READ)
@@ -152,11 +145,11 @@ def serve(link: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed reads it when it is imported
+    os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed reads it on import
     with importing():
         for name in _IMPORTED:
             importlib.import_module(name)
     link = socket.socket(fileno=int(sys.argv[1]))
     forks.keep_open({link.fileno()})
     serve(link)
-    os._exit(0)  # no library needs to be taken down
+    os._exit(0)  # skip clean-up of libraries

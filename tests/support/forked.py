@@ -1,7 +1,7 @@
-"""A fork of a process that has imported much, which becomes ``python -m services.…`` and lets what it starts do likewise.
+"""Turn a fork of a process with preloaded imports into ``python -m services.…``, and let its children fork likewise.
 
-It differs from what the command starts in what it has imported already, and in what ``ps`` shows. `penstock up` and the trainer's launcher that began so
-are the parents of their services and ranks, which are forks of them; every other program is started as ever.
+It differs from the real command only in imports and in ``ps``. `penstock up` and the trainer's launcher fork their
+services and ranks; other programs start as usual.
 """
 
 import asyncio
@@ -22,11 +22,10 @@ from shared.process.parent import die_with
 
 _SERVICES = tuple(f"services.{name}" for name in ("coordinator", "rollout", "reward", "trainer"))
 _kept: frozenset[int] = frozenset({0, 1, 2})
-"""The descriptors that a fork keeps: its three, and those that libraries opened when they were imported."""
+"""Descriptors that forks keep: standard ones and those opened by libraries on import."""
 
 
 def keep_open(but: set[int]) -> None:
-    """Let later forks keep what is open now, ``but`` these."""
     global _kept
     _kept |= _open() - but
 
@@ -36,7 +35,6 @@ def _open() -> set[int]:
 
 
 def fork(command: Sequence[str], environment: Mapping[str, str], output: int) -> int:
-    """Fork the process of a module and its arguments, which ends with this one; return its pid."""
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
@@ -45,7 +43,6 @@ def fork(command: Sequence[str], environment: Mapping[str, str], output: int) ->
 
 
 def _become(parent: int, command: Sequence[str], environment: Mapping[str, str], output: int) -> NoReturn:
-    """Be what ``python -m`` would be, from the start to the end."""
     code = 1
     try:
         os.setsid()
@@ -83,7 +80,7 @@ def _become(parent: int, command: Sequence[str], environment: Mapping[str, str],
 
 
 def _let_up_fork() -> None:
-    """Let `penstock up`, which this process is about to be, fork its services."""
+    """Let this process, as `penstock up`, fork its services."""
     from services.up.process import Child
 
     ordinary = Child._start
@@ -97,7 +94,7 @@ def _let_up_fork() -> None:
 
 
 def _let_trainer_fork() -> None:
-    """Let the trainer, which this process is about to be, fork its ranks where it launches several."""
+    """Let this process, as the trainer, fork its ranks if it launches several."""
     from services.trainer import launcher
 
     def begin(words: Sequence[str], variables: Mapping[str, str]) -> _OfLauncher:
@@ -112,14 +109,13 @@ _LET_FORK = {"services.cli": _let_up_fork, "services.trainer": _let_trainer_fork
 
 
 def _module(words: Sequence[str]) -> list[str] | None:
-    """Return a service's module and arguments where ``words`` start one that may be forked, else None."""
     *options, module = words[1 : words.index("-m") + 2] if "-m" in words else [""]
     forked = words[0] == sys.executable and module in _SERVICES and set(options) <= {"-u", "-m"}
     return list(words[len(options) + 1 :]) if forked else None
 
 
 class _OfUp:
-    """A fork whose parent is `penstock up`; what that uses of ``asyncio.subprocess.Process``."""
+    """A child of `penstock up`, with the parts of ``asyncio.subprocess.Process`` that it uses."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -142,7 +138,7 @@ class _OfUp:
 
 
 class _OfLauncher(subprocess.Popen[bytes]):
-    """A fork whose parent is the launcher: what ``subprocess.Popen`` is after its start."""
+    """A child of the launcher: a started ``subprocess.Popen``."""
 
     def __init__(self, pid: int) -> None:
         self._execute_child = lambda *_: self.__dict__.update(pid=pid, _child_created=True)

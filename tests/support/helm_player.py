@@ -1,8 +1,8 @@
-"""Runs Helm over one chart in a process of its own: ``python -m tests.support.helm_player`` with a job as JSON on standard input.
+"""Run Helm over one chart: ``python -m tests.support.helm_player`` with a job as JSON on standard input.
 
-``HELM_DRIVER=memory`` must be in the environment before the process starts: Helm's Go runtime does not see later changes.
-A job is a list of releases, each with its namespace and its steps: the first installs, each further one upgrades. The answer is
-one JSON list a release, with an object or an error's text for each step.
+``HELM_DRIVER=memory`` must be set before the process starts, because Go does not see later changes. A job is a list
+of releases with namespace and steps (install, then upgrades). The answer is one JSON list per release, with an object
+or an error per step.
 """
 
 import asyncio

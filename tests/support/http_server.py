@@ -1,4 +1,4 @@
-"""An HTTP server on loopback for one test, in a thread of its own."""
+"""An HTTP server on loopback, in a thread."""
 
 import contextlib
 import http.server
@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def served(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
-    """Serve requests with ``handler`` within the block; give the server's URL."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()

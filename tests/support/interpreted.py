@@ -1,4 +1,4 @@
-"""Triton kernels run by Triton's interpreter, which needs no GPU."""
+"""Run Triton kernels without a GPU in Triton's interpreter."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from tests.conftest import PATIENCE_S, need_module
 
 
 def interpreted(script: str) -> list[str]:
-    """Return what ``script``, run in a process of its own, prints; torch.cuda.device does nothing in it."""
+    """Run ``script`` in a process, where torch.cuda.device does nothing, and return its output."""
     need_module("triton", "triton")
     begin = "import contextlib, torch\ntorch.cuda.device = lambda _: contextlib.nullcontext()\n"
     found = subprocess.run(

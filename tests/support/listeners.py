@@ -1,4 +1,4 @@
-"""The sockets on which a tree of processes listens, as the kernel knows them."""
+"""Listening sockets of a process tree, from the kernel."""
 
 import contextlib
 import dataclasses
@@ -24,8 +24,6 @@ _INODE = re.compile(r"socket:\[(\d+)\]")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Listener:
-    """A socket that takes what anybody sends to ``address``."""
-
     kind: str
     address: str
     process: str
@@ -37,7 +35,6 @@ class Listener:
 
 
 def listeners(*pids: int) -> set[Listener]:
-    """Return what the processes and all below them listen on now."""
     processes = [process for pid in pids for process in _tree(pid)]
     sockets = {kind: _sockets(kind) for kind in _STATES}
     found = set()
@@ -71,14 +68,13 @@ def _inodes(pid: int) -> set[str]:
 
 
 def _sockets(kind: str) -> dict[str, str]:
-    """Return the local address of each socket of ``kind`` that takes what strangers send, by inode."""
     lines = Path(f"/proc/net/{kind}").read_text().splitlines()[1:]
     fields = [line.split() for line in lines]
     return {field[9]: _address(field[1].partition(":")[0]) for field in fields if field[3] == _STATES[kind]}
 
 
 def _address(hexadecimal: str) -> str:
-    """Return an address that the kernel wrote as 32-bit words in the machine's order."""
+    """Parse an address in the kernel's 32-bit words, machine byte order."""
     words = [
         int(hexadecimal[place : place + 8], 16).to_bytes(4, sys.byteorder) for place in range(0, len(hexadecimal), 8)
     ]

@@ -1,7 +1,7 @@
-"""Tiny configurations of every causal language model that transformers can build, and of their variants.
+"""Tiny configurations of every causal language model in transformers, with variants.
 
-A configuration is a model type and what differs from ``SIZES``, whose values are used where the type has such a field. Two to
-four layers, of every kind that the family has: a window, a recurrence, a mixture of experts.
+A configuration is a model type and its differences from ``SIZES``. Models have two to four layers, of every kind in
+the family.
 """
 
 import functools
@@ -10,7 +10,7 @@ from typing import Any
 
 VOCABULARY = 256
 WINDOW = 24
-"""Of the variants ``+swa(short)``."""
+"""For the variants ``+swa(short)``."""
 
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "dim_model", "embedding_dim"), 64),
@@ -50,7 +50,7 @@ _EQUAL_HEADS = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16}
 _SPARSE = {
     "index_topk": 16,
     "index_n_heads": 32,
-}  # with few heads many scores are exactly 0, and ties are broken by chance
+}  # with few heads many scores are exactly 0, and ties are random
 _GEMMA4 = {"layer_types": [_SLIDING, _SLIDING, _FULL], "num_global_key_value_heads": 1, "sliding_window": 512}
 _MROPE = {
     "rope_parameters": {
@@ -211,7 +211,7 @@ COMPOSITES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5", "qwen3_5_text", {}),
     "qwen3_5_moe": ("qwen3_5_moe", "qwen3_5_moe_text", {}),
 }
-"""Type of the whole, type of its text model, what differs in the latter."""
+"""Composite type, text model type, changes to the latter."""
 
 _VISION: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
@@ -221,14 +221,12 @@ _VISION: dict[str, Any] = {
 
 
 def _given(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of ``values`` that are fields of the configuration ``kind``, by its own or transformers' name for it."""
     fields = {name for base in kind.__mro__ for name in getattr(base, "__annotations__", {})}
     latent = {"head_dim": 8, "num_key_value_heads": 4} if "qk_rope_head_dim" in fields else {}
     return {name: value for name, value in {**values, **latent}.items() if name in fields}
 
 
 def configure(kind: str, changes: Mapping[str, Any]) -> Any:
-    """Return the configuration of type ``kind``: tiny, with ``changes``."""
     from transformers import CONFIG_MAPPING
 
     configuration = CONFIG_MAPPING[kind]
@@ -236,7 +234,7 @@ def configure(kind: str, changes: Mapping[str, Any]) -> Any:
 
 
 def composite(kind: str, text: str, changes: Mapping[str, Any]) -> Any:
-    """Return the configuration of a model of images and text, whose text model is tiny with ``changes``."""
+    """Return a vision-language configuration whose text model is tiny with ``changes``."""
     from transformers import CONFIG_MAPPING
 
     whole = CONFIG_MAPPING[kind]
@@ -251,7 +249,6 @@ def composite(kind: str, text: str, changes: Mapping[str, Any]) -> Any:
 
 
 def configurations() -> dict[str, Callable[[], Any]]:
-    """Return a maker of every configuration, by name."""
     made: dict[str, Callable[[], Any]] = {name: functools.partial(configure, name, {}) for name in FAMILIES}
     made |= {name: functools.partial(configure, kind, changes) for name, (kind, changes) in VARIANTS.items()}
     made |= {name: functools.partial(composite, *parts) for name, parts in COMPOSITES.items()}

@@ -83,44 +83,33 @@ updates, in nats; above 0.1 the two disagree, and the guard `probe` pauses the r
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Agreement:
-    """What was seen of trainer and vLLM."""
-
     tested: list[str]
-    """Tested at each change: these agree, or are among ``unserved``."""
     measured: list[str]
     """Agree, by ``python -m tests.support.vllm_agreement``."""
     unserved: dict[str, str]
-    """A part of vLLM's message, by name."""
     disagree: dict[str, str]
-    """How far trainer and vLLM are apart, by name."""
     gpu: dict[str, float]
-    """Nats: the largest gap on a GPU, by name."""
+    """Largest gap on a GPU in nats, by name."""
 
     @property
     def names(self) -> list[str]:
-        """Return all of them."""
         return list(dict.fromkeys((*self.tested, *self.measured, *self.unserved)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdicts:
-    """What becomes of each configuration, by name."""
-
     rows: list[str]
     sequences: list[str]
     refused: dict[str, str]
-    """A part of the message, by name."""
     vllm: Agreement
 
 
 def verdicts() -> Verdicts:
-    """Return what the table expects."""
     table = tomllib.loads(_TABLE.read_text())
     return Verdicts(**{**table, "vllm": Agreement(**table["vllm"])})
 
 
 def text(table: Verdicts) -> str:
-    """Return the page."""
     lists = (_HEAD, _ROWS, _listed(table.rows), _SEQUENCES, _listed(table.sequences))
     return "".join((*lists, _REFUSED, _messages(table.refused), _agreement(table.vllm)))
 

@@ -1,10 +1,10 @@
-"""Check the trainer's policy against transformers' unmodified model, for every tiny configuration of ``model_configurations``.
+"""Compare the trainer's policy with transformers' unmodified model for every tiny configuration of
+``model_configurations``.
 
-The model is saved with random weights and loaded as a run loads it. Two groups with shared prompts go through the policy in
-training mode, packed as training packs them; the reference is transformers' eager model in eval mode, one sequence at a time,
-in float32. Compared are the logprobs of all trained tokens and the gradients of all parameters.
+Random models are saved and loaded as in a run. Packed groups with shared prompts in training mode are compared with
+eager float32 single sequences in eval mode: logprobs of trained tokens and gradients of all parameters.
 
-``python -m tests.support.model_zoo [names…]`` prints the verdict of each (all, without names).
+``python -m tests.support.model_zoo [names…]`` prints verdicts.
 """
 
 import contextlib
@@ -33,26 +33,25 @@ from shared.settings import PolicySettings
 from tests.support.model_configurations import VOCABULARY, configurations
 
 TOLERANCE = 1e-5
-"""Nats, and of the gradient's norm. Float32 rounds at 6e-8 of each of some hundred terms of a sum; seen are 1e-6 to 5e-6."""
+"""Nats, and of the gradient's norm. Float32 rounds at 6e-8 per term of some hundred; 1e-6 to 5e-6 are observed."""
 CONFIGURATIONS = configurations()
 
 SHORT = ((9, 1.0, (1, 7, 20)), (5, 0.7, (2, 12)))
-"""Of each group: tokens of the prompt, temperature, tokens of each completion. All of it is under 128 tokens."""
+"""Per group: prompt tokens, temperature, tokens of each completion; under 128 tokens in total."""
 LONG = ((150, 1.3, (90, 33, 1)), (70, 0.7, (64, 5)))
 """Beyond every window of 24, chunk of 64 and convolution."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gap:
-    """How far the policy is from the reference."""
+    """Distance of the policy from the reference."""
 
     logprob_nats: float
     gradient: float
-    """Norm of the difference, by the norm of the reference's, over all parameters."""
+    """Norm of the difference over all parameters, relative to the reference's."""
 
     @property
     def equal(self) -> bool:
-        """Whether both are within ``TOLERANCE``."""
         return self.logprob_nats <= TOLERANCE and self.gradient <= TOLERANCE
 
     def __str__(self) -> str:
@@ -61,18 +60,15 @@ class Gap:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of one configuration."""
-
     kind: str
     """rows or sequences: equal that way; wrong, refused or crashed."""
     sentence: str = ""
-    """Of the refusal or crash."""
     short: Gap | None = None
     long: Gap | None = None
 
 
 def randomise(model: Any, seed: int = 0) -> None:
-    """Give every parameter and floating buffer that is saved a scale at which differences show; biases and sinks too."""
+    """Randomise saved parameters and floating buffers, including biases and sinks, at scales that show differences."""
     generator = torch.Generator().manual_seed(seed)
     saved, tied = set(model.state_dict()), getattr(model.config.get_text_config(), "tie_word_embeddings", False)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -83,24 +79,22 @@ def randomise(model: Any, seed: int = 0) -> None:
 
 
 def _drawn(name: str, tensor: Tensor, noise: Tensor, embedding_scale: float) -> Tensor:
-    if (
-        "q_norm" in name or "k_norm" in name
-    ):  # small scores: attention that picks single tokens magnifies every rounding
+    if "q_norm" in name or "k_norm" in name:  # small scores: attention to single tokens magnifies rounding
         return 0.4 * tensor + 0.1 * noise
-    if "_decay" in name or "slope_rate" in name:  # lightning attention's buffers: with noise it would see later tokens
+    if "_decay" in name or "slope_rate" in name:  # lightning attention's buffers: noise would reveal later tokens
         return tensor
     if tensor.dim() < 2 or (
         min(tensor.shape) == 1 and "conv" not in name
-    ):  # norms, biases, sinks, decays: about their start
+    ):  # norms, biases, sinks, decays: near their initial values
         return tensor + 0.2 * noise
     if "embed" in name or "wte" in name:
-        return noise * embedding_scale  # tied, they are the output layer: logits of a deviation of 1
+        return noise * embedding_scale  # tied to the output layer: logits with deviation 1
     fan_in = float(tensor[0].numel() if tensor.dim() == 2 or "conv" in name else tensor.shape[-1])
     return 0.6 * noise / math.sqrt(fan_in)
 
 
 def groups(shape: Sequence[tuple[int, float, Sequence[int]]], seed: int = 0) -> list[PackedRow]:
-    """Return rows of random tokens; none is of the first three, which are special in ``SIZES``."""
+    """Return rows of random tokens, without the first three, which are special in ``SIZES``."""
     random, place, rows = np.random.default_rng(seed), 0, list[PackedRow]()
     for prompt, temperature, lengths in shape:
         ids = random.integers(3, VOCABULARY, prompt).astype(np.int32)
@@ -121,7 +115,6 @@ def _sample(ids: Any) -> Sample:
 
 
 def save(name: str, folder: Path, seed: int = 0) -> None:
-    """Write configuration ``name`` with random weights in Hugging Face form."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
@@ -131,14 +124,12 @@ def save(name: str, folder: Path, seed: int = 0) -> None:
 
 
 def open_policy(folder: Path, rows: Sequence[PackedRow], packing: Packing = "auto") -> Policy:
-    """Return the model in ``folder`` as a run loads it whose longest sequence is that of ``rows``, in training mode."""
     longest = max(len(row.prompt_token_ids) + len(one.token_ids) for row in rows for one in row.samples)
     model = load_model(PolicySettings(model=str(folder)), torch.float32, longest)
     return Policy(model, packing=packing).train()
 
 
 def reference(folder: Path) -> Any:
-    """Return the model in ``folder`` as transformers has it: eager attention, eval mode, float32."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
@@ -146,7 +137,6 @@ def reference(folder: Path) -> Any:
 
 
 def reference_logprobs(model: Any, rows: Sequence[PackedRow]) -> Tensor:
-    """Return the logprobs of the rows' completions, each sequence alone (N)."""
     parts = list[Tensor]()
     for row in rows:
         for sample in row.samples:
@@ -158,7 +148,6 @@ def reference_logprobs(model: Any, rows: Sequence[PackedRow]) -> Tensor:
 
 
 def compare(policy: Policy, model: Any, rows: Sequence[PackedRow]) -> Gap:
-    """Return how far ``policy`` is from ``model`` on ``rows``, in one micro-batch."""
     batch: MicroBatch = micro_batch(rows)
     wanted = reference_logprobs(model, rows)
     logprobs = policy(batch).policy_logprobs_N
@@ -184,7 +173,6 @@ def _gradient_gap(trained: Any, loss: Tensor, model: Any, wanted_loss: Tensor) -
 
 
 def check(name: str) -> Verdict:
-    """Return what becomes of configuration ``name``: saved, loaded, and compared on short and long rows."""
     with tempfile.TemporaryDirectory() as folder, _quiet():
         try:
             save(name, Path(folder))
@@ -204,7 +192,7 @@ def check(name: str) -> Verdict:
 
 
 def _unbuilt(name: str, folder: Path) -> Verdict:
-    """Return what the trainer says of a configuration that transformers cannot build here."""
+    """Return the trainer's verdict if transformers cannot build the configuration."""
     try:
         CONFIGURATIONS[name]().save_pretrained(folder)
         save_file({"weight": torch.zeros(1)}, folder / "model.safetensors", {"format": "pt"})
@@ -223,7 +211,6 @@ def _said(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep what transformers and torch say about random models to themselves."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -236,8 +223,7 @@ def _quiet() -> Iterator[None]:
 
 
 def main(names: Sequence[str]) -> None:
-    """Print the verdict of ``names``, and how many there are of each kind."""
-    torch.set_num_threads(1)  # tiny products: more threads only wait for one another
+    torch.set_num_threads(1)  # tiny products: more threads only wait
     counts = dict[str, int]()
     for name in names or CONFIGURATIONS:
         verdict = check(name)

@@ -1,7 +1,6 @@
-"""A server that speaks S3's protocol on loopback: moto's, over real HTTP, with a bucket that tests may harm.
+"""moto's S3 server on loopback, with a bucket that tests may damage.
 
-It keeps objects in this process' memory, so they outlive :meth:`Storage.stop`, as a real store's outlive an outage. It checks no
-signatures unless it is told to deny.
+Objects are kept in this process, so they outlive :meth:`Storage.stop`. Signatures are only checked to deny access.
 """
 
 import logging
@@ -16,8 +15,6 @@ CREDENTIALS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "A
 
 
 class Storage:
-    """The server and its bucket ``runs``."""
-
     def __init__(self) -> None:
         import boto3
 
@@ -33,7 +30,7 @@ class Storage:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Listen, with everything that was there before, on the port of before."""
+        """Listen on the previous port with the previous objects."""
         from moto.server import ThreadedMotoServer
 
         self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=self.port, verbose=False)
@@ -41,11 +38,10 @@ class Storage:
         _, self.port = self._server.get_host_and_port()
 
     def stop(self) -> None:
-        """Answer nobody."""
         self._server.stop()
 
     def deny(self, *, denied: bool = True) -> None:
-        """Let nobody do anything: whose key is this?"""
+        """Deny all requests."""
         httpx.post(f"{self.endpoint}/moto-api/reset-auth", content="0" if denied else "1000000000")
 
     def settings(self, **more: Any) -> StoreSettings:
@@ -56,19 +52,17 @@ class Storage:
         return [str(one["Key"]).removeprefix("team/") for one in found.get("Contents", ())]
 
     def whole(self, run_id: str) -> list[int]:
-        """Return the steps of the run's checkpoints whose manifest is there."""
         names = self.names(f"{run_id}/checkpoints/")
         return [int(name.split("/")[2].split("-")[1]) for name in names if name.endswith("/manifest.json")]
 
     def damage(self, prefix: str, ending: str) -> None:
-        """Change a byte of the one object of that name, not its length."""
+        """Change one byte of the only matching object, keeping its length."""
         (name,) = [name for name in self.names(prefix) if name.endswith(ending)]
         data = bytearray(self.client.get_object(Bucket="runs", Key=f"team/{name}")["Body"].read())
         data[len(data) // 2] ^= 1
         self.client.put_object(Bucket="runs", Key=f"team/{name}", Body=bytes(data))
 
     def clear(self) -> None:
-        """Delete every object."""
         for name in self.names():
             self.client.delete_object(Bucket="runs", Key=f"team/{name}")
 

@@ -1,4 +1,4 @@
-"""Packed rows for tests, and the same sequences one by one."""
+"""Packed rows, and the same sequences one by one."""
 
 from typing import Any
 
@@ -10,11 +10,10 @@ from shared.bus.messages import FinishReason, Sample
 from tests.support import tiny
 
 SHAPE = ((5, (4, 1, 6)), (9, (2, 2)), (1, (3,)), (40, (30, 3, 70)), (60, (80,)))
-"""Of each group: tokens of its prompt, and of each completion."""
+"""Per group: tokens of its prompt, and of each completion."""
 
 
 def rows(seed: int, shape: Any = SHAPE) -> list[PackedRow]:
-    """Return groups of random tokens."""
     generator = np.random.default_rng(seed)
     found = []
     for prompt, lengths in shape:
@@ -31,7 +30,7 @@ def rows(seed: int, shape: Any = SHAPE) -> list[PackedRow]:
 
 
 def separate(model: Any, of: list[PackedRow]) -> torch.Tensor:
-    """Return the logprobs of the completions by one plain forward pass a sequence (N)."""
+    """Return the completions' logprobs from one forward pass per sequence (N)."""
     found = []
     for row in of:
         for sample in row.samples:

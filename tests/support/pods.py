@@ -1,4 +1,4 @@
-"""Runs rendered pods as processes of this machine: what kubelet and controllers do, as far as that needs no container.
+"""Run rendered pods as local processes, in place of kubelet and controllers.
 
 ::
 
@@ -6,9 +6,8 @@
       ├── Pod          a process with an address of its own (127.x.y.z); its volumes are folders. Of a LeaderWorkerSet one group
       └── Service      an address that stays; connections go to a pod that is ready. A headless one is its pod's address
 
-Names of services are replaced by addresses, and paths of mounts by those of the folders; nothing else of a pod's command and
-environment is changed. Images are this checkout, so ``python`` and ``valkey-server`` are those of the tests. Not there:
-namespaces, users, limits, network policies, and probes after the start.
+Only service names and mount paths are replaced in commands and environments; this checkout stands for the images. Not
+simulated: namespaces, users, limits, network policies, and probes after the start.
 """
 
 import asyncio
@@ -37,7 +36,7 @@ PROGRAMS = {"python": sys.executable, "valkey-server": str(get_binary_path())}
 
 
 class Cluster:
-    """The pods of one release; ``folder`` holds their volumes and logs."""
+    """Pods of one release; ``folder`` holds their volumes and logs."""
 
     def __init__(self, release: Release, folder: Path) -> None:
         self.release, self.folder = release, folder
@@ -45,7 +44,7 @@ class Cluster:
         self.numbers = itertools.count(1)
         self.made: list[Pod] = []
         self.ready: dict[str, list[Pod]] = defaultdict(list)
-        """By role, those that a service leads to."""
+        """By role, the pods behind a service."""
         self.services = {
             one["metadata"]["name"]: Service(self, one)
             for one in release.of("Service")
@@ -55,14 +54,13 @@ class Cluster:
         self.pods = {labels(one)["app.kubernetes.io/component"]: Pod(self, one) for one in [*owners, *release.hooks]}
 
     def group(self, role: str) -> "list[Pod]":
-        """Return new pods of one group of a role's LeaderWorkerSet, the leader first; it is the role's pod from now on."""
+        """Return new pods of one group of a role's LeaderWorkerSet, leader first; it becomes the role's pod."""
         owner = self.release.workload(role)
         self.pods[role] = leader = Pod(self, owner)
         size = owner["spec"]["leaderWorkerTemplate"]["size"]
         return [leader, *(Pod(self, owner, index, leader.address) for index in range(1, size))]
 
     def resolve(self, text: str) -> str:
-        """Replace the names of services by their addresses."""
         for one in self.release.of("Service"):
             name, role = one["metadata"]["name"], labels(one)["app.kubernetes.io/component"]
             address = self.services[name].address if name in self.services else self.pods[role].address
@@ -87,10 +85,10 @@ class Cluster:
     # ---------------------------------------------------------------- another revision
 
     async def upgrade(self, release: Release) -> dict[str, int]:
-        """Replace every pod whose template is another one, all workloads at once as after ``helm upgrade``.
+        """Replace every pod with a changed template, all workloads at once like ``helm upgrade``.
 
         Returns:
-            By role, the exit status of the pod that was replaced.
+            Exit status of replaced pods, by role.
         """
         self.release = release
         roles = [role for role, pod in self.pods.items() if pod.owner["kind"] in WORKLOADS]
@@ -100,7 +98,7 @@ class Cluster:
 
     async def _replace(self, role: str) -> int:
         old, new = self.pods[role], Pod(self, self.release.workload(role))
-        if identity(old.owner) != identity(new.owner):  # Helm makes the new workload, then removes the old one
+        if identity(old.owner) != identity(new.owner):  # Helm creates the new workload before removing the old one
             new.start()
             status, _ = await asyncio.gather(old.ends(), new.starts())
         elif surges(new.owner):
@@ -120,7 +118,6 @@ def identity(workload: Json) -> tuple[str, str]:
 
 
 def surges(workload: Json) -> bool:
-    """Whether a rolling update of it starts a new pod before it ends an old one."""
     if workload["kind"] != "Deployment":
         return False
     spec = workload["spec"]
@@ -131,8 +128,6 @@ def surges(workload: Json) -> bool:
 
 
 class Service:
-    """The address of a service that has one of its own."""
-
     def __init__(self, cluster: Cluster, service: Json) -> None:
         self.cluster, self.role = cluster, labels(service)["app.kubernetes.io/component"]
         self.address = f"{cluster.network}.{next(cluster.numbers)}"
@@ -149,7 +144,7 @@ class Service:
             server.close()
 
     async def _lead(self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Connect a client to a pod that is ready; where there is none, hang up."""
+        """Connect a client to a ready pod, or hang up."""
         with contextlib.suppress(OSError, IndexError):
             pod = random.choice(self.cluster.ready[self.role])
             theirs, their_writer = await asyncio.open_connection(pod.address, port)
@@ -166,8 +161,6 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 class Pod:
-    """One pod with one container, of a workload or a hook."""
-
     def __init__(self, cluster: Cluster, owner: Json, index: int = 0, leader: str = "") -> None:
         self.cluster, self.owner, self.index = cluster, owner, index
         self.role = labels(owner)["app.kubernetes.io/component"]
@@ -202,7 +195,6 @@ class Pod:
         return self.folder.with_suffix(".log")
 
     async def starts(self) -> None:
-        """Wait for the startup probe, as long as it allows; from then on services lead here."""
         probe = self.container["startupProbe"]
         assert self.process is not None
         async with asyncio.timeout(probe["periodSeconds"] * probe["failureThreshold"]):
@@ -212,7 +204,6 @@ class Pod:
         self.cluster.ready[self.role].append(self)
 
     def answers(self, probe: Json) -> bool:
-        """Whether a probe succeeds."""
         ports = {port["name"]: port["containerPort"] for port in self.container["ports"]}
         if "tcpSocket" in probe:
             with contextlib.suppress(OSError):
@@ -227,7 +218,7 @@ class Pod:
         return False
 
     async def ends(self) -> int:
-        """End it as Kubernetes does: no service leads here, preStop, SIGTERM. Return the exit status, within the grace period."""
+        """End it like Kubernetes: leave services, preStop, SIGTERM. Return the exit status within the grace period."""
         assert self.process is not None
         self.cluster.ready[self.role].remove(self)
         async with asyncio.timeout(self.spec["terminationGracePeriodSeconds"]):
@@ -269,11 +260,10 @@ class Pod:
                 folder.mkdir(parents=True, exist_ok=True)
                 for file, text in self.cluster.content(kind, volume[key][name]).items():
                     (folder / file).write_text(self._localized(text) if self.role == "bus" else text)
-                    # A kubelet's file is root's and of the pod's group; here it is ours, so the group's bits say nothing.
+                    # A kubelet's file belongs to root and the pod's group; here it is ours, so drop the group's bits.
                     (folder / file).chmod(volume[key].get("defaultMode", 0o644) & 0o707)
 
     def _localized(self, text: str) -> str:
-        """Replace mount paths by those on this machine."""
         paths = sorted(self._paths, key=len, reverse=True)
         pattern = "|".join(rf"(?<![\w/.]){re.escape(path)}(?![\w.-])" for path in paths)
         return re.sub(pattern, lambda found: str(self._paths[found[0]]), text)
@@ -282,8 +272,8 @@ class Pod:
         found = {
             "PATH": os.environ["PATH"],
             "PYTHONPATH": str(ROOT),
-        }  # where the image has installed what this checkout is
-        if self.owner["kind"] == "LeaderWorkerSet":  # its controller puts these before all others
+        }  # where the image installs this checkout
+        if self.owner["kind"] == "LeaderWorkerSet":  # its controller puts these first
             size = self.owner["spec"]["leaderWorkerTemplate"]["size"]
             found |= {
                 "LWS_LEADER_ADDRESS": self.leader,
@@ -310,7 +300,7 @@ class Pod:
 
 
 def _name(owner: Json, number: int) -> str:
-    """Return what the controller of ``owner`` calls its first pod; the ends of random names are numbers here."""
+    """Return the name of the first pod of ``owner``; numbers replace random suffixes."""
     name = str(owner["metadata"]["name"])
     if owner["kind"] == "JobSet":
         return f"{name}-{owner['spec']['replicatedJobs'][0]['name']}-0-0-{number:05}"

@@ -1,4 +1,4 @@
-"""A worker in a process of its own that dies by SIGKILL of one group: ``python -m tests.support.poisoned_worker URL RUN NAME GROUP``."""
+"""A worker that dies of one group by SIGKILL: ``python -m tests.support.poisoned_worker URL RUN NAME GROUP``."""
 
 import asyncio
 import os
@@ -13,8 +13,6 @@ from tests.support import builders
 
 
 async def work(url: str, run_id: str, name: str, poison: int) -> None:
-    """Work until SIGTERM."""
-
     async def handle(prompt: Prompt) -> RolloutGroup:
         if prompt.group_id == poison:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The Prometheus that ``penstock up --prometheus`` started, asked over its HTTP API."""
+"""Query the Prometheus of ``penstock up --prometheus``."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,28 +8,20 @@ import httpx
 
 
 class Prometheus:
-    """One of them.
-
-    Args:
-        said: what ``up`` prints goes there; its address is in it.
-    """
-
     def __init__(self, said: Path) -> None:
         self._said = said
 
     @property
     def address(self) -> str:
-        """Its URL; empty while nobody said it."""
+        """Its URL; empty until announced."""
         _, _, rest = self._said.read_text().partition("Prometheus: ")
         return rest.split()[0] if rest else ""
 
     def ask(self, expression: str) -> list[dict[str, Any]]:
-        """Return the series of an expression; none while it starts."""
         found: list[dict[str, Any]] = self._get("/api/v1/query", query=expression).get("result", [])
         return found
 
     def firing(self) -> list[Mapping[str, str]]:
-        """Return the labels of every alert that fires now."""
         alerts = self._get("/api/v1/alerts").get("alerts", [])
         return [alert["labels"] for alert in alerts if alert["state"] == "firing"]
 

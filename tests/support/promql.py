@@ -1,4 +1,4 @@
-"""PromQL for tests: which series an expression asks for, and Grafana's variables as a test fills them in."""
+"""Parse PromQL expressions and fill in Grafana's variables."""
 
 import re
 from collections import Counter
@@ -9,7 +9,6 @@ VARIABLES = {"$__rate_interval": "20s", "$__interval": "20s", "$run": ".+", "$re
 
 
 def filled(expression: str) -> str:
-    """Return an expression of a panel without variables."""
     for name, value in VARIABLES.items():
         expression = expression.replace(name, value)
     assert "$" not in expression, expression
@@ -17,7 +16,6 @@ def filled(expression: str) -> str:
 
 
 def series(expression: str) -> Counter[str]:
-    """Return every selector of an expression, which must parse, as an expression of its own, with how often it stands there."""
     return Counter(
         re.sub(r" offset \w+$", "", node.prettify())
         for node in _nodes(expression)
@@ -26,12 +24,11 @@ def series(expression: str) -> Counter[str]:
 
 
 def metrics(expression: str) -> set[str]:
-    """Return the names of the metrics that an expression asks for."""
     return {str(node.name) for node in _nodes(expression) if isinstance(node, promql_parser.VectorSelector)}
 
 
 def metrics_now(expression: str) -> set[str]:
-    """Return the names of those whose values are taken as they are, not over time."""
+    """Return the names of metrics used as instant values."""
     over_time = Counter(
         str(node.vector_selector.name) for node in _nodes(expression) if isinstance(node, promql_parser.MatrixSelector)
     )

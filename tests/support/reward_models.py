@@ -1,4 +1,4 @@
-"""Tiny reward models for tests, made on the spot: random weights, large enough that texts differ."""
+"""Tiny random reward models whose values differ between texts."""
 
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,6 @@ def bert() -> Any:
 
 
 def save(model: Any, folder: Path, chat_template: str | None = None, padding_side: str = "right") -> Path:
-    """Write ``model`` and a tokenizer of one token a character."""
     model.save_pretrained(folder)
     tokenizer = tiny.tokenizer(chat_template)
     tokenizer.padding_side = padding_side
@@ -60,7 +59,7 @@ def save(model: Any, folder: Path, chat_template: str | None = None, padding_sid
 
 
 def save_scalar(folder: Path) -> Path:
-    """Write a trunk with a scalar head beside it, named as TRL names it."""
+    """Write a trunk with a scalar head, named as in TRL."""
     torch.manual_seed(3)
     trunk = LlamaModel(LlamaConfig(**SIZES, pad_token_id=0))
     head = {"v_head.summary.weight": torch.randn(1, 32), "v_head.summary.bias": torch.tensor([0.25])}

@@ -1,4 +1,4 @@
-"""What schemathesis is told beside the API's description: how to send TOML, and not to follow the stream of events for long."""
+"""Hooks for schemathesis: send TOML, and end the stream of events early."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ schemathesis.serializer.alias(["application/toml"], "text/plain")
 
 @schemathesis.hook  # type: ignore[untyped-decorator]
 def before_call(context: Any, case: Any, kwargs: dict[str, Any]) -> None:
-    """End the stream after a moment, unless the request asks for a wrong number of seconds."""
+    """End the stream soon, unless the request has an invalid number of seconds."""
     if case.path != "/v1/events/stream":
         return
     query = dict(case.query or {})

@@ -1,4 +1,4 @@
-"""Users' functions for tests of their scorer: apart, so that a process which calls them loads little else."""
+"""User functions for tests of their scorer, separate so that its processes import little."""
 
 import asyncio
 import os
@@ -52,7 +52,6 @@ _LOOPS: list[asyncio.AbstractEventLoop] = []
 
 
 async def score_async(sample: Sample, prompt: Prompt) -> float:
-    """Return how many event loops this process has had."""
     await asyncio.sleep(0)
     _LOOPS.append(asyncio.get_running_loop())
     return float(len(set(_LOOPS)))

@@ -1,4 +1,4 @@
-"""A tiny random policy for tests: no training, no files that ship, weights large enough that tokens differ."""
+"""A tiny random policy whose weights are large enough that tokens differ."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ STOP = 1
 
 
 def model(seed: int = 0) -> Any:
-    """Return a Qwen2 of two layers with tied embeddings, in float32."""
+    """Return a float32 Qwen2 of two layers with tied embeddings."""
     config = Qwen2Config(
         vocab_size=VOCABULARY,
         hidden_size=32,
@@ -36,7 +36,7 @@ def model(seed: int = 0) -> Any:
 
 
 def mixture(seed: int = 0) -> Any:
-    """Return a Qwen3 mixture of four experts, two of them for each token, in float32."""
+    """Return a float32 Qwen3 mixture of four experts, two per token."""
     config = Qwen3MoeConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,
@@ -61,7 +61,6 @@ def mixture(seed: int = 0) -> Any:
 
 
 def opened(of: Any, stop: tuple[int, ...] = (STOP,)) -> OpenedModel:
-    """Return ``of`` as the engine takes it."""
     return OpenedModel(
         model=of,
         parameters=dict(of.state_dict(keep_vars=True)),
@@ -74,7 +73,6 @@ def opened(of: Any, stop: tuple[int, ...] = (STOP,)) -> OpenedModel:
 
 
 def tokenizer(chat_template: str | None = None) -> Any:
-    """Return a tokenizer of one token a character."""
     vocabulary = {token: place for place, token in enumerate(["<pad>", "<eos>", *CHARACTERS])}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(""), "isolated")
@@ -85,7 +83,6 @@ def tokenizer(chat_template: str | None = None) -> Any:
 
 
 def save(folder: Path, seed: int = 0, of: Any = None) -> Path:
-    """Write a policy, ``of`` or the dense one, in Hugging Face form."""
     (of or model(seed)).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder

@@ -1,4 +1,4 @@
-"""Tiny models with recurrent or convolution layers beside attention, and one whose layers cannot be packed; random weights, float32."""
+"""Tiny random float32 models with recurrent or convolution layers, and one whose layers cannot be packed."""
 
 import math
 from collections.abc import Callable
@@ -22,7 +22,7 @@ _MAMBA = {"mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_chun
 
 
 def gated_delta_net() -> Any:
-    """Return a Qwen3.5: two gated delta nets and an attention."""
+    """A Qwen3.5: two gated delta nets and an attention."""
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
     heads = {
@@ -38,7 +38,7 @@ def gated_delta_net() -> Any:
 
 
 def short_convolution() -> Any:
-    """Return an LFM2: two short convolutions and an attention."""
+    """An LFM2: two short convolutions and an attention."""
     from transformers import Lfm2Config, Lfm2ForCausalLM
 
     layers = ["conv", "full_attention", "conv"]
@@ -46,14 +46,14 @@ def short_convolution() -> Any:
 
 
 def mamba2() -> Any:
-    """Return a Bamba: two Mamba-2 layers and an attention."""
+    """A Bamba: two Mamba-2 layers and an attention."""
     from transformers import BambaConfig, BambaForCausalLM
 
     return _random(BambaForCausalLM, BambaConfig(**_SIZES, **_MAMBA, num_hidden_layers=3, attn_layer_indices=[1]))
 
 
 def mamba1() -> Any:
-    """Return a Jamba without experts: Mamba layers, which cannot continue a state, and attention."""
+    """A Jamba without experts: Mamba layers, which cannot continue a state, and attention."""
     from transformers import JambaConfig, JambaForCausalLM
 
     layers = {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1}
@@ -61,7 +61,7 @@ def mamba1() -> Any:
 
 
 def of_its_own() -> Any:
-    """Return a GPT-J, whose attention does not go through transformers' interface."""
+    """A GPT-J, whose attention bypasses transformers' interface."""
     from transformers import GPTJConfig, GPTJForCausalLM
 
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 512}

@@ -1,12 +1,12 @@
-"""Numeric tolerances, each with its cause, and distances that hold on any CPU.
+"""Numeric tolerances with their causes, and distances that hold on any CPU.
 
-The kernels of another instruction set, another number of threads, ranks or micro-batches, and another packing add the same float32
-numbers in another order. That is the only cause of a difference that these tolerances allow; what adds in the same order (a replay, a resume)
-is compared bit for bit. ``make portability`` runs the tests that use them under several instruction sets and thread counts.
+Other instruction sets, numbers of threads, ranks or micro-batches, and packings add the same float32 numbers in
+another order. Only this difference is tolerated; replay and resume add in the same order and are compared bit for
+bit. ``make portability`` runs these tests under several instruction sets and thread counts.
 
-Adam divides a gradient by its own size, so a gradient that cancels to rounding moves its weight by a whole learning rate in an arbitrary
-direction: two correct runs differ there by more than any tolerance for single weights. Whole tensors are therefore compared by norms (:func:`gap`,
-:func:`moved_apart`), and tests that choose their optimizer take one without that property (:func:`smooth_adam`).
+Adam divides a gradient by its own size, so a gradient that cancels to rounding moves its weight a whole learning rate
+in an arbitrary direction. Whole tensors are therefore compared by norms (:func:`gap`, :func:`moved_apart`), and tests
+that choose their optimizer use :func:`smooth_adam`.
 """
 
 import contextlib
@@ -17,17 +17,21 @@ from unittest import mock
 import torch
 
 ULPS = 1e-6
-"""A few float32 operations on numbers near 1: several units in the last place, which is 1.2e-7."""
+"""A few float32 operations near 1: several units in the last place (1.2e-7)."""
 FORWARD = 1e-4
-"""A float32 forward pass of a small model in another order. Logits of ``tests.support.tiny`` reach 60, where the last place is 4e-6, and a
-logprob is the difference of two of them; 4.2e-6 was the most between SSE4.1, AVX2 and AVX-512."""
+"""A reordered float32 forward pass of a small model. Logits of ``tests.support.tiny`` reach 60, with last place 4e-6,
+and a logprob is a difference of two; at most 4.2e-6 was observed between SSE4.1, AVX2 and AVX-512.
+"""
 GRADIENT = 3e-5
-"""Relative norm of the difference of two gradients in another order; 2e-6 is common."""
+"""Relative norm of the difference of reordered gradients; 2e-6 is common."""
 MOVEMENT = 1e-4
-"""With :func:`smooth_adam`, share of what training moved the weights; 2e-6 is common, a learning rate that is 1 % off makes 1e-2."""
+"""With :func:`smooth_adam`, relative to the movement of the weights; 2e-6 is common, a learning rate 1 % off gives
+1e-2.
+"""
 ADAM_MOVEMENT = 1e-2
-"""With Adam itself, share of what training moved a million weights; 1e-5 is common. So 100 of them may have a gradient that cancels to
-rounding, and move anywhere. A learning rate that is 1 % off makes as much, a step without one of its groups more than 0.1."""
+"""With Adam, relative to the movement of a million weights; 1e-5 is common, so 100 may have cancelling gradients and
+move anywhere. A learning rate 1 % off gives as much, a step without one of its groups more than 0.1.
+"""
 
 
 def gap(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> float:
@@ -40,7 +44,7 @@ def gap(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> floa
 def moved_apart(
     found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], start: Mapping[str, torch.Tensor]
 ) -> float:
-    """Return ‖found − expected‖ ÷ ‖expected − start‖: 0 for equal weights, about 1.4 for those of unrelated steps."""
+    """Return ‖found − expected‖ ÷ ‖expected − start‖: 0 for equal weights, about 1.4 for unrelated steps."""
     names = sorted(expected)
     assert sorted(found) == names, "the same tensors"
     return gap([found[n].double() - start[n] for n in names], [expected[n].double() - start[n] for n in names])
@@ -48,7 +52,7 @@ def moved_apart(
 
 @contextlib.contextmanager
 def smooth_adam(epsilon: float = 1e-4) -> Iterator[None]:
-    """Give engines an Adam whose ε is far above the rounding of a gradient: its steps are continuous in the gradient."""
+    """Use an Adam with ε far above a gradient's rounding, so that steps are continuous in the gradient."""
     from services.trainer.model import engine
     from services.trainer.model.optimizer import adamw as made
 

@@ -1,6 +1,5 @@
-"""What two ranks do, for ``tests/trainer/test_ranks.py``: started by the launcher, it plays each scene and writes what came of it.
-
-One start for all scenes, as torch and DeepSpeed take seconds to come up. Rank 0 writes.
+"""Scenes of two ranks for ``tests/trainer/test_ranks.py``, started once by the launcher because imports take seconds.
+Rank 0 writes the results.
 """
 
 import dataclasses
@@ -40,10 +39,9 @@ from tests.trainer.algorithm import test_update
 LORA = {"rank": 4}
 KL = {"coefficient": 0.1}
 LONGER = 3
-"""More tokens for one rank than for the other."""
 CHUNKED = {
     "logits_chunk_tokens": 2,
-    # even the smallest weights are in parts, as a large model's are
+    # partition even the smallest weights, like a large model's
     "deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}},
 }
 ALGORITHMS: dict[str, dict[str, Any]] = {
@@ -60,7 +58,6 @@ HYBRID: dict[str, Any] = {
     "trainer": {"deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}},
 }
 CAP = 24
-"""Tokens of a forward pass, so that a rank makes several."""
 
 
 def settings(zero_stage: int, ranks: int, folder: Path = Path("runs"), **tables: Any) -> Settings:
@@ -82,8 +79,6 @@ def settings(zero_stage: int, ranks: int, folder: Path = Path("runs"), **tables:
 
 
 class Rank:
-    """A learner on this rank, with the critic and the reference that its algorithm needs."""
-
     def __init__(self, of: Settings) -> None:
         torch.manual_seed(0)
         make = tiny_hybrids.HYBRIDS.get(of.policy.model, tiny.model)
@@ -110,7 +105,6 @@ class Rank:
 
     @property
     def plan(self) -> StepPlan | None:
-        """How the newest step was laid out, and what did not fit."""
         return self._learner.plan
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -118,13 +112,13 @@ class Rank:
 
 
 def two_steps(of: Settings, longer: int = 0) -> dict[str, Any]:
-    """What two steps measured, and the weights after them."""
+    """Measurements of two steps, and the weights after them."""
     rank = Rank(of)
     return {"measured": [rank.learn(1, longer), rank.learn(2, longer)], "weights": rank.weights()}
 
 
 def with_trials(of: Settings) -> dict[str, Any]:
-    """Two steps with a trial of each group between them, which two ranks run together."""
+    """Two steps with a trial of each group between them, run by both ranks."""
     rank = Rank(of)
     measured = [rank.learn(1)]
     for group in test_update.batch():
@@ -133,7 +127,7 @@ def with_trials(of: Settings) -> dict[str, Any]:
 
 
 def resumed(of: Settings, folder: Path) -> dict[str, Any]:
-    """A step after two, by the engine that made these and by one that comes back from its checkpoint."""
+    """A third step, by the original engine and by one resumed from its checkpoint."""
     before, after = Rank(of), Rank(of)
     before.learn(1)
     before.engine.save(folder)
@@ -143,7 +137,7 @@ def resumed(of: Settings, folder: Path) -> dict[str, Any]:
 
 
 def without_memory(of: Settings, most_tokens: int) -> dict[str, Any]:
-    """A step in which rank 1 finds no memory for more than so many tokens, and rank 0 always does; and its replay with memory."""
+    """A step in which rank 1 fails above ``most_tokens`` tokens, and rank 0 always; and its replay with memory."""
     rank, replayed, forward = Rank(of), Rank(of), Policy.forward
 
     def tight(self: Policy, found: Any) -> Any:
@@ -163,7 +157,7 @@ def _plain(plan: StepPlan | None) -> dict[str, Any]:
 
 
 def full_folder(of: Settings) -> dict[str, Any]:
-    """Three steps with a checkpoint each; rank 1 cannot write its part of the second."""
+    """Three steps with checkpoints; rank 1 cannot write its part of the second."""
     writes = dist.get_rank() == 0
     publication = Publication(of, "127.0.0.1", lambda: b"")
     artifacts = Rank0Artifacts(of, publication) if writes else Artifacts(of)

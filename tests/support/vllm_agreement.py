@@ -1,11 +1,9 @@
-"""Compare the trainer's logprobs with those of vLLM after updates, for tiny configurations of ``model_configurations``.
+"""Compare logprobs of trainer and vLLM after weight updates, for tiny configurations of ``model_configurations``.
 
-vLLM starts with a checkpoint of random weights. Every tensor of the trainer's policy then changes, as an update might change it, and is
-put into the living engine by the replica's own :class:`WeightSwapper`, twice. After each time vLLM samples completions, and the policy
-scores the same tokens in packed rows. ``python -m tests.support.vllm_agreement [names…]`` prints what it measured, one JSON line a model (the ones of the
-table, without names).
-
-Each model has a process of its own, a fork of one that has imported vLLM: see ``vllm_models``.
+vLLM starts with random weights. Every policy tensor then changes and is swapped in by the replica's
+:class:`WeightSwapper`, twice. After each, vLLM samples completions and the policy scores them in packed rows.
+``python -m tests.support.vllm_agreement [names…]`` prints one JSON line per model. Each model runs in a fork of a
+process that has imported vLLM (see ``vllm_models``).
 """
 
 import contextlib
@@ -41,43 +39,36 @@ from tests.support.tolerance import FORWARD
 
 CONTEXT_TOKENS = 256
 PROMPTS = (5, 2 * WINDOW, 150)
-"""Tokens of each prompt: the completions of the first pass the window of 24, the others begin beyond it."""
+"""Prompt tokens: completions of the first cross the window of 24, the others begin beyond it."""
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "cohere2+swa(short) hf_overrides": {"arguments": {"hf_overrides": {"sliding_window": WINDOW - 1}}},
     "falcon_h1 enable_prefix_caching=false": {"enable_prefix_caching": False},
     "granitemoehybrid enable_prefix_caching=false": {"enable_prefix_caching": False},
     "lfm2_moe enable_prefix_caching=false": {"enable_prefix_caching": False},
 }
-"""Settings of ``rollout.vllm``, by the configuration's name and what they are."""
+"""Settings of ``rollout.vllm``, by configuration name."""
 STALE = 0.1
-"""Nats: an engine that did not take an update is further away than this, by far."""
+"""Nats: an engine without the update differs by far more than this."""
 Completions: TypeAlias = tuple[list[PackedRow], torch.Tensor]
 SAMPLES, NEW_TOKENS, TEMPERATURE = 2, 32, 0.8
 
 
 @dataclasses.dataclass(slots=True)
 class Seen:
-    """What was seen of one model."""
-
     name: str
     reason: str = ""
-    """Why vLLM, or the trainer, does not serve it; "": it does."""
     path: str = ""
-    """By which way weights were swapped."""
     before: float = 0.0
-    """Nats: the largest gap of a token's logprobs, with the weights that vLLM started with."""
+    """Largest gap of a token's logprobs in nats, with the initial weights."""
     stale: float = 0.0
-    """The gap of an engine that still has the weights before the update."""
+    """Gap of an engine with the weights before the update."""
     after: list[float] = dataclasses.field(default_factory=list)
-    """The gap after each update."""
     cut: str = ""
-    """What the engine says to a version whose first query projection has twice the rows: loaders take the first ones."""
+    """Engine's message for a version whose first query projection has twice the rows; loaders take the first ones."""
     seconds: float = 0.0
-    """Of the processor, without the import of vLLM."""
 
 
 def save(name: str, folder: Path) -> None:
-    """Write configuration ``name`` with random weights, with heads as wide as vLLM's attention on the CPU wants them."""
     config = model_zoo.CONFIGURATIONS[name]()
     _widen(config.get_text_config())
     model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
@@ -86,8 +77,8 @@ def save(name: str, folder: Path) -> None:
 
 
 def _widen(config: Any) -> None:
-    """Give ``config`` heads of 32 instead of 16: fewer of them, where their width is not a field."""
-    values = config.to_dict()  # of some families an attribute is that of one layer, and not to be read here
+    """Use heads of 32 instead of 16; fewer of them if their width is not a field."""
+    values = config.to_dict()  # in some families an attribute is that of one layer, unusable here
     for field in ("head_dim", "global_head_dim", "swa_head_dim", "v_head_dim"):
         if values.get(field) == 16:
             setattr(config, field, 32)
@@ -98,7 +89,6 @@ def _widen(config: Any) -> None:
 
 
 def measure(name: str) -> dict[str, Any]:
-    """Return what is seen of configuration ``name``, as a dictionary."""
     began_s, seen = time.process_time(), Seen(name)
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -106,7 +96,7 @@ def measure(name: str) -> dict[str, Any]:
             _measure(Path(folder), seen)
         except (SettingsError, WeightsError) as error:
             seen.reason = str(error).replace(folder, "model")
-        except Exception as error:  # vLLM's, of whatever kind, in a step of the model
+        except Exception as error:  # any error of vLLM in a step of the model
             place = traceback.extract_tb(error.__traceback__)[-1]
             seen.reason = f"{error!r} at {Path(place.filename).name}:{place.lineno}".replace(folder, "model")
     seen.seconds = round(time.process_time() - began_s, 1)
@@ -119,7 +109,7 @@ def _measure(folder: Path, seen: Seen) -> None:
     )
     self_test.run(policy, "auto")
     with _started(folder, ARGUMENTS.get(seen.name, {})) as llm:
-        for module in policy.model.modules():  # vLLM's transformers backend compiles the very classes
+        for module in policy.model.modules():  # vLLM's transformers backend compiles these classes
             module.do_not_compile = True
         worker = llm.llm_engine.model_executor.driver_worker.worker
         model, served = worker.model_runner.get_model(), worker.vllm_config.model_config
@@ -140,7 +130,6 @@ def _measure(folder: Path, seen: Seen) -> None:
 
 @contextlib.contextmanager
 def _started(folder: Path, arguments: dict[str, Any]) -> Iterator[Any]:
-    """Start vLLM as a replica does, but in this process."""
     from vllm import LLM
 
     gathered = gather(
@@ -152,7 +141,7 @@ def _started(folder: Path, arguments: dict[str, Any]) -> Iterator[Any]:
         enforce_eager=True,
         **arguments,
     )
-    if torch.cuda.is_available():  # several models are measured side by side on one GPU
+    if torch.cuda.is_available():  # several models share one GPU
         gathered |= {"gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": 1 << 28}
     try:
         with serving(str(folder)):
@@ -163,7 +152,7 @@ def _started(folder: Path, arguments: dict[str, Any]) -> Iterator[Any]:
 
 
 def offer_wide(swapper: WeightSwapper, tensors: dict[str, torch.Tensor]) -> str:
-    """Return the refusal of ``tensors`` with a query projection of twice the rows; "" where it is taken, or none exists."""
+    """Return the refusal of ``tensors`` with doubled query projection; "" if accepted, or there is none."""
     name = next((name for name in tensors if name.endswith("q_proj.weight")), "")
     if not name:
         return ""
@@ -175,12 +164,10 @@ def offer_wide(swapper: WeightSwapper, tensors: dict[str, torch.Tensor]) -> str:
 
 
 def tensors_of(policy: Policy, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return what the trainer publishes of ``policy``, on the engine's device."""
     return {each.name: each.merged().to(device, copy=True) for each in published(policy.model)}
 
 
 def sampled(llm: Any, version: str) -> Completions:
-    """Return completions that vLLM samples now, and their logprobs (N) as a replica gives them to the trainer."""
     from vllm import SamplingParams
 
     random = np.random.default_rng(0)
@@ -197,7 +184,7 @@ def sampled(llm: Any, version: str) -> Completions:
 
 
 def gap(policy: Policy, completions: Completions) -> float:
-    """Return the largest gap, in nats, between the logprobs of ``completions`` and those of ``policy`` in packed rows."""
+    """Return the largest logprob gap (nats)."""
     rows, behavior = completions
     with torch.no_grad():
         logprobs = policy(micro_batch(rows)).policy_logprobs_N
@@ -220,7 +207,7 @@ def _sample(token_ids: Int32Array) -> Sample:
 
 
 def objection(found: dict[str, Any], table: Agreement) -> str:
-    """Return in which way what was seen of a model is not what ``table`` says; "" where it is."""
+    """Return how results differ from ``table``, or ""."""
     expected = table.unserved.get(found["name"], "")
     if expected or found["reason"]:
         fits = bool(expected) and expected in found["reason"]
@@ -234,10 +221,9 @@ def objection(found: dict[str, Any], table: Agreement) -> str:
 
 
 def main(names: Sequence[str]) -> int:
-    """Print what is seen of each of ``names``, one JSON line a model; return 1 where one is not as the table says."""
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     os.environ |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    # products are tiny: threads would only wait for one another
+    # products are tiny: threads would only wait
     os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
     import vllm.v1.engine.llm_engine  # noqa: F401

@@ -1,11 +1,11 @@
-"""Play with real vLLM models on the CPU, and print what was seen as one JSON line, by scene.
+"""Scenes with real vLLM models on the CPU; prints one JSON line of results.
 
     loaders          the loaders of three families, whole and as one rank of two
     tied, untied     an engine whose weights are swapped while it lives
     mixtral          another, of a mixture whose checkpoint holds each expert's matrices under names of their own
 
-vLLM keeps its parallel state in globals and its CPU layers repack their weights, hence a process for each scene: a fork of one
-that has imported vLLM, which takes longer than any scene. It must be told about before it is imported, hence the late imports.
+vLLM keeps parallel state in globals and its CPU layers repack weights, so each scene is a fork of a process that has
+imported vLLM. Environment variables must be set before that import, hence the late imports.
 """
 
 import json
@@ -55,7 +55,6 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def reference(seed: int, tied: bool, family: str = "qwen2") -> Any:
-    """Return a random model of transformers."""
     config, model = FAMILIES[family]
     torch.manual_seed(seed)
     return model(
@@ -81,12 +80,11 @@ def tensors_of(model: Any) -> dict[str, torch.Tensor]:
 
 
 def on_device(model: Any) -> dict[str, torch.Tensor]:
-    """Return :func:`tensors_of` where engines have theirs."""
     return {name: tensor.to(DEVICE) for name, tensor in tensors_of(model).items()}
 
 
 def bucketed(tensors: dict[str, torch.Tensor]) -> tuple[Layout, list[torch.Tensor]]:
-    """Return ``tensors`` in buckets of which a layer needs several."""
+    """Split ``tensors`` into buckets, several per layer."""
     layout = plan_layout(((name, "float32", tuple(tensor.shape)) for name, tensor in tensors.items()), 20_000)
     device = next(iter(tensors.values())).device
     buckets = [torch.zeros(size, dtype=torch.uint8, device=device) for size in layout.bucket_bytes]
@@ -97,7 +95,7 @@ def bucketed(tensors: dict[str, torch.Tensor]) -> tuple[Layout, list[torch.Tenso
 
 
 def through_one_buffer(buckets: list[torch.Tensor], stop_at: int = -1) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield each bucket in the same memory; raise instead of bucket ``stop_at``."""
+    """Yield each bucket in the same memory; raise at bucket ``stop_at``."""
     buffer = torch.empty(max(len(bucket) for bucket in buckets), dtype=torch.uint8, device=buckets[0].device)
     for number, bucket in enumerate(buckets):
         if number == stop_at:
@@ -111,7 +109,7 @@ def through_one_buffer(buckets: list[torch.Tensor], stop_at: int = -1) -> Iterat
 
 
 def loaders(folder: Path) -> dict[str, Any]:
-    """Swap models that were built but not loaded: their linear layers are as on a GPU, not packed."""
+    """Swap models that were built but not loaded: their linear layers are unpacked, as on a GPU."""
     seen: dict[str, Any] = {
         "mixture": mixture(folder)
     }  # first, as its groups are made for mixtures and serve the others too
@@ -125,7 +123,6 @@ def loaders(folder: Path) -> dict[str, Any]:
 
 
 def mixture(folder: Path) -> dict[str, Any]:
-    """Prepare a mixture of experts, which vLLM stores in the order of its kernels."""
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
 
@@ -141,7 +138,7 @@ def mixture(folder: Path) -> dict[str, Any]:
 
 
 def swapped_by_plan(path: str, policy: Any, rank: int, ranks: int) -> dict[str, Any]:
-    """Return the swapper's path, and whether swap and stream gave what the loader gives."""
+    """Return the swapper's path, and whether swap and stream agree with the loader."""
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
 
@@ -169,7 +166,6 @@ def swapped_by_plan(path: str, policy: Any, rank: int, ranks: int) -> dict[str, 
 
 
 def built(config: Any, value: float) -> Any:
-    """Return a vLLM model full of ``value``."""
     from vllm.model_executor.model_loader.utils import initialize_model
 
     config.compilation_config.static_forward_context.clear()
@@ -180,7 +176,6 @@ def built(config: Any, value: float) -> Any:
 
 
 def join_alone() -> None:
-    """Make vLLM's process groups, of this process alone."""
     from vllm.distributed import parallel_state
 
     with tempfile.TemporaryDirectory() as folder:
@@ -189,14 +184,13 @@ def join_alone() -> None:
 
 
 def as_rank(rank: int, ranks: int) -> None:
-    """Be rank ``rank`` of ``ranks`` to vLLM's layers, which ask for no more than these two numbers to be built."""
+    """Pose as rank ``rank`` of ``ranks``; vLLM's layers need no more than these numbers."""
     from vllm.distributed import parallel_state
 
     parallel_state._TP = SimpleNamespace(rank_in_group=rank, world_size=ranks)  # type: ignore[assignment, unused-ignore]
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two models hold equal parameters."""
     others = dict(other.named_parameters())
     return all(torch.equal(parameter, others[name]) for name, parameter in one.named_parameters())
 
@@ -205,7 +199,6 @@ def same(one: Any, other: Any) -> bool:
 
 
 def engine(folder: Path, tied: bool, family: str = "qwen2") -> dict[str, Any]:
-    """Swap the weights of a living engine; return gaps (nats) between its logprobs and those of transformers."""
     from vllm import LLM
 
     reference(0, tied, family).save_pretrained(folder)
@@ -237,7 +230,6 @@ def engine(folder: Path, tied: bool, family: str = "qwen2") -> dict[str, Any]:
 
 
 def refused(swapper: WeightSwapper, llm: Any, serving: Any) -> dict[str, Any]:
-    """Offer weights that do not fit."""
     errors = []
     for name, tensor in (("model.norm.weight", torch.ones(63)), ("model.nothing.weight", torch.ones(4))):
         try:
@@ -248,7 +240,7 @@ def refused(swapper: WeightSwapper, llm: Any, serving: Any) -> dict[str, Any]:
 
 
 def streamed(swapper: WeightSwapper, llm: Any, policy: Any, other: Any) -> dict[str, Any]:
-    """Stream a version, and then one whose source dies in the middle, and then the first again."""
+    """Stream a version, one whose source dies midway, and the first again."""
     layout, buckets = bucketed(on_device(policy))
     copied = swapper.stream(through_one_buffer(buckets), layout)
     seen: dict[str, Any] = {"stream_bytes": copied, "streamed": gap(llm, policy), "torn_before": swapper.torn}
@@ -262,7 +254,7 @@ def streamed(swapper: WeightSwapper, llm: Any, policy: Any, other: Any) -> dict[
 
 
 def gap(llm: Any, policy: Any) -> float:
-    """Return the largest gap, in nats, between the engine's logprobs of what it generates and those of ``policy``."""
+    """Return the largest logprob gap (nats)."""
     from vllm import SamplingParams
 
     prompt = list(range(2, 30))
@@ -276,7 +268,6 @@ def gap(llm: Any, policy: Any) -> float:
 
 
 def play(scene: str) -> dict[str, Any]:
-    """Return what was seen in a scene."""
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         if scene == "loaders":
             return loaders(Path(folder))
@@ -284,7 +275,6 @@ def play(scene: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Play the scenes that are named, or all, one after the other."""
     scenes = sys.argv[1:] or ("loaders", "tied", "untied", "mixtral")
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # needs a compiler, and a path without spaces

@@ -1,4 +1,4 @@
-"""Versions of the weights for tests: in memory behind a real source, or in a file, and what hands them to an engine."""
+"""Versions of weights for tests: in memory behind a real source, or in a file."""
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,7 +23,6 @@ Named = Iterable[tuple[str, torch.Tensor]]
 
 
 def secret() -> bytes:
-    """Return what the processes of a test share."""
     return SECRET
 
 
@@ -32,25 +31,21 @@ def record(version: int, digest: str, location: str = "", source: str = "") -> P
 
 
 def write(folder: Path, tensors: Named, version: int) -> PolicyRecord:
-    """Write a version as a file."""
     written = write_snapshot(folder, PolicyVersion(version), version, tensors, torch.float32)
     return record(version, written.digest, str(written.location))
 
 
 async def stage(engine: Engine, tensors: Named, version: int) -> None:
-    """Let an engine receive a version."""
     with tempfile.TemporaryDirectory() as folder:
         await engine.stage(file_offer(write(Path(folder), tensors, version), 10.0))
 
 
 async def load(engine: Engine, tensors: Named, version: int) -> SwapReport:
-    """Let an engine serve a version."""
     await stage(engine, tensors, version)
     return await engine.swap(PolicyVersion(version))
 
 
 def fill(tensors: Mapping[str, torch.Tensor], version: int, bucket_bytes: int = 1 << 20) -> FlatSnapshot:
-    """Return a version in memory."""
     shapes = ((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors.items())
     snapshot = FlatSnapshot(plan_layout(shapes, bucket_bytes), CPU)
     snapshot.fill(list(tensors.items()), PolicyVersion(version), version)
@@ -59,7 +54,7 @@ def fill(tensors: Mapping[str, torch.Tensor], version: int, bucket_bytes: int = 
 
 @contextmanager
 def serving(snapshot: FlatSnapshot | None = None, folder: Path | None = None) -> Iterator[WeightSource]:
-    """A real source on this machine."""
+    """A real local source."""
     source = WeightSource("127.0.0.1", 0, secret, deadline_s=10.0, file_folder=folder)
     if snapshot is not None:
         source.offer(snapshot)
@@ -70,13 +65,12 @@ def serving(snapshot: FlatSnapshot | None = None, folder: Path | None = None) ->
 
 
 def offered(source: WeightSource, snapshot: FlatSnapshot) -> PolicyRecord:
-    """Offer a version and return its record."""
     source.offer(snapshot)
     assert snapshot.header is not None
     return record(snapshot.header.version, snapshot.header.digest, source=source.address)
 
 
 def receiving() -> Callable[[Offer], None]:
-    """Return what really receives an offer, for an engine without weights."""
+    """Return a real receiver of offers, for an engine without weights."""
     receiver = Receiver(1, 1, CPU)
     return lambda offer: receiver.receive(offer, FlatSnapshot(offer.layout, CPU))

@@ -1,6 +1,6 @@
-"""A trainer and a replica for tests of weights by pull, each in a process of its own that a test may stop or kill.
+"""A trainer and a replica for tests of weight pulls, in processes that a test may stop or kill.
 
-A test calls methods of :class:`Trainer` and :class:`Replica` through :class:`Player`; ``later`` starts a call and ``result`` waits for it.
+Tests call methods of :class:`Trainer` and :class:`Replica` through :class:`Player`.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ Tensors = list[tuple[str, torch.Tensor]]
 
 
 def policy(seed: int, scale: int = 1) -> Tensors:
-    """Return tensors of several types and shapes, the first one larger than a bucket of ``layout``."""
+    """Return tensors of several types and shapes, the first larger than a bucket of ``layout``."""
     random = torch.Generator().manual_seed(seed)
     return [
         ("embed", torch.randn(251 * scale, 67, generator=random, dtype=torch.bfloat16)),
@@ -70,7 +70,6 @@ def record_of(header: Header) -> PolicyRecord:
 
 
 def fingerprint(tensors: Any) -> str:
-    """Return one text for names, types, shapes and bits."""
     found = hashlib.sha256()
     for name, tensor in tensors:
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -79,20 +78,16 @@ def fingerprint(tensors: Any) -> str:
 
 
 def place(device: torch.device) -> DeviceLocation:
-    """Return the place of a process on one device."""
     if device.type != "cuda":
         return DeviceLocation()
     return DeviceLocation("cuda", (plain_uuid(torch.cuda.get_device_properties(device).uuid),), boot_id())
 
 
 def counts() -> tuple[int, int]:
-    """Return how many pulls this process served, and how many failed."""
     return int(session.PULLS_SERVED._value.get()), int(session.PULL_FAILURES._value.get())
 
 
 class Trainer:
-    """A source, and the snapshot that it serves."""
-
     def __init__(self, deadline_s: float, folder: str | None = None, device: str = "cpu") -> None:
         self.device = torch.device(device)
         self.source = WeightSource(
@@ -105,7 +100,6 @@ class Trainer:
         return self.source.address
 
     def publish(self, version: int, seed: int, scale: int = 1) -> PolicyRecord:
-        """Serve ``policy(seed)`` as a version, whole."""
         tensors = policy(seed, scale)
         layout = layout_of(tensors)
         if self.snapshot is None or self.snapshot.layout != layout:
@@ -125,13 +119,11 @@ class Trainer:
         return record
 
     def mark(self, first: int, end: int | None = None) -> None:
-        """Let buckets arrive, up to ``end`` or the last."""
         assert self.snapshot is not None
         for bucket in range(first, len(self.snapshot.buckets) if end is None else end):
             self.snapshot.mark(bucket)
 
     def record(self) -> PolicyRecord:
-        """Return the record of what is served or was served last."""
         assert self._record is not None
         return self._record
 
@@ -144,7 +136,7 @@ class Trainer:
         self.snapshot.void("the test says so")
 
     def withdraw(self, wait_s: float) -> float:
-        """Return how long it took."""
+        """Return the seconds that it took."""
         before_s = time.monotonic()
         self.source.withdraw(wait_s)
         return time.monotonic() - before_s
@@ -157,7 +149,7 @@ class Trainer:
         return counts()
 
     def open_own_group(self) -> None:
-        """Open the process group that a trainer has for its ranks."""
+        """Open the process group of a trainer's ranks."""
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
 
     def sum_in_own_group(self, value: float) -> float:
@@ -195,7 +187,6 @@ class Replica:
         return self.source.address
 
     def pull(self, source: str, record: PolicyRecord) -> str:
-        """Pull a version as a replica does; return the fingerprint of its tensors."""
         return self._loop.run_until_complete(self._pull(source, record))
 
     async def _pull(self, source: str, record: PolicyRecord) -> str:
@@ -213,7 +204,6 @@ class Replica:
         return fingerprint(self.shadow.tensors().items())
 
     def receive(self, offer: dict[str, Any]) -> str:
-        """Receive what somebody else asked for."""
         self._stage(Offer.unpack(offer))
         assert self.shadow is not None
         return fingerprint(self.shadow.tensors().items())
@@ -225,15 +215,13 @@ class Replica:
         self.receiver.receive(offer, self.shadow)
 
     def reasons(self) -> list[str]:
-        """Return what sources said of pulls that they ended."""
         return self._reasons.texts
 
     def arrived(self) -> int:
-        """Return how many buckets of the shadow are there."""
         return 0 if self.shadow is None else sum(self.shadow._marked)
 
     def has_default_group(self) -> bool:
-        """Whether anything opened torch's global process group in this process."""
+        """Whether torch's global process group is open in this process."""
         return dist.is_initialized()
 
     def fingerprint(self) -> str:
@@ -241,7 +229,6 @@ class Replica:
         return fingerprint(self.shadow.tensors().items())
 
     def holds(self) -> int | None:
-        """Return the version of the shadow, if it holds one."""
         return None if self.shadow is None or self.shadow.header is None else self.shadow.header.version
 
     def counts(self) -> tuple[int, int]:
@@ -256,7 +243,7 @@ class Replica:
     def close(self) -> None:
         self.source.close()
         self.receiver.close()
-        if not self._loop.is_running():  # a pull that a test broke off
+        if not self._loop.is_running():  # a pull aborted by a test
             self._loop.run_until_complete(self._leave())
             self._loop.close()
 
@@ -302,17 +289,14 @@ class Player:
         self._answers: dict[int, tuple[Any, str | None]] = {}
 
     def call(self, method: str, *given: Any) -> Any:
-        """Return what the method returns; its WeightsError is raised here."""
         return self.result(self.later(method, *given))
 
     def later(self, method: str, *given: Any) -> int:
-        """Start a call."""
         self._number += 1
         self._connection.send((self._number, method, given))
         return self._number
 
     def result(self, number: int, timeout_s: float = CALL_S) -> Any:
-        """Wait for a call that was started."""
         ends_at_s = time.monotonic() + timeout_s
         while number not in self._answers:
             assert self._connection.poll(max(0.0, ends_at_s - time.monotonic())), "no answer"
@@ -324,7 +308,6 @@ class Player:
         return value
 
     def until(self, method: str, condition: Callable[[Any], bool], timeout_s: float = CALL_S) -> None:
-        """Call until the answer fulfils a condition."""
         ends_at_s = time.monotonic() + timeout_s
         while not condition(self.call(method)):
             assert time.monotonic() < ends_at_s, f"{method} never answered as expected"
@@ -345,7 +328,7 @@ Start = Callable[..., Player]
 
 
 def players(usual_deadline_s: float) -> Iterator[Start]:
-    """Yield what starts players; all of them end with the generator."""
+    """Yield a function that starts players; all end with the generator."""
     started: list[Player] = []
 
     def start(kind: type, deadline_s: float = usual_deadline_s, **arguments: Any) -> Player:

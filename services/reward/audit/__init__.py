@@ -1,1 +1,1 @@
-"""Audit of rewards: recorded groups scored again by stricter variants of their scorers."""
+"""Audit of rewards with stricter scorers."""

@@ -1,13 +1,13 @@
-"""Audit of rewards that were paid: stricter variants of a run's scorers judge a sample of its rewarded completions again.
+"""Re-score a sample of a run's rewarded completions with stricter scorers.
 
 ::
 
-    recorded groups ──▶ those with a reward of at least `above` ──▶ a sample, by seed ──▶ checks ──▶ disagreements
-                                                                                   ├── strict variants of answer, format, code
-                                                                                   └── signs in the texts alone
+    recorded groups ──▶ reward at least `above` ──▶ a sample, by seed ──▶ checks ──▶ disagreements
+                                                                       ├── stricter answer, format, code scorers
+                                                                       └── signs in the texts
 
-A disagreement is no proof: it is a completion to read. Programs run in the executor and nowhere else. Reward models, judges and the user's
-own functions are not asked again; what judges read is searched for words that address them.
+A disagreement is a completion to read, not a proof. Programs run only in the executor. Reward models, judges and user
+functions are not re-run; judged texts are searched for prompt injection.
 """
 
 import dataclasses
@@ -38,7 +38,6 @@ class Completion:
     text: str
     reward: float
     values: dict[str, float]
-    """By scorer; without those that gave none."""
     tokens: int
     finish: FinishReason
 
@@ -57,7 +56,7 @@ class AuditedGroup:
 
     @property
     def right(self) -> str:
-        """What identifies the right answer: the reference, or the problem where there is none."""
+        """Key of the right answer: the reference or the problem."""
         return texts.normal(self.answer) if self.answer else self.problem
 
 
@@ -77,38 +76,34 @@ class Disagreement:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AuditReport:
-    """What an audit did and what it doubts."""
+    """Summary of an audit."""
 
     above: float
     groups: int
     completions: int
     checked: dict[str, int]
-    """Completions that each check looked at."""
     unavailable: dict[str, int]
-    """Completions that a check could not judge."""
+    """By check."""
     disagreements: tuple[Disagreement, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Variant:
-    """A stricter scorer and whose values it is compared with."""
-
     check: str
     of: str
     scorer: Scorer
     suites: str = ""
-    """How the tests change: shuffled, or mutated, which nothing should pass."""
+    """"shuffled" or "mutated" tests."""
     tests_field: str = ""
     boxes_only: bool = False
-    """Only completions with a box are judged."""
 
 
 def choose(
     groups: Sequence[AuditedGroup], above: float | None, count: int, seed: int
 ) -> tuple[list[AuditedGroup], float]:
-    """Return up to ``count`` groups with a rewarded completion, by seed, and the reward from which a completion counts.
+    """Return up to ``count`` groups rewarded with at least ``above``, by seed, and this threshold.
 
-    Without ``above`` that is half of the largest reward.
+    Without ``above`` it is half of the largest reward.
     """
     largest = max((each.reward for group in groups for each in group.completions), default=0.0)
     least = above if above is not None else max(largest / 2, _ENOUGH)
@@ -120,15 +115,13 @@ def choose(
 async def audit(
     groups: Sequence[AuditedGroup], settings: Settings, *, above: float | None, count: int, seed: int, executor: str
 ) -> AuditReport:
-    """Judge a sample of the rewarded completions of ``groups`` again.
+    """Re-score a sample of the rewarded completions of ``groups``.
 
     Args:
-        groups: as recorded.
-        settings: of the run.
-        above: reward from which a completion is looked at; None: half of the largest.
-        count: number of groups to look at.
+        above: reward threshold; None: half of the largest.
+        count: number of groups.
         seed: of the sample and of the order of tests.
-        executor: its address; "" where no scorer runs code.
+        executor: its address; "" if no scorer runs code.
 
     Raises:
         SettingsError: a scorer cannot work here.
@@ -157,16 +150,13 @@ def needs_executor(settings: Settings) -> bool:
 
 
 def not_rescored(settings: Settings) -> list[str]:
-    """Return the names of the scorers that an audit does not ask again."""
+    """Return the names of scorers that are not re-run."""
     known = (AnswerScorer, FormatScorer, CodeScorer)
     return [scorer.name for scorer in settings.reward.scorers if not isinstance(scorer, known)]
 
 
 def _rewarded(group: AuditedGroup, least: float) -> Iterator[tuple[int, Completion]]:
     return ((place, each) for place, each in enumerate(group.completions) if each.reward >= least)
-
-
-# ---------------------------------------------------------------- stricter scorers
 
 
 def _variants(settings: Settings, executor: str) -> list[_Variant]:
@@ -191,7 +181,6 @@ def _answer_variants(scorer: AnswerScorer, field: str) -> list[_Variant]:
 
 
 def _strict_format(scorer: FormatScorer) -> FormatScorer:
-    """Return the scorer with its tags required, once and with nothing outside, and with an end."""
     tags = tuple(tag.rstrip("?+*") for tag in scorer.tags)
     return scorer.model_copy(update={"tags": tags, "nothing_outside": bool(tags), "needs_stop": True})
 
@@ -207,7 +196,6 @@ def _code_variants(scorer: CodeScorer, executor: str) -> list[_Variant]:
 async def _rescore(
     variant: _Variant, group: AuditedGroup, least: float, seed: int, checked: Counter[str], lost: Counter[str]
 ) -> list[Disagreement]:
-    """Return what a stricter scorer doubts in one group."""
     places = [
         place
         for place, each in _rewarded(group, least)
@@ -246,7 +234,6 @@ def _tests(variant: _Variant, group: AuditedGroup, seed: int) -> Json:
 
 
 def _again(group: AuditedGroup, places: Sequence[int], variant: _Variant, column: Json) -> RolloutGroup:
-    """Return the completions at ``places`` as a group to score."""
     extra = {**group.extra, variant.tests_field: column} if variant.suites else group.extra
     sampling = Sampling(len(places), 1, 1.0)
     prompt = Prompt(
@@ -267,9 +254,6 @@ def _sample(completion: Completion) -> Sample:
     )
 
 
-# ---------------------------------------------------------------- signs in the texts
-
-
 def _signs(
     chosen: Sequence[AuditedGroup],
     groups: Sequence[AuditedGroup],
@@ -277,7 +261,6 @@ def _signs(
     least: float,
     checked: Counter[str],
 ) -> Iterator[Disagreement]:
-    """Yield what the texts of rewarded completions give away."""
     rewarded = [(each, group) for group in groups for _, each in _rewarded(group, least)]
     lengths = [each.tokens for each, _ in rewarded]
     repeated = texts.repeated((each.text, group.right) for each, group in rewarded)
@@ -308,7 +291,6 @@ def _repeats(answers: int) -> str:
 def _weak_suites(
     group: AuditedGroup, settings: Settings, least: float, checked: Counter[str]
 ) -> Iterator[Disagreement]:
-    """Yield a doubt where a constant passes the tests of a rewarded group."""
     for scorer in settings.reward.scorers:
         if isinstance(scorer, CodeScorer) and scorer.tests_field in group.extra:
             checked["a constant passes"] += 1

@@ -1,7 +1,4 @@
-"""Variants of a problem's tests for an audit: in another order, with other expected values, and whether a constant passes them.
-
-They are made of the dataset's column (:mod:`services.reward.scorers.code.suite` names its shapes) and hold data of the dataset only.
-"""
+"""Variants of a problem's tests for an audit, from its dataset column (:mod:`services.reward.scorers.code.suite`)."""
 
 import ast
 import json
@@ -13,7 +10,7 @@ _OTHER = 9173
 
 
 def read(column: Json) -> Json:
-    """Return the column as data: JSON in a text is parsed, and asserts, one a line, become a list."""
+    """Parse a column that is JSON text or asserts, one per line."""
     if not isinstance(column, str):
         return column
     try:
@@ -37,7 +34,7 @@ def shuffled(column: Json, generator: random.Random) -> Json:
 
 
 def mutated(column: Json) -> Json:
-    """Return the tests with expected values that are wrong, which no honest program passes; an empty list where there are none.
+    """Return tests that expect wrong values; an empty list if impossible.
 
     >>> mutated(["assert f(2) == [1, 4]", "assert f(3) != 5"])
     ['assert f(2) == [2, 5]']
@@ -56,7 +53,7 @@ def mutated(column: Json) -> Json:
 
 
 def constant(column: Json) -> bool:
-    """Whether all tests expect the same, so that a program that ignores its input passes."""
+    """Whether all tests expect the same, so that a constant passes."""
     if isinstance(column, dict) and _are_columns(column):
         expected = column["outputs"]
         return isinstance(expected, list) and len({json.dumps(each, sort_keys=True) for each in expected}) == 1
@@ -83,7 +80,6 @@ def _statements(text: str) -> list[ast.stmt]:
 
 
 def _expected(statement: ast.stmt) -> str:
-    """Return what an assert compares with, as text; "" where it compares with nothing."""
     if isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Compare) and _is_equality(statement.test):
         return ast.dump(statement.test.comparators[0])
     return ""
@@ -94,7 +90,6 @@ def _is_equality(test: ast.Compare) -> bool:
 
 
 def _mutate(statement: ast.stmt) -> ast.stmt | None:
-    """Return the assert with other constants on its right side; None where it has none, or is no equality."""
     if not (isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Compare)):
         return None
     if not _is_equality(statement.test):
@@ -108,8 +103,6 @@ def _mutate(statement: ast.stmt) -> ast.stmt | None:
 
 
 class _Constants(ast.NodeTransformer):
-    """Changes every constant."""
-
     def __init__(self) -> None:
         self.changed = False
 
@@ -132,7 +125,6 @@ def _other_constant(value: str | float | None) -> str | float:
 
 
 def _other_text(text: str) -> str:
-    """Return other text that stays a number where it was one, so that it can still be read."""
     return (
         text[:-1] + str((int(text[-1]) + 1) % 10) if text[-1:].isascii() and text[-1:].isdigit() else f"{text}{_OTHER}"
     )

@@ -1,4 +1,4 @@
-"""Signs of a reward hack that can be seen in completions alone. Pure functions, linear in the length of the texts."""
+"""Signs of reward hacking in completions. Pure functions, linear in the length of the texts."""
 
 import re
 import statistics
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from services.reward.scorers.answer.extraction import boxed
 
 LONGEST = 100_000
-"""Of a longer text only the end is looked at, in characters."""
+"""In characters, from the end."""
 _SHORT_SHARE, _SHORT_FROM_TOKENS = 0.05, 40
 _REPETITIVE_FROM, _REPETITIVE_RATIO = 600, 0.06
 _COPIED_FROM = 6
@@ -21,11 +21,10 @@ _INJECTIONS = re.compile(
 
 
 def repeated(rewarded: Iterable[tuple[str, str]], least_groups: int = 2) -> dict[str, int]:
-    """Return the texts that earned a reward for problems with different answers, and for how many of these.
+    """Return texts that were rewarded for different answers, with their number.
 
     Args:
-        rewarded: (completion, what identifies the right answer of its problem).
-        least_groups: number of different answers from which a text is returned.
+        rewarded: (completion, key of the right answer).
     """
     answers: defaultdict[str, set[str]] = defaultdict(set)
     for text, right in rewarded:
@@ -34,12 +33,12 @@ def repeated(rewarded: Iterable[tuple[str, str]], least_groups: int = 2) -> dict
 
 
 def normal(text: str) -> str:
-    """Return the text without differences of white space."""
+    """Normalise white space."""
     return " ".join(text[-LONGEST:].split())
 
 
 def short(tokens: int, rewarded_tokens: Sequence[int]) -> str:
-    """Return why a rewarded completion of ``tokens`` is suspiciously short among the rewarded ones; "" where it is not."""
+    """Return why a rewarded completion is suspiciously short, or ""."""
     median = statistics.median(rewarded_tokens) if rewarded_tokens else 0
     if median < _SHORT_FROM_TOKENS or tokens > _SHORT_SHARE * median:
         return ""
@@ -47,7 +46,7 @@ def short(tokens: int, rewarded_tokens: Sequence[int]) -> str:
 
 
 def repetitive(text: str) -> str:
-    """Return why a text repeats itself suspiciously; "" where it does not."""
+    """Return why a text is suspiciously repetitive, or ""."""
     data = text[-LONGEST:].encode("utf-8", "replace")
     if len(data) < _REPETITIVE_FROM:
         return ""
@@ -56,7 +55,7 @@ def repetitive(text: str) -> str:
 
 
 def several_boxes(text: str) -> str:
-    """Return why a completion answers more than once; "" where it does not."""
+    """Return why a completion answers more than once, or ""."""
     answers: list[str] = []
     rest = text[-LONGEST:]
     while len(answers) < 64 and (start := rest.rfind("\\boxed{")) >= 0:
@@ -68,7 +67,7 @@ def several_boxes(text: str) -> str:
 
 
 def copied(text: str, question: str, reference: str) -> str:
-    """Return why the answer in the last box is only a part of the question; "" where it is not."""
+    """Return why the last box only repeats the question, or ""."""
     answer = normal(boxed(text[-LONGEST:]) or "")
     if len(answer) < _COPIED_FROM or answer == normal(reference) or answer not in normal(question):
         return ""
@@ -76,6 +75,6 @@ def copied(text: str, question: str, reference: str) -> str:
 
 
 def injection(text: str) -> str:
-    """Return which words of a completion address a judge; "" where there are none."""
+    """Return the words that address a judge, or ""."""
     mark = _INJECTIONS.search(text[-LONGEST:])
     return f"addresses a judge: {mark[0]!r}" if mark else ""

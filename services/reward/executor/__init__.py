@@ -1,1 +1,1 @@
-"""The code executor: runs programs that a model wrote, isolated, and says what became of them. See docs/sandbox.md."""
+"""The code executor: runs a model's programs in isolation. See docs/sandbox.md."""

@@ -1,4 +1,4 @@
-"""``python -m services.reward.executor``: run the code executor, from a settings file or from flags alone.
+"""Run the code executor, configured by a settings file or by flags.
 
 ::
 
@@ -20,11 +20,7 @@ from shared.settings import Settings, load
 
 
 def parse(arguments: Sequence[str]) -> Settings:
-    """Return the settings of a command line.
-
-    Raises:
-        SettingsError: they are wrong.
-    """
+    """Return the settings of a command line. Raises SettingsError."""
     parser = argparse.ArgumentParser(
         prog="python -m services.reward.executor",
         description="Run model-written programs, isolated. Any setting can be given as a flag: --reward.executor.slots 4",
@@ -35,7 +31,7 @@ def parse(arguments: Sequence[str]) -> Settings:
 
 
 def main() -> int:
-    """Return the exit code: 0 stopped in order, 2 wrong settings or no isolation on this host."""
+    """Return the exit code: 0 after an orderly stop, 2 for wrong settings or no isolation."""
     try:
         settings = parse(sys.argv[1:])
         log.set_up(settings.telemetry.log_level, "executor")

@@ -1,13 +1,11 @@
-"""Ask an executor to run programs: one connection, many programs at once.
+"""Client of an executor: one connection, many concurrent programs.
 
 ::
 
     run(job) ──▶ a place of ``in_flight`` ──▶ the connection ──▶ its answer
                                                   ├── cannot be reached, or lost     TemporaryError; the next job tries again, not
                                                   │                                  before a wait that doubles up to 5 s
-                                                  └── the asker was cancelled        the program is killed
-
-An executor that went away says nothing about a program: whoever asked tries again.
+                                                  └── the caller was cancelled       the program is killed
 """
 
 import asyncio
@@ -33,8 +31,8 @@ class ExecutorClient:
 
     Args:
         address: ``unix:/path`` or ``host:port``.
-        secret: what both must know; empty: nothing.
-        in_flight: so many programs are with the executor at a time; further ones wait here.
+        secret: empty for none.
+        in_flight: maximum concurrent programs; others wait here.
     """
 
     def __init__(self, address: str, in_flight: int = 64, secret: bytes = b"") -> None:
@@ -50,11 +48,7 @@ class ExecutorClient:
         self._not_before_s = 0.0
 
     async def run(self, job: Job) -> Execution:
-        """Return what became of ``job``.
-
-        Raises:
-            TemporaryError: the executor cannot be reached, or went away.
-        """
+        """Run ``job``. Raises TemporaryError if the executor is unavailable."""
         async with self._places:
             writer = await self._connected()
             number = next(self._numbers)
@@ -74,10 +68,10 @@ class ExecutorClient:
                 self._waiting.pop(number, None)
 
     async def close(self) -> None:
-        """Close the connection; what still runs is killed."""
+        """Close the connection, which kills running programs."""
         if self._reading is not None:
             self._reading.cancel()
-            await asyncio.gather(self._reading, return_exceptions=True)  # it may not even have begun
+            await asyncio.gather(self._reading, return_exceptions=True)  # it may not have started
         await self._drop(_CLOSED)
 
     async def _connected(self) -> asyncio.StreamWriter:
@@ -100,7 +94,6 @@ class ExecutorClient:
         return writer
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Give each answer to who waits for it, until the connection ends."""
         reason: Exception = _CLOSED
         try:
             while True:
@@ -145,9 +138,5 @@ class ExecutorClient:
 
 
 def read_executor_secret(settings: ExecutorSettings) -> bytes:
-    """Return what the executor and its clients must know; empty: nothing.
-
-    Raises:
-        SettingsError: the file cannot be used.
-    """
+    """Return the secret, or empty. Raises SettingsError if the file cannot be used."""
     return b"" if settings.secret_file is None else read_secret(settings.secret_file, "reward.executor.secret_file")

@@ -1,7 +1,7 @@
-"""Give each program a core: of its own while there are as many cores as slots, else one that few others have.
+"""Pin each program to a least used core, so that neighbours' threads cost it no time.
 
-A program on a core of its own loses no time to its neighbours' threads. The cores are asked for anew each time, because a container's
-may change, and the choice is random, because other executors on the host choose as well.
+The core set is re-read, because a container's may change. Ties break at random, because other executors share the
+host.
 """
 
 import collections
@@ -23,7 +23,7 @@ class Cores:
 
     @contextlib.contextmanager
     def take(self) -> Iterator[int]:
-        """Give the block the number of a core on which the fewest programs run."""
+        """Yield a core that runs the fewest programs."""
         cores = sorted(os.sched_getaffinity(0))
         fewest = min(self._programs[core] for core in cores)
         core = random.choice([core for core in cores if self._programs[core] == fewest])
@@ -35,16 +35,16 @@ class Cores:
 
 
 def count() -> int:
-    """Return how many programs can run at a time: the cores of this process, or fewer where its control groups have a quota."""
+    """Return the number of usable cores, considering cgroup quotas."""
     cores = len(os.sched_getaffinity(0))
     return max(1, math.floor(min(cores, quota(_CGROUPS, Path("/proc/self/cgroup")))))
 
 
 def quota(root: Path, membership: Path) -> float:
-    """Return the cores' worth of time of a process's control group and of those above it; infinite without a quota.
+    """Return the CPU quota in cores of a process's cgroup and its ancestors; infinite without one.
 
     Args:
-        root: where the control groups (version 2) are mounted.
+        root: mount point of cgroups version 2.
         membership: the process's ``/proc/PID/cgroup``.
     """
     with contextlib.suppress(OSError):

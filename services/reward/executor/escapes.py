@@ -1,8 +1,7 @@
-"""Programs that try to get out, run at the start to find out what holds on this host, and again and again as a check.
+"""Programs that attempt to escape, run at the start and periodically.
 
-Each makes real attempts on real targets: a file that everybody may read, a port that listens, the supervisor itself. It prints what
-it got. It is contained when it printed nothing, or was killed by the kernel. A program that does something harmless comes first, for a
-sandbox in which nothing runs contains everything.
+Each attacks real targets and prints what it obtained. It is contained if it printed nothing or the kernel killed it. A
+harmless program must run first, because a sandbox that runs nothing contains everything.
 """
 
 import contextlib
@@ -74,20 +73,20 @@ _LIMITS = Limits(wall_s=10.0, cpu_s=5.0, memory_bytes=256 << 20)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EscapeTargets:
-    """What the escapes go for."""
+    """Targets of the escapes."""
 
     secret: Path
     port: int
 
     def job(self, name: str, profile: str) -> Job:
-        """Return the program that makes the attempts of ``name``."""
+        """Return the program of escape ``name``."""
         prelude = _PRELUDE.format(pid=os.getpid(), secret=str(self.secret), port=self.port)
         return Job(prelude + _ESCAPES[name], profile, limits=_LIMITS)
 
 
 @contextlib.contextmanager
 def targets() -> Iterator[EscapeTargets]:
-    """Give the block a file that everybody may read and a port that listens."""
+    """Yield a world-readable file and a listening port."""
     with tempfile.TemporaryDirectory(prefix="penstock-executor-") as folder, socket.socket() as listener:
         Path(folder).chmod(0o755)
         secret = Path(folder) / "secret"
@@ -104,14 +103,14 @@ def harmless(profile: str) -> Job:
 
 
 def works(execution: Execution) -> str:
-    """Return why the harmless program did not run as it should; empty when it did."""
+    """Return why the harmless program failed, or ""."""
     if execution.outcome is Outcome.FINISHED and execution.stdout == "42\n":
         return ""
     return f"a harmless program ended as {execution.outcome}: {execution.detail or repr(execution.stdout[:80])}"
 
 
 def escaped(execution: Execution) -> str:
-    """Return what an escape got; empty when it was contained."""
+    """Return what an escape obtained, or "" if contained."""
     if execution.outcome is Outcome.FORBIDDEN or (execution.outcome is Outcome.FINISHED and not execution.stdout):
         return ""
     return execution.stdout.strip().replace("\n", ", ")[:200] or f"{execution.outcome}: {execution.detail}"

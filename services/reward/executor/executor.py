@@ -1,16 +1,15 @@
-"""Run jobs: a slot, a warm interpreter, the pipes, the deadline, and the verdict.
+"""Run jobs: slots, warm interpreters, pipes, deadlines and verdicts.
 
 ::
 
-    run(job) ──▶ a slot ──▶ sealed memory files: the program, its input ──▶ zygote ──▶ child
-                              pipes: output, report ◀───────────────────────────────────┘
-                                ├── more than it may write     killed: output_limit
-                                ├── its time is over           killed: timeout
-                                └── gone                       verdict.judge(wait status, …)
+    run(job) ──▶ a slot ──▶ sealed memory files: program, input ──▶ zygote ──▶ child
+                              pipes: output, report ◀───────────────────────────┘
+                                ├── output limit exceeded     killed: output_limit
+                                ├── deadline                  killed: timeout
+                                └── ended                     verdict.judge(wait status, …)
 
-A program's time is wall time without that in which it could have run and other processes had its core: at the deadline the zygote
-is asked how much that was. A zygote that died or does not react is replaced, and what it ran is ``sandbox_error``. Nothing here knows sockets or what the answer is
-for.
+Programs are charged wall time minus runnable time while others had their core. A dead or hanging zygote is replaced;
+its programs end as ``sandbox_error``.
 """
 
 import asyncio
@@ -43,40 +42,33 @@ SECONDS = Histogram(
 WAITING = Gauge("penstock_executor_queue_programs", "Programs that wait for a slot.")
 IN_PROGRESS = Gauge("penstock_executor_programs_in_progress", "Programs that run now.")
 _REACTS_WITHIN_S = 10.0
-"""A zygote says that a child is gone within so long of its being killed, or is replaced."""
+"""Deadline for a zygote to report the end of a killed child."""
 _READ_BYTES = 1 << 16
 LONGEST = 10
-"""A program is killed after so many times ``wall_s`` however long it waited for its core."""
+"""Limit as a multiple of ``wall_s``, including waits for the core."""
 _ASK_AGAIN_S = 0.01
-"""Least time between two questions how much of its time a program has had."""
 _REPORT_EXTRA_BYTES = 4096
-"""What a report holds besides its values."""
 
 
 class Executor:
-    """Runs programs in one tier.
+    """Run programs in one tier.
 
     Args:
-        isolation: the tier.
-        profiles: interpreters that are kept warm.
-        slots: programs that run at a time.
-        recycle_after: programs of one warm interpreter.
+        profiles: interpreters kept warm.
+        slots: concurrent programs.
+        recycle_after: programs per warm interpreter.
     """
 
     def __init__(self, isolation: Isolation, profiles: tuple[str, ...], slots: int, recycle_after: int) -> None:
         self.tier = isolation.tier
         self._zygotes = {profile: Zygotes(isolation, profile, recycle_after) for profile in profiles}
         for outcome, profile in itertools.product(Outcome, profiles):
-            EXECUTIONS.labels(outcome.value, profile)  # a line that is there at 0 shows the first increase
+            EXECUTIONS.labels(outcome.value, profile)  # create the series at 0
         self._slots = asyncio.Semaphore(slots)
         self._cores = Cores()
 
     async def start(self) -> None:
-        """Warm every interpreter.
-
-        Raises:
-            ZygoteLost: one cannot be started.
-        """
+        """Warm every interpreter. Raises ZygoteLost."""
         for zygotes in self._zygotes.values():
             await zygotes.take()
 
@@ -86,7 +78,7 @@ class Executor:
             await zygotes.close()
 
     async def run(self, job: Job) -> Execution:
-        """Return what became of ``job``; whoever is cancelled here has its program killed."""
+        """Run ``job``; cancellation kills its program."""
         if job.profile not in self._zygotes:
             known = ", ".join(self._zygotes)
             return self._failed(
@@ -123,8 +115,6 @@ class Executor:
 
 
 class _Run:
-    """One program from its start to its end."""
-
     def __init__(self, zygote: ZygoteProcess, job: Job, core: int) -> None:
         self._zygote = zygote
         self._job = job
@@ -147,11 +137,7 @@ class _Run:
                 raise
 
     async def result(self, tier: str) -> Execution:
-        """Return what became of it.
-
-        Raises:
-            ZygoteLost: the zygote died, or does not react.
-        """
+        """Return its execution. Raises ZygoteLost."""
         ended = await self._until_gone()
         await asyncio.gather(self._output.closed, self._report.closed)
         report = read_report(bytes(self._report.data), len(self._job.calls))
@@ -169,7 +155,7 @@ class _Run:
         )
 
     async def end(self) -> bool:
-        """Kill the program if it still runs; return False when the zygote does not say that it is gone."""
+        """Kill the program if it runs; return False if its end is not confirmed."""
         try:
             self._zygote.kill(self._number)
             done, _ = await asyncio.wait([self._ended], timeout=_REACTS_WITHIN_S)
@@ -193,11 +179,6 @@ class _Run:
         return self._ended.result()
 
     async def _charged_s(self) -> float:
-        """Return how much of its time the program has had.
-
-        Raises:
-            ZygoteLost: the zygote does not say.
-        """
         charged_s = None
         if not self._ended.done():
             charged_s = await self._zygote.charged_s(self._number, self._ended, _REACTS_WITHIN_S)
@@ -219,8 +200,6 @@ def _stuck() -> ZygoteLost:
 
 
 class _Pipe:
-    """What a program writes, up to a limit; ``data`` holds no more than that."""
-
     def __init__(self, limit: int, over: Callable[[], None]) -> None:
         self._reader, self.writer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._reader, False)
@@ -229,15 +208,13 @@ class _Pipe:
         self._loop = asyncio.get_running_loop()
         self.data = bytearray()
         self.closed: asyncio.Future[None] = self._loop.create_future()
-        """Done when every writer is gone, or too much was written."""
+        """Done when all writers are gone or the limit is exceeded."""
         self._loop.add_reader(self._reader, self._read)
 
     def close_writer(self) -> None:
-        """Close our copy of the writing end."""
         os.close(self.writer)
 
     def close(self) -> None:
-        """Read no more."""
         if self._reader >= 0:
             self._loop.remove_reader(self._reader)
             os.close(self._reader)
@@ -261,7 +238,6 @@ class _Pipe:
 
 @contextlib.contextmanager
 def _sealed(data: bytes) -> Iterator[int]:
-    """Give the block a file in memory that nobody can write."""
     descriptor = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         left = memoryview(data)

@@ -1,5 +1,4 @@
-"""How a warm interpreter is started in each tier: what it sees, as whom it runs, and the command. Starts nothing itself but
-the interpreter once, to ask where its library is."""
+"""Start warm interpreters in each tier. Only runs the interpreter to locate its library."""
 
 import dataclasses
 import json
@@ -23,9 +22,9 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MALLOC_ARENA_MAX": "1",
 }
-"""All of a warm interpreter's environment. With one arena a thread does not reserve 64 MiB of its program's address space."""
+"""The whole environment. One malloc arena saves 64 MiB of address space per thread."""
 THREADS = 32
-"""Threads of one program besides its main thread. In tier landlock the kernel counts the threads of all programs together."""
+"""Per program, besides the main thread. In tier landlock the kernel counts all programs together."""
 _SYSTEM = (
     *("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo"),
     *("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives"),
@@ -44,7 +43,7 @@ print(json.dumps({
 }))
 """
 _PACKAGES = ("site-packages", "dist-packages")
-"""Folders of installed packages. Programs see none of them, but numpy's in its profile."""
+"""Hidden from programs, except numpy in its profile."""
 _MAY_READ = """
 import json, os, sys
 user = int(sys.argv[1])
@@ -53,7 +52,7 @@ os.setresgid(user, user, user)
 os.setresuid(user, user, user)
 print(json.dumps([path for path in sys.argv[2:] if not os.access(path, os.R_OK)]))
 """
-"""Imports nothing after the change of user: the library may be out of its reach."""
+"""Imports nothing after the change of user, when the library may be unreadable."""
 _START = "import sys; sys.path.insert(0, {0!r}); from inside.zygote import main; main()"
 _ASK_WITHIN_S = 30.0
 _CAP_SYS_ADMIN = 1 << 21
@@ -66,20 +65,15 @@ class Interpreter:
     program: str
     library: tuple[str, ...]
     numpy: str
-    """Folder of the package; empty: it has none."""
 
     @classmethod
     def find(cls, program: str) -> "Interpreter":
-        """Ask ``program`` (empty: this Python) where it is.
-
-        Raises:
-            SettingsError: it does not answer.
-        """
+        """Query ``program`` (empty: this Python). Raises SettingsError."""
         fields = _ask([program or sys.executable, "-I", "-c", _QUESTION])
         return cls(fields["program"], tuple(fields["library"]), fields["numpy"])
 
     def readable(self, profile: str) -> tuple[str, ...]:
-        """Return the files and folders that programs of ``profile`` may read, but for what :meth:`hidden` returns beneath them."""
+        """Return what programs of ``profile`` may read, except for :meth:`hidden`."""
         paths = {path for path in (*_SYSTEM, *self.library, self.program) if Path(path).exists()}
         paths = {path for path in paths if not _is_below(path, paths)}
         if profile == "numpy" and self.numpy:
@@ -93,17 +87,13 @@ class Interpreter:
         return tuple(sorted(_packages_below(self.readable(profile))))
 
     def unreadable(self, user_id: int) -> tuple[str, ...]:
-        """Return what of :meth:`readable`, in any profile, ``user_id`` cannot read. Only root may ask.
-
-        Raises:
-            SettingsError: the interpreter does not answer.
-        """
+        """Return the parts of :meth:`readable` that ``user_id`` cannot read. Requires root. Raises SettingsError."""
         paths = self.readable("numpy" if self.numpy else "stdlib")
         command = [self.program, "-I", "-S", "-c", _MAY_READ, str(user_id), *paths]
         return tuple(_ask(command))
 
     def folders(self, profile: str) -> list[str]:
-        """Return what is added to ``sys.path``; programs can list it, and import of it what ``readable`` names."""
+        """Return additions to ``sys.path``; imports are limited to ``readable``."""
         return [str(Path(self.numpy).parent)] if profile == "numpy" else []
 
 
@@ -112,19 +102,17 @@ class Isolation:
     """One tier on this host."""
 
     tier: str
-    """``namespace``, ``landlock`` or ``unsafe``."""
     interpreter: Interpreter
     user_id: int
-    """Whom the warm interpreter becomes; 0: whoever started it."""
     threads: int
     mount_proc: Sequence[str] = ("--proc", "/proc")
-    """How bubblewrap gives the warm interpreter its /proc; programs never see it."""
+    """bubblewrap's arguments for /proc; programs never see it."""
     unreadable: tuple[str, ...] = ()
-    """Parts of the interpreter that ``user_id`` cannot read where they are; the warm interpreter mounts them for it."""
+    """Files that ``user_id`` cannot read in place."""
     environment: Mapping[str, str] = dataclasses.field(default_factory=lambda: ENVIRONMENT)
 
     def command(self, profile: str, control: int) -> list[str]:
-        """Return what starts a warm interpreter whose control socket is descriptor ``control``."""
+        """Return the command of a warm interpreter with control socket ``control``."""
         readable = self.interpreter.readable(profile)
         package = "/penstock" if self.tier == "namespace" else str(INSIDE.parent)
         settings = {
@@ -157,8 +145,8 @@ class Isolation:
         command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if self.user_id else ["--unshare-user"]
         readable, hidden = self.interpreter.readable(profile), self.interpreter.hidden(profile)
         for folder in sorted({str(parent) for path in readable for parent in Path(path).parents} - {"/"}):
-            command += ["--dir", folder]  # bubblewrap's own are for root alone
-        for path in sorted([*readable, *hidden]):  # what is beneath a folder comes after it
+            command += ["--dir", folder]  # bubblewrap's own are for root only
+        for path in sorted([*readable, *hidden]):  # sorted: a folder precedes its contents
             if path in hidden:
                 command += ["--tmpfs", path]
             elif Path(path).is_symlink() and Path(path).is_dir():
@@ -171,13 +159,10 @@ class Isolation:
 
 
 def candidates(tier: str, interpreter: Interpreter, user_id: int, slots: int) -> list[Isolation]:
-    """Return the ways to build ``tier`` here, best first.
-
-    Args:
-        user_id: whom programs run as where this process is root.
+    """Return the ways to build ``tier`` here, best first; ``user_id`` is for programs if this process is root.
 
     Raises:
-        SettingsError: a program that it needs is missing.
+        SettingsError: a required program is missing.
     """
     switch = user_id if os.geteuid() == 0 and _has_capabilities() else 0
     if tier == "unsafe":
@@ -188,16 +173,14 @@ def candidates(tier: str, interpreter: Interpreter, user_id: int, slots: int) ->
         return [Isolation(tier, interpreter, switch, threads, unreadable=unreadable)]
     if shutil.which("bwrap") is None:
         raise SettingsError("bwrap not found: install bubblewrap")
-    ways = (("--proc", "/proc"), ("--dev-bind", "/proc", "/proc"))  # the second where a container covers parts of /proc
+    ways = (
+        ("--proc", "/proc"),
+        ("--dev-bind", "/proc", "/proc"),
+    )  # the second for containers that cover parts of /proc
     return [Isolation(tier, interpreter, switch, THREADS + 1, way) for way in ways]
 
 
 def _ask(command: Sequence[str]) -> Any:
-    """Return what a Python prints, as JSON.
-
-    Raises:
-        SettingsError: it does not answer.
-    """
     try:
         answer = subprocess.run(command, env={}, capture_output=True, check=True, timeout=_ASK_WITHIN_S)
         return json.loads(answer.stdout)
@@ -212,14 +195,14 @@ def _is_below(path: str, folders: Iterable[str]) -> bool:
 
 
 def _packages_below(folders: Iterable[str]) -> set[str]:
-    """Return the folders of installed packages in a Python's library (``lib/python3.11``) or in a folder that holds libraries."""
+    """Return package folders in a Python's library (``lib/python3.11``) or in its parent."""
     patterns = [f"{depth}{name}" for name in _PACKAGES for depth in ("", "*/", "*/*/")]
     real = (Path(folder) for folder in folders if not Path(folder).is_symlink())
     return {str(path) for folder in real for pattern in patterns for path in folder.glob(pattern) if path.is_dir()}
 
 
 def _has_capabilities() -> bool:
-    """Whether this root is one (in a container it may be root in name only)."""
+    """Whether root has capabilities; in a container it may not."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     effective = next(line.split()[1] for line in status.splitlines() if line.startswith("CapEff:"))
     return bool(int(effective, 16) & _CAP_SYS_ADMIN)

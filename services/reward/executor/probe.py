@@ -1,4 +1,4 @@
-"""Choose the tier: the strongest in which a harmless program runs and no escape gets anything. Never another one quietly.
+"""Choose the strongest tier in which a harmless program runs and every escape fails. There is no silent fallback.
 
 ::
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 _ORDER = ("namespace", "landlock")
 _OLDEST_LANDLOCK = 3
 _USER_ID = 65_534
-"""The user that programs run as when root starts the executor: nobody."""
+"""User (nobody) of programs if root starts the executor."""
 _NO_LANDLOCK = (
     "this kernel does not offer Landlock, which both tiers need: run Linux 6.2 or newer with `landlock` in its lsm= list, and in a container "
     "with a seccomp profile that allows landlock_*. "
@@ -33,11 +33,7 @@ _ADVICE = "docs/sandbox.md says what each tier needs (reward.executor.isolation)
 async def start(
     settings: ExecutorSettings, profiles: tuple[str, ...], targets: escapes.EscapeTargets, recycle_after: int
 ) -> Executor:
-    """Return an executor in the strongest tier that holds, started.
-
-    Raises:
-        SettingsError: none does; the message lists every attempt.
-    """
+    """Return a started executor in the strongest tier that holds. Raises SettingsError if none does."""
     interpreter = Interpreter.find(settings.interpreter)
     if "numpy" in profiles and not interpreter.numpy:
         raise SettingsError(
@@ -62,7 +58,7 @@ async def start(
 
 
 def slots(settings: ExecutorSettings) -> int:
-    """Return how many programs run at a time: no more than there are cores, so that each has one of its own."""
+    """Return the number of concurrent programs, at most one per core."""
     return min(settings.slots or cores.count(), cores.count())
 
 
@@ -76,7 +72,6 @@ def _advice() -> str:
 async def _failures(
     executor: Executor, way: Isolation, profiles: tuple[str, ...], targets: escapes.EscapeTargets
 ) -> str:
-    """Start the executor and try to get out; return what failed, empty when it holds."""
     try:
         await executor.start()
     except (ZygoteLost, OSError) as error:

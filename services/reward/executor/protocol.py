@@ -1,4 +1,4 @@
-"""What the executor is asked and what it answers. Pure: no I/O, no clock.
+"""The executor's protocol. Pure: no I/O, no clock.
 
 ::
 
@@ -7,12 +7,9 @@
                                                                ◀──  {id, outcome, stdout, values, detail, …}    in any order
       {verb: cancel, id}                                         ──▶                                            no answer
 
-Nothing here is a score. The expected output of a program never comes here: who asks compares, on plain data.
-
-Arguments and values travel as JSON text inside the MessagePack frame, because JSON's integers have no width. A value stays text
-until it is compared, as the program decides how large it is. Of a call it is plain JSON: a tuple, deque, range or iterator comes out
-as a list, a subclass as what it is a subclass of, and a key of a dict that is a number, a bool or ``None`` as JSON writes it
-(``{1: "a"}`` as ``{"1": "a"}``). Of an expression it is tagged (``inside/plain_data.py``). Anything else fails where it is made, inside.
+It carries no expected output: the client compares. Arguments and values are JSON text inside MessagePack, because JSON
+integers are unbounded. A call's value is plain JSON: sequences and iterators become lists, subclasses their base,
+keys text. An expression's value is tagged (``inside/plain_data.py``). Other values fail inside.
 """
 
 import dataclasses
@@ -28,90 +25,86 @@ from shared.peers.frames import Frame
 
 MIB = 1 << 20
 MAX_OUTPUT_BYTES = 10 * MIB
-"""Largest ``Limits.output_bytes``: output and values, each byte of which may become three in UTF-8, fit into one frame."""
+"""Output and values, tripled by UTF-8, fit into one frame."""
 
 
 class Outcome(StrEnum):
-    """What happened to one execution."""
+    """Outcome of one execution."""
 
     FINISHED = "finished"
-    """It exited by itself with status 0, all of its calls returned."""
+    """Exited with status 0 after all calls returned."""
     RUNTIME_ERROR = "runtime_error"
-    """An exception that nobody caught, a syntax error, an exit status but 0, its own signal, a value that is not plain."""
+    """Uncaught exception, syntax error, non-zero exit status, its own signal, or a value that is not plain."""
     TIMEOUT = "timeout"
-    """Its wall or CPU deadline."""
     MEMORY = "memory"
     OUTPUT_LIMIT = "output_limit"
     FORBIDDEN = "forbidden"
-    """The kernel killed it at a system call that no honest program makes. A call that is refused and survived is not this."""
+    """Killed by the kernel at a deadly system call."""
     SANDBOX_ERROR = "sandbox_error"
-    """Our fault or the host's. Never a score."""
+    """A fault of the executor or host; never a score."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
-    """What one execution may take."""
+    """Limits of one execution."""
 
     wall_s: float = 5.0
     cpu_s: float = 5.0
-    """Rounded up to whole seconds: the kernel counts in them."""
+    """Rounded up to whole seconds."""
     memory_bytes: int = 512 * MIB
     """Address space beyond that of the warm interpreter."""
     output_bytes: int = MIB
-    """Of standard output, and again of its values."""
+    """Of standard output, and again of values."""
     file_bytes: int = 16 * MIB
-    """All that it may write to its own /tmp, where the tier gives it one."""
+    """Total size of files in its own /tmp."""
     files: int = 64
-    """How many files and folders it may make there."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a function that the program defines; ``Solution().f`` by its dotted name ``Solution.f``."""
+    """One call of the program's function; ``Solution.f`` means ``Solution().f``."""
 
     function: str
     arguments: tuple[Json, ...] = ()
     keywords: Mapping[str, Json] = dataclasses.field(default_factory=dict)
     expression: str = ""
-    """Python source that is evaluated instead, among the program's names. The program must define ``function`` unless it is empty."""
+    """Python source to evaluate instead; the program must define ``function`` unless it is empty."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """One execution: a program with its input, or calls in one fresh interpreter after the program ran as a module."""
+    """One execution: a program with input, or calls in a fresh interpreter after the program ran as a module."""
 
     code: str
     profile: str = "stdlib"
-    """``stdlib`` or ``numpy``."""
     stdin: str | None = ""
     calls: tuple[Call, ...] = ()
-    """Evaluated in order, to the first that fails; then ``__name__`` is not ``__main__``."""
+    """Evaluated in order up to the first failure; ``__name__`` is then not ``__main__``."""
     limits: Limits = Limits()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Execution:
-    """What became of a job."""
+    """Result of a job."""
 
     outcome: Outcome
     stdout: str
     """UTF-8 with replacement characters, at most ``limits.output_bytes``."""
     values: tuple[str, ...]
-    """JSON text for each of its calls in order, up to the first that did not return plain data. The program may have written it itself."""
+    """JSON text per call, up to the first without plain data. The program can forge it."""
     detail: str
-    """One line for people. The program can write what it likes here: show it, never read it."""
+    """One line for people, which the program can forge."""
     exit_status: int | None
-    """As the supervisor saw it; negative: the signal. None: it never ran."""
+    """As the supervisor saw it; negative: signal; None: it never ran."""
     wall_s: float
     cpu_s: float
     peak_bytes: int
-    """Most resident memory, the warm interpreter's pages included."""
+    """Peak resident memory, including the warm interpreter's pages."""
     tier: str
-    """``namespace``, ``landlock`` or ``unsafe``."""
 
 
 def job_frame(number: int, job: Job) -> Frame:
-    """Return the frame that asks for ``job`` under ``number``."""
+    """Return the frame that requests ``job`` under ``number``."""
     return {
         "verb": "run",
         "id": number,
@@ -124,16 +117,11 @@ def job_frame(number: int, job: Job) -> Frame:
 
 
 def _text(text: str) -> str:
-    """Return what UTF-8 can say of it: a model may write half a surrogate pair."""
     return text.encode(errors="replace").decode()
 
 
 def read_job(frame: Frame) -> Job:
-    """Return the job of a frame.
-
-    Raises:
-        PeerError: it holds none.
-    """
+    """Return the job of a frame. Raises PeerError."""
     try:
         calls = tuple(_read_call(call) for call in json.loads(frame["calls"]))
         job = Job(frame["code"], frame["profile"], frame["stdin"], calls, Limits(**frame["limits"]))
@@ -161,11 +149,7 @@ def execution_frame(number: int, execution: Execution) -> Frame:
 
 
 def read_execution(frame: Frame) -> Execution:
-    """Return the execution of a frame; fields that a newer executor adds are ignored.
-
-    Raises:
-        PeerError: it holds none.
-    """
+    """Return the execution of a frame, ignoring fields of newer executors. Raises PeerError."""
     try:
         fields = {field.name: frame[field.name] for field in dataclasses.fields(Execution)}
         fields |= {"outcome": Outcome(fields["outcome"]), "values": tuple(map(str, fields["values"]))}

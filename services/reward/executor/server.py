@@ -1,7 +1,6 @@
-"""Answer clients over a socket: frames in, executions out, in whatever order programs end.
+"""Serve clients over a socket: frames in, executions out, in order of completion.
 
-A connection is a session: when it closes, what it asked for is killed. So is what its peer cancels. A peer that sends
-what is no job is none of ours, and its connection is closed. Where there is a secret, a peer proves first that it knows it.
+Closing a connection kills its programs. A malformed job closes the connection. With a secret, peers authenticate first.
 """
 
 import asyncio
@@ -21,19 +20,20 @@ from shared.peers.handshake import Newcomers, admit_async
 log = logging.getLogger(__name__)
 
 _STRANGERS = 64
-"""Connections that have not proved yet that they know the secret; one more drops the oldest."""
+"""Maximum unauthenticated connections; one more drops the oldest."""
 _PROVE_WITHIN_S = 10.0
 
 
 @contextlib.asynccontextmanager
 async def serve(executor: Executor, address: str, max_waiting: int, secret: bytes = b"") -> AsyncIterator[str]:
-    """Serve at ``address`` (``unix:/path`` or ``host:port``, port 0: any) while the body runs; give it the real one.
+    """Serve at ``address`` (``unix:/path`` or ``host:port``, port 0: any) while the body runs; yield the actual
+    address.
 
     Args:
-        secret: what clients must know; empty: nothing, which a Unix socket and loopback may do.
+        secret: may be empty for Unix sockets and loopback.
 
     Raises:
-        SettingsError: the address is taken, or others reach it and there is no secret.
+        SettingsError: the address is taken, or is public without a secret.
     """
     if not secret and not _is_local(address):
         raise SettingsError(
@@ -54,7 +54,7 @@ async def serve(executor: Executor, address: str, max_waiting: int, secret: byte
                     await admit_async(reader, writer, secret)
             strangers.leave(task)
             await _Session(executor, reader, writer, max_waiting).run()
-        except asyncio.CancelledError:  # the server closes; asyncio's streams call a cancelled connection an error
+        except asyncio.CancelledError:  # the server closes; asyncio's streams report a cancelled connection as an error
             log.debug("a connection was ended")
         except (PeerError, OSError, TimeoutError) as error:
             log.warning(
@@ -80,7 +80,7 @@ async def _listen(accept: "asyncio.streams._ClientConnectedCallback", address: s
     try:
         if address.startswith("unix:"):
             _remove_socket(address)
-            mask = os.umask(0o177)  # for this user alone
+            mask = os.umask(0o177)  # for this user only
             try:
                 return await asyncio.start_unix_server(accept, address.removeprefix("unix:")), address
             finally:
@@ -95,7 +95,6 @@ async def _listen(accept: "asyncio.streams._ClientConnectedCallback", address: s
 
 
 def _is_local(address: str) -> bool:
-    """Whether only this machine reaches ``address``."""
     host = address.rpartition(":")[0].strip("[]")
     try:
         return address.startswith("unix:") or ipaddress.ip_address(host).is_loopback
@@ -109,8 +108,6 @@ def _remove_socket(address: str) -> None:
 
 
 class _Session:
-    """One connection."""
-
     def __init__(
         self, executor: Executor, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, max_waiting: int
     ) -> None:

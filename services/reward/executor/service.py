@@ -1,7 +1,6 @@
-"""The executor as a process: choose a tier, serve, check again and again that it still holds, stop in order.
+"""The executor process: choose a tier, serve, re-check isolation, stop in order.
 
-It has no connection to the bus and wants nothing in its environment. ``/readyz`` names the tier, and says no while the newest
-check failed.
+No connection to the bus. ``/readyz`` reports the tier, and fails after a failed check.
 """
 
 import asyncio
@@ -31,15 +30,15 @@ INFO = Gauge("penstock_executor_info", "1 for the tier in which programs run.", 
 CONTAINED = Gauge(
     "penstock_executor_contained", "1 while the newest check could not get out, else 0; NaN before the first."
 )
-CONTAINED.set(math.nan)  # a start is no escape
+CONTAINED.set(math.nan)  # not yet checked
 DEFAULT_ADDRESS = "127.0.0.1:0"
 _MAX_WAITING = 1024
-"""Programs of one connection that wait or run; further ones stay in its socket. A reward replica sends 64 at a time."""
+"""Maximum programs of one connection, waiting or running. A reward replica sends 64."""
 
 
 @dataclasses.dataclass(slots=True)
 class ExecutorHealth:
-    """What /readyz says."""
+    """Content of /readyz."""
 
     tier: str = ""
     address: str = ""
@@ -55,7 +54,7 @@ async def run(settings: Settings) -> None:
     """Run until SIGTERM or SIGINT.
 
     Raises:
-        SettingsError: no tier holds on this host, or an address is taken.
+        SettingsError: no tier holds, or an address is taken.
     """
     stop, health = asyncio.Event(), ExecutorHealth()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -88,7 +87,6 @@ async def _check(
     health: ExecutorHealth,
     stop: asyncio.Event,
 ) -> None:
-    """Try one escape after the other until told to stop; the start has tried them all."""
     health.ready, health.reason = True, ""
     CONTAINED.set(1)
     for name, profile in itertools.cycle(itertools.product(escapes.NAMES, profiles)):

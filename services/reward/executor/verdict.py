@@ -1,5 +1,8 @@
-"""From a wait status to an outcome. Pure. A program decides its exit status and what it reports; neither is believed beyond what
-it can cost: the outcomes that a program could feign are all worth nothing, and ``sandbox_error`` it cannot feign."""
+"""Map a wait status to an outcome.
+
+Programs control their exit status and report, but every outcome that they can forge is worth nothing, and
+``sandbox_error`` cannot be forged.
+"""
 
 import dataclasses
 import math
@@ -9,14 +12,15 @@ from services.reward.executor.inside.runner import OUT_OF_MEMORY
 from services.reward.executor.protocol import Limits, Outcome
 
 _SPENT = 0.5
-"""Share of its CPU limit after which a kill that was not ours is the limit's: the kernel counts by ticks, rusage exactly, and on a
-busy host they differ by a fifth."""
+"""A kill that was not ours counts as the CPU limit's above this share: the kernel counts ticks, rusage is exact, and on
+a busy host they differ by a fifth.
+"""
 _DETAIL_BYTES = 1000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ended:
-    """What the supervisor knows of a process that is gone."""
+    """What the supervisor knows of a terminated process."""
 
     status: int
     """Exit status; negative: the signal."""
@@ -27,19 +31,17 @@ class Ended:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProgramReport:
-    """What came through the report pipe: ``started`` is ours, the rest is the program's word."""
+    """Content of the report pipe; only ``started`` is trustworthy."""
 
     started: bool
     values: tuple[str, ...]
-    """JSON text, not read here."""
     error: str
 
 
 def read_report(data: bytes, calls: int) -> ProgramReport:
-    """Return the report; reading ends at the first line that is none, and one value after the last of ``calls``.
+    """Parse a report up to the first invalid line, and one value beyond ``calls``.
 
-    Values are not parsed, and no more lines are taken than can matter: a program must not be able to cost the supervisor, which
-    serves all of them, more than it costs itself.
+    Values stay unparsed and lines are limited, so that a program cannot burden the supervisor.
     """
     first, *rest = data.split(b"\n", calls + 2)
     started = first == b"ready"
@@ -62,8 +64,8 @@ def judge(
     """Return the outcome and one line for people.
 
     Args:
-        calls: how many calls were asked for.
-        killed: why the supervisor killed it, where it did.
+        calls: number of requested calls.
+        killed: why the supervisor killed it, if it did.
     """
     if not report.started:
         return Outcome.SANDBOX_ERROR, report.error or f"the program could not be started: {_how(ended.status)}"

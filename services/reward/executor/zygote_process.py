@@ -1,4 +1,4 @@
-"""One warm interpreter as its supervisor sees it: started, asked to run jobs, replaced when worn or dead."""
+"""Supervisor side of a warm interpreter: start it, send it jobs, replace it if worn or dead."""
 
 import asyncio
 import contextlib
@@ -30,11 +30,11 @@ _LAST_WORDS_BYTES = 2000
 
 
 class ZygoteLost(TemporaryError):
-    """The warm interpreter died or does not answer; the program was not at fault, and runs no more."""
+    """The warm interpreter died or hangs, through no fault of the program, which no longer runs."""
 
 
 class ZygoteProcess:
-    """One process. Make it with :meth:`start`."""
+    """One process, created by :meth:`start`."""
 
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket) -> None:
         self._process = process
@@ -44,15 +44,14 @@ class ZygoteProcess:
         self._asked: dict[int, asyncio.Future[float]] = {}
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.jobs = 0
-        """How many it was given."""
         self.lost = False
 
     @classmethod
     async def start(cls, isolation: Isolation, profile: str) -> "ZygoteProcess":
-        """Start one and wait until it is warm.
+        """Start a zygote and wait until it is warm.
 
         Raises:
-            ZygoteLost: it died, or was not ready within ``START_WITHIN_S``; with its last words.
+            ZygoteLost: it died or was late; with its last output.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -89,11 +88,10 @@ class ZygoteProcess:
     def put(
         self, bounds: Mapping[str, int], core: int, descriptors: Sequence[int]
     ) -> tuple[int, asyncio.Future[Ended]]:
-        """Give it a job; return its number and what becomes of it.
+        """Send a job; return its number and the future of its end.
 
         Args:
             bounds: fields of ``confinement.Bounds``.
-            core: the one to run on.
             descriptors: payload, standard input, standard output, report.
 
         Raises:
@@ -112,13 +110,13 @@ class ZygoteProcess:
         return number, ended
 
     def kill(self, number: int) -> None:
-        """Kill what runs under ``number``; nothing where it is gone."""
+        """Kill job ``number``, if it still runs."""
         if number in self._waiting:
             with contextlib.suppress(OSError):
                 self._control.send(json.dumps({"kill": number}).encode())
 
     async def charged_s(self, number: int, ended: asyncio.Future[Ended], within_s: float) -> float | None:
-        """Return how much of its time job ``number`` has had, without that in which other processes had its core.
+        """Return a job's charged time, without waits for its core.
 
         None: it ended meanwhile, or there is no answer ``within_s``.
         """
@@ -132,7 +130,7 @@ class ZygoteProcess:
             del self._asked[number]
 
     async def close(self) -> None:
-        """Kill it with all that it runs, and wait for its end."""
+        """Kill it with its children, and wait for its end."""
         self._lose("was closed")
         self._process.kill()
         await asyncio.to_thread(self._process.wait)
@@ -140,7 +138,6 @@ class ZygoteProcess:
         self._process.stderr.close()
 
     def _hear(self) -> None:
-        """Read one message of the zygote."""
         try:
             packet = self._control.recv(_PACKET_BYTES)
         except BlockingIOError:
@@ -192,14 +189,14 @@ class ZygoteProcess:
 def _fail(future: asyncio.Future[Any], error: ZygoteLost) -> None:
     if not future.done():
         future.set_exception(error)
-        future.exception()  # whoever waits is told, but nobody need wait
+        future.exception()  # mark as retrieved, although there may be no waiter
 
 
 @dataclasses.dataclass(slots=True)
 class Zygotes:
-    """The warm interpreter of one profile, whichever it is now.
+    """The current warm interpreter of one profile.
 
-    A worn one is replaced while it still runs what it was given; a dead one when the next job needs it.
+    A worn one is replaced while it finishes its jobs; a dead one when the next job needs it.
     """
 
     isolation: Isolation
@@ -211,14 +208,10 @@ class Zygotes:
 
     def __post_init__(self) -> None:
         for reason in ("worn", "died", "stuck"):
-            RESTARTS.labels(self.profile, reason)  # a line that is there at 0 shows the first increase
+            RESTARTS.labels(self.profile, reason)  # create the series at 0
 
     async def take(self) -> ZygoteProcess:
-        """Return the one that runs the next job.
-
-        Raises:
-            ZygoteLost: none can be started.
-        """
+        """Return the zygote for the next job. Raises ZygoteLost."""
         async with self._starting:
             await self._sweep()
             current = self._current
@@ -231,7 +224,7 @@ class Zygotes:
             return self._current
 
     async def discard(self, zygote: ZygoteProcess) -> None:
-        """Kill one that does not do what it is told."""
+        """Kill one that misbehaves."""
         if not zygote.lost:
             self._count("stuck")
         await zygote.close()
@@ -247,7 +240,6 @@ class Zygotes:
         self._current = None
 
     async def _sweep(self) -> None:
-        """Close those that were replaced and have nothing left to do."""
         for zygote in [zygote for zygote in self._old if zygote.idle or zygote.lost]:
             self._old.discard(zygote)
             await zygote.close()

@@ -1,1 +1,1 @@
-"""Models of the reward service: reward models and the frozen reference, with batches filled across groups."""
+"""Reward models and the frozen reference, with batches filled across groups."""

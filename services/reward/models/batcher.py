@@ -1,16 +1,15 @@
-"""Fill forward passes with samples of all groups that are being scored, up to a number of tokens, in a thread of their own.
+"""Batch samples of all waiting groups into forward passes in a separate thread.
 
 ::
 
-    run(items) ──▶ waiting ──▶ sorted by length, cut by tokens; the cut that holds the oldest goes first
+    run(items) ──▶ waiting ──▶ sorted by length, cut by tokens; the batch with the oldest item first
                                  └── compute, in a thread
-                                       ├── NoRoom ──▶ halved and tried again; of one item: its asker gets NoRoom
-                                       └── anything else ──▶ a bug: every asker gets it
-    no work for offload_after_s ──▶ offload             the next work ──▶ restore
+                                       ├── NoRoom ──▶ halve and retry; a single item: its caller gets NoRoom
+                                       └── anything else ──▶ a bug: every caller gets it
+    no work for offload_after_s ──▶ offload             next work ──▶ restore
 
-An item's cost is ``longest × count`` tokens: what a padded rectangle takes. Items of one length lie together, whichever group
-they are of, and none waits for ever, as each pass takes the one that waited longest. What nobody waits for any more
-leaves. The event loop goes on meanwhile: torch lets go of the interpreter while it computes. Knows no model library.
+A batch costs ``longest × count`` tokens, as padded. Items of cancelled callers are dropped. torch releases the GIL
+while it computes. Imports no model library.
 """
 
 import asyncio
@@ -31,7 +30,7 @@ from shared.settings.rewards.models import ModelsSettings
 log = logging.getLogger(__name__)
 
 WAIT_S = 0.01
-"""Samples of a group arrive together; a forward pass takes longer than this on any device."""
+"""Samples of a group arrive together, and a forward pass takes longer than this."""
 _SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 TOKENS = Counter("penstock_reward_model_tokens_total", "Tokens that a model read, padding left out.", ["scorer"])
 PADDING = Counter("penstock_reward_model_padding_tokens_total", "Padding that a model read.", ["scorer"])
@@ -48,15 +47,15 @@ NO_ROOM = Counter("penstock_reward_model_out_of_memory_total", "Forward passes t
 
 
 class NoRoom(PenstockError):
-    """A forward pass does not fit into the device's memory now."""
+    """A forward pass does not fit into device memory now."""
 
 
 class Measured(Protocol):
-    """What has a length."""
+    """An item with a length."""
 
     @property
     def tokens(self) -> int:
-        """How many tokens it has."""
+        """Length in tokens."""
 
 
 Item = TypeVar("Item", bound=Measured)
@@ -67,24 +66,16 @@ Done = TypeVar("Done")
 
 
 class Computation(Protocol[ItemIn, ResultOut]):
-    """What a batcher computes with; called from its thread, one call at a time."""
+    """The model; called from the batcher's thread only."""
 
     def compute(self, batch: Sequence[ItemIn]) -> Sequence[ResultOut]:
-        """Return a result for each item.
-
-        Raises:
-            NoRoom: they do not fit into memory together.
-        """
+        """Return a result for each item. Raises NoRoom if they do not fit together."""
 
     def offload(self) -> None:
         """Free the device."""
 
     def restore(self) -> None:
-        """Be ready to compute again.
-
-        Raises:
-            NoRoom: the device is full.
-        """
+        """Move back to the device. Raises NoRoom."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -103,13 +94,12 @@ class _Waiting(Generic[Item, Result]):
 
 
 class Batcher(Generic[Item, Result]):
-    """Run ``computation`` over the items of all askers.
+    """Run ``computation`` over the items of all callers.
 
     Args:
-        computation: the model.
         work: how forward passes are filled.
-        scorer: whose it is, for metrics.
-        wait_s: how long a sample waits for others before a forward pass that is not full begins.
+        scorer: label for metrics.
+        wait_s: how long a partial batch waits for more samples.
     """
 
     def __init__(
@@ -119,7 +109,7 @@ class Batcher(Generic[Item, Result]):
         self._work_settings = work
         self._wait_s = wait_s
         self._scorer = scorer
-        NO_ROOM.labels(scorer)  # a line that is there at 0 shows the first increase
+        NO_ROOM.labels(scorer)  # create the series at 0, so that a rate sees its first increase
         self._waiting: list[_Waiting[Item, Result]] = []
         self._arrived = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=scorer)
@@ -128,11 +118,11 @@ class Batcher(Generic[Item, Result]):
         WAITING.labels(scorer).set_function(lambda: len(self._waiting))
 
     def start(self) -> None:
-        """Begin to compute what is asked."""
+        """Start computing."""
         self._working = asyncio.create_task(self._work(), name=f"{self._scorer}:batches")
 
     async def close(self) -> None:
-        """Stop; a forward pass that runs is waited for."""
+        """Stop after the current forward pass."""
         if self._working is not None:
             self._working.cancel()
             await asyncio.wait([self._working])
@@ -142,7 +132,7 @@ class Batcher(Generic[Item, Result]):
         """Return a result for each item.
 
         Raises:
-            NoRoom: one of them does not fit into memory even alone.
+            NoRoom: an item does not fit even alone.
             StateLost: a forward pass failed, so the device may be gone.
         """
         assert self._working is not None, "start() comes first"
@@ -168,10 +158,7 @@ class Batcher(Generic[Item, Result]):
             await self._enough()
             await self._compute(self._take())
 
-    # ---------------------------------------------------------------- what comes next
-
     async def _some(self) -> None:
-        """Wait until something waits; offload when nothing comes for long."""
         while not self._still_wanted():
             patience_s = self._work_settings.offload_after_s
             try:
@@ -184,7 +171,6 @@ class Batcher(Generic[Item, Result]):
                 log.info("model offloaded", extra={"scorer": self._scorer, "idle_s": patience_s})
 
     async def _enough(self) -> None:
-        """Wait until a forward pass is full, or the oldest has waited long enough."""
         work = self._work_settings
         while waiting := self._still_wanted():
             left_s = waiting[0].since_s + self._wait_s - time.monotonic()
@@ -199,12 +185,11 @@ class Batcher(Generic[Item, Result]):
         await self._arrived.wait()
 
     def _still_wanted(self) -> list[_Waiting[Item, Result]]:
-        """Return what waits, oldest first; what nobody waits for any more is left out for good."""
+        """Oldest first, without those of cancelled callers."""
         self._waiting = [one for one in self._waiting if not one.result.done()]
         return self._waiting
 
     def _take(self) -> list[_Waiting[Item, Result]]:
-        """Take the next forward pass; empty where everybody left."""
         waiting = self._still_wanted()
         if not waiting:
             return []
@@ -212,8 +197,6 @@ class Batcher(Generic[Item, Result]):
         chosen = set(next(places for places in cuts if 0 in places))
         self._waiting = [one for place, one in enumerate(waiting) if place not in chosen]
         return [one for place, one in enumerate(waiting) if place in chosen]
-
-    # ---------------------------------------------------------------- the forward passes
 
     async def _compute(self, batch: list[_Waiting[Item, Result]]) -> None:
         parts = deque([batch] if batch and await self._is_there(batch) else [])
@@ -229,7 +212,6 @@ class Batcher(Generic[Item, Result]):
                     one.succeed(result)
 
     async def _is_there(self, batch: list[_Waiting[Item, Result]]) -> bool:
-        """Return whether the model is on its device, after it was brought back where it had left."""
         if self._away:
             try:
                 await self._in_thread(self._computation.restore)
@@ -265,13 +247,13 @@ class Batcher(Generic[Item, Result]):
 
 
 def _look_at(done: "asyncio.Future[Any]") -> None:
-    """Look at an error, so that asyncio does not log that nobody did: its asker may have left."""
+    """Retrieve an error, so that asyncio does not log it."""
     if not done.cancelled():
         done.exception()
 
 
 def cut(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Return places of ``lengths`` in rectangles of at most ``batch_tokens`` (longest × count), longest first.
+    """Return indices in batches of at most ``batch_tokens`` (longest × count), longest first.
 
     >>> cut([3, 8, 4, 8], 16)
     [[1, 3], [2, 0]]

@@ -1,9 +1,8 @@
-"""A reward model of Hugging Face transformers: text to token ids, token ids to one value each. Imports torch.
+"""A transformers reward model: text to token ids to one value each. Imports torch.
 
-A value is what the model's own forward pass gives for the text alone. Batches are padded on the right whatever the tokenizer
-says: in a causal model nothing that is read sees the padding, in others the mask hides it. A causal classifier finds a text's end
-as the last token that is no padding, so where its config has no padding token, each batch takes one that is in none of its
-texts. Weights that the checkpoint lacks are refused: transformers would draw them by lot and warn.
+Batches are right-padded, invisibly to causal models and masked for others. A causal classifier reads the last
+non-padding token, so without a padding token each batch uses one that its texts lack. Checkpoints with missing
+weights are refused, because transformers would randomise them.
 """
 
 import dataclasses
@@ -24,31 +23,25 @@ from shared.model.plain_model import eager_attention, ordinary_ids
 from shared.settings.rewards.models import ModelScorer, ModelWork
 
 _SCALAR_HEADS = ("score", "v_head.summary", "v_head", "value_head", "reward_head", "rm_head", "regression_head")
-"""Names under which a trunk's scalar head lies in a checkpoint (TRL's is ``v_head.summary``)."""
+"""Names of a scalar head in a checkpoint (TRL: ``v_head.summary``)."""
 _UNBOUNDED_TOKENS = 1_000_000
-"""Tokenizers that know no bound name one beyond this."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Text:
-    """One completion with its prompt, as the reward model reads it."""
+    """One completion with its prompt, tokenized."""
 
     token_ids: tuple[int, ...]
     cut_tokens: int = 0
-    """How many were left out at its beginning."""
 
     @property
     def tokens(self) -> int:
-        """How many tokens are read."""
+        """Length in tokens."""
         return len(self.token_ids)
 
 
 class Classifier:
-    """A sequence classifier, or a trunk with a scalar head.
-
-    Raises:
-        SettingsError: there is none that loads, or its outputs are others than the settings say.
-    """
+    """A sequence classifier, or a trunk with a scalar head. Raises SettingsError."""
 
     def __init__(self, scorer: ModelScorer, work: ModelWork) -> None:
         self._scorer = scorer
@@ -62,7 +55,7 @@ class Classifier:
         self._config.use_cache = False
         self._text_config = self._config.get_text_config()
         own = self._text_config.pad_token_id
-        self._own_padding: int | None = own if own is not None and own >= 0 else None  # old configs write -1 for none
+        self._own_padding: int | None = own if own is not None and own >= 0 else None  # old configs use -1 for None
         self._label = self._find_label()
         self._longest = self._find_longest()
         self._placed = Placed(model, device, work.threads)
@@ -70,7 +63,6 @@ class Classifier:
         self._alone = self._placed.guarded(self._test)
 
     def _test(self) -> bool:
-        """Return whether texts must go one by one."""
         lot, ids = np.random.default_rng(0), ordinary_ids(self._config)
         texts = [Text(tuple(lot.choice(ids, max(1, min(length, self._longest))).tolist())) for length in LENGTHS]
 
@@ -84,13 +76,11 @@ class Classifier:
         half = next(self._placed.module.parameters()).dtype != torch.float32
         return choose_alone(texts, compute, reference, half=half, what=f"model {self._where}")
 
-    # ---------------------------------------------------------------- text to token ids
-
     def read(self, prompt: Prompt, completions: Sequence[str]) -> list[Text]:
-        """Return what the model reads of each completion; texts that are too long lose their beginning.
+        """Tokenize each completion; texts that are too long lose their beginning.
 
         Raises:
-            PermanentError: prompt and completion do not fit the chat template, or the tokenizer is another model's.
+            PermanentError: chat template or tokenizer does not fit.
         """
         turns = [{"role": turn.role, "content": turn.content} for turn in prompt.messages or ()]
         if not turns:
@@ -122,7 +112,7 @@ class Classifier:
         return found
 
     def _fitted(self, token_ids: Sequence[int]) -> Text:
-        """Return the end of what is too long, behind the token that begins every text, if there is one."""
+        """Keep the end of a long text, after its BOS token, if any."""
         if not token_ids:
             raise PermanentError(f"expected a text for the model {self._where}, found an empty one")
         if max(token_ids) >= self._text_config.vocab_size:
@@ -137,18 +127,12 @@ class Classifier:
         kept = 1 if token_ids[0] in first and self._longest > 1 else 0
         return Text((*token_ids[:kept], *token_ids[over + kept :]), cut_tokens=over)
 
-    # ---------------------------------------------------------------- token ids to values
-
     def compute(self, batch: Sequence[Text]) -> list[float]:
-        """Return a value for each text, in one forward pass.
-
-        Raises:
-            NoRoom: they do not fit into memory together.
-        """
+        """Return a value for each text, in one forward pass. Raises NoRoom."""
         return self._placed.guarded(lambda: self._values(batch))
 
     def offload(self) -> None:
-        """Move the weights to the host's memory."""
+        """Move the weights to host memory."""
         self._placed.offload()
 
     def restore(self) -> None:
@@ -170,7 +154,7 @@ class Classifier:
         return values
 
     def _padding(self, batch: Sequence[Text]) -> int | None:
-        """Return the model's own padding token, else one that is in no text of ``batch``, or None where all are."""
+        """Return the model's padding token, or one that no text contains, or None."""
         if self._own_padding is not None:
             return self._own_padding
         used = set(itertools.chain.from_iterable(text.token_ids for text in batch))
@@ -183,10 +167,8 @@ class Classifier:
             return logits_BL[:, 0].sigmoid()
         return logits_BL.softmax(-1)[:, self._label]
 
-    # ---------------------------------------------------------------- opening
-
     def _load(self, opened: Callable[[], Any], what: str, source: str) -> Any:
-        """Return what ``opened`` returns; what transformers raises for a folder that holds no model is a wrong setting."""
+        """Call ``opened``; errors about the folder become SettingsError."""
         from safetensors import SafetensorError
         from transformers.utils import logging
 
@@ -231,7 +213,6 @@ class Classifier:
         return model
 
     def _find_label(self) -> int:
-        """Return the number of the output that is the value."""
         names = {number: str(name) for number, name in (getattr(self._config, "id2label", None) or {}).items()}
         count = int(getattr(self._config, "num_labels", 1)) if self._scorer.head == "classifier" else 1
         wanted = self._scorer.label
@@ -262,7 +243,7 @@ class _Outputs:
 
 
 class ScalarHead(nn.Module):
-    """A trunk and a linear layer over the hidden state of a text's last token."""
+    """A trunk with a linear layer over the hidden state of a text's last token."""
 
     def __init__(self, trunk: Any, weight_LD: Tensor, bias_L: Tensor | None) -> None:
         super().__init__()
@@ -272,7 +253,7 @@ class ScalarHead(nn.Module):
         self.bias = None if bias_L is None else nn.Parameter(bias_L, requires_grad=False)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> _Outputs:
-        """Return the head's outputs (B × L) of right-padded texts."""
+        """Return the outputs (B × L) of right-padded texts."""
         hidden_BTD = self.trunk(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         last_B = attention_mask.sum(-1) - 1
         hidden_BD = hidden_BTD[torch.arange(len(input_ids), device=hidden_BTD.device), last_B]
@@ -280,7 +261,7 @@ class ScalarHead(nn.Module):
 
 
 def _scalar_head(source: str) -> tuple[Tensor, Tensor | None]:
-    """Return weight (1 × D) and bias of the scalar head in a checkpoint. Raises ValueError where there is none."""
+    """Return weight (1 × D) and bias of a scalar head. Raises ValueError without one."""
     from huggingface_hub import snapshot_download
     from safetensors import safe_open
 

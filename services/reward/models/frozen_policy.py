@@ -1,10 +1,9 @@
-"""The initial policy, frozen: logprobs of given tokens after given prompts. Imports torch.
+"""The frozen initial policy: logprobs of given tokens after given prompts. Imports torch.
 
     logprob of token t = log_softmax(logits at t − 1 / its temperature)_t       (shared/model/logits.py)
 
-Each sequence is a row of its own, padded on the right, which a causal model's tokens do not see. Logits are computed only where a
-completion's token is predicted, and for so many tokens at a time. Whether that gives what the unmodified model gives for each sequence by
-itself is tested at the start (``self_test``); where it does not, sequences go through the whole model one by one.
+Sequences are right-padded rows, with logits in chunks for completion tokens only. If ``self_test`` finds a difference
+to the unmodified model, sequences are computed one by one.
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ from shared.model.rope import settle_rope
 from shared.settings import Settings
 
 CHUNK_TOKENS = 2048
-"""Logits of this many tokens are in memory at a time: 1.2 GB for a vocabulary of 150,000, and more would not be faster."""
+"""Tokens whose logits are in memory at a time: 1.2 GB for a vocabulary of 150,000."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -36,16 +35,15 @@ class TokenSequence:
     prompt_token_ids: Int32Array
     token_ids: Int32Array
     temperature: float
-    """What the logits are divided by: the one at which it was sampled."""
 
     @property
     def tokens(self) -> int:
-        """How many tokens the model reads: the last one predicts nothing."""
+        """Tokens read; the last one predicts nothing."""
         return len(self.prompt_token_ids) + len(self.token_ids) - 1
 
     @property
     def input_ids(self) -> Int32Array:
-        """What the model reads."""
+        """The model's input."""
         return np.concatenate([self.prompt_token_ids, self.token_ids[:-1]])
 
 
@@ -53,7 +51,7 @@ class FrozenPolicy:
     """The model in ``policy.model``.
 
     Raises:
-        SettingsError: there is none that loads, or it scales its logits or turns its positions in a way that is not known.
+        SettingsError: it does not load, or its logit scaling or positions are unsupported.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -76,14 +74,13 @@ class FrozenPolicy:
             ) from error
         settle_rope(model, settings.rollout.vllm.max_model_len)
         self._transform = logits_transform(model)
-        self._logits = settings.trainer.logits  # differences to the policy's logprobs shall be of weights alone
-        projection(model.get_output_embeddings(), self._logits)  # refuses now what it would refuse at the first group
+        self._logits = settings.trainer.logits  # as in the policy, so that logprobs differ by weights only
+        projection(model.get_output_embeddings(), self._logits)  # fail now rather than at the first group
         self._placed = Placed(model, device, work.threads)
         self._alone = False
         self._alone = self._placed.guarded(self._test)
 
     def _test(self) -> bool:
-        """Return whether sequences must go one by one."""
         module, lot = self._placed.module, np.random.default_rng(0)
         ids, context = (
             ordinary_ids(module.config),
@@ -105,7 +102,6 @@ class FrozenPolicy:
         )
 
     def _plainly(self, one: TokenSequence) -> Float32Array:
-        """Return the logprobs of a completion from the whole model's own logits."""
         inputs_BT = torch.from_numpy(one.input_ids[None]).long().to(self._placed.device)
         logits_TV = self._placed.module(input_ids=inputs_BT, use_cache=False).logits[0, len(one.prompt_token_ids) - 1 :]
         targets_T = torch.from_numpy(one.token_ids).long().to(logits_TV.device)
@@ -114,15 +110,11 @@ class FrozenPolicy:
         return found
 
     def compute(self, batch: Sequence[TokenSequence]) -> list[Float32Array]:
-        """Return the logprobs of each completion's tokens (float32, nats).
-
-        Raises:
-            NoRoom: they do not fit into memory together.
-        """
+        """Return the logprobs of each completion's tokens (float32, nats). Raises NoRoom."""
         return self._placed.guarded(lambda: self._logprobs(batch))
 
     def offload(self) -> None:
-        """Move the weights to the host's memory."""
+        """Move the weights to host memory."""
         self._placed.offload()
 
     def restore(self) -> None:
@@ -146,7 +138,7 @@ class FrozenPolicy:
         return np.split(found, np.cumsum([len(one.token_ids) for one in batch])[:-1])
 
     def _hidden_states(self, batch: Sequence[TokenSequence]) -> Tensor:
-        """Return what predicts each completion's tokens (N × D), one sequence after another."""
+        """Return the states that predict completion tokens (N × D)."""
         inputs_BT = np.zeros((len(batch), max(one.tokens for one in batch)), dtype=np.int64)
         mask_BT, predicts_BT = np.zeros_like(inputs_BT), np.zeros_like(inputs_BT, dtype=bool)
         for row, one in enumerate(batch):

@@ -1,4 +1,4 @@
-"""A module on its device: put aside while it is idle, and out of memory told from other errors. Imports torch."""
+"""Offload a module when idle, and detect out-of-memory errors. Imports torch."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ Done = TypeVar("Done")
 
 
 class Placed:
-    """``module``, frozen, on ``device``; ``threads`` of the CPU compute (0: as torch decides)."""
+    """``module``, frozen, on ``device``, with CPU ``threads`` (0: torch's default)."""
 
     def __init__(self, module: Any, device: torch.device, threads: int = 0) -> None:
         self.module = module.eval().requires_grad_(False)
@@ -22,26 +22,18 @@ class Placed:
         self.restore()
 
     def offload(self) -> None:
-        """Move the weights to the host's memory."""
+        """Move the weights to host memory."""
         self.module.to("cpu")
         self._empty_cache()
 
     def restore(self) -> None:
-        """Move them back.
-
-        Raises:
-            NoRoom: the device is full.
-        """
+        """Move them back. Raises NoRoom."""
         self.guarded(lambda: self.module.to(self.device))
 
     def guarded(self, work: Callable[[], Done]) -> Done:
-        """Return what ``work`` computes, without gradients.
-
-        Raises:
-            NoRoom: it does not fit into memory.
-        """
+        """Run ``work`` without gradients. Raises NoRoom."""
         if self._threads:
-            torch.set_num_threads(self._threads)  # of the thread that calls
+            torch.set_num_threads(self._threads)  # per calling thread
         try:
             with torch.no_grad():
                 return work()
@@ -49,7 +41,7 @@ class Placed:
             if not is_out_of_memory(error):
                 raise
             reason = str(error).splitlines()[0]
-        # Only here, where the error with its frames is gone, are the tensors that they held gone too.
+        # Only here is the error gone, with the frames that held tensors.
         self._empty_cache()
         raise NoRoom(reason)
 
@@ -59,11 +51,7 @@ class Placed:
 
 
 def pick_device(device: str, setting: str) -> torch.device:
-    """Return the device that a setting names.
-
-    Raises:
-        SettingsError: this machine has none of that name.
-    """
+    """Return the device of a setting. Raises SettingsError if this machine lacks it."""
     try:
         found = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
         torch.empty(1, device=found)
@@ -75,10 +63,10 @@ def pick_device(device: str, setting: str) -> torch.device:
 
 
 def pick_dtype(device: torch.device, on_gpu: str = "bfloat16") -> torch.dtype:
-    """Return the number type of the weights: ``on_gpu`` there, float32 on a CPU."""
+    """Return ``on_gpu`` on a GPU, float32 on a CPU."""
     return torch.bfloat16 if device.type == "cuda" and on_gpu == "bfloat16" else torch.float32
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error says, in one line."""
+    """Return the first line of an error."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".:")

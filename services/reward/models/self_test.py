@@ -1,8 +1,8 @@
-"""The self-test of a model at the start of the reward service: padded batches against single inputs.
+"""Compare padded batches with single inputs when the reward service starts.
 
-A batch is padded on the right, which no output may depend on: not through positions, a recurrence, or rotary embeddings that
-follow the longest input. So one batch of unequal lengths is computed as in service, and each input by itself with
-transformers' own attention. Where the batch differs, inputs go one by one from then on; what differs even so is refused.
+Right padding must not affect outputs through positions, a recurrence, or rotary embeddings. If a batch of unequal
+lengths differs from transformers' own attention, inputs are computed one by one; if these differ too, the model is
+refused.
 
     float32: at most 1e-3 apart anywhere        half precision: 0.05 on average
 """
@@ -20,7 +20,6 @@ log = logging.getLogger(__name__)
 
 Input = TypeVar("Input")
 LENGTHS = (60, 7, 33)
-"""Tokens of the inputs."""
 _EXACT, _HALF = 1e-3, 0.05
 
 
@@ -32,17 +31,17 @@ def choose_alone(
     half: bool,
     what: str,
 ) -> bool:
-    """Return whether inputs must be computed one by one, as a padded batch of them gives something else.
+    """Return whether inputs must be computed one by one, because padding changes the result.
 
     Args:
         inputs: of unequal lengths.
-        compute: what the service does with a batch.
-        reference: the same of one input by the unmodified model.
-        half: whether the weights are in half precision.
-        what: the model and the setting that chose it, for the message.
+        compute: the service's computation of a batch.
+        reference: the unmodified model on one input.
+        half: weights are in half precision.
+        what: the model and its setting, for the message.
 
     Raises:
-        SettingsError: one by one they differ, too, or the model cannot be run.
+        SettingsError: they differ one by one, too, or the model fails.
     """
     try:
         expected = [reference(one) for one in inputs]

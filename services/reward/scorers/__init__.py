@@ -1,1 +1,1 @@
-"""Scorers: each gives every sample of a group a value (``scorer`` is their protocol)."""
+"""Scorers: each gives every sample of a group a value."""

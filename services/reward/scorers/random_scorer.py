@@ -1,4 +1,4 @@
-"""A scorer that draws 0 or 1 by lot, whatever the completion: the control of an experiment, as nothing can be learned."""
+"""A scorer that draws 0 or 1 at random: the control of an experiment."""
 
 import hashlib
 
@@ -7,14 +7,14 @@ from shared.bus.messages import RolloutGroup, Score, ScoreStatus
 
 
 class Lot:
-    """Draw by run seed, scorer, group and sample, so that a group that is done again gets the same."""
+    """Draw by run seed, scorer, group and sample, so that repeated groups get equal scores."""
 
     def __init__(self, name: str, seed: int) -> None:
         self.name = name
         self._seed = seed
 
     async def start(self) -> None:
-        """Nothing to load."""
+        """Do nothing."""
 
     async def score(self, group: RolloutGroup) -> list[Score]:
         """Return 0 or 1 for each sample."""
@@ -28,4 +28,4 @@ class Lot:
         return float(digest[0] & 1)
 
     async def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing."""

@@ -1,11 +1,11 @@
-"""A reward model among the scorers: it reads prompt and completion as text and says what it makes of them.
+"""Score with a reward model (``classifier``); imports no model library.
 
 ::
 
     group ──▶ token ids ──▶ Batcher, with samples of other groups ──▶ values ──▶ normalised ──▶ scores
                                 └── NoRoom, or a value that is no number ──▶ unavailable; never worth 0
 
-Replicas of the reward service each hold the model. The model itself is ``classifier``'s; no model library is imported here.
+Every replica of the reward service loads the model.
 """
 
 import asyncio
@@ -36,15 +36,14 @@ _NEEDED = ("torch", "transformers", "safetensors")
 
 
 class RewardModel:
-    """Score what a reward model gives.
+    """Score with a reward model.
 
     Args:
-        scorer: its settings.
-        normaliser: what makes of values what is scored; None: nothing.
+        normaliser: None: values are not normalised.
         work: where the model runs.
 
     Raises:
-        SettingsError: there can be no such model.
+        SettingsError: invalid settings.
     """
 
     def __init__(self, scorer: ModelScorer, normaliser: Normaliser | None, work: ModelWork) -> None:
@@ -56,29 +55,21 @@ class RewardModel:
         check_model(scorer.model_setting, scorer.model)
         self._model: Classifier | None = None
         self._batcher: Batcher[Text, float] | None = None
-        self._tokenizing = asyncio.Lock()  # tokenizers are no two threads' at a time
+        self._tokenizing = asyncio.Lock()  # tokenizers are not thread-safe
 
     async def start(self) -> None:
-        """Load the model, beside whatever else goes on.
-
-        Raises:
-            SettingsError: there is none that loads.
-        """
+        """Load the model in a thread. Raises SettingsError."""
         self._model = await asyncio.to_thread(_open, self._scorer, self._work)
         self._batcher = Batcher(self._model, self._work, self.name)
         self._batcher.start()
 
     async def close(self) -> None:
-        """Stop; the model goes with the process."""
+        """Stop."""
         if self._batcher is not None:
             await self._batcher.close()
 
     async def score(self, group: RolloutGroup) -> list[Score]:
-        """Return the model's value of each sample.
-
-        Raises:
-            PermanentError: the prompt does not fit the model's chat template.
-        """
+        """Return the model's value of each sample. Raises PermanentError if the chat template does not fit."""
         assert self._model is not None
         assert self._batcher is not None
         async with self._tokenizing:
@@ -104,11 +95,7 @@ class RewardModel:
 
 
 def require_libraries(whose: str) -> None:
-    """Refuse to start without the model libraries.
-
-    Raises:
-        SettingsError: naming what to install.
-    """
+    """Check that the model libraries are installed. Raises SettingsError."""
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise SettingsError(

@@ -1,10 +1,8 @@
-"""What a scorer is: something that says, for every sample of a group, what it is worth and how sure that is.
+"""The scorer protocol: score every sample of a group.
 
-All scorers of a run are asked about a group at once. A new kind (a code executor, a reward model, a judge) is a class
-with these four members and one line in :func:`services.reward.service.make_scorer`; nothing else knows the kinds.
+A new kind implements it and adds one line to :func:`services.reward.service.make_scorer`.
 
-A score without a value means "I could not do my work" and nothing else; a completion that is wrong, malformed, or makes
-its own check fail is worth 0.
+A score without a value means only that the scorer could not work. A wrong or crashing completion is worth 0.
 """
 
 import dataclasses
@@ -16,50 +14,49 @@ _LONGEST_DETAIL = 200
 
 
 class Scorer(Protocol):
-    """One way to judge completions."""
+    """One way to score completions."""
 
     @property
     def name(self) -> str:
-        """Its name in reward.expression, in scores and in metrics."""
+        """Name in reward.expression, scores and metrics."""
         ...
 
     async def start(self) -> None:
-        """Load what is slow to load.
+        """Load resources.
 
         Raises:
-            SettingsError: it can never work as it is configured or installed.
+            SettingsError: it can never work as configured or installed.
         """
         ...
 
     async def score(self, group: RolloutGroup) -> list[Score]:
-        """Return one score for each sample, in their order. Called for many groups at a time.
+        """Return one score per sample, in order; many calls run concurrently.
 
-        What cannot be scored now is a score with status ``UNAVAILABLE``, not an exception.
+        A sample that cannot be scored now gets status ``UNAVAILABLE``, not an exception.
 
         Raises:
-            PermanentError: no scorer of this kind can ever score this group (its reference answer is missing, say).
+            PermanentError: the group can never be scored.
         """
         ...
 
     async def close(self) -> None:
-        """Give back what it holds: processes, devices, connections."""
+        """Release processes, devices and connections."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result:
-    """What a user's own scorer may return instead of a number (docs/rewards.md).
+    """Return value of a user's scorer, instead of a number (docs/rewards.md).
 
     Raises:
-        ValueError: the status is ``UNAVAILABLE``; say so with ``value=None``.
+        ValueError: status ``UNAVAILABLE``; use ``value=None``.
     """
 
     value: float | None
-    """What the sample is worth; None: it could not be scored now, and its group is tried again."""
+    """None: cannot be scored now; the group is retried."""
     detail: str = ""
-    """Why, for people; kept with the sample."""
     status: ScoreStatus = ScoreStatus.OK
-    """``wrong_format``, say, for metrics; it changes no value."""
+    """For metrics only, for example ``wrong_format``."""
 
     def __post_init__(self) -> None:
         if self.status == ScoreStatus.UNAVAILABLE:
@@ -67,13 +64,13 @@ class Result:
 
 
 def valued(scorer: str, status: ScoreStatus, value: float, detail: str = "") -> Score:
-    """Return a score that has a value."""
+    """Return a score with a value."""
     assert status is not ScoreStatus.UNAVAILABLE
     return Score(scorer, status, value, detail[:_LONGEST_DETAIL])
 
 
 def unavailable(scorer: str, detail: str) -> Score:
-    """Return the score that says that there is none."""
+    """Return a score without a value."""
     return Score(scorer, ScoreStatus.UNAVAILABLE, None, detail[:_LONGEST_DETAIL])
 
 

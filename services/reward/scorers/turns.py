@@ -1,7 +1,6 @@
-"""Let scorers compute in the event loop in turn, so that the loop is never held for longer than the longest of them takes.
+"""Run short computations one per pass of the event loop.
 
-Without turns, all groups that are ready compute in the same pass of the loop, one after another: 32 groups of 16 samples that take a
-millisecond each would hold it for half a second.
+Otherwise 32 groups of 16 samples that take a millisecond each would block it for half a second.
 """
 
 import asyncio
@@ -12,13 +11,13 @@ T = TypeVar("T")
 
 
 class Turns:
-    """One computation for each pass of the event loop."""
+    """One computation per pass of the event loop."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
 
     async def take(self, work: Callable[[], T]) -> T:
-        """Return what ``work``, which is short, computes; others run before the next turn."""
+        """Run ``work``, which is short; other tasks run before the next turn."""
         async with self._turn:
             result = work()
             await asyncio.sleep(0)

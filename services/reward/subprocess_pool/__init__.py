@@ -1,1 +1,1 @@
-"""Killable processes for work whose time nobody can bound: each answers one question at a time."""
+"""Killable processes for work of unbounded duration."""

@@ -1,4 +1,4 @@
-"""The scores that were given last, so that what is asked again (an equal answer, a group that is tried again) costs nothing."""
+"""Cache of recent scores, for equal answers and retried groups."""
 
 import hashlib
 
@@ -6,17 +6,14 @@ from shared.bus.messages import Score
 
 
 class Recent:
-    """At most ``size`` scores, each under the texts that it was given for; the one not used for longest goes first.
-
-    Only a digest of the texts is kept, so that long ones cost no memory.
-    """
+    """LRU cache of at most ``size`` scores, keyed by a digest of their texts."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._scores: dict[bytes, Score] = {}
 
     def get(self, *texts: str) -> Score | None:
-        """Return the score that was given for ``texts``."""
+        """Return the cached score of ``texts``."""
         key = _digest(texts)
         score = self._scores.pop(key, None)
         if score is not None:
@@ -24,7 +21,7 @@ class Recent:
         return score
 
     def put(self, score: Score, *texts: str) -> None:
-        """Keep the score of ``texts``."""
+        """Store the score of ``texts``."""
         self._scores[_digest(texts)] = score
         if len(self._scores) > self._size:
             del self._scores[next(iter(self._scores))]

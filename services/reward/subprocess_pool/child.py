@@ -1,16 +1,13 @@
-"""The other end of :mod:`pool`: what a killable program does besides its own work.
+"""The child's side of :mod:`pool`.
 
 ::
 
-    standard input   one JSON object a line: a question
-    standard output  {"ready": true}, or {"ready": false, "error": "…"} and the end; then one JSON object for each question
+    standard input   a question per line, as JSON object
+    standard output  {"ready": true}, or {"ready": false, "error": "…"} and the end; then one JSON object per question
 
-Where questions are computation and nothing else, a forked worker answers them. A question has ``cpu_s`` seconds of processor time; the
-kernel kills a worker that takes more, {"overdue": true} is the answer, and a fork of what is loaded already goes on.
-
-Whoever started the program kills it when it is late, and the kernel kills it when whoever started it is gone. What the
-program's libraries print goes to standard error, and what they read is empty, so that nothing can look like a question or
-an answer. It knows no question.
+A forked worker answers purely computational questions within ``cpu_s`` seconds of CPU time; if the kernel kills it,
+the answer is {"overdue": true} and a new fork takes over. The parent kills a late child, and the kernel kills a child
+of a dead parent. Libraries print to standard error and read nothing, so they cannot forge messages.
 """
 
 import contextlib
@@ -35,10 +32,10 @@ def serve(
     """Answer until standard input ends.
 
     Args:
-        prepare: loads what is slow to load and returns what answers a question; where it computes, it starts no thread.
-        parent: the id of the process that started this one.
-        memory_bytes: limit of the address space; None: no limit.
-        computes: questions are computation and nothing else.
+        prepare: loads, and returns the function that answers; must not start threads if ``computes``.
+        parent: process id of the parent.
+        memory_bytes: limit of the address space, or None.
+        computes: questions are pure computation.
     """
     confine(parent, memory_bytes)
     questions, output = os.dup(0), os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -58,7 +55,7 @@ def serve(
 
 
 def _worker_is_overdue(questions: int, output: Any, answer: Answerer) -> bool:
-    """Let a fork answer; return whether the kernel killed it for its processor time."""
+    """Answer in a fork; return whether it exceeded its CPU time."""
     template = os.getpid()
     pid = os.fork()
     if pid == 0:
@@ -80,7 +77,7 @@ def _answer_all(questions: int, output: Any, answer: Answerer) -> None:
 
 
 def confine(parent: int, memory_bytes: int | None) -> None:
-    """Die with the parent, leave Ctrl-C to it, and never take the machine's memory."""
+    """Die with the parent, ignore Ctrl-C, and limit memory."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

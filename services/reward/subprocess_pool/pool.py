@@ -1,20 +1,18 @@
-"""A few processes that answer one question at a time, each killed when it is late and replaced when it dies.
+"""A pool of processes that answer one question at a time.
 
 ::
 
     ask(question) ──▶ a free process ──▶ its answer
-                          ├── late by the question's deadline   killed ──▶ Overdue
-                          ├── ``computes``, and computed too long       ──▶ Overdue; a fork of the process goes on
-                          │     └── too little in ten times that      killed, the host's fault ──▶ TemporaryError
-                          ├── died once                         asked again of a fresh one
-                          ├── died twice                        ──▶ Crashed: it is the question
+                          ├── late                              killed ──▶ Overdue
+                          ├── ``computes``, CPU time exceeded          ──▶ Overdue; a fork takes over
+                          │     └── starved for ten times that  killed ──▶ TemporaryError
+                          ├── died once                         retried in a fresh one
+                          ├── died twice                        ──▶ Crashed: the question's fault
                           ├── cannot be started                 ──▶ TemporaryError
-                          └── the asker was cancelled           killed
+                          └── the caller was cancelled          killed
 
-A process speaks JSON lines (:mod:`child` is its side): ``{"ready": true}`` once, then one answer for each question. The
-deadline counts from when the question is put, not from when it began to wait; where questions are computation alone it is
-processor time, which the kernel counts, so that a busy host fails nobody. A killed process takes what it started with
-it, and is replaced when the next question needs it. This module knows neither what is asked nor what a score is.
+The protocol is JSON lines (:mod:`child`). The deadline starts when the question is sent; for pure computation it is CPU
+time, so that a busy host causes no failures. Killing a process kills its descendants.
 """
 
 import asyncio
@@ -40,9 +38,9 @@ RESTARTS = Counter(
 )
 START_WITHIN_S = 60.0
 WORN_AFTER_QUESTIONS = 5_000
-"""A process is recycled after so many questions: computer algebra keeps memory."""
+"""Processes are recycled, because computer algebra leaks memory."""
 PATIENCE = 10
-"""A process that has not computed for a question's time within so many times that was stopped, or starved."""
+"""A process that has not used its CPU time within this multiple of it is starved."""
 
 
 class Overdue(PenstockError):
@@ -50,15 +48,15 @@ class Overdue(PenstockError):
 
 
 class Crashed(PenstockError):
-    """Two processes died of one question."""
+    """Two processes died on one question."""
 
 
 class NotReady(TemporaryError):
-    """The process itself says why it cannot begin."""
+    """The process reported why it cannot start."""
 
 
 class _Place:
-    """Room for one process. Empty until it is needed and after the process was killed."""
+    """Slot for one process; empty until needed and after a kill."""
 
     def __init__(self, command: Sequence[str], environment: Sequence[str]) -> None:
         self._command = command
@@ -106,11 +104,7 @@ class _Place:
         self._questions = 0
 
     async def put(self, question: bytes) -> Mapping[str, Json]:
-        """Ask the process.
-
-        Raises:
-            EOFError: it died.
-        """
+        """Ask the process. Raises EOFError if it died."""
         assert self._process is not None
         assert self._process.stdin is not None
         self._questions += 1
@@ -127,18 +121,18 @@ class _Place:
         try:
             line = await self._process.stdout.readline()
             answer: Mapping[str, Json] = json.loads(line)
-        except ValueError as error:  # nothing, half a line, or what is no JSON
+        except ValueError as error:  # nothing, a partial line, or not JSON
             raise EOFError("the process died") from error
         return answer
 
     def kill(self) -> None:
-        """Kill the process, if there is one, and what it started; :meth:`empty` waits for its end."""
+        """Kill the process and its descendants; :meth:`empty` waits for its end."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     async def empty(self) -> None:
-        """Kill the process, if there is one, and wait for its end."""
+        """Kill the process and wait for its end."""
         self.kill()
         process, self._process = self._process, None
         if process is not None:
@@ -151,10 +145,10 @@ class Processes:
     """``count`` processes of one command.
 
     Args:
-        command: what to start; the id of this process is added as its last argument.
-        scorer: whose they are, for metrics.
-        environment: names of variables that they may see, besides those that Python itself needs.
-        computes: a question is computation and nothing else, and the program says so, too (:func:`child.serve`).
+        command: this process's id is appended as the last argument.
+        scorer: label for metrics.
+        environment: names of variables passed on, besides Python's own.
+        computes: questions are pure computation (:func:`child.serve` must agree).
     """
 
     def __init__(
@@ -173,19 +167,14 @@ class Processes:
             self._free.put_nowait(place)
         self._scorer = scorer
         self.questions = 0
-        """How often a question was put."""
 
     @property
     def alive(self) -> int:
-        """How many processes there are now."""
+        """Number of running processes."""
         return sum(place.alive for place in self._places)
 
     async def warm(self) -> None:
-        """Start them all and wait until they are ready; what cannot be started now is started by the first question.
-
-        Raises:
-            NotReady: one says why it cannot begin.
-        """
+        """Start all and wait until ready; the first question retries failed starts. Raises NotReady."""
         for found in await asyncio.gather(*(place.fill() for place in self._places), return_exceptions=True):
             if isinstance(found, TemporaryError) and not isinstance(found, NotReady):
                 log.warning("process cannot be started", extra={"scorer": self._scorer, "error": str(found)})
@@ -193,12 +182,12 @@ class Processes:
                 raise found
 
     async def ask(self, question: dict[str, Json], timeout_s: float) -> Mapping[str, Json]:
-        """Put a question to a free process and return its answer.
+        """Return the answer of a free process.
 
         Raises:
-            Overdue: no answer within ``timeout_s``, which is processor time where the process computes.
-            Crashed: two processes died of it.
-            TemporaryError: no process can be started, or the host kept it from computing.
+            Overdue: no answer within ``timeout_s`` (CPU time if ``computes``).
+            Crashed: two processes died on it.
+            TemporaryError: no process can be started, or the host starved it.
         """
         within_s = PATIENCE * timeout_s if self._computes else timeout_s
         line = json.dumps(question | {"cpu_s": timeout_s} if self._computes else question).encode() + b"\n"
@@ -250,6 +239,6 @@ class Processes:
         log.info("process will be replaced", extra={"scorer": self._scorer, "reason": reason})
 
     async def close(self) -> None:
-        """Kill them all and wait for their end."""
+        """Kill all and wait for their end."""
         for place in self._places:
             await place.empty()

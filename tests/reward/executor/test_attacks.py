@@ -1,4 +1,4 @@
-"""Attacks on the executor, in every tier and in a container like a pod's: each is contained, and the next program finds nothing of it."""
+"""Every tier contains attacks on the executor, also in a container like a pod's, and later programs see no trace."""
 
 import json
 from collections.abc import Iterator

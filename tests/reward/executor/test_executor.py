@@ -1,4 +1,4 @@
-"""The executor: what it says of programs, what it does when something dies, and that it leaves nothing behind."""
+"""Verdicts of the executor, failures of its parts, and clean-up."""
 
 import asyncio
 import contextlib
@@ -44,13 +44,14 @@ from tests.support.executor_process import ROOT, Running, arguments, desk, runni
 
 LANDLOCK = ("--reward.executor.isolation", "landlock", "--internal.executor_profiles", '["stdlib"]')
 _OF_OTHERS = ("penstock-", "psm_", "sem.", "torch_")
-"""What names in shared memory begin with: weights of runs, vLLM's and multiprocessing's queues, torch's tensors."""
+"""Prefixes of other processes' shared memory: Penstock's weights, queues of vLLM and multiprocessing, torch's tensors.
+"""
 JOBS = int(os.environ.get("PENSTOCK_EXECUTOR_JOBS", "3000"))
 
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[Running]:
-    """In the strongest tier there is, both profiles."""
+    """In the strongest available tier, with both profiles."""
     need("bwrap", "bubblewrap")
     with running("--internal.executor_check_s", "1000") as found:
         yield found
@@ -477,7 +478,7 @@ def test_up_starts_an_executor_only_where_a_scorer_needs_it(tmp_path: Path, monk
 
 
 def _owned(folder: Path) -> int:
-    """Files there of the user that programs run as, but for those that tests beside this one keep there."""
+    """Files there of the programs' user, except those of parallel tests."""
     user = 65_534 if os.getuid() == 0 else os.getuid()
     found = 0
     for path in folder.iterdir():

@@ -1,4 +1,4 @@
-"""A program's deadline is its own: neither its neighbours nor what else the machine does can use it up."""
+"""Neither neighbours nor other load use up a program's deadline."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ NEIGHBOURS = 5
 
 @pytest.fixture
 def core() -> Iterator[int]:
-    """Leave this process, and what it starts, one core, with busy processes of other sessions on it."""
+    """Limit this process and its children to one core, shared with busy processes of other sessions."""
     cores = os.sched_getaffinity(0)
     core = min(cores)
     os.sched_setaffinity(0, {core})

@@ -1,4 +1,4 @@
-"""An interpreter that the user who runs programs cannot read, as on a fresh machine whose Python is in root's home."""
+"""An interpreter that the programs' user cannot read, as with a Python in root's home."""
 
 import os
 import shutil
@@ -19,7 +19,6 @@ USER = 65_534
 
 @pytest.fixture(scope="module")
 def private(tmp_path_factory: pytest.TempPathFactory) -> Isolation:
-    """Tier landlock with a Python that only root can read."""
     if os.geteuid() != 0 or not _has_capabilities():
         pytest.skip("only root can have a folder that the executor's user cannot read")
     folder = tmp_path_factory.mktemp("private")

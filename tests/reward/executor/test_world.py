@@ -1,4 +1,4 @@
-"""What a program finds in its world: files, packages, threads, locks; the same in every tier."""
+"""A program's environment, equal in every tier: files, packages, threads, locks."""
 
 import asyncio
 import json

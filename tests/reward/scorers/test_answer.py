@@ -115,7 +115,7 @@ def test_the_answer_stands_where_it_was_declared(place: AnswerPlace, text: str, 
         ("1_000", None),
         ("nan", None),
         ("inf", None),
-        ("٣", None),  # a digit, but none that a reference would have
+        ("٣", None),  # a digit, but not of any reference
         ("", None),
         ("9" * 101, None),
     ],
@@ -150,7 +150,7 @@ def test_only_a_plain_number_is_read_as_one(text: str, value: int | Fraction | N
         ("math", "10000001", "10000002", 0.0),  # whole numbers have no tolerance in mathematics
         ("math", "1/3", "0.333333", 1.0),
         ("math", r"x^2", r"\boxed{x^2}", 1.0),
-        ("math", "3 + 4 = 7\n#### 7", "7", 1.0),  # the reference is extracted as the answer is
+        ("math", "3 + 4 = 7\n#### 7", "7", 1.0),  # the reference is extracted like the answer
     ],
 )
 async def test_text_and_plain_numbers_need_no_process(mode: Mode, reference: str, text: str, value: float) -> None:

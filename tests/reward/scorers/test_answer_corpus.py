@@ -1,4 +1,4 @@
-"""A corpus of answers: what counts as equal and what does not, kind by kind, through the whole matcher."""
+"""A corpus of equal and different answers for the whole matcher."""
 
 import asyncio
 import dataclasses

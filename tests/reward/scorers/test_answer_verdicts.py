@@ -1,7 +1,6 @@
-"""Laws of the verdicts on answers: a corpus written by people, pairs made by rule, and text that is meant to break the reader.
+"""Verdicts of the answer matcher: a human-labelled corpus, generated pairs, and text meant to break the reader.
 
-``answer_corpus.jsonl`` holds pairs with the verdict that a person gave. ``needs`` names the lenient rules without which a right
-answer is refused, as the reference does not say what the answer says, or the other way round.
+In ``answer_corpus.jsonl`` ``needs`` names the lenient rules that a right answer requires.
 """
 
 import asyncio
@@ -36,7 +35,7 @@ REFUSED_SHARE = 0.01
 
 
 class Matchers:
-    """A matcher for each of the settings that were asked for."""
+    """One matcher per requested settings."""
 
     def __init__(self) -> None:
         self._matchers: dict[str, AnswerMatcher] = {}
@@ -116,7 +115,7 @@ async def test_strict_settings_accept_nothing_that_took_a_lenient_rule(matchers:
 
 
 def _mutated(lot: random.Random, text: str) -> str:
-    """Return ``text`` with a few pieces replaced, repeated or torn out."""
+    """Replace, repeat or remove a few pieces."""
     for _ in range(lot.randint(1, 4)):
         start, length = lot.randrange(len(text) + 1), lot.randint(0, 6)
         piece = lot.choice(_PIECES) * lot.choice((1, 1, 1, 2, 5, 40))
@@ -132,7 +131,7 @@ _PIECES = (
 
 
 def _texts(seed: int, count: int) -> Iterable[Pair]:
-    """Yield answers that were mutated, each with the reference that it had."""
+    """Yield mutated answers with their references."""
     lot = random.Random(seed)
     base = list(pairs(seed, each=6))
     for _ in range(count):
@@ -141,7 +140,7 @@ def _texts(seed: int, count: int) -> Iterable[Pair]:
 
 
 def longest_s(seed: int, count: int) -> tuple[float, Pair]:
-    """Return the processor time of the longest comparison in this process, and the answer; anything raised ends it.
+    """Return the CPU time of the slowest comparison in this process, and its answer; errors propagate.
 
     ::
 

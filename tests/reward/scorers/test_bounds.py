@@ -1,4 +1,4 @@
-"""Laws of what is said of an expression before sympy computes it: only what differs differs, and what is usual is not too large."""
+"""Checks of expressions before sympy: only different ones differ, and usual ones are not too large."""
 
 from typing import Any
 

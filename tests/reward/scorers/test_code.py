@@ -1,7 +1,4 @@
-"""Laws of the code scorer towards its executor, over a real socket: what is asked, what an answer is worth, what if none comes.
-
-The executor here is a script; the laws of the real one with the scorer are in ``test_reward_code_isolated.py``.
-"""
+"""The code scorer and a scripted executor over a real socket: requests, verdicts, and failures."""
 
 import asyncio
 import contextlib
@@ -34,7 +31,7 @@ Answer = Callable[[Job], Execution]
 
 
 class ScriptedExecutor:
-    """Answers each job as a function says, on a Unix socket; ``jobs`` are those that came."""
+    """Answers each job on a Unix socket with a function; ``jobs`` are the received ones."""
 
     def __init__(self, path: Path, answer: Answer) -> None:
         self.path, self.answer = path, answer
@@ -80,7 +77,7 @@ def failed(outcome: Outcome, detail: str = "") -> Execution:
 
 
 def sums_right_up_to(most: int) -> Answer:
-    """Adds the two numbers, but wrongly where they are larger than ``most``."""
+    """Adds two numbers, but wrongly above ``most``."""
 
     def answer(job: Job) -> Execution:
         a, b = map(int, str(job.stdin).split())

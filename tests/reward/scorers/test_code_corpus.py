@@ -1,5 +1,6 @@
-"""Laws of the code scorer over a corpus (``code_corpus.py``), with the real executor: no wrong program is worth anything, and every
-solution is worth 1 or its row is refused."""
+"""The code scorer and the real executor over ``code_corpus.py``: wrong programs score 0; solutions score 1 or their
+row is refused.
+"""
 
 import asyncio
 import itertools
@@ -36,7 +37,7 @@ async def tester(executor: Running) -> AsyncIterator[CodeTester]:
 
 
 async def judged(tester: CodeTester, cases: Iterable[Case]) -> dict[str, Score | str]:
-    """Return each case's score, or the sentence that refused its row."""
+    """Return each case's score, or the message that refused its row."""
 
     async def judge(case: Case) -> Score | str:
         try:
@@ -139,9 +140,7 @@ async def test_no_result_keeps_the_service_from_its_other_work(executor: Running
         now_s = time.thread_time()
         longest_cpu_s, before_s = max(longest_cpu_s, now_s - before_s), now_s
     assert not_worth(0.0, await scored) == {}
-    assert (
-        longest_cpu_s < 3
-    )  # seconds of this thread's own work between two turns of the loop: with a set built here, 9
+    assert longest_cpu_s < 3  # seconds of this thread between two turns of the loop; 9 if a set is built here
     await tester.close()
 
 

@@ -1,4 +1,4 @@
-"""Laws of the code scorer with the real executor: right programs are right, and no trick is worth anything."""
+"""The code scorer with the real executor: right programs pass, tricks score 0."""
 
 from collections.abc import AsyncIterator, Iterator
 from typing import Any

@@ -1,6 +1,6 @@
-"""Code, end to end: a run writes programs, they run isolated, the policy trains on the verdicts; and its executor is killed.
+"""A run that trains on code verdicts, while its executor is killed.
 
-The executor is frozen first, so that what is killed certainly holds jobs. The audit is read from what Valkey left on disk.
+The executor is frozen first, so that it certainly holds jobs. The audit reads what Valkey left on disk.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ async def test_a_run_on_code_goes_on_when_its_executor_is_killed_and_every_progr
 
 
 async def _kill_executor(run: Run, ledger: Ledger, backlog: object) -> None:
-    """Freeze the executor after a step, wait until groups wait for it, kill it; return when there is another."""
+    """Freeze the executor after a step, kill it when groups wait for it; return when there is another."""
 
     async def stepped() -> bool:
         run.check()

@@ -1,4 +1,4 @@
-"""Laws of what the code scorer does outside the sandbox: finding programs, reading tests, comparing plain data."""
+"""The code scorer outside the sandbox: finding programs, reading tests, comparing plain data."""
 
 import ast
 import builtins
@@ -25,7 +25,7 @@ F = "```"
 
 
 class _Text(str):
-    """What a program wrote in place of JSON."""
+    """A program's output in place of JSON."""
 
 
 def finished(*values: Any, stdout: str = "") -> Execution:

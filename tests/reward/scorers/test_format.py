@@ -1,4 +1,4 @@
-"""Laws of the format checker and of the lot."""
+"""The format checker and the random scorer."""
 
 import asyncio
 import dataclasses

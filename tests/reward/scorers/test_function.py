@@ -1,4 +1,4 @@
-"""Laws of the user's own scorer, with the functions of ``scorer_functions`` in real processes."""
+"""The user's own scorer, with ``scorer_functions`` in real processes."""
 
 import dataclasses
 import re
@@ -80,7 +80,7 @@ async def test_a_bug_in_the_function_makes_the_reward_unknown_not_0(lenient: Fun
 
 
 def _line(code: str) -> int:
-    """Return the first line of the user's module that holds ``code``, counted from 1."""
+    """Return the 1-based line number of ``code`` in the user's module."""
     lines = Path(scorer_functions.__file__).read_text(encoding="utf-8").splitlines()
     return next(number for number, line in enumerate(lines, 1) if code in line)
 

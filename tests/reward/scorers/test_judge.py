@@ -1,4 +1,4 @@
-"""Laws of the generative judge, against a server on a real socket that fails in every way."""
+"""The LLM judge against a failing server on a real socket."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ def says(content: object) -> Reply:
 
 
 class Endpoint:
-    """An HTTP server that answers the n-th request as a function says; None hangs up without an answer."""
+    """An HTTP server whose n-th response a function gives; None hangs up."""
 
     def __init__(self, behaviour: Behaviour) -> None:
         self._behaviour = behaviour
@@ -109,7 +109,7 @@ async def judged(endpoint: Endpoint, *texts: str, **more: object) -> list[Score]
 
 
 def sequence(*replies: Reply | None) -> Behaviour:
-    """The last reply is given for ever."""
+    """The last reply repeats."""
 
     async def behave(number: int, body: dict[str, object]) -> Reply | None:
         return replies[min(number, len(replies)) - 1]

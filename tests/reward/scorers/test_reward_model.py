@@ -1,4 +1,4 @@
-"""Laws of the reward model scorer: its values are those of a plain forward pass of one text, whatever lies beside it."""
+"""The reward model's values equal a plain forward pass of one text, whatever else is in the batch."""
 
 import dataclasses
 from pathlib import Path
@@ -18,7 +18,6 @@ COMPLETIONS = ("46", "4", "thesumis46", "a", "12+34is46andnoothernumber")
 
 
 def plain(model: Any, text: str) -> Any:
-    """Return the outputs that transformers gives for one text alone."""
     ids = torch.tensor([tiny.tokenizer()(text)["input_ids"]])
     with torch.no_grad():
         return model(input_ids=ids).logits[0]
@@ -71,7 +70,7 @@ def test_the_models_own_chat_template_joins_prompt_and_completion(tmp_path: Path
     eos = "<eos>"
     assert tiny.tokenizer().decode(list(text.token_ids)) == f"s=add{eos}u=1+1{eos}a=2{eos}"
     (bare,) = reward_models.classifier(reward_models.settings(folder, template="plain")).read(prompt, ["2"])
-    assert bare.token_ids == (15, 18, 18, 3, 12, 3, 4)  # add1+1 2: this vocabulary has no line break
+    assert bare.token_ids == (15, 18, 18, 3, 12, 3, 4)  # add1+1 2: the vocabulary has no line break
     own = reward_models.settings(folder, template="{{ messages[-1]['content'] }}")
     assert reward_models.classifier(own).read(prompt, ["42"])[0].token_ids == (6, 4)
 

@@ -1,7 +1,7 @@
-"""Compare results with what was expected. The standard library alone: a clean interpreter, which no program ever entered, runs it too.
+r"""Compare results with expected values. Standard library only, since clean interpreters run it too.
 
-Equality is Python's own. With a tolerance t > 0 two numbers, bools aside, are equal where \\|a - b\\| <= t · max(1, \\|a\\|, \\|b\\|),
-and so are the numbers in lists, tuples and values of dicts; members of sets and keys of dicts stay exact.
+Equality is Python's own. With a tolerance t > 0 numbers, but not bools, are equal if \|a - b\| <= t · max(1, \|a\|,
+\|b\|), also in lists, tuples and values of dicts, but not in sets and keys.
 """
 
 import ast
@@ -34,7 +34,7 @@ def equal(left: Any, right: Any, tolerance: float) -> bool:
 
 
 def close(left: Any, right: Any, tolerance: float) -> bool:
-    """Return whether two numbers are within a tolerance; infinity is close to itself alone."""
+    """Compare two numbers within the tolerance; infinity equals only itself."""
     if not math.isfinite(tolerance) or not _is_finite(left) or not _is_finite(right):
         return bool(left == right)
     if isinstance(left, float) and isinstance(right, float):
@@ -53,12 +53,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def holds(check: str, texts: Mapping[str, str], tolerance: float) -> str:
-    """Evaluate the check of an assert; return "" where it holds, else what became of it.
-
-    Args:
-        check: a Python expression.
-        texts: the tagged JSON text that each of its names stands for.
-    """
+    """Evaluate an assert's check on tagged JSON texts by name; return "" or why it does not hold."""
     try:
         names = {name: plain_data.rebuilt(json.loads(text)) for name, text in texts.items()}
         tree = ast.parse(check, mode="eval")
@@ -78,7 +73,7 @@ def holds(check: str, texts: Mapping[str, str], tolerance: float) -> str:
 
 
 def matches(text: str, accepted: Sequence[str], tolerance: float) -> str:
-    """Return "" where JSON text is equal to one of those accepted."""
+    """Return "" if the JSON text equals an accepted one."""
     value = json.loads(text)
     right = any(other == value or equal(other, value, tolerance) for other in map(json.loads, accepted))
     return "" if right else f"expected {reprlib.repr(json.loads(accepted[0]))}, found {reprlib.repr(value)}"
@@ -92,8 +87,6 @@ def within(member: Any, whole: Any, tolerance: float) -> bool:
 
 
 class _Tolerant(ast.NodeTransformer):
-    """Have ``==``, ``!=`` and ``in`` compare within the tolerance."""
-
     _FUNCTIONS = {ast.Eq: "_equal", ast.NotEq: "_equal", ast.In: "_within", ast.NotIn: "_within"}  # noqa: RUF012
 
     def visit_Compare(self, node: ast.Compare) -> ast.expr:

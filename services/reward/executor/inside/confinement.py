@@ -1,16 +1,15 @@
-"""What a child of the warm interpreter gives up before it runs a program, in this order.
+"""Confine a child of the warm interpreter before it runs a program, in this order.
 
 ::
 
-    namespaces (tier namespace)   own users, mounts and IPC; an empty /proc; a small /tmp     before Landlock, which forbids mounting
+    namespaces (tier namespace)   users, mounts, IPC; empty /proc, small /tmp; before Landlock, which forbids mounting
     file descriptors              0 input, 1 output, 2 nothing, 3 report
     limits                        CPU, address space, file size, descriptors, threads, core
-    Landlock                      reads where the interpreter lies, writes its own /tmp; no TCP; signals stay inside
+    Landlock                      reads the interpreter, writes its own /tmp; no TCP; signals stay inside
     capabilities                  none
     system calls                  the allowlist; last, for it forbids all of the above
 
-Its own process id space comes from the zygote, which forks into it. Every step raises OSError with its name: a program is
-never started half confined.
+The zygote forks into the PID namespace. A failing step raises OSError, so no program starts half confined.
 """
 
 import contextlib
@@ -45,18 +44,16 @@ class Confinement:
     """How children are confined."""
 
     tier: str
-    """``namespace``, ``landlock`` or ``unsafe``."""
     readable: tuple[str, ...]
-    """Files and folders that programs may read."""
     threads: int
-    """Value of RLIMIT_NPROC: of one program in its own user namespace, of the whole user elsewhere."""
+    """RLIMIT_NPROC: per program in its own user namespace, otherwise per user."""
     ruleset: int = -1
-    """Descriptor of the Landlock rules, where all programs share them; they cannot where each has files of its own."""
+    """Descriptor of shared Landlock rules; -1 if programs have their own files."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """The limits of one program as the kernel takes them."""
+    """Kernel limits of one program."""
 
     cpu_s: int
     memory_bytes: int
@@ -65,7 +62,7 @@ class Bounds:
 
 
 def check(result: int, what: str) -> int:
-    """Return ``result`` of a C function; raises OSError where it is negative."""
+    """Return a C function's result; raises OSError if negative."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {errno.errorcode.get(number, number)}")
@@ -73,7 +70,7 @@ def check(result: int, what: str) -> int:
 
 
 def enter_user_namespace(more: int = 0) -> None:
-    """Enter a user namespace of one's own, as the same user, and the namespaces in ``more``."""
+    """Enter a new user namespace as the same user, and the namespaces ``more``."""
     user, group = os.getuid(), os.getgid()
     check(_libc.unshare(NEW_USER | more), "unshare(CLONE_NEWUSER)")
     _libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0)  # or /proc/self belongs to root
@@ -83,22 +80,19 @@ def enter_user_namespace(more: int = 0) -> None:
 
 
 def unshare(kinds: int) -> None:
-    """Enter new namespaces; for CLONE_NEWPID the next child does."""
+    """Enter new namespaces; CLONE_NEWPID applies to the next child."""
     check(_libc.unshare(kinds), "unshare")
 
 
 def enter(descriptor: int, kinds: int) -> None:
-    """Enter the namespace that is open as ``descriptor``."""
+    """Enter the namespace open as ``descriptor``."""
     check(_libc.setns(descriptor, kinds), "setns")
 
 
 def reveal(paths: Sequence[str]) -> None:
-    """Enter a mount namespace in which every user can reach ``paths``.
+    """Enter a mount namespace in which every user can reach ``paths``. Raises OSError.
 
-    The topmost folder on the way that others cannot enter (``/root``, say) is covered by an empty one with these paths alone.
-
-    Raises:
-        OSError: this process may not mount.
+    The topmost inaccessible folder on the way (such as ``/root``) is covered by one with only these paths.
     """
     check(_libc.unshare(NEW_MOUNT), "unshare(CLONE_NEWNS)")
     check(_libc.mount(None, b"/", None, _RECURSIVE | _PRIVATE, None), "mount(/)")
@@ -115,7 +109,7 @@ def reveal(paths: Sequence[str]) -> None:
 
 
 def _closed_folder(path: str) -> str:
-    """Return the topmost folder on the way to ``path`` that others cannot enter, else the one that holds ``path``."""
+    """Return the topmost inaccessible folder on the way to ``path``, or its parent."""
     folder = ""
     for name in path.split("/")[1:-1]:
         folder = f"{folder}/{name}"
@@ -125,7 +119,6 @@ def _closed_folder(path: str) -> str:
 
 
 def _bind(descriptor: int, path: str) -> None:
-    """Make a mount point at ``path`` and mount there what is open as ``descriptor``."""
     source = f"/proc/self/fd/{descriptor}"
     os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
     if os.path.isdir(source):  # noqa: PTH112
@@ -136,7 +129,7 @@ def _bind(descriptor: int, path: str) -> None:
 
 
 def become(user: int) -> None:
-    """Leave root for ``user``, with no other group."""
+    """Switch from root to ``user``, without supplementary groups."""
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
@@ -144,15 +137,15 @@ def become(user: int) -> None:
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent dies; a change of user or user namespace undoes it."""
+    """Die with the parent; a change of user or user namespace resets this."""
     check(_libc.prctl(_SET_PARENT_DEATH_SIGNAL, 9, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
 
 
 def confine(how: Confinement, bounds: Bounds) -> None:
-    """Give up everything; ``_libc`` and what is loaded stay usable.
+    """Confine this process; ``_libc`` and loaded modules stay usable.
 
     Raises:
-        OSError: a step failed, and the program must not run.
+        OSError: the program must not run.
     """
     if how.tier == "namespace":
         _enter_namespaces(bounds)
@@ -177,7 +170,7 @@ def _enter_namespaces(bounds: Bounds) -> None:
 
 
 def _cover_proc(flags: int) -> None:
-    """Mount a /proc that holds a copy of standard input alone, to which /dev/stdin links."""
+    """Mount a /proc with only a copy of standard input, to which /dev/stdin links."""
     size = os.fstat(0).st_size
     options = f"size={max(size, 1)},nr_inodes=4,mode=755".encode()
     check(_libc.mount(b"tmpfs", b"/proc", b"tmpfs", flags, options), "mount(/proc)")
@@ -209,20 +202,15 @@ def _limit(how: Confinement, bounds: Bounds) -> None:
 
 
 def landlock_abi() -> int:
-    """Return the version of Landlock that the kernel has.
-
-    Raises:
-        OSError: it has none (ENOSYS), or it is off (EOPNOTSUPP).
-    """
+    """Return the kernel's Landlock version. Raises OSError: ENOSYS (missing) or EOPNOTSUPP (disabled)."""
     return check(_libc.syscall(_CREATE_RULESET, None, 0, _ABI_QUESTION), "landlock_create_ruleset")
 
 
 def make_ruleset(readable: Sequence[str], hidden: Sequence[str] = ()) -> int:
-    """Return Landlock rules, as a descriptor, that allow reading of ``readable`` but for ``hidden``; nothing else of the file
-    system, no TCP.
+    """Return a descriptor of Landlock rules: reading ``readable`` except ``hidden``, no other files, no TCP.
 
-    Landlock cannot except what is beneath a folder, so a folder that holds something hidden is allowed entry by entry, and
-    cannot be listed itself.
+    Landlock cannot exclude part of a folder, so folders that contain something hidden are allowed entry by entry and
+    cannot be listed.
     """
     attributes = struct.pack("=QQQ", _handled_files(), 0b11 if landlock_abi() >= 4 else 0, 0b11)
     attributes = attributes[: 24 if landlock_abi() >= 6 else 16 if landlock_abi() >= 4 else 8]
@@ -238,7 +226,6 @@ def make_ruleset(readable: Sequence[str], hidden: Sequence[str] = ()) -> int:
 
 
 def _handled_files() -> int:
-    """Return every access to files that this kernel's Landlock knows and that is refused unless a rule allows it."""
     abi = landlock_abi()
     return int((1 << (13 + (abi >= 2) + (abi >= 3) + (abi >= 5))) - 1)
 
@@ -249,7 +236,7 @@ def _allow_but(ruleset: int, path: str, hidden: frozenset[str]) -> None:
             _allow(ruleset, path, _READ)
         return
     for entry in os.scandir(path):
-        if not entry.is_symlink():  # what it leads to is allowed by its own path, or not at all
+        if not entry.is_symlink():  # its target is allowed by its own path, if at all
             _allow_but(ruleset, entry.path, hidden)
 
 
@@ -267,7 +254,7 @@ def _allow(ruleset: int, path: str, access: int) -> None:
     try:
         beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
-        return  # nothing there, nothing to read
+        return
     access &= ~0b1000 if not os.path.isdir(path) else ~0  # noqa: PTH112
     rule = struct.pack("=Qi", access, beneath)
     check(_libc.syscall(_ADD_RULE, ruleset, _PATH_BENEATH, rule, 0), f"landlock_add_rule({path})")

@@ -1,12 +1,12 @@
-"""Results as data: from objects to JSON with tags, and back. The standard library alone, as this also runs inside.
+"""Convert objects to tagged JSON and back. Standard library only, as it runs inside too.
 
 ::
 
     (1, [2])  ──▶  {"tuple": [1, [2]]}      {3}  ──▶  {"set": [3]}      {4: "x"}  ──▶  {"dict": [[4, "x"]]}
-    Counter("aa")  ──▶  {"Counter": [["a", 2]]}      map(…)  ──▶  {"iterator": […]}      Decimal("1.50")  ──▶  {"Decimal": "1.50"}
+    Counter("aa")  ──▶  {"Counter": [["a", 2]]}      map(…)  ──▶  {"iterator": […]}
 
-A subclass becomes what it is a subclass of: a namedtuple a tuple, an IntEnum an int, a defaultdict a dict. What comes back is made of
-builtin and library types alone, whoever wrote the text: a forged one is only data.
+Subclasses become their base: namedtuple a tuple, IntEnum an int. Rebuilt objects have builtin and library types only,
+so a forged text is just data.
 """
 
 import collections
@@ -22,7 +22,7 @@ from typing import Any
 DEEPEST = 100
 _LONGEST_ITERATOR = 100_000
 _LONG_INT = 1 << 10_000
-"""Decimal text of larger ones may not be readable (``sys.set_int_max_str_digits``)."""
+"""Larger ones may exceed ``sys.set_int_max_str_digits``."""
 _SCALARS = frozenset((bool, float, str, type(None)))
 _AS_JSON = frozenset(("tuple", "deque", "range", "iterator", "dict_keys", "dict_values"))
 _EXPECTED = (
@@ -35,10 +35,10 @@ class NotPlain(Exception):
 
 
 def tagged(value: Any, where: str, depth: int = 0) -> Any:
-    """Return ``value`` as JSON with tags.
+    """Return ``value`` as tagged JSON.
 
     Raises:
-        NotPlain: it holds something else than data, or too much; the message says what ``where`` returned.
+        NotPlain: not data, or too much; names what ``where`` returned.
     """
     if type(value) in _SCALARS:
         return value
@@ -102,15 +102,11 @@ _WRITTEN: tuple[tuple[type, str | None, Callable[[Any], Any]], ...] = (
     (datetime.time, None, lambda value: {"time": value.isoformat()}),
     (datetime.timedelta, None, lambda value: {"timedelta": [value.days, value.seconds, value.microseconds]}),
 )
-"""By type, the most special first: the tag of what holds items and how to list them, or None and how to write it whole."""
+"""By type, most specific first: a container's tag and its items, or None and the serialised value."""
 
 
 def as_json(value: Any, where: str) -> Any:
-    """Return ``value`` as JSON without tags, in which every sequence is a list.
-
-    Raises:
-        NotPlain: JSON cannot say it.
-    """
+    """Return ``value`` as untagged JSON with sequences as lists. Raises NotPlain."""
     return _untagged(tagged(value, where), where)
 
 
@@ -146,7 +142,7 @@ SIMPLE: Mapping[str, Callable[[Any], Any]] = {
     "dict": dict,
     "int": lambda text: int(text, 16),
 }
-"""By tag: what makes an object of already rebuilt content. These are compared without ever running code but the interpreter's."""
+"""Constructors by tag; comparing these objects runs only the interpreter's code."""
 ALL: Mapping[str, Callable[[Any], Any]] = {
     **SIMPLE,
     "Counter": lambda pairs: collections.Counter(dict(pairs)),
@@ -170,11 +166,11 @@ ALL: Mapping[str, Callable[[Any], Any]] = {
 
 
 def rebuilt(value: Any, makers: Mapping[str, Callable[[Any], Any]] = ALL, depth: int = 0) -> Any:
-    """Return the objects that JSON with tags stands for.
+    """Return the objects of tagged JSON.
 
     Raises:
-        LookupError: a tag that ``makers`` does not know.
-        ValueError, TypeError, ArithmeticError: content that does not fit its tag, or too many levels.
+        LookupError: a tag that ``makers`` lacks.
+        ValueError, TypeError, ArithmeticError: content that does not fit its tag, or too deep.
     """
     if not isinstance(value, (list, dict)):
         return value

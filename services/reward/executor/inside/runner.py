@@ -1,14 +1,14 @@
-"""Run one program inside a confined process, and report. The last thing that this process does.
+"""Run one program in a confined process and report its end.
 
 ::
 
     standard input, output     the program's own
-    report (descriptor 3)      ready            once the process is confined, before the program's first line
+    report (descriptor 3)      ready            once confined, before the program's first line
                                value <JSON>     for each call that returned plain data
                                error <text>     why it ended, for people
 
-The program shares this process and may write any of these lines itself, except the ``ready`` that is there before it. So a
-value is only what the program claims to return; whether it is right is judged elsewhere. Likewise the exit statuses.
+The program can forge any line except the first ``ready``, and any exit status. Values are only claims, checked
+elsewhere.
 """
 
 import atexit
@@ -36,29 +36,29 @@ _PRELUDE_STARS = ("typing", "collections", "functools", "itertools", "heapq", "b
 
 
 def prelude() -> dict[str, Any]:
-    """Return the names that a program may use without importing them, as the datasets' own harnesses have them."""
+    """Return the predefined names, as in the datasets' own harnesses."""
     modules = {name: importlib.import_module(name) for name in _PRELUDE_MODULES}
     names: dict[str, Any] = {"Decimal": modules["decimal"].Decimal, "Fraction": modules["fractions"].Fraction}
     for star in _PRELUDE_STARS:
         module = modules[star]
         names |= {name: getattr(module, name) for name in getattr(module, "__all__", dir(module)) if name[0] != "_"}
-    names |= modules  # bisect is the module, which has a function of that name
+    names |= modules  # bisect is the module, not its function of that name
     if "numpy" in sys.modules:
         names |= {"np": sys.modules["numpy"], "numpy": sys.modules["numpy"]}
     return names
 
 
 def add_prelude() -> None:
-    """Make the prelude's names known to every program, behind the builtins and whatever the program itself defines."""
+    """Add the prelude behind builtins and the program's own names."""
     known = vars(builtins)
     known.update({name: value for name, value in prelude().items() if name not in known})
 
 
 def run(code: str, calls: Sequence[dict[str, Any]]) -> NoReturn:
-    """Run the program, or its calls, and end the process."""
+    """Run the program or its calls, and end the process."""
     os.write(REPORT, b"ready\n")
     _open_streams()
-    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # site's: programs end by them, and there is no site here
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # defined by site, which is not imported here
     status = 0
     try:
         if calls:
@@ -72,7 +72,6 @@ def run(code: str, calls: Sequence[dict[str, Any]]) -> NoReturn:
 
 
 def _open_streams() -> None:
-    """New ones: those of the warm interpreter are closed."""
     sys.stdin = sys.__stdin__ = io.TextIOWrapper(  # type: ignore[misc]
         io.BufferedReader(io.FileIO(0, closefd=False)), encoding="utf-8", errors="replace"
     )
@@ -100,13 +99,12 @@ def _call(code: str, calls: Sequence[dict[str, Any]]) -> None:
 
 
 def _called(names: dict[str, Any], call: dict[str, Any]) -> Any:
-    """Return a function's result as JSON."""
     value = _resolved(names, call["function"])(*call["arguments"], **call["keywords"])
     return plain_data.as_json(value, call["function"])
 
 
 def _evaluated(names: dict[str, Any], call: dict[str, Any]) -> Any:
-    """Return the tagged value of an expression; the function that it calls, where one is named, must be the program's own."""
+    """Return an expression's tagged value; a named function must be the program's own."""
     if call["function"]:
         _defined(names, call["function"].partition(".")[0])
     expression = compile(call["expression"], "test.py", "eval", dont_inherit=True)
@@ -114,7 +112,6 @@ def _evaluated(names: dict[str, Any], call: dict[str, Any]) -> Any:
 
 
 def _resolved(names: dict[str, Any], dotted: str) -> Any:
-    """Return a function, or a method of an object that is made for it (``Solution.add``)."""
     first, *rest = dotted.split(".")
     target = _defined(names, first)
     for name in rest:
@@ -129,7 +126,6 @@ def _defined(names: dict[str, Any], name: str) -> Any:
 
 
 def _told(error: BaseException) -> int:
-    """Report why the program ended; return the exit status."""
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
             return (

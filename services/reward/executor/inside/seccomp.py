@@ -1,4 +1,4 @@
-"""The system-call filter of a program: classic BPF, made here from the table in syscalls.py.
+"""A program's system-call filter: classic BPF, generated from the table in syscalls.py.
 
 ::
 
@@ -8,7 +8,7 @@
     CONDITIONAL                          ──▶ made with some arguments, else EPERM; locks on files: not made, and reported as done
     anything else                        ──▶ EPERM
 
-A filter sees numbers and registers, never memory: paths are the business of confinement.py.
+Filters see registers, not memory; confinement.py restricts paths.
 """
 
 import ctypes
@@ -25,7 +25,6 @@ _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
 _X32 = 0x40000000
 _SET_NO_NEW_PRIVS, _SET_SECCOMP, _FILTER = 38, 22, 2
 _THREAD = 0x00010000 | 0x00000100
-"""CLONE_THREAD and CLONE_VM."""
 _FCNTL = (0, 1, 2, 3, 4, 1030, 1032)
 """Duplicate, flags, the size of a pipe; not F_SETSIG, F_SETOWN (signals) nor F_SETPIPE_SZ (memory)."""
 _FCNTL_LOCKS = (6, 7)
@@ -33,7 +32,6 @@ _FCNTL_LOCKS = (6, 7)
 _IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
 _PRCTL = (15, 16)
-"""The name of a thread."""
 _KILL_SIGNAL, _STOP_SIGNAL = 9, 19
 _UNIX, _STREAM = 1, 1
 
@@ -42,11 +40,7 @@ Instruction = tuple[int, int, int, int]
 
 
 def machine_filter(machine: str, pid: int) -> bytes:
-    """Return the filter for process ``pid`` on ``machine`` (x86_64 or aarch64), as the kernel reads it.
-
-    Raises:
-        KeyError: there is no table for that machine.
-    """
+    """Return the filter for process ``pid`` on ``machine`` (x86_64 or aarch64). Raises KeyError."""
     column = syscalls.MACHINES.index(machine) if machine in _ARCHITECTURES else -1
     program = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _ARCHITECTURES[machine]), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
     if machine == "x86_64":
@@ -65,10 +59,10 @@ def machine_filter(machine: str, pid: int) -> bytes:
 
 
 def _conditions(pid: int) -> dict[str, list[Instruction]]:
-    """What is asked of the arguments of each conditional call; each list ends in a return on every way."""
+    """Argument checks; every path of a list ends in a return."""
     return {
         "clone": [_argument(0), (_AND, 0, 0, _THREAD), *_one_of((_THREAD,))],
-        "clone3": [_refuse(errno.ENOSYS)],  # its flags lie in memory; libc falls back to clone
+        "clone3": [_refuse(errno.ENOSYS)],  # its flags are in memory; libc falls back to clone
         "fcntl": [_argument(1), *_pretended(_FCNTL_LOCKS), *_one_of(_FCNTL)],
         "flock": [_pretend()],
         "ioctl": [_argument(1), *_one_of(_IOCTL)],
@@ -82,7 +76,6 @@ def _conditions(pid: int) -> dict[str, list[Instruction]]:
 
 
 def _argument(index: int, high: bool = False) -> Instruction:
-    """Load half of an argument (little endian) from ``struct seccomp_data``."""
     return (_LOAD, 0, 0, 16 + 8 * index + 4 * high)
 
 
@@ -93,8 +86,7 @@ def _refuse(number: int) -> Instruction:
 def _pretend() -> Instruction:
     """Report success without making the call.
 
-    A program is the only process that can reach its own files, so a lock on them excludes nobody. A lock on any other
-    file would be visible to the host and to other programs.
+    Locks on a program's own files are useless; others would be visible to the host and other programs.
     """
     return _refuse(0)
 
@@ -119,7 +111,7 @@ def _null(index: int) -> list[Instruction]:
 
 
 def _own_signal(pid: int, index: int) -> list[Instruction]:
-    """Signals to itself, but none that looks as if somebody else had ended or stopped it."""
+    """Allow signals to itself, except those that would fake an end or stop by others."""
     harmful = [
         (_EQUAL, 0, 1, _KILL_SIGNAL),
         _refuse(errno.EPERM),
@@ -134,11 +126,7 @@ class _Program(ctypes.Structure):
 
 
 def load(program: bytes) -> None:
-    """Put this process, for good, under a filter.
-
-    Raises:
-        OSError: the kernel refused.
-    """
+    """Install a filter permanently. Raises OSError if the kernel refuses."""
     libc = ctypes.CDLL(None, use_errno=True)
     described = _Program(len(program) // 8, program)
     for arguments in ((_SET_NO_NEW_PRIVS, 1, 0, 0, 0), (_SET_SECCOMP, _FILTER, ctypes.byref(described), 0, 0)):

@@ -1,15 +1,15 @@
-"""The system calls that a program may make, those that end it, and their numbers. A table, no logic.
+"""System-call tables: allowed, conditional and deadly calls with their numbers.
 
-An allowlist: what stands in neither list fails with EPERM, and the program may live with that (``fork``, ``execve``, ``socket``,
-``memfd_create``, whose pages no memory limit counts, ``chmod``, which Landlock does not see). No honest program makes
-the calls in ``DEADLY``; whoever makes one is killed. Calls in ``CONDITIONAL`` depend on their arguments (seccomp.py).
+Unlisted calls fail with EPERM, which programs can survive: for example ``fork``, ``execve``, ``socket``,
+``memfd_create`` (its pages escape memory limits), ``chmod`` (Landlock ignores it). ``DEADLY`` calls, which no honest
+program makes, kill it. ``CONDITIONAL`` calls depend on their arguments (seccomp.py).
 
-Numbers: Linux's ``asm/unistd_64.h`` (x86_64) and ``asm-generic/unistd.h`` (aarch64); None where a machine has no such call. A
-test holds them against libseccomp's.
+Numbers: Linux's ``asm/unistd_64.h`` (x86_64), ``asm-generic/unistd.h`` (aarch64), tested against libseccomp; None:
+absent.
 """
 
 MACHINES = ("x86_64", "aarch64")
-"""The machines in the order of each pair of numbers."""
+"""Order of each pair of numbers."""
 
 Numbers = dict[str, tuple[int | None, int | None]]
 
@@ -144,7 +144,6 @@ ALLOWED: Numbers = {
     "write": (1, 64),
     "writev": (20, 66),
 }
-"""Allowed with any arguments."""
 
 CONDITIONAL: Numbers = {
     "clone": (56, 220),
@@ -159,7 +158,6 @@ CONDITIONAL: Numbers = {
     "socketpair": (53, 199),
     "tgkill": (234, 131),
 }
-"""Allowed with some arguments."""
 
 DEADLY: Numbers = {
     "acct": (163, 89),
@@ -213,4 +211,4 @@ DEADLY: Numbers = {
     "userfaultfd": (323, 282),
     "vhangup": (153, 58),
 }
-"""They end the program: outcome `forbidden`."""
+"""End the program: outcome `forbidden`."""

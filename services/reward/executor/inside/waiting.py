@@ -1,7 +1,4 @@
-"""How long a program could have run while other processes had its core, as the kernel's scheduler counted it.
-
-A deadline that counted this time would be a deadline for the program's neighbours.
-"""
+"""Measure how long a program was runnable while others had its core, so that deadlines exclude it."""
 
 import contextlib
 import os
@@ -11,10 +8,9 @@ _NANOSECONDS = 1_000_000_000
 
 
 def waited_s(watched: int) -> float:
-    """Return the seconds that the process behind pid descriptor ``watched`` waited for its core; 0 where the kernel does not count.
+    """Return seconds that the process of pid descriptor ``watched`` waited for its core; 0 if not counted.
 
-    The longest wait of any of its threads counts, less the time in which its other threads ran: all share one core, and threads
-    that wait for one another do not wait for a neighbour.
+    The longest wait of a thread minus its other threads' running time, since all share one core.
     """
     threads = list(_threads(watched))
     ran_ns = sum(ran for ran, _ in threads)
@@ -22,7 +18,7 @@ def waited_s(watched: int) -> float:
 
 
 def _threads(watched: int) -> Iterator[tuple[int, int]]:
-    """Give nanoseconds of running and of waiting of each thread that is still there (sched-stats.rst)."""
+    """Yield each live thread's running and waiting nanoseconds (sched-stats.rst)."""
     with contextlib.suppress(OSError, ValueError):
         folder = f"/proc/{_number(watched)}/task"
         for thread in os.listdir(folder):  # noqa: PTH208 (pathlib is not loaded in every child)
@@ -32,11 +28,7 @@ def _threads(watched: int) -> Iterator[tuple[int, int]]:
 
 
 def _number(watched: int) -> int:
-    """Return the process's number as /proc has it, which may be that of another process id namespace than ours.
-
-    Raises:
-        ValueError: it has none there.
-    """
+    """Return the pid in /proc, whose namespace may differ from ours. Raises ValueError if absent."""
     with open(f"/proc/self/fdinfo/{watched}") as file:  # noqa: PTH123
         fields = dict(line.split(":", 1) for line in file)
     number = int(fields.get("Pid", "-1"))

@@ -1,4 +1,4 @@
-"""The warm interpreter: it has imported what programs import, and forks a confined child for each of them.
+"""The warm interpreter: imports common modules and forks a confined child per program.
 
 ::
 
@@ -7,13 +7,11 @@
                ── {ask: id}                                             ──▶
                ◀── {ready: true, base_bytes}                                     once
                ◀── {id, charged_s}                                               the answer, while the child runs
-               ◀── {id, status, wall_s, cpu_s, peak_bytes}                       when the child is gone; its wait status
+               ◀── {id, status, wall_s, cpu_s, peak_bytes}                       at the child's end; its wait status
 
-One thread, no state but who runs. It reads nothing that a program wrote. Control messages are JSON in one packet each; the
-program and its input come in sealed memory files, so that nobody waits for anybody. When the socket closes it kills
-its children and ends; in tier ``namespace`` each child leads a process id namespace, so killing it kills all.
-
-Started by ``isolation.py`` with its settings as JSON, which name the descriptor of its socket.
+Single-threaded; reads nothing that a program wrote. Messages are one JSON packet each; programs and inputs are sealed
+memory files, so nothing blocks. When the socket closes it kills its children and exits; in tier ``namespace`` each
+child leads a PID namespace, so its descendants die too. ``isolation.py`` passes settings as JSON.
 """
 
 import contextlib
@@ -42,14 +40,13 @@ from . import (
 
 _PACKET_BYTES = 1 << 16
 _STACK_BYTES = 4 << 20
-"""Stack of a thread, unless the program says otherwise: as many as it may have take half of 256 MiB."""
+"""The maximum number of threads takes half of 256 MiB."""
 _WARM = """
 abc argparse array ast asyncio base64 bisect calendar cmath collections collections.abc contextlib copy csv ctypes dataclasses datetime
 decimal difflib enum fractions functools gc glob hashlib heapq html inspect io itertools json linecache locale logging math numbers
 operator os pathlib pickle pprint queue random re secrets shutil signal statistics string struct sys tempfile textwrap threading time
 timeit traceback types typing unicodedata unittest uuid warnings zlib encodings.idna
 """.split()  # noqa: SIM905
-"""Imported once, so that no program pays for it."""
 
 
 class Zygote:
@@ -64,7 +61,7 @@ class Zygote:
         self._control = socket.socket(fileno=settings["control"])
         self._poll = select.poll()
         self._children: dict[int, tuple[int, int, float]] = {}
-        """By pid descriptor: number of the job, pid, start."""
+        """By pid descriptor: job number, pid, start."""
         self._own_pids = -1
         self._profile = settings["profile"]
         if self._how.tier == "namespace":
@@ -86,7 +83,6 @@ class Zygote:
         self._control.send(json.dumps(message).encode())
 
     def _hear(self) -> bool:
-        """Handle one message; return False when the supervisor is gone."""
         packet, descriptors, _, _ = socket.recv_fds(self._control, _PACKET_BYTES, 4)
         if not packet:
             return False
@@ -127,7 +123,6 @@ class Zygote:
                 signal.pidfd_send_signal(watched, signal.SIGKILL)
 
     def _charge(self, number: int) -> None:
-        """Say how much of its time a child has had, without that in which its core was another's."""
         for watched, (job, _, started_s) in self._children.items():
             if job == number:
                 charged_s = time.monotonic() - started_s - waiting.waited_s(watched)
@@ -149,12 +144,11 @@ class Zygote:
         )
 
     def _become_program(self, message: dict[str, Any], descriptors: list[int]) -> NoReturn:
-        """In the child: put everything in its place, confine, run. Never returns into the loop of the zygote."""
         report = descriptors[3]
         try:
             _settle_down(message["core"])
             payload = _read_all(descriptors[0])
-            nothing = os.open("/dev/null", os.O_WRONLY)  # of its own: flags that it sets last as long as it does
+            nothing = os.open("/dev/null", os.O_WRONLY)  # own description: its flags last as long as it does
             _arrange((*descriptors[1:3], nothing, report), self._how.ruleset)
             report = runner.REPORT
             job = json.loads(payload)
@@ -170,11 +164,10 @@ class Zygote:
         try:
             runner.run(job["code"], job["calls"])
         finally:
-            os._exit(runner.ERROR)  # whatever the program did to the runner, it does not come back here
+            os._exit(runner.ERROR)  # never return here, whatever the program did to the runner
 
 
 def _arrange(descriptors: Sequence[int], keep: int) -> None:
-    """Number ``descriptors`` from 0, and close all others but ``keep``."""
     moved = [_moved_up(descriptor) for descriptor in descriptors]
     for place, descriptor in enumerate(moved):
         os.dup2(descriptor, place)
@@ -183,18 +176,16 @@ def _arrange(descriptors: Sequence[int], keep: int) -> None:
 
 
 def _settle_down(core: int) -> None:
-    """Stay on ``core``, for good: the filter refuses to leave it.
+    """Stay on ``core``: the filter later refuses changes.
 
-    Where the kernel shares cores between sessions (sched(7), autogroup), a program in a session of its own has as much of its core
-    as any other, whatever their threads.
+    With autogroup (sched(7)) a program in its own session gets an equal share of it, whatever its number of threads.
     """
-    with contextlib.suppress(OSError):  # it is no longer among those of this container
+    with contextlib.suppress(OSError):  # the container may have lost it
         os.sched_setaffinity(0, [core])
     os.setsid()
 
 
 def _moved_up(descriptor: int) -> int:
-    """Return a copy above the descriptors of a program."""
     return fcntl.fcntl(descriptor, fcntl.F_DUPFD, runner.REPORT + 1)
 
 
@@ -204,13 +195,12 @@ def _read_all(descriptor: int) -> bytes:
 
 
 def _address_space() -> int:
-    """Return the address space of this process in bytes, which its children begin with."""
     with open("/proc/self/statm") as file:  # noqa: PTH123
         return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def warm(profile: str, folders: list[str]) -> None:
-    """Import what programs of this profile import."""
+    """Import the profile's modules."""
     sys.path.extend(folders)
     threading.stack_size(_STACK_BYTES)
     for name in _WARM:
@@ -223,7 +213,7 @@ def warm(profile: str, folders: list[str]) -> None:
 
 
 def keep_listings(hidden: Sequence[str]) -> None:
-    """Keep what was listed of folders that programs cannot list, so that they can import of them."""
+    """Cache listings of folders that programs cannot list but import from."""
     for path in sys.path:
         finder = sys.path_importer_cache.get(path)
         if isinstance(finder, FileFinder) and any(os.path.dirname(folder) == path for folder in hidden):  # noqa: PTH120
@@ -232,12 +222,12 @@ def keep_listings(hidden: Sequence[str]) -> None:
 
 
 def settle(tier: str, user_id: int, revealed: Sequence[str]) -> None:
-    """Become who programs run as; in tier ``namespace`` also the first process of a namespace of one's own.
+    """Become the programs' user; in tier ``namespace`` also the first process of a new PID namespace.
 
-    Only who owns the process id namespace that it is in can come back to it after each fork into another (setns(2)).
+    Only the owner of its PID namespace can return to it after each fork into another (setns(2)).
 
     Args:
-        revealed: files and folders that this user cannot read where they are.
+        revealed: files and folders that this user cannot read in place.
     """
     obstacle = _reveal(revealed) if revealed else ""
     if user_id:
@@ -258,7 +248,6 @@ def settle(tier: str, user_id: int, revealed: Sequence[str]) -> None:
 
 
 def _reveal(paths: Sequence[str]) -> str:
-    """Mount ``paths`` where every user can reach them; return why it could not be done."""
     try:
         confinement.reveal(paths)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Where the answer stands in a completion. Pure functions on text, linear in its length."""
+"""Find the answer in a completion. Pure functions, linear in the text's length."""
 
 import re
 from functools import lru_cache
@@ -7,31 +7,27 @@ from services.reward.scorers.answer.notation import ascii_signs, last
 from shared.settings.rewards.scorers import AnswerPlace
 
 _NUMBER = re.compile(
-    r"(?<![A-Za-z_0-9.\\^])(?<!\^\{)(?:(?<![)\]}])[-+](?=[0-9.]))?"  # a sign, where it is no operator
+    r"(?<![A-Za-z_0-9.\\^])(?<!\^\{)(?:(?<![)\]}])[-+](?=[0-9.]))?"  # sign, unless it is an operator
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
     r"(?:[eE][-+]?[0-9]{1,3}(?![0-9]))?(?:/[0-9]+)?(?:\\?%)?(?!\^|\.[0-9])"
 )
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*(?:\{|(?P<bare>[-+]?[0-9][0-9.,]*(?<![.,])|[A-Za-z]))")
 _COMMENT = re.compile(r"(?<=\s)%[^\n]*\n")
 _LONGEST_BOXED = 10_000
-"""A box that is not closed within so many characters counts as cut off."""
+"""In characters; a longer unclosed box counts as cut off."""
 _HASHES = re.compile(r"(?<!#)####(?!#)")
 _LAST_NUMBER_WITHIN = 20_000
-"""How far from the end the last number is looked for, in characters."""
 
 _CHOICE_WITHIN = 20_000
-"""How far from the end a chosen letter is looked for, in characters."""
 _LONGEST_LETTER = 40
-"""Text that is nothing but a chosen letter is no longer, dress and all, in characters."""
+"""In characters, markup included."""
 
 
 def extract(text: str, place: AnswerPlace, tag: str = "answer", letters: str = "ABCDE") -> str | None:
-    """Return the answer in ``text``, stripped; None where there is none.
+    r"""Return the answer in ``text``, stripped; None if there is none.
 
-    ``tag`` counts where the place is a tag, ``letters`` where it is a choice.
-
-    >>> extract(r"so it is \\boxed{\\frac{1}{2}}.", "boxed")
-    '\\\\frac{1}{2}'
+    >>> extract(r"so it is \boxed{\frac{1}{2}}.", "boxed")
+    '\\frac{1}{2}'
     >>> extract("3 apples and 4 pears: 7 fruits", "last_number")
     '7'
     """
@@ -51,7 +47,7 @@ def extract(text: str, place: AnswerPlace, tag: str = "answer", letters: str = "
 
 
 def boxed(text: str) -> str | None:
-    r"""Return the contents of the last ``\boxed{…}``, its braces balanced; None where it is missing or cut off.
+    r"""Return the contents of the last ``\boxed{…}``; None if it is missing or cut off.
 
     >>> boxed(r"$\boxed5$"), boxed(r"\fbox {5}")
     ('5', '5')
@@ -79,7 +75,7 @@ def boxed(text: str) -> str | None:
 
 
 def tagged(text: str, tag: str) -> str | None:
-    """Return what stands in the last ``<tag>…</tag>``; None where it is missing or not closed.
+    """Return the text in the last closed ``<tag>…</tag>``.
 
     >>> tagged("<think>3 + 4</think> <answer>7</answer>", "answer")
     '7'
@@ -90,7 +86,7 @@ def tagged(text: str, tag: str) -> str | None:
 
 
 def hashes(text: str) -> str | None:
-    """Return the rest of the line after the last ``####``, as GSM8K writes its answers."""
+    """Return the rest of the line after the last ``####`` (GSM8K)."""
     match = last(_HASHES, text)
     if match is None:
         return None
@@ -98,7 +94,7 @@ def hashes(text: str) -> str | None:
 
 
 def last_number(text: str) -> str | None:
-    """Return the last number, with its sign, thousands separators, exponent, denominator and percent sign.
+    """Return the last number, with sign, separators, exponent, denominator and percent sign.
 
     >>> last_number("3 of ５"), last_number("v5"), last_number("5²")
     ('5', None, None)
@@ -109,7 +105,7 @@ def last_number(text: str) -> str | None:
 
 
 def letter_alone(text: str, letters: str = "ABCDE") -> str | None:
-    """Return the letter that the last box, or else all of the text, is.
+    """Return the letter that is the whole last box or the whole text.
 
     >>> letter_alone("**(B)**"), letter_alone("The answer is B")
     ('B', None)
@@ -121,10 +117,11 @@ def letter_alone(text: str, letters: str = "ABCDE") -> str | None:
 
 
 def choice(text: str, letters: str = "ABCDE") -> str | None:
-    """Return the letter that is chosen; None where there is none, or where more than one is left standing.
+    """Return the chosen letter; None if there is none or more than one.
 
-    It is in the last box; or after the last "answer is", "answer:" or "option"; or it is all of the text, its last line,
-    or the only letter in parentheses. Capital letters, but in boxes and right after "answer is (", since "a" is a word.
+    It is in the last box; or after the last "answer is", "answer:" or "option"; or it is the whole text, its last line,
+    or the only letter in parentheses. Since "a" is a word, lower case counts only in boxes and right after
+    "answer is (".
 
     >>> choice("Paris is in France, so the answer is (B).")
     'B'
@@ -146,7 +143,7 @@ def choice(text: str, letters: str = "ABCDE") -> str | None:
 
 
 def _decided(letter: str, rest: str, letters: str) -> str | None:
-    """Return the stated letter, or the one that takes its place; None where what follows leaves a second one standing."""
+    """Return the stated letter or the one that corrects it; None if a second one remains."""
     corrected = re.match(
         rf"\W{{0,8}}(?i:no|wait)\b[:,.]?\s*(?i:it\s?(?:is|'s)\s)?\(?([{letters}])\)?(?![A-Za-z0-9'’])", rest
     )
@@ -169,7 +166,6 @@ def _decided(letter: str, rest: str, letters: str) -> str | None:
 
 @lru_cache(maxsize=8)
 def _said(letters: str) -> re.Pattern[str]:
-    """Return the pattern of "the answer is (B)"."""
     dressed = r"[\s*_`:$\"'(\[]{0,8}(?:\\(?:textbf|text|mathrm|mathbf)\{\s*\(?)?"
     article = r"(?!A\s+(?!because|since|as\b|and\b|or\b|by\b|for\b|with\b|in\b|which\b|due\b)[a-z])"
     letter = rf"{article}(?P<letter>[{letters}]|(?<=\()[{letters.lower()}](?=\)))(?![A-Za-z0-9'’])"
@@ -182,7 +178,7 @@ def _said(letters: str) -> re.Pattern[str]:
 
 
 def _bare_letter(text: str, letters: str) -> str | None:
-    """Return the letter that ``text`` is but for its dress: ``\\text{(b)}``, ``B.``, ``(B) 7``, ``**B**``."""
+    r"""Match ``\text{(b)}``, ``B.``, ``(B) 7``, ``**B**``."""
     bare = re.sub(r"\\(?:textbf|textit|text|mathrm|mathbf)\s*|[{}$*`]", "", text).strip()
     match = re.fullmatch(rf"\(?([{letters}{letters.lower()}])(?:[).:](?P<more>\s.*)?)?\.?", bare)
     if match is None or re.search(rf"(?<![A-Za-z])\(?[{letters}](?![A-Za-z0-9'’])", match["more"] or ""):
@@ -191,6 +187,6 @@ def _bare_letter(text: str, letters: str) -> str | None:
 
 
 def _leading_letter(line: str, letters: str) -> str | None:
-    """Return the letter that a line begins with as the choices are listed: ``B``, ``(B) 7``, ``B) 7``, ``**B.** 7``."""
+    """Match ``B``, ``(B) 7``, ``B) 7``, ``**B.** 7``."""
     match = re.match(rf"\s*[*_`]{{0,2}}(?:\(([{letters}])\)|([{letters}])(?:[).:]|[*_`\s.]*$))", line)
     return (match[1] or match[2]) if match else None

@@ -1,13 +1,12 @@
-"""Which comparisons decide whether an answer is the reference. Pure functions on text; :mod:`scorer` carries the comparisons out.
+"""Choose the comparisons that decide whether an answer equals the reference.
 
 ::
 
     reference, answer ──▶ notation ──▶ read: core, unit, percent sign, name ──▶ attempts, the strictest first
-                                                                                 └── pairs of cores, all of which must be equal
+                                                                                 └── pairs of cores, all equal
 
-Where there is no attempt the answer is wrong. An attempt names the lenient rules without which it would not be made, so that
-whichever attempt succeeds first says on which rules the verdict depends. Words, relations, lists and commands that restate the
-question are decided here, because computer algebra reads them as products of letters, as their last member, or computes them.
+An attempt names the lenient rules it needs, so the first that succeeds gives the verdict's rules. Words, relations,
+lists and restated questions are decided here, because computer algebra misreads them.
 """
 
 import dataclasses
@@ -25,7 +24,7 @@ from services.reward.scorers.answer.units import DEGREE, Unit, split_unit
 from services.reward.scorers.answer.words import has_words, is_text, same_text, swaps_case
 
 LONGEST_FORMULA = 1_000
-"""A longer formula is not compared, in characters: no reference is so long, and reading one takes minutes."""
+"""In characters; reading longer formulas takes minutes."""
 _MOST_PARENTHESES = 16
 
 _PERCENT = re.compile(r"\s*(?:\\?%|\\text\{\s*(?:percent|%|\\%)\s*\}|(?<=[0-9)}\s])percent)$")
@@ -38,7 +37,7 @@ _COMPUTES = re.compile(
 _ARITHMETIC = re.compile(r"(?<=[0-9})%])\s*(?:[-+*/]|\\times|\\cdot|\\div)\s*(?!\s*10\s*\^)(?=[0-9(.\\{])")
 _ONLY_NUMBERS = re.compile(r"(?:[0-9.,\s(){}+*/%-]|\\(?:times|cdot|div|frac|%))+")
 _COMPUTED = re.compile(rf"{_ONLY_NUMBERS.pattern}(?:={_ONLY_NUMBERS.pattern})+")
-"""``12 + 34 = 46``: numbers alone, from the question to the answer."""
+"""``12 + 34 = 46``: numbers only."""
 _FRACTION_TEXT = re.compile(r"[-+]?\s*(?:[0-9.,]+\s*/\s*[0-9.,]+|\\frac\s*(?:\{[^{}]*\}\s*\{[^{}]*\}|[0-9]{2}))")
 _DEGREES_INSIDE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*\^\\circ")
 _FUNCTIONS = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
@@ -46,12 +45,11 @@ _FUNCTIONS = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Attempt:
-    """One way in which the answer may be the reference."""
+    """One way in which the answer may equal the reference."""
 
     pairs: tuple[tuple[str, str], ...]
-    """All of these must be equal, as mathematics; none: it is the reference already."""
+    """All must be equal; empty if the texts already agree."""
     rules: frozenset[str] = frozenset()
-    """The lenient rules that it takes."""
 
     def under(self, *rules: str) -> "Attempt":
         """Return the attempt with more rules."""
@@ -60,9 +58,9 @@ class Attempt:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reading:
-    """What one text says.
+    r"""The parts of one text.
 
-    >>> read("x = 50\\\\%").core, read("x = 50\\\\%").percent, read("x = 50\\\\%").name
+    >>> read("x = 50\\%").core, read("x = 50\\%").percent, read("x = 50\\%").name
     ('50', True, 'x')
     """
 
@@ -70,9 +68,9 @@ class Reading:
     unit: Unit | None = None
     percent: bool = False
     name: str = ""
-    """The lone symbol to the left of its equals sign."""
+    """The lone symbol left of the equals sign."""
     chain: tuple[str, ...] = ()
-    """Members between the name and the core, which must equal it."""
+    """Members before the core, which must equal it."""
 
     @property
     def relation(self) -> str:
@@ -81,7 +79,7 @@ class Reading:
 
 
 def attempts(reference: str, answer: str, lenient: Collection[str]) -> tuple[Attempt, ...]:
-    """Return the comparisons to make, in order; none: the answer is not the reference. Of a long answer only the end is read."""
+    """Return the comparisons in order; empty means wrong. Only the end of a long answer is read."""
     return _attempts(reference, answer[-LONGEST_PROSE:], frozenset(lenient))
 
 
@@ -99,7 +97,7 @@ def _attempts(reference: str, answer: str, lenient: frozenset[str]) -> tuple[Att
 
 @lru_cache(maxsize=1024)
 def _reference(text: str) -> str:
-    """Return a reference in plain notation; what it states, where it is prose with mathematics in it."""
+    """Return the reference, or the answer stated in it, in plain notation."""
     text = plain(text)
     if is_prose(text) and ("$" in text or re.search(r"(?i)\banswer\b", text)):
         return plain(stated(text) or text)
@@ -149,7 +147,6 @@ def _of_lists(reference: str, answer: str, lenient: frozenset[str]) -> Iterator[
 
 
 def _listed(text: str) -> str:
-    """Return ``text`` with commas for "and" and "or", where it has no other words."""
     listed = re.sub(
         r"\s*,?\s*(?:\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|\\lor(?![A-Za-z]))\s*",
         ", ",
@@ -160,7 +157,7 @@ def _listed(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def read(text: str) -> Reading:
-    """Return what ``text``, in plain notation, says."""
+    """Parse ``text``, which is in plain notation."""
     text = _LEADING.sub("", text, count=1) if text.startswith(("=", r"\approx")) else text
     name, chain = "", tuple[str, ...]()
     match = _NAME.fullmatch(text)
@@ -185,7 +182,6 @@ def _radians(text: str) -> str:
 
 
 def _parenthesised(text: str) -> str:
-    """Return ``text`` without parentheses around all of it, up to ``_MOST_PARENTHESES``."""
     for _ in range(_MOST_PARENTHESES):
         if not (
             text.startswith("(") and text.endswith(")") and len(split(text[1:-1])) == 1 and shapes.closed(text[1:-1])
@@ -212,14 +208,14 @@ def _of_readings(expected: Reading, given: Reading, answer: str, lenient: frozen
 
 
 def _differently_solved(expected: Reading, given: Reading) -> bool:
-    """Whether two relations must be compared as they are: ``y = 2x`` and ``x = y/2``."""
+    """Whether to compare two relations as they are: ``y = 2x`` and ``x = y/2``."""
     if expected.name and given.name:
         return expected.name != given.name
     return bool(expected.name and "=" in given.core) or bool(given.name and "=" in expected.core)
 
 
 def _comparable(expected: Reading, given: Reading) -> bool:
-    """Whether two cores may be compared as mathematics: neither words nor, on one side alone, a relation or a sum with infinity."""
+    """No words, and no relation or sum with infinity on one side only."""
     if not all(_is_mathematics(reading.core) for reading in (expected, given)):
         return False
     if len(expected.core) == len(given.core) == 1 and expected.core.isalpha() and given.core.isalpha():
@@ -239,7 +235,6 @@ def _is_mathematics(core: str) -> bool:
 
 
 def _of_quantities(expected: Reading, given: Reading) -> Iterator[Attempt]:
-    """Compare what is left when units and percent signs are taken off, in the ways that give them a meaning."""
     pair = (expected.core, given.core)
     if expected.percent != given.percent:
         yield Attempt(((_share(expected), _share(given)),))
@@ -295,7 +290,7 @@ def _scaled(core: str, ratio: Fraction) -> str:
 
 
 def _of_bases(pair: tuple[str, str]) -> Iterator[Attempt]:
-    """Let the digits stand alone where one side does not say its base."""
+    """Compare the digits alone if one side omits its base."""
     expected, given = (plain_numbers.read(core) for core in pair)
     if expected is not None and given is not None and bool(expected.digits) != bool(given.digits):
         digits = [number.digits or core.upper() for number, core in ((expected, pair[0]), (given, pair[1]))]
@@ -304,14 +299,14 @@ def _of_bases(pair: tuple[str, str]) -> Iterator[Attempt]:
 
 
 def is_dressed(text: str) -> bool:
-    """Whether ``text`` may have a currency or a percent sign, or is a date or time rather than arithmetic."""
+    """Whether ``text`` may contain a currency or percent sign, or be a date or time."""
     return "$" in text or "%" in text or shapes.is_literal(text)
 
 
 def restates(text: str) -> bool:
-    """Whether ``text`` leaves something to compute: a sum, a limit, a derivative, or 12+34.
+    r"""Whether ``text`` leaves something to compute: a sum, a limit, a derivative, or 12+34.
 
-    >>> restates(r"\\sum_{k=1}^{9} k"), restates("12+34"), restates(r"3\\times 10^8"), restates("2^{31}-1")
+    >>> restates(r"\sum_{k=1}^{9} k"), restates("12+34"), restates(r"3\times 10^8"), restates("2^{31}-1")
     (True, True, False, False)
     """
     if _COMPUTES.search(text):

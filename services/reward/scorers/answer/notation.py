@@ -1,7 +1,6 @@
-"""One way of writing for the many ways to write the same answer. Pure functions on text, linear in its length.
+"""Normalise notation without changing meaning. Linear in the text's length.
 
-Digits of any script, Unicode signs (``√3``, ``x²``, ``–5``), LaTeX that only changes the looks, and dress around an answer
-(``$…$``, ``**…**``, a full stop) become plain LaTeX. What an answer means is not changed.
+Digits of any script, Unicode signs (``√3``, ``x²``, ``–5``), cosmetic LaTeX and delimiters become plain LaTeX.
 """
 
 import re
@@ -9,7 +8,7 @@ import unicodedata
 from collections import deque
 
 LONGEST = 1_000
-"""Longer text is not rewritten, in characters: no reference is so long."""
+"""In characters; longer text is not rewritten."""
 
 _SIGNS = {
     **dict.fromkeys("−–‒﹣－", "-"),
@@ -61,10 +60,10 @@ _BOXES = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{(?P<inside>.*)\}", re.DOTALL
 
 
 def plain(text: str) -> str:
-    """Return ``text`` in the plainest way to write it.
+    r"""Return ``text`` in plain notation.
 
-    >>> plain("$2√3$."), plain("–５"), plain(r"\\dfrac12")
-    ('2\\\\sqrt{3}', '-5', '\\\\frac12')
+    >>> plain("$2√3$."), plain("–５"), plain(r"\dfrac12")
+    ('2\\sqrt{3}', '-5', '\\frac12')
     """
     text = text.strip()
     if len(text) > LONGEST:
@@ -81,7 +80,7 @@ def plain(text: str) -> str:
 
 
 def ascii_signs(text: str) -> str:
-    """Return ``text`` with digits of every script as 0 to 9 and signs as LaTeX."""
+    """Return ``text`` with ASCII digits and signs as LaTeX."""
     text = _ROOT.sub(_root, text)
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+", lambda match: f"^{{{match[0].translate(_RAISED)}}}", text)
     text = re.sub("[₀₁₂₃₄₅₆₇₈₉]+", lambda match: f"_{{{match[0].translate(_LOWERED)}}}", text)
@@ -101,7 +100,7 @@ def _digit(character: str) -> str:
 
 
 def bare(text: str) -> str:
-    """Take away what is around an answer: mathematics' delimiters, emphasis, a full stop.
+    """Strip mathematics delimiters, emphasis and a full stop.
 
     >>> bare("**$5$**.")
     '5'
@@ -129,7 +128,6 @@ def bare(text: str) -> str:
 
 
 def _without_end(text: str) -> str:
-    """Return ``text`` without spaces around it, and without a full stop, commas and line ends after it."""
     while True:
         before, text = text, text.strip().rstrip(",;")
         text = text.removesuffix("\\\\")
@@ -145,7 +143,7 @@ def last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 
 def balanced(text: str) -> bool:
-    """Whether no brace of ``text`` closes one before it, and none is left open."""
+    """Whether the braces of ``text`` are balanced."""
     depth = 0
     for brace in re.findall(r"\\.|[{}]", text):
         depth += (brace == "{") - (brace == "}")
@@ -159,7 +157,7 @@ _PIECE = re.compile(r"\\begin\{[a-z]*matrix\}|\\end\{[a-z]*matrix\}|\\[A-Za-z]+|
 
 
 def split(text: str, separators: tuple[str, ...] = (",", ";")) -> list[str]:
-    """Return the parts of ``text`` between separators that are in no bracket.
+    """Split ``text`` at separators outside brackets.
 
     >>> split("(1,2), [3,4)")
     ['(1,2)', '[3,4)']

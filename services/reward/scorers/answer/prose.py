@@ -1,10 +1,10 @@
-"""The answer that sentences state, where no box or tag holds it. Pure functions on text, linear in its length.
+"""Find the answer that sentences state without a box or tag. Linear in the text's length.
 
 ::
 
     "We add 2 and 3, so the answer is 5."  ──▶ "5"        "Maybe $7$, maybe $5$."  ──▶ None: nothing is stated
 
-The last "answer is …" counts; else the last sentence, where it states one formula or one number.
+The last "answer is …" counts; otherwise the last sentence, if it states one formula or number.
 """
 
 import re
@@ -12,7 +12,7 @@ import re
 from services.reward.scorers.answer.notation import bare, last
 
 LONGEST = 4_000
-"""Of a longer completion only its end is read, in characters."""
+"""In characters; only the end of a longer completion is read."""
 _LONGEST_STATED = 300
 
 _SAID = re.compile(
@@ -31,17 +31,17 @@ _CLAUSE = re.compile(
     r"(?i)\s*(?:,\s*(?:so|which|because|since|as|where|and)|\b(?:because|since|which|after|when|where|for|in total|altogether|every|each|left|remaining)\b).*$"
 )
 _EMPHASIS = re.compile(r"(?<![\w)}\]])\*\*|\*\*(?![\w({\[])")
-"""Bold text of Markdown, opened or closed; not a power as in ``2**3``."""
+"""Markdown bold, opened or closed; not a power as in ``2**3``."""
 _PROSE = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{2,}[,.:;]?\s+\S|\n|\$.+\$|\\\(|\\\[")
 
 
 def is_prose(text: str) -> bool:
-    """Whether ``text`` may be language with an answer in it, rather than one bare formula."""
+    """Whether ``text`` may be prose rather than one bare formula."""
     return _PROSE.search(_EMPHASIS.sub("", text)) is not None
 
 
 def stated(text: str) -> str | None:
-    """Return the answer that ``text`` states; None where it states none, or hedges.
+    """Return the answer that ``text`` states; None if it states none, or hedges.
 
     >>> stated("There are 3 apples and 4 pears. So the total is 7 fruits.")
     '7 fruits'
@@ -70,7 +70,6 @@ def _without_formulas(text: str) -> str:
 
 
 def _claim(text: str) -> str | None:
-    """Return what follows "the answer is", up to the end of the clause."""
     if not text or _HEDGED.search(_without_formulas(text)):
         return None
     formulas = [_inside(match) for match in _FORMULA.finditer(text)]
@@ -107,7 +106,7 @@ def _inside(match: re.Match[str]) -> str:
 
 
 def _value(formula: str) -> str:
-    """Return what an equation in a sentence arrives at: 12 of ``3 \\cdot 4 = 12``."""
+    r"""Return the result of an equation: 12 of ``3 \cdot 4 = 12``."""
     left, equals, _ = formula.partition("=")
     return (
         formula.rpartition("=")[2].strip() if equals and re.search(r"[0-9]", left) and "<" not in formula else formula

@@ -1,4 +1,4 @@
-"""Equations and inequalities as answers: names of values, and intervals written with ``<``. Pure functions on text in plain notation."""
+"""Equations and inequalities as answers: named values, and intervals written with ``<``. Input is plain notation."""
 
 import re
 
@@ -22,17 +22,17 @@ Pairs = tuple[tuple[str, str], ...]
 
 
 def is_relation(text: str) -> bool:
-    """Whether ``text`` says that something equals, exceeds or implies something."""
+    """Whether ``text`` contains an equation, inequality or implication."""
     return _RELATION.search(text) is not None
 
 
 def is_symbol(name: str) -> bool:
-    """Whether ``name`` may name a value: ``x``, ``\\theta``, ``a_1``, ``f(x)``, ``Area``."""
+    r"""``x``, ``\theta``, ``a_1``, ``f(x)`` or ``Area``."""
     return _NAME.fullmatch(name.strip()) is not None
 
 
 def compare(reference: str, answer: str) -> tuple[Pairs, ...] | None:
-    """Return the intervals to compare where one side is an inequality; None where this is no matter of intervals."""
+    """Return the intervals to compare; None if no side is an inequality."""
     expected, given = _solved(reference), _solved(answer)
     if expected is not None and given is not None:
         return (((expected[1], given[1]),),) if expected[0] == given[0] else ()
@@ -48,7 +48,6 @@ def _is_region(text: str) -> bool:
 
 
 def _solved(text: str) -> tuple[str, str] | None:
-    """Return the variable and the intervals of ``x < 1 or x \\geq 2``."""
     if not is_relation(text) or len(text) > 300:
         return None
     intervals, variables = list[str](), set[str]()
@@ -101,7 +100,7 @@ def _closing(sign: str) -> str:
 
 
 def without_names(reference: str, answer: str) -> tuple[str, str]:
-    """Return lists in which one side's ``x = 1, x = 2`` is ``1, 2``, where the other side has no names."""
+    """Reduce ``x = 1, x = 2`` to ``1, 2`` if the other side has no names."""
     expected, given = _values(reference), _values(answer)
     if given is not None and not is_relation(reference):
         return reference, given
@@ -111,7 +110,6 @@ def without_names(reference: str, answer: str) -> tuple[str, str]:
 
 
 def _values(text: str) -> str | None:
-    """Return the values of one variable's list, whose names may differ in their subscripts."""
     members = [_ASSIGNMENT.fullmatch(part) for part in split(text)]
     if len(members) < 2:
         return None
@@ -128,7 +126,7 @@ def _values(text: str) -> str | None:
 
 
 def assignments(reference: str, answer: str) -> tuple[Pairs, ...] | None:
-    """Return the values to compare name by name; None where one side is no list of ``x = 1, y = 2``."""
+    """Return the values to compare by name; None if a side is not a list of ``x = 1, y = 2``."""
     expected, given = _named(reference), _named(answer)
     if expected is None or given is None:
         return None

@@ -5,11 +5,10 @@
     completion ──▶ extract ──▶ answer ──▶ attempts (:mod:`matching`), the strictest first ──▶ pairs of formulas
                      │                        │                                └── both plain ──▶ verdict, in microseconds
                      │                        │                                └── a killable process ──▶ in tens of milliseconds
-                     │                        └── the first whose pairs are all equal: 1, with the lenient rules that it took
+                     │                        └── the first with equal pairs: 1, with its lenient rules
                      └── none, or cut off ──▶ wrong_format
 
-Equal answers of a group are compared once. In this process, what a model writes is read with bounds on its length, depth and
-numbers (:mod:`plain_numbers`, :mod:`plain_mathematics`) or not at all, and whatever fails here is left to a killable process.
+Equal answers of a group are compared once. In process, answers are read with bounded length, depth and numbers.
 """
 
 import asyncio
@@ -37,14 +36,13 @@ from shared.settings.rewards import scorers
 log = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-m", "services.reward.scorers.answer.mathematics.comparison")
-"""Starts one matcher process."""
 TIMEOUT_S = 1.0
-"""Processor time of one comparison. Honest formulas take milliseconds; what takes longer was written to take long."""
+"""CPU time of one comparison; honest formulas take milliseconds."""
 PROCESSES = 2
-"""Few answers need computer algebra; while one process computes or is started again, the other answers."""
+"""While one process is busy, the other answers."""
 _REMEMBERED = 4096
 _STATED = "stated"
-"""Follows a letter that prose states."""
+"""Suffix of a letter stated in prose."""
 _WANTED = {"boxed": r"\boxed{…}", "hashes": "#### before the answer", "last_number": "a number", "choice": "a letter"}
 
 
@@ -60,14 +58,13 @@ _DIFFERENT = Equality(False)
 
 
 class AnswerMatcher:
-    """Score 1 where the answer equals the reference, else 0.
+    """Score 1 if the answer equals the reference, otherwise 0.
 
     Args:
-        scorer: its settings.
-        answer_field: the dataset's column with the reference, for messages.
+        answer_field: dataset column of the reference, for messages.
         command: starts a matcher process.
-        timeout_s: a comparison that takes longer is killed: status ``timeout``, value 0.
-        processes: matcher processes, each of which compares one pair at a time.
+        timeout_s: a slower comparison is killed: status ``timeout``, value 0.
+        processes: number of matcher processes.
     """
 
     def __init__(
@@ -94,11 +91,7 @@ class AnswerMatcher:
         self._turns = Turns()
 
     async def start(self) -> None:
-        """Start and warm the matcher processes, where the mode needs them.
-
-        Raises:
-            SettingsError: math-verify is not installed.
-        """
+        """Start and warm the matcher processes if needed. Raises SettingsError without math-verify."""
         if self._scorer.mode != "math" or self._scorer.place == "choice":
             return
         if importlib.util.find_spec("math_verify") is None:
@@ -113,10 +106,10 @@ class AnswerMatcher:
         await self._processes.close()
 
     async def score(self, group: RolloutGroup) -> list[Score]:
-        """Compare each sample's answer with the reference answer of the prompt.
+        """Score each sample against the prompt's reference answer.
 
         Raises:
-            PermanentError: the prompt has no reference answer, or none that the mode can compare with.
+            PermanentError: the reference is missing or unusable in this mode.
         """
         reference = self._reference(group.prompt)
         answers = [await self._turns.take(partial(self._answer, sample)) for sample in group.samples]
@@ -147,7 +140,6 @@ class AnswerMatcher:
         return extraction.extract(text, self._scorer.place, self._scorer.tag, self._scorer.choices)
 
     def _answer(self, sample: Sample) -> str | Score:
-        """Return the sample's answer, or the score that says why there is none."""
         if self._scorer.needs_stop and is_cut(sample):
             return self._wrong_format("cut at its length limit")
         if self._scorer.place == "choice":
@@ -166,7 +158,6 @@ class AnswerMatcher:
         return stated if alone is not None else f"{stated} {_STATED}"
 
     async def _scores(self, reference: str, answers: Iterable[str]) -> dict[str, Score]:
-        """Return the score of each different answer."""
         scores: dict[str, Score] = {}
         slow: dict[str, asyncio.Task[Score]] = {}
         async with asyncio.TaskGroup() as comparing:
@@ -179,7 +170,6 @@ class AnswerMatcher:
         return scores | {answer: task.result() for answer, task in slow.items()}
 
     def _score_at_once(self, reference: str, answer: str) -> Score | None:
-        """Return the score where it needs no computer algebra, else None."""
         if self._scorer.place == "choice":
             letter, _, stated = answer.partition(" ")
             return self._judged(letter == reference, letter, ("prose",) if stated else ())
@@ -201,7 +191,6 @@ class AnswerMatcher:
         return self._judged(False, answer)
 
     def _equal_as_written(self, reference: str, answer: str) -> Equality | None:
-        """Return whether two texts that need no rewriting are equal: plain numbers, and formulas that leave nothing to compute."""
         if len(answer) > matching.LONGEST_FORMULA or matching.is_dressed(reference) or matching.is_dressed(answer):
             return None
         expected, given = plain_numbers.read(reference), plain_numbers.read(answer)
@@ -213,7 +202,6 @@ class AnswerMatcher:
         return self._equal_here(reference, answer)
 
     def _unreadable(self, answer: str, attempts: tuple[Attempt, ...]) -> str | None:
-        """Return why an answer cannot be read at all, if so."""
         if self._scorer.mode == "numeric":
             given = [pair[1] for attempt in attempts for pair in attempt.pairs]
             numeric = _is_number(answer) or any(plain_numbers.read(text) is not None for text in given)
@@ -230,7 +218,6 @@ class AnswerMatcher:
             return (Attempt(((reference, answer[: matching.LONGEST_FORMULA]),)),)
 
     def _equal_here(self, reference: str, answer: str) -> Equality | None:
-        """Return whether two formulas are equal; None where only computer algebra can say so."""
         try:
             return self._equal_plainly(reference, answer)
         except Exception as error:  # noqa: BLE001 (no completion may end the service; a process has the last word)
@@ -254,7 +241,6 @@ class AnswerMatcher:
         return None if equal is None else Equality(equal)
 
     async def _compare(self, reference: str, answer: str) -> Score:
-        """Return the score with the help of a process."""
         try:
             score = await self._compare_slowly(reference, answer)
         except Overdue as error:
@@ -283,7 +269,6 @@ class AnswerMatcher:
         return score
 
     async def _ask(self, reference: str, answer: str) -> Equality | Score:
-        """Ask a process; return the score of an answer that it cannot compare."""
         question: dict[str, Json] = {"reference": reference, "answer": answer, "tolerance": float(self._tolerance)}
         verdict = await self._processes.ask(question, self._timeout_s)
         if verdict.get("status") != "ok":
@@ -299,5 +284,4 @@ class AnswerMatcher:
 
 
 def _is_number(text: str) -> bool:
-    """Whether ``text`` is a number, whatever its unit."""
     return plain_numbers.read(text) is not None or plain_numbers.read(matching.read(plain(text)).core) is not None

@@ -1,4 +1,4 @@
-"""How an answer is bracketed: a list, a set, a point or interval, a matrix, a ratio. Pure functions on text in plain notation."""
+"""Brackets of an answer: list, set, point or interval, matrix, ratio. Input is plain notation."""
 
 import re
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ _LONGEST_LIST = 64
 
 
 def closed(text: str) -> bool:
-    """Whether no round bracket in ``text`` closes one before it."""
+    """Whether no ``)`` in ``text`` comes before its ``(``."""
     depth = 0
     for bracket in re.findall(r"[()]", text):
         depth += 1 if bracket == "(" else -1
@@ -32,9 +32,9 @@ def closed(text: str) -> bool:
 
 
 def shape(text: str) -> Shape:
-    """Return how ``text`` is bracketed.
+    r"""Classify the brackets of ``text``.
 
-    >>> shape("(1,2)"), shape("1,2"), shape(r"\\{1,2\\}"), shape("[1,2)"), shape("5")
+    >>> shape("(1,2)"), shape("1,2"), shape(r"\{1,2\}"), shape("[1,2)"), shape("5")
     ('round', 'list', 'set', 'other', 'single')
     """
     if _MATRIX.fullmatch(text):
@@ -49,7 +49,7 @@ def shape(text: str) -> Shape:
 
 
 def fitting(reference: str, answer: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the answer in the reference's brackets, with the rules that this takes; nothing where it has none that fit."""
+    """Yield the answer in the reference's brackets, with the rules that this takes."""
     expected, given = shape(reference), shape(answer)
     if expected == given or {expected, given} <= {"set", "list"} or {expected, given} == {"set", "single"}:
         yield answer, ()
@@ -83,7 +83,7 @@ def _rebracketed(reference: str, answer: str) -> str:
 
 
 def without_thousands(text: str) -> str:
-    """Return ``text`` without the commas of the one number in it.
+    """Remove thousands separators if ``text`` is one number.
 
     >>> without_thousands("1,234 cm"), without_thousands("12,34"), without_thousands("1,234, 5")
     ('1234 cm', '12,34', '1,234, 5')
@@ -93,7 +93,7 @@ def without_thousands(text: str) -> str:
 
 
 def plus_minus(text: str) -> str:
-    r"""Return ``text`` with ``1 \pm 2`` as ``1 + 2, 1 - 2``."""
+    r"""Expand ``1 \pm 2`` to ``1 + 2, 1 - 2``."""
     if text.count(r"\pm") != 1 or len(split(text)) > 1 or shape(text) not in ("single", "set"):
         return text
     inside = text[2:-2] if shape(text) == "set" else text
@@ -104,7 +104,7 @@ def plus_minus(text: str) -> str:
 
 
 def spaced_list(reference: str, answer: str) -> str:
-    """Return the answer with commas between its numbers, where the reference lists as many."""
+    """Insert commas between the answer's numbers if the reference lists as many."""
     inside = reference[2:-2] if shape(reference) == "set" else reference
     parts = split(inside)
     if 1 < len(parts) <= _LONGEST_LIST and _SPACED.fullmatch(answer) and len(answer.split()) == len(parts):
@@ -113,12 +113,12 @@ def spaced_list(reference: str, answer: str) -> str:
 
 
 def is_literal(text: str) -> bool:
-    """Whether ``text`` is a date, a time or a version, which is no arithmetic."""
+    """Whether ``text`` is a date, time or version."""
     return _LITERAL.fullmatch(text.strip()) is not None
 
 
 def same_ratio(reference: str, answer: str) -> bool | None:
-    """Return whether two ratios are the same; None where they are not both ratios."""
+    """Return whether two ratios are equal; None unless both are ratios."""
     if _CLOCK.fullmatch(reference):
         return None
     expected = _ratio(reference)

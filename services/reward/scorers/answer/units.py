@@ -1,10 +1,10 @@
-"""Units after (or, as currencies, before) an answer: what they measure and how large they are.
+"""Units and currencies of an answer.
 
 ::
 
     "5 km" ──▶ ("5", Unit(1000, (("m", 1),)))        "5 apples" ──▶ ("5", Unit(1, (("apple", 1),)))
 
-A word that is in no table is a unit of its own, which converts to nothing. It reads text and knows no settings.
+An unknown word is a unit of its own without conversions.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ Dimensions: TypeAlias = tuple[tuple[str, int], ...]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unit:
-    """What one of it is in base units."""
+    """Size and dimensions in base units."""
 
     factor: Fraction
     dimensions: Dimensions
@@ -64,9 +64,9 @@ _LONGEST = 300
 
 
 def split_unit(text: str) -> tuple[str, Unit | None]:
-    """Return ``text`` without its unit, and the unit.
+    r"""Return ``text`` without its unit, and the unit.
 
-    >>> split_unit(r"5\\text{ cm}^2")[0], split_unit("x")[1]
+    >>> split_unit(r"5\text{ cm}^2")[0], split_unit("x")[1]
     ('5', None)
     """
     if len(text) > _LONGEST or not text:
@@ -84,7 +84,7 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
 
 
 def _priced(text: str, currency: str) -> tuple[str, Unit | None]:
-    """Return the amount and the unit of ``$18 per day`` without its sign."""
+    """Split ``$18 per day``, given without its sign."""
     rate = _RATE.search(text)
     return (text, _named(currency)) if rate is None else (text[: rate.start()], read_unit(f"{currency}{rate[0]}"))
 
@@ -104,14 +104,14 @@ def _trailing(text: str) -> tuple[str, Unit | None]:
 
 
 def _known(named: str, space: str) -> bool:
-    """Whether a bare letter or a word right after a number is a unit: ``5 m`` and ``5cm``, not ``5m`` or ``5x``."""
+    """Whether a letter or word after a number is a unit: ``5 m`` and ``5cm``, not ``5m`` or ``5x``."""
     names = [re.sub(r"\^.*", "", name) for name in re.split(r"[/\s]+", named)]
     return all(_atom(name) is not None and (bool(space) or len(name) > 1) for name in names if name)
 
 
 @lru_cache(maxsize=2048)
 def read_unit(named: str) -> Unit | None:
-    """Return the unit that ``named`` is: ``cm^2``, ``m/s``, ``\\text{square feet}``, ``apples``."""
+    r"""Parse a unit: ``cm^2``, ``m/s``, ``\text{square feet}``, ``apples``."""
     named = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", named).replace(r"\cdot", " * ").replace(r"\ ", " ").strip(" .")
     named = re.sub(r"\s+", " ", named)
     if _singular(named.lower()) in _PLACEHOLDERS or re.fullmatch(r"(?i)units?\^\{?[23]\}?", named):

@@ -1,4 +1,4 @@
-"""Answers that are words: compared as text, never as products of letters. Pure functions on text."""
+"""Compare answers that are words as text, not as products of letters."""
 
 import re
 
@@ -40,7 +40,7 @@ _TRIMMED = " \t\n.,'\""
 
 
 def unwrapped(text: str) -> str:
-    r"""Return ``text`` without ``\text{…}`` around its words, and without parentheses around all of it."""
+    r"""Strip ``\text{…}`` around words and parentheses around the whole."""
     text = re.sub(r"\s+", " ", _WRAPPED.sub(r" \1 ", text)).strip(_TRIMMED)
     if text.startswith("(") and text.endswith(")") and "(" not in text[1:]:
         text = text[1:-1].strip(_TRIMMED)
@@ -48,9 +48,9 @@ def unwrapped(text: str) -> str:
 
 
 def same_text(reference: str, answer: str) -> tuple[str, ...] | None:
-    """Return the rules under which two texts are the same; None where they differ.
+    r"""Return the rules under which two texts are equal; None if they differ.
 
-    >>> same_text("Monday", "\\\\text{monday}"), same_text("x", "X")
+    >>> same_text("Monday", "\\text{monday}"), same_text("x", "X")
     (('case',), None)
     """
     if reference == answer:
@@ -64,7 +64,7 @@ def same_text(reference: str, answer: str) -> tuple[str, ...] | None:
 
 
 def is_text(text: str) -> bool:
-    """Whether ``text`` is letters alone, and not a product of variables such as ``xy``.
+    """Whether ``text`` is letters only, and not a product such as ``xy``.
 
     >>> is_text("east"), is_text("AB"), is_text("x"), is_text("ab"), is_text("mn")
     (True, True, False, False, False)
@@ -76,7 +76,7 @@ def is_text(text: str) -> bool:
 
 
 def has_words(text: str) -> bool:
-    r"""Whether there are words in ``text``, beside mathematics or alone.
+    r"""Whether ``text`` contains words, alone or beside mathematics.
 
     >>> has_words("2 hours and 30"), has_words("2xy+3"), has_words(r"\sin x"), has_words(r"3\text{ if } x")
     (True, False, False, True)
@@ -130,13 +130,13 @@ _SHORT = frozenset(
 
 
 def _is_product(letters: str) -> bool:
-    """Whether letters side by side are variables: few, lower case, and no word in any order."""
+    """Few lower-case letters that form no word in any order."""
     if not (letters.isascii() and letters.islower()) or len(letters) > 4:
         return False
     return not _VOWELS & set(letters) or (len(letters) <= 3 and set(letters) <= set("abcxyz"))
 
 
 def swaps_case(reference: str, answer: str) -> bool:
-    """Whether the answer has a variable that the reference has in the other case: ``3X`` for ``3x``."""
+    """Whether a variable is in the other case: ``3X`` for ``3x``."""
     expected, given = (set(_COMMAND.sub(" ", text)) for text in (reference, answer))
     return any(letter.isalpha() and letter.swapcase() in expected for letter in given - expected)

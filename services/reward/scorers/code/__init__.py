@@ -1,4 +1,4 @@
-"""The code scorer: programs and tests go to the executor; expected values stay here.
+"""The code scorer. Expected values never reach the executor.
 
 completion ──▶ program ──▶ executor ──▶ plain results ──▶ the tests' asserts
 """

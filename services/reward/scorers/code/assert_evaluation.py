@@ -1,8 +1,7 @@
-"""Evaluate the checking part of an assert in the service's own process, on small plain data: a small part of Python and no more.
+"""Evaluate an assert's check in process: a small subset of Python on small plain data.
 
-Names are what calls returned; there are no attributes, no imports and no other functions than those of :data:`FUNCTIONS`.
-``==``, ``!=`` and ``in`` are Python's own (with a tolerance: ``inside/comparison.py``). What a hostile value could make large
-raises :class:`plain.Elsewhere`: a clean interpreter, which can be killed, then evaluates the check.
+No attributes, no imports, and only the functions in :data:`FUNCTIONS`. A value that could grow large raises
+:class:`plain.Elsewhere`, and a killable clean interpreter evaluates the check.
 """
 
 import ast
@@ -33,7 +32,7 @@ _KEYWORDS = {
 
 
 class Unsupported(Exception):
-    """The expression uses what is not supported; the message names it."""
+    """The expression uses an unsupported feature, named in the message."""
 
 
 def _round(number: float, ndigits: int | None = None) -> float:
@@ -62,7 +61,6 @@ FUNCTIONS: dict[str, Callable[..., Plain]] = {
     "sum": sum,
     "tuple": tuple,
 }
-"""What a bare name calls."""
 _MATHEMATICS: dict[str, Callable[..., Plain]] = {
     "isclose": math.isclose,
     "isfinite": math.isfinite,
@@ -72,7 +70,7 @@ _MATHEMATICS: dict[str, Callable[..., Plain]] = {
 
 
 def function_name(node: ast.expr) -> str | None:
-    """Return which function of ours a call's ``node.func`` names, ``isinstance`` included, or None."""
+    """Return the supported function, ``isinstance`` included, that ``node.func`` names, or None."""
     match node:
         case ast.Attribute(value=ast.Name(id="math"), attr=name) if name in _MATHEMATICS:
             return name
@@ -82,11 +80,7 @@ def function_name(node: ast.expr) -> str | None:
 
 
 def check(node: ast.expr, names: frozenset[str]) -> None:
-    """Check that :func:`evaluate` knows every part of ``node``.
-
-    Raises:
-        Refused: it does not.
-    """
+    """Check that :func:`evaluate` supports every part of ``node``. Raises Refused."""
     match node:
         case ast.Constant(value=bool() | int() | float() | str() | None):
             return
@@ -144,8 +138,8 @@ class AssertEvaluator:
     """Evaluate checked expressions.
 
     Args:
-        names: the plain data that each name stands for.
-        tolerance: of ``==``, ``!=`` and ``in``; 0: none.
+        names: plain data by name.
+        tolerance: of ``==``, ``!=`` and ``in``; 0 for exact.
     """
 
     def __init__(self, names: Mapping[str, Plain], tolerance: float) -> None:

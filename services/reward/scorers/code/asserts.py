@@ -1,4 +1,4 @@
-"""Split an assert in two: the calls of the function under test, which run inside with the program, and the check, which does not.
+"""Split an assert into calls of the function under test, which run in the sandbox, and a check, which does not.
 
 ::
 
@@ -7,11 +7,9 @@
                │              given_0: evaluated once, in a clean interpreter
                call_0: evaluated inside                              the check: call_0 == given_0, evaluated outside
 
-The arguments of a call go inside, and nothing else of the assert does. Only the function under test is the program's: the one that
-every assert of the row calls, or that the row names. So whatever name the program defines, no expected value is ever handed to it. A call
-that is given another call's result *beside* other data is refused (``check(f(1), 5)`` would carry the 5 inside).
-
-Asserts are written by whoever made the dataset. They are parsed here; a completion never is.
+Only a call's arguments enter the sandbox, and only the function that every assert calls, or that the row names, is the
+program's, so no expected value reaches it. A call that combines another call's result with other data is refused
+(``check(f(1), 5)`` would carry the 5 inside).
 """
 
 import ast
@@ -31,43 +29,43 @@ _NEVER_THE_PROGRAMS = clean_interpreter.BUILTINS | clean_interpreter.LIBRARY_TYP
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SplitAssert:
-    """One assert in two."""
+    """One assert, split into calls and check."""
 
     source: str
     function: str
-    """The function under test; ``Solution.f`` for a method of an object that the assert makes."""
+    """``Solution.f`` for a method of an object created by the assert."""
     calls: tuple[str, ...]
-    """Python source of each call; what the i-th returned is named ``call_i`` in the check."""
+    """Python source of each call, named ``call_i`` in the check."""
     given: tuple[str, ...]
-    """Python source of each part that holds no result and is not simple; its value is named ``given_i`` in the check."""
+    """Python source of complex parts without a result, named ``given_i`` in the check."""
     check: ast.expr
     is_simple: bool
-    """Whether :mod:`assert_evaluation` knows every part of the check; otherwise a clean interpreter evaluates it."""
+    """Whether :mod:`assert_evaluation` can evaluate the check."""
 
     @property
     def uses_numpy(self) -> bool:
-        """Whether outside, too, it needs an interpreter with numpy."""
+        """Whether the check needs an interpreter with numpy."""
         return clean_interpreter.uses_numpy(self.check)
 
 
 def call_name(place: int) -> str:
-    """Return the name of the result of the call at ``place``."""
+    """Return the name of the result of call ``place``."""
     return f"call_{place}"
 
 
 def given_name(place: int) -> str:
-    """Return the name of the value at ``place`` that holds no result."""
+    """Return the name of given value ``place``."""
     return f"given_{place}"
 
 
 def split(texts: Sequence[str], function: str = "") -> list[SplitAssert]:
-    """Return the asserts of a row, whose texts hold nothing else.
+    """Split the asserts of a row.
 
     Args:
-        function: the function under test, where the row names it.
+        function: the function under test, if the row names it.
 
     Raises:
-        Refused: it is no Python, holds another statement, or an assert that cannot be split; the message says which.
+        Refused: not Python, another statement, or an assert that cannot be split.
     """
     statements = [statement for text in texts for statement in _parsed(text)]
     function = function or _under_test(statements)
@@ -91,7 +89,7 @@ def _shown(statement: ast.Assert) -> str:
 
 
 def _under_test(statements: Sequence[ast.Assert]) -> str:
-    """Return the one function that every assert calls, and that is nobody else's."""
+    """Return the one function that every assert calls."""
     called = [_outermost(statement.test) for statement in statements]
     for statement, names in zip(statements, called, strict=True):
         if not names:
@@ -110,7 +108,7 @@ def _under_test(statements: Sequence[ast.Assert]) -> str:
 
 
 def _outermost(node: ast.AST) -> set[str]:
-    """Return the functions that may be the program's and whose calls are in no other such call."""
+    """Return the candidates whose calls are not nested in others."""
     name = _function(node.func) if isinstance(node, ast.Call) else ""
     if name and name.partition(".")[0] not in _NEVER_THE_PROGRAMS:
         return {name}
@@ -118,7 +116,7 @@ def _outermost(node: ast.AST) -> set[str]:
 
 
 def _function(node: ast.expr) -> str:
-    """Return ``f`` for ``f``, ``Solution.f`` for ``Solution().f`` and ``Solution.f``, and "" for what names no function of a program."""
+    """Return ``f`` for ``f``, ``Solution.f`` for ``Solution().f`` and ``Solution.f``, otherwise ""."""
     match node:
         case ast.Name(id=name):
             return name
@@ -160,8 +158,6 @@ def _is_simple(node: ast.expr, names: frozenset[str]) -> bool:
 
 
 class _Calls(ast.NodeTransformer):
-    """Take the outermost calls of the function under test out of an expression, and leave names in their places."""
-
     def __init__(self, function: str) -> None:
         self._function = function
         self.sources: list[str] = []
@@ -175,8 +171,6 @@ class _Calls(ast.NodeTransformer):
 
 
 class _Given(ast.NodeTransformer):
-    """Take the parts that hold no result and are not simple out of a check, at places where any value may stand."""
-
     _INTO = (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.BinOp, ast.List, ast.Tuple, ast.Set)
 
     def __init__(self) -> None:
@@ -205,11 +199,11 @@ class _Given(ast.NodeTransformer):
 
 
 def _check_inside(call: ast.Call) -> None:
-    """Refuse a call that could carry an expected value inside, that is more than a call, or that uses what the row does not define."""
+    """Refuse a call that could carry an expected value inside, is more than a call, or uses undefined names."""
     source = ast.unparse(call)
     arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
     if len(arguments) == 1 and isinstance(arguments[0], ast.Call) and not _makes(arguments[0]):
-        _check_inside(arguments[0])  # f(g(1)): there is nothing beside the result
+        _check_inside(arguments[0])  # f(g(1)): only the result is passed
         return
     parts = [part for argument in arguments for part in ast.walk(argument)]
     called = {id(part.func) for part in parts if isinstance(part, ast.Call)}
@@ -229,7 +223,6 @@ def _is_known(name: str) -> bool:
 
 
 def _makes(call: ast.Call) -> bool:
-    """Whether it makes data or an object (``Node(1)``, ``float("inf")``), rather than asking the program for a result."""
     function = call.func
     while isinstance(function, ast.Attribute):
         function = function.value

@@ -1,8 +1,7 @@
-"""Which expressions of a dataset's asserts a clean interpreter may evaluate: one in which no program ever ran.
+"""Select the assert expressions that a clean interpreter, in which no program ran, may evaluate.
 
-It is a sandbox as well, since a dataset is a stranger's. So the rules here are not about safety; they keep out what could not mean
-there what it means in the dataset: names that the row does not define, results' types and representations (a subclass has become
-plain data), chance and time.
+It is sandboxed too, so these rules concern meaning: no undefined names, types or representations of results (subclasses
+have become plain data), randomness or time.
 """
 
 import ast
@@ -18,14 +17,13 @@ max min next oct ord pow range reversed round set slice sorted str sum tuple zip
 """.split()  # noqa: SIM905
 )
 _OF_WHOLE_VALUES = frozenset(("repr", "ascii"))
-"""Only of what holds no result."""
+"""Allowed only without results."""
 _UNCERTAIN_MODULES = frozenset(("random", "time", "sys"))
 _UNCERTAIN = frozenset(("now", "today", "utcnow", "random"))
 NUMPY = frozenset(("np", "numpy"))
 PRELUDE = frozenset(runner.prelude()) | NUMPY
 BUILTINS = frozenset(dir(builtins))
 LIBRARY_TYPES = frozenset(name for name in PRELUDE if name[0].isupper()) | {"deque", "defaultdict", "namedtuple"}
-"""Types of the prelude: what is called by such a name makes data."""
 _INSTANCES = frozenset(TYPES) | {"bytes", "complex", "Decimal", "Fraction"}
 METHODS = frozenset(
     name
@@ -38,17 +36,13 @@ year month day hour minute second microsecond days seconds microseconds total_se
 elements subtract popleft appendleft rotate quantize numerator denominator limit_denominator all any shape tolist
 """.split()  # noqa: SIM905
 )
-"""Methods and attributes of plain data."""
 
 
 def check(node: ast.expr, results: frozenset[str]) -> None:
-    """Check that a clean interpreter evaluates ``node`` to what it means.
+    """Check that ``node`` keeps its meaning in a clean interpreter. Raises Refused.
 
     Args:
-        results: the names that stand for what calls of the program returned.
-
-    Raises:
-        Refused: it may not; the message says why.
+        results: names of the calls' results.
     """
     bound = {part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
     bound |= {part.arg for part in ast.walk(node) if isinstance(part, ast.arg)}
@@ -77,12 +71,12 @@ def _check_part(part: ast.AST, known: frozenset[str]) -> None:
 
 
 def _is_library(node: ast.AST) -> bool:
-    """Whether it is ``datetime.datetime.strptime``: attributes of a name of the prelude."""
+    """Whether ``node`` is an attribute of a prelude name (``datetime.datetime.strptime``)."""
     while isinstance(node, ast.Attribute):
         node = node.value
     return isinstance(node, ast.Name) and node.id in PRELUDE
 
 
 def uses_numpy(node: ast.AST) -> bool:
-    """Whether it can be evaluated where numpy is alone."""
+    """Whether evaluation needs numpy."""
     return any(isinstance(part, ast.Name) and part.id in NUMPY for part in ast.walk(node))

@@ -1,14 +1,9 @@
-"""Find the program in a completion: its last fenced block in Python.
+"""Find the program in a completion: its last fenced Python block (CommonMark fences).
 
-A fence is a line of three or more backticks or tildes, then maybe a language; the block ends at the next line of at least as
-many of the same alone (CommonMark). The rules, in order:
-
-1. blocks in another language than Python are passed over; one that names none counts as Python;
-2. of those that are left the last one is the program, however many there are;
-3. if the last one is not closed there is no program: a completion that was cut must not be judged by an earlier draft;
-4. without any block there is no program, unless ``needs_block`` is off: then all of the text is.
-
-Nothing here reads Python: what a model wrote is not parsed in this process.
+1. Blocks in another language are skipped; a block without a language counts as Python.
+2. The last remaining block is the program.
+3. If it is not closed there is no program: a truncated completion is not scored by an earlier draft.
+4. Without a block there is no program, or the whole text if ``needs_block`` is off.
 """
 
 import dataclasses
@@ -19,7 +14,7 @@ _FENCE = re.compile(r"^([ \t]*)(`{3,}|~{3,})[ \t]*([^`]*)$")
 
 
 class NoProgram(Exception):
-    """The completion holds no program; the message says what was expected and what was found."""
+    """The completion contains no program."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -31,7 +26,7 @@ class _Block:
     closed: bool = False
 
     def take(self, line: str) -> None:
-        """Add a line, without as much of its indentation as the fence itself has; or close the block."""
+        """Add a line, dedented by at most the fence's indentation, or close the block."""
         stripped = line.strip()
         if stripped.startswith(self.fence) and not stripped.strip(self.fence[0]):
             self.closed = True
@@ -47,7 +42,7 @@ def program_of(text: str, *, needs_block: bool = True) -> str:
     'print(1)\n'
 
     Raises:
-        NoProgram: there is none, by the rules above.
+        NoProgram: there is none.
     """
     blocks = _blocks(text)
     if not blocks and not needs_block:

@@ -1,11 +1,11 @@
-r"""What a program returned or printed, read in the service's own process: small and simple data alone, so that nothing takes long.
+r"""Read a program's results and output in process, if they are small plain data.
 
 ::
 
-    at most 16 KiB of text; None bool int float str list tuple set frozenset dict     read and compared here
-    more, or of another type (Counter, Decimal, an iterator, …)                       :class:`Elsewhere`: in a clean interpreter
+    at most 16 KiB of None bool int float str list tuple set frozenset dict     compared here
+    more, or another type (Counter, Decimal, an iterator, …)                    :class:`Elsewhere`: a clean interpreter
 
-16 KiB hold at most 800 integers of the kind whose hashes all collide; a set of them is built in 2 ms, one of 40,000 in 10 s.
+16 KiB hold at most 800 integers whose hashes all collide, a set built in 2 ms; 40,000 would take 10 s.
 """
 
 import json
@@ -17,7 +17,7 @@ from services.reward.executor.inside import comparison, plain_data
 from shared.bus.messages import Json
 
 LONGEST = 16 << 10
-"""Characters of JSON text that are read here."""
+"""Maximum characters of JSON text."""
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|[+-]?(?:nan|inf|infinity)", re.ASCII | re.IGNORECASE)
 _LONGEST_NUMBER = 4000
 Plain: TypeAlias = Any
@@ -25,15 +25,15 @@ Plain: TypeAlias = Any
 
 
 class Elsewhere(Exception):
-    """It is not compared in this process: it is too large, or of a type that only a clean interpreter may compare."""
+    """The value is too large, or of a type that only a clean interpreter may compare."""
 
 
 def read(text: str) -> Json:
-    """Return the JSON of a text that a program may have written.
+    """Parse a program's JSON.
 
     Raises:
-        Elsewhere: it is too long.
-        ValueError, RecursionError: it is no JSON.
+        Elsewhere: too long.
+        ValueError, RecursionError: not JSON.
     """
     if len(text) > LONGEST:
         raise Elsewhere("long text")
@@ -42,11 +42,11 @@ def read(text: str) -> Json:
 
 
 def rebuilt(value: Json) -> Plain:
-    """Return the data that JSON with tags (``inside/plain_data.py``) stands for.
+    """Return the data of tagged JSON (``inside/plain_data.py``).
 
     Raises:
-        Elsewhere: a tag that is not simple.
-        ValueError, TypeError, RecursionError: content that does not fit its tag, or too many levels.
+        Elsewhere: a complex tag.
+        ValueError, TypeError, RecursionError: content that does not fit its tag, or too deep.
     """
     try:
         return plain_data.rebuilt(value, plain_data.SIMPLE)
@@ -55,10 +55,10 @@ def rebuilt(value: Json) -> Plain:
 
 
 def same_text(expected: str, found: str, tolerance: float = 0.0) -> bool:
-    r"""Return whether two standard outputs are the same, but for white space at the ends of lines and of the whole.
+    r"""Compare two outputs, ignoring white space at the ends of lines and of the whole.
 
-    With a tolerance, words of a line (between white space) that are both decimal numbers are compared as numbers. The time
-    depends on what was expected: output that has more lines or words than that is not read to its end.
+    With a tolerance, words that are decimal numbers are compared as numbers. The time depends on ``expected`` only:
+    longer output is not read to its end.
 
     >>> same_text("1 2\n3", "1 2  \r\n3\n\n"), same_text("1 2", "1  2"), same_text("1.0 x", "1.0000001 x", 1e-6)
     (True, False, True)
@@ -93,7 +93,7 @@ def _same_word(expected: str, found: str, tolerance: float) -> bool:
 
 
 def _number(word: str) -> float | None:
-    """Return a decimal number; None for what is none, and for one beyond floats, such as 1e400."""
+    """Parse a decimal number; None for others and overflow (1e400)."""
     if len(word) > _LONGEST_NUMBER or not _NUMBER.fullmatch(word):
         return None
     if word.lstrip("+-").isdigit():

@@ -1,17 +1,14 @@
-"""Score code by running it: programs of a group go to the executor, and what comes back is compared here.
+"""Score code by running it in the executor and comparing the results here.
 
 ::
 
-    completion ──▶ program ──▶ test after test, each an execution of its own ──▶ verdicts ──▶ all passed, or their share
-                     │                    └── executor away, or at fault itself ──▶ unavailable: tried again, never worth 0
+    completion ──▶ program ──▶ one execution per test ──▶ verdicts ──▶ all passed, or their share
+                     │                    └── executor unavailable or failed ──▶ unavailable: retried, never worth 0
                      └── none ──▶ wrong_format
 
-Where a comparison needs more than small plain data it is a further execution, in a clean interpreter. So are, once for a problem, the parts
-of its asserts that hold no result.
-
-Equal programs of a group run once. Tests of a program run in their order, up to the first that fails (``credit = "all"``), or
-all (``"share"``) up to the first that took more than it may: what is over its limits once is so again, at the full price.
-This module isolates nothing and evaluates nothing that a model wrote.
+Complex comparisons, and (once per problem) the result-free parts of asserts, run in a clean interpreter. Equal
+programs of a group run once. Tests run in order up to the first failure (``credit = "all"``), or the first that
+exceeds its limits (``"share"``).
 """
 
 import asyncio
@@ -54,17 +51,16 @@ TEST_SECONDS = Histogram(
     buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0),
 )
 WAIT_S = 30.0
-"""An executor that is started again is back sooner."""
+"""A restarted executor is back sooner."""
 _ASK_AGAIN_S = 0.2
 _GIVEN = 4096
-"""Asserts of which what they hold besides results is remembered."""
 _CLEAN_BYTES = 256 * MIB
 _CLEAN_S = 5.0
-"""A clean interpreter has at least so much memory and time, however little the programs have."""
+"""Minimum memory and time of a clean interpreter."""
 
 
 class Verdict(StrEnum):
-    """What a test says of a program."""
+    """The result of one test."""
 
     PASSED = "passed"
     WRONG_ANSWER = "wrong_answer"
@@ -98,13 +94,11 @@ class CodeTester:
     """Score programs by their tests.
 
     Args:
-        scorer: its settings.
-        address: where the executor is.
-        secret: what it asks for; empty: nothing.
-        wait_s: how long each attempt at a group waits for an executor that is known to be away.
+        address, secret: of the executor; an empty secret for none.
+        wait_s: how long each attempt at a group waits for an unavailable executor.
 
     Raises:
-        SettingsError: there is no address.
+        SettingsError: no address.
     """
 
     def __init__(self, scorer: CodeScorer, address: str, secret: bytes = b"", wait_s: float = WAIT_S) -> None:
@@ -125,20 +119,20 @@ class CodeTester:
         self._client = ExecutorClient(address, secret=secret)
         self._away = False
         self._given: dict[tuple[str, ...], tuple[str, ...]] = {}
-        """By the sources of an assert's parts that hold no result: their values, as tagged JSON text."""
+        """Values of asserts' result-free parts, as tagged JSON text by source."""
 
     async def start(self) -> None:
-        """Nothing to load: the executor is asked when there is something to run."""
+        """Do nothing; connects on demand."""
 
     async def close(self) -> None:
-        """Leave the executor; what still runs for us is killed."""
+        """Disconnect, which kills our running jobs."""
         await self._client.close()
 
     async def score(self, group: RolloutGroup) -> list[Score]:
-        """Run each different program of the group on the tests of its prompt.
+        """Run each different program of the group on the prompt's tests.
 
         Raises:
-            PermanentError: the prompt has no tests, or none that can be read.
+            PermanentError: the tests are missing or unreadable.
         """
         tests = self._tests(group.prompt)
         programs = [self._program(sample) for sample in group.samples]
@@ -173,7 +167,6 @@ class CodeTester:
         )
 
     def _check_profile(self, tests: Sequence[Test]) -> None:
-        """Refuse asserts that need numpy where there is none."""
         for test in tests:
             if isinstance(test, AssertTest) and test.split.uses_numpy and self._scorer.profile != "numpy":
                 raise BadTests(
@@ -181,12 +174,7 @@ class CodeTester:
                 )
 
     async def _prepared(self, tests: tuple[Test, ...], prompt: Prompt) -> tuple[Test, ...]:
-        """Return the tests with what their asserts hold besides results evaluated.
-
-        Raises:
-            PermanentError: it cannot be evaluated.
-            TemporaryError: the executor is away, or at fault.
-        """
+        """Evaluate the result-free parts of the asserts. Raises PermanentError or TemporaryError."""
         try:
             return tuple([await self._with_given(test) if isinstance(test, AssertTest) else test for test in tests])
         except BadTests as error:
@@ -208,7 +196,6 @@ class CodeTester:
         return dataclasses.replace(test, given=self._given[sources]) if sources else test
 
     def _clean_job(self, code: str, *calls: Call) -> Job:
-        """Return a job in which no program of a completion takes part."""
         memory_bytes = max(self._limits.memory_bytes, _CLEAN_BYTES)
         seconds = max(self._scorer.timeout_s, _CLEAN_S)
         output_bytes = max(self._limits.output_bytes, MIB)
@@ -218,7 +205,6 @@ class CodeTester:
         return Job(code, self._scorer.profile, calls=calls, limits=limits)
 
     def _check_outputs(self, tests: Sequence[Test]) -> None:
-        """Refuse an output that no program may write."""
         for test in tests:
             if isinstance(test, ProgramTest) and len(test.expected.encode()) > self._limits.output_bytes:
                 raise BadTests(
@@ -227,7 +213,6 @@ class CodeTester:
                 )
 
     def _program(self, sample: Sample) -> str | Score:
-        """Return the sample's program, or the score that says that there is none."""
         try:
             return program_of(sample.text, needs_block=self._scorer.needs_block)
         except NoProgram as error:
@@ -275,7 +260,6 @@ class CodeTester:
         return _Tested(Verdict.WRONG_ANSWER if problem else Verdict.PASSED, problem, execution.tier)
 
     async def _problem(self, test: Test, execution: Execution) -> str:
-        """Return what is wrong; nothing that a program wrote keeps the event loop busy for long."""
         tolerance = self._scorer.tolerance
         if len(execution.stdout) > program_results.LONGEST:
             problem = await asyncio.to_thread(test.problem, execution, tolerance)
@@ -289,12 +273,9 @@ class CodeTester:
         return f"the result cannot be compared: {compared.outcome.value}: {compared.detail}"
 
     async def _run(self, job: Job) -> Execution:
-        """Return what became of ``job``.
+        """Run ``job``. Raises TemporaryError.
 
-        A group that finds the executor away says so at once; once that is known, the next ones wait for it first.
-
-        Raises:
-            TemporaryError: the executor is away, or at fault.
+        The first group to find the executor unavailable fails at once; later ones wait for it first.
         """
         until_s = time.monotonic() + (self._wait_s if self._away else 0.0)
         while True:

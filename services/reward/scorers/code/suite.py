@@ -1,16 +1,16 @@
-"""The tests of a problem, out of a column of its dataset row. These shapes are read:
+r"""Read a problem's tests from a dataset column. Supported shapes:
 
 ::
 
-    [{"input": "2 3\\n", "output": "5\\n"}, …]                                    programs: standard input, standard output
-    [{"fn_name": "f", "input": [2, 3], "output": 5}, …]                         calls: arguments, result
-    {"inputs": ["2 3\\n", …], "outputs": ["5\\n", …]}                             programs, as APPS and TACO have them
-    {"inputs": [[2, 3], …], "outputs": [5, …], "fn_name": "f"}                  calls, as APPS and TACO have them
-    ["assert f(2, 3) == 5", …]                                                  asserts, as MBPP has them
-    {"asserts": ["assert f(2, 3) == 5", …], "fn_name": "f"}                     the same, and the function under test is named
+    [{"input": "2 3\n", "output": "5\n"}, …]                         programs: standard input and output
+    [{"fn_name": "f", "input": [2, 3], "output": 5}, …]              calls: arguments, result
+    {"inputs": ["2 3\n", …], "outputs": ["5\n", …]}                  programs (APPS, TACO)
+    {"inputs": [[2, 3], …], "outputs": [5, …], "fn_name": "f"}       calls (APPS, TACO)
+    ["assert f(2, 3) == 5", …]                                       asserts (MBPP)
+    {"asserts": ["assert f(2, 3) == 5", …], "fn_name": "f"}          asserts of a named function
 
-or a text that holds one of them as JSON, or asserts one a line. An input or output of a program may be a list of lines.
-A function's dotted name (``Solution.f``) means a method of a new object of that class.
+or one of them as JSON text, or asserts one per line. A program's input or output may be a list of lines.
+``Solution.f`` means a method of a new object of that class.
 """
 
 import json
@@ -25,15 +25,11 @@ SHAPES = '[{input, output}, …], {"inputs": […], "outputs": […], "fn_name":
 
 
 class BadTests(Exception):
-    """No tests can be read; the message says what was expected and what was found."""
+    """No tests can be read."""
 
 
 def read_tests(column: Json) -> tuple[Test, ...]:
-    """Return the tests of a problem, at least one.
-
-    Raises:
-        BadTests: ``column`` is of none of the shapes, or one test is not as it should be.
-    """
+    """Return the tests of a problem, at least one. Raises BadTests."""
     if isinstance(column, str):
         column = _parsed(column)
     if isinstance(column, dict) and {"inputs", "outputs"} <= column.keys():
@@ -65,7 +61,7 @@ def _columns(inputs: Json, outputs: Json, function: Json) -> Iterator[Test]:
 
 
 def _rows(items: list[Json]) -> list[Test]:
-    """Return the tests of a list; its asserts are read together, as they name the function under test together."""
+    """Read asserts together, since they identify the function under test together."""
     texts = [item for item in items if isinstance(item, str)]
     if len(texts) == len(items) and texts:
         return _asserts(list(texts), None)

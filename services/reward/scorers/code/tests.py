@@ -1,11 +1,11 @@
-"""One test of a problem: what is run inside, and whether what came out is right, which is decided outside.
+"""The kinds of tests: what runs in the sandbox, and the verdict, which is decided outside.
 
 ::
 
     test.job(program, …) ──▶ executor ──▶ Execution ──▶ test.problem(execution, tolerance) ──▶ "" or what is wrong
                                                                  └── or a call for a clean interpreter, which returns the same
 
-``job`` holds no expected output, by construction: it is made of inputs alone.
+``job`` contains no expected output.
 """
 
 import ast
@@ -26,7 +26,7 @@ from services.reward.scorers.code.program_results import Elsewhere
 from shared.bus.messages import Json
 
 COMPARING = "from inside.comparison import holds, matches"
-"""The program of a clean interpreter."""
+"""Program of a clean interpreter."""
 _SOLUTION = re.compile(r"^class Solution\b", re.MULTILINE)
 _SHOWN = 60
 _WRONG = (ArithmeticError, LookupError, TypeError, ValueError, RecursionError, MemoryError)
@@ -36,21 +36,21 @@ class Test(Protocol):
     """One test."""
 
     def job(self, program: str, profile: str, limits: Limits) -> Job:
-        """Return what is to be run."""
+        """Return the job to run."""
 
     def problem(self, execution: Execution, tolerance: float) -> str | Call:
-        """Return what is wrong with an execution that finished, "" where it is right; or the call of :data:`COMPARING` that does."""
+        """Return "" for a correct execution, what is wrong, or the call of :data:`COMPARING` that returns it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProgramTest:
-    """A program reads standard input and writes standard output (:func:`plain.same_text`)."""
+    """Run a program with standard input and compare its standard output (:func:`plain.same_text`)."""
 
     stdin: str
     expected: str
 
     def job(self, program: str, profile: str, limits: Limits) -> Job:
-        """Return what is to be run."""
+        """Return the job to run."""
         return Job(program, profile, stdin=self.stdin, limits=limits)
 
     def problem(self, execution: Execution, tolerance: float) -> str:
@@ -61,10 +61,10 @@ class ProgramTest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallTest:
-    """A function is called with JSON and returns JSON; a tuple that it returns counts as the list that JSON makes of it.
+    """Call a function with JSON and compare its JSON result; tuples count as lists.
 
-    ``function`` is a method of ``Solution`` where the program has a class of that name and the dataset names no class.
-    ``wrapped``: an expected list of one element stands for that element too, as APPS and TACO write results.
+    ``function`` is a method of ``Solution`` if the program has that class and the dataset names none. ``wrapped``: an
+    expected list of one element also stands for that element (APPS, TACO).
     """
 
     function: str
@@ -73,13 +73,13 @@ class CallTest:
     wrapped: bool = False
 
     def job(self, program: str, profile: str, limits: Limits) -> Job:
-        """Return what is to be run."""
+        """Return the job to run."""
         is_method = "." not in self.function and _SOLUTION.search(program) is not None
         function = f"Solution.{self.function}" if is_method else self.function
         return Job(program, profile, calls=(Call(function, self.arguments),), limits=limits)
 
     def problem(self, execution: Execution, tolerance: float) -> str | Call:
-        """Return what is wrong, or the call that does."""
+        """Return what is wrong, or the call that returns it."""
         try:
             value = program_results.read(execution.values[0])
             right = any(comparison.equal(expected, value, tolerance) for expected in self._accepted)
@@ -99,19 +99,19 @@ class CallTest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AssertTest:
-    """An assert, split: its calls run inside, its check does not."""
+    """A split assert."""
 
     split: SplitAssert
     given: tuple[str, ...] = ()
-    """Tagged JSON text of each part that a clean interpreter evaluated before."""
+    """Precomputed values of ``given``, as tagged JSON text."""
 
     def job(self, program: str, profile: str, limits: Limits) -> Job:
-        """Return what is to be run."""
+        """Return the job to run."""
         calls = tuple(Call(self.split.function, expression=call) for call in self.split.calls)
         return Job(program, profile, calls=calls, limits=limits)
 
     def problem(self, execution: Execution, tolerance: float) -> str | Call:
-        """Return what is wrong, or the call that does."""
+        """Return what is wrong, or the call that returns it."""
         results = {asserts.call_name(place): text for place, text in enumerate(execution.values)}
         texts = results | {asserts.given_name(place): text for place, text in enumerate(self.given)}
         if self.split.is_simple and sum(map(len, texts.values())) <= program_results.LONGEST:
@@ -138,9 +138,9 @@ def _differs(expected: Json, found: Json) -> str:
 
 
 def _short(value: object) -> str:
-    """Return a beginning of it, in a time that does not depend on its size."""
+    """Return its beginning, in constant time."""
     try:
         text = json.dumps(value[: _SHOWN + 1]) if isinstance(value, str) else ascii(reprlib.repr(value))[1:-1]
-    except ValueError:  # Python refuses to write integers of more than 4,300 digits
+    except ValueError:  # Python refuses to print integers of more than 4,300 digits
         return "a number of more than 4,300 digits"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

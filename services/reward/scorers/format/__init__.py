@@ -1,1 +1,1 @@
-"""The format checker: declared rules, among them JSON schemas in a killable process."""
+"""The format checker."""

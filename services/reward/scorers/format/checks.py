@@ -1,13 +1,12 @@
-"""The program of one checking process: asked about text, it says whether it matches the pattern, or is JSON that keeps the schema.
+r"""Check text against a pattern or a JSON schema: the program of a checking process.
 
 ::
 
-    question   {"check": "pattern", "text": "…"}                     answer   {"broken": ""}, or how it breaks the rule,
-    question   {"check": "json", "text": "{\\"answer\\": 7}"}                   in one sentence
+    question   {"check": "pattern", "text": "…"}                     answer   {"broken": ""}, or how it breaks the rule
+    question   {"check": "json", "text": "{\"answer\": 7}"}
 
-It is a process of its own because a pattern, a schema's patterns and ``uniqueItems`` can take for ever on what a model writes, and
-matching holds the interpreter's lock. Duplicate names in an object, and NaN and Infinity, are no JSON. References lead only to
-places within the schema: nothing is fetched. This is the only file that knows ``jsonschema``.
+A pattern or ``uniqueItems`` can run for ever on a model's text, holding the GIL. Duplicate names, NaN and Infinity are
+not JSON. Schema references are never fetched.
 """
 
 import json
@@ -20,16 +19,16 @@ import regex
 from services.reward.subprocess_pool import child
 
 LONGEST = 100_000
-"""Longer text is not read, in characters."""
+"""In characters; longer text is not read."""
 _MEMORY_BYTES = 1024**3
 _LONGEST_SENTENCE = 160
 
 
 def make_check(schema: Mapping[str, Any]) -> Callable[[str], str]:
-    """Return what says how a text breaks ``schema``: "" where it keeps it.
+    """Return a function that says how a text breaks ``schema``, or "".
 
     Raises:
-        ValueError: it is no JSON schema, or refers to something outside itself.
+        ValueError: not a JSON schema, or an external reference.
     """
     from jsonschema import exceptions, validators
     from referencing import Registry
@@ -85,17 +84,13 @@ def _refuse(constant: str) -> object:
 
 
 def make_match(pattern: str) -> Callable[[str], str]:
-    """Return what says that a text does not match ``pattern`` as a whole: "" where it does."""
+    """Return a function that returns "" if ``pattern`` matches the whole text."""
     compiled = compile_pattern(pattern)
     return lambda text: "" if compiled.fullmatch(text) else "expected text that matches the pattern"
 
 
 def compile_pattern(pattern: str) -> "regex.Pattern[str]":
-    """Return a scorer's pattern; its dot matches new lines, too.
-
-    Raises:
-        regex.error: it is no regular expression.
-    """
+    """Compile a pattern whose dot matches newlines. Raises regex.error."""
     return regex.compile(pattern, regex.DOTALL)
 
 

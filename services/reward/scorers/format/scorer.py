@@ -1,22 +1,19 @@
-"""Check a completion's form by declared rules. Its value is the share of rules that hold, each with its weight.
+"""Check a completion's form. The value is the weighted share of declared rules that hold.
 
 ::
 
-    tags      each tag is there, once, and closed       one rule for each tag
-    order     … and they come in the declared order     where there are several
-    outside   nothing but white space outside them      where nothing_outside is set
-    pattern   a regular expression matches all of it
+    tags      each tag occurs once and is closed       one rule per tag
+    order     in the declared order                    several tags
+    outside   only white space outside them            nothing_outside
+    pattern   matches the whole text
     length    in characters
     tokens    length in the policy's tokens
-    scripts   the share of its letters in some Unicode scripts
-    json      JSON that keeps a schema
-    stop      it ended by itself
+    scripts   share of letters in some Unicode scripts
+    json      valid under a schema
+    stop      ended by itself
 
-Rules are counted and named in this order; a rule that is not declared is not counted. ``<think>…</think>`` is found
-literally; attributes and nesting are not read.
-
-The pattern and the JSON schema can take for ever on text that a model writes, so both are checked in a killable process
-(:mod:`checks`). A text that took too long, or that killed two processes, is not checked again.
+Rules count in this order. Tags are found literally, without attributes or nesting. Pattern and schema are checked in a
+killable process (:mod:`checks`); a text that timed out or killed two processes is not checked again.
 """
 
 import asyncio
@@ -42,13 +39,13 @@ from shared.settings.rewards import scorers
 from shared.settings.rewards.scorers import FormatRule
 
 _SHORT = 4_000
-"""A text up to this length, in characters, is checked in the event loop; of a longer one so much is read at a time."""
+"""Characters; longer texts are read in chunks of this size."""
 PATTERN_TIMEOUT_S = 0.5
-"""Processor time that a pattern may take: status ``timeout``, value 0."""
+"""CPU time of a pattern: status ``timeout``, value 0."""
 JSON_TIMEOUT_S = 0.5
-"""Processor time that a check against json_schema may take: status ``timeout``, value 0."""
+"""CPU time of a json_schema check: status ``timeout``, value 0."""
 _MIN_SCRIPT_SHARE = 0.95
-"""Names and symbols of another script are tolerated, a paragraph is not."""
+"""Tolerates names and symbols of another script, not a paragraph."""
 _COMMAND = (sys.executable, "-m", "services.reward.scorers.format.checks")
 _REMEMBERED = 4096
 _LETTERS = regex.compile(r"\p{L}+")
@@ -60,7 +57,7 @@ class _TookTooLong(PenstockError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TextSpan:
-    """One pair of tags: where its opening tag begins and its closing tag ends, in characters."""
+    """Character range from an opening tag to the end of its closing tag."""
 
     start: int
     end: int
@@ -68,8 +65,6 @@ class TextSpan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Tag:
-    """One entry of `tags`."""
-
     tag: str
     required: bool
     once: bool
@@ -82,11 +77,7 @@ class _Tag:
 
 
 class FormatChecker:
-    """Score the share of declared rules that a completion keeps.
-
-    Raises:
-        SettingsError: no rule is declared, or one means nothing.
-    """
+    """Score the share of declared rules that a completion keeps. Raises SettingsError for missing or invalid rules."""
 
     def __init__(self, scorer: scorers.FormatScorer) -> None:
         self.name = scorer.name
@@ -145,11 +136,7 @@ class FormatChecker:
         return {rule for rule, is_declared in declared.items() if is_declared}
 
     async def start(self) -> None:
-        """Start the process that checks, where there is a pattern or a schema.
-
-        Raises:
-            SettingsError: the schema is none, or jsonschema is not installed.
-        """
+        """Start the checking process if there is a pattern or schema. Raises SettingsError."""
         if self._checkers is None:
             return
         if self._scorer.json_schema and importlib.util.find_spec("jsonschema") is None:
@@ -165,12 +152,12 @@ class FormatChecker:
             ) from error
 
     async def close(self) -> None:
-        """Kill the process that checks."""
+        """Kill the checking process."""
         if self._checkers is not None:
             await self._checkers.close()
 
     async def score(self, group: RolloutGroup) -> list[Score]:
-        """Check each sample; long ones in a thread, beside the event loop."""
+        """Check each sample; long ones in a thread."""
         return [await self._check(sample) for sample in group.samples]
 
     async def _check(self, sample: Sample) -> Score:
@@ -213,7 +200,6 @@ class FormatChecker:
         return await self._ask("json", content, JSON_TIMEOUT_S)
 
     async def _script_problem(self, text: str) -> str:
-        """Return how the letters break the rule of scripts, read in turns."""
         script, rules = self._script, self._scorer
         if script is None:
             return ""
@@ -233,8 +219,8 @@ class FormatChecker:
 
         Raises:
             _TookTooLong: it was killed.
-            Crashed: two processes died of it.
-            TemporaryError: it could not be checked now.
+            Crashed: it killed two processes.
+            TemporaryError: not possible now.
         """
         assert self._checkers is not None
         try:
@@ -251,7 +237,6 @@ class FormatChecker:
     def _rules(
         self, sample: Sample, mismatch: str, json_problem: str, script_problem: str
     ) -> Iterator[tuple[FormatRule, str]]:
-        """Yield each declared rule's name and how it is broken, or nothing ("")."""
         text, rules = sample.text, self._scorer
         yield from _tag_rules(rules, text)
         if rules.pattern:
@@ -282,7 +267,7 @@ def _tag_rules(rules: scorers.FormatScorer, text: str) -> Iterator[tuple[FormatR
 
 
 def spans(text: str, tag: str) -> list[TextSpan]:
-    """Return every ``<tag>…</tag>`` in ``text``, first opening with first closing after it."""
+    """Return every ``<tag>…</tag>``, each opening paired with the first closing after it."""
     opening, closing = f"<{tag}>", f"</{tag}>"
     found: list[TextSpan] = []
     position = 0
@@ -331,5 +316,4 @@ def _broken_length(found: int, least: int, most: int, unit: str) -> str:
 
 
 def _characters(pattern: "regex.Pattern[str]", text: str) -> int:
-    """Return how many characters of ``text`` are in runs of ``pattern``."""
     return sum(map(len, pattern.findall(text)))

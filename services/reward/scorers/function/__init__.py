@@ -1,1 +1,1 @@
-"""The user's own Python function as a scorer, in a killable process."""
+"""The user's own Python function as a scorer."""

@@ -1,12 +1,12 @@
-"""The program of one process of the user's own scorer: it imports the user's function and calls it, sample by sample.
+"""Call the user's function, sample by sample: the program of a scorer process.
 
 ::
 
     question   {"group": a RolloutGroup of one sample, MessagePack in base64}
-    answer     {"status": "ok", "value": 0.5, "detail": ""}       value null where the function says that it does not know
-               {"error": "ZeroDivisionError: … (mine.py:7)"}      what it raised, or returned that is no score, and where
+    answer     {"status": "ok", "value": 0.5, "detail": ""}       value null: unknown
+               {"error": "ZeroDivisionError: … (mine.py:7)"}      raised, or an invalid result
 
-An async function keeps one event loop for the life of the process, so that a client that it opened once goes on working.
+Async functions share one event loop, so that their clients stay usable.
 """
 
 import asyncio
@@ -32,18 +32,15 @@ ENTRY_POINTS = "penstock.scorers"
 _MIB = 1024**2
 _LONGEST_DETAIL = 1_000
 _LONGEST_LINE = 140
-"""Characters of an error's first line that are kept, so that its place has room behind it in a score's detail."""
+"""Characters kept of an error's first line, to leave room for its location."""
 _HERE = Path(__file__).resolve().parent
 _LIBRARIES = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 Function: TypeAlias = Callable[[Sample, Prompt], "float | Result | Awaitable[float | Result]"]
 
 
 def load(name: str) -> Function:
-    """Return the function that ``package.module:function`` or an entry point names.
-
-    Raises:
-        ValueError: there is none.
-        Exception: whatever importing it raises.
+    """Return the function named by ``package.module:function`` or an entry point. Raises ValueError or its import's
+    error.
     """
     if ":" in name:
         module, _, path = name.partition(":")
@@ -61,11 +58,11 @@ def load(name: str) -> Function:
 
 
 def as_result(returned: object) -> Result:
-    """Return what the function meant.
+    """Convert the function's return value.
 
     Raises:
-        TypeError: it is neither a number nor a Result.
-        ValueError: its value is not finite.
+        TypeError: neither a number nor a Result.
+        ValueError: not finite.
     """
     if isinstance(returned, numbers.Real):
         returned = Result(float(returned))
@@ -77,7 +74,7 @@ def as_result(returned: object) -> Result:
 
 
 def describe(error: BaseException, function: Function) -> str:
-    """Return an error's type and first line, and the file and line of the user's code that it came from.
+    """Return an error's type, first line, and place in the user's code.
 
     >>> describe(ZeroDivisionError("division by zero"), mine)    # doctest: +SKIP
     'ZeroDivisionError: division by zero (mine.py:7)'
@@ -89,7 +86,6 @@ def describe(error: BaseException, function: Function) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Return ``file:line`` of the deepest frame that is neither a library's nor this program's; "" if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not Path(frame.filename).resolve().is_relative_to(_HERE)]
     own = [frame for frame in theirs if not _is_library(frame.filename)]
@@ -101,7 +97,6 @@ def _is_library(file: str) -> bool:
 
 
 def _definition(function: Function) -> str:
-    """Return ``file:line`` of where the function is defined; "" where Python does not know."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code is not None else ""
 

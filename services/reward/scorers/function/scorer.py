@@ -1,13 +1,12 @@
-"""The user's own scorer: a Python function, called for each sample in a killable process of its own.
+"""Score with the user's Python function, called for each sample in a killable process.
 
 ::
 
     sample, prompt ──▶ a process that imported the function ──▶ a number or a Result ──▶ its value
-                              └── raised, late, dead ──▶ on_error: unavailable (tried again, then buried), or 0
+                              └── raised, late, dead ──▶ on_error: unavailable (retried, then buried), or 0
 
-A bug in the function is no word on the completion, so by default it makes the reward unknown rather than 0. The process
-sees no environment variable but those that Python needs and those that ``environment`` names. It is *no* sandbox: the
-function is the user's, as trusted as this service; programs that a model wrote belong to the code scorer.
+The process sees only Python's own environment variables and those in ``environment``. It is *not* a sandbox: the
+function is trusted.
 """
 
 import asyncio
@@ -24,7 +23,7 @@ from shared.settings.rewards.scorers import PythonScorer
 
 
 class FunctionScorer:
-    """Score what the user's function says."""
+    """Score with the user's function."""
 
     def __init__(self, scorer: PythonScorer) -> None:
         self.name = scorer.name
@@ -40,11 +39,7 @@ class FunctionScorer:
         self._turns = asyncio.Semaphore(scorer.processes)
 
     async def start(self) -> None:
-        """Start the processes, each with the function imported.
-
-        Raises:
-            SettingsError: it cannot be imported.
-        """
+        """Start the processes, each with the function imported. Raises SettingsError."""
         try:
             await self._processes.warm()
         except NotReady as error:
@@ -58,9 +53,9 @@ class FunctionScorer:
         await self._processes.close()
 
     async def score(self, group: RolloutGroup) -> list[Score]:
-        """Call the function for each sample, as many at a time as there are processes.
+        """Call the function for each sample, concurrently.
 
-        A sample without a score leaves its group without a reward, so no call is begun after the first of these.
+        No call starts after a sample without a score, since its group then gets no reward.
         """
         lost: list[Score] = []
 

@@ -1,1 +1,1 @@
-"""The LLM judge: an HTTP endpoint that speaks OpenAI's chat completions."""
+"""The LLM judge."""

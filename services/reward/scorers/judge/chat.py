@@ -1,4 +1,4 @@
-"""A client of any endpoint that speaks OpenAI's chat completions: one question, one answer, with patience and manners.
+"""A client of OpenAI-compatible chat completions, with rate limit and retries.
 
 ::
 
@@ -8,8 +8,7 @@
              └─ Retry-After says; at most MAX_WAIT_S ────────────────┤   late, 200 without a message or without a verdict
                                                                      └── anything else           ──▶ NoAnswer at once
 
-What ``Retry-After`` says holds for every request of this client. The key is sent and never shown: where an endpoint's
-error repeats it, it is taken out. It knows neither samples nor scores.
+``Retry-After`` delays every request of this client. The key is removed from error messages.
 """
 
 import asyncio
@@ -43,19 +42,17 @@ TOKENS = Counter(
 )
 
 _PASSING = frozenset({408, 409, 425, 429})
-"""What may pass, besides 5xx."""
 _LONGEST_ERROR = 120
 _LARGEST_RESPONSE_BYTES = 4 * 1024**2
-"""A larger response is not read: no verdict is so long."""
 _MOST_TOKENS = 10**9
 _REQUEST = {"max_tokens": 512, "temperature": 0.0}
-"""Unless `request` sets them: a verdict with its reasons fits, and is the same each time."""
+"""Defaults of `request`."""
 ATTEMPTS = 4
-"""Requests for one sample before its group is given back to the bus, which tries it again later."""
+"""Requests per sample before its group is retried through the bus."""
 BACKOFF_S = 0.5
-"""Wait after the first failure. It doubles with each further one, with jitter."""
+"""First wait; doubles with jitter."""
 MAX_WAIT_S = 30.0
-"""Longest wait between two requests for a sample; the group is given back to the bus if the endpoint asks for more."""
+"""The group goes back to the bus if the endpoint asks for more."""
 _BACKOFF = Backoff(BACKOFF_S, longest_s=MAX_WAIT_S)
 
 
@@ -63,15 +60,15 @@ T = TypeVar("T")
 
 
 class NoAnswer(TemporaryError):
-    """The endpoint gave no answer, however often it was asked."""
+    """The endpoint gave no answer within all attempts."""
 
 
 class NoVerdict(NoAnswer):
-    """It answered in the end, but nothing that could be read."""
+    """The endpoint answered, but unreadably."""
 
 
 class _Passing(Exception):
-    """A failure that may pass; ``wait_s`` is what the endpoint asked for, if it did."""
+    """A retryable failure; ``wait_s`` is the wait that the endpoint requested."""
 
     def __init__(self, reason: str, wait_s: float | None = None, ending: type[NoAnswer] = NoAnswer) -> None:
         super().__init__(reason)
@@ -80,11 +77,7 @@ class _Passing(Exception):
 
 
 class ChatClient:
-    """Asks one model at one endpoint.
-
-    Raises:
-        SettingsError: the URL is none, or the key is not where the settings say.
-    """
+    """Query one model at one endpoint. Raises SettingsError for an invalid URL or key."""
 
     def __init__(self, scorer: JudgeScorer) -> None:
         self._scorer = scorer
@@ -106,10 +99,10 @@ class ChatClient:
         await self._http.aclose()
 
     async def ask(self, question: str, read: Callable[[str], T | None]) -> T:
-        """Return what ``read`` makes of the model's answer to ``question``; where that is None, it is asked again.
+        """Return ``read(answer)``; asks again while that is None.
 
         Raises:
-            NoVerdict: nothing that could be read, and the last request was answered.
+            NoVerdict: the last answer was unreadable.
             NoAnswer: no answer.
         """
         for attempt in range(1, ATTEMPTS + 1):
@@ -153,7 +146,6 @@ class ChatClient:
             raise _Passing(f"found {type(error).__name__}: {self._shown(str(error))}") from error
 
     async def _bounded(self, question: str) -> httpx.Response:
-        """Return the response, read up to the largest size."""
         content = bytearray()
         async with self._http.stream("POST", self._url, json=self._body(question)) as response:
             async for part in response.aiter_bytes():
@@ -199,12 +191,11 @@ class ChatClient:
         return repr(" ".join(self._hidden(text).split())[:_LONGEST_ERROR])
 
     def _hidden(self, text: str) -> str:
-        """Return ``text`` without the key, which an endpoint may repeat."""
         return text.replace(self._key, "…") if self._key else text
 
 
 class Pace:
-    """Hands out turns, at most ``per_s`` a second, evenly; 0: no limit. May be held by what an endpoint asks for."""
+    """Limit turns to ``per_s`` per second, evenly spaced; 0: no limit."""
 
     def __init__(self, per_s: float) -> None:
         self._gap_s = 1 / per_s if per_s else 0.0
@@ -219,12 +210,12 @@ class Pace:
             await asyncio.sleep(wait_s)
 
     def hold(self, wait_s: float) -> None:
-        """Give no turn for ``wait_s`` from now."""
+        """Give no turn for ``wait_s``."""
         self._held_until_s = max(self._held_until_s, time.monotonic() + wait_s)
 
 
 def retry_after_s(response: httpx.Response) -> float | None:
-    """Return what ``Retry-After`` asks for: seconds, or until a date; None where it asks for nothing readable."""
+    """Parse ``Retry-After``: seconds or a date; None if absent or unreadable."""
     text = response.headers.get("Retry-After", "").strip()
     if text.isascii() and text.isdigit():
         return float(text)
@@ -235,10 +226,10 @@ def retry_after_s(response: httpx.Response) -> float | None:
 
 
 def read_key(scorer: JudgeScorer) -> str:
-    """Return the key of the judge's endpoint; "" where none is set.
+    """Return the key of the judge's endpoint, or "".
 
     Raises:
-        SettingsError: the variable or the file that should hold it does not, or others can read the file.
+        SettingsError: the variable or file is missing, or the file is readable by others.
     """
     source, _, place = scorer.key_source.partition(":")
     if not source:

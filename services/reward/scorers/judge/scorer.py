@@ -1,14 +1,11 @@
-"""The generative judge: a language model behind an HTTP endpoint reads each completion and gives a verdict.
+"""The LLM judge: a language model behind an HTTP endpoint grades each completion.
 
 ::
 
-    completion ──▶ template ──▶ judged lately? ──▶ the same value
+    completion ──▶ template ──▶ cached? ──▶ the same value
                                     └── no ──▶ the endpoint (chat) ──▶ verdict ──▶ value
-                                                   │                    └── none: asked again, then on_unparsable
+                                                   │                    └── none: retried, then on_unparsable
                                                    └── no answer: unavailable, never 0
-
-Equal questions of a group are asked once. What was judged is remembered, so that a group that is tried again because one
-of its samples has no verdict yet asks only for that.
 """
 
 import asyncio
@@ -24,11 +21,7 @@ _REMEMBERED = 16_384
 
 
 class Judge:
-    """Score what a language model thinks of a completion.
-
-    Raises:
-        SettingsError: the key or the pattern is not what it should be.
-    """
+    """Score completions with a language model. Raises SettingsError."""
 
     def __init__(self, scorer: JudgeScorer) -> None:
         self.name = scorer.name
@@ -38,17 +31,17 @@ class Judge:
         self._remembered = Recent(_REMEMBERED)
 
     async def start(self) -> None:
-        """Nothing to load: an endpoint that is not there yet is waited for by the groups."""
+        """Do nothing: groups wait for an endpoint that is not up yet."""
 
     async def close(self) -> None:
         """Close the connections."""
         await self._client.close()
 
     async def score(self, group: RolloutGroup) -> list[Score]:
-        """Let the judge read each sample.
+        """Grade each sample.
 
         Raises:
-            PermanentError: the template asks for what the prompt does not have.
+            PermanentError: the template needs a missing column.
         """
         questions = [fill(self._scorer.template, group.prompt, sample.text) for sample in group.samples]
         async with asyncio.TaskGroup() as asking:

@@ -1,7 +1,6 @@
-"""What a judge is asked and what it answered: the template filled in, the verdict read out. Pure functions.
+"""Fill the judge's template and parse its verdict.
 
-The template is filled in once, in one pass: braces in what a model wrote are text, and so are those that name nothing
-(``{"score": 7}``). A verdict is a number within the scale or one of the labels; anything else is none.
+The template is filled in one pass, so braces in completions, and unknown ones (``{"score": 7}``), stay text.
 """
 
 import json
@@ -17,17 +16,13 @@ from shared.settings.rewards.scorers import JudgeScorer
 _PLACE = re.compile(r"\{(prompt|completion|answer|extra\.(?P<column>[^{}\s]+))\}")
 _PATTERN_TIMEOUT_S = 0.5
 _LONGEST_ANSWER = 20_000
-"""Of a longer answer only the end is read, in characters."""
+"""In characters; only the end of a longer answer is read."""
 _MOST_OBJECTS = 200
-"""Of an answer with more opening braces only the last ones are tried as the beginning of the verdict's object."""
+"""Maximum opening braces, from the end, tried as the verdict's start."""
 
 
 def fill(template: str, prompt: Prompt, completion: str) -> str:
-    """Return the template with the prompt, the completion, the answer and columns of the dataset in their places.
-
-    Raises:
-        PermanentError: the prompt has no such column, or no answer.
-    """
+    """Fill in prompt, completion, answer and columns. Raises PermanentError if one is missing."""
 
     def value(place: re.Match[str]) -> str:
         match place[1]:
@@ -58,11 +53,7 @@ def _known(value: object, what: str, prompt: Prompt) -> str:
 
 
 class VerdictReader:
-    """Reads a value from a judge's answer.
-
-    Raises:
-        SettingsError: the pattern is no regular expression with a group.
-    """
+    """Read a value from a judge's answer. Raises SettingsError for a pattern without a group."""
 
     def __init__(self, scorer: JudgeScorer) -> None:
         self._scorer = scorer
@@ -84,7 +75,7 @@ class VerdictReader:
         )
 
     def read(self, answer: str) -> float | None:
-        """Return the value that the answer gives: 0 to 1, or a label's; None where it holds no verdict. Runs in a thread."""
+        """Return the value, 0 to 1 or a label's; None without a verdict. Runs in a thread."""
         answer = answer[-_LONGEST_ANSWER:]
         verdict = self._field(answer) if self._scorer.json_field else self._match(answer)
         scale = self._scorer.scale
@@ -104,7 +95,6 @@ class VerdictReader:
         return found
 
     def _field(self, answer: str) -> object:
-        """Return the field of the last JSON object that has it, whatever stands around it."""
         decoder = json.JSONDecoder()
         for start in [match.start() for match in re.finditer(r"\{", answer)][: -_MOST_OBJECTS - 1 : -1]:
             try:

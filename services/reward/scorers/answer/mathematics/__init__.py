@@ -1,1 +1,1 @@
-"""Whether two formulas are equal: exactly and in process where they are simple, else by math-verify in a killable process."""
+"""Equality of formulas: exact and in process if simple, otherwise math-verify in a killable process."""

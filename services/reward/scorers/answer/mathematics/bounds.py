@@ -1,12 +1,11 @@
-"""What can be said of an expression of sympy without letting sympy compute: that it is too large, or that it differs from another.
+"""Bounds and inequality of sympy expressions without evaluating them.
 
 ::
 
-    differ      values modulo a prime are different: so are the expressions
-    too_large   numbers or sums that computing it would make are beyond what is computed at all
+    differ      values modulo a prime differ
+    too_large   computing it would make numbers or sums beyond the limits
 
-Both read the expression as it was written, once, and evaluate nothing: sympy multiplies sums out and writes powers down before it
-compares them, which takes hours for ``9^{9^9}`` and seconds for ``(x+y+z)^{50}``.
+sympy expands sums and powers before comparing: hours for ``9^{9^9}``, seconds for ``(x+y+z)^{50}``.
 """
 
 import dataclasses
@@ -19,13 +18,13 @@ _MOST_TERMS = 2_000.0
 _LONGEST_EXPONENT_BITS = 1_000
 _MULTIPLIER = 0x9E3779B97F4A7C15
 _TRANSCENDENTAL = {"Exp1": 3, "Pi": 5}
-"""Numbers that no polynomial with rational coefficients has as its root are values of their own, like letters."""
+"""Transcendental numbers are independent values, like letters."""
 
 
 def differ(one: Any, other: Any) -> bool:
-    """Whether two expressions of numbers and letters surely differ.
+    """Whether two expressions of numbers and letters certainly differ.
 
-    Both are evaluated modulo a prime with a fixed value for each letter, small or capital; other functions are not evaluated.
+    Compares values modulo a prime, with one value per letter regardless of case.
     """
     try:
         values = [_residue(expression) for expression in (one, other)]
@@ -56,7 +55,7 @@ def _residue(expression: Any) -> int | None:
 
 
 def _of_letter(name: str) -> int:
-    """Return the same value for a letter and its capital, which math-verify takes for one another."""
+    """Case-insensitive, as in math-verify."""
     return pow(_MULTIPLIER, 7 + int.from_bytes(name.lower().encode(), "big") % _PRIME, _PRIME)
 
 
@@ -72,7 +71,6 @@ def _power(base: Any, exponent: Any) -> int | None:
 
 
 def _whole(exponent: Any) -> int | None:
-    """Return a whole number that is short to write down."""
     kind = type(exponent).__name__
     if getattr(exponent, "is_Integer", False):
         return int(exponent.p) if int(exponent.p).bit_length() <= _LONGEST_EXPONENT_BITS else None
@@ -89,18 +87,15 @@ def _whole(exponent: Any) -> int | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Size:
-    """Upper bounds of what computing an expression makes; letters count as 1."""
+    """Upper bounds on the computed expression; letters count as 1."""
 
     bits: float = 1.0
-    """Of its numbers."""
     terms: float = 1.0
-    """Of the sum that it is when it is multiplied out."""
     value: float = 1.0
-    """As an exponent."""
 
 
 def too_large(expression: Any) -> bool:
-    """Whether computing ``expression`` would make a number of more than a million bits, or a sum of more than 2,000 terms."""
+    """Whether ``expression`` would make a number of over a million bits or a sum of over 2,000 terms."""
     size = _size(expression)
     return size.bits > _LARGEST_BITS or size.terms > _MOST_TERMS
 
@@ -133,7 +128,6 @@ def _sized(bits: float, terms: float = 1.0, value: float | None = None) -> _Size
 
 
 def _multiplied_out(terms: float, power: float) -> float:
-    """Return how many terms the power of a sum of ``terms`` has."""
     if terms <= 1:
         return 1.0
     if power > _MOST_TERMS or terms > _MOST_TERMS:

@@ -1,15 +1,12 @@
-"""The program of one matcher process: asked about pairs of formulas, it says whether they are the same mathematics.
+r"""Compare pairs of formulas with ``math-verify``: the program of a matcher process.
 
 ::
 
-    question   {"reference": "\\\\frac{1}{2}", "answer": "0.5", "tolerance": 1e-06}
+    question   {"reference": "\\frac{1}{2}", "answer": "0.5", "tolerance": 1e-06}
     answer     {"status": "ok", "equal": true, "rounded": false, "detail": ""}
 
-Decimals are fractions here, so that equal means equal; where formulas are not, ``rounded`` says that they are within the tolerance.
-
-It is a process of its own because the computer algebra behind ``math-verify`` can run for ever or take all memory on what a
-model writes: whoever started it kills it when it is late (so math-verify's own deadlines, which are signals, are off). This
-is the only file that knows ``math-verify``; it knows neither messages nor settings.
+Decimals are read as fractions; ``rounded`` means equal within the tolerance only. Computer algebra may hang or
+exhaust memory, so the parent kills a late process, and math-verify's signal-based deadlines are off.
 """
 
 import contextlib
@@ -23,10 +20,9 @@ from services.reward.scorers.answer.mathematics import bounds, latex_parser
 from services.reward.subprocess_pool import child
 
 _DEEPEST = 16
-"""Mathematics nested deeper is not read: the parser's time grows exponentially with the depth, to minutes at 20."""
+"""The parser's time grows exponentially with nesting: minutes at depth 20."""
 _MEMORY_BYTES = 2 * 1024**3
 _DIGITS = 30
-"""To which two rounded formulas are evaluated."""
 _WARM_UP = (
     (r"\frac{1}{2}", "0.5"),
     ("(1,2]", "[1,2]"),
@@ -40,11 +36,11 @@ _WARM_UP = (
     (r"\begin{pmatrix}1&0\\1&2\end{pmatrix}", r"\begin{bmatrix} 1 & 0 \\ 1 & 2 \end{bmatrix}"),
     (r"2\pi", r"\pi\cdot 2"),
 )
-"""Pairs of the usual forms: what the parser learns of the grammar from them it need not learn from the first answers."""
+"""Usual forms, which warm up the parser."""
 
 
 def read(text: str) -> list[Any]:
-    """Return what math-verify understands of ``text``: expressions of sympy, and the text that it read them from."""
+    """Return sympy expressions, followed by the text they were read from."""
     from math_verify import LatexExtractionConfig, parse
 
     if depth(text) > _DEEPEST:
@@ -53,9 +49,9 @@ def read(text: str) -> list[Any]:
 
 
 def depth(text: str) -> int:
-    """Return how deep brackets of any kind are nested in ``text``, closed or not.
+    r"""Return the nesting depth of brackets in ``text``, closed or not.
 
-    >>> depth(r"\\frac{1}{(2+x)}")
+    >>> depth(r"\frac{1}{(2+x)}")
     2
     """
     deepest = level = 0
@@ -66,7 +62,7 @@ def depth(text: str) -> int:
 
 
 def compare(reference: str, answer: str, tolerance: float = 0.0) -> dict[str, object]:
-    """Return the verdict on ``answer``: its status, whether it equals ``reference``, and why not."""
+    """Return the status, whether ``answer`` equals ``reference``, and why not."""
     try:
         candidates = read(answer)
     except (MemoryError, RecursionError) as error:
@@ -89,21 +85,20 @@ def compare(reference: str, answer: str, tolerance: float = 0.0) -> dict[str, ob
 
 
 def _too_large(pair: tuple[Any, Any]) -> bool:
-    """Whether a pair that is more than text, and not the same as written, is too large to be computed."""
     formulas = not any(isinstance(side, str) for side in pair)
     return formulas and pair[0] != pair[1] and any(bounds.too_large(side) for side in pair)
 
 
 @lru_cache(maxsize=256)
 def _read_reference(text: str) -> tuple[Any, ...]:
-    """Return what a reference may mean, kept for the next samples of its group; the text itself where it cannot be read."""
+    """Cached for the group; the text itself if it cannot be read."""
     with contextlib.suppress(Exception):
         return tuple(read(text)) or (text,)
     return (text,)
 
 
 def _exact(expression: Any) -> Any:
-    """Return ``expression`` with the fraction that each decimal is, and with i as a number beside exponentials."""
+    """Return decimals as fractions, and i as a number beside exponentials."""
     from sympy import Float, I, Rational, Symbol, exp
 
     if not hasattr(expression, "atoms"):
@@ -120,7 +115,9 @@ def _same(reference: Any, candidate: Any) -> bool:
     from sympy import Symbol
 
     try:
-        if isinstance(reference, Symbol) or isinstance(candidate, Symbol):  # math-verify takes x for X, and no for on
+        if isinstance(reference, Symbol) or isinstance(
+            candidate, Symbol
+        ):  # math-verify confuses x with X, and no with on
             return bool((reference - candidate).simplify() == 0)
         return bool(verify(reference, candidate, float_rounding=_DIGITS, timeout_seconds=None, raise_on_error=True))
     except (MemoryError, RecursionError):
@@ -130,7 +127,6 @@ def _same(reference: Any, candidate: Any) -> bool:
 
 
 def _near(reference: Any, candidate: Any, tolerance: float) -> bool:
-    """Whether two formulas, one of them with a decimal, are the same within a relative tolerance, member by member."""
     from sympy import Float
 
     if not all(hasattr(side, "atoms") for side in (reference, candidate)):
@@ -179,7 +175,6 @@ def _verdict(status: str, detail: str = "", *, equal: bool = False, rounded: boo
 
 
 def _prepare() -> child.Answerer:
-    """Load math-verify and everything that it loads late."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     latex_parser.predict_quickly()
     for reference, answer in _WARM_UP:

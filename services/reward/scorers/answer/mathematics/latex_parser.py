@@ -1,8 +1,7 @@
-"""Lets the LaTeX parser behind ``math-verify`` predict without full context first, where most of its time goes otherwise.
+"""Let the LaTeX parser behind ``math-verify`` try SLL prediction before LL, where it spends most of its time.
 
-ANTLR's SLL prediction either parses as LL does or fails, so it is tried first, and LL after a failure (Parr, Harwell, Fisher
-2014, "Adaptive LL(*) Parsing", §3.2). On the corpus in the tests both give the same. It reaches into a private class of
-``latex2sympy2_extended``; where a version has none, parsing stays as it was.
+SLL either parses as LL does or fails (Parr, Harwell, Fisher 2014, "Adaptive LL(*) Parsing", §3.2). Patches a private
+class of ``latex2sympy2_extended``, if it exists.
 """
 
 from typing import Any

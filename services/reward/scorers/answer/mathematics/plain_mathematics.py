@@ -1,15 +1,13 @@
-"""Answers in mathematics that need no computer algebra: polynomials in a few letters, π and square roots, and intervals, points,
-sets, lists and matrices of such numbers, read from short LaTeX and compared exactly.
+"""Answers that need no computer algebra: polynomials in a few letters, π and square roots, and intervals, points, sets,
+lists and matrices of such numbers, compared exactly.
 
 ::
 
     text ── short, every token known ──▶ Form ── both forms of one kind, nothing ambiguous ──▶ equal, or not
                  └── no ──▶ None                  └── no ──▶ None
 
-``None`` leaves the verdict to math-verify. Where there is one, it is math-verify's: that is why what that library reads in a way
-of its own (``5t`` is 5 tons to it, ``1/2x`` is 1/(2x)) is not read here at all. Text is read once from left to right, nesting and
-size of numbers are bounded, and nothing is evaluated but the arithmetic of :mod:`polynomials`, so that reading costs a fraction of
-a millisecond whatever a model writes.
+``None`` leaves the verdict to math-verify. Verdicts agree with it, so text that it reads in its own way (``5t`` as 5
+tons, ``1/2x`` as 1/(2x)) is not read here. Length, nesting and numbers are bounded.
 """
 
 import dataclasses
@@ -32,9 +30,9 @@ from services.reward.scorers.answer.mathematics.polynomials import (
 LONGEST = 200
 _DEEPEST = 8
 _MOST_IRRATIONAL = 12
-"""Members of a list with roots or π, which are compared each with each."""
+"""Limit for lists with roots or π, compared pairwise."""
 _LETTERS = "xyznkab"
-"""Letters that are always variables: others may be units, constants or functions."""
+"""Always variables, never units, constants or functions."""
 _TOKEN = re.compile(
     rf"(?P<number>[0-9]{{1,30}})|(?P<letter>[{_LETTERS}])|(?P<sign>[-+*/^(){{}}\[\],=&])"
     r"|(?P<command>\\(?:[dt]?frac|sqrt|pi|infty|cdot|times|left|right)(?![A-Za-z]))"
@@ -49,27 +47,27 @@ Kind: TypeAlias = Literal["value", "equation", "interval", "point", "set", "list
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What a text is.
+    r"""A parsed text.
 
-    >>> form = read(r"\\left[1, \\frac{3}{2}\\right)")
+    >>> form = read(r"\left[1, \frac{3}{2}\right)")
     >>> form.kind, form.detail, [float(part.rational) for part in form.parts]
     ('interval', '[)', [1.0, 1.5])
     """
 
     kind: Kind
     detail: str
-    """The brackets of an interval, the variable of an equation, the columns of a matrix; empty for the others."""
+    """Brackets of an interval, variable of an equation, columns of a matrix; otherwise empty."""
     parts: tuple[Polynomial, ...]
 
 
 def compare(reference: str, answer: str) -> bool | None:
-    """Return whether ``answer`` is the same as ``reference``; None where this cannot be said here."""
+    """Return whether ``answer`` equals ``reference``; None if undecided."""
     expected, found = read(reference), read(answer)
     if expected is None or found is None:
         return None
     try:
         return _same(expected, found)
-    except TooLarge:  # each can be read, and their difference has too many terms
+    except TooLarge:  # the difference has too many terms
         return None
 
 
@@ -87,7 +85,7 @@ def _same(expected: Form, found: Form) -> bool | None:
 
 
 def _same_members(expected: tuple[Polynomial, ...], found: tuple[Polynomial, ...]) -> bool | None:
-    """Compare without order; neither has anything twice."""
+    """Compare as sets; neither has duplicates."""
     if all(part.rational is not None for part in (*expected, *found)):
         return {part.rational for part in expected} == {part.rational for part in found}
     verdicts = [[polynomials.equal(a, b) for b in found] for a in expected]
@@ -102,7 +100,7 @@ def _all(verdicts: Iterable[bool | None]) -> bool | None:
 
 
 def read(text: str) -> Form | None:
-    """Return what ``text`` is; None where it is nothing that is surely read as math-verify reads it."""
+    """Parse ``text``; None if math-verify might read it differently."""
     return _read(text) if len(text) <= LONGEST else None
 
 
@@ -119,7 +117,7 @@ def _read(text: str) -> Form | None:
 
 
 class _Unknown(ValueError):
-    """The text is, or may be, something else."""
+    """Something else, or ambiguous."""
 
 
 def _tokens(text: str) -> list[str]:
@@ -137,7 +135,7 @@ def _tokens(text: str) -> list[str]:
 
 
 class _Reader:
-    """Reads tokens by recursive descent; the last token is empty."""
+    """Recursive-descent parser; the last token is empty."""
 
     def __init__(self, tokens: list[str]) -> None:
         self._tokens = tokens
@@ -154,13 +152,11 @@ class _Reader:
         return token
 
     def expect(self, *tokens: str) -> str:
-        """Take the next token, which is one of ``tokens``."""
         if self._next not in tokens:
             raise _Unknown(self._next)
         return self._take()
 
     def form(self) -> Form:
-        """Read a whole answer."""
         if self._next == r"\{":
             return self._set()
         if self._next.startswith(r"\begin"):
@@ -203,7 +199,6 @@ class _Reader:
         return Form("matrix", str(len(rows[0])), _constants(_finite([part for row in rows for part in row])))
 
     def _bracketed(self) -> Form | None:
-        """Read an interval or a point; None, at the same place, where it is one value in parentheses."""
         place = self._place
         opening = self._take()
         parts = self._parts()
@@ -249,14 +244,14 @@ class _Reader:
                 product = product * self._power()
             elif self._next == "/":
                 self._take()
-                return product / self._atom()  # what follows it may belong to the divisor: whoever reads on refuses it
+                return product / self._atom()  # what follows may belong to the divisor: the caller refuses it
             elif self._next in ("(", r"\sqrt", r"\pi", r"\infty", *_LETTERS):
                 product = product * self._power()
             else:
                 return product
 
     def _mixed(self, whole: Polynomial) -> Polynomial:
-        """Read the fraction of a mixed number: 2⅓ is 2 + ⅓, as it is always read."""
+        """Read the fraction of a mixed number: 2⅓ is 2 + ⅓."""
         share = self._atom()
         if share.rational is None or not 0 < share.rational < 1 or whole.rational is None:
             raise _Unknown("a product with a fraction")
@@ -313,11 +308,7 @@ class _Reader:
 
 
 def _increasing(start: Polynomial, end: Polynomial) -> bool:
-    """Whether an interval from ``start`` to ``end`` is one.
-
-    Raises:
-        _Unknown: they are equal, or so close that rounding hides which is larger.
-    """
+    """Whether ``start`` is less than ``end``; raises ``_Unknown`` if rounding cannot tell."""
     _constants((start, end))
     if math.isinf(approximate(start)) or math.isinf(approximate(end)):
         return approximate(start) < approximate(end)
@@ -344,7 +335,6 @@ def _finite(parts: Sequence[Polynomial]) -> tuple[Polynomial, ...]:
 
 
 def _different(parts: tuple[Polynomial, ...]) -> tuple[Polynomial, ...]:
-    """Return ``parts``, which are finite constants and all different."""
     rational = {part.rational for part in _constants(_finite(parts))}
     if None not in rational and len(rational) == len(parts):
         return parts

@@ -1,8 +1,4 @@
-"""Numbers that need no computer algebra: read exactly from short text, and compared as exact fractions.
-
-Only text of at most 100 characters that a strict pattern matches is read, exponents have at most three digits, and
-nothing is evaluated, so that reading costs microseconds whatever a model writes.
-"""
+"""Read numbers exactly from text of at most 100 characters, with exponents of at most three digits, and compare them."""
 
 import dataclasses
 import re
@@ -66,7 +62,7 @@ _WORDS = {word: value for value, word in enumerate(_SMALL)} | {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlainNumber:
-    """A number as it was written.
+    """A number as written.
 
     >>> read("12.5%")
     PlainNumber(value=Fraction(25, 2), percent=True, rounded=True, digits='')
@@ -76,9 +72,9 @@ class PlainNumber:
     """Before the percent sign divides it."""
     percent: bool = False
     rounded: bool = False
-    """Written with a decimal point or an exponent, so that it may stand for its neighbours."""
+    """Written with a decimal point or exponent, so it may be inexact."""
     digits: str = ""
-    """In a base that was written: 101 of 101₂."""
+    """Digits in an explicit base: 101 of 101₂."""
 
     @property
     def share(self) -> Fraction:
@@ -87,7 +83,7 @@ class PlainNumber:
 
 
 def read(text: str) -> PlainNumber | None:
-    """Return the number that ``text`` is; None where it is no plain number."""
+    """Return the number, or None if ``text`` is not a plain number."""
     return _read(text) if len(text) <= LONGEST else None
 
 
@@ -103,7 +99,6 @@ def _read(text: str) -> PlainNumber | None:
 
 
 def _bare(text: str) -> str:
-    """Take away what stands around a number: spaces, dollar signs of mathematics, a full stop, escapes."""
     text = text.strip()
     if len(text) > 2 and text[0] == "$" == text[-1]:
         text = text[1:-1].strip()
@@ -131,7 +126,6 @@ def _decimal(text: str, exponent: str | None = None) -> Fraction:
 
 
 def _read_rare(text: str) -> PlainNumber | None:
-    """Read the forms that few answers have."""
     if text[0].isalpha():
         value = _in_words(text)
         return PlainNumber(Fraction(value)) if value is not None else _in_base(text)
@@ -193,7 +187,6 @@ def _in_base(text: str) -> PlainNumber | None:
 
 
 def _in_words(text: str) -> int | None:
-    """Return the number from zero to ninety-nine that ``text`` spells."""
     words = re.split(r"[ -]", text.lower())
     values = [_WORDS.get(word) for word in words]
     if len(values) == 1:
@@ -204,9 +197,9 @@ def _in_words(text: str) -> int | None:
 
 
 def close(a: PlainNumber, b: PlainNumber, tolerance: Fraction, *, whole: bool = False) -> bool:
-    """Whether two numbers differ by at most ``tolerance`` times the larger one, and at least one was written rounded.
+    """Whether two numbers differ by at most ``tolerance`` times the larger, and at least one is rounded.
 
-    Whole numbers are exact, however they are written, unless ``whole`` says otherwise.
+    Whole numbers are exact, unless ``whole``.
     """
     if a.share == b.share:
         return True

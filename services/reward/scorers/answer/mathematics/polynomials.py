@@ -1,9 +1,7 @@
-"""Polynomials with rational coefficients in letters, π and square roots of whole numbers: small ones, exactly.
+"""Exact arithmetic of small polynomials with rational coefficients in letters, π and square roots.
 
-A sum is a map from monomial to coefficient. A monomial is its letters, sorted and repeated, and one square-free radicand, so
-that two polynomials are equal where their maps are: π and letters are independent, and so are square roots of different
-square-free numbers over the rationals. Whatever would grow beyond the limits below raises :class:`TooLarge` before it is
-computed. It reads no text.
+A polynomial maps monomials (sorted letters and one square-free radicand) to coefficients. Monomials are linearly
+independent over the rationals, so equal maps mean equal polynomials. :class:`TooLarge` is raised before computation.
 """
 
 import dataclasses
@@ -14,22 +12,22 @@ from typing import TypeAlias
 
 PI = "π"
 INFINITY = "∞"
-"""Stands alone, with a sign, or not at all; whoever reads it sees to that."""
+"""Alone or with a sign; the reader ensures this."""
 MOST_TERMS = 64
 HIGHEST_DEGREE = 16
 LARGEST_RADICAND = 1_000_000
 _LARGEST_PRODUCT = LARGEST_RADICAND**2
 _LARGEST_INTEGER = 2**256
 _SHOWN_DIFFERENT = 1e-9
-"""Numbers that differ by less, as a share of their terms, are not said to be different."""
+"""Smaller differences, relative to the terms, are undecided."""
 
 Monomial: TypeAlias = tuple[str, int]
 Coefficient: TypeAlias = int | Fraction
-"""Whole numbers stay such where they can: they are faster."""
+"""Integers are kept as int for speed."""
 
 
 class TooLarge(ValueError):
-    """The result would be larger than what is computed here."""
+    """The result would exceed the limits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,19 +53,19 @@ class Polynomial:
 
     @property
     def rational(self) -> Coefficient | None:
-        """The number that it is; None with letters or roots."""
+        """The value; None with letters or roots."""
         if not self.terms:
             return 0
         return self.terms.get(("", 1)) if len(self.terms) == 1 else None
 
     @property
     def letters(self) -> str:
-        """The letters and π, as often as they occur."""
+        """Letters and π, with repetition."""
         return "".join(letters for letters, _ in self.terms)
 
     @property
     def constant(self) -> bool:
-        """Whether there is no letter but π and ∞."""
+        """Whether there is no letter except π and ∞."""
         return not self.letters.strip(PI + INFINITY)
 
     def __add__(self, other: "Polynomial") -> "Polynomial":
@@ -102,11 +100,7 @@ class Polynomial:
         return product
 
     def __truediv__(self, other: "Polynomial") -> "Polynomial":
-        """Divide by one term without letters.
-
-        Raises:
-            TooLarge: ``other`` is zero, or more than one such term.
-        """
+        """Divide by one term without letters. Raises TooLarge for other divisors and zero."""
         if len(other.terms) != 1 or other.letters:
             raise TooLarge("a quotient that is no polynomial")
         (((_, radicand), coefficient),) = other.terms.items()
@@ -114,11 +108,7 @@ class Polynomial:
 
 
 def square_root(of: Polynomial) -> Polynomial:
-    """Return the square root of a rational number that is not negative.
-
-    Raises:
-        TooLarge: it is something else, or too large to take its squares out.
-    """
+    """Return the square root of a non-negative rational number. Raises TooLarge otherwise, or if too large to factor."""
     number = of.rational
     if number is None or number < 0 or number.numerator * number.denominator > LARGEST_RADICAND:
         raise TooLarge("a root of more than a small number")
@@ -140,12 +130,12 @@ def _squares_out(number: int) -> tuple[int, int]:
 
 
 def approximate(constant: Polynomial) -> float:
-    """Return about what a polynomial without letters is; ±inf for ±∞."""
+    """Return the approximate value of a constant; ±inf for ±∞."""
     return sum(_approximate(*term) for term in constant.terms.items())
 
 
 def equal(a: Polynomial, b: Polynomial) -> bool | None:
-    """Whether two polynomials are equal; None where they differ by so little that a comparison of rounded numbers may not see it."""
+    """Whether two polynomials are equal; None if they are too close to tell."""
     difference = (a - b).terms
     if not difference:
         return True
