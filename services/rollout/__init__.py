@@ -1,1 +1,1 @@
-"""Rollout: a group of completions for every prompt, under the newest weights."""
+"""Rollout: generate a group of completions for every prompt with the newest weights."""

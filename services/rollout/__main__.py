@@ -1,6 +1,6 @@
 """Start one rollout replica: ``python -m services.rollout --config run.toml --replica rollout-0``.
 
-Where its engine spans hosts (``rollout.nodes``), that is said on each with the same name; the first is the replica.
+If the engine spans hosts (``rollout.nodes``), run this on each with the same name; the first is the replica.
 """
 
 import asyncio
@@ -22,21 +22,20 @@ from shared.settings import Settings, check_plain_engine, check_reproducible
 Explain = Callable[[int, str], Awaitable[None]]
 
 _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""The ranks for which vLLM has kernels."""
+"""Ranks for which vLLM has kernels."""
 
 
 async def open_engine(
     settings: Settings, replica: str, host: str, secret: RunSecret, explain: Explain
 ) -> tuple[Engine, Codec]:
-    """Return the engine of ``rollout.engine`` and the codec of its vocabulary; heartbeats go on while a model loads.
+    """Return the engine of ``rollout.engine`` and its codec; heartbeats continue while a model loads.
 
     Args:
-        host: the address at which other replicas reach this one.
-        secret: that of the run, which they must know.
-        explain: is called with the number of vLLM's engines and the reason for it.
+        host: this replica's address for other replicas.
+        explain: called with the number of vLLM engines and the reason for it.
 
     Raises:
-        SettingsError: there is no such model or device, or the engine cannot do what is set.
+        SettingsError: the model or device does not exist, or the engine does not support the settings.
     """
     name = await asyncio.to_thread(choose_engine, settings)
     if name == "vllm":
@@ -49,10 +48,10 @@ async def open_engine(
 
 
 def choose_engine(settings: Settings) -> str:
-    """Return what ``rollout.engine`` means on this host.
+    """Return the engine that ``rollout.engine`` selects on this host.
 
     Raises:
-        SettingsError: it cannot do what is set.
+        SettingsError: it does not support the settings.
     """
     name: str = settings.rollout.engine
     if name == "auto":
@@ -67,7 +66,7 @@ def choose_engine(settings: Settings) -> str:
 
 
 def pick_engine(device: str) -> str:
-    """Return ``vllm`` where it is installed and ``device`` means a GPU that is there, else ``transformers``."""
+    """Return ``vllm`` if it is installed and ``device`` is an available GPU, else ``transformers``."""
     if device == "cpu" or importlib.util.find_spec("vllm") is None:
         return "transformers"
     import torch
@@ -103,10 +102,10 @@ async def _open_vllm(
 
 
 def vllm_settings(settings: Settings, replica: str, hosts: Hosts | None) -> dict[str, Any]:
-    """Return what every host of ``replica`` starts vLLM with.
+    """Return the vLLM settings shared by all hosts of ``replica``.
 
     Raises:
-        SettingsError: vLLM is missing or of a version that is not known to work, or its arguments hold what they must not.
+        SettingsError: vLLM is missing or of an unknown version, or its arguments contain a forbidden one.
     """
     from services.rollout.engines.transformers.smoke_test import seed_of
     from services.rollout.engines.vllm.arguments import gather
@@ -127,7 +126,7 @@ def vllm_settings(settings: Settings, replica: str, hosts: Hosts | None) -> dict
 
 
 def vllm_arguments(settings: Settings) -> dict[str, Any]:
-    """Return ``rollout.vllm.arguments`` with what serving the run's adapters needs."""
+    """Return ``rollout.vllm.arguments`` plus those for serving the run's adapters."""
     given = settings.rollout.vllm.arguments
     if not settings.publishes_adapters:
         return given
@@ -178,7 +177,7 @@ async def run(settings: Settings, replica: str) -> None:
 
         now = await context.live.refresh()
         engine, codec = await open_engine(now, replica, context.host, context.secret, explain)
-        engine.update_by(context.live.settings.weights.update)  # it may have changed while the model was loaded
+        engine.update_by(context.live.settings.weights.update)  # it may have changed while the model loaded
         context.live.listen(lambda now: engine.update_by(now.weights.update))
         rollout = Rollout(
             context.bus,

@@ -1,4 +1,4 @@
-"""Follow the head: pull every version that the coordinator makes the head, and let the engine swap to it.
+"""Follow the head: pull each version that the coordinator makes the head, and swap the engine to it.
 
 ::
 
@@ -9,11 +9,10 @@
                                └── all failed: the old version goes on serving; again after a growing wait,
                                    or at once for a newer update, which also ends a round between two sources
 
-Versions never go down, and one that a newer update overtook is not pulled. A version that this replica keeps for an evaluation (``version_hold``)
-stays until that is over; one that comes late to it, as it started just now, asks every source for that version once, and goes to the head
-where none has it any more. A prompt waits for its ``min_version`` here, for as long as it takes; only while pulls have been failing for a
-while, or an older version is kept, it is given back for another replica to try, and none is taken.
-An engine whose weights are torn generates nothing: when no source can make it whole, the process stops.
+Versions never decrease; an overtaken version is not pulled. A version kept for an evaluation (``version_hold``) stays
+until that ends; a replica that starts late asks every source for it once, else goes to the head. Prompts wait here for
+their ``min_version`` without timeout. If pulls keep failing or an older version is kept, they are returned for another
+replica. An engine with torn weights generates nothing; if no source can repair it, the process stops.
 """
 
 import asyncio
@@ -63,7 +62,7 @@ WEIGHT_PULL_FAILURES = Counter(
     "Attempts to pull that failed, by transport (none: nothing was offered) and by what failed: ask, receive, swap.",
     ["transport", "reason"],
 )
-WEIGHT_PULL_FAILURES.labels("none", "ask")  # a line that is there at 0 shows the first increase
+WEIGHT_PULL_FAILURES.labels("none", "ask")  # starts the series at 0, so that its first increase is visible
 WEIGHT_PULLS_OVERTAKEN = Counter(
     "penstock_rollout_weight_pulls_overtaken_total", "Versions that were given up for a newer one."
 )
@@ -77,10 +76,10 @@ class Follower:
 
     Args:
         puller: asks sources, as this replica.
-        deadline_s: no wait of a pull takes longer.
+        deadline_s: timeout of each wait of a pull.
         probe_gap_nats: see :class:`ProbeCheck`.
-        give_up_s: a waiter is sent away once pulls have been failing for so long.
-        hold: knows which version to keep.
+        give_up_s: waiters are sent away after pulls have failed for this long.
+        hold: the version to keep.
     """
 
     def __init__(
@@ -116,28 +115,28 @@ class Follower:
 
     @property
     def failing(self) -> bool:
-        """Whether the newest attempt to pull failed."""
+        """Whether the last pull failed."""
         return self._failing_since_s is not None
 
     @property
     def gave_up(self) -> bool:
-        """Whether pulls have been failing for so long that whoever waits is sent away."""
+        """Whether pulls have failed for ``give_up_s``, so that waiters are sent away."""
         since_s = self._failing_since_s
         return since_s is not None and time.monotonic() - since_s >= self._give_up_s
 
     @property
     def kept_back(self) -> bool:
-        """Whether there is a newer version than the one that is kept for an evaluation."""
+        """Whether a newer version exists than the one kept for an evaluation."""
         newest = None if self._wanted is None else self._wanted.record.version
         held = self._hold.version
         return newest is not None and held is not None and held == self._engine.version and newest > held
 
     async def wait_for(self, version: PolicyVersion) -> None:
-        """Wait until the engine holds ``version`` or a newer one.
+        """Wait until the engine has ``version`` or a newer one.
 
         Raises:
-            NotHere: pulls have been failing for ``give_up_s``: another replica may do better.
-            asyncio.CancelledError: the replica stops; the worker gives the prompt back.
+            NotHere: pulls have failed for ``give_up_s``; another replica may succeed.
+            asyncio.CancelledError: the replica stops; the worker returns the prompt.
         """
         async with self._changed:
             await self._changed.wait_for(
@@ -154,10 +153,10 @@ class Follower:
             )
 
     async def check_kept(self, version: PolicyVersion) -> None:
-        """See to it that every token from now on is of ``version``.
+        """Ensure that every token from now on is of ``version``.
 
         Raises:
-            NotHere: this replica does not keep it: another may.
+            NotHere: this replica does not keep it; another may.
         """
         if self._hold.version != version:
             await self._hold.refresh()
@@ -168,7 +167,7 @@ class Follower:
             )
 
     async def release(self) -> None:
-        """Send everybody away who waits, now and later: a replica that stops need not wait for a version."""
+        """Send away all current and future waiters, because the replica stops."""
         self._released = True
         await self._notify()
 
@@ -176,7 +175,7 @@ class Follower:
         """Follow the head until cancelled.
 
         Raises:
-            EngineDied: the engine cannot go on.
+            EngineDied: the engine cannot continue.
         """
         self._status.source = self._engine.peer_address
         for entry, update in await self._bus.newest(streams.POLICY, PolicyUpdate):
@@ -197,7 +196,7 @@ class Follower:
                     self._told.set()
 
     async def _exists(self, record: PolicyRecord) -> bool:
-        """Whether the ledger may know this version: it is no newer than the newest, and its weights are those of its record."""
+        """Return whether the ledger may know this version: not newer than the newest, with its record's weights."""
         ledger = Ledger(self._bus)
         known, standing = await ledger.policy(record.version), await ledger.standing(0)
         newest = standing.newest_version
@@ -229,19 +228,19 @@ class Follower:
                 retried, failures = update, failures + 1
 
     async def _next(self) -> PolicyUpdate:
-        """Wait for an update that the engine is behind, and may go to."""
+        """Wait for an update that the engine needs and may apply."""
         while True:
             self._told.clear()
             wanted = self._wanted
             if wanted is not None and not self._holds(wanted.record.version):
-                await self._hold.refresh()  # after the update: what it overtakes is held by now, or never
+                await self._hold.refresh()  # must follow the update: holds that it affects are set by now
                 if (found := await self._allowed(wanted)) is not None:
                     return found
                 await self._notify()
             await self._told.wait()
 
     async def _allowed(self, wanted: PolicyUpdate) -> PolicyUpdate | None:
-        """Return the update to go to: ``wanted``, the version to keep if the engine is not there yet, or None if it is."""
+        """Return the update to apply: ``wanted``, the kept version if the engine is behind it, or None."""
         held = self._hold.version
         if held is None or held >= wanted.record.version or held == self._unreachable:
             return wanted
@@ -251,7 +250,7 @@ class Follower:
         return wanted if record is None else PolicyUpdate(record, wanted.promoted_at_s)
 
     async def _overtaken(self, update: PolicyUpdate, wait_s: float | None) -> bool:
-        """Wait so long (None: for ever) for a newer update; return whether there is one."""
+        """Wait up to ``wait_s`` (None: forever) for a newer update; return whether one came."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 while self._wanted is update:
@@ -262,7 +261,7 @@ class Follower:
     # ---------------------------------------------------------------- one version
 
     async def _pull(self, update: PolicyUpdate, *, again: bool) -> list[str]:
-        """Try each source in turn; return no errors once the version is live, else what each of them said."""
+        """Try each source in turn; return no errors once the version is live, else all of theirs."""
         errors: list[str] = []
         for attempt in await self._attempts(update, again=again):
             if errors and self._wanted is not update and update.record.version != self._hold.version:
@@ -280,7 +279,7 @@ class Follower:
         return errors or ["expected a record with a source or a location, found neither"]
 
     async def _attempts(self, update: PolicyUpdate, *, again: bool) -> list[PullAttempt]:
-        """In the order of the coordinator's tree; where that failed before, of those who say that they hold the version."""
+        """Return sources in the order of the coordinator's tree; after a failure, peers that report the version."""
         told = None if again else update.sources.get(self._replica)
         if told is None and update.record.source:
             told = tuple(holders(await heartbeats(self._bus), update, self._replica, self._lot))
@@ -313,7 +312,7 @@ class Follower:
         return await self._puller.ask(attempt.address, record)
 
     async def _requested_file(self, address: str, update: PolicyUpdate) -> Offer:
-        """Wait for a file that takes long to write, but not once there is a newer version."""
+        """Wait for a file that is slow to write, unless a newer version appears."""
         writing = asyncio.ensure_future(self._puller.ask_for_file(address, update.record))
         overtaken = asyncio.ensure_future(self._overtaken(update, None))
         try:
@@ -326,7 +325,7 @@ class Follower:
             overtaken.cancel()
             await asyncio.wait([writing, overtaken])
 
-    # ---------------------------------------------------------------- what becomes of it
+    # ---------------------------------------------------------------- outcome
 
     async def _note_success(self, record: PolicyRecord) -> None:
         POLICY_VERSION.set(record.version)

@@ -1,7 +1,7 @@
-"""Whether a prompt can be one of this run's: what its message alone does not tell, asked of the bus only where it may not.
+"""Check whether a prompt can belong to this run; reads the bus only if the message is not enough.
 
-A prompt of a group that was never admitted, of a version that does not exist, or of more samples than the settings allow would hold
-its slot for ever, or the engine; it is buried at once.
+A prompt of an unadmitted group, an unknown version, or too many samples would occupy its slot or the engine forever; it
+is dead-lettered at once.
 """
 
 from collections.abc import Awaitable, Callable
@@ -13,15 +13,15 @@ from shared.errors import PermanentError
 from shared.settings import Settings
 
 _TIMES = 64
-"""A group may have this many times the samples that the run's file says: ``sampling.group_size`` may be raised while it runs."""
+"""Allowed multiple of the configured group size: ``sampling.group_size`` may be raised during the run."""
 
 
 class Plausibility:
     """Checks prompts of one replica.
 
     Args:
-        settings: of the run's file.
-        refresh: returns the settings as they are now.
+        settings: from the run's file.
+        refresh: returns the current settings.
     """
 
     def __init__(self, bus: Bus, settings: Settings, refresh: Callable[[], Awaitable[Settings]]) -> None:
@@ -34,10 +34,10 @@ class Plausibility:
         self._newest = PolicyVersion(-1)
 
     async def check(self, prompt: Prompt, purpose: Purpose) -> None:
-        """Check a prompt that came on the stream of ``purpose``.
+        """Check a prompt from the stream of ``purpose``.
 
         Raises:
-            PermanentError: it is none of this run's.
+            PermanentError: it does not belong to this run.
         """
         if prompt.purpose is not purpose:
             raise PermanentError(f"expected a prompt to {purpose} on this stream, found one to {prompt.purpose}")
@@ -56,7 +56,7 @@ class Plausibility:
             )
 
     async def _check_run(self, prompt: Prompt, *, training: bool) -> None:
-        """Read how far the run is, and compare. A bus that came back empty knows nothing yet."""
+        """Compare with the run's progress; an empty bus (after a restart) knows nothing yet."""
         extent = await self._ledger.extent()
         if training and extent.cursor is not None:
             self._cursor = extent.cursor

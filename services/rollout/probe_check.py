@@ -1,7 +1,8 @@
-"""Check what a replica serves: its logprobs of the trainer's probe against the trainer's own.
+"""Check what a replica serves: compare its logprobs of the trainer's probe with the trainer's own.
 
-A gap that is too large is an event, a notice and a metric, and the guard ``probe`` pauses the run. A gap of some thousandths of a nat comes from number types and kernels. One above ``weights.probe_gap_nats`` means that
-rollout and trainer are not the same policy, and every importance ratio is off by as much.
+A large gap emits an event, a notice and a metric, and the guard ``probe`` pauses the run. Some thousandths of a nat
+come from number types and kernels; above ``weights.probe_gap_nats`` the policies differ, and every importance ratio is
+off by as much.
 """
 
 import logging
@@ -20,7 +21,7 @@ from shared.process.telemetry import WEIGHTS_PROBE, Status, tell
 log = logging.getLogger(__name__)
 
 _LAST = 24
-"""Tokens at the end of a long sequence, all beyond the window that it passes by 32."""
+"""Tokens at the end of a long sequence, all beyond the window, which it exceeds by 32."""
 
 PROBE_GAP = Gauge(
     "penstock_rollout_probe_gap_nats", "Mean absolute difference of trainer's and replica's logprobs of the last probe."
@@ -35,7 +36,7 @@ class ProbeCheck:
     """Compares an engine with the probes of records.
 
     Args:
-        limit_nats: a mean gap above this is an alarm.
+        limit_nats: a larger mean gap raises an alarm.
     """
 
     def __init__(self, bus: Bus, engine: Engine, status: Status, replica: str, limit_nats: float) -> None:
@@ -46,10 +47,10 @@ class ProbeCheck:
         self._limit_nats = limit_nats
 
     async def check(self, record: PolicyRecord) -> None:
-        """Score ``record``'s probe, where it has one, under the live weights, which must be the record's.
+        """Score ``record``'s probe, if any, under the live weights, which must be the record's.
 
         Raises:
-            EngineDied: the engine cannot go on.
+            EngineDied: the engine cannot continue.
         """
         if record.probe is None:
             return
@@ -82,10 +83,10 @@ class ProbeCheck:
 
 
 def gap_of(gaps: Sequence[Float32Array]) -> tuple[float, float]:
-    """Return the mean gap and the largest (nats); ``gaps`` are of each token, by sequence.
+    """Return the mean and largest gap (nats) of ``gaps``, per token by sequence.
 
-    A sequence longer than the others goes beyond a window, where only its last tokens are: the mean is the larger one of theirs and of the short
-    sequences'.
+    For the longest sequence only the last tokens are beyond a window; the mean is the larger of theirs and that of the
+    short sequences.
     """
     known = [np.nan_to_num(gap, nan=np.inf) for gap in gaps]
     short = min(len(gap) for gap in known)

@@ -1,11 +1,11 @@
-"""From whom a replica pulls a version: the order in which to try. Pure functions over what the bus says.
+"""The order in which a replica tries sources of a version. Pure functions over the bus's records.
 
 ::
 
     parent in the coordinator's tree ─▶ trainer ─▶ a file that the trainer writes on request ─▶ the record's own file
     not in the tree (joined later), or the tree's parent failed before: peers that hold the version ─▶ trainer ─▶ …
 
-By file only, where no process serves the version.
+If no process serves the version, only the file is tried.
 """
 
 import dataclasses
@@ -18,12 +18,12 @@ from shared.bus.stores.heartbeats import Heartbeat
 
 Kind = Literal["peer", "trainer", "requested_file", "file"]
 PEERS = 3
-"""So many peers, drawn by lot, are tried before the trainer is."""
+"""Random peers to try before the trainer."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PullAttempt:
-    """One place to try. ``address`` is ``host:port``; empty for ``file``, which the record tells."""
+    """A source to try. ``address`` is ``host:port``; empty for ``file``, whose path is in the record."""
 
     kind: Kind
     address: str = ""
@@ -35,10 +35,10 @@ class PullAttempt:
 
 
 def attempts(record: PolicyRecord, told: Sequence[str], own_address: str) -> list[PullAttempt]:
-    """Return the places to try for ``record``, in order.
+    """Return the sources to try for ``record``, in order.
 
     Args:
-        told: addresses of peers to try before the trainer, which may itself be among them.
+        told: addresses of peers to try before the trainer; may include the trainer.
     """
     found: list[PullAttempt] = []
     if record.source:
@@ -51,7 +51,7 @@ def attempts(record: PolicyRecord, told: Sequence[str], own_address: str) -> lis
 
 
 def holders(beats: Iterable[Heartbeat], update: PolicyUpdate, replica: str, lot: random.Random) -> list[str]:
-    """Return the addresses of up to ``PEERS`` other replicas that say they hold ``update``'s version, in random order."""
+    """Return up to ``PEERS`` addresses of other replicas that report ``update``'s version, in random order."""
     found = [
         beat.source
         for beat in beats

@@ -1,7 +1,6 @@
-"""Which version this replica keeps for an evaluation: what the bus says (``shared.bus.stores.evaluations``), and for how long at most.
+"""The version that this replica keeps for an evaluation (``shared.bus.stores.evaluations``), and the maximum time.
 
-It is looked at before every swap, and a few times a second besides, to know when to answer evaluation prompts and when to let go.
-It moves no weights.
+Read before every swap and a few times a second, to decide when to answer evaluation prompts and when to release.
 """
 
 import asyncio
@@ -29,17 +28,17 @@ class Hold:
         self._seen: Holding | None = None
         self._until_s = 0.0
         self._untold = False
-        """Whether somebody who looked in between saw a change that ``run`` has not told: it may be over by its next look."""
+        """Whether another reader saw a change that ``run`` has not reported; it may be over at its next look."""
 
     @property
     def version(self) -> PolicyVersion | None:
-        """The version to keep; None: go with the head."""
+        """The version to keep; None: follow the head."""
         if self._seen is None or not self._seen.names(self._replica) or time.monotonic() >= self._until_s:
             return None
         return self._seen.version
 
     async def refresh(self) -> None:
-        """Learn what is held now."""
+        """Read the current hold."""
         found = await holding(self._bus)
         known = self._seen
         if found is not None and (known is None or known.version != found.version):
@@ -48,7 +47,7 @@ class Hold:
         self._seen = found
 
     async def run(self, changed: Callable[[], Awaitable[None]]) -> None:
-        """Look for ever; call ``changed`` after each change."""
+        """Poll forever; call ``changed`` after each change."""
         told: PolicyVersion | None = None
         while True:
             await self.refresh()
