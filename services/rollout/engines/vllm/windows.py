@@ -1,7 +1,7 @@
-"""Refuse a model whose layers attend within other windows in vLLM than in the trainer.
+"""Refuse a model whose attention windows differ between vLLM and the trainer.
 
-The trainer follows transformers: a token attends to ``sliding_window`` tokens, itself among them. vLLM 0.32 gives Cohere 2's layers one more.
-Logprobs then differ for every token beyond the window, by 0.03 nats in a tiny model with a window of 24.
+In transformers a token attends to ``sliding_window`` tokens including itself; vLLM 0.32 gives Cohere 2's layers one
+more. Logprobs beyond the window then differ, by 0.03 nats in a tiny model with a window of 24.
 """
 
 from typing import Any
@@ -16,12 +16,12 @@ def check_windows(model: nn.Module, source: str, context_tokens: int, *, trust_r
     """Compare the windows of vLLM's ``model`` with the configuration in ``source``, as the trainer reads it.
 
     Args:
-        model: of vLLM, loaded.
+        model: vLLM's, loaded.
         source: folder or name of the checkpoint.
-        context_tokens: the longest sequence that is served; windows of that length are none.
+        context_tokens: longest sequence served; windows of at least that length are ignored.
 
     Raises:
-        SettingsError: a layer's differs from it.
+        SettingsError: a layer's window differs.
     """
     held = {name: window for name, module in model.named_modules() if (window := _window(module))}
     if not held:
@@ -40,6 +40,6 @@ def check_windows(model: nn.Module, source: str, context_tokens: int, *, trust_r
 
 
 def _window(module: nn.Module) -> int:
-    """Return how many tokens a layer of vLLM's attends to; 0: all, or it is no such layer."""
+    """Return a vLLM layer's window in tokens; 0: unlimited, or not an attention layer."""
     held: Any = getattr(module, "sliding_window", None) if hasattr(module, "impl") else None
     return held if isinstance(held, int) else 0

@@ -1,11 +1,11 @@
-"""The hosts of an engine that spans several: which of them this one is, where they meet, and the secret that they share.
+"""The hosts of a multi-host engine: this host's number, the rendezvous, and the shared secret.
 
 ::
 
-    host 0 (the replica)    vLLM's engine ─▶ ranks 0 … n-1           ◀─┐ reports: rows, stagings, death (``worker_channel``)
+    host 0 (the replica)    vLLM's engine ─▶ ranks 0 … n-1           ◀─┐ rows, stagings, death (``worker_channel``)
     host 1 (``node``)                    ranks n … 2n-1          ──┘ steps of the model: vLLM's own queues and groups
 
-Every host starts vLLM with the same arguments but for its number. No vLLM and no torch here.
+All hosts start vLLM with the same arguments except their number. Imports neither vLLM nor torch.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ class Hosts:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What vLLM's AsyncEngineArgs must know of them."""
+        """Their AsyncEngineArgs."""
         address, _, port = self.rendezvous.rpartition(":")
         return {
             "distributed_executor_backend": "mp",
@@ -40,7 +40,7 @@ class Hosts:
 
 
 def hosts_of(rollout: RolloutSettings, own: str) -> Hosts | None:
-    """Return the hosts that settings name; None where an engine lies within one.
+    """Return the configured hosts; None if the engine is on one host.
 
     Raises:
         SettingsError: there is no secret.
@@ -52,5 +52,5 @@ def hosts_of(rollout: RolloutSettings, own: str) -> Hosts | None:
 
 
 def secret_of(file: Path) -> bytes:
-    """Return what the hosts of a replica share. Raises SettingsError where there is none."""
+    """Return the secret that a replica's hosts share. Raises SettingsError if there is none."""
     return read_secret(file, "rollout.secret_file, the same on every host of the replica")

@@ -1,4 +1,4 @@
-"""A further host of an engine that spans several: it holds workers of it, and nothing else.
+"""A further host of a multi-host engine: it only runs workers.
 
 ::
 
@@ -6,9 +6,8 @@
     a worker ended, or the first host's rendezvous is gone ─▶ the workers end ─▶ exit 1: the whole replica starts again
     SIGTERM ─▶ they go on until the first host has finished what it holds, and ends ─▶ exit 0
 
-What is generated, pulled, swapped and reported is between the workers and the first host's process, which is the replica:
-``worker`` and ``worker_channel``. This one knows neither bus nor run state, has no name there, and exports no metric of a
-replica's; ``/readyz`` says whether its workers are there.
+The workers talk directly to the first host's process, which is the replica (``worker``, ``worker_channel``). This
+process uses neither bus nor run state and exports no replica metrics; ``/readyz`` reports its workers.
 """
 
 import asyncio
@@ -36,7 +35,7 @@ async def hold_workers(settings: Settings, arguments: dict[str, Any], hosts: Hos
 
     Raises:
         SettingsError: vLLM cannot start with ``arguments``.
-        EngineDied: the first host, or a worker here, ended without this process having been told to stop.
+        EngineDied: the first host or a local worker ended before this process was asked to stop.
     """
     async with attend(settings) as (stop, status):
         workers = Workers(arguments, hosts)
@@ -45,7 +44,7 @@ async def hold_workers(settings: Settings, arguments: dict[str, Any], hosts: Hos
             either: set[asyncio.Future[Any]] = {workers.ready, stopping}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not workers.ready.done():
-                return  # nobody has begun to rely on them
+                return  # nothing depends on them yet
             workers.ready.result()
             status.state = "working"
             log.info("workers are ready", extra={"node": hosts.node, "nodes": hosts.nodes})
@@ -59,19 +58,19 @@ async def hold_workers(settings: Settings, arguments: dict[str, Any], hosts: Hos
 
 
 class Workers:
-    """vLLM's executor of one host, in a thread of its own."""
+    """vLLM's executor of one host, in its own thread."""
 
     def __init__(self, arguments: dict[str, Any], hosts: Hosts) -> None:
         self._arguments, self._hosts = arguments, hosts
         self._loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[None] = self._loop.create_future()
-        """Done once the workers have loaded the model and met those of the first host."""
+        """Done once the workers have loaded the model and met the first host's."""
         self.ended: asyncio.Future[str] = self._loop.create_future()
-        """Done, with what is known of it, once they are gone, or have nobody to work for."""
+        """Done, with the known reason, once they are gone or the first host is."""
         threading.Thread(target=self._hold, name="workers", daemon=True).start()
 
     def kill(self) -> None:
-        """End the workers that are there, those that still wait for the first host's too."""
+        """End all workers, including those that wait for the first host."""
         for child in multiprocessing.active_children():
             child.kill()
 
@@ -97,7 +96,7 @@ class Workers:
         self._tell(self.ended.set_result, f"the first host does not answer: {outlast(self._hosts.rendezvous)}")
 
     def _tell(self, call: Any, value: Any) -> None:
-        """Call ``call(value)`` in the event loop, unless somebody was quicker or the loop is over."""
+        """Call ``call(value)`` in the event loop, unless the future is done or the loop closed."""
 
         def once() -> None:
             with contextlib.suppress(asyncio.InvalidStateError):
@@ -108,9 +107,9 @@ class Workers:
 
 
 def outlast(rendezvous: str) -> str:
-    """Wait until the rendezvous at host:port, which lives in a worker of the first host, no longer answers; return why.
+    """Wait until the rendezvous at host:port, in a worker of the first host, stops answering; return why.
 
-    vLLM's workers would wait for ever: until they report to the replica, nothing else tells them.
+    Without this, vLLM's workers would wait forever, as they have no replica connection yet.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 

@@ -1,4 +1,4 @@
-"""Where vLLM's workers meet: a TCPStore on the address of their rendezvous, where torch's own listens on every one."""
+"""vLLM's rendezvous: a TCPStore bound to its address only; torch's own listens on all addresses."""
 
 import importlib
 import os
@@ -12,9 +12,9 @@ from shared.peers.tcp_store import serve_store
 
 
 def bind_stores() -> None:
-    """Have the stores that ``torch.distributed.init_process_group`` serves in this process listen on one address.
+    """Bind the stores that ``torch.distributed.init_process_group`` serves in this process to one address.
 
-    It takes no other store from vLLM, which names ``tcp://`` addresses.
+    Only ``tcp://`` stores are expected, as vLLM uses no others.
     """
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
     rendezvous.TCPStore = _open_store

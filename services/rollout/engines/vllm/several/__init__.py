@@ -1,4 +1,4 @@
-"""Several vLLM engines on one GPU, behind the protocol of one: a small model leaves the GPU idle while one scheduler works.
+"""Several vLLM engines on one GPU as one: with a small model, a single scheduler leaves the GPU idle.
 
 ::
 

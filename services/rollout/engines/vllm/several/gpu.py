@@ -1,4 +1,4 @@
-"""The GPU of this process by NVML, which makes no CUDA context, and whether CUDA MPS serves it."""
+"""The GPU of this process by NVML, without a CUDA context, and whether CUDA MPS serves it."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ _SAMPLES, _INTERVAL_S = 20, 0.1
 
 
 class Gpu:
-    """The first GPU that ``CUDA_VISIBLE_DEVICES`` names.
+    """The first GPU in ``CUDA_VISIBLE_DEVICES``.
 
     Raises:
         SettingsError: NVML does not know it.
@@ -42,7 +42,7 @@ class Gpu:
         return Memory(int(memory.total), int(memory.free))
 
     async def busy_share(self) -> float | None:
-        """Return the share of the next two seconds in which the GPU works; None where NVML does not report it."""
+        """Return the busy share of the GPU over the next two seconds; None if NVML does not report it."""
         samples: list[float] = []
         for _ in range(_SAMPLES):
             await asyncio.sleep(_INTERVAL_S)
@@ -54,7 +54,7 @@ class Gpu:
 
 
 def sharing() -> str:
-    """Say how CUDA lets processes share a GPU: by MPS, where its daemon answers, else in time slices."""
+    """Return how CUDA shares a GPU between processes: by MPS if its daemon answers, else in time slices."""
     control = shutil.which(_MPS_CONTROL)
     if control is not None:
         try:

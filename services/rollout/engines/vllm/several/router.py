@@ -1,4 +1,4 @@
-"""Choose the engine for each group: the least loaded one, or the one that has read the prompt before."""
+"""Choose each group's engine: the least loaded, or the one that has read the prompt before."""
 
 import contextlib
 import hashlib
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from shared.bus.messages import Int32Array
 
 _PROMPTS = 4096
-"""Prompts whose engine is remembered, the newest."""
+"""Number of recent prompts whose engine is remembered."""
 
 
 class Router:
@@ -16,12 +16,12 @@ class Router:
 
     def __init__(self, engines: int) -> None:
         self.outstanding = [0] * engines
-        """Samples that each engine has to generate."""
+        """Samples that each engine has yet to generate."""
         self._engine_of: OrderedDict[bytes, int] = OrderedDict()
 
     @contextlib.contextmanager
     def turn(self, prompt_token_ids: Int32Array, samples: int) -> Iterator[int]:
-        """Yield the engine for a group of ``samples`` completions, which count as outstanding meanwhile."""
+        """Yield the engine for a group of ``samples``, which count as outstanding meanwhile."""
         engine = self._choose(hashlib.blake2b(prompt_token_ids.tobytes(), digest_size=16).digest(), samples)
         self.outstanding[engine] += samples
         try:
@@ -30,7 +30,7 @@ class Router:
             self.outstanding[engine] -= samples
 
     def forget_prompts(self) -> None:
-        """Forget which engine has read which prompt: new weights do not use the prefix cache of old ones."""
+        """Forget which engine read which prompt: new weights do not reuse the prefix cache."""
         self._engine_of.clear()
 
     def _choose(self, prompt: bytes, samples: int) -> int:

@@ -1,7 +1,6 @@
-"""Mend what vLLM's layerwise reload leaves stale: what layers made of their weights the first time, and do not make again.
+"""Repair what vLLM's layerwise reload leaves stale: state that layers derive from their weights only at the first load.
 
-None of these is reported by vLLM; each was found by comparing an engine's logprobs after a reload with those of transformers. See
-``tests/rollout/engines/vllm/test_weight_swap.py``, which fails without them.
+vLLM reports none of these; comparing logprobs after a reload with transformers' showed them.
 """
 
 import contextlib
@@ -20,9 +19,9 @@ from shared.errors import WeightsError
 
 
 def process_tied(model: nn.Module) -> None:
-    """Let modules that share the weight of an earlier one process it too; vLLM's layerwise reload forgets them.
+    """Process modules that share an earlier one's weight too; vLLM's layerwise reload skips them.
 
-    On the CPU a tied output head holds its weight packed, so it would go on answering with the old one.
+    On the CPU a tied output head holds its weight packed and would keep using the old one.
     """
     seen: set[int] = set()
     for module in model.modules():
@@ -36,10 +35,9 @@ def process_tied(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def packing_experts_again(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Let the experts of a mixture be packed for the CPU as when they were loaded first.
+    """Repack a mixture's experts for the CPU, as at the first load.
 
-    A layer that has its kernel writes reloaded weights into the old ones' place and does not pack them, so the kernel would read
-    weights in one order that are stored in another.
+    A layer that already has its kernel writes reloaded weights unpacked, but the kernel reads the packed order.
     """
     methods: list[Any] = [getattr(module, "quant_method", None) for module in model.modules() if device.type == "cpu"]
     kernels = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]
@@ -49,12 +47,12 @@ def packing_experts_again(model: nn.Module, device: torch.device) -> Iterator[No
         yield
     finally:
         for method, kernel in kernels:
-            if method.moe_kernel is None:  # this layer was not reloaded
+            if method.moe_kernel is None:  # not reloaded
                 method.moe_kernel = kernel
 
 
 def fuse_gates_again(model: nn.Module) -> None:
-    """Write the gates of router and shared expert into the tensor that holds both, where a mixture has made one at its first step."""
+    """Copy the gates of router and shared expert into their fused tensor, which a mixture creates at its first step."""
     for module in model.modules():
         layer: Any = module
         combined = getattr(layer, "_combined_gate_weight", None)
@@ -64,11 +62,10 @@ def fuse_gates_again(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def counting_direct_writes(model: nn.Module) -> Iterator[None]:
-    """Let a reload keep what the model's loader copies into parameters by itself, without the parameters' ``weight_loader``.
+    """Let a reload keep what the loader copies into parameters without their ``weight_loader``.
 
-    Between the two halves of a layerwise reload parameters have no memory, and vLLM keeps only what comes through their ``weight_loader``.
-    Loaders of models with attention sinks (GPT-OSS, MiMo-V2, MiniMax-M2) also call ``parameter.copy_``: such weights would be lost and the
-    old ones served.
+    During a layerwise reload parameters have no memory, and vLLM keeps only ``weight_loader`` writes. Loaders of models
+    with attention sinks (GPT-OSS, MiMo-V2, MiniMax-M2) also call ``parameter.copy_``; these weights would stay stale.
 
     Raises:
         WeightsError: the loader changes a parameter in another way, or in both ways.
@@ -87,7 +84,7 @@ def counting_direct_writes(model: nn.Module) -> Iterator[None]:
 
 
 class DirectWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives ``vllm``, its module ``layerwise``, each ``copy_`` in its block into a parameter of ``model`` that is on the meta device."""
+    """Passes ``vllm`` (its ``layerwise`` module) each ``copy_`` into a meta parameter of ``model`` in its block."""
 
     def __init__(self, model: nn.Module, vllm: ModuleType) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -102,7 +99,7 @@ class DirectWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def indirectly(self) -> Iterator[None]:
-        """Ignore writes: they are those of a ``weight_loader``, which vLLM keeps."""
+        """Ignore writes of a ``weight_loader``, which vLLM keeps."""
         self._indirect = True
         try:
             yield
@@ -140,5 +137,5 @@ class DirectWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _copy_to_place(param: torch.Tensor, loaded_weight: torch.Tensor, place: tuple[Any, Any, int]) -> None:
-    """Copy ``loaded_weight`` into the part of ``param`` of this (shape, strides, offset)."""
+    """Copy ``loaded_weight`` into the (shape, strides, offset) part of ``param``."""
     param.data.as_strided(*place).copy_(loaded_weight)
