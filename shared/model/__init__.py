@@ -1,1 +1,1 @@
-"""Parts of models that trainer, reward and rollout share: logits, rotary embeddings, context length, model folders."""
+"""Model parts shared by trainer, reward and rollout."""

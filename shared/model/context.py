@@ -1,4 +1,4 @@
-"""How long a sequence may be: a model's context, by its config and by the run's settings. Imports neither torch nor transformers."""
+"""Maximum sequence lengths, from a model's config and the settings. Imports neither torch nor transformers."""
 
 import json
 from collections.abc import Mapping
@@ -11,11 +11,7 @@ _NAMES = ("max_position_embeddings", "n_positions", "max_seq_len")
 
 
 def own_context(config: Mapping[str, Any]) -> int:
-    """Return the longest sequence that a model reads, in tokens; 0: its config does not say.
-
-    Args:
-        config: the fields of a Hugging Face config.json, of a composite model too.
-    """
+    """Return the model's maximum sequence length in tokens from config.json fields; 0: not specified."""
     text = config.get("text_config")
     fields = {**config, **text} if isinstance(text, Mapping) else config
     own = next((int(fields[name]) for name in _NAMES if isinstance(fields.get(name), int)), 0)
@@ -30,7 +26,7 @@ def own_context(config: Mapping[str, Any]) -> int:
 
 
 def check_context(config: Mapping[str, Any], limit: int, max_new_tokens: int, model: str) -> None:
-    """Refuse completions that leave a prompt no room.
+    """Refuse completions that leave no room for a prompt.
 
     Args:
         config: as for :func:`own_context`.
@@ -39,7 +35,7 @@ def check_context(config: Mapping[str, Any], limit: int, max_new_tokens: int, mo
         model: ``policy.model``.
 
     Raises:
-        SettingsError: a prompt of one token and its completion may exceed the context.
+        SettingsError: a one-token prompt and its completion may exceed the context.
     """
     own = own_context(config)
     context = limit or own
@@ -56,7 +52,7 @@ def check_context(config: Mapping[str, Any], limit: int, max_new_tokens: int, mo
 
 
 def read_config(model: str) -> Mapping[str, Any]:
-    """Return the fields of config.json in the folder ``model``; none for a name of a hub."""
+    """Return the fields of config.json in the folder ``model``; empty for a hub name."""
     file = Path(model) / "config.json"
     found: Mapping[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
     return found

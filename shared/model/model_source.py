@@ -1,7 +1,7 @@
-"""Whether a policy can be opened at all: a folder in Hugging Face form, or the name of one on a hub that is in reach.
+"""Check that a policy can be opened: a Hugging Face folder, or the name of one on a reachable hub.
 
-Asked before a model library is loaded, because those try an unreachable hub for the better part of a minute, and read weights in
-pickles (``.bin``) where there are no others.
+Runs before model libraries are loaded: those retry an unreachable hub for most of a minute, and read pickled weights
+(``.bin``) if there are no others.
 """
 
 import re
@@ -16,10 +16,10 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def check_model(setting: str, source: str) -> None:
-    """Refuse at once what can be no model whose weights are safetensors.
+    """Refuse a source that cannot be a model with safetensors weights.
 
     Raises:
-        SettingsError: naming ``setting``, and the file where weights are pickled.
+        SettingsError: names ``setting``, and any pickled file.
     """
     check_source(setting, source, ("config.json",))
     folder = Path(source)
@@ -32,10 +32,10 @@ def check_model(setting: str, source: str) -> None:
 
 
 def check_source(setting: str, source: str, needed: tuple[str, ...]) -> None:
-    """Refuse at once what can be neither a folder with one of the files ``needed`` nor a hub name in reach.
+    """Refuse what is neither a folder with one of the files ``needed`` nor a reachable hub name.
 
     Raises:
-        SettingsError: naming ``setting``.
+        SettingsError: names ``setting``.
     """
     if not source:
         raise SettingsError(
@@ -52,7 +52,7 @@ def check_source(setting: str, source: str, needed: tuple[str, ...]) -> None:
 
 
 def _check_hub(setting: str, name: str, needed: tuple[str, ...]) -> None:
-    """Refuse a hub name that is not cached while the hub is out of reach: transformers would try for a minute."""
+    """Refuse an uncached hub name if the hub is unreachable: transformers would retry for a minute."""
     import httpx
     from huggingface_hub import constants, try_to_load_from_cache
 

@@ -1,6 +1,6 @@
-"""A Hugging Face model as transformers defines it: the reference of self-tests. Knows no service; imports torch.
+"""Reference Hugging Face models for self-tests.
 
-Attention is "eager", the only implementation of transformers that computes everything a model asks for; others leave out soft caps and sinks.
+Attention is "eager", the only transformers implementation with soft caps and sinks.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ _IMPLEMENTATION = "_attn_implementation"
 
 @contextlib.contextmanager
 def eager_attention(model: Any) -> Iterator[None]:
-    """Let ``model`` attend as transformers defines it within the block, whatever implementation it was given."""
+    """Use transformers' eager attention within the block."""
     configurations = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     before = [(config, getattr(config, _IMPLEMENTATION, None)) for config in configurations.values()]
     chosen = [(config, implementation) for config, implementation in before if implementation is not None]
@@ -30,7 +30,7 @@ def eager_attention(model: Any) -> Iterator[None]:
 
 
 def ordinary_ids(config: Any) -> Int32Array:
-    """Return the token ids of a model that have no meaning of their own, as an image's or padding has."""
+    """Return the model's token ids without a special meaning such as image or padding."""
     special = set[int]()
     for part in (config, config.get_text_config()):
         for name, value in part.to_dict().items():

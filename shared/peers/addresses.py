@@ -1,4 +1,4 @@
-"""Addresses and network interfaces of this machine, on which its processes listen. No torch."""
+"""Addresses and network interfaces of this machine. Imports no torch."""
 
 import ipaddress
 import os
@@ -12,10 +12,10 @@ _ANY = ("", "0.0.0.0", "::")  # noqa: S104 - named to refuse them, not bound her
 
 
 def listen(host: str, port: int, setting: str) -> socket.socket:
-    """Return a socket that listens on ``host``:``port`` (0: any free one).
+    """Return a socket listening on ``host``:``port`` (0: any free one).
 
     Raises:
-        SettingsError: the port is taken, or the host is none of this machine; ``setting`` decides the port.
+        SettingsError: the port (from ``setting``) is taken, or the host is not this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -32,10 +32,10 @@ def listen(host: str, port: int, setting: str) -> socket.socket:
 
 
 def rendezvous_address(host: str, own: str) -> str:
-    """Return the address at which the first of several hosts listens for the others, who connect to ``host``.
+    """Return the address on which the first of several hosts listens for connections to ``host``.
 
-    That of ``host`` where it is one of this machine; ``own`` where it is not (behind a Service, say), or where only this machine
-    takes it for loopback, as Debian does with its own name.
+    This is ``own`` if ``host`` is not on this machine (a Service, for example) or only locally resolves to loopback (as
+    Debian's own name does).
     """
     try:
         resolved = {str(entry[4][0]) for entry in socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)}
@@ -48,11 +48,11 @@ def rendezvous_address(host: str, own: str) -> str:
 
 
 def use_interfaces(own: str, *, spans_hosts: bool) -> None:
-    """Have gloo and NCCL listen where others reach this process, and nowhere else, unless the environment says otherwise.
+    """Bind gloo and NCCL to the interface reached by others, unless the environment sets it.
 
     Args:
-        own: the address at which others reach this process; NCCL carries weights to them.
-        spans_hosts: whether gloo's groups have members on other hosts; otherwise they stay on loopback.
+        own: this process's address for others; NCCL carries weights to them.
+        spans_hosts: whether gloo groups span hosts; otherwise they use loopback.
     """
     loopback = _interface_of("127.0.0.1")
     interface = loopback if is_loopback(own) else _interface_of(own)
@@ -64,7 +64,7 @@ def use_interfaces(own: str, *, spans_hosts: bool) -> None:
 
 
 def _interface_of(host: str) -> str:
-    """Return the name of the interface that has the address ``host``; "" where none has."""
+    """Return the interface with address ``host``, or ""."""
     try:
         addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError:
@@ -86,7 +86,7 @@ def _is_own(address: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` is this machine alone."""
+    """Whether ``host`` is loopback."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,9 +1,8 @@
-"""Frames: how two processes of Penstock talk over one connection beside the bus. No torch.
+"""Frames: messages between two processes over one connection beside the bus. Imports no torch.
 
-A frame is four bytes of length (big endian) and a MessagePack map. Longer than 64 MiB, or no map: the peer is none of ours, and
-the connection is closed. What the maps say is the business of who uses them: ``shared/weights/source/session.py`` (a puller and its source),
-``services/rollout/engines/vllm/worker_channel.py`` (a replica and the workers of its engine),
-``services/reward/executor/protocol.py`` (programs to run and what became of them).
+A frame is a four-byte length (big endian) and a MessagePack map of at most 64 MiB; anything else closes the connection.
+Used by ``shared/weights/source/session.py``, ``services/rollout/engines/vllm/worker_channel.py`` and
+``services/reward/executor/protocol.py``.
 """
 
 import asyncio
@@ -18,14 +17,14 @@ import msgpack
 from shared.errors import PeerError
 
 MAX_BYTES = 64 << 20
-"""Longest frame that is read."""
+"""Maximum frame length."""
 _LENGTH = struct.Struct(">I")
 _CHUNK_BYTES = 1 << 20
 Frame = dict[str, Any]
 
 
 def pack(frame: Frame) -> bytes:
-    """Return the bytes of a frame, length first."""
+    """Return a frame's bytes, length first."""
     body: bytes = msgpack.packb(frame)
     return _LENGTH.pack(len(body)) + body
 
@@ -44,17 +43,17 @@ def send(connection: socket.socket, frame: Frame, deadline_s: float) -> None:
 
 
 def readable(connection: socket.socket, timeout_s: float | None = 0.0) -> bool:
-    """Return whether the peer sent something, or left, within ``timeout_s`` (None: wait for ever)."""
+    """Return whether the peer sent something or left within ``timeout_s`` (None: wait forever)."""
     waiting = select.poll()
     waiting.register(connection, select.POLLIN)
     return bool(waiting.poll(None if timeout_s is None else timeout_s * 1000))
 
 
 def receive(connection: socket.socket, deadline_s: float | None, largest: int = MAX_BYTES) -> Frame:
-    """Return the next frame, of at most ``largest`` bytes; all of it must come within ``deadline_s`` (None: wait for ever).
+    """Return the next frame, of at most ``largest`` bytes, within ``deadline_s`` (None: wait forever).
 
     Raises:
-        PeerError: it did not, the peer left, or what it sent is no frame.
+        PeerError: timeout, the peer left, or invalid data.
     """
     ends_at_s = None if deadline_s is None else time.monotonic() + deadline_s
     return _unpack(_read(connection, _length(_read(connection, _LENGTH.size, ends_at_s), largest), ends_at_s))
@@ -64,7 +63,7 @@ async def receive_async(reader: asyncio.StreamReader, largest: int = MAX_BYTES) 
     """Return the next frame, of at most ``largest`` bytes; the caller sets the deadline.
 
     Raises:
-        PeerError: the peer left, or what it sent is no frame.
+        PeerError: the peer left, or sent invalid data.
     """
     try:
         size = _length(await reader.readexactly(_LENGTH.size), largest)

@@ -1,7 +1,6 @@
-"""torch's TCPStore on one address: by itself it listens on all of them, whatever host it is given.
+"""torch's TCPStore bound to one address; by itself it listens on all of them.
 
-A store has no password: any process that can connect may read, change and delete its keys. Only the processes that meet there should be
-able to reach it.
+Stores have no password: any process that can connect may change their keys, so restrict network access to them.
 """
 
 from datetime import timedelta
@@ -13,10 +12,10 @@ from shared.peers.addresses import listen
 
 
 def serve_store(host: str, port: int, setting: str, timeout: timedelta, **options: Any) -> TCPStore:
-    """Return a store that this process serves on ``host``:``port`` (0: any free one), and nowhere else.
+    """Return a store served on ``host``:``port`` (0: any free one) only.
 
     Raises:
-        SettingsError: nothing can listen there; ``setting`` decides the port.
+        SettingsError: cannot listen there; ``setting`` decides the port.
     """
     listener = listen(host, port, setting)
     bound = listener.getsockname()[1]
@@ -32,5 +31,5 @@ def serve_store(host: str, port: int, setting: str, timeout: timedelta, **option
 
 
 def connect_store(host: str, port: int, timeout: timedelta) -> TCPStore:
-    """Return a connection to the store at ``host``:``port``. May block for longer than ``timeout`` where its process is stopped."""
+    """Return a connection to the store at ``host``:``port``. May exceed ``timeout`` if its process is stopped."""
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)

@@ -1,1 +1,1 @@
-"""Formats of weights: layout in flat memory, buckets with checksums, manifest and snapshot files."""
+"""Formats of weights: layouts, checksums, manifests and snapshot files."""

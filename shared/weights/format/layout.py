@@ -1,12 +1,12 @@
-"""Where each tensor of a policy lies in flat memory, and what a version's bytes must add up to. Pure data, no torch.
+"""A policy's layout in flat memory, and the checksums of a version. Pure data, no torch.
 
 A layout belongs to a model, a header to a version of it::
 
-    Layout   {"format": 1, "tensors": [{"name", "dtype", "shape", "offset", "bucket"}, …], "bucket_bytes": [268435456, …]}
-    Header   {"format": 1, "version": 12, "step": 12, "layout": <digest>, "checksums": ["9f86…", …]}
+    Layout {"format": 1, "tensors": [{"name", "dtype", "shape", "offset", "bucket"}, …], "bucket_bytes": [268435456, …]}
+    Header {"format": 1, "version": 12, "step": 12, "layout": <digest>, "checksums": ["9f86…", …]}
 
-The layout travels once per puller and model; the header with every version. The header's digest (SHA-256) is what the
-ledger keeps as ``manifest_digest``, so one short string vouches for every weight of a pull, as it does for a file.
+The layout is sent once per puller and model, the header with every version. The header's SHA-256 is the ledger's
+``manifest_digest``, which thus verifies all weights of a pull.
 """
 
 import dataclasses
@@ -19,14 +19,14 @@ from shared.errors import WeightsError
 from shared.weights.format.manifest import DTYPE_BYTES, FORMAT, TensorEntry
 
 BUCKET_BYTES = 512 << 20
-"""Most bytes of a bucket, unless a single tensor is larger."""
+"""Maximum bucket size, unless a single tensor is larger."""
 ALIGNMENT_BYTES = 256
-"""Every tensor starts at a multiple of this within its bucket: what the widest copy kernels want."""
+"""Alignment of tensors within a bucket, for the widest copy kernels."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
-    """Tensors by their Hugging Face names, packed into buckets of ``bucket_bytes[i]`` bytes."""
+    """Tensors by Hugging Face name, in buckets of ``bucket_bytes[i]`` bytes."""
 
     tensors: tuple[TensorEntry, ...]
     bucket_bytes: tuple[int, ...]
@@ -37,7 +37,7 @@ class Layout:
         return sum(self.bucket_bytes)
 
     def encode(self) -> bytes:
-        """Return the canonical bytes of the layout."""
+        """Return the canonical bytes."""
         return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, sort_keys=True).encode()
 
     @property
@@ -53,11 +53,11 @@ class Header:
     version: PolicyVersion
     step: int
     layout: str
-    """Digest of the layout."""
+    """The layout's digest."""
     checksums: tuple[str, ...]
 
     def encode(self) -> bytes:
-        """Return the canonical bytes of the header."""
+        """Return the canonical bytes."""
         return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, sort_keys=True).encode()
 
     @property
@@ -67,10 +67,10 @@ class Header:
 
 
 def plan_layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]], bucket_bytes: int = BUCKET_BYTES) -> Layout:
-    """Pack (name, dtype, shape) in their order into buckets of at most ``bucket_bytes``; a larger tensor stands alone.
+    """Pack (name, dtype, shape) in order into buckets of at most ``bucket_bytes``; larger tensors get their own.
 
     Raises:
-        WeightsError: a name came twice, or a number type is unknown.
+        WeightsError: duplicate name or unknown number type.
     """
     entries: dict[str, TensorEntry] = {}
     sizes: list[int] = []
@@ -90,10 +90,10 @@ def plan_layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]], bucket_byte
 
 
 def decode_layout(data: bytes) -> Layout:
-    """Return the layout in ``data``.
+    """Decode a layout.
 
     Raises:
-        WeightsError: these bytes are none, or its tensors do not lie within their buckets.
+        WeightsError: invalid, or tensors exceed their buckets.
     """
     try:
         fields = json.loads(data)
@@ -112,10 +112,10 @@ def _lies_within(entry: TensorEntry, bucket_bytes: tuple[int, ...]) -> bool:
 
 
 def decode_header(data: bytes) -> Header:
-    """Return the header in ``data``.
+    """Decode a header.
 
     Raises:
-        WeightsError: these bytes are none.
+        WeightsError: invalid.
     """
     try:
         fields = json.loads(data)

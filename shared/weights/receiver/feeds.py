@@ -1,7 +1,7 @@
-"""Where a receiver's buckets come from, one class for each transport. Buckets are asked for in order, each once.
+"""Sources of a receiver's buckets, one class per transport. Each bucket is requested once, in order.
 
-``start(n, into)`` begins to move bucket ``n`` (at most ``ahead`` of them before the oldest is landed), ``land(n)`` returns when its
-bytes are there in the order of the current stream. Nothing here checks the bytes.
+``start(n, into)`` begins a transfer (at most ``ahead`` outstanding), ``land(n)`` returns once its bytes are there in
+current stream order. The receiver checks the bytes.
 """
 
 from collections import deque
@@ -29,11 +29,11 @@ class Feed:
         raise NotImplementedError
 
     def land(self) -> None:
-        """Return when the oldest bucket that was started is there; raises WeightsError."""
+        """Wait for the oldest started bucket; raises WeightsError."""
 
 
 class GroupFeed(Feed):
-    """Buckets that a source broadcasts through a group."""
+    """Buckets that a source broadcasts."""
 
     def __init__(self, group: TransferGroup, deadline_s: float, interrupt: Interrupt) -> None:
         self.ahead = group.window
@@ -63,7 +63,7 @@ class MappedFeed(Feed):
 
 
 class FileFeed(Feed):
-    """Buckets put together from a snapshot by file, whose own digest was checked when it was read."""
+    """Buckets assembled from a snapshot by file, already verified by its own digest."""
 
     def __init__(self, offer: Offer, interrupt: Interrupt) -> None:
         self._tensors = bounded(
@@ -76,7 +76,7 @@ class FileFeed(Feed):
 
     def start(self, number: int, into: torch.Tensor) -> None:
         """Begin to move bucket ``number``."""
-        into.zero_()  # what lies between tensors is part of a bucket's checksum
+        into.zero_()  # checksums include the padding
         for entry in self._entries.get(number, ()):
             tensor = self._tensors.get(entry.name)
             if tensor is None or tuple(tensor.shape) != entry.shape or str(tensor.dtype) != f"torch.{entry.dtype}":

@@ -1,4 +1,4 @@
-"""Asks sources for versions and tells them how it ended: the control side of a pull, in the rollout process. No torch.
+"""The control side of a pull, in the rollout process: request versions and report the outcome. No torch.
 
 ::
 
@@ -6,7 +6,7 @@
     await engine.stage(offer)                      ← every rank's Receiver joins the group and receives
     await puller.finish(offer, error=None)         ← or the error: then the session is dropped, the next one is new
 
-One connection a source stays open between pulls; it is the session, and the group of the ranks lives as long as it.
+Each source keeps one open connection, its session; the ranks' group lives as long.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class _Session:
 
 
 class Puller:
-    """Asks on behalf of a replica of ``ranks`` processes at ``place``, by the run's ``secret``; no answer may take longer than ``deadline_s``."""
+    """Requests weights for a replica of ``ranks`` processes at ``place``; answers must come within ``deadline_s``."""
 
     def __init__(self, place: DeviceLocation, ranks: int, deadline_s: float, secret: Secret) -> None:
         self._place = place
@@ -51,18 +51,18 @@ class Puller:
         self._secret = secret
         self._sessions: dict[str, _Session] = {}
         self._layouts: dict[str, Layout] = {}
-        """By digest, the newest last."""
+        """By digest, newest last."""
 
     async def ask(self, source: str, record: PolicyRecord) -> Offer:
-        """Return what ``source`` (host:port) offers of ``record``'s version; the source waits for the ranks from now on.
+        """Return the offer of ``source`` (host:port) for ``record``'s version; the source then waits for the ranks.
 
         Raises:
-            WeightsError: the source is gone, has not that version, or has other weights of that number.
+            WeightsError: the source is gone, lacks the version, or has different weights of that number.
         """
         return await self._question("ask", source, record, self._deadline_s)
 
     async def ask_for_file(self, source: str, record: PolicyRecord) -> Offer:
-        """Let ``source`` write the version to shared storage, and return where: the last resort over a broken fabric.
+        """Let ``source`` write the version to shared storage and return its location: the fallback for a broken fabric.
 
         Raises:
             WeightsError: as for :meth:`ask`, or the source could not write.
@@ -70,7 +70,7 @@ class Puller:
         return await self._question("file", source, record, FILE_DEADLINES * self._deadline_s)
 
     async def finish(self, offer: Offer, error: str | None) -> None:
-        """Tell the source that the pull ended; after an error the session is dropped. Never raises for a source that is gone."""
+        """Report the end of a pull; an error drops the session. Does not raise if the source is gone."""
         session = self._sessions.get(offer.source)
         if session is None or offer.transport == "file":
             return
@@ -85,7 +85,7 @@ class Puller:
             self._drop(offer.source)
 
     async def _hear(self, session: _Session, offer: Offer) -> None:
-        """Log what the source says of a pull that failed, where it said so: it may know why."""
+        """Log the source's own reason for a failed pull, if any."""
         with contextlib.suppress(OSError, TimeoutError, PeerError):
             async with asyncio.timeout(min(_REASON_S, self._deadline_s)):
                 said = await frames.receive_async(session.reader)
@@ -113,10 +113,10 @@ class Puller:
         except BaseException:
             self._drop(source)
             raise
-        raise WeightsError(f"{source}: {refusal}")  # the session goes on
+        raise WeightsError(f"{source}: {refusal}")  # the session continues
 
     async def _exchange(self, verb: str, source: str, record: PolicyRecord) -> frames.Frame:
-        """Ask; a session that was left idle and died meanwhile is replaced once."""
+        """Send a request; replace once a session that died while idle."""
         fresh = source not in self._sessions
         try:
             return await self._asked(verb, source, record)
@@ -153,7 +153,7 @@ class Puller:
         return offer
 
     def _layout(self, offer: Offer) -> Layout:
-        """Return the offered layout, from memory where the source left it out."""
+        """Return the offered layout, from the cache if omitted."""
         if not offer.layout.tensors:
             known = self._layouts.get(offer.header.layout)
             if known is None:
@@ -176,12 +176,12 @@ class Puller:
 
 
 def file_offer(record: PolicyRecord, deadline_s: float) -> Offer:
-    """Return ``record``'s snapshot by file as an offer; blocks for the manifest only.
+    """Return ``record``'s file snapshot as an offer; only the manifest is read.
 
-    Its header has no checksums of buckets: what vouches for the bytes is the manifest, whose digest the ledger keeps.
+    The header has no bucket checksums: the manifest, whose digest is in the ledger, verifies the bytes.
 
     Raises:
-        WeightsError: it is missing, or another snapshot than the ledger's.
+        WeightsError: missing, or not the ledger's snapshot.
     """
     location = Path(record.location)
     try:

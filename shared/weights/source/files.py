@@ -1,4 +1,4 @@
-"""The last resort of a source: what it serves, written as a snapshot by file for a puller that no group reaches."""
+"""A source's fallback: write its snapshot to files for a puller that no group reaches."""
 
 import threading
 from pathlib import Path
@@ -12,7 +12,7 @@ from shared.weights.format.snapshot import Snapshot, write_snapshot
 
 
 class Files:
-    """Writes what is served as a snapshot by file, once a version, when a puller asks for it."""
+    """Writes the served snapshot to files on request, once per version."""
 
     def __init__(self, folder: Path | None, dtype: torch.dtype | None) -> None:
         self._folder = folder
@@ -24,7 +24,7 @@ class Files:
         """Return the snapshot's files, written now or before.
 
         Raises:
-            WeightsError: no folder is set, the storage refused, or the weights changed meanwhile.
+            WeightsError: no folder is set, storage failed, or the weights changed meanwhile.
         """
         if self._folder is None:
             raise WeightsError("expected a folder for snapshots at this source, found none: set weights.folder")

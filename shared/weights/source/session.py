@@ -1,4 +1,4 @@
-"""One puller's connection at a source, served by one thread: its questions, its group, its pulls.
+"""One puller's connection at a source, served by one thread.
 
 ::
 
@@ -15,8 +15,8 @@
       {verb: file, version, ranks, place}             ──▶
                                                       ◀──  {offer} | {error}
 
-Any failure ends the session: the connection closes, the group is thrown away, and the puller comes back with a new one. While
-bytes move the connection is watched, so that a puller that dies or gives up ends its pull at once.
+A failure closes the connection and discards the group. The connection is watched during transfers, so that a dead
+puller ends its pull at once.
 """
 
 import contextlib
@@ -65,7 +65,7 @@ class _Question:
 
 
 class Session:
-    """Serve the puller at the other end of ``connection`` until it leaves or misbehaves."""
+    """Serves the puller on ``connection`` until it leaves or misbehaves."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Session:
         self._name = uuid.uuid4().hex
         self._idle_s = idle_s
         self._asked = False
-        """Whether the peer has asked for something."""
+        """Whether the peer has sent a request."""
         self._pulls = 0
         self._done: frames.Frame | None = None
         self._group: TransferGroup | None = None
@@ -94,7 +94,7 @@ class Session:
         self._lanes: dict[torch.device, Lane] = {}
 
     def run(self) -> None:
-        """Answer until the puller leaves; whatever a peer does ends here."""
+        """Answer until the puller leaves; contains all peer errors."""
         try:
             tune(self.connection)
             while self._next():
@@ -106,7 +106,7 @@ class Session:
             self._drop_group()
 
     def _next(self) -> bool:
-        """Handle one question; return False when the puller left between two, or said nothing for ``idle_s``: it may come back."""
+        """Handle one request; return False if the puller left between two or was silent for ``idle_s``."""
         if not frames.readable(self.connection, self._idle_s if self._asked else self._deadline_s):
             if self._asked:
                 return False
@@ -259,10 +259,10 @@ class Session:
             poll(arrived.reached, self._deadline_s, "the last bucket", interrupt)
 
     def _watch(self) -> None:
-        """Read what the puller says during its pull.
+        """Read the puller's messages during its pull.
 
         Raises:
-            WeightsError: it left, gave up, or says what does not belong here.
+            WeightsError: it left, gave up, or sent an unexpected message.
         """
         if self._done is None and frames.readable(self.connection):
             frame = self._said()
@@ -274,7 +274,7 @@ class Session:
 
 
 def choose_transport(place: DeviceLocation, ranks: int, device: torch.device) -> Transport:
-    """Return how bytes travel from ``device`` to ``place``: NCCL between GPUs, IPC within one, else through the hosts."""
+    """Return the transport from ``device`` to ``place``: NCCL between GPUs, IPC within one, else gloo."""
     if place.device == "cpu" or device.type == "cpu":
         return "gloo"
     own = plain_uuid(torch.cuda.get_device_properties(device).uuid)

@@ -1,7 +1,7 @@
-"""What a source of weights says to a replica that asked for a version: all that its workers need to join and receive.
+"""A source's answer to a replica: the data that its workers need to join and receive a version.
 
-Made by :class:`shared.weights.source.source.Source` (or from a file by the puller), handed through the engine to every worker of
-the replica, and used there by :class:`shared.weights.receiver.receiver.Receiver`. It crosses process borders as plain data.
+Created by :class:`shared.weights.source.source.Source` (or by the puller for a file) and used by
+:class:`shared.weights.receiver.receiver.Receiver` in each worker. Crosses processes as plain data.
 """
 
 import dataclasses
@@ -23,17 +23,17 @@ class Offer:
     layout: Layout
     header: Header
     deadline_s: float
-    """No wait of this pull may take longer: for a peer, for a bucket."""
+    """Timeout of each wait of this pull, for a peer or a bucket."""
     session: str = ""
-    """Names the two-party group. The same session goes on with the group that it has; a new one builds its own."""
+    """Names the two-party group, which a session keeps; a new session builds its own."""
     pull: int = 0
-    """Counts the pulls of a session: both sides meet under this number before any byte moves."""
+    """Number of the pull in its session; both sides meet under it first."""
     store: tuple[str, int] = ("", 0)
-    """Where the session's rendezvous is (a TCPStore)."""
+    """The session's rendezvous (a TCPStore)."""
     handles: tuple[tuple[Any, ...], ...] = ()
-    """For ``ipc``: of each bucket, what ``torch.UntypedStorage._new_shared_cuda`` takes (ints and bytes)."""
+    """For ``ipc``: each bucket's arguments of ``torch.UntypedStorage._new_shared_cuda`` (ints and bytes)."""
     manifest_digest: str = ""
-    """For ``file``: the digest of the folder's manifest."""
+    """For ``file``: the manifest's digest."""
 
     def pack(self) -> dict[str, Any]:
         """Return this as bytes, numbers, texts and lists of them."""
@@ -47,7 +47,7 @@ class Offer:
 
     @classmethod
     def unpack(cls, fields: dict[str, Any]) -> "Offer":
-        """Return the offer in what :meth:`pack` gave."""
+        """Return the offer from :meth:`pack`'s result."""
         host, port = fields["store"]
         return cls(
             **{name: fields[name] for name in _PLAIN},
