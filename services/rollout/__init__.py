@@ -1,1 +1,1 @@
-"""Rollout: generate a group of completions for every prompt with the newest weights."""
+"""Rollout: generate completions for prompts with the newest weights."""

@@ -1,4 +1,4 @@
-"""Start one rollout replica: ``python -m services.rollout --config run.toml --replica rollout-0``.
+"""Start a rollout replica: ``python -m services.rollout --config run.toml --replica rollout-0``.
 
 If the engine spans hosts (``rollout.nodes``), run this on each with the same name; the first is the replica.
 """
@@ -22,20 +22,20 @@ from shared.settings import Settings, check_plain_engine, check_reproducible
 Explain = Callable[[int, str], Awaitable[None]]
 
 _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks for which vLLM has kernels."""
+"""Ranks with vLLM kernels."""
 
 
 async def open_engine(
     settings: Settings, replica: str, host: str, secret: RunSecret, explain: Explain
 ) -> tuple[Engine, Codec]:
-    """Return the engine of ``rollout.engine`` and its codec; heartbeats continue while a model loads.
+    """Return the configured engine and its codec; heartbeats continue while a model loads.
 
     Args:
-        host: this replica's address for other replicas.
-        explain: called with the number of vLLM engines and the reason for it.
+        host: this replica's address for others.
+        explain: called with the number of vLLM engines and the reason.
 
     Raises:
-        SettingsError: the model or device does not exist, or the engine does not support the settings.
+        SettingsError: no such model or device, or settings that the engine does not support.
     """
     name = await asyncio.to_thread(choose_engine, settings)
     if name == "vllm":
@@ -48,11 +48,7 @@ async def open_engine(
 
 
 def choose_engine(settings: Settings) -> str:
-    """Return the engine that ``rollout.engine`` selects on this host.
-
-    Raises:
-        SettingsError: it does not support the settings.
-    """
+    """Return the engine that ``rollout.engine`` selects on this host; raises SettingsError if unsupported."""
     name: str = settings.rollout.engine
     if name == "auto":
         name = pick_engine(settings.run.device)
@@ -66,7 +62,7 @@ def choose_engine(settings: Settings) -> str:
 
 
 def pick_engine(device: str) -> str:
-    """Return ``vllm`` if it is installed and ``device`` is an available GPU, else ``transformers``."""
+    """Return ``vllm`` if installed and ``device`` is an available GPU, else ``transformers``."""
     if device == "cpu" or importlib.util.find_spec("vllm") is None:
         return "transformers"
     import torch
@@ -102,11 +98,7 @@ async def _open_vllm(
 
 
 def vllm_settings(settings: Settings, replica: str, hosts: Hosts | None) -> dict[str, Any]:
-    """Return the vLLM settings shared by all hosts of ``replica``.
-
-    Raises:
-        SettingsError: vLLM is missing or of an unknown version, or its arguments contain a forbidden one.
-    """
+    """Return the vLLM settings shared by the hosts of ``replica``; raises SettingsError if vLLM or its arguments are unfit."""
     from services.rollout.engines.transformers.smoke_test import seed_of
     from services.rollout.engines.vllm.arguments import gather
 
@@ -126,7 +118,7 @@ def vllm_settings(settings: Settings, replica: str, hosts: Hosts | None) -> dict
 
 
 def vllm_arguments(settings: Settings) -> dict[str, Any]:
-    """Return ``rollout.vllm.arguments`` plus those for serving the run's adapters."""
+    """Return ``rollout.vllm.arguments`` plus those for adapters."""
     given = settings.rollout.vllm.arguments
     if not settings.publishes_adapters:
         return given
@@ -177,7 +169,7 @@ async def run(settings: Settings, replica: str) -> None:
 
         now = await context.live.refresh()
         engine, codec = await open_engine(now, replica, context.host, context.secret, explain)
-        engine.update_by(context.live.settings.weights.update)  # it may have changed while the model loaded
+        engine.update_by(context.live.settings.weights.update)  # may have changed during loading
         context.live.listen(lambda now: engine.update_by(now.weights.update))
         rollout = Rollout(
             context.bus,

@@ -1,4 +1,4 @@
-"""Training first: evaluation groups use the engine's free room, and always a small share.
+"""Training first: evaluation groups get the engine's free room, at least a small share.
 
 ::
 
@@ -14,7 +14,7 @@ _SHARE = 8
 
 
 class Precedence:
-    """Admission to an engine that decodes ``capacity`` samples at a time."""
+    """Admission to an engine with ``capacity`` samples."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -24,7 +24,7 @@ class Precedence:
 
     @contextlib.asynccontextmanager
     async def turn(self, samples: int, *, training: bool) -> AsyncIterator[None]:
-        """Hold room for a group of ``samples``: immediately for training, else once there is room."""
+        """Hold room for ``samples``: at once for training, else when available."""
         if training:
             self._training += samples
         else:

@@ -6,13 +6,13 @@
                                ▲                  │ WeightsError: gone, too slow, torn, corrupt, does not fit
                                │                  ▼
                                │             the next source (see ``sources``)
-                               └── all failed: the old version goes on serving; again after a growing wait,
-                                   or at once for a newer update, which also ends a round between two sources
+                               └── all failed: old version keeps serving; retry with backoff,
+                                   or at once for a newer update, which also ends a round
 
-Versions never decrease; an overtaken version is not pulled. A version kept for an evaluation (``version_hold``) stays
-until that ends; a replica that starts late asks every source for it once, else goes to the head. Prompts wait here for
-their ``min_version`` without timeout. If pulls keep failing or an older version is kept, they are returned for another
-replica. An engine with torn weights generates nothing; if no source can repair it, the process stops.
+Versions never decrease; overtaken ones are skipped. A version kept for an evaluation (``version_hold``) stays until
+that ends; a late replica asks every source for it once, else follows the head. Prompts wait for ``min_version`` without
+timeout, but are returned if pulls keep failing or an older version is kept. If no source repairs torn weights, the
+process stops.
 """
 
 import asyncio
@@ -75,10 +75,8 @@ class Follower:
     """Keeps ``engine`` on the head.
 
     Args:
-        puller: asks sources, as this replica.
         deadline_s: timeout of each wait of a pull.
-        probe_gap_nats: see :class:`ProbeCheck`.
-        give_up_s: waiters are sent away after pulls have failed for this long.
+        give_up_s: failing pulls for this long send waiters away.
         hold: the version to keep.
     """
 
@@ -120,13 +118,13 @@ class Follower:
 
     @property
     def gave_up(self) -> bool:
-        """Whether pulls have failed for ``give_up_s``, so that waiters are sent away."""
+        """Whether pulls have failed for ``give_up_s``."""
         since_s = self._failing_since_s
         return since_s is not None and time.monotonic() - since_s >= self._give_up_s
 
     @property
     def kept_back(self) -> bool:
-        """Whether a newer version exists than the one kept for an evaluation."""
+        """Whether an older version than the head is kept for an evaluation."""
         newest = None if self._wanted is None else self._wanted.record.version
         held = self._hold.version
         return newest is not None and held is not None and held == self._engine.version and newest > held
@@ -135,8 +133,8 @@ class Follower:
         """Wait until the engine has ``version`` or a newer one.
 
         Raises:
-            NotHere: pulls have failed for ``give_up_s``; another replica may succeed.
-            asyncio.CancelledError: the replica stops; the worker returns the prompt.
+            NotHere: pulls have failed for ``give_up_s``.
+            asyncio.CancelledError: the replica stops.
         """
         async with self._changed:
             await self._changed.wait_for(
@@ -153,11 +151,7 @@ class Follower:
             )
 
     async def check_kept(self, version: PolicyVersion) -> None:
-        """Ensure that every token from now on is of ``version``.
-
-        Raises:
-            NotHere: this replica does not keep it; another may.
-        """
+        """Ensure that all further tokens are of ``version``; raises NotHere if this replica does not keep it."""
         if self._hold.version != version:
             await self._hold.refresh()
         if not (self._hold.version == version == self._engine.version):
@@ -167,16 +161,12 @@ class Follower:
             )
 
     async def release(self) -> None:
-        """Send away all current and future waiters, because the replica stops."""
+        """Send all waiters away, because the replica stops."""
         self._released = True
         await self._notify()
 
     async def run(self) -> None:
-        """Follow the head until cancelled.
-
-        Raises:
-            EngineDied: the engine cannot continue.
-        """
+        """Follow the head until cancelled; raises EngineDied."""
         self._status.source = self._engine.peer_address
         for entry, update in await self._bus.newest(streams.POLICY, PolicyUpdate):
             self._after = entry
@@ -196,7 +186,7 @@ class Follower:
                     self._told.set()
 
     async def _exists(self, record: PolicyRecord) -> bool:
-        """Return whether the ledger may know this version: not newer than the newest, with its record's weights."""
+        """Whether it is not newer than the ledger's newest version, and has its record's weights."""
         ledger = Ledger(self._bus)
         known, standing = await ledger.policy(record.version), await ledger.standing(0)
         newest = standing.newest_version
@@ -228,19 +218,18 @@ class Follower:
                 retried, failures = update, failures + 1
 
     async def _next(self) -> PolicyUpdate:
-        """Wait for an update that the engine needs and may apply."""
         while True:
             self._told.clear()
             wanted = self._wanted
             if wanted is not None and not self._holds(wanted.record.version):
-                await self._hold.refresh()  # must follow the update: holds that it affects are set by now
+                await self._hold.refresh()  # after the update, to see the holds that it affects
                 if (found := await self._allowed(wanted)) is not None:
                     return found
                 await self._notify()
             await self._told.wait()
 
     async def _allowed(self, wanted: PolicyUpdate) -> PolicyUpdate | None:
-        """Return the update to apply: ``wanted``, the kept version if the engine is behind it, or None."""
+        """Return ``wanted``, the kept version if the engine is behind it, or None."""
         held = self._hold.version
         if held is None or held >= wanted.record.version or held == self._unreachable:
             return wanted
@@ -250,7 +239,7 @@ class Follower:
         return wanted if record is None else PolicyUpdate(record, wanted.promoted_at_s)
 
     async def _overtaken(self, update: PolicyUpdate, wait_s: float | None) -> bool:
-        """Wait up to ``wait_s`` (None: forever) for a newer update; return whether one came."""
+        """Wait up to ``wait_s`` (None: forever) for a newer update."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 while self._wanted is update:
@@ -261,7 +250,7 @@ class Follower:
     # ---------------------------------------------------------------- one version
 
     async def _pull(self, update: PolicyUpdate, *, again: bool) -> list[str]:
-        """Try each source in turn; return no errors once the version is live, else all of theirs."""
+        """Try each source; return all errors, or none once the version is live."""
         errors: list[str] = []
         for attempt in await self._attempts(update, again=again):
             if errors and self._wanted is not update and update.record.version != self._hold.version:
@@ -279,7 +268,7 @@ class Follower:
         return errors or ["expected a record with a source or a location, found neither"]
 
     async def _attempts(self, update: PolicyUpdate, *, again: bool) -> list[PullAttempt]:
-        """Return sources in the order of the coordinator's tree; after a failure, peers that report the version."""
+        """Return the tree's sources; after a failure, peers that report the version."""
         told = None if again else update.sources.get(self._replica)
         if told is None and update.record.source:
             told = tuple(holders(await heartbeats(self._bus), update, self._replica, self._lot))
@@ -312,7 +301,7 @@ class Follower:
         return await self._puller.ask(attempt.address, record)
 
     async def _requested_file(self, address: str, update: PolicyUpdate) -> Offer:
-        """Wait for a file that is slow to write, unless a newer version appears."""
+        """Wait for a slow file, unless a newer version appears."""
         writing = asyncio.ensure_future(self._puller.ask_for_file(address, update.record))
         overtaken = asyncio.ensure_future(self._overtaken(update, None))
         try:

@@ -1,7 +1,6 @@
-"""Check whether a prompt can belong to this run; reads the bus only if the message is not enough.
+"""Dead-letter prompts that cannot belong to this run; reads the bus only if the message is not enough.
 
-A prompt of an unadmitted group, an unknown version, or too many samples would occupy its slot or the engine forever; it
-is dead-lettered at once.
+Prompts of unknown groups or versions, or with too many samples, would occupy a slot or the engine forever.
 """
 
 from collections.abc import Awaitable, Callable
@@ -13,16 +12,11 @@ from shared.errors import PermanentError
 from shared.settings import Settings
 
 _TIMES = 64
-"""Allowed multiple of the configured group size: ``sampling.group_size`` may be raised during the run."""
+"""Multiple of the configured group size, which may be raised during the run."""
 
 
 class Plausibility:
-    """Checks prompts of one replica.
-
-    Args:
-        settings: from the run's file.
-        refresh: returns the current settings.
-    """
+    """Checks prompts of one replica; ``refresh`` returns the current settings."""
 
     def __init__(self, bus: Bus, settings: Settings, refresh: Callable[[], Awaitable[Settings]]) -> None:
         self._ledger = Ledger(bus)
@@ -34,11 +28,7 @@ class Plausibility:
         self._newest = PolicyVersion(-1)
 
     async def check(self, prompt: Prompt, purpose: Purpose) -> None:
-        """Check a prompt from the stream of ``purpose``.
-
-        Raises:
-            PermanentError: it does not belong to this run.
-        """
+        """Check a prompt from the stream of ``purpose``; raises PermanentError if it is foreign."""
         if prompt.purpose is not purpose:
             raise PermanentError(f"expected a prompt to {purpose} on this stream, found one to {prompt.purpose}")
         if prompt.sampling.samples > self._most_samples:
@@ -56,7 +46,7 @@ class Plausibility:
             )
 
     async def _check_run(self, prompt: Prompt, *, training: bool) -> None:
-        """Compare with the run's progress; an empty bus (after a restart) knows nothing yet."""
+        """Compare with the run's progress; a bus that restarted empty proves nothing."""
         extent = await self._ledger.extent()
         if training and extent.cursor is not None:
             self._cursor = extent.cursor

@@ -6,10 +6,9 @@
     eval_prompts ─▶     the same handler, the same batches, training first          ──▶ eval_rollouts
     policy ─▶ follower ──▶ engine.stage, engine.swap      hold ──▶ which version to keep for an evaluation
 
-Evaluation prompts are taken while the engine serves the version held for them; training prompts unless the head is past
-a kept version or cannot be pulled. Shutdown order: both workers stop and finish or return their prompts; the follower
-stops; the engine and its weight serving close. If the engine dies, the process ends; other replicas or its restart redo
-the work.
+Evaluation prompts are taken while the held version is served; training prompts unless the head is past a kept version
+or cannot be pulled. Shutdown order: workers finish or return prompts, the follower stops, the engine closes. If the
+engine dies, the process ends and others redo its work.
 """
 
 import asyncio
@@ -58,7 +57,7 @@ _REGULATE_S = 0.05
 
 @dataclasses.dataclass(slots=True)
 class Rate:
-    """Samples and tokens of the last ``RATE_WINDOW_S`` seconds (monotonic)."""
+    """Throughput over ``RATE_WINDOW_S`` monotonic seconds."""
 
     started_s: float
     finished: deque[tuple[float, int, int]] = dataclasses.field(default_factory=deque)
@@ -101,8 +100,8 @@ class Generation:
         """Generate the group of ``prompt`` from the stream of ``purpose``.
 
         Raises:
-            PermanentError: this prompt can never be generated.
-            NotHere: the required weights cannot be pulled here.
+            PermanentError: it can never be generated.
+            NotHere: its weights cannot be pulled here.
         """
         with GROUPS_IN_PROGRESS.track_inprogress():
             if self._plausibility is not None:
@@ -150,13 +149,10 @@ class Rollout:
     """One replica, from start to orderly stop; it owns the engine.
 
     Args:
-        puller: asks sources of weights, as this replica.
-        weights: how versions reach the replicas.
-        max_groups: training groups held at a time; evaluation groups, mostly of one sample, may be
-            ``group_size`` times as many.
-        seed: the run's.
+        max_groups: training groups held at a time; evaluation groups, mostly of one sample, ``group_size`` times as
+            many.
         taking: set while new prompts may be taken.
-        plausibility: checks that prompts belong to this run; None: no check.
+        plausibility: checks prompts, if given.
     """
 
     def __init__(
@@ -223,11 +219,7 @@ class Rollout:
         )
 
     async def run(self, stop: asyncio.Event, report_s: float) -> None:
-        """Serve until ``stop``; write status every ``report_s``.
-
-        Raises:
-            StateLost: the engine died; no held work is lost.
-        """
+        """Serve until ``stop``, with status every ``report_s``; raises StateLost if the engine died."""
         try:
             async with asyncio.TaskGroup() as around:
                 following = around.create_task(self._follower.run())
@@ -256,7 +248,6 @@ class Rollout:
             await asyncio.sleep(_REGULATE_S)
 
     def _regulate(self) -> None:
-        """Set which prompts may be taken now."""
         open_to_all = self._cordon is None or self._cordon.is_set()
         held = self._hold.version
         _set(self._training, open_to_all and not self._follower.kept_back and not self._follower.gave_up)

@@ -1,4 +1,4 @@
-"""The order in which a replica tries sources of a version. Pure functions over the bus's records.
+"""The order in which to try sources of a version, from the bus's records.
 
 ::
 
@@ -23,7 +23,7 @@ PEERS = 3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PullAttempt:
-    """A source to try. ``address`` is ``host:port``; empty for ``file``, whose path is in the record."""
+    """A source; ``address`` is ``host:port``, or empty for ``file`` (see the record)."""
 
     kind: Kind
     address: str = ""
@@ -35,11 +35,7 @@ class PullAttempt:
 
 
 def attempts(record: PolicyRecord, told: Sequence[str], own_address: str) -> list[PullAttempt]:
-    """Return the sources to try for ``record``, in order.
-
-    Args:
-        told: addresses of peers to try before the trainer; may include the trainer.
-    """
+    """Return the sources for ``record``, in order; ``told`` are peers to try first, possibly with the trainer."""
     found: list[PullAttempt] = []
     if record.source:
         peers = [address for address in dict.fromkeys(told) if address not in (own_address, record.source)]
@@ -51,7 +47,7 @@ def attempts(record: PolicyRecord, told: Sequence[str], own_address: str) -> lis
 
 
 def holders(beats: Iterable[Heartbeat], update: PolicyUpdate, replica: str, lot: random.Random) -> list[str]:
-    """Return up to ``PEERS`` addresses of other replicas that report ``update``'s version, in random order."""
+    """Return up to ``PEERS`` random addresses of other replicas that report ``update``'s version."""
     found = [
         beat.source
         for beat in beats

@@ -1,6 +1,6 @@
-"""The version that this replica keeps for an evaluation (``shared.bus.stores.evaluations``), and the maximum time.
+"""The version kept for an evaluation (``shared.bus.stores.evaluations``), and the maximum time.
 
-Read before every swap and a few times a second, to decide when to answer evaluation prompts and when to release.
+Read before swaps and periodically, to decide when to answer evaluation prompts and when to release.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ class Hold:
         self._seen: Holding | None = None
         self._until_s = 0.0
         self._untold = False
-        """Whether another reader saw a change that ``run`` has not reported; it may be over at its next look."""
+        """Whether another reader saw a change that ``run`` has yet to report."""
 
     @property
     def version(self) -> PolicyVersion | None:

@@ -1,1 +1,1 @@
-"""Inference engines behind one protocol (``engine``): vLLM, embedded transformers, and a scripted one for tests."""
+"""Inference engines behind one protocol (``engine``)."""

@@ -1,12 +1,12 @@
-"""Convert published tensors to the names and shapes of ``policy.model``'s checkpoint, which inference engines read.
+"""Convert published tensors to ``policy.model``'s checkpoint form, which inference engines read.
 
-A checkpoint may use other prefixes, or one matrix per expert where the parameter stacks them::
+Names may differ, or experts be separate where the parameter stacks them::
 
     published   model.layers.0.mlp.experts.gate_up_proj              (E, 2·i, h)
     checkpoint  model.layers.0.block_sparse_moe.experts.0.w1.weight  (i, h), …0.w3.weight, …1.w1.weight, …
 
-Engine loaders may refuse or silently skip other names. The conversion is the one by which transformers saves a model;
-its steps are determined by renaming the names in the checkpoint's files, as loading does.
+Engine loaders may silently skip other names. The conversion is the one by which transformers saves a model, determined
+by renaming the names in the checkpoint's files.
 """
 
 import copy
@@ -24,12 +24,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 class CheckpointForm:
-    """The form of the checkpoint in ``source``.
-
-    Args:
-        source: folder or hub name of a Hugging Face checkpoint.
-        trust_remote_code: whether its own code may run.
-    """
+    """The checkpoint in ``source`` (folder or hub name); ``trust_remote_code`` runs its code."""
 
     def __init__(self, source: str, trust_remote_code: bool = False) -> None:
         self._source = source
@@ -41,11 +36,7 @@ class CheckpointForm:
         self._sizes: dict[str, int] = defaultdict(int)
 
     def open(self) -> None:
-        """Determine how the checkpoint holds each published tensor; takes about a second, once.
-
-        Raises:
-            WeightsError: transformers cannot build the model.
-        """
+        """Determine each tensor's form, once; takes about a second. Raises WeightsError if the model cannot be built."""
         if self._outline is not None:
             return
         try:
@@ -69,10 +60,10 @@ class CheckpointForm:
         self._outline = model
 
     def convert(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield ``tensors`` (published name, value) in checkpoint form, each as soon as all its parts have arrived.
+        """Yield (published name, value) ``tensors`` in checkpoint form, each once all its parts have arrived.
 
         Raises:
-            WeightsError: a tensor is missing or not part of the checkpoint.
+            WeightsError: a tensor is missing or unknown.
         """
         self.open()
         waiting: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
@@ -106,7 +97,7 @@ class CheckpointForm:
 
 
 def checkpoint_names(source: str) -> set[str]:
-    """Return the tensor names in the safetensors files of ``source`` (folder or hub name); empty without such files."""
+    """Return tensor names of the safetensors files in ``source`` (folder or hub name), if any."""
     import json
 
     from safetensors import safe_open
@@ -133,7 +124,7 @@ def _folder(source: str) -> Path | None:
 
 
 def outline(source: str, trusted: bool) -> Any:
-    """Return the model without weights, as the trainer builds it."""
+    """Return the trainer's model without weights."""
     with importing():
         from transformers import AutoConfig, AutoModelForCausalLM
     config = AutoConfig.from_pretrained(source, trust_remote_code=trusted)
@@ -142,7 +133,7 @@ def outline(source: str, trusted: bool) -> Any:
 
 
 def _conversions(outline: Any, *, loading: bool) -> list[Any]:
-    """Return the steps by which transformers loads (or saves) a checkpoint of this model; empty before version 5."""
+    """Return transformers' loading (or saving) conversions; empty before version 5."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange
@@ -155,7 +146,7 @@ def _conversions(outline: Any, *, loading: bool) -> list[Any]:
 def _loaded(
     names: set[str], conversions: list[Any], prefix: str, state: dict[str, Any]
 ) -> tuple[dict[str, str], list[Any]]:
-    """Rename ``names`` as loading does; return the checkpoint's name of each unconverted tensor, and the steps used."""
+    """Rename ``names`` as loading does; return checkpoint names of unconverted tensors, and the steps used."""
     if not conversions:
         return {name: name for name in names & state.keys()}, []
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -173,7 +164,7 @@ def _loaded(
 
 
 def _reversed(names: Iterable[str], conversions: list[Any]) -> dict[str, tuple[str, str, Any]]:
-    """Return by name: the first name that it is saved as, its pattern, and the converter of its value, if any."""
+    """Return by name: the first saved name, its pattern, and its converter, if any."""
     if not conversions:
         return {name: (name, "", None) for name in names}
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key

@@ -1,7 +1,6 @@
 """Convert prompts to token ids and token ids to text.
 
-Prompt text is tokenized with the tokenizer's special tokens; messages go through its chat template, up to the
-assistant's turn. A prompt that can never be generated raises PermanentError.
+Text includes the tokenizer's special tokens; messages use its chat template. Impossible prompts raise PermanentError.
 """
 
 from collections.abc import Sequence
@@ -18,18 +17,14 @@ class Codec(Protocol):
     """Conversion between text and token ids."""
 
     def encode(self, prompt: Prompt) -> Int32Array:
-        """Return the token ids of a prompt.
-
-        Raises:
-            PermanentError: this prompt can never be generated.
-        """
+        """Return a prompt's token ids; raises PermanentError if it can never be generated."""
 
     def decode(self, completions: Sequence[Int32Array]) -> list[str]:
-        """Return the texts of completions, without special tokens."""
+        """Return completions' texts, without special tokens."""
 
 
 class Reader(Protocol):
-    """A model's limits, from an opened model or an engine."""
+    """A model's limits."""
 
     @property
     def context_tokens(self) -> int:
@@ -41,7 +36,7 @@ class Reader(Protocol):
 
 
 class TokenizerCodec:
-    """A transformers tokenizer, limited to what the model can read."""
+    """A transformers tokenizer with the model's limits."""
 
     def __init__(self, tokenizer: Tokenizer, reader: Reader) -> None:
         self._tokenizer = tokenizer
@@ -50,7 +45,7 @@ class TokenizerCodec:
         self._say_nothing = {tokenizer.pad_token_id, tokenizer.unk_token_id}
 
     def encode(self, prompt: Prompt) -> Int32Array:
-        """Return a prompt's token ids (see :class:`Codec`)."""
+        """Return a prompt's token ids."""
         token_ids = np.array(self._token_ids(prompt), dtype=np.int32)
         if len(token_ids) == 0:
             raise PermanentError(f"expected a prompt of at least one token in {prompt.problem}, found an empty one")
@@ -74,7 +69,7 @@ class TokenizerCodec:
         return token_ids
 
     def decode(self, completions: Sequence[Int32Array]) -> list[str]:
-        """Return completions' texts (see :class:`Codec`)."""
+        """Return completions' texts."""
         return self._tokenizer.batch_decode([ids.tolist() for ids in completions], skip_special_tokens=True)
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
@@ -105,16 +100,16 @@ class TokenizerCodec:
 
 
 class CharacterCodec:
-    """Character codes as token ids, 0 to stop; for the scripted engine."""
+    """Character codes as token ids, 0 to stop."""
 
     stop = 0
 
     def encode(self, prompt: Prompt) -> Int32Array:
-        """Return the character codes of a prompt's text."""
+        """Return a prompt's character codes."""
         if not prompt.text:
             raise PermanentError(f"expected a text in {prompt.problem}, found none")
         return np.array([ord(character) for character in prompt.text], dtype=np.int32)
 
     def decode(self, completions: Sequence[Int32Array]) -> list[str]:
-        """Return completions' texts (see :class:`Codec`)."""
+        """Return completions' texts."""
         return ["".join(chr(code) for code in ids.tolist() if code != self.stop) for ids in completions]

@@ -1,7 +1,7 @@
-"""An engine with scripted completions, for tests without a model or torch.
+"""An :class:`Engine` with scripted completions, for tests without a model or torch.
 
-Otherwise a complete :class:`Engine`: each token is one decoding step, swaps fall between two, and versions are recorded
-per token. Token ids are character codes; 0 stops. Unless a test passes ``receive``, every offer counts as received.
+Each token is one decoding step, swaps fall between two, and versions are recorded per token. Token ids are character
+codes; 0 stops.
 """
 
 import asyncio
@@ -47,11 +47,8 @@ class ScriptedEngine:
     """An :class:`Engine` that answers from ``script``.
 
     Args:
-        script: completion for a prompt.
-        seed: of the random generator.
         pause: awaited between two decoding steps; block it to swap in mid-generation.
-        receive: called in a thread with each staged offer; may raise WeightsError.
-        peer_address: reported peer address.
+        receive: called in a thread with each staged offer; may raise WeightsError. By default all offers succeed.
         logprob: reported for every token of a probe.
     """
 
@@ -77,16 +74,16 @@ class ScriptedEngine:
         self._closed = False
 
     def update_by(self, mode: UpdateMode) -> None:
-        """Record the mode; a swap is always between two decoding steps."""
+        """Record the mode; swaps are always between two decoding steps."""
         self.update = mode
 
     @property
     def version(self) -> PolicyVersion | None:
-        """The version of the next token; None before the first swap."""
+        """The next token's version; None before the first swap."""
         return self._version
 
     async def generate(self, request: GenerationRequest) -> GeneratedGroup:
-        """Return scripted completions (see :class:`Engine`)."""
+        """Return scripted completions."""
         if self._closed or self._version is None:
             raise EngineDied("expected an open engine with weights: a bug")
         started_at_s, sampling = time.time(), request.sampling
@@ -121,14 +118,14 @@ class ScriptedEngine:
             await asyncio.to_thread(self._received, offer)
 
     async def swap(self, version: PolicyVersion) -> SwapReport:
-        """Serve ``version`` from the next decoding step on."""
+        """Serve ``version`` from the next step on."""
         if self._closed:
             raise EngineDied("expected an open engine: a bug")
         self._version = version
         return SwapReport(0.0, "copy", 0)
 
     async def logprobs(self, token_ids: Int32Array) -> Float32Array:
-        """Return the configured logprob for each token."""
+        """Return the configured logprob per token."""
         return np.full(len(token_ids) - 1, self._logprob, dtype=np.float32)
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Decode one batch of groups in lockstep: one prefill per prompt, then one token for every row at a time.
+"""Decode a batch of groups in lockstep: one prefill per prompt, then one token per row at a time.
 
 ::
 
@@ -7,11 +7,10 @@
       3 4 5 + 6           ──▶  │ logits of last token │─▶ row 1 ┘ of prompt 0  ─▶ row 1  4  ⏎
                                └──────────────────────┘   row 2 ─ of prompt 1      row 2  9  ⏎
 
-Each row has its own temperature and length limit. Finished rows decode on unread until half of the batch is finished,
-then they are dropped (compaction).
+Each row has its own temperature and length limit. Once half of the rows are finished, they are dropped (compaction).
 
-Shapes: P prompts, N rows of the whole batch (all samples of all prompts), n remaining rows, L prompt tokens with
-padding, T new tokens at most, V vocabulary.
+Shapes: P prompts, N rows of the whole batch, n remaining rows, L padded prompt tokens, T new tokens at most,
+V vocabulary.
 """
 
 import dataclasses
@@ -27,14 +26,14 @@ from shared.bus.messages import FinishReason, Int32Array, PolicyVersion
 
 
 class Cache(Protocol):
-    """The required operations of a transformers key-value cache."""
+    """Required operations of a key-value cache."""
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Select these rows, in this order, with repetition."""
+        """Select rows in order, with repetition."""
 
 
 class ModelOutput(Protocol):
-    """Output of a transformers causal language model."""
+    """Output of a transformers model."""
 
     logits: torch.Tensor
     past_key_values: Cache
@@ -53,19 +52,19 @@ class LanguageModel(Protocol):
         use_cache: bool,
         logits_to_keep: int,
     ) -> ModelOutput:
-        """Return the logits of the last ``logits_to_keep`` positions and the extended cache."""
+        """Return the last ``logits_to_keep`` logits and the extended cache."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tokens:
-    """Token ids that end a completion, and one for padding."""
+    """Ids that end a completion, and one for padding."""
 
     stop: tuple[int, ...]
     padding: int = 0
 
 
 class Batch:
-    """A decoding batch; :meth:`step` decodes one token, under ``torch.inference_mode``."""
+    """A decoding batch, used under ``torch.inference_mode``."""
 
     def __init__(
         self,
@@ -110,13 +109,13 @@ class Batch:
         return not self._undelivered
 
     def drop(self, group: int) -> None:
-        """Forget an unwanted group; its rows leave at the next compaction."""
+        """Forget a group; its rows leave at the next compaction."""
         if group in self._undelivered:
             self._undelivered.remove(group)
             self._done_n |= torch.from_numpy(self._group_n == group).to(self._device)
 
     def step(self, version: PolicyVersion) -> list[tuple[int, tuple[GeneratedSample, ...]]]:
-        """Decode one token per row under weights ``version``; return (request index, samples) of finished groups."""
+        """Decode one token per row with ``version``; return (request index, samples) of finished groups."""
         logits_nV = self._prefill() if self._cache is None else self._decode()
         if not self._version_spans or self._version_spans[-1][1] != version:
             self._version_spans.append((self._written, version))
@@ -130,12 +129,12 @@ class Batch:
         return whole
 
     def _uniform(self) -> torch.Tensor:
-        """Return a random number per row (n × 1, float64), from its group's generator."""
+        """Return a random number per row (n × 1, float64), by its group's generator."""
         uniform_N = torch.cat([lot.draw() for lot in self._lots])
         return uniform_N.to(self._device)[self._alive_n].unsqueeze(1)
 
     def _prefill(self) -> torch.Tensor:
-        """Run each prompt (P × L) once; return the logits of the last tokens, repeated per row."""
+        """Run each prompt (P × L) once; repeat the last logits per row."""
         mask_PL = self._mask[:, : self._prompt_length]
         output = self._model(
             input_ids=self._input_ids,
@@ -152,7 +151,6 @@ class Batch:
         return output.logits[:, -1][rows]
 
     def _decode(self) -> torch.Tensor:
-        """Run the last token of every row (n × 1) on the cache; return the next logits."""
         length = self._prompt_length + self._written
         output = self._model(
             input_ids=self._input_ids,
@@ -213,14 +211,14 @@ class Batch:
 
 
 class _Lot:
-    """A group's random numbers: one per sample and decoding step, even for finished samples."""
+    """A group's random numbers: one per sample and step, even for finished samples."""
 
     def __init__(self, request: GenerationRequest) -> None:
         self._samples = request.sampling.samples
         self._generator = torch.Generator().manual_seed(request.seed) if request.sampling.temperature else None
 
     def draw(self) -> torch.Tensor:
-        """Return one number per sample (float64, CPU); zeros if greedy."""
+        """Return float64 numbers (CPU) per sample; zeros if greedy."""
         if self._generator is None:
             return torch.zeros(self._samples, dtype=torch.float64)
         return torch.rand(self._samples, generator=self._generator, dtype=torch.float64)
@@ -228,7 +226,7 @@ class _Lot:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Choice:
-    """Each row's token choice: sampled at its temperature, or greedy at 0."""
+    """Token choice per row: sampled, or greedy at temperature 0."""
 
     temperature_n1: torch.Tensor
     greedy_n: torch.Tensor
@@ -248,8 +246,7 @@ class _Choice:
     def draw(self, logits_nV: torch.Tensor, uniform_n1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each row's token and its logprob under softmax(logits / temperature).
 
-        Inverts the cumulative distribution in float64: the first token whose cumulative probability exceeds a uniform
-        number in [0, 1). Never draws a token of probability 0.
+        Inverts the float64 cumulative distribution at a uniform number in [0, 1); probability 0 is never drawn.
         """
         logprobs_nV = torch.log_softmax(logits_nV / self.temperature_n1, dim=-1)
         if self.all_greedy:
@@ -265,7 +262,7 @@ class _Choice:
 
 
 def _pad_left(prompts: Sequence[Int32Array], padding: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids and mask (1 for tokens), P × L, with the prompts' ends aligned."""
+    """Return ids and mask (1 for tokens), P × L, with aligned ends."""
     length = max(len(prompt) for prompt in prompts)
     ids_PL = np.full((len(prompts), length), padding, dtype=np.int64)
     mask_PL = np.zeros((len(prompts), length), dtype=np.int64)

@@ -8,10 +8,8 @@
     logprobs ──▶ inbox ──── between two steps ─▶ one forward pass
     stage    ──▶ the weights' thread ──────────▶ receive into the shadow (see ``shadow``)
 
-All waiting requests form one batch, up to ``max_rows`` samples; later ones wait for the next batch. An idle engine
-waits briefly for more requests, because one batch of sixteen is far cheaper than sixteen of one. Rounding depends on
-shapes, hence on timing; with ``alone`` each request is its own batch, so its result depends on prompt, seed and weights
-only.
+Waiting requests form one batch of up to ``max_rows`` samples, which an idle engine delays briefly to fill. Rounding
+depends on batch shapes, hence timing; with ``alone`` a result depends on prompt, seed and weights only.
 """
 
 import asyncio
@@ -49,7 +47,7 @@ from shared.weights.transport.offer import Offer
 from shared.weights.transport.place import DeviceLocation, boot_id, plain_uuid
 
 GATHER_S = 0.004
-"""An idle engine starts after this time without a further request."""
+"""Time without further requests after which an idle engine starts."""
 
 R = TypeVar("R")
 Arguments = TypeVarTuple("Arguments")
@@ -59,12 +57,12 @@ class TransformersEngine:
     """An :class:`Engine` on a transformers model.
 
     Args:
-        opened: the model; the engine takes over its parameters.
+        opened: the model; the engine owns its parameters.
         max_rows: maximum samples per batch.
-        alone: whether each request is its own batch (``run.deterministic = "run"``).
-        threads: CPU threads of torch; 0: torch's default.
-        host: address at which other replicas pull weights; empty: none.
-        deadline_s: timeout of each wait of such a pull.
+        alone: one request per batch (``run.deterministic = "run"``).
+        threads: torch's CPU threads; 0: its default.
+        host: address at which replicas pull weights; empty: none.
+        deadline_s: timeout of each wait of a pull.
         drain: swap only after the running batch.
     """
 
@@ -101,16 +99,16 @@ class TransformersEngine:
         self._thread.start()
 
     def update_by(self, mode: UpdateMode) -> None:
-        """Set whether versions go live between two decoding steps or after the running batch."""
+        """Swap between two decoding steps or after the running batch."""
         self._drain = mode == "drain"
 
     @property
     def version(self) -> PolicyVersion | None:
-        """The version of the next token's weights; None before the first swap."""
+        """The next token's version; None before the first swap."""
         return self._version
 
     async def generate(self, request: GenerationRequest) -> GeneratedGroup:
-        """Return a group of completions; more than ``max_rows`` samples are generated in parts."""
+        """Return completions; more than ``max_rows`` are generated in parts."""
         samples, parts = request.sampling.samples, list[GeneratedGroup]()
         for first in range(0, samples, self._max_rows):
             part = _part(request, first, min(self._max_rows, samples - first))
@@ -121,7 +119,7 @@ class TransformersEngine:
 
     @property
     def ranks(self) -> int:
-        """One process holds the model."""
+        """One process."""
         return 1
 
     @property
@@ -134,16 +132,16 @@ class TransformersEngine:
 
     @property
     def peer_address(self) -> str:
-        """``host:port`` at which other replicas pull; empty: none."""
+        """``host:port`` at which replicas pull, or empty."""
         return self._shadow.address
 
     @property
     def torn(self) -> bool:
-        """Always False: a swap copies complete weights."""
+        """Always False: swaps copy complete weights."""
         return False
 
     async def stage(self, offer: Offer) -> None:
-        """Receive new weights beside the live ones."""
+        """Receive weights beside the live ones."""
         receiving = self._loop.run_in_executor(self._receiving, self._shadow.receive, offer)
         try:
             await asyncio.shield(receiving)
@@ -153,17 +151,17 @@ class TransformersEngine:
             raise
 
     async def swap(self, version: PolicyVersion) -> SwapReport:
-        """Put staged weights in place between two decoding steps."""
+        """Put staged weights in place."""
         answer: asyncio.Future[SwapReport] = self._loop.create_future()
         return await self._ask(Swap(version, answer), answer)
 
     async def logprobs(self, token_ids: Int32Array) -> Float32Array:
-        """Return the logprobs of ``token_ids[1:]`` under the live weights."""
+        """Return logprobs of ``token_ids[1:]``."""
         answer: asyncio.Future[Float32Array] = self._loop.create_future()
         return await self._ask(ScoreRequest(token_ids, answer), answer)
 
     async def close(self) -> None:
-        """Stop between two decoding steps; pending requests are cancelled."""
+        """Stop between two decoding steps; cancel requests."""
         self._inbox.put(Close())
         await asyncio.to_thread(self._thread.join)
         await asyncio.to_thread(self._shadow.close)
@@ -194,7 +192,7 @@ class TransformersEngine:
             torch.set_num_threads(self._threads)
 
     def _gather(self) -> bool:
-        """Wait for requests; return False when it is time to close."""
+        """Wait for requests; return False to close."""
         self._swap_held()
         while not self._waiting and not self._closing:
             self._receive(self._inbox.get())
@@ -293,7 +291,7 @@ class TransformersEngine:
         self._call(inbox.answer, item.answer, logprobs_T.cpu().numpy())
 
     def _tell_all(self) -> None:
-        """Cancel pending requests, or fail them with the thread's error; accept no more."""
+        """Cancel requests or fail them with the thread's error."""
         with self._door:
             self._shut = True
         ends: list[Reply] = [asked.answer for asked in (*self._running, *self._waiting)]
@@ -306,12 +304,12 @@ class TransformersEngine:
             self._call(inbox.end, answer, self._death)
 
     def _call(self, callback: Callable[[Unpack[Arguments]], object], *arguments: *Arguments) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: no task waits
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(callback, *arguments)
 
 
 def _part(request: GenerationRequest, first: int, samples: int) -> GenerationRequest:
-    """Return the request for ``samples`` of a group from sample ``first`` on, with its own random numbers."""
+    """Return a request for ``samples`` from ``first`` on, with its own random numbers."""
     sampling = dataclasses.replace(request.sampling, samples=samples)
     seed = request.seed
     if first:

@@ -1,7 +1,4 @@
-"""Requests to the embedded engine's thread, and the way their answers return to the event loop.
-
-An answer is a future of the event loop. These functions run there and ignore cancelled futures.
-"""
+"""Requests to the embedded engine's thread, and their answers: futures set in the event loop, unless cancelled."""
 
 import asyncio
 import dataclasses
@@ -58,7 +55,7 @@ def refuse(future: "asyncio.Future[R]", error: Exception) -> None:
 
 
 def end(future: Reply, death: BaseException | None) -> None:
-    """Cancel the future, or set the thread's error."""
+    """Cancel, or set the thread's error."""
     if future.done():
         return
     if death is None:

@@ -1,7 +1,4 @@
-"""Open a policy in Hugging Face form: architecture, tokenizer and initial weights.
-
-The only module here that imports transformers.
-"""
+"""Open a Hugging Face policy: architecture, tokenizer and initial weights. Only this module imports transformers."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,15 +15,14 @@ if TYPE_CHECKING:
     from services.rollout.engines.transformers.decoding import LanguageModel
     from shared.settings import PolicySettings
 
-# Errors of transformers for a folder or name without a usable model: OSError (missing files, no network), ValueError
-# (unknown architecture, bad name), KeyError and TypeError (config.json fields), RuntimeError (shapes), ImportError
-# (missing package), SafetensorError (torn file).
+# Raised by transformers for unusable models: OSError (missing files, no network), ValueError (unknown architecture, bad
+# name), KeyError and TypeError (config.json), RuntimeError (shapes), ImportError (missing package), SafetensorError.
 _UNUSABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError)
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 class Tokenizer(Protocol):
-    """The required methods of a transformers tokenizer."""
+    """Required methods of a transformers tokenizer."""
 
     chat_template: object
     eos_token_id: int | None
@@ -34,7 +30,7 @@ class Tokenizer(Protocol):
     unk_token_id: int | None
 
     def __call__(self, text: str) -> Any:
-        """Return a text's tokens, as ``input_ids``."""
+        """Return tokens, as ``input_ids``."""
 
     def apply_chat_template(
         self, conversation: list[dict[str, str]], *, add_generation_prompt: bool, tokenize: bool, return_dict: bool
@@ -47,13 +43,13 @@ class Tokenizer(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OpenedModel:
-    """A model on its device, with what generation needs to know of it."""
+    """A model on its device, and what generation needs of it."""
 
     model: "LanguageModel"
     parameters: "dict[str, torch.Tensor]"
     """Tensors that a snapshot may fill, by Hugging Face name; tied ones under each name."""
     required: frozenset[str]
-    """Names that a snapshot must fill: every parameter once."""
+    """Names that a snapshot must fill."""
     device: "torch.device"
     stop: tuple[int, ...]
     """Token ids that end a completion."""
@@ -62,11 +58,7 @@ class OpenedModel:
 
 
 def open_tokenizer(policy: "PolicySettings") -> Tokenizer:
-    """Return the tokenizer of ``policy``.
-
-    Raises:
-        SettingsError: it does not exist.
-    """
+    """Return the tokenizer of ``policy``; raises SettingsError if missing."""
     setting, source = ("policy.tokenizer", policy.tokenizer) if policy.tokenizer else ("policy.model", policy.model)
     check_source(setting, source, _TOKENIZER_FILES)
     with importing():
@@ -83,11 +75,7 @@ def open_tokenizer(policy: "PolicySettings") -> Tokenizer:
 
 
 def check_for_vllm(policy: "PolicySettings") -> None:
-    """Refuse a model that vLLM computes differently from the trainer.
-
-    Raises:
-        SettingsError: the model is one of these, or does not exist.
-    """
+    """Raise SettingsError if vLLM and the trainer compute the model differently, or it does not exist."""
     check_model("policy.model", policy.model)
     with importing():
         from transformers import AutoConfig
@@ -102,13 +90,12 @@ def check_for_vllm(policy: "PolicySettings") -> None:
 
 
 def open_model(policy: "PolicySettings", tokenizer: Tokenizer, device: str, context_tokens: int = 0) -> OpenedModel:
-    """Return the causal language model of ``policy`` on ``device`` (``auto``: a GPU if available).
+    """Return ``policy``'s causal language model on ``device`` (``auto``: a GPU if available).
 
-    Args:
-        context_tokens: the run's longest sequence (``shared.model.rope``); 0: the model's own.
+    ``context_tokens`` is the run's longest sequence (``shared.model.rope``); 0: the model's own.
 
     Raises:
-        SettingsError: the model or device does not exist, or the kind of rotary embeddings is unknown.
+        SettingsError: no such model or device, or an unknown kind of rotary embeddings.
     """
     check_model("policy.model", policy.model)
     with importing():

@@ -1,12 +1,12 @@
-"""A second copy of the weights in this process: versions are received here beside the live ones, and served to peers.
+"""A second copy of the weights, in which versions are received and from which peers are served.
 
 ::
 
     trainer or peer ══▶ receive(offer) ─▶ flat snapshot ─▶ pairs() ─▶ copied in between two decoding steps
                                               └─▶ Source ══▶ other replicas, each bucket as soon as it is there
 
-A layout has one snapshot, which each new version overwrites. Peers that still pull the old version get a moment to
-finish; later reads fail on their checksums. Versions received by file are not served.
+Each new version overwrites the one snapshot; peers get a moment to finish, then fail on checksums. Versions received by
+file are not served.
 """
 
 import threading
@@ -25,18 +25,18 @@ from shared.weights.source.source import WeightSource
 from shared.weights.transport.offer import Offer
 
 _LEAVE_S = 2.0
-"""Time for peers to finish pulls before a new version overwrites theirs."""
+"""Time for peers to finish before their version is overwritten."""
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 """(parameter, new value)."""
 
 
 class Shadow:
-    """The weights receiver of one model in one process.
+    """Weights receiver of one model.
 
     Args:
         opened: the model, only read here.
-        host: this process's address for peers; empty: it serves none.
+        host: address for peers; empty: serves none.
         deadline_s: timeout of each wait of a peer's pull.
     """
 
@@ -50,15 +50,11 @@ class Shadow:
 
     @property
     def address(self) -> str:
-        """``host:port`` at which peers pull; empty: none."""
+        """``host:port`` for peers, or empty."""
         return "" if self._source is None else self._source.address
 
     def receive(self, offer: Offer) -> None:
-        """Receive a version and serve it meanwhile; call from one thread.
-
-        Raises:
-            WeightsError: it is incomplete, or of another model.
-        """
+        """Receive a version and serve it meanwhile, from one thread; raises WeightsError if incomplete or unfit."""
         if self._closed.is_set():
             raise WeightsError("expected an open replica, found that it stops")
         if self._source is not None:
@@ -78,18 +74,14 @@ class Shadow:
         return self._snapshot
 
     def pairs(self, version: PolicyVersion) -> Pairs:
-        """Return each parameter with its value in ``version``.
-
-        Raises:
-            WeightsError: ``version`` is not the last one received.
-        """
+        """Return each parameter with its value in ``version``; raises WeightsError if another was received last."""
         found = None if self._snapshot is None or self._snapshot.header is None else self._snapshot.header.version
         if found != version:
             raise WeightsError(f"expected version {version} to be received before it is swapped to, found {found}")
         return self._pairs
 
     def abort(self) -> None:
-        """Make a receive in progress fail; callable from another thread."""
+        """Make a receive fail, from another thread."""
         self._receiver.abort()
 
     def close(self) -> None:
@@ -101,7 +93,7 @@ class Shadow:
 
 
 def check(opened: OpenedModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise WeightsError unless tensors of these names and shapes are what ``opened`` needs."""
+    """Raise WeightsError unless these names and shapes are what ``opened`` needs."""
     missing, unknown = opened.required - shapes.keys(), shapes.keys() - opened.parameters.keys()
     if missing or unknown:
         name = min(missing or unknown)

@@ -1,4 +1,4 @@
-"""Checks of the embedded engine before it serves, and its random seed."""
+"""Checks of the embedded engine before it serves, and its seed."""
 
 import hashlib
 
@@ -13,10 +13,10 @@ from shared.errors import SettingsError
 
 
 def try_out(opened: OpenedModel) -> None:
-    """Decode two tokens of two samples, so that a model that cannot be decoded fails at the start.
+    """Decode two tokens of two samples, to detect undecodable models at the start.
 
     Raises:
-        SettingsError: it has no usual key-value cache, or does not fit its device.
+        SettingsError: no usual key-value cache, or the device is too small.
     """
     request = GenerationRequest(np.zeros(1, dtype=np.int32), Sampling(samples=2, max_new_tokens=2, temperature=1.0))
     try:
@@ -33,5 +33,5 @@ def try_out(opened: OpenedModel) -> None:
 
 
 def seed_of(run_seed: int, replica: str) -> int:
-    """Return a replica's seed: distinct per replica, the same at every start."""
+    """Return a replica's seed, the same at every start."""
     return int.from_bytes(hashlib.sha256(f"{run_seed}:{replica}".encode()).digest()[:8], "little") >> 1
