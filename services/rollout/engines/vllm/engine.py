@@ -1,4 +1,4 @@
-"""vLLM behind the engine protocol: token ids in and out; weights are swapped under running requests.
+"""vLLM behind the engine protocol.
 
 ::
 
@@ -7,13 +7,11 @@
     stage ──▶ every worker receives into its shadow, decoding goes on ──▶ ok of each rank
     swap  ──▶ one call between two steps of the model: shadow ─▶ live parameters; boundaries are noted
 
-Guarantees besides those of :class:`Engine`:
-
-- Behavior logprobs come from the worker's token record (``logprobs = "captured"``), because vLLM's own cost nearly half
-  of the throughput. ``"native"`` and unknown model runners use vLLM's.
-- New prompts never reuse the prefix cache of older weights: the cache is salted with the version.
-- A worker's death is noticed at once; the engine's processes do not outlive this one.
-- In ``bucketed`` mode weights stream into the live parameters behind a pause. After a failure midway, requests are held
+- Logprobs come from the worker's token record (``"captured"``); vLLM's (``"native"``, or unknown model runners) cost
+  nearly half of the throughput.
+- The prefix cache is salted with the version, so new prompts never reuse older weights' cache.
+- A worker's death is noticed at once; engine processes do not outlive this one.
+- ``bucketed`` streams weights into the live parameters behind a pause; after a failure midway, requests are held
   (``torn``) until another swap completes.
 """
 
@@ -48,9 +46,9 @@ LOGPROBS_CAPTURED = Gauge(
 )
 
 _CLOSE_S = 10.0
-"""Time for vLLM's processes to exit by themselves."""
+"""Time for vLLM's processes to exit."""
 _WORD_S = 2.0
-"""If vLLM reports the failure first, the worker's death is reported within milliseconds."""
+"""If vLLM reports the failure first, the worker's death follows within milliseconds."""
 
 Answer = dict[str, Any]
 R = TypeVar("R")
@@ -60,12 +58,12 @@ class VllmEngine:
     """An :class:`Engine` on vLLM; created by :func:`services.rollout.engines.vllm.start.open_vllm`.
 
     Args:
-        llm: an AsyncLLM whose workers have :class:`services.rollout.engines.vllm.worker.WorkerExtension`.
+        llm: an AsyncLLM with :class:`services.rollout.engines.vllm.worker.WorkerExtension`.
         workers: each rank's ``penstock_open`` answer.
         stop: token ids that end a completion.
-        kv: whether running requests' key-value cache is kept or recomputed at a swap.
+        kv: keep or recompute running requests' key-value cache at a swap.
         update: swap under running requests, or when none runs.
-        bucketed: stream weights into the live parameters, if memory for a shadow is short.
+        bucketed: stream weights into the live parameters.
         adapters: whether vLLM serves adapters.
     """
 
@@ -91,12 +89,12 @@ class VllmEngine:
         self._staged: Offer | None = None
         self._swapping = asyncio.Lock()
         self.torn = False
-        """Whether a swap failed midway: requests are held until another one completes."""
+        """Whether requests are held because a swap failed midway."""
         self._requests = Requests(
             llm, reports, stop=stop, native=native, held=lambda: self.torn or self._swapping.locked()
         )
         self.receive_s = 0.0
-        """Duration of the workers' last staging, from the wait for the shadow to verified bytes."""
+        """The last staging's seconds, from the wait for the shadow to verified bytes."""
         self.ranks = len(workers)
         uuids = tuple(str(worker["gpu_uuid"]) for worker in workers if worker["gpu_uuid"])
         self.place = DeviceLocation(device="cuda" if uuids else "cpu", gpu_uuids=uuids, boot_id=boot_id())
@@ -110,26 +108,26 @@ class VllmEngine:
             log.warning("vLLM returns logprobs at the cost of much of the rate", extra={"why": workers[0]["refusal"]})
 
     def update_by(self, mode: UpdateMode) -> None:
-        """Set whether versions go live between two decoding steps or after running completions."""
+        """Swap between two decoding steps or after running completions."""
         self._update = mode
 
     def share_secret(self, secret: bytes) -> None:
-        """From now on serve weights only to processes that know ``secret``."""
+        """Serve weights only to processes that know ``secret``."""
         self._reports.tell({"kind": "secret", "secret": secret})
 
     @property
     def version(self) -> PolicyVersion | None:
-        """The version of the next token's weights; None before the first swap."""
+        """The next token's version; None before the first swap."""
         return self._version
 
     # ---------------------------------------------------------------- generating
 
     async def generate(self, request: GenerationRequest) -> GeneratedGroup:
-        """Return a group of completions.
+        """Return completions.
 
         Raises:
             PermanentError: vLLM refuses this request.
-            EngineDied: the engine cannot continue.
+            EngineDied: the engine failed.
         """
         return await self._living(self._group(request))
 
@@ -142,17 +140,17 @@ class VllmEngine:
             return GeneratedGroup(samples, started_at_s, time.time())
 
     async def logprobs(self, token_ids: Int32Array) -> Float32Array:
-        """Return the teacher-forced logprobs of ``token_ids[1:]`` under the live weights, at temperature 1."""
+        """Return teacher-forced logprobs of ``token_ids[1:]`` at temperature 1."""
         return await self._living(self._requests.logprobs(token_ids))
 
     async def rehearse(self, request: GenerationRequest) -> None:
-        """Generate and drop a group under the current weights, for measurements."""
+        """Generate and drop a group, for measurements."""
         await self._living(self._requests.rehearse(request))
 
     # ---------------------------------------------------------------- weights
 
     async def stage(self, offer: Offer) -> None:
-        """Receive ``offer`` beside the live weights; if they will be streamed, only remember it."""
+        """Receive ``offer`` beside the live weights, or only remember it for streaming."""
         self._staged = None
         if _is_adapter(offer):
             await asyncio.to_thread(self._check_adapter, offer)
@@ -169,13 +167,13 @@ class VllmEngine:
         if not (Path(offer.source) / "adapter_model.safetensors").is_file():
             raise WeightsError(f"expected adapter_model.safetensors in {offer.source}, found none")
         if offer.manifest_digest:
-            read_snapshot(Path(offer.source), offer.manifest_digest)  # raises if the file is torn or another version's
+            read_snapshot(Path(offer.source), offer.manifest_digest)  # raises if torn or another version's
 
     async def _receive(self, offer: Offer) -> None:
         staging = next(self._stagings)
         self._reports.tell({"kind": "stage", "offer": offer.pack(), "staging": staging})
         try:
-            async with asyncio.timeout(2 * offer.deadline_s):  # the workers' waits have their own deadlines
+            async with asyncio.timeout(2 * offer.deadline_s):  # the workers' own waits end earlier
                 error, self.receive_s = await self._living(self._reports.staged(staging, self.ranks))
         except TimeoutError as late:
             self._reports.tell({"kind": "abort"})
@@ -187,7 +185,7 @@ class VllmEngine:
             raise WeightsError(error)
 
     async def swap(self, version: PolicyVersion) -> SwapReport:
-        """Put staged weights in place between two steps of the model."""
+        """Put staged weights in place between two steps."""
         offer = self._staged
         if offer is None or offer.header.version != version:
             raise WeightsError(f"expected policy version {version} to be staged, found another or none")
@@ -202,7 +200,7 @@ class VllmEngine:
         if _is_adapter(offer):
             answers = await self._call("penstock_adapt", offer.source, int(offer.header.version))
         elif streamed:
-            self.torn = True  # until the swap is known to be complete
+            self.torn = True  # until the swap completes
             answers = await self._call("penstock_stream", offer.pack())
         else:
             answers = await self._call("penstock_swap", int(offer.header.version))
@@ -221,7 +219,7 @@ class VllmEngine:
 
     @contextlib.asynccontextmanager
     async def _quiet(self) -> AsyncIterator[None]:
-        """Drain or pause running requests during a swap, as configured; hold them afterwards if the weights are torn."""
+        """Drain or pause requests during a swap; hold them afterwards if torn."""
         pause = self._bucketed or self._kv == "recompute"
         try:
             if self._update == "drain":
@@ -249,7 +247,7 @@ class VllmEngine:
     # ---------------------------------------------------------------- living and dying
 
     async def _living(self, work: Coroutine[Any, Any, R]) -> R:
-        """Return the result of ``work``; cancel it when the workers die or this engine closes."""
+        """Return the result of ``work``; cancel it when workers die or this closes."""
         task = asyncio.ensure_future(work)
         either: set[asyncio.Future[Any]] = {task, self._reports.died}
         try:
@@ -274,7 +272,7 @@ class VllmEngine:
         return died.result() if died.done() and not died.cancelled() else ""
 
     async def close(self) -> None:
-        """End the engine's processes; pending requests are cancelled."""
+        """End the engine's processes and cancel requests."""
         if self._llm is None:
             return
         dead = self._reports.died.done()
@@ -284,7 +282,7 @@ class VllmEngine:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         await asyncio.to_thread(self._llm.shutdown, 1.0 if dead else _CLOSE_S)
-        self._llm = None  # else it shuts down again at interpreter exit, without the modules it needs
+        self._llm = None  # else it shuts down again at interpreter exit, without needed modules
         await self._reports.close()
 
 

@@ -1,8 +1,7 @@
-"""One request through vLLM: its parameters, its refusals, and its output joined with the workers' records.
+"""One request through vLLM: parameters, refusals, and its output joined with the workers' records.
 
-A request's name links vLLM's output to the rows of the workers' token records (``worker_channel``): tokens come from
-vLLM, logprobs and versions from the rows, one per sample. With ``native``, logprobs come from vLLM too, at a large cost
-in throughput. Version changes are handled by :mod:`services.rollout.engines.vllm.engine`, which holds requests.
+Requests are matched by name: tokens come from vLLM, logprobs and versions from the workers' rows (``worker_channel``),
+one per sample. With ``native``, logprobs come from vLLM too, at a large cost in throughput.
 """
 
 import asyncio
@@ -18,20 +17,19 @@ from shared.bus.messages import FinishReason, Float32Array, Int32Array, PolicyVe
 from shared.errors import PermanentError
 
 _ROW_S = 60.0
-"""A finished request's row arrives within milliseconds; after this time the worker is lost."""
+"""Rows arrive within milliseconds; later, the worker is lost."""
 _GREEDY = 1e-5
 """vLLM's threshold of greedy decoding."""
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
 class Requests:
-    """Sends requests to vLLM.
+    """Sends requests to the AsyncLLM ``llm``.
 
     Args:
-        llm: an AsyncLLM.
         stop: token ids that end a completion.
         native: whether logprobs are vLLM's own.
-        held: whether the model is paused, so that rows may be late.
+        held: whether the model is paused, which delays rows.
     """
 
     def __init__(
@@ -44,16 +42,16 @@ class Requests:
         self._held = held
         self._numbers = itertools.count()
         self.adapter: Any = None
-        """vLLM's request for the live adapter; None for full weights."""
+        """vLLM's request for the live adapter, if any."""
 
     async def samples(self, request: GenerationRequest, version: PolicyVersion) -> tuple[GeneratedSample, ...]:
-        """Return the samples of ``request``; the prefix cache is shared only within ``version``.
+        """Return samples; the prefix cache is per ``version``.
 
         Raises:
             PermanentError: vLLM refuses this request.
-            EngineDied: the engine cannot continue.
+            EngineDied: the engine failed.
         """
-        greedy = request.sampling.temperature < _GREEDY  # vLLM draws one sample of a greedy request; all are equal
+        greedy = request.sampling.temperature < _GREEDY  # vLLM draws one greedy sample; all are equal
         count = 1 if greedy else request.sampling.samples
         name = f"g{next(self._numbers)}"
         self._reports.expect(name)
@@ -67,7 +65,7 @@ class Requests:
         return drawn * (request.sampling.samples // count)
 
     async def logprobs(self, token_ids: Int32Array) -> Float32Array:
-        """Return the teacher-forced logprobs of ``token_ids[1:]`` under the live weights, at temperature 1."""
+        """Return teacher-forced logprobs of ``token_ids[1:]`` at temperature 1."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -75,7 +73,7 @@ class Requests:
         parameters = SamplingParams(
             max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False, output_kind=final
         )
-        # As a salt, the name bypasses the prefix cache, which has no logprobs.
+        # As a salt, it bypasses the prefix cache, which has no logprobs.
         name = f"probe{next(self._numbers)}"
         finished = await self.run(name, token_ids, name, parameters)
         ids = token_ids.tolist()
@@ -83,13 +81,13 @@ class Requests:
         return np.array(found, dtype=np.float32)
 
     async def rehearse(self, request: GenerationRequest) -> None:
-        """Generate the samples of ``request`` without logprobs, and drop them."""
+        """Generate and drop samples, without logprobs."""
         parameters = self.parameters(request, request.sampling.samples)
         name = f"rehearsal{next(self._numbers)}"
         await self.run(name, request.prompt_token_ids, name, parameters)
 
     def parameters(self, request: GenerationRequest, count: int) -> Any:
-        """Return vLLM's sampling parameters for ``count`` samples."""
+        """Return vLLM's parameters for ``count`` samples."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -106,11 +104,11 @@ class Requests:
         )
 
     async def run(self, name: str, token_ids: Int32Array, salt: str, parameters: Any) -> Any:
-        """Return vLLM's single output of a request, with all samples.
+        """Return vLLM's output of a request, with all samples.
 
         Raises:
             PermanentError: vLLM refuses this request.
-            EngineDied: the engine cannot continue.
+            EngineDied: the engine failed.
         """
         from vllm import exceptions
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -132,7 +130,7 @@ class Requests:
         return last
 
     async def rows(self, name: str, count: int) -> list[TokenRow]:
-        """Wait for the worker's rows of a finished request; they come with the next step, so not during a pause."""
+        """Wait for a finished request's rows, which come with the next step, so not during a pause."""
         while True:
             held = self._held()
             try:
@@ -146,7 +144,6 @@ class Requests:
 
 
 def _sample(output: Any, row: TokenRow, native: bool) -> GeneratedSample:
-    """Join vLLM's output of a sample with its worker's row."""
     token_ids = np.array(output.token_ids, dtype=np.int32)
     length = len(token_ids)
     logprobs = np.array(output.logprobs.logprobs, dtype=np.float32) if native else row.logprobs

@@ -1,13 +1,12 @@
-"""Observe vLLM's model runner: its requests, and the tokens that its sampler draws from which logits.
+"""Observe vLLM's model runner: its requests, logits and drawn tokens.
 
 ::
 
     execute_model(scheduler output)   new, resumed and finished requests ─▶ record
     sample / sampler                  the batch's order and counts, logits and tokens ─▶ record
 
-The newer runner ("V2", ``vllm.v1.worker.gpu.model_runner``) passes its sampler an input batch and returns the processed
-logits; the older ("V1", ``vllm.v1.worker.gpu_model_runner``, also the CPU's) applies temperature in place. Both sample
-outside CUDA graphs. For other runners, only tokens are counted, from the scheduler's output.
+Runner "V2" (``vllm.v1.worker.gpu.model_runner``) returns processed logits; "V1" (``vllm.v1.worker.gpu_model_runner``,
+also on CPUs) applies temperature in place. Both sample outside CUDA graphs. For other runners, only tokens are counted.
 """
 
 from collections.abc import Callable
@@ -19,11 +18,7 @@ from services.rollout.engines.vllm.token_record import Finished, TokenRecord
 
 
 class RunnerTap:
-    """Feed ``record`` from ``runner``; hand finished requests to ``deliver``.
-
-    Args:
-        logits: observe the sampler; otherwise only count tokens.
-    """
+    """Feed ``record`` from ``runner``; hand finished requests to ``deliver``. Without ``logits``, only count tokens."""
 
     def __init__(self, runner: Any, record: TokenRecord, deliver: Callable[[Finished], None], logits: bool) -> None:
         self._runner = runner
@@ -32,7 +27,7 @@ class RunnerTap:
         self._logits = logits
         self._scheduled: dict[str, int] = {}
         self.listening = True
-        """If False, later requests are not recorded. For measurements."""
+        """If False, later requests are not recorded; for measurements."""
         runner.execute_model = self._around_execution(runner.execute_model)
         if not logits:
             return

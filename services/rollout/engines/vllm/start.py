@@ -1,7 +1,7 @@
-"""Start vLLM: from plain values to a running :class:`VllmEngine`, or an error that names the setting to change.
+"""Start vLLM as a :class:`VllmEngine`, or name the setting to change.
 
-It runs in spawned processes (a fork would copy our threads' locks and sockets). Its metrics (``vllm:…``) are in this
-process's registry; its log lines go through our log.
+It runs in spawned processes (a fork would copy our threads' locks and sockets). Metrics (``vllm:…``) and logs go
+through this process.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from shared.process.importing import importing
 log = logging.getLogger(__name__)
 
 _configuring = threading.Lock()
-"""vLLM configures itself through globals, and engines may start at the same time."""
+"""vLLM configures itself through globals; engines may start together."""
 
 
 async def open_vllm(
@@ -37,15 +37,15 @@ async def open_vllm(
     deadline_s: float = 30.0,
     stat_loggers: list[type] | None = None,
 ) -> VllmEngine:
-    """Return an engine; the event loop continues while it loads. If it spans hosts, the others run ``node``.
+    """Return an engine; the event loop continues meanwhile. If it spans hosts, the others run ``node``.
 
     Args:
         arguments: from :func:`services.rollout.engines.vllm.arguments.gather`.
-        hosts: the engine's hosts, as gathered, if it spans several.
-        stop: the tokenizer's token ids that end a completion, besides the model's own.
-        peer_host: address at which to serve weights to replicas with the secret of ``share_secret``; "": none.
+        hosts: the engine's, if several.
+        stop: token ids that end a completion, besides the model's own.
+        peer_host: address at which to serve weights under ``share_secret``; "": none.
         deadline_s: timeout of each wait of a peer.
-        stat_loggers: loggers instead of vLLM's own; several engines of a process share one.
+        stat_loggers: replace vLLM's own; several engines of a process share one.
 
     Raises:
         SettingsError: vLLM cannot serve this.
@@ -94,11 +94,7 @@ def _start(arguments: dict[str, Any], hosts: Hosts | None, stat_loggers: list[ty
 
 
 def check(workers: list[dict[str, Any]]) -> None:
-    """Refuse workers that cannot report or whose start differs from the first's.
-
-    Raises:
-        SettingsError: there is such a worker.
-    """
+    """Raise SettingsError for workers that cannot report or differ from the first."""
     for worker in workers:
         if worker["error"]:
             raise SettingsError(worker["error"])
@@ -122,7 +118,7 @@ def _stop_tokens(llm: Any, stop: Sequence[int]) -> tuple[int, ...]:
 
 
 def _is_bucketed(shadow: str, workers: list[dict[str, Any]]) -> bool:
-    """Return whether weights must be streamed into the live parameters because memory for a shadow is short."""
+    """Return whether memory for a shadow is short, so that weights are streamed."""
     if shadow != "auto":
         return shadow == "bucketed"
     tightest = min(workers, key=lambda worker: int(worker["free_bytes"] - worker["policy_bytes"]))

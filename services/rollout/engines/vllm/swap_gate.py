@@ -1,4 +1,4 @@
-"""A gate before an engine that can be shut while weights are swapped."""
+"""A gate before an engine, shut for swaps."""
 
 import asyncio
 import contextlib
@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 
 class SwapGate:
-    """Initially open; counts the requests inside."""
+    """Initially open; counts requests inside."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Condition()
@@ -20,7 +20,7 @@ class SwapGate:
 
     @contextlib.asynccontextmanager
     async def passage(self) -> AsyncIterator[None]:
-        """Wait until the gate is open; count as inside meanwhile."""
+        """Wait for the gate; count as inside meanwhile."""
         async with self._changed:
             await self._changed.wait_for(lambda: not self._shut)
             self._inside += 1
@@ -32,7 +32,7 @@ class SwapGate:
                 self._changed.notify_all()
 
     async def shut(self, *, empty: bool = False) -> None:
-        """Shut the gate; if ``empty``, also wait until no request is inside."""
+        """Shut the gate; if ``empty``, wait until it is empty."""
         self._shut = True
         async with self._changed:
             await self._changed.wait_for(lambda: not (empty and self._inside))

@@ -1,17 +1,15 @@
 """Records each token's logprob and version in a vLLM worker.
 
-vLLM returns logprobs as Python lists through two processes, which costs nearly half of the throughput. Here they stay
-on the device until their request is finished::
+vLLM returns logprobs as Python lists, which costs nearly half of the throughput. Here they stay on the device until
+their request is finished::
 
     step of the runner      sampler ─▶ (processed logits, token) ─▶ token logprob ─▶ scatter ─▶ buffer, row × position
-    a request finished      its row ─▶ pinned host memory (no wait) ─▶ :class:`Finished`, for whoever sends it away
-    a swap                  every request that is held: (tokens drawn so far, new version)
+    a request finished      its row ─▶ pinned host memory (no wait) ─▶ :class:`Finished`
+    a swap                  every held request: (tokens drawn so far, new version)
 
-Rows belong to requests, so a preempted request keeps its row. Positions come from the scheduler's counts (exact without
-speculative decoding); a redrawn token overwrites the discarded one. Partially read prompts write to a spill cell.
-Logprobs use the logits that the token is drawn from, after temperature, in float32.
-
-Legend: n requests of a step, V vocabulary.
+Rows belong to requests and survive preemption. Positions are scheduler counts (exact without speculative decoding), so
+redrawn tokens overwrite discarded ones. Partially read prompts write to a spill cell. Logprobs use the sampled logits,
+after temperature, in float32. Legend: n requests of a step, V vocabulary.
 """
 
 import dataclasses
@@ -28,7 +26,7 @@ _ROWS, _TOKENS = 64, 1024
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Finished:
-    """Finished requests. ``logprobs`` (float32, host) are valid once ``ready`` has passed."""
+    """Finished requests; read ``logprobs`` (float32, host) after ``ready``."""
 
     requests: tuple[str, ...]
     lengths: tuple[int, ...]
@@ -49,7 +47,7 @@ class Finished:
 
 
 class TokenRecord:
-    """Logprobs and versions of one worker's requests. Used only by the thread that steps the model."""
+    """Records of one worker, for the thread that steps the model only."""
 
     def __init__(self, device: torch.device, logprobs: bool = True) -> None:
         self._device = device
@@ -70,11 +68,7 @@ class TokenRecord:
         return {request: int(self._drawn[row]) for request, row in self._rows.items()}
 
     def admit(self, request: str, prompt_tokens: int, known_tokens: int, max_new_tokens: int) -> None:
-        """Add a request, or re-add it after preemption.
-
-        Args:
-            known_tokens: prompt and completion tokens to read before the next draw.
-        """
+        """Add a request, or re-add it after preemption; ``known_tokens`` are read before the next draw."""
         row = self._rows.get(request)
         if row is None:
             if not self._free:
@@ -87,7 +81,7 @@ class TokenRecord:
         self._rewind(request, row, known_tokens)
 
     def resume(self, request: str, completion_tokens: int) -> None:
-        """Continue a preempted request with its first ``completion_tokens``; later ones are redrawn."""
+        """Continue a preempted request; tokens after ``completion_tokens`` are redrawn."""
         row = self._rows.get(request)
         if row is not None:
             self._rewind(request, row, int(self._prompt[row]) + completion_tokens)
@@ -98,9 +92,9 @@ class TokenRecord:
         self._versions[request] = [(min(first, drawn), version) for first, version in self._versions[request]]
 
     def step(self, requests: Sequence[str], computed_n: npt.NDArray[Any], scheduled_n: npt.NDArray[Any]) -> None:
-        """Announce a step's requests, with their counts of tokens read before and now.
+        """Announce a step's requests, with tokens read before and now; the next logits are theirs, in order.
 
-        If logprobs are recorded, the next logits are these requests', in order. Unknown requests are ignored.
+        Unknown requests are ignored.
         """
         row_n = np.fromiter((self._rows.get(request, -1) for request in requests), dtype=np.int64, count=len(requests))
         read_n = np.asarray(computed_n, dtype=np.int64) + scheduled_n
@@ -116,19 +110,19 @@ class TokenRecord:
 
     @torch.inference_mode()
     def store(self, logits_nV: torch.Tensor, token_n: torch.Tensor) -> None:
-        """Record the logprobs of tokens drawn from ``logits_nV``; no effect without a :meth:`step` before."""
+        """Record logprobs of tokens drawn from ``logits_nV``, if a :meth:`step` was announced."""
         index_n, self._index_n = self._index_n, None
         if index_n is not None:
             self._logprobs.scatter_(0, index_n, token_logprobs(logits_nV, token_n.view(-1)))
 
     def swap(self, version: int) -> None:
-        """Record that later tokens are drawn by ``version``."""
+        """Record that later tokens are of ``version``."""
         self._version = version
         for request, drawn in self.held.items():
             self._versions[request].append((drawn, version))
 
     def release(self, requests: Iterable[str]) -> Finished | None:
-        """Release finished requests; return their records, if any is held."""
+        """Release finished requests; return their records, if any."""
         rows = {request: self._rows.pop(request) for request in requests if request in self._rows}
         if not rows:
             return None
@@ -147,7 +141,6 @@ class TokenRecord:
 
     @torch.inference_mode()
     def _grow(self, rows: int, tokens: int) -> None:
-        """Grow to ``rows`` requests of ``tokens`` tokens, keeping the contents."""
         grown = torch.zeros(rows * tokens + 1, dtype=torch.float32, device=self._device)
         if self._capacity:
             old = self._logprobs[:-1].view(self._capacity, self._tokens)
@@ -161,7 +154,7 @@ class TokenRecord:
 
 
 def token_logprobs(logits_nV: torch.Tensor, token_n: torch.Tensor) -> torch.Tensor:
-    """Return log softmax(logits)[token] in float32; on a GPU, without a second tensor of the logits' size."""
+    """Return log softmax(logits)[token] in float32, on GPUs without a copy of the logits."""
     token_n1 = token_n.to(torch.int64).unsqueeze(1)
     if logits_nV.is_cuda:
         from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs

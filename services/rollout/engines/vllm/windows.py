@@ -1,7 +1,7 @@
-"""Refuse a model whose attention windows differ between vLLM and the trainer.
+"""Refuse models whose attention windows differ between vLLM and the trainer.
 
-In transformers a token attends to ``sliding_window`` tokens including itself; vLLM 0.32 gives Cohere 2's layers one
-more. Logprobs beyond the window then differ, by 0.03 nats in a tiny model with a window of 24.
+In transformers a window includes the token itself; vLLM 0.32 gives Cohere 2's layers one more, which changed logprobs
+of a tiny model (window 24) by 0.03 nats.
 """
 
 from typing import Any
@@ -13,12 +13,11 @@ from shared.process.importing import importing
 
 
 def check_windows(model: nn.Module, source: str, context_tokens: int, *, trust_remote_code: bool = False) -> None:
-    """Compare the windows of vLLM's ``model`` with the configuration in ``source``, as the trainer reads it.
+    """Compare windows of the loaded ``model`` with ``source``'s configuration.
 
     Args:
-        model: vLLM's, loaded.
         source: folder or name of the checkpoint.
-        context_tokens: longest sequence served; windows of at least that length are ignored.
+        context_tokens: longest sequence served; longer windows are ignored.
 
     Raises:
         SettingsError: a layer's window differs.
@@ -40,6 +39,6 @@ def check_windows(model: nn.Module, source: str, context_tokens: int, *, trust_r
 
 
 def _window(module: nn.Module) -> int:
-    """Return a vLLM layer's window in tokens; 0: unlimited, or not an attention layer."""
+    """Return a layer's window in tokens; 0: unlimited, or no attention."""
     held: Any = getattr(module, "sliding_window", None) if hasattr(module, "impl") else None
     return held if isinstance(held, int) else 0

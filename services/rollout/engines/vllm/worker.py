@@ -1,7 +1,6 @@
-"""Penstock inside each vLLM worker process: records tokens, receives weights and makes them live.
+"""Penstock in each vLLM worker: records tokens, receives weights and makes them live.
 
-vLLM mixes :class:`WorkerExtension` into its worker and calls its methods by name, between two steps, in the thread that
-steps the model::
+vLLM calls :class:`WorkerExtension`'s methods by name, between two steps, in the thread that steps the model::
 
     penstock_open                reports, token record, a source for peers
     penstock_swap(version)       shadow ─▶ live parameters, in order of the steps' stream; boundaries are noted
@@ -9,8 +8,8 @@ steps the model::
     penstock_adapt(folder)       an adapter instead
     penstock_held, _listen       what is recorded, and whether: for tests and measurements
 
-Methods are collective: every rank runs them between the same two steps. ``stage`` (a thread receives into the shadow
-during decoding) and ``abort`` do not wait for a step; they use the replica's socket.
+They are collective: every rank runs them between the same steps. ``stage`` and ``abort`` use the replica's socket and
+do not wait for a step.
 """
 
 import logging
@@ -44,22 +43,21 @@ from shared.weights.transport.place import plain_uuid
 
 log = logging.getLogger(__name__)
 
-bind_stores()  # vLLM imports this module in each worker before the rendezvous
+bind_stores()  # imported in each worker before the rendezvous
 
 _SWITCH_S = 0.0005
-"""Switch interval between the thread that steps the model and the one that receives weights: Python's own 5 ms, a dozen
-times a pull, cost as much as the transfer.
+"""Switch interval between stepping and receiving threads: Python's 5 ms cost as much per pull as the transfer.
 """
 
 
 class PolicyWorker:
-    """Weights and token record of one rank. Its methods run in the thread that steps the model.
+    """Weights and token record of one rank, for the thread that steps the model.
 
     Args:
         worker: vLLM's, with its model loaded.
-        reporting: the replica's address, and the file of its secret, if any.
-        capture: keep logprobs on the device; otherwise only count tokens.
-        peers: (host, port, deadline in seconds) of rank 0's source for other replicas; empty host: none.
+        reporting: the replica's address and secret file, if any.
+        capture: keep logprobs on the device, else only count tokens.
+        peers: (host, port, deadline in seconds) of rank 0's source; empty host: none.
     """
 
     def __init__(self, worker: Any, reporting: tuple[str, str], capture: bool, peers: tuple[str, int, float]) -> None:
@@ -72,7 +70,7 @@ class PolicyWorker:
         trusted = served.trust_remote_code
         check_windows(self._model, served.model, served.max_model_len, trust_remote_code=trusted)
         beside = worker.parallel_config.node_rank == 0
-        # vLLM notices a dead parent only at the next step of the model, which never comes.
+        # vLLM notices a dead parent only at the next step, which never comes.
         if not beside and not die_with(os.getppid(), signal.SIGKILL):
             raise PeerError("expected the process that started this worker, found it gone")
         address, secret_file = reporting
@@ -96,12 +94,12 @@ class PolicyWorker:
             self._source = WeightSource(peers[0], peers[1], lambda: self._secret, deadline_s=peers[2])
         self.refusal = can_listen(worker.model_runner) if capture else "internal.logprobs says so"
         self.record: TokenRecord | None = None
-        if self._rank == 0:  # all tensor-parallel ranks draw the same tokens
+        if self._rank == 0:  # tensor-parallel ranks draw the same tokens
             self.record = TokenRecord(self._device, logprobs=not self.refusal)
             self.tap = RunnerTap(worker.model_runner, self.record, self._deliver, logits=not self.refusal)
 
     def describe(self) -> dict[str, Any]:
-        """Return this rank's data for the replica. ``policy_bytes`` is the whole policy's approximate size."""
+        """Return this rank's data; ``policy_bytes`` approximates the whole policy."""
         on_gpu = self._device.type == "cuda"
         model = self._config.model_config
         return {
@@ -119,7 +117,7 @@ class PolicyWorker:
     # ---------------------------------------------------------------- weights beside the live ones
 
     def stage(self, offer: Offer, staging: int) -> None:
-        """Start receiving ``offer`` into the shadow; report the end as ``staging``."""
+        """Receive ``offer`` into the shadow; report the end as ``staging``."""
         if self._thread is not None and self._thread.is_alive():
             raise WeightsError("expected the staging before to have ended, found it in progress")
         self._staged = None
@@ -127,7 +125,7 @@ class PolicyWorker:
         self._thread.start()
 
     def _obey(self, told: Frame) -> None:
-        """Execute a replica's message, during or between steps; runs in its own thread."""
+        """Execute replica messages at any time, in its own thread."""
         if told["kind"] == "abort":
             self._receiver.abort()
             return
@@ -144,7 +142,6 @@ class PolicyWorker:
         self._reporter.send(lambda: [message])
 
     def _receive(self, offer: Offer, staging: int) -> None:
-        """Body of a staging's thread."""
         error, began_s = "a bug, see the log of the engine's process", time.monotonic()
         try:
             if self._device.type == "cuda":
@@ -163,7 +160,7 @@ class PolicyWorker:
             self._report(staging, error, time.monotonic() - began_s)
 
     def _room(self, offer: Offer) -> FlatSnapshot:
-        """Return a shadow that neither the last swap nor a peer still reads."""
+        """Return a shadow that no swap or peer still reads."""
         if self._source is not None:
             self._source.withdraw(self._patience_s)
         if self._swapped is not None:
@@ -178,7 +175,7 @@ class PolicyWorker:
     # ---------------------------------------------------------------- weights into the model
 
     def swap(self, version: int) -> tuple[str, int]:
-        """Put staged weights in place, in order of the stream that steps the model; return the path and the bytes."""
+        """Enqueue the staged weights on the stepping stream; return the path and the bytes."""
         shadow = self._shadow
         if shadow is None or self._staged != version:
             raise WeightsError(f"expected policy version {version} to be staged, found {self._staged}")
@@ -193,24 +190,24 @@ class PolicyWorker:
         return path, copied_bytes
 
     def stream(self, offer: Offer) -> tuple[str, int]:
-        """Receive ``offer`` bucket by bucket into the live parameters; decoding must be paused."""
+        """Receive ``offer`` into the live parameters; decoding must be paused."""
         buffer = torch.empty(max(offer.layout.bucket_bytes), dtype=torch.uint8, device=self._device)
         copied_bytes = self._swapper.stream(self._receiver.receive_each(offer, buffer), offer.layout)
         self.note(int(offer.header.version))
         return "bucketed", copied_bytes
 
     def differences(self) -> int | None:
-        """Return how many live tensors differ from the shadow; None without a plan."""
+        """Return how many live tensors differ from the shadow, or None without a plan."""
         return self._swapper.differences()
 
     def note(self, version: int) -> None:
-        """Record that later tokens are drawn by ``version``."""
+        """Record that later tokens are of ``version``."""
         if self.record is not None:
             self.record.swap(version)
 
     @property
     def torn(self) -> bool:
-        """Whether the live weights are a mix of versions."""
+        """Whether live weights mix versions."""
         return self._swapper.torn
 
     def _deliver(self, finished: Finished) -> None:
@@ -224,12 +221,12 @@ class PolicyWorker:
 
 
 class WorkerExtension:
-    """Methods added to vLLM's worker. Arguments and answers must fit msgpack."""
+    """vLLM worker methods; arguments and answers are msgpack."""
 
     _policy: PolicyWorker
 
     def penstock_open(self, reporting: list[str], capture: bool, peers: list[Any]) -> dict[str, Any]:
-        """Connect to the replica and start recording tokens."""
+        """Connect to the replica and start recording."""
         sys.setswitchinterval(_SWITCH_S)
         (address, secret_file), (host, port, deadline_s) = reporting, peers
         try:
@@ -247,7 +244,7 @@ class WorkerExtension:
         return self._answer(lambda: self._policy.stream(Offer.unpack(offer)))
 
     def penstock_adapt(self, folder: str, version: int) -> dict[str, Any]:
-        """Load the adapter in ``folder`` as ``version``, replacing the previous one."""
+        """Load or replace the adapter by ``folder`` as ``version``."""
 
         def adapt() -> tuple[str, int]:
             self.add_lora(adapter_request(folder, in_place=True))  # type: ignore[attr-defined]
@@ -257,11 +254,11 @@ class WorkerExtension:
         return self._answer(adapt)
 
     def penstock_held(self) -> dict[str, int]:
-        """Return the tokens drawn so far, per held request."""
+        """Return tokens drawn so far, per held request."""
         return self._policy.record.held if self._policy.record is not None else {}
 
     def penstock_compare(self) -> int | None:
-        """Return how many live tensors differ from the received ones; None without a plan. For measurements."""
+        """Return how many live tensors differ from received ones, or None without a plan; for measurements."""
         return self._policy.differences()
 
     def penstock_listen(self, on: bool) -> None:
@@ -278,7 +275,7 @@ class WorkerExtension:
 
 
 def adapter_request(folder: str, in_place: bool = False) -> Any:
-    """Return vLLM's request for our single adapter; ``in_place`` reads its folder again."""
+    """Return vLLM's request for our single adapter; ``in_place`` rereads its folder."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(lora_name="policy", lora_int_id=1, lora_path=folder, load_inplace=in_place)

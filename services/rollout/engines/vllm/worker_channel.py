@@ -1,4 +1,4 @@
-"""One socket between a replica and its engine's workers: rows of finished requests, stagings, and death.
+"""One socket between a replica and its engine's workers.
 
 ::
 
@@ -9,9 +9,9 @@
                                   ◀── stage, abort          a reader thread: no step of the model is waited for
     rollout process      Reports  ──▶ per request: logprobs and versions; per staging: ok or an error of each rank
 
-Within a host: a Unix socket in a private folder. Across hosts: TCP with a challenge, answered by HMAC-SHA256 of it and
-the rank under the secret (``rollout.secret_file``); later messages are not encrypted, like vLLM's own traffic. A worker
-whose replica dies ends itself; a worker's death is reported at once, a vanished host's after ``_SILENT_S``.
+Within a host: a Unix socket in a private folder. Across hosts: TCP, authenticated by HMAC-SHA256 of a challenge and the
+rank (``rollout.secret_file``), not encrypted. Workers end with their replica; a worker's death is reported at once, a
+vanished host's after ``_SILENT_S``.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ from shared.peers.handshake import Newcomers
 log = logging.getLogger(__name__)
 
 _STRANGER_BYTES, _STRANGERS = 4096, 64
-"""Limits on bytes of an unauthenticated connection and on their number; one more drops the oldest."""
+"""Limits of unauthenticated connections: bytes, and number; one more drops the oldest."""
 _MAX_RANKS, _MAX_PIDS = 1 << 16, 16
 _GREETING_S = 10.0
 _SILENT_S = 15
@@ -53,19 +53,19 @@ _CHILD = re.compile(r"(?:(\d+)_)?(g\d+)(?:-.*)?")
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class TokenRow:
-    """A worker's record of one sample: logprobs (float32, T or more) and (first token, version) pairs."""
+    """One sample's logprobs (float32, T or more) and (first token, version) pairs."""
 
     logprobs: Float32Array
     versions: tuple[tuple[int, int], ...]
 
 
 class Reporter:
-    """A worker's end. ``obey`` gets the replica's messages, in a thread. Ends this process when the replica dies.
+    """A worker's end; ends this process when the replica dies. ``obey`` gets messages in a thread.
 
     Args:
         address: :attr:`Reports.address`.
         secret: the replica's; empty within one host.
-        beside: whether the replica is on this host, so that this process's parent ends with it too.
+        beside: whether the replica is on this host, so that this process's parent ends too.
 
     Raises:
         PeerError: the replica is unreachable, or refuses this worker.
@@ -89,7 +89,7 @@ class Reporter:
         threading.Thread(target=self._watch, name="replica watch", daemon=True).start()
 
     def _greet(self, rank: int, secret: bytes) -> int:
-        """Authenticate to the replica; return its process id."""
+        """Authenticate; return the replica's process id."""
         challenge = frames.receive(self._socket, _GREETING_S)
         pids = [os.getpid(), os.getppid()] if self._beside else []
         proof = prove(secret, challenge["nonce"], rank)
@@ -101,7 +101,7 @@ class Reporter:
         return int(challenge["pid"])
 
     def send(self, messages: Callable[[], Iterable[Frame]]) -> None:
-        """Send the result of ``messages``, which runs in the writer's thread and may wait for a device."""
+        """Send ``messages()``, called in the writer's thread, where it may wait for a device."""
         self._waiting.put(messages)
 
     def _write(self) -> None:
@@ -123,7 +123,7 @@ class Reporter:
 
 
 def prove(secret: bytes, nonce: bytes, rank: int) -> bytes:
-    """Return rank ``rank``'s answer to the challenge ``nonce``: HMAC-SHA256 under ``secret``."""
+    """Return HMAC-SHA256 of the challenge ``nonce`` and ``rank`` under ``secret``."""
     return hmac.digest(secret, nonce + rank.to_bytes(4, "little"), hashlib.sha256)
 
 
@@ -140,7 +140,7 @@ def _connect(address: str) -> socket.socket:
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """Set TCP_NODELAY, and break TCP connections that are silent for ``_SILENT_S`` seconds."""
+    """Set TCP_NODELAY; break TCP connections silent for ``_SILENT_S`` seconds."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
@@ -153,12 +153,7 @@ def _keep_alive(connection: socket.socket) -> None:
 
 
 class Reports:
-    """The replica's end.
-
-    Args:
-        host: address for workers of other hosts; "": all are local.
-        secret: required of the workers.
-    """
+    """The replica's end. ``host`` is for other hosts' workers ("": none), which must know ``secret``."""
 
     def __init__(self, host: str = "", secret: bytes = b"") -> None:
         self.address = ""
@@ -211,7 +206,7 @@ class Reports:
         return [found[place] for place in range(samples)]
 
     async def staged(self, staging: int, ranks: int) -> tuple[str, float]:
-        """Wait until every rank has ended ``staging``; return the first error or "", and the maximum seconds."""
+        """Wait for every rank's end of ``staging``; return the first error or "", and the maximum seconds."""
         async with self._changed:
             await self._changed.wait_for(lambda: len(self._stagings.get(staging, {})) >= ranks)
         ends = self._stagings.pop(staging).values()
@@ -249,7 +244,7 @@ class Reports:
             writer.close()
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int | None:
-        """Admit a worker and return its rank; None for other clients."""
+        """Admit a worker and return its rank, else None."""
         nonce = secrets.token_bytes(32)
         try:
             writer.write(frames.pack({"kind": "challenge", "nonce": nonce, "pid": os.getpid()}))
@@ -287,7 +282,7 @@ class Reports:
             self._changed.notify_all()
 
     def _keep(self, message: Frame) -> bool:
-        """Keep an expected row. vLLM names a sample ``<place>_<ours>-<random>``, without the place if alone."""
+        """Keep an expected row. vLLM names samples ``<place>_<ours>-<random>``, or without the place if single."""
         found = _CHILD.fullmatch(message["request"])
         if found is None or found[2] not in self._rows:
             return False
@@ -298,7 +293,7 @@ class Reports:
 
 
 def _hello(message: Frame) -> tuple[int, set[int], bytes]:
-    """Return a greeting's rank, processes and proof; raises OSError for other messages."""
+    """Return a greeting's rank, processes and proof; raises OSError otherwise."""
     rank, pids, proof = (message.get(name) for name in ("rank", "pids", "proof"))
     if not _is_whole(rank, 0, _MAX_RANKS - 1) or not isinstance(pids, list) or not isinstance(proof, bytes):
         raise OSError("a greeting without rank, processes and proof")

@@ -1,1 +1,1 @@
-"""vLLM engines that span hosts: membership, rendezvous, and the processes of further hosts."""
+"""vLLM engines that span hosts."""

@@ -1,11 +1,11 @@
-"""The hosts of a multi-host engine: this host's number, the rendezvous, and the shared secret.
+"""The hosts of an engine: numbers, rendezvous and shared secret. Imports neither vLLM nor torch.
 
 ::
 
     host 0 (the replica)    vLLM's engine ─▶ ranks 0 … n-1           ◀─┐ rows, stagings, death (``worker_channel``)
     host 1 (``node``)                    ranks n … 2n-1          ──┘ steps of the model: vLLM's own queues and groups
 
-All hosts start vLLM with the same arguments except their number. Imports neither vLLM nor torch.
+All start vLLM with the same arguments except their number.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from shared.settings import RolloutSettings
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hosts:
-    """Host ``node`` of ``nodes``; they meet at ``rendezvous`` (host:port); others reach this one at ``own``."""
+    """Host ``node`` of ``nodes``, with address ``own``; they meet at ``rendezvous`` (host:port)."""
 
     nodes: int
     node: int
@@ -40,11 +40,7 @@ class Hosts:
 
 
 def hosts_of(rollout: RolloutSettings, own: str) -> Hosts | None:
-    """Return the configured hosts; None if the engine is on one host.
-
-    Raises:
-        SettingsError: there is no secret.
-    """
+    """Return the configured hosts, or None if single; raises SettingsError without a secret."""
     if rollout.nodes == 1 or rollout.secret_file is None:
         return None
     secret_of(rollout.secret_file)
@@ -52,5 +48,5 @@ def hosts_of(rollout: RolloutSettings, own: str) -> Hosts | None:
 
 
 def secret_of(file: Path) -> bytes:
-    """Return the secret that a replica's hosts share. Raises SettingsError if there is none."""
+    """Return the hosts' shared secret; raises SettingsError if missing."""
     return read_secret(file, "rollout.secret_file, the same on every host of the replica")

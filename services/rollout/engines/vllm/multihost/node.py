@@ -1,13 +1,13 @@
-"""A further host of a multi-host engine: it only runs workers.
+"""A further host of an engine, which only runs workers.
 
 ::
 
     start ─▶ vLLM's executor ─▶ workers ─▶ they meet those of the first host at rollout.rendezvous ─▶ ready
-    a worker ended, or the first host's rendezvous is gone ─▶ the workers end ─▶ exit 1: the whole replica starts again
-    SIGTERM ─▶ they go on until the first host has finished what it holds, and ends ─▶ exit 0
+    a worker ended, or the first host's rendezvous is gone ─▶ the workers end ─▶ exit 1: the replica restarts
+    SIGTERM ─▶ they continue until the first host has finished ─▶ exit 0
 
-The workers talk directly to the first host's process, which is the replica (``worker``, ``worker_channel``). This
-process uses neither bus nor run state and exports no replica metrics; ``/readyz`` reports its workers.
+Workers talk directly to the first host's process, the replica. This one uses neither bus nor run state and exports no
+replica metrics; ``/readyz`` reports its workers.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ async def hold_workers(settings: Settings, arguments: dict[str, Any], hosts: Hos
 
     Raises:
         SettingsError: vLLM cannot start with ``arguments``.
-        EngineDied: the first host or a local worker ended before this process was asked to stop.
+        EngineDied: the first host or a worker ended unexpectedly.
     """
     async with attend(settings) as (stop, status):
         workers = Workers(arguments, hosts)
@@ -58,19 +58,19 @@ async def hold_workers(settings: Settings, arguments: dict[str, Any], hosts: Hos
 
 
 class Workers:
-    """vLLM's executor of one host, in its own thread."""
+    """vLLM's executor, in its own thread."""
 
     def __init__(self, arguments: dict[str, Any], hosts: Hosts) -> None:
         self._arguments, self._hosts = arguments, hosts
         self._loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[None] = self._loop.create_future()
-        """Done once the workers have loaded the model and met the first host's."""
+        """Done once the workers have met the first host's."""
         self.ended: asyncio.Future[str] = self._loop.create_future()
-        """Done, with the known reason, once they are gone or the first host is."""
+        """Done, with the reason, once they or the first host are gone."""
         threading.Thread(target=self._hold, name="workers", daemon=True).start()
 
     def kill(self) -> None:
-        """End all workers, including those that wait for the first host."""
+        """End all workers, including waiting ones."""
         for child in multiprocessing.active_children():
             child.kill()
 
@@ -96,7 +96,7 @@ class Workers:
         self._tell(self.ended.set_result, f"the first host does not answer: {outlast(self._hosts.rendezvous)}")
 
     def _tell(self, call: Any, value: Any) -> None:
-        """Call ``call(value)`` in the event loop, unless the future is done or the loop closed."""
+        """Call ``call(value)`` in the event loop, unless already done or closed."""
 
         def once() -> None:
             with contextlib.suppress(asyncio.InvalidStateError):
@@ -107,10 +107,7 @@ class Workers:
 
 
 def outlast(rendezvous: str) -> str:
-    """Wait until the rendezvous at host:port, in a worker of the first host, stops answering; return why.
-
-    Without this, vLLM's workers would wait forever, as they have no replica connection yet.
-    """
+    """Wait until the rendezvous at host:port stops answering; return why. vLLM's workers alone would wait forever."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     address, _, port = rendezvous.rpartition(":")

@@ -1,4 +1,4 @@
-"""vLLM's rendezvous: a TCPStore bound to its address only; torch's own listens on all addresses."""
+"""Bind vLLM's rendezvous store to one address; torch's own listens on all."""
 
 import importlib
 import os
@@ -12,10 +12,7 @@ from shared.peers.tcp_store import serve_store
 
 
 def bind_stores() -> None:
-    """Bind the stores that ``torch.distributed.init_process_group`` serves in this process to one address.
-
-    Only ``tcp://`` stores are expected, as vLLM uses no others.
-    """
+    """Bind ``torch.distributed.init_process_group``'s stores to one address; vLLM uses only ``tcp://`` stores."""
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
     rendezvous.TCPStore = _open_store
 

@@ -1,4 +1,4 @@
-"""Several vLLM engines on one GPU as one: with a small model, a single scheduler leaves the GPU idle.
+"""Several vLLM engines on one GPU, which a small model's single scheduler would leave idle.
 
 ::
 

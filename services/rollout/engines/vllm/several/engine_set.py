@@ -6,9 +6,8 @@
     stage    ─▶ engine 0 pulls ─▶ the others copy its shadow         CUDA IPC on a GPU, gloo on a CPU
     swap     ─▶ gate shut ─▶ all engines between two of their steps ─▶ gate open
 
-Weights cross the network once; the others pull from engine 0 with the same verification as replicas. Each engine reads
-offers by file itself. No group starts while versions differ. If only some swaps succeed, the set is ``torn``: groups
-wait until a later swap succeeds in all.
+Each engine verifies its copy, and reads offers by file itself. No group starts while versions differ: after a partial
+swap the set is ``torn`` until a later one succeeds in all.
 """
 
 import asyncio
@@ -28,11 +27,7 @@ R = TypeVar("R")
 
 
 class EngineSet:
-    """An :class:`Engine` of two or more engines; the first serves weights to the others. Created by ``start``.
-
-    Args:
-        deadline_s: timeout of each wait of an engine that pulls from the first.
-    """
+    """Two or more engines; the first serves the others within ``deadline_s`` per wait. Created by ``start``."""
 
     def __init__(self, engines: Sequence[VllmEngine], *, deadline_s: float) -> None:
         first = engines[0]
@@ -53,32 +48,32 @@ class EngineSet:
 
     @property
     def torn(self) -> bool:
-        """Whether groups wait until a swap succeeds in every engine."""
+        """Whether groups wait for a swap of every engine."""
         return any(engine.torn for engine in self.engines) or len({engine.version for engine in self.engines}) > 1
 
     def update_by(self, mode: UpdateMode) -> None:
-        """Set whether versions go live between two decoding steps or after running completions."""
+        """Swap between two decoding steps or after running completions."""
         for engine in self.engines:
             engine.update_by(mode)
 
     def share_secret(self, secret: bytes) -> None:
-        """From now on serve weights only to processes that know ``secret``."""
+        """Serve weights only to processes that know ``secret``."""
         self._secret = secret
         self.engines[0].share_secret(secret)
 
     async def generate(self, request: GenerationRequest) -> GeneratedGroup:
-        """Return a group of completions, all from one engine."""
+        """Return completions, all from one engine."""
         async with self._gate.passage():
             with self._router.turn(request.prompt_token_ids, request.sampling.samples) as number:
                 return await self._named(number, self.engines[number].generate(request))
 
     async def logprobs(self, token_ids: Int32Array) -> Float32Array:
-        """Return the logprobs of ``token_ids[1:]``, from each engine in turn, so that a probe checks them all."""
+        """Return logprobs of ``token_ids[1:]`` from each engine in turn, so that a probe checks all."""
         number, self._probes = self._probes % len(self.engines), self._probes + 1
         return await self._named(number, self.engines[number].logprobs(token_ids))
 
     async def stage(self, offer: Offer) -> None:
-        """Receive ``offer`` in the first engine and pass it to the others."""
+        """Receive ``offer`` in the first engine; pass it on."""
         if offer.transport == "file":
             await _all(self._named(number, engine.stage(offer)) for number, engine in enumerate(self.engines))
             return
@@ -111,7 +106,7 @@ class EngineSet:
         return SwapReport(slowest, reports[0].path, sum(report.copied_bytes for report in reports))
 
     async def _named(self, number: int, work: Awaitable[R]) -> R:
-        """Return the result of ``work``; name the engine in its errors."""
+        """Return the result of ``work``; name the engine in errors."""
         try:
             return await work
         except (EngineDied, WeightsError) as error:
@@ -124,7 +119,7 @@ class EngineSet:
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
-    """Wait for all and return their results, or raise the worst failure."""
+    """Wait for all; return results, or raise the worst failure."""
     results = await asyncio.gather(*work, return_exceptions=True)
     failures = [result for result in results if isinstance(result, BaseException)]
     if failures:

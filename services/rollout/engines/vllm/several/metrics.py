@@ -1,11 +1,11 @@
-"""vLLM's metrics of several engines in one process: one set of collectors with the label ``engine``."""
+"""vLLM metrics of several engines in one process, with the label ``engine``."""
 
 import threading
 from typing import Any
 
 
 class SharedStatistics:
-    """vLLM's Prometheus logger for ``engines`` engines; each AsyncLLM alone would replace it."""
+    """vLLM's Prometheus logger for all ``engines``; each AsyncLLM would replace it."""
 
     def __init__(self, engines: int) -> None:
         self._engines = engines
@@ -18,7 +18,7 @@ class SharedStatistics:
         self._engines, self._logger = engines, self._opened(self._config, engines)
 
     def factory(self, engine: int) -> type:
-        """Return the logger factory for the AsyncLLM of ``engine``."""
+        """Return the AsyncLLM's logger factory."""
         from vllm.v1.metrics.loggers import PrometheusStatLogger
 
         shared = self

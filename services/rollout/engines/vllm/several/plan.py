@@ -1,4 +1,4 @@
-"""Choose how many engines share a GPU, and the memory of each. Arithmetic only."""
+"""Choose how many engines share a GPU, and their memory. Arithmetic only."""
 
 import dataclasses
 from typing import Any
@@ -6,18 +6,18 @@ from typing import Any
 from shared.errors import SettingsError
 
 MAX_ENGINES = 3
-"""Automatic maximum: with time slices a fourth engine decoded 6 % less on an H200 (0.5B, 512 sequences)."""
+"""In time slices, a fourth engine decoded 6 % less on an H200 (0.5B, 512 sequences)."""
 _LARGE_PARAMETERS = 6_500_000_000
-"""From 7B parameters on, one engine keeps a GPU busy."""
+"""From 7B on, one engine keeps a GPU busy."""
 _BUSY = 0.9
-"""Target share of time in which the GPU works."""
+"""Target share of busy time."""
 _CORES_PER_ENGINE = 2
 _ENGINE_BYTES = 4 << 30
-"""CUDA context, CUDA graphs and activations of an engine with a small model."""
+"""CUDA context, graphs and activations of a small model."""
 _WEIGHT_COPIES = 1.25
-"""Weights with vLLM's padding, and activations that grow with the model."""
+"""Weights with padding, and activations that grow with the model."""
 _LOGIT_COPIES = 6
-"""Float32 copies of a step's logits during sampling."""
+"""Float32 copies of a step's logits."""
 _SHADOW = 1.05
 _LEAST_KV_CACHE_BYTES = 1 << 30
 
@@ -32,7 +32,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Demand:
-    """One engine's needs: bytes of the weights, and of a step's float32 logits."""
+    """Bytes of an engine's weights and of a step's float32 logits."""
 
     policy_parameters: int
     policy_bytes: int
@@ -41,7 +41,7 @@ class Demand:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Memory:
-    """GPU memory in bytes before the first engine starts."""
+    """GPU bytes before the first engine starts."""
 
     total_bytes: int
     free_bytes: int
@@ -49,10 +49,8 @@ class Memory:
     def arguments(self, engines: int, utilization: float, demand: Demand) -> dict[str, Any]:
         """Return vLLM's memory arguments for each of ``engines`` that start together.
 
-        Their total is at most ``utilization`` of the GPU and leaves room for one shadow of the weights each.
-
-        Raises:
-            SettingsError: the memory does not hold ``engines`` engines.
+        In total at most ``utilization`` of the GPU, leaving a shadow of the weights each. Raises SettingsError if too
+        large.
         """
         shadows_bytes = _SHADOW * engines * demand.policy_bytes
         share_bytes = min(utilization * self.total_bytes, self.free_bytes - shadows_bytes) / engines
@@ -64,13 +62,13 @@ class Memory:
                 f"found {share_bytes / 2**30:.1f} GiB for each: lower rollout.engines_per_gpu or raise "
                 "rollout.vllm.gpu_memory_utilization"
             )
-        # At start-up, vLLM compares this share with the free memory, which other engines are already using.
+        # At start-up, vLLM compares it with free memory, which other engines already use.
         startup_share = 0.5 * share_bytes / self.total_bytes
         return {"kv_cache_memory_bytes": kv_cache_bytes, "gpu_memory_utilization": startup_share}
 
 
 def upper_limit(memory: Memory, cores: int, utilization: float, demand: Demand) -> Choice:
-    """Return the maximum number of engines for the parameters, ``cores`` and memory."""
+    """Return the maximum number of engines for parameters, ``cores`` and memory."""
     if demand.policy_parameters >= _LARGE_PARAMETERS:
         return Choice(1, f"a model of {demand.policy_parameters / 1e9:.1f}B parameters keeps the GPU busy")
     by_cores = max(1, cores // _CORES_PER_ENGINE)
@@ -84,6 +82,6 @@ def upper_limit(memory: Memory, cores: int, utilization: float, demand: Demand) 
 
 
 def by_load(busy: float, limit: Choice) -> Choice:
-    """Return the number of engines for a GPU that one engine keeps busy for the share ``busy``."""
+    """Return the number of engines, if one keeps the GPU busy for the share ``busy``."""
     engines = max(1, min(limit.engines, round(_BUSY / max(busy, 0.01))))
     return Choice(engines, f"one engine kept the GPU busy for {busy:.0%} of the time; {limit.reason}")

@@ -1,4 +1,4 @@
-"""Start a replica's engines, and choose their number (``rollout.engines_per_gpu``)."""
+"""Choose and start a replica's engines (``rollout.engines_per_gpu``)."""
 
 import asyncio
 import contextlib
@@ -32,11 +32,11 @@ async def open_engines(
     """Return ``count`` engines on one GPU as one, and the reason for their number.
 
     Args:
-        arguments: vLLM's for one engine with the whole GPU; sequences and memory are split.
+        arguments: for one engine with the whole GPU; sequences and memory are split.
         serving: further arguments of :func:`services.rollout.engines.vllm.start.open_vllm`.
 
     Raises:
-        SettingsError: vLLM cannot serve this, or memory is short for ``count`` engines.
+        SettingsError: vLLM cannot serve this, or memory is short.
     """
     limit = await asyncio.to_thread(_upper_limit, count, arguments, hosts, serving)
     if limit.engines == 1:
@@ -72,14 +72,14 @@ def _demand(arguments: dict[str, Any]) -> Demand:
 
 
 class _Starter:
-    """Starts engines that share the resources of ``arguments``. Reads free GPU memory; create in a thread."""
+    """Starts engines that share ``arguments``' resources. Reads free GPU memory; create in a thread."""
 
     def __init__(self, arguments: dict[str, Any], serving: dict[str, Any]) -> None:
         self._arguments, self._serving = arguments, serving
         self._gpu = Gpu() if torch.cuda.is_available() else None
         self._demand = _demand(arguments) if self._gpu else None
         self.sharing = f"; they share the GPU by {sharing()}" if self._gpu else ""
-        """How the engines share the GPU, as the end of a sentence."""
+        """Sharing mode, as the end of a sentence."""
 
     async def open(self, engines: int) -> EngineSet:
         """Start ``engines`` engines in parallel."""
@@ -90,7 +90,7 @@ class _Starter:
             return self._set(opened)
 
     async def open_by_load(self, limit: Choice) -> tuple[VllmEngine | EngineSet, Choice]:
-        """Return as many engines as suit the GPU's load under the first, which gets a ``limit``-th of the memory."""
+        """Return as many engines as suit the load under the first, which gets a ``limit``-th of the memory."""
         assert self._gpu is not None
         async with self._started() as opened:
             statistics = SharedStatistics(1)
@@ -126,7 +126,7 @@ class _Starter:
         return -(-int(self._arguments["max_num_seqs"]) // engines)
 
     def _share(self, number: int, engines: int, sequences: int) -> dict[str, Any]:
-        """Return engine ``number``'s arguments: own seed, and its part of sequences and memory."""
+        """Return engine ``number``'s arguments: own seed, part of sequences and memory."""
         whole = self._arguments
         own = {"max_num_seqs": sequences, "seed": (whole["seed"] + number) % (1 << 31)}
         if self._gpu is None or self._demand is None:
@@ -135,7 +135,7 @@ class _Starter:
         return {**whole, **own, **memory}
 
     async def _start(self, shares: list[dict[str, Any]], first: int, statistics: SharedStatistics) -> list[VllmEngine]:
-        """Start engines from ``first`` on in parallel; close them again if one fails."""
+        """Start engines from ``first`` on in parallel; close them if one fails."""
         loggers = await asyncio.to_thread(lambda: [statistics.factory(first + place) for place in range(len(shares))])
         starts = [
             open_vllm(share, **{**self._serving, **_role(number)}, stat_loggers=[logger])
@@ -154,7 +154,7 @@ class _Starter:
 
     @contextlib.asynccontextmanager
     async def _started(self) -> AsyncIterator[list[VllmEngine]]:
-        """Yield a list for engines, closed if the body fails."""
+        """Yield a list for engines, closed on failure."""
         engines: list[VllmEngine] = []
         try:
             yield engines
@@ -164,12 +164,12 @@ class _Starter:
 
 
 def _role(number: int) -> dict[str, Any]:
-    """Return that memory for shadows is reserved, and that only the first engine serves weights."""
+    """Reserve memory for shadows; only the first engine serves weights."""
     return {"shadow": "full"} if number == 0 else {"shadow": "full", "peer_host": ""}
 
 
 async def _decode(engine: VllmEngine, sequences: int) -> None:
-    """Decode random prompts on ``engine``, ``sequences`` at a time, until cancelled."""
+    """Decode random prompts, ``sequences`` at a time, until cancelled."""
     random = np.random.default_rng(0)
     new_tokens = max(1, min(_NEW_TOKENS, engine.context_tokens - _PROMPT_TOKENS))
     sampling = Sampling(samples=_GROUP, max_new_tokens=new_tokens, temperature=1.0)

@@ -1,20 +1,18 @@
-"""Trace how a checkpoint's tensors become a model's parameters, and replay it as one copy.
+"""Trace how checkpoint tensors become a model's parameters, and replay it as one copy.
 
-Inference engines fuse and shard parameters, and only the model's own loader knows how. It runs once over views of the
-shadow, with every write recorded instead of made::
+Engines fuse and shard parameters, as only the model's loader knows. It runs once over views of the shadow, with writes
+recorded instead of made::
 
     load_weights ──▶ recorder ──▶ copy_(parameter view, shadow view)      a copy of the plan
                                   fill_(parameter view, constant)         a fill (padded vocabularies)
                                   anything else into a parameter          CopyPlanRefused
 
-- A plan writes every byte of every parameter exactly once (proved by interval arithmetic), so a replay equals a run of
-  the loader. Tied parameters count once.
+- A plan writes every parameter byte exactly once (proved by interval arithmetic; ties count once), as the loader does.
 - Tracing changes no parameter, buffer or shadow tensor.
-- Operations other than plain copies (concatenation, casts into fresh memory, quantization) are refused.
+- Operations other than plain copies are refused.
 
-Sources are (part, offset, strides); a part is a shadow storage, numbered by first use: the bucket's number if tensors
-are in layout order. A bucket's copies can thus be replayed from another buffer. Meta tensors may be traced for that use
-only.
+Sources are (part, offset, strides); parts are shadow storages by first use (bucket numbers, in layout order), so copies
+can be replayed from another buffer. Meta tensors may be traced for that only.
 """
 
 from collections import defaultdict
@@ -38,7 +36,7 @@ from services.rollout.engines.vllm.swap.byte_coverage import (
 from services.rollout.engines.vllm.swap.copies import Copy, CopyPlan, Fill, Region, coalesced
 
 Load: TypeAlias = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
-"""A model's ``load_weights``: takes (name, tensor) pairs and writes them into its parameters."""
+"""A model's ``load_weights`` of (name, tensor) pairs."""
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
 
 _aten = torch.ops.aten
@@ -46,21 +44,20 @@ _NONE: Tensors = MappingProxyType({})
 
 
 class CopyPlanRefused(Exception):
-    """This model is not loaded by plain copies; the text says why."""
+    """The model is not loaded by plain copies only."""
 
 
 class LoaderRefused(CopyPlanRefused):
-    """The model's loader raised on these tensors."""
+    """The model's loader raised."""
 
 
 def trace(load: Load, tensors: Tensors, parameters: Tensors, buffers: Tensors = _NONE) -> CopyPlan:
-    """Return the plan of what ``load`` does with ``tensors`` (stable views of the shadow).
+    """Return the plan of what ``load`` does with ``tensors`` (stable shadow views).
 
-    ``parameters`` are all of the model's, tied ones once or under each name. ``buffers`` need not be loaded, but then
-    completely. Neither changes.
+    ``parameters`` are complete; ties may repeat. ``buffers`` are loaded completely or not at all. Neither changes.
 
     Raises:
-        CopyPlanRefused: not only copies, or not of all bytes; :class:`LoaderRefused` if ``load`` raised.
+        CopyPlanRefused: not only copies, or bytes are missing; :class:`LoaderRefused` if ``load`` raised.
     """
     for name, parameter in parameters.items():
         if is_lazy(parameter) or not parameter.numel():
@@ -76,7 +73,7 @@ def trace(load: Load, tensors: Tensors, parameters: Tensors, buffers: Tensors = 
 def first_cut(read: Iterable[Region], tensors: Mapping[str, Region]) -> str:
     """Return the first of ``tensors`` that ``read`` covers only in part, or "".
 
-    A loader whose heads are narrower than the checkpoint's silently takes the first rows.
+    A loader with narrower heads than the checkpoint silently takes the first rows.
     """
     parts: dict[int, list[Intervals]] = defaultdict(list)
     for region in read:
@@ -94,7 +91,7 @@ def first_cut(read: Iterable[Region], tensors: Mapping[str, Region]) -> str:
 
 
 def sources_of(tensors: Tensors) -> dict[str, Region]:
-    """Return the region of each tensor, numbered as a traced plan's sources."""
+    """Return each tensor's region, numbered as a plan's sources."""
     storages = _numbered(tensors.values())
     return {name: storages.region(tensor) for name, tensor in tensors.items()}
 
@@ -117,7 +114,7 @@ def _run(load: Load, tensors: Tensors, recorder: "_Recorder", live: Tensors, hel
 
 
 def _put_back(live: Tensors, held: Tensors) -> str:
-    """Undo ``parameter.data = …``, which no dispatch mode sees; return the first name so replaced."""
+    """Undo ``parameter.data = …``, which dispatch modes miss; return the first such name."""
     first = ""
     for name, tensor in live.items():
         if _place(tensor.data) != _place(held[name]):
@@ -134,7 +131,7 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class _Storages:
-    """Storages numbered by first use; by identity, because addresses are 0 on the meta device."""
+    """Storages by first use and identity, because meta addresses are 0."""
 
     def __init__(self) -> None:
         self.kept: list[torch.UntypedStorage] = []
@@ -162,7 +159,7 @@ def _numbered(tensors: Iterable[torch.Tensor]) -> _Storages:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records a loader's writes into ``destinations``, and what it derives from ``sources``."""
+    """Records writes into ``destinations``, and what derives from ``sources``."""
 
     def __init__(self, sources: _Storages, destinations: _Storages) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -212,7 +209,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _follow(
         self, operation: Any, taken: list[torch.Tensor], made: list[torch.Tensor], written: list[torch.Tensor]
     ) -> None:
-        """Record new tensors and which of them derive from the sources; a view counts as its base tensor."""
+        """Record new tensors and whether they derive from sources; a view counts as its base."""
         given = _numbered(taken)
         for tensor in made:
             if tensor not in given:
@@ -231,11 +228,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records which tensors are written and read in its block; works on the meta device.
+    """Records tensors written and read in its block, also on the meta device.
 
     Args:
-        live: tensors that keep their values; writes are only checked for shape.
-        sources: tensors whose reads are recorded for :meth:`cut`.
+        live: not written; writes are only checked for shape.
+        sources: recorded for :meth:`cut`.
     """
 
     def __init__(self, live: Iterable[torch.Tensor] = (), sources: Iterable[torch.Tensor] = ()) -> None:
@@ -263,7 +260,7 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor in self._written
 
     def cut(self, tensors: Tensors) -> str:
-        """Return the first of ``tensors`` (``sources``) that was read only in part, or ""."""
+        """Return the first of ``tensors`` (``sources``) read only in part, or ""."""
         return first_cut(self._read, {name: self._sources.region(tensor) for name, tensor in tensors.items()})
 
 
@@ -272,7 +269,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def written_by(operation: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """Return the tensors that ``operation`` writes, by its schema."""
+    """Return the tensors that ``operation`` writes, by schema."""
     found: list[torch.Tensor] = []
     for number, argument in enumerate(operation._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -284,10 +281,10 @@ def written_by(operation: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def _prove_coverage(writes: Iterable[Copy | Fill], regions: Mapping[str, Region], optional: Iterable[str]) -> None:
-    """Check that ``writes`` cover every byte of ``regions`` exactly once; of ``optional`` ones, all bytes or none.
+    """Check that ``writes`` cover ``regions`` exactly once; ``optional`` ones completely or not at all.
 
     Raises:
-        CopyPlanRefused: names the first parameter that is not covered, or covered twice.
+        CopyPlanRefused: names the first violation.
     """
     parts: dict[int, list[Intervals]] = defaultdict(list)
     for write in writes:

@@ -1,7 +1,4 @@
-"""Repair what vLLM's layerwise reload leaves stale: state that layers derive from their weights only at the first load.
-
-vLLM reports none of these; comparing logprobs after a reload with transformers' showed them.
-"""
+"""Repair state that vLLM's layerwise reload silently leaves stale, because layers derive it only at the first load."""
 
 import contextlib
 import inspect
@@ -19,10 +16,7 @@ from shared.errors import WeightsError
 
 
 def process_tied(model: nn.Module) -> None:
-    """Process modules that share an earlier one's weight too; vLLM's layerwise reload skips them.
-
-    On the CPU a tied output head holds its weight packed and would keep using the old one.
-    """
+    """Process modules that share an earlier weight, which reloads skip: a CPU's packed tied head would stay stale."""
     seen: set[int] = set()
     for module in model.modules():
         weight, method = module._parameters.get("weight"), getattr(module, "quant_method", None)
@@ -35,10 +29,7 @@ def process_tied(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def packing_experts_again(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Repack a mixture's experts for the CPU, as at the first load.
-
-    A layer that already has its kernel writes reloaded weights unpacked, but the kernel reads the packed order.
-    """
+    """Repack a mixture's experts for the CPU: the existing kernel reads packed weights, reloaded ones are unpacked."""
     methods: list[Any] = [getattr(module, "quant_method", None) for module in model.modules() if device.type == "cpu"]
     kernels = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]
     for method, _ in kernels:
@@ -52,7 +43,7 @@ def packing_experts_again(model: nn.Module, device: torch.device) -> Iterator[No
 
 
 def fuse_gates_again(model: nn.Module) -> None:
-    """Copy the gates of router and shared expert into their fused tensor, which a mixture creates at its first step."""
+    """Copy router and shared-expert gates into the tensor that a mixture fuses at its first step."""
     for module in model.modules():
         layer: Any = module
         combined = getattr(layer, "_combined_gate_weight", None)
@@ -62,10 +53,9 @@ def fuse_gates_again(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def counting_direct_writes(model: nn.Module) -> Iterator[None]:
-    """Let a reload keep what the loader copies into parameters without their ``weight_loader``.
+    """Keep what the loader copies into parameters without ``weight_loader`` in a reload, which vLLM would lose.
 
-    During a layerwise reload parameters have no memory, and vLLM keeps only ``weight_loader`` writes. Loaders of models
-    with attention sinks (GPT-OSS, MiMo-V2, MiniMax-M2) also call ``parameter.copy_``; these weights would stay stale.
+    Loaders of models with attention sinks (GPT-OSS, MiMo-V2, MiniMax-M2) do so with ``parameter.copy_``.
 
     Raises:
         WeightsError: the loader changes a parameter in another way, or in both ways.
@@ -84,7 +74,7 @@ def counting_direct_writes(model: nn.Module) -> Iterator[None]:
 
 
 class DirectWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Passes ``vllm`` (its ``layerwise`` module) each ``copy_`` into a meta parameter of ``model`` in its block."""
+    """Passes ``copy_`` into meta parameters of ``model`` to ``vllm``'s ``layerwise`` module."""
 
     def __init__(self, model: nn.Module, vllm: ModuleType) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -137,5 +127,5 @@ class DirectWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _copy_to_place(param: torch.Tensor, loaded_weight: torch.Tensor, place: tuple[Any, Any, int]) -> None:
-    """Copy ``loaded_weight`` into the (shape, strides, offset) part of ``param``."""
+    """Copy ``loaded_weight`` into a (shape, strides, offset) part of ``param``."""
     param.data.as_strided(*place).copy_(loaded_weight)

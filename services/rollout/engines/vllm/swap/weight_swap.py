@@ -8,11 +8,9 @@
                                                                behind a pause
     stream(buckets, layout)       ──▶ the same two paths without a shadow: bucket after bucket, behind a pause
 
-A plan is also refused if loading derived anything else from the weights (CPU packing, quantization, MLA's absorbed
-projections, fused experts), which only the layerwise reload recomputes. Refused weights leave the live ones unchanged.
-A stream or reload that fails midway leaves them ``torn`` until the next successful swap.
-
-Call everything between two decoding steps, in the worker's thread.
+Plans are also refused if loading derives other state from weights (CPU packing, quantization, MLA's absorbed
+projections, fused experts). Refused weights leave the live ones unchanged; a failed stream or reload leaves them
+``torn`` until the next swap. Call between two decoding steps, in the worker's thread.
 """
 
 import contextlib
@@ -41,11 +39,11 @@ log = logging.getLogger(__name__)
 Path: TypeAlias = Literal["plan", "layerwise"]
 
 _PLAIN = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
-"""vLLM's methods that use GPU parameters unchanged."""
+"""Methods that use GPU parameters unchanged."""
 
 
 class WeightSwapper:
-    """Swaps the weights of one worker's loaded vLLM ``model``."""
+    """Swaps weights of a worker's loaded ``model``."""
 
     def __init__(self, model: nn.Module, vllm_config: Any, device: torch.device) -> None:
         self.path: Path = "layerwise"
@@ -65,10 +63,7 @@ class WeightSwapper:
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Choose the path for ``tensors`` (stable shadow views by Hugging Face name, in layout order).
 
-        Cheap if neither they nor the parameters moved since the last call.
-
-        Raises:
-            WeightsError: they do not fit this model.
+        Cheap if nothing moved since the last call. Raises WeightsError if they do not fit.
         """
         if self._is_prepared_for(tensors):
             return
@@ -87,9 +82,9 @@ class WeightSwapper:
         self._say()
 
     def swap(self) -> tuple[Path, int]:
-        """Make the prepared tensors' bytes live; return the path and the bytes.
+        """Make the prepared tensors live; return the path and the bytes.
 
-        A plan only enqueues copies on the current stream. Layerwise, the device is idle before and after.
+        A plan only enqueues copies; a layerwise reload leaves the device idle before and after.
         """
         self.prepare(self._tensors)
         self.torn = True
@@ -102,12 +97,12 @@ class WeightSwapper:
         return self.path, copied
 
     def stream(self, buckets: Iterable[tuple[int, torch.Tensor]], layout: Layout) -> int:
-        """Make a version live bucket by bucket, each applied before the next is requested; return the bytes.
+        """Make a version live bucket by bucket; return the bytes.
 
-        ``buckets`` are (number, reusable uint8 tensor), each of ``layout`` once.
+        ``buckets`` are (number, reusable uint8 tensor), each requested after the previous one is applied.
 
         Raises:
-            WeightsError: ``buckets`` failed midway (weights are torn), or they do not fit (not torn).
+            WeightsError: ``buckets`` failed midway (torn), or they do not fit (not torn).
         """
         if self._layout != layout.digest:
             self.prepare(_meta_views(layout))
@@ -118,9 +113,9 @@ class WeightSwapper:
         return copied
 
     def differences(self) -> int | None:
-        """Return how many plan copies differ bitwise from the shadow; None without plan or shadow.
+        """Return how many copies differ bitwise from the shadow, or None without plan or shadow.
 
-        For tests and measurements: reads all weights and waits for the device.
+        For tests: reads all weights and waits for the device.
         """
         return None if self._plan is None or self._layout else self._plan.differences()
 
@@ -141,7 +136,7 @@ class WeightSwapper:
         return plan
 
     def _refuse_cut(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raise WeightsError for ``name`` ("": none), of which the loader took a part and no rank takes the rest."""
+        """Raise WeightsError if the loader took only a part of ``name`` and no rank takes the rest."""
         from vllm.distributed import get_tensor_model_parallel_world_size
 
         expert_parallel = self._config.parallel_config.enable_expert_parallel
@@ -163,7 +158,7 @@ class WeightSwapper:
         return copied
 
     def _is_prepared_for(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Return whether ``tensors`` are the same and the parameters have not moved; takes microseconds."""
+        """Whether neither ``tensors`` nor parameters moved; takes microseconds."""
         return (
             bool(self._tensors)
             and self._tensors.keys() == tensors.keys()
@@ -192,7 +187,7 @@ class WeightSwapper:
                 given += tensor.nbytes
                 yield name, tensor
 
-        # It warns of layers without own weights (rotary embeddings, a tied head); coverage is checked before.
+        # It warns of layers without own weights; coverage is checked before.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
         self._wait()
         with _loading(self._config), torch.device(self._device):
@@ -201,7 +196,7 @@ class WeightSwapper:
                 try:
                     with counting_direct_writes(self._model):
                         self._load(counted())
-                finally:  # also after errors: parameters must not stay on the meta device
+                finally:  # parameters must never stay on the meta device
                     finalize_layerwise_reload(self._model, self._config.model_config)
             process_tied(self._model)
             fuse_gates_again(self._model)
@@ -209,17 +204,13 @@ class WeightSwapper:
         return given
 
     def _check_fit(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Run the loader with meta tensors on non-live parameters in checkpoint form.
-
-        Raises:
-            WeightsError: it raised, or did not write a parameter.
-        """
+        """Run the loader with meta tensors on non-live parameters; raises WeightsError if it fails or skips one."""
         stand_ins = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
         live = (*self._model.parameters(), *self._model.buffers())
         with _checkpoint_form(self._model), Writes(live, stand_ins.values()) as writes:
             try:
                 self._load(stand_ins.items())
-            except Exception as error:  # loaders raise anything on unknown names and shapes
+            except Exception as error:  # loaders raise anything on unknown tensors
                 reason = str(error) if isinstance(error, WeightsError) else repr(error)
                 raise WeightsError(f"expected weights of this model, found others: {reason}") from error
             missing = [name for name, parameter in self._model.named_parameters() if not writes.reached(parameter)]
@@ -237,7 +228,6 @@ class WeightSwapper:
 
 @contextlib.contextmanager
 def _loading(vllm_config: Any) -> Iterator[None]:
-    """Enter vLLM's weight-loading state."""
     from vllm.config import set_current_vllm_config
 
     with set_current_vllm_config(vllm_config), torch.inference_mode(False), torch.no_grad():
@@ -249,7 +239,7 @@ def _parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _derived(model: nn.Module) -> str:
-    """Return what was derived from the weights besides parameters, or ""."""
+    """Name what was derived from the weights besides parameters, or ""."""
     for name, module in model.named_modules():
         kind, method = type(module).__name__, getattr(module, "quant_method", None)
         if method is not None and type(method).__name__ not in _PLAIN:
@@ -264,7 +254,7 @@ def _derived(model: nn.Module) -> str:
 
 @contextlib.contextmanager
 def _checkpoint_form(model: nn.Module) -> Iterator[None]:
-    """Give ``model`` its pre-load parameters on the meta device, and restore its own afterwards."""
+    """Give ``model`` its pre-load parameters on the meta device within the block."""
     from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
@@ -296,13 +286,12 @@ def _views(layout: Layout, bucket: int, buffer: torch.Tensor) -> Iterator[tuple[
 
 
 def _meta_views(layout: Layout) -> dict[str, torch.Tensor]:
-    """Return meta tensors in place of a shadow's."""
     buckets = [torch.empty(size, dtype=torch.uint8, device="meta") for size in layout.bucket_bytes]
     return dict(pair for number, bucket in enumerate(buckets) for pair in _views(layout, number, bucket))
 
 
 def _copies(buckets: Iterable[tuple[int, torch.Tensor]], layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each bucket's tensors as copies, because a layer keeps them until its last one arrives."""
+    """Copy each bucket's tensors, as layers keep them until their last one."""
     for number, bucket in buckets:
         for name, tensor in _views(layout, number, bucket):
             yield name, tensor.clone()
