@@ -1,1 +1,1 @@
-"""Model parts shared by trainer, reward and rollout."""
+"""Model parts that several services share."""

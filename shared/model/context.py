@@ -1,4 +1,4 @@
-"""Maximum sequence lengths, from a model's config and the settings. Imports neither torch nor transformers."""
+"""Maximum sequence lengths. Imports neither torch nor transformers."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ _NAMES = ("max_position_embeddings", "n_positions", "max_seq_len")
 
 
 def own_context(config: Mapping[str, Any]) -> int:
-    """Return the model's maximum sequence length in tokens from config.json fields; 0: not specified."""
+    """Return the maximum sequence length in tokens from config.json fields; 0: not specified."""
     text = config.get("text_config")
     fields = {**config, **text} if isinstance(text, Mapping) else config
     own = next((int(fields[name]) for name in _NAMES if isinstance(fields.get(name), int)), 0)
@@ -26,16 +26,9 @@ def own_context(config: Mapping[str, Any]) -> int:
 
 
 def check_context(config: Mapping[str, Any], limit: int, max_new_tokens: int, model: str) -> None:
-    """Refuse completions that leave no room for a prompt.
+    """Raise SettingsError if a one-token prompt and its completion may exceed the context.
 
-    Args:
-        config: as for :func:`own_context`.
-        limit: ``rollout.vllm.max_model_len``; 0: the model's own context.
-        max_new_tokens: ``sampling.max_new_tokens``.
-        model: ``policy.model``.
-
-    Raises:
-        SettingsError: a one-token prompt and its completion may exceed the context.
+    ``limit`` is ``rollout.vllm.max_model_len``; 0: the model's own context.
     """
     own = own_context(config)
     context = limit or own
@@ -52,7 +45,7 @@ def check_context(config: Mapping[str, Any], limit: int, max_new_tokens: int, mo
 
 
 def read_config(model: str) -> Mapping[str, Any]:
-    """Return the fields of config.json in the folder ``model``; empty for a hub name."""
+    """Return config.json's fields in the folder ``model``; empty for a hub name."""
     file = Path(model) / "config.json"
     found: Mapping[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
     return found

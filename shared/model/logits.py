@@ -1,9 +1,9 @@
-"""Logprobs and entropies (nats, float32) of tokens from their logits: by torch operations, or a fused GPU kernel.
+"""Logprobs and entropies (nats, float32) from logits: by torch operations, or a fused GPU kernel.
 
     x_V = logits_V / temperature,  p = softmax(x),  logprob = x_target − log Σ e^x,  entropy = −Σ p_V log p_V
 
-Torch writes several float32 copies of the logits: a third of a training step of a 0.5B model with 152k words
-(``benchmarks/trainer.py``). The kernel reads each logit once in its own type, and once more for the gradient::
+Torch's float32 copies cost a third of a training step (0.5B model, 152k words; ``benchmarks/trainer.py``). The kernel
+reads each logit once in its own type, and once more for the gradient::
 
     ∂ logprob / ∂ x_v = [v = target] − p_v              ∂ entropy / ∂ x_v = −p_v (log p_v + entropy)
 
@@ -29,11 +29,10 @@ def logprobs_and_entropies(
     """Return each target's logprob, and its distribution's entropy.
 
     Args:
-        logits_NV: any floating type.
         targets_N: token ids (int64).
         temperatures_N: float32.
         entropy_gradient: whether entropies carry a gradient.
-        fused: whether to use the kernel if available.
+        fused: use the kernel if available.
     """
     if fused and logits_NV.is_cuda and _has_triton():
         found: tuple[Tensor, Tensor] = _Fused.apply(  # type: ignore[no-untyped-call]
@@ -48,7 +47,7 @@ def logprobs_and_entropies(
 
 
 def logprobs(logits_NV: Tensor, targets_N: Tensor, temperatures_N: Tensor) -> Tensor:
-    """Return each target's logprob only."""
+    """Return logprobs only."""
     if logits_NV.is_cuda and _has_triton():
         return logprobs_and_entropies(logits_NV, targets_N, temperatures_N)[0]
     return _chosen(_all_logprobs(logits_NV, temperatures_N), targets_N)

@@ -1,7 +1,7 @@
-"""Triton kernels for logprobs, entropies and the logits' gradient. Imported by :mod:`shared.model.logits` only.
+"""Triton kernels for :mod:`shared.model.logits` only.
 
-A forward program handles a row, a backward program a block of a row. The forward pass is a single online softmax
-(Milakov & Gimelshein 2018, arXiv:1805.02867)::
+A forward program handles a row, as one online softmax (Milakov & Gimelshein 2018, arXiv:1805.02867), a backward program
+a block of a row::
 
     m = max x,  s = Σ e^(x − m),  u = Σ e^(x − m) (x − m)          log Σ e^x = m + log s,  entropy = log s − u / s
 """
@@ -34,7 +34,7 @@ def backward(
     chosen_gradient_N: Tensor,
     entropy_gradient_N: Tensor,
 ) -> Tensor:
-    """Return the gradient of the logits, in their type."""
+    """Return the logits' gradient, in their type."""
     logits_NV = logits_NV.contiguous()
     rows, width = logits_NV.shape
     gradient_NV = torch.empty_like(logits_NV)

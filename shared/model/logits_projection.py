@@ -1,9 +1,8 @@
-"""Float32 logits from hidden states and an output layer in half precision.
+"""Float32 logits from half-precision hidden states and output layer.
 
-Bfloat16 matrix products are accumulated in float32 and rounded to 8 bits: a logit of 20 may be off by 0.06
+Bfloat16 products are accumulated in float32, then rounded to 8 bits: a logit of 20 may be off by 0.06
 (``benchmarks/logits_precision.py``). Keeping the accumulator equals MiniMax-M1's float32 output layer
-(arXiv:2506.13585, §3.2). GPUs do so in one product; elsewhere the factors are copied. Gradients are products in the
-layer's type.
+(arXiv:2506.13585, §3.2): one product on GPUs, copied factors elsewhere. Gradients are half-precision products.
 
 Shapes: ``N`` tokens, ``D`` hidden size, ``V`` vocabulary.
 """
@@ -22,10 +21,10 @@ LogitsType = Literal["model", "float32"]
 
 
 def projection(output: nn.Module, kind: LogitsType) -> Callable[[Tensor], Tensor]:
-    """Return the function from hidden states (N × D) to ``output``'s logits (N × V) in type ``kind``.
+    """Return the function from hidden states (N × D) to logits (N × V) in type ``kind``.
 
     Raises:
-        SettingsError: float32 is requested, and ``output`` is not a plain linear layer.
+        SettingsError: float32 with an ``output`` that is not a plain linear layer.
     """
     own: Callable[[Tensor], Tensor] = output.forward
     if kind == "model":
@@ -46,7 +45,7 @@ def _project(output: nn.Linear, own: Callable[[Tensor], Tensor], hidden_ND: Tens
 
 
 class _Product(torch.autograd.Function):
-    """``hidden @ weight.T`` of half precision in float32; gradients are half-precision products."""
+    """``hidden @ weight.T`` in float32, with half-precision gradients."""
 
     @staticmethod
     def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:

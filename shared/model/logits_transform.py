@@ -1,9 +1,9 @@
-"""Scaling and capping of hidden states and logits around a model's output layer.
+"""Scaling and capping around a model's output layer.
 
     logits_V = output(hidden_D / divisor) · factor,   then  cap · tanh(logits_V / cap)  where there is a cap
 
-Determined by config and class, because families differ: Granite divides by ``logits_scaling``, HyperCLOVA X multiplies
-by it. Unknown settings are refused. Changed logits are float32.
+Depends on config and class: Granite divides by ``logits_scaling``, HyperCLOVA X multiplies by it. Unknown settings are
+refused. Changed logits are float32.
 
 Shapes: ``N`` tokens, ``D`` hidden size, ``V`` vocabulary.
 """
@@ -41,7 +41,7 @@ _NEUTRAL: tuple[Any, ...] = (None, 0, 1, False)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogitsTransform:
-    """Changes to hidden states before, and logits after, an output layer."""
+    """Changes before and after an output layer."""
 
     divisor: float = 1.0
     """For hidden states."""
@@ -50,14 +50,14 @@ class LogitsTransform:
     cap: float | None = None
     """Soft cap of logits, or None."""
     words: int | None = None
-    """Only this many first words have a logit; None: all."""
+    """Only this many first words have logits; None: all."""
 
     def before(self, hidden_ND: Tensor) -> Tensor:
         """Return the output layer's input."""
         return hidden_ND if self.divisor == 1 else hidden_ND / self.divisor
 
     def after(self, logits_NV: Tensor) -> Tensor:
-        """Return the model's logits from the output layer's: float32 if changed."""
+        """Return the model's logits from the output layer's."""
         if self.words is not None:
             logits_NV = logits_NV[..., : self.words]
         if self.factor != 1:
@@ -69,11 +69,7 @@ PLAIN = LogitsTransform()
 
 
 def logits_transform(model: Any, name: str = "policy.model") -> LogitsTransform:
-    """Return the logits transform of a Hugging Face ``model``; ``name`` is its setting, for errors.
-
-    Raises:
-        SettingsError: its config has an unknown setting about logits.
-    """
+    """Return the transform of ``model`` (of setting ``name``); raises SettingsError if its config is unknown."""
     config, kind = model.config.get_text_config(), type(model).__name__
     _check_head(model, kind, name)
     fields = {**config.to_dict(), **{key: getattr(config, key, None) for key in _KNOWN}}  # some are properties
@@ -111,7 +107,7 @@ def _is_about_logits(key: str) -> bool:
 
 
 def _take(settings: dict[str, Any], table: Mapping[str, str], kind: str) -> float | None:
-    """Remove the settings in ``table`` for class ``kind``, and return their value."""
+    """Remove and return ``table``'s settings for class ``kind``."""
     for key, classes in table.items():
         if key in settings and re.match(classes, kind):
             return float(settings.pop(key))

@@ -1,7 +1,7 @@
-"""Check that a policy can be opened: a Hugging Face folder, or the name of one on a reachable hub.
+"""Check that a policy is a Hugging Face folder or a reachable hub name.
 
-Runs before model libraries are loaded: those retry an unreachable hub for most of a minute, and read pickled weights
-(``.bin``) if there are no others.
+Runs first, because model libraries retry an unreachable hub for most of a minute, and fall back to pickled weights
+(``.bin``).
 """
 
 import re
@@ -16,11 +16,7 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def check_model(setting: str, source: str) -> None:
-    """Refuse a source that cannot be a model with safetensors weights.
-
-    Raises:
-        SettingsError: names ``setting``, and any pickled file.
-    """
+    """Raise SettingsError, naming ``setting``, if ``source`` has no safetensors weights."""
     check_source(setting, source, ("config.json",))
     folder = Path(source)
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern)) if folder.is_dir() else []
@@ -32,11 +28,7 @@ def check_model(setting: str, source: str) -> None:
 
 
 def check_source(setting: str, source: str, needed: tuple[str, ...]) -> None:
-    """Refuse what is neither a folder with one of the files ``needed`` nor a reachable hub name.
-
-    Raises:
-        SettingsError: names ``setting``.
-    """
+    """Raise SettingsError unless ``source`` is a folder with one of the files ``needed`` or a reachable hub name."""
     if not source:
         raise SettingsError(
             f"expected a folder in Hugging Face form or a hub name in {setting}, found nothing: set {setting}"
@@ -52,7 +44,7 @@ def check_source(setting: str, source: str, needed: tuple[str, ...]) -> None:
 
 
 def _check_hub(setting: str, name: str, needed: tuple[str, ...]) -> None:
-    """Refuse an uncached hub name if the hub is unreachable: transformers would retry for a minute."""
+    """Refuse an uncached name if the hub is unreachable."""
     import httpx
     from huggingface_hub import constants, try_to_load_from_cache
 

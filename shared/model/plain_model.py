@@ -1,7 +1,4 @@
-"""Reference Hugging Face models for self-tests.
-
-Attention is "eager", the only transformers implementation with soft caps and sinks.
-"""
+"""Reference Hugging Face models for self-tests, with "eager" attention: only it has soft caps and sinks."""
 
 import contextlib
 from collections.abc import Iterator
@@ -16,7 +13,7 @@ _IMPLEMENTATION = "_attn_implementation"
 
 @contextlib.contextmanager
 def eager_attention(model: Any) -> Iterator[None]:
-    """Use transformers' eager attention within the block."""
+    """Use eager attention within the block."""
     configurations = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     before = [(config, getattr(config, _IMPLEMENTATION, None)) for config in configurations.values()]
     chosen = [(config, implementation) for config, implementation in before if implementation is not None]
@@ -30,7 +27,7 @@ def eager_attention(model: Any) -> Iterator[None]:
 
 
 def ordinary_ids(config: Any) -> Int32Array:
-    """Return the model's token ids without a special meaning such as image or padding."""
+    """Return token ids without special meanings such as image or padding."""
     special = set[int]()
     for part in (config, config.get_text_config()):
         for name, value in part.to_dict().items():

@@ -1,10 +1,9 @@
 """Rotary embeddings with frequencies fixed per run, not per batch.
 
-With ``longrope`` (Phi-3, arXiv:2402.13753) transformers chooses frequencies by the longest sequence of a batch, so
-logprobs would depend on batching. A run, like vLLM, chooses once: long factors if its context
-(``rollout.vllm.max_model_len``, else the model's own) exceeds ``original_max_position_embeddings``. ``dynamic``
-frequencies are plain up to ``max_position_embeddings``, which replicas enforce; vLLM's differ and are refused, as are
-unknown kinds.
+With ``longrope`` (Phi-3, arXiv:2402.13753) transformers chooses frequencies per batch, so logprobs would depend on
+batching. A run, like vLLM, chooses once: long factors if its context (``rollout.vllm.max_model_len``, else the model's
+own) exceeds ``original_max_position_embeddings``. ``dynamic`` is plain up to ``max_position_embeddings``, the replicas'
+limit; vLLM's differs and is refused, as are unknown kinds.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,19 +15,18 @@ from torch import nn
 from shared.errors import SettingsError
 
 _FIXED = frozenset(("default", "linear", "llama3", "yarn", "proportional", "mrope", "axial"))
-"""Kinds whose frequencies depend only on the config."""
+"""Frequencies depend only on the config."""
 
 
 def settle_rope(model: nn.Module, context_tokens: int = 0, *, name: str = "policy.model") -> None:
-    """Fix the frequencies of ``model`` for the run.
+    """Fix the frequencies of a Hugging Face ``model`` with weights.
 
     Args:
-        model: a Hugging Face model with weights, on any device.
         context_tokens: the run's longest sequence; 0: the model's own.
         name: the model's setting, for errors.
 
     Raises:
-        SettingsError: a rotary embedding is of an unknown kind or cannot be independent of the batch.
+        SettingsError: a rotary embedding is unknown or depends on the batch.
     """
     for module in model.modules():
         for layer_type, kind in _kinds(module):
@@ -44,11 +42,7 @@ def settle_rope(model: nn.Module, context_tokens: int = 0, *, name: str = "polic
 
 
 def check_rope_for_vllm(config: Any, name: str = "policy.model") -> None:
-    """Refuse rotary embeddings whose frequencies differ between vLLM and the trainer.
-
-    Raises:
-        SettingsError: they differ.
-    """
+    """Raise SettingsError for rotary embeddings whose frequencies differ between vLLM and the trainer."""
     found = getattr(config.get_text_config(), "rope_parameters", None) or {}
     each = [found, *(value for value in found.values() if isinstance(value, Mapping))]
     if any(one.get("rope_type") == "dynamic" and not one.get("alpha") for one in each):
@@ -59,7 +53,7 @@ def check_rope_for_vllm(config: Any, name: str = "policy.model") -> None:
 
 
 def _kinds(module: nn.Module) -> Iterator[tuple[str | None, str]]:
-    """Yield (layer type, rope type); layer type None is the only one."""
+    """Yield (layer type, rope type); None: for all layers."""
     found = getattr(module, "rope_type", None)
     if isinstance(found, str):
         yield None, found
@@ -74,7 +68,7 @@ def _settle_long(module: Any, layer_type: str | None, context_tokens: int, name:
     original = int(parameters["original_max_position_embeddings"])
     context = context_tokens or int(module.config.max_position_embeddings)
     long = context > original
-    if long and "long_mscale" in parameters:  # transformers computes these per batch, with the short factors
+    if long and "long_mscale" in parameters:  # transformers computes these per batch, with short factors
         raise SettingsError(
             f"expected sequences of at most {original} tokens for {type(module).__name__}, whose longer ones transformers computes in another way "
             f"than vLLM, found a context of {context}: lower rollout.vllm.max_model_len or change {name}"
@@ -109,7 +103,7 @@ def _parameters(module: Any, layer_type: str | None) -> Mapping[str, Any]:
 
 
 def _fix(module: Any, layer_type: str | None, frequencies: torch.Tensor | None) -> None:
-    """Set fixed ``frequencies`` (None: current ones), as type ``default``, which transformers does not update."""
+    """Set ``frequencies`` (None: current ones) as type ``default``, which transformers does not update."""
     prefix = "" if layer_type is None else f"{layer_type}_"
     if frequencies is not None:
         for buffer in (f"{prefix}inv_freq", f"{prefix}original_inv_freq"):

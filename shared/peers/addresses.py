@@ -1,4 +1,4 @@
-"""Addresses and network interfaces of this machine. Imports no torch."""
+"""Addresses and network interfaces of this machine."""
 
 import ipaddress
 import os
@@ -15,7 +15,7 @@ def listen(host: str, port: int, setting: str) -> socket.socket:
     """Return a socket listening on ``host``:``port`` (0: any free one).
 
     Raises:
-        SettingsError: the port (from ``setting``) is taken, or the host is not this machine.
+        SettingsError: the port (from ``setting``) is taken, or the host is not local.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -32,10 +32,9 @@ def listen(host: str, port: int, setting: str) -> socket.socket:
 
 
 def rendezvous_address(host: str, own: str) -> str:
-    """Return the address on which the first of several hosts listens for connections to ``host``.
+    """Return the listening address for other hosts that connect to ``host``.
 
-    This is ``own`` if ``host`` is not on this machine (a Service, for example) or only locally resolves to loopback (as
-    Debian's own name does).
+    It is ``own`` if ``host`` is not local (e.g. a Service), or locally resolves to loopback, as Debian's own name does.
     """
     try:
         resolved = {str(entry[4][0]) for entry in socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)}
@@ -48,11 +47,9 @@ def rendezvous_address(host: str, own: str) -> str:
 
 
 def use_interfaces(own: str, *, spans_hosts: bool) -> None:
-    """Bind gloo and NCCL to the interface reached by others, unless the environment sets it.
+    """Bind gloo and NCCL to the interface of ``own``, unless the environment sets it.
 
-    Args:
-        own: this process's address for others; NCCL carries weights to them.
-        spans_hosts: whether gloo groups span hosts; otherwise they use loopback.
+    ``spans_hosts`` is whether gloo groups do; otherwise gloo uses loopback.
     """
     loopback = _interface_of("127.0.0.1")
     interface = loopback if is_loopback(own) else _interface_of(own)
@@ -64,7 +61,6 @@ def use_interfaces(own: str, *, spans_hosts: bool) -> None:
 
 
 def _interface_of(host: str) -> str:
-    """Return the interface with address ``host``, or ""."""
     try:
         addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError:

@@ -1,8 +1,6 @@
-"""Frames: messages between two processes over one connection beside the bus. Imports no torch.
+"""Frames: messages between two processes beside the bus.
 
 A frame is a four-byte length (big endian) and a MessagePack map of at most 64 MiB; anything else closes the connection.
-Used by ``shared/weights/source/session.py``, ``services/rollout/engines/vllm/worker_channel.py`` and
-``services/reward/executor/protocol.py``.
 """
 
 import asyncio
@@ -24,17 +22,13 @@ Frame = dict[str, Any]
 
 
 def pack(frame: Frame) -> bytes:
-    """Return a frame's bytes, length first."""
+    """Return a frame's bytes."""
     body: bytes = msgpack.packb(frame)
     return _LENGTH.pack(len(body)) + body
 
 
 def send(connection: socket.socket, frame: Frame, deadline_s: float) -> None:
-    """Send a frame.
-
-    Raises:
-        PeerError: the peer is gone or did not read within ``deadline_s``.
-    """
+    """Send a frame; raises PeerError if not read within ``deadline_s``."""
     try:
         connection.settimeout(deadline_s)
         connection.sendall(pack(frame))
@@ -43,27 +37,27 @@ def send(connection: socket.socket, frame: Frame, deadline_s: float) -> None:
 
 
 def readable(connection: socket.socket, timeout_s: float | None = 0.0) -> bool:
-    """Return whether the peer sent something or left within ``timeout_s`` (None: wait forever)."""
+    """Return whether the peer sent or left within ``timeout_s`` (None: no limit)."""
     waiting = select.poll()
     waiting.register(connection, select.POLLIN)
     return bool(waiting.poll(None if timeout_s is None else timeout_s * 1000))
 
 
 def receive(connection: socket.socket, deadline_s: float | None, largest: int = MAX_BYTES) -> Frame:
-    """Return the next frame, of at most ``largest`` bytes, within ``deadline_s`` (None: wait forever).
+    """Return the next frame, of at most ``largest`` bytes, within ``deadline_s`` (None: no limit).
 
     Raises:
-        PeerError: timeout, the peer left, or invalid data.
+        PeerError: timeout, disconnect, or invalid data.
     """
     ends_at_s = None if deadline_s is None else time.monotonic() + deadline_s
     return _unpack(_read(connection, _length(_read(connection, _LENGTH.size, ends_at_s), largest), ends_at_s))
 
 
 async def receive_async(reader: asyncio.StreamReader, largest: int = MAX_BYTES) -> Frame:
-    """Return the next frame, of at most ``largest`` bytes; the caller sets the deadline.
+    """Return the next frame, of at most ``largest`` bytes, without a deadline.
 
     Raises:
-        PeerError: the peer left, or sent invalid data.
+        PeerError: disconnect or invalid data.
     """
     try:
         size = _length(await reader.readexactly(_LENGTH.size), largest)

@@ -6,7 +6,7 @@
     client ──▶ {challenge: 32 bytes, proof: HMAC-SHA256 of both challenges as "client"}
     server ──▶ {proof: HMAC-SHA256 of both challenges as "server"}
 
-Later messages are neither encrypted nor signed: this does not stop an attacker who can change packets.
+Later messages are neither encrypted nor signed.
 """
 
 import asyncio
@@ -29,11 +29,7 @@ _STRANGER_BYTES = 4096
 
 
 def admit(connection: socket.socket, secret: bytes, deadline_s: float) -> None:
-    """Authenticate a client within twice the deadline.
-
-    Raises:
-        PeerError: wrong secret, disconnect or timeout.
-    """
+    """Authenticate a client within twice the deadline; raises PeerError."""
     ours = secrets.token_bytes(_NONCE_BYTES)
     frames.send(connection, {"challenge": ours}, deadline_s)
     answer = frames.receive(connection, deadline_s, _STRANGER_BYTES)
@@ -43,11 +39,7 @@ def admit(connection: socket.socket, secret: bytes, deadline_s: float) -> None:
 
 
 async def admit_async(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
-    """Authenticate a client; the caller sets the deadline.
-
-    Raises:
-        PeerError: wrong secret or disconnect.
-    """
+    """Authenticate a client, without a deadline; raises PeerError."""
     ours = secrets.token_bytes(_NONCE_BYTES)
     writer.write(frames.pack({"challenge": ours}))
     answer = await frames.receive_async(reader, _STRANGER_BYTES)
@@ -57,11 +49,7 @@ async def admit_async(reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 
 
 async def introduce(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
-    """Authenticate to a server, and check that it knows ``secret``; the caller sets the deadline.
-
-    Raises:
-        PeerError: wrong secret, refusal or disconnect.
-    """
+    """Authenticate to a server and verify it, without a deadline; raises PeerError."""
     theirs = _nonce(await frames.receive_async(reader, _STRANGER_BYTES))
     ours = secrets.token_bytes(_NONCE_BYTES)
     writer.write(frames.pack({"challenge": ours, "proof": _prove(secret, "client", theirs + ours)}))
@@ -91,7 +79,7 @@ def _check(frame: frames.Frame, secret: bytes, role: Literal["client", "server"]
 
 
 class Newcomers:
-    """Unauthenticated connections; one more than ``limit`` drops the oldest, so that silent ones do not block others."""
+    """Unauthenticated connections; beyond ``limit`` the oldest is dropped, so that silent ones do not block others."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -102,7 +90,7 @@ class Newcomers:
         return len(self._drops)
 
     def enter(self, connection: object, drop: Callable[[], object]) -> None:
-        """Count ``connection``; ``drop`` ends it, possibly from another thread."""
+        """Count ``connection``; ``drop`` may be called from another thread."""
         with self._lock:
             self._drops[connection] = drop
             oldest = next(iter(self._drops)) if len(self._drops) > self._limit else None

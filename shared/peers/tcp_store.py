@@ -1,6 +1,6 @@
-"""torch's TCPStore bound to one address; by itself it listens on all of them.
+"""torch's TCPStore bound to one address instead of all.
 
-Stores have no password: any process that can connect may change their keys, so restrict network access to them.
+Stores have no password, so restrict network access to them.
 """
 
 from datetime import timedelta
@@ -12,11 +12,7 @@ from shared.peers.addresses import listen
 
 
 def serve_store(host: str, port: int, setting: str, timeout: timedelta, **options: Any) -> TCPStore:
-    """Return a store served on ``host``:``port`` (0: any free one) only.
-
-    Raises:
-        SettingsError: cannot listen there; ``setting`` decides the port.
-    """
+    """Return a store served on ``host``:``port`` (0: any free one) only; ``setting`` names the port in SettingsErrors."""
     listener = listen(host, port, setting)
     bound = listener.getsockname()[1]
     return TCPStore(
@@ -31,5 +27,5 @@ def serve_store(host: str, port: int, setting: str, timeout: timedelta, **option
 
 
 def connect_store(host: str, port: int, timeout: timedelta) -> TCPStore:
-    """Return a connection to the store at ``host``:``port``. May exceed ``timeout`` if its process is stopped."""
+    """Return a connection to a store. May exceed ``timeout`` if its process is stopped."""
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)

@@ -12,7 +12,7 @@ import secrets
 import time
 
 PAGE = "page"
-"""Purpose of links to the coordinator's page."""
+"""For links to the coordinator's page."""
 PAGE_S = 300.0
 """Validity of such a link."""
 _NONCE_BYTES = 9
@@ -26,7 +26,7 @@ def issue(secret: bytes, purpose: str, life_s: float) -> str:
 
 
 def is_valid(ticket: str, secret: bytes, purpose: str) -> bool:
-    """Whether ``ticket`` is an unexpired one for ``purpose`` under ``secret``."""
+    """Whether ``ticket`` is valid for ``purpose`` under ``secret``."""
     body, _, proof = ticket.rpartition(".")
     if not hmac.compare_digest(proof.encode(), _proof(secret, purpose, body).encode()):
         return False

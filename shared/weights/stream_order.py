@@ -1,4 +1,4 @@
-"""Stream order points and private streams, the same for CUDA and the CPU, where all work is done at once."""
+"""Stream order for CUDA and the CPU, where all work is done at once."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import torch
 
 
 class Point:
-    """A point in the order of a stream of ``device``; unset ones count as reached."""
+    """A point in the order of a stream of ``device``; reached if unset."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -20,11 +20,11 @@ class Point:
             self._event.record(torch.cuda.current_stream(self._device))
 
     def reached(self) -> bool:
-        """Return whether the device has reached it; never blocks."""
+        """Return whether the device has reached it, without waiting."""
         return self._event is None or bool(self._event.query())
 
     def follow(self) -> None:
-        """Make the current stream wait for it, without blocking this thread."""
+        """Make the current stream, but not this thread, wait for it."""
         if self._event is not None:
             torch.cuda.current_stream(self._device).wait_event(self._event)
 
@@ -40,7 +40,7 @@ class Lane:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Make it this thread's current stream for the block."""
+        """Make it the current stream for the block."""
         if self._stream is None:
             yield
             return

@@ -1,7 +1,7 @@
 """Waiting for other processes with a deadline.
 
-``poll`` tests repeatedly, so it can be interrupted and holds neither locks nor the GIL. ``bounded`` runs library calls
-that may block forever in a thread, which is abandoned at the deadline; its late result is discarded.
+``poll`` tests repeatedly, so it is interruptible and holds no lock or GIL. ``bounded`` runs calls that may block
+forever in a thread, abandoned at the deadline.
 """
 
 import threading
@@ -16,7 +16,7 @@ Interrupt = Callable[[], None]
 """Called repeatedly during a wait; raises :class:`WeightsError` to end it."""
 
 FILE_DEADLINES = 10
-"""Deadlines allowed for file snapshots: storage is slower than a fabric."""
+"""For file snapshots: storage is slower than a fabric."""
 _FIRST_PAUSE_S = 0.00005
 _LONGEST_PAUSE_S = 0.001
 
@@ -48,7 +48,7 @@ def bounded(
     interrupt: Interrupt = uninterrupted,
     discard: Callable[[T], None] = lambda late: None,
 ) -> T:
-    """Run ``call()`` in a thread and return its result; a late result is passed to ``discard`` there.
+    """Run ``call()`` in a thread and return its result; ``discard`` gets a late one there.
 
     Raises:
         WeightsError: timeout, interruption, or failure (from its own error).
@@ -65,7 +65,7 @@ def bounded(
 
 
 class _Attempt(Generic[T]):
-    """A call in a thread; its result is taken by the caller or discarded."""
+    """A call in a thread; its result is taken or discarded."""
 
     def __init__(self, call: Callable[[], T], discard: Callable[[T], None]) -> None:
         self._call = call
@@ -77,7 +77,7 @@ class _Attempt(Generic[T]):
         self.error: Exception | None = None
 
     def run(self) -> None:
-        """Call, then hand over the result, or discard it if the caller left."""
+        """Call, then hand over or discard the result."""
         try:
             result = self._call()
         except Exception as error:  # noqa: BLE001 - handed to the caller, who raises it
@@ -105,5 +105,5 @@ def _told(error: Exception, what: str) -> WeightsError:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, because torch appends stack traces."""
+    """Return an error's first line; torch appends stack traces."""
     return str(error).partition("\n")[0][:300]

@@ -1,1 +1,1 @@
-"""Formats of weights: layouts, checksums, manifests and snapshot files."""
+"""Layouts, checksums, manifests and snapshot files."""

@@ -1,12 +1,11 @@
-"""Bucket checksums: one memory read on the bucket's device, equal on CPU and CUDA.
+"""Bucket checksums in one memory read, equal on CPU and CUDA.
 
-The bucket's bytes are 64-bit words x in a matrix of ``COLUMNS`` columns (the last row is zero-padded)::
+The bytes are 64-bit words x in a matrix of ``COLUMNS`` columns (the last row is zero-padded)::
 
     checksum = Σ_r b_r · Σ_c a_c · x_rc   mod 2^64          a, b: fixed odd numbers, one of each column and row
 
-Odd factors are invertible, so any single changed word is detected; swapped words or partial updates are missed with
-probability 2^-64. Detects accidents, not forgery. Everything is enqueued on the current stream, as one kernel on GPUs
-to limit contention for the GIL.
+Odd factors are invertible, so a single changed word is always detected; swaps or partial updates are missed with
+probability 2^-64. Not a signature. Enqueued on the current stream; one kernel on GPUs, to limit GIL contention.
 """
 
 import functools
@@ -16,20 +15,20 @@ import torch
 
 COLUMNS = 1024
 SPREAD = -7046029254386353131
-"""The golden ratio in 64 bits; its multiples are well spread."""
+"""Golden ratio in 64 bits; its multiples are well spread."""
 _CHUNK_ROWS = 512
-"""Rows per CPU sum, sized for its cache."""
+"""Rows per CPU sum, for the cache."""
 
 
 def checksum(bucket: torch.Tensor) -> torch.Tensor:
-    """Return the checksum (int64[], same device) of ``bucket`` (uint8[n], n a multiple of 256) without waiting."""
+    """Return the checksum (int64[], same device) of ``bucket`` (uint8[n], n a multiple of 256); does not wait."""
     found = torch.zeros((), dtype=torch.int64, device=bucket.device)
     add_checksum(bucket, found)
     return found
 
 
 def add_checksum(bucket: torch.Tensor, to: torch.Tensor) -> None:
-    """Add ``bucket``'s checksum to ``to`` (int64[], same device): one enqueued kernel on a GPU."""
+    """Add ``bucket``'s checksum to ``to`` (int64[], same device)."""
     words = bucket.view(torch.int64)
     if (enqueue := _kernel()) is not None and bucket.is_cuda:
         enqueue(words, to)
@@ -44,7 +43,7 @@ def text(value: torch.Tensor) -> str:
 
 @functools.cache
 def _kernel() -> "Callable[[torch.Tensor, torch.Tensor], None] | None":
-    """Return the GPU kernel; None without a GPU or Triton."""
+    """Return the GPU kernel, if GPU and Triton exist."""
     if not torch.cuda.is_available():
         return None
     try:

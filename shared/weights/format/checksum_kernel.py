@@ -1,4 +1,4 @@
-"""The checksum as one Triton kernel. Imported by :mod:`shared.weights.format.checksum` only, on GPUs."""
+"""The checksum as one Triton kernel, for :mod:`shared.weights.format.checksum` only."""
 
 import torch
 import triton
@@ -7,7 +7,7 @@ import triton.language as tl
 from shared.weights.format.checksum import COLUMNS, SPREAD
 
 _ROWS = 4
-"""Rows per program: 32 KiB."""
+"""Per program: 32 KiB."""
 
 
 def enqueue(words: torch.Tensor, to: torch.Tensor) -> None:

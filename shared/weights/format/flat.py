@@ -1,4 +1,4 @@
-"""One version of a policy in flat buckets on one device, with per-bucket completion.
+"""One version of a policy in flat buckets on one device.
 
 ::
 
@@ -6,9 +6,8 @@
     replica   begin(header)      bucket 0 arrives ─▶ mark(0), bucket 1 arrives ─▶ mark(1), …      or void(reason)
     a Source's threads           wait(0) ─▶ send, wait(1) ─▶ send, …
 
-Marks are points in stream order, so no thread waits for the device. Storage never moves, so views by
-:meth:`FlatSnapshot.tensors` stay valid. One thread writes (fill, begin, mark, void), any number wait. Bytes may be
-overwritten while being read; readers compare checksums.
+Marks are points in stream order. Storage never moves. One thread writes (fill, begin, mark, void), any number wait.
+Bytes may be overwritten while being read; readers compare checksums.
 """
 
 import threading
@@ -28,11 +27,7 @@ _INTERRUPT_EVERY_S = 0.05
 
 
 class FlatSnapshot:
-    """Buckets of one layout on one device.
-
-    Raises:
-        WeightsError: the layout is empty.
-    """
+    """Buckets of one layout; raises WeightsError if empty."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         if not layout.bucket_bytes:
@@ -50,7 +45,7 @@ class FlatSnapshot:
         self._reason = "it was never filled"
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return views of the buckets by Hugging Face name; always the same storage."""
+        """Return permanent views of the buckets by Hugging Face name."""
         return dict(self._tensors)
 
     @property
@@ -62,7 +57,7 @@ class FlatSnapshot:
     def fill(self, tensors: Iterable[tuple[str, torch.Tensor]], version: PolicyVersion, step: int) -> Header:
         """Copy ``tensors`` (name, tensor on any device) in, cast to the layout's types; return the new header.
 
-        An iterator is consumed lazily, one tensor at a time. Waits once for the device, for the checksums.
+        Iterators are consumed one tensor at a time. Waits once for the device, for checksums.
 
         Raises:
             WeightsError: a tensor is missing, unknown or misshapen.
@@ -77,7 +72,7 @@ class FlatSnapshot:
         return header
 
     def begin(self, header: Header) -> None:
-        """Unmark all buckets, because those of ``header``'s version will arrive."""
+        """Unmark all buckets for ``header``'s version."""
         if header.layout != self.layout_digest:
             raise WeightsError(
                 f"expected a version of the layout {self.layout_digest[:12]}…, found {header.layout[:12]}…: "
@@ -89,7 +84,7 @@ class FlatSnapshot:
             self._changed.notify_all()
 
     def mark(self, bucket: int) -> None:
-        """Mark ``bucket`` as complete, in current stream order."""
+        """Mark ``bucket`` as complete, in stream order."""
         with self._changed:
             self._points[bucket].set()
             self._marked[bucket] = True
@@ -106,10 +101,10 @@ class FlatSnapshot:
     def wait(
         self, bucket: int, deadline_s: float, header: Header | None = None, interrupt: Interrupt = uninterrupted
     ) -> None:
-        """Block until ``bucket`` is marked (of ``header``'s version, if given); the current stream waits for its bytes.
+        """Wait until ``bucket`` is marked (of ``header``'s version, if given); the current stream waits for its bytes.
 
         Raises:
-            WeightsError: timeout, interruption, void, or a different version.
+            WeightsError: timeout, interruption, void, or another version.
         """
         wanted = header if header is not None else self.header
         left_s = deadline_s

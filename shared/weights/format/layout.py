@@ -1,12 +1,12 @@
-"""A policy's layout in flat memory, and the checksums of a version. Pure data, no torch.
+"""A policy's layout in flat memory, and a version's checksums. Pure data, no torch.
 
 A layout belongs to a model, a header to a version of it::
 
     Layout {"format": 1, "tensors": [{"name", "dtype", "shape", "offset", "bucket"}, …], "bucket_bytes": [268435456, …]}
     Header {"format": 1, "version": 12, "step": 12, "layout": <digest>, "checksums": ["9f86…", …]}
 
-The layout is sent once per puller and model, the header with every version. The header's SHA-256 is the ledger's
-``manifest_digest``, which thus verifies all weights of a pull.
+Layouts are sent once per puller and model. The header's SHA-256 is the ledger's ``manifest_digest`` and verifies all
+weights of a pull.
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ from shared.errors import WeightsError
 from shared.weights.format.manifest import DTYPE_BYTES, FORMAT, TensorEntry
 
 BUCKET_BYTES = 512 << 20
-"""Maximum bucket size, unless a single tensor is larger."""
+"""Maximum bucket size, unless a tensor is larger."""
 ALIGNMENT_BYTES = 256
-"""Alignment of tensors within a bucket, for the widest copy kernels."""
+"""Tensor alignment within a bucket, for the widest copy kernels."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,13 +42,13 @@ class Layout:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the canonical bytes, hex."""
+        """SHA-256 of the canonical bytes."""
         return hashlib.sha256(self.encode()).hexdigest()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Header:
-    """One version of a layout: the checksum (hex) of each bucket."""
+    """A version of a layout, with bucket checksums (hex)."""
 
     version: PolicyVersion
     step: int
@@ -62,12 +62,12 @@ class Header:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the canonical bytes, hex."""
+        """SHA-256 of the canonical bytes."""
         return hashlib.sha256(self.encode()).hexdigest()
 
 
 def plan_layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]], bucket_bytes: int = BUCKET_BYTES) -> Layout:
-    """Pack (name, dtype, shape) in order into buckets of at most ``bucket_bytes``; larger tensors get their own.
+    """Pack (name, dtype, shape) in order into buckets; larger tensors get their own.
 
     Raises:
         WeightsError: duplicate name or unknown number type.
@@ -90,11 +90,7 @@ def plan_layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]], bucket_byte
 
 
 def decode_layout(data: bytes) -> Layout:
-    """Decode a layout.
-
-    Raises:
-        WeightsError: invalid, or tensors exceed their buckets.
-    """
+    """Decode a layout; raises WeightsError if invalid or tensors exceed their buckets."""
     try:
         fields = json.loads(data)
         tensors = tuple(TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in fields["tensors"])
@@ -112,11 +108,7 @@ def _lies_within(entry: TensorEntry, bucket_bytes: tuple[int, ...]) -> bool:
 
 
 def decode_header(data: bytes) -> Header:
-    """Decode a header.
-
-    Raises:
-        WeightsError: invalid.
-    """
+    """Decode a header; raises WeightsError if invalid."""
     try:
         fields = json.loads(data)
         if fields.pop("format") != FORMAT:

@@ -6,7 +6,7 @@
      "tensors": [{"name": "model.norm.weight", "dtype": "bfloat16", "shape": [128], "offset": 1160, "bucket": 0}, …],
      "buckets": [{"file": "bucket-00000.safetensors", "nbytes": 2048, "sha256": "9f86…"}, …]}
 
-The SHA-256 of its bytes is the snapshot's digest in the ledger, which thus verifies every weight.
+Its SHA-256 is the snapshot's digest in the ledger and verifies every weight.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ from shared.bus.messages import PolicyVersion
 from shared.errors import WeightsError
 
 FORMAT = 1
-"""Increase if older readers would misread a new form."""
+"""Increase if older readers would misread it."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
-"""Permitted number types and their sizes in bytes."""
+"""Permitted number types, in bytes."""
 
 
 _FILE = re.compile(r"(?=.{1,255}\Z)[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
@@ -31,7 +31,7 @@ _FILE = re.compile(r"(?=.{1,255}\Z)[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor: Hugging Face name, and byte offset in its bucket's file."""
+    """A tensor, with its byte offset in its bucket's file."""
 
     name: str
     dtype: str
@@ -47,7 +47,7 @@ class TensorEntry:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BucketEntry:
-    """A safetensors file of the snapshot."""
+    """A safetensors file."""
 
     file: str
     nbytes: int
@@ -69,16 +69,12 @@ class Manifest:
 
 
 def digest(manifest: bytes) -> str:
-    """Return a snapshot's digest from its manifest's bytes."""
+    """Return a manifest's digest."""
     return hashlib.sha256(manifest).hexdigest()
 
 
 def decode(data: bytes, where: str) -> Manifest:
-    """Decode a manifest; ``where`` names it in errors.
-
-    Raises:
-        WeightsError: invalid, of a newer format, or inconsistent.
-    """
+    """Decode a manifest from ``where``; raises WeightsError if invalid, too new or inconsistent."""
     try:
         fields = json.loads(data)
         if fields["format"] != FORMAT:

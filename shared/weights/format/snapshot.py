@@ -4,18 +4,17 @@
 
     <folder>/.v000012.4711.tmp/   being written by process 4711
     <folder>/v000012/             committed, by the one rename
-        manifest.json             what lies where; its SHA-256 is the snapshot's digest, which the ledger keeps
-        bucket-00000.safetensors  at most BUCKET_BYTES each, but for a single larger tensor
+        manifest.json             its SHA-256 is the snapshot's digest in the ledger
+        bucket-00000.safetensors  at most BUCKET_BYTES each, except for a larger tensor
         ...
 
-An adapter's files have PEFT's names, so that inference engines can read the folder::
+An adapter's files have PEFT's names, for inference engines::
 
     <folder>/v000012/
         manifest.json, adapter_model.safetensors, adapter_config.json
 
-Readers use only bytes that they have hashed against the ledger's digest; torn, replaced or deleted files raise
-:class:`WeightsError`. Tied parameters are stored once, under the first name. Floating point tensors are cast to
-``dtype``.
+Readers use only verified bytes; torn, replaced or deleted files raise :class:`WeightsError`. Tied parameters are stored
+once, under the first name; floating point tensors are cast to ``dtype``.
 """
 
 import contextlib
@@ -40,7 +39,7 @@ from shared.weights.format import manifest as manifests
 from shared.weights.format.manifest import BucketEntry, Manifest, TensorEntry
 
 BUCKET_BYTES = 1 << 30
-"""Maximum bucket size, in bytes of tensors."""
+"""Maximum bytes of tensors."""
 _READERS = 4
 MANIFEST = "manifest.json"
 ADAPTER = "adapter_model.safetensors"
@@ -50,7 +49,7 @@ _UNFINISHED = re.compile(r"\.v(\d{6,})\.[^/]*\.tmp")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A committed snapshot: folder, manifest digest, and bytes including the manifest."""
+    """A committed snapshot, with its manifest's digest and its bytes including the manifest."""
 
     location: Path
     digest: str
@@ -66,11 +65,10 @@ def write_snapshot(
 ) -> Snapshot:
     """Write ``tensors`` (Hugging Face name, tensor on any device) atomically as ``folder``/v<version>.
 
-    ``tensors`` is consumed lazily, one at a time. None as ``dtype`` keeps types. Replaces a dead trainer's snapshot of
-    this number.
+    ``tensors`` is consumed one at a time. None as ``dtype`` keeps types. Replaces a dead trainer's snapshot.
 
     Raises:
-        WeightsError: storage error (full, read-only) or duplicate name.
+        WeightsError: storage error or duplicate name.
     """
     return _write_whole(folder, version, lambda beside: _write_buckets(beside, version, step, tensors, dtype))
 
@@ -85,11 +83,10 @@ def write_adapter(
 ) -> Snapshot:
     """Write an adapter's ``factors`` (PEFT names) atomically as ``folder``/v<version>.
 
-    Args:
-        configuration: the bytes of adapter_config.json.
+    ``configuration`` is the content of adapter_config.json.
 
     Raises:
-        WeightsError: storage error (full, read-only).
+        WeightsError: storage error.
     """
 
     def fill(beside: Path) -> Manifest:
@@ -129,7 +126,7 @@ def _write_whole(folder: Path, version: PolicyVersion, fill: Callable[[Path], Ma
 
 
 def read_snapshot(location: Path, digest: str) -> dict[str, torch.Tensor]:
-    """Return the tensors at ``location`` by name, on the CPU, in order of writing.
+    """Return the snapshot's tensors by name, on the CPU, in order of writing.
 
     Raises:
         WeightsError: missing, torn, corrupt, or of another digest.
@@ -144,13 +141,13 @@ def read_snapshot(location: Path, digest: str) -> dict[str, torch.Tensor]:
             "it is corrupt, or another trainer's snapshot of the same number"
         )
     manifest = manifests.decode(data, str(location))
-    with ThreadPoolExecutor(_READERS) as pool:  # hashing dominates, and releases the GIL
+    with ThreadPoolExecutor(_READERS) as pool:  # hashing dominates and releases the GIL
         buckets = list(pool.map(lambda bucket: _read_bucket(location, bucket), manifest.buckets))
     return {entry.name: _view(buckets[entry.bucket], entry) for entry in manifest.tensors}
 
 
 def committed(folder: Path) -> list[tuple[PolicyVersion, Path]]:
-    """Return the committed snapshots in ``folder``, oldest first."""
+    """Return committed snapshots, oldest first."""
     return [(PolicyVersion(number), path) for number, path in sorted(_numbered(folder, _COMMITTED))]
 
 
@@ -215,7 +212,7 @@ def _copied(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _write_bucket(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[BucketEntry, dict[str, int]]:
-    """Write a file; return its entry and each tensor's byte offset."""
+    """Write a file; return its entry and tensor offsets."""
     save_file(tensors, path)
     path.chmod(0o600)
     with path.open("rb") as file:
@@ -249,7 +246,7 @@ def _private(path: str, flags: int) -> int:
 
 
 def _read_bucket(location: Path, bucket: BucketEntry) -> torch.Tensor:
-    """Return a bucket file's bytes (uint8) after checking size and hash."""
+    """Return a file's bytes (uint8) after checking size and hash."""
     path = location / bucket.file
     content = bytearray(bucket.nbytes)
     try:
@@ -270,5 +267,5 @@ def _view(bucket: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return a number type's name in manifests and layouts."""
+    """Return a number type's name in manifests."""
     return str(dtype).removeprefix("torch.")

@@ -1,1 +1,1 @@
-"""The pulling side: control connection (``puller``) and receiving ranks (``receiver``)."""
+"""The pulling side of weight transfers."""

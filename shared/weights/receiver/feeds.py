@@ -1,7 +1,7 @@
-"""Sources of a receiver's buckets, one class per transport. Each bucket is requested once, in order.
+"""A receiver's bucket sources, one class per transport; the receiver requests each bucket once, in order.
 
 ``start(n, into)`` begins a transfer (at most ``ahead`` outstanding), ``land(n)`` returns once its bytes are there in
-current stream order. The receiver checks the bytes.
+stream order.
 """
 
 from collections import deque
@@ -20,7 +20,7 @@ from shared.weights.waits import FILE_DEADLINES, Interrupt, bounded
 
 
 class Feed:
-    """The buckets of one version, in order."""
+    """The buckets of one version."""
 
     ahead = 1
 
@@ -43,7 +43,7 @@ class GroupFeed(Feed):
         self._under_way: deque[Transfer] = deque()
 
     def start(self, number: int, into: torch.Tensor) -> None:
-        """Begin to move bucket ``number``."""
+        """Begin a broadcast."""
         self._under_way.append(self._group.broadcast(into))
 
     def land(self) -> None:
@@ -52,18 +52,18 @@ class GroupFeed(Feed):
 
 
 class MappedFeed(Feed):
-    """Buckets of another process on the same GPU."""
+    """Buckets of a process on the same GPU."""
 
     def __init__(self, buckets: tuple[torch.Tensor, ...]) -> None:
         self._buckets = buckets
 
     def start(self, number: int, into: torch.Tensor) -> None:
-        """Begin to move bucket ``number``."""
+        """Begin a copy."""
         into.copy_(self._buckets[number][: into.numel()], non_blocking=True)
 
 
 class FileFeed(Feed):
-    """Buckets assembled from a snapshot by file, already verified by its own digest."""
+    """Buckets from a snapshot by file, verified by its digest."""
 
     def __init__(self, offer: Offer, interrupt: Interrupt) -> None:
         self._tensors = bounded(
@@ -75,7 +75,7 @@ class FileFeed(Feed):
         self._entries = _by_bucket(offer.layout)
 
     def start(self, number: int, into: torch.Tensor) -> None:
-        """Begin to move bucket ``number``."""
+        """Assemble the bucket."""
         into.zero_()  # checksums include the padding
         for entry in self._entries.get(number, ()):
             tensor = self._tensors.get(entry.name)

@@ -1,12 +1,12 @@
-"""The control side of a pull, in the rollout process: request versions and report the outcome. No torch.
+"""The control side of a pull, in the rollout process. No torch.
 
 ::
 
-    offer = await puller.ask(source, record)       ← its header must be the one that the ledger vouches for
+    offer = await puller.ask(source, record)       ← its header must match the ledger
     await engine.stage(offer)                      ← every rank's Receiver joins the group and receives
-    await puller.finish(offer, error=None)         ← or the error: then the session is dropped, the next one is new
+    await puller.finish(offer, error=None)         ← or the error, which drops the session
 
-Each source keeps one open connection, its session; the ranks' group lives as long.
+Each source keeps one open connection, its session, with the ranks' group.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class _Session:
 
 
 class Puller:
-    """Requests weights for a replica of ``ranks`` processes at ``place``; answers must come within ``deadline_s``."""
+    """Requests weights for ``ranks`` processes at ``place``; answers are due within ``deadline_s``."""
 
     def __init__(self, place: DeviceLocation, ranks: int, deadline_s: float, secret: Secret) -> None:
         self._place = place
@@ -54,23 +54,23 @@ class Puller:
         """By digest, newest last."""
 
     async def ask(self, source: str, record: PolicyRecord) -> Offer:
-        """Return the offer of ``source`` (host:port) for ``record``'s version; the source then waits for the ranks.
+        """Return the offer of ``source`` (host:port) for ``record``'s version, for which it then awaits the ranks.
 
         Raises:
-            WeightsError: the source is gone, lacks the version, or has different weights of that number.
+            WeightsError: the source is gone, or lacks these weights.
         """
         return await self._question("ask", source, record, self._deadline_s)
 
     async def ask_for_file(self, source: str, record: PolicyRecord) -> Offer:
-        """Let ``source`` write the version to shared storage and return its location: the fallback for a broken fabric.
+        """Let ``source`` write the version to shared storage, if the fabric is broken; return its location.
 
         Raises:
-            WeightsError: as for :meth:`ask`, or the source could not write.
+            WeightsError: as for :meth:`ask`, or writing failed.
         """
         return await self._question("file", source, record, FILE_DEADLINES * self._deadline_s)
 
     async def finish(self, offer: Offer, error: str | None) -> None:
-        """Report the end of a pull; an error drops the session. Does not raise if the source is gone."""
+        """Report the end of a pull, unless the source is gone; an error drops the session."""
         session = self._sessions.get(offer.source)
         if session is None or offer.transport == "file":
             return
@@ -85,7 +85,7 @@ class Puller:
             self._drop(offer.source)
 
     async def _hear(self, session: _Session, offer: Offer) -> None:
-        """Log the source's own reason for a failed pull, if any."""
+        """Log the source's reason for a failed pull."""
         with contextlib.suppress(OSError, TimeoutError, PeerError):
             async with asyncio.timeout(min(_REASON_S, self._deadline_s)):
                 said = await frames.receive_async(session.reader)
@@ -153,7 +153,6 @@ class Puller:
         return offer
 
     def _layout(self, offer: Offer) -> Layout:
-        """Return the offered layout, from the cache if omitted."""
         if not offer.layout.tensors:
             known = self._layouts.get(offer.header.layout)
             if known is None:
@@ -176,12 +175,10 @@ class Puller:
 
 
 def file_offer(record: PolicyRecord, deadline_s: float) -> Offer:
-    """Return ``record``'s file snapshot as an offer; only the manifest is read.
-
-    The header has no bucket checksums: the manifest, whose digest is in the ledger, verifies the bytes.
+    """Return ``record``'s file snapshot as an offer; reads the manifest, whose digest is in the ledger, only.
 
     Raises:
-        WeightsError: missing, or not the ledger's snapshot.
+        WeightsError: missing, or not the ledger's.
     """
     location = Path(record.location)
     try:

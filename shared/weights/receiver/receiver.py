@@ -6,8 +6,8 @@
     MappedFeed (IPC)       ├─ start ─▶ land ─▶ shadow.mark ─▶ checksum ──▶ all checksums to the host, compared
     FileFeed               ┘     several buckets ahead, on a CUDA stream of its own
 
-Calls block; use a thread other than the decoding one. The host only enqueues and polls, and allocates checksum memory
-first, so that no allocation waits for a transfer. A failure voids the shadow and discards the session's group.
+Calls block, so do not use the decoding thread. The host only enqueues and polls; checksum memory is allocated first, as
+allocations could wait for transfers. A failure voids the shadow and discards the group.
 """
 
 import contextlib
@@ -31,16 +31,16 @@ from shared.weights.transport.sockets import own_address
 from shared.weights.waits import poll
 
 _MAX_SOURCES = 4
-"""Sources with open groups; the least recently used is closed."""
+"""Sources with open groups, by recent use."""
 
 _WARM_UP_S = 60.0
 _MAX_MAPPED = 2
-"""Mapped snapshots per source: a trainer has two."""
+"""Mapped snapshots per source."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Session:
-    """State of one session with a source between pulls."""
+    """State of a session between pulls."""
 
     name: str
     group: TransferGroup | None = None
@@ -48,7 +48,7 @@ class _Session:
 
 
 class Receiver:
-    """Rank ``rank`` (from 1) of a replica of ``ranks`` processes, on ``device``. One receive at a time."""
+    """Rank ``rank`` (from 1) of ``ranks`` processes, on ``device``; one receive at a time."""
 
     def __init__(self, rank: int, ranks: int, device: torch.device) -> None:
         self._rank = rank
@@ -63,9 +63,7 @@ class Receiver:
         """Whether no failed transfer may still write into a shadow."""
 
     def receive(self, offer: Offer, shadow: FlatSnapshot) -> None:
-        """Fill ``shadow`` with the offered version and verify it, marking buckets as they arrive.
-
-        No device work may still use the shadow.
+        """Fill and verify ``shadow``, marking buckets as they arrive. No device work may still use it.
 
         Raises:
             WeightsError: the shadow is then void.
@@ -85,7 +83,7 @@ class Receiver:
     def receive_each(self, offer: Offer, buffer: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (number, bytes) of each verified bucket through ``buffer`` (uint8, the largest bucket's size).
 
-        Bytes are valid in the caller's current stream order until the next request; synchronize other streams first.
+        Bytes are valid until the next request, in the caller's stream order.
 
         Raises:
             WeightsError: a bucket is missing or corrupt; earlier ones were valid.
@@ -95,12 +93,12 @@ class Receiver:
             raise WeightsError(f"expected a buffer of {max(offer.layout.bucket_bytes)} bytes, found {buffer.numel()}")
         try:
             yield from self._receive_each(offer, buffer)
-        except BaseException:  # also if the caller stops early: the source would continue sending
+        except BaseException:  # also if the caller stops early: the source would keep sending
             self._drop(offer.source)
             raise
 
     def abort(self) -> None:
-        """End a receive in progress with WeightsError; for another thread."""
+        """End a receive with WeightsError, from another thread."""
         self._aborted.set()
 
     def close(self) -> None:
@@ -119,7 +117,7 @@ class Receiver:
         values = found.texts(offer.deadline_s, self._check_aborted)
         if expected:
             _compare(expected, values, offer)
-        else:  # verified by its own digest: the shadow gets its own header
+        else:  # already verified: the shadow gets its own header
             shadow.header = dataclasses.replace(offer.header, checksums=values)
 
     def _take(self, feed: Feed, shadow: FlatSnapshot, found: "_Figures") -> None:
@@ -217,7 +215,7 @@ class Receiver:
 
 
 class _Figures:
-    """Checksums of ``count`` buckets, gathered on the device and polled by the host."""
+    """Bucket checksums, gathered on the device and polled by the host."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._on_device = torch.zeros(count, 2, dtype=torch.int64, device=device)  # 16 bytes apart for kernels
@@ -236,7 +234,7 @@ class _Figures:
 
 
 def _warm_up(device: torch.device) -> None:
-    """Load every kernel of a pull: a first launch waits for the device, where NCCL may be waiting for a peer."""
+    """Load all kernels: first launches wait for the device, where NCCL may await a peer."""
     figures = _Figures(2, device)
     for number in (0, 1):
         figures.add(number, torch.zeros(256, dtype=torch.uint8, device=device))

@@ -1,1 +1,1 @@
-"""The serving side of weight pulls, in the trainer and in relaying replicas."""
+"""The serving side of weight transfers."""

@@ -1,4 +1,4 @@
-"""A source's fallback: write its snapshot to files for a puller that no group reaches."""
+"""Serve weights as files to a puller that no group reaches."""
 
 import threading
 from pathlib import Path
@@ -24,7 +24,7 @@ class Files:
         """Return the snapshot's files, written now or before.
 
         Raises:
-            WeightsError: no folder is set, storage failed, or the weights changed meanwhile.
+            WeightsError: no folder is set, storage failed, or the weights changed.
         """
         if self._folder is None:
             raise WeightsError("expected a folder for snapshots at this source, found none: set weights.folder")

@@ -1,4 +1,4 @@
-"""One puller's connection at a source, served by one thread.
+"""One puller's connection at a source, in its own thread.
 
 ::
 
@@ -7,7 +7,7 @@
      └──────────────────────── the same group, the next version ◀───────────────────────────────────┘
 
     puller                                                        source
-      (each proves that it knows the secret of the run: ``shared.peers.handshake``)
+      (mutual authentication: ``shared.peers.handshake``)
       {verb: ask, version, ranks, known_layout, place}  ──▶
                                                       ◀──  {offer} | {error}
       (bytes move through the group, or IPC)
@@ -15,8 +15,7 @@
       {verb: file, version, ranks, place}             ──▶
                                                       ◀──  {offer} | {error}
 
-A failure closes the connection and discards the group. The connection is watched during transfers, so that a dead
-puller ends its pull at once.
+Failures, including a puller's death during a transfer, close the connection and discard the group.
 """
 
 import contextlib
@@ -65,7 +64,7 @@ class _Question:
 
 
 class Session:
-    """Serves the puller on ``connection`` until it leaves or misbehaves."""
+    """Serves the puller on ``connection``."""
 
     def __init__(
         self,
@@ -106,7 +105,7 @@ class Session:
             self._drop_group()
 
     def _next(self) -> bool:
-        """Handle one request; return False if the puller left between two or was silent for ``idle_s``."""
+        """Handle one request; return False if the puller left or was silent for ``idle_s``."""
         if not frames.readable(self.connection, self._idle_s if self._asked else self._deadline_s):
             if self._asked:
                 return False
@@ -259,11 +258,7 @@ class Session:
             poll(arrived.reached, self._deadline_s, "the last bucket", interrupt)
 
     def _watch(self) -> None:
-        """Read the puller's messages during its pull.
-
-        Raises:
-            WeightsError: it left, gave up, or sent an unexpected message.
-        """
+        """Read messages during a pull; raises WeightsError if the puller left, gave up or misbehaved."""
         if self._done is None and frames.readable(self.connection):
             frame = self._said()
             if frame.get("verb") != "done":
@@ -274,7 +269,7 @@ class Session:
 
 
 def choose_transport(place: DeviceLocation, ranks: int, device: torch.device) -> Transport:
-    """Return the transport from ``device`` to ``place``: NCCL between GPUs, IPC within one, else gloo."""
+    """Return NCCL between GPUs, IPC within one, else gloo."""
     if place.device == "cpu" or device.type == "cpu":
         return "gloo"
     own = plain_uuid(torch.cuda.get_device_properties(device).uuid)

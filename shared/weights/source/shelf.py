@@ -1,6 +1,6 @@
-"""The served snapshot and its count of pulls, shared by a source's owner and sessions.
+"""A source's snapshot and pulls, shared by owner and sessions.
 
-The owner's calls lock briefly and never wait, except ``clear``, which has a timeout.
+The owner's calls lock briefly and never wait, except ``clear``.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from shared.weights.waits import Interrupt, poll
 
 
 class Shelf:
-    """The served snapshot, if any, and its pulls in progress."""
+    """The served snapshot, if any, and its pulls."""
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
@@ -38,10 +38,10 @@ class Shelf:
             self._cut += 1
 
     def find(self, version: PolicyVersion, interrupt: Interrupt) -> tuple[FlatSnapshot, Header]:
-        """Return the snapshot with ``version``, complete or arriving; waits briefly for a newer one.
+        """Return the snapshot with ``version``, complete or arriving; waits briefly for it.
 
         Raises:
-            WeightsError: it is gone, or not there yet.
+            WeightsError: gone, or not there yet.
         """
         found: list[tuple[FlatSnapshot, Header]] = []
 
@@ -71,7 +71,7 @@ class Shelf:
 
     @contextlib.contextmanager
     def pull(self, snapshot: FlatSnapshot) -> Iterator[Interrupt]:
-        """Count the block as a pull; the yielded function raises once the snapshot was withdrawn too long ago.
+        """Count the block as a pull; the yielded function raises some time after a withdrawal.
 
         Raises:
             WeightsError: the snapshot has left the shelf.

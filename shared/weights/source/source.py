@@ -1,4 +1,4 @@
-"""Serves a process's newest snapshot: a TCP server with one thread and process group per puller.
+"""Serves a process's newest snapshot by TCP, with one thread and process group per puller.
 
 ::
 
@@ -7,8 +7,8 @@
       withdraw(wait_s)             ◀── look ── Session 2 ═══ group ═══ replica
                                               TCPStore: where groups meet
 
-The owner never waits for pullers. Overwriting a snapshot makes its pulls fail, at the latest by checksum. An arriving
-snapshot may be offered; its buckets are sent as they are marked.
+The owner never waits for pullers; overwriting a snapshot makes its pulls fail, at the latest by checksum. Arriving
+snapshots are relayed as buckets are marked.
 """
 
 import contextlib
@@ -34,20 +34,20 @@ from shared.weights.transport.sockets import reachable
 log = logging.getLogger(__name__)
 
 MAX_SESSIONS = 256
-"""Maximum pullers; more are refused."""
+"""More pullers are refused."""
 MAX_STRANGERS = 64
-"""Maximum unauthenticated connections; one more drops the oldest."""
+"""Unauthenticated connections; one more drops the oldest."""
 IDLE_S = 1800.0
-"""Idle pullers are dropped after this time; they reconnect."""
+"""Time after which idle pullers must reconnect."""
 _PATIENCE_S = 2.0
-"""How long a puller may wait for a version that this process does not have yet."""
+"""Time that a puller may wait for a new version."""
 
 
 class WeightSource:
-    """Serves weights on ``host``:``port`` (0: any free one) to clients that know ``secret``, until closed.
+    """Serves clients that know ``secret`` on ``host``:``port`` (0: any free one), until closed.
 
-    ``deadline_s`` limits each wait, ``idle_s`` the time between a puller's requests. ``file_folder`` and ``file_dtype``
-    (None: unchanged) are for pulls by file.
+    ``deadline_s`` limits each wait, ``idle_s`` the time between requests. ``file_folder`` and ``file_dtype`` (None:
+    unchanged) are for pulls by file.
 
     Raises:
         SettingsError: the port is taken.
@@ -79,18 +79,15 @@ class WeightSource:
         self._spawn(self._accept, "source")
 
     def offer(self, snapshot: FlatSnapshot) -> None:
-        """Serve ``snapshot``, complete or not; returns at once.
-
-        Pulls of another snapshot continue, and fail if it is overwritten.
-        """
+        """Serve ``snapshot``, complete or not; does not wait."""
         self._shelf.put(snapshot)
 
     def withdraw(self, wait_s: float) -> None:
-        """Stop serving; return when no pull is in progress, or after ``wait_s``: remaining ones then fail."""
+        """Stop serving; wait up to ``wait_s`` for pulls, then make them fail."""
         self._shelf.clear(wait_s)
 
     def close(self) -> None:
-        """Stop serving; pulls fail. Returns within about the deadline."""
+        """Stop serving; pulls fail. Takes at most about the deadline."""
         self._closed = True
         self._shelf.clear(0.0)
         with contextlib.suppress(OSError):
@@ -113,11 +110,7 @@ class WeightSource:
                     time.sleep(0.1)
 
     def _serve(self, connection: socket.socket) -> None:
-        """Serve a connection in its own thread.
-
-        Raises:
-            RuntimeError: no thread can be started.
-        """
+        """Serve a connection in its own thread; raises RuntimeError if none can be started."""
 
         def run() -> None:
             try:
@@ -138,7 +131,6 @@ class WeightSource:
             raise
 
     def _answer(self, connection: socket.socket) -> None:
-        """Raises PeerError for a peer that does not know the secret."""
         admit(connection, self._secret(), self._deadline_s)
         self._strangers.leave(connection)
         if len(self._pullers) >= MAX_SESSIONS:

@@ -1,1 +1,1 @@
-"""Transports of weights: process groups (NCCL, gloo), and CUDA IPC on one GPU."""
+"""Transports of weights: process groups and CUDA IPC."""

@@ -1,7 +1,6 @@
-"""Tell a replica's ranks at once that a source abandoned a pull; NCCL would wait for the deadline.
+"""Tell ranks at once that a source abandoned a pull; NCCL would wait for the deadline.
 
-The source sets a key in the session's store; each rank reads it in its own thread, because queries to a stopped process
-may block forever.
+Ranks query the session's store in a thread, because queries to a stopped process may block forever.
 """
 
 import contextlib
@@ -18,7 +17,7 @@ _SOUND_S = 1.0
 
 
 def sound(store: Store, pull: int) -> None:
-    """Notify the ranks that this pull is abandoned; never raises."""
+    """Notify the ranks; never raises."""
     with contextlib.suppress(WeightsError):
         bounded(lambda: store.set(_key(pull), "failed"), _SOUND_S, "the store of this process")
 
@@ -29,7 +28,7 @@ def listening(store: Store, pull: int) -> Iterator[Interrupt]:
     ended, failed = threading.Event(), threading.Event()
 
     def listen() -> None:
-        with contextlib.suppress(RuntimeError):  # the source is gone, as others will notice
+        with contextlib.suppress(RuntimeError):  # the source is gone
             while not ended.wait(_EVERY_S):
                 if store.check([_key(pull)]):
                     failed.set()

@@ -1,16 +1,15 @@
 """The process group of a source (rank 0) and one replica's ranks (1…TP).
 
-A group belongs to a session and serves pull after pull; after any failure it is discarded, as neither NCCL nor gloo can
-be trusted then. torch's default group is not used. Both ends of a pull::
+A group serves a session's pulls until a failure, after which neither NCCL nor gloo can be trusted. torch's default
+group is not used. Both ends of a pull::
 
     meet(pull)       through the store: bytes move only when every rank is there, so that no GPU spins
     broadcast(b) …   enqueued, at most ``window`` of them ahead of the oldest
     transfer.land()  by polling, with a deadline: then the bytes are there in the order of the current stream
 
-torch 2.11 to 2.13: rendezvous and store queries to a stopped process may block forever, so both run in ``bounded``
-threads. ``ProcessGroupGloo.abort`` leaves receives pending, so gloo receives into the group's own memory.
-``ProcessGroupNCCL`` operations first wait for the caller's stream, and its watchdog ends the process on errors unless
-configured otherwise.
+torch 2.11 to 2.13: queries to a stopped process may block forever, so ``bounded`` runs them.
+``ProcessGroupGloo.abort`` leaves receives pending, so gloo receives into the group's own memory. ``ProcessGroupNCCL``
+operations wait for the caller's stream, and its watchdog ends the process on errors by default.
 """
 
 import contextlib
@@ -30,16 +29,16 @@ from shared.weights.stream_order import Lane, Point
 from shared.weights.waits import Interrupt, bounded, first_line, poll, uninterrupted
 
 _NCCL_WINDOW = 64
-"""Broadcasts in flight: 256 MiB over NVLink take about 45 ms, longer than a thread may wait for the GIL."""
+"""Broadcasts in flight: 256 MiB over NVLink take 45 ms, more than a thread may wait for the GIL."""
 _GLOO_WINDOW = 2
 _MAX_CTAS = 32
-"""Multiprocessors (of 132 on an H200) that a broadcast may take from decoding and training."""
+"""Multiprocessors (of 132 on an H200) per broadcast."""
 _WARM_UP_BYTES = 1 << 20
 _ERROR_GRACE_S = 0.25
 _QUIET = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # its monitor would query the store, whose process may be stopped
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # its monitor would query a store that may be stopped
     "TORCH_NCCL_BLOCKING_WAIT": None,
     "NCCL_ASYNC_ERROR_HANDLING": None,
     "NCCL_BLOCKING_WAIT": None,
@@ -51,16 +50,16 @@ class Transfer:
     """One enqueued broadcast."""
 
     def land(self, deadline_s: float, interrupt: Interrupt = uninterrupted) -> None:
-        """Return when its bytes are there in current stream order.
+        """Return when its bytes are there in stream order.
 
         Raises:
-            WeightsError: timeout, interruption, or the peer is gone.
+            WeightsError: timeout, interruption, or peer gone.
         """
         raise NotImplementedError
 
 
 class TransferGroup:
-    """The process group of a session. Used by one thread at a time; any may abort it."""
+    """A session's process group. Used by one thread at a time; any may abort it."""
 
     window: int
 
@@ -72,7 +71,7 @@ class TransferGroup:
         self._backend: Any = None
 
     def meet(self, pull: int, interrupt: Interrupt = uninterrupted) -> None:
-        """Wait until every rank has reached this pull.
+        """Wait for every rank to reach this pull.
 
         Raises:
             WeightsError: timeout or interruption.
@@ -100,7 +99,7 @@ class TransferGroup:
                 self.store.delete_key(f"pull/{pull - 1}/{rank}")
 
     def broadcast(self, bucket: torch.Tensor) -> Transfer:
-        """Enqueue ``bucket`` (uint8) from rank 0 to all; raises WeightsError if the group is broken."""
+        """Enqueue ``bucket`` (uint8) from rank 0 to all; raises WeightsError if broken."""
         raise NotImplementedError
 
     def _enqueue(self, tensor: torch.Tensor) -> Any:
@@ -113,7 +112,7 @@ class TransferGroup:
             raise WeightsError(f"expected to move a bucket, found: {first_line(error)}") from error
 
     def abort(self) -> bool:
-        """End pending work and free the group within twice the deadline; never raises.
+        """Free the group within twice the deadline; never raises.
 
         Return whether nothing can still write into a bucket.
         """
@@ -130,7 +129,7 @@ def open_group(
     host: str,
     interrupt: Interrupt = uninterrupted,
 ) -> TransferGroup:
-    """Return the group of ``ranks`` processes; all must open it within ``deadline_s``.
+    """Return the group of ``ranks`` processes, if all open it within ``deadline_s``.
 
     ``store`` connects to the rendezvous (may block); ``host`` is this process's address, for gloo.
 
@@ -173,7 +172,7 @@ class _GlooGroup(TransferGroup):
         return _GlooTransfer(self._enqueue(arriving), arriving, bucket)
 
     def abort(self) -> bool:
-        last = [self._backend]  # dropping it waits for pending work: use a separate thread
+        last = [self._backend]  # dropping it waits for pending work: use a thread
         self._backend = None
         threading.Thread(target=lambda: _end(last.pop(), threading.Event()), name="end gloo", daemon=True).start()
         return True
@@ -215,7 +214,7 @@ class _NcclGroup(TransferGroup):
                 raise
 
     def _warm_up(self, deadline_s: float) -> None:
-        """Create the communicator and connections, as the first broadcast does; may block."""
+        """Create connections by a first broadcast, which may block."""
         with Lane(self._device).entered():
             self.broadcast(torch.zeros(_WARM_UP_BYTES, dtype=torch.uint8, device=self._device)).land(deadline_s)
 
@@ -230,7 +229,7 @@ class _NcclGroup(TransferGroup):
 
     def abort(self) -> bool:
         aborted = threading.Event()
-        last = [self._backend]  # dropping it joins its threads, which may wait for the store: use a separate thread
+        last = [self._backend]  # dropping it may wait for the store: use a thread
         self._backend = None
         threading.Thread(target=lambda: _end(last.pop(), aborted), name="end an NCCL group", daemon=True).start()
         try:
@@ -254,7 +253,7 @@ class _NcclTransfer(Transfer):
     def _landed(self) -> bool:
         if self._arrived.reached():
             return True
-        if self._work.is_completed():  # NCCL saw an error: the event will not come, unless both came just now
+        if self._work.is_completed():  # NCCL error: the event will not come, unless both came just now
             self._completed_at_s = self._completed_at_s or time.monotonic()
             if time.monotonic() - self._completed_at_s > _ERROR_GRACE_S:
                 raise WeightsError("expected a bucket, found that NCCL lost the peer")
@@ -271,7 +270,7 @@ def _make_nccl(store: Store, rank: int, ranks: int, deadline_s: float) -> Any:
 
 @contextlib.contextmanager
 def _quiet_watchdog() -> Iterator[None]:
-    """Let groups made in the block fail without ending the process; other groups keep their settings."""
+    """Let groups made in the block fail without ending the process."""
     with _environment:
         before = {name: os.environ.get(name) for name in _QUIET}
         _set_environment(_QUIET)

@@ -1,4 +1,4 @@
-"""Weights between two processes on one GPU: CUDA IPC handles of whole buckets, without pickle."""
+"""Weights between processes on one GPU: CUDA IPC handles of buckets, without pickle."""
 
 import threading
 import weakref
@@ -16,7 +16,7 @@ _lock = threading.Lock()
 
 
 def share(snapshot: FlatSnapshot) -> tuple[Handle, ...]:
-    """Return a handle per bucket, made once per snapshot because torch tracks every handle.
+    """Return a handle per bucket, made once because torch tracks every handle.
 
     Raises:
         WeightsError: this allocator's memory cannot be shared.
@@ -33,10 +33,10 @@ def share(snapshot: FlatSnapshot) -> tuple[Handle, ...]:
 
 
 def map_buckets(handles: tuple[Handle, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return the buckets (uint8) behind ``handles`` in this process, on ``device``, the same GPU.
+    """Return the buckets (uint8) behind ``handles`` on ``device``, the same GPU.
 
     Raises:
-        WeightsError: their process is gone, or they are on another GPU.
+        WeightsError: their process is gone, or the GPU differs.
     """
     index = device.index if device.index is not None else torch.cuda.current_device()
     try:
@@ -47,6 +47,6 @@ def map_buckets(handles: tuple[Handle, ...], device: torch.device) -> tuple[torc
 
 
 def _map(handle: Handle, index: int) -> torch.Tensor:
-    # the first element is the source's GPU index, which may differ here
+    # the first element is the source's GPU index, which may differ
     storage = torch.UntypedStorage._new_shared_cuda(index, *handle[1:])
     return torch.empty(0, dtype=torch.uint8, device=f"cuda:{index}").set_(storage)

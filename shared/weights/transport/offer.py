@@ -1,8 +1,4 @@
-"""A source's answer to a replica: the data that its workers need to join and receive a version.
-
-Created by :class:`shared.weights.source.source.Source` (or by the puller for a file) and used by
-:class:`shared.weights.receiver.receiver.Receiver` in each worker. Crosses processes as plain data.
-"""
+"""A source's answer to a replica, with which its workers receive a version. Crosses processes as plain data."""
 
 import dataclasses
 from typing import Any, Literal
@@ -15,28 +11,28 @@ _PLAIN = ("source", "transport", "deadline_s", "session", "pull", "manifest_dige
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Offer:
-    """One version at one source."""
+    """One version at a source."""
 
     source: str
-    """``host:port`` of the source's server, or the snapshot's folder for ``file``."""
+    """``host:port``, or the snapshot's folder for ``file``."""
     transport: Transport
     layout: Layout
     header: Header
     deadline_s: float
-    """Timeout of each wait of this pull, for a peer or a bucket."""
+    """Timeout of each wait, for a peer or a bucket."""
     session: str = ""
-    """Names the two-party group, which a session keeps; a new session builds its own."""
+    """Names the two-party group, which lives as long."""
     pull: int = 0
-    """Number of the pull in its session; both sides meet under it first."""
+    """Number of the pull in its session; both sides meet under it."""
     store: tuple[str, int] = ("", 0)
-    """The session's rendezvous (a TCPStore)."""
+    """The session's TCPStore."""
     handles: tuple[tuple[Any, ...], ...] = ()
-    """For ``ipc``: each bucket's arguments of ``torch.UntypedStorage._new_shared_cuda`` (ints and bytes)."""
+    """For ``ipc``: arguments of ``torch.UntypedStorage._new_shared_cuda`` per bucket (ints and bytes)."""
     manifest_digest: str = ""
-    """For ``file``: the manifest's digest."""
+    """For ``file``."""
 
     def pack(self) -> dict[str, Any]:
-        """Return this as bytes, numbers, texts and lists of them."""
+        """Return this as plain data for MessagePack."""
         return {
             **{name: getattr(self, name) for name in _PLAIN},
             "layout": self.layout.encode(),
@@ -47,7 +43,7 @@ class Offer:
 
     @classmethod
     def unpack(cls, fields: dict[str, Any]) -> "Offer":
-        """Return the offer from :meth:`pack`'s result."""
+        """Return :meth:`pack`'s offer."""
         host, port = fields["store"]
         return cls(
             **{name: fields[name] for name in _PLAIN},

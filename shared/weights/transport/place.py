@@ -1,4 +1,4 @@
-"""The location of a process's weights, from which a source chooses the transport. No torch."""
+"""The location of a process's weights, which determines the transport. No torch."""
 
 import dataclasses
 from pathlib import Path
@@ -9,15 +9,15 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceLocation:
-    """Kind of device, GPU UUIDs (by rank; empty on a CPU), and the boot they belong to."""
+    """Kind of device, GPU UUIDs (by rank; empty on a CPU), and boot."""
 
     device: Literal["cuda", "cpu"] = "cpu"
     gpu_uuids: tuple[str, ...] = ()
     boot_id: str = ""
-    """Equal for two processes exactly if they run under the same kernel."""
+    """Equal exactly for processes under the same kernel."""
 
     def pack(self) -> dict[str, Any]:
-        """Return this as texts and lists of them."""
+        """Return this as plain data."""
         return {"device": self.device, "gpu_uuids": list(self.gpu_uuids), "boot_id": self.boot_id}
 
 
@@ -30,5 +30,5 @@ def boot_id() -> str:
 
 
 def plain_uuid(uuid: object) -> str:
-    """Normalize a GPU's UUID: NVML says ``GPU-1b…``, torch says ``1b…``."""
+    """Normalize a GPU's UUID: ``GPU-1b…`` in NVML, ``1b…`` in torch."""
     return str(uuid).lower().removeprefix("gpu-")

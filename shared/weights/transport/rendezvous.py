@@ -1,4 +1,4 @@
-"""Rendezvous of a source's groups: a TCPStore in its process, on its own address only."""
+"""Rendezvous of a source's groups: a TCPStore on its own address only."""
 
 from datetime import timedelta
 
@@ -8,11 +8,7 @@ from shared.peers import tcp_store
 
 
 class Rendezvous:
-    """One source's store, for all of its sessions.
-
-    Raises:
-        SettingsError: cannot listen on ``host``.
-    """
+    """A source's store for all sessions; raises SettingsError if ``host`` cannot be bound."""
 
     def __init__(self, host: str, deadline_s: float) -> None:
         self._deadline_s = deadline_s
@@ -20,7 +16,7 @@ class Rendezvous:
         self.port: int = self._server.port
 
     def connect(self, host: str, session: str) -> Store:
-        """Return a separate connection by ``host``, because a store answers one query at a time."""
+        """Return a separate connection, because a store answers one query at a time."""
         return connect_store((host, self.port), session, self._deadline_s)
 
 

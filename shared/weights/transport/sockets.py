@@ -1,4 +1,4 @@
-"""Socket options and addresses for weight transfers."""
+"""Sockets for weight transfers."""
 
 import socket
 
@@ -8,22 +8,18 @@ _ANY = ("", "0.0.0.0", "::")  # noqa: S104 - named to tell them apart, not bound
 
 
 def tune(connection: socket.socket) -> None:
-    """Disable delays, and detect a dead host eventually."""
+    """Set TCP_NODELAY and keep-alive."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 def reachable(host: str) -> str:
-    """Return the name at which others reach a listener on ``host``: this host's own for "any"."""
+    """Return the name of a listener on ``host`` for others: this host's own for "any"."""
     return socket.gethostname() if host in _ANY else host
 
 
 def own_address(host: str, port: int) -> str:
-    """Return this host's address on the route to ``host``; sends no packet.
-
-    Raises:
-        WeightsError: there is no route.
-    """
+    """Return this host's address on the route to ``host``, without sending; raises WeightsError without a route."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as route:
         try:
