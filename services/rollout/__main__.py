@@ -22,7 +22,6 @@ from shared.settings import Settings, check_plain_engine, check_reproducible
 Explain = Callable[[int, str], Awaitable[None]]
 
 _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks with vLLM kernels."""
 
 
 async def open_engine(
@@ -30,12 +29,10 @@ async def open_engine(
 ) -> tuple[Engine, Codec]:
     """Return the configured engine and its codec; heartbeats continue while a model loads.
 
-    Args:
-        host: this replica's address for others.
-        explain: called with the number of vLLM engines and the reason.
+    ``host`` is this replica's address for others; ``explain`` is called with the number of vLLM engines and the reason.
 
     Raises:
-        SettingsError: no such model or device, or settings that the engine does not support.
+        SettingsError: no such model or device, or unsupported settings.
     """
     name = await asyncio.to_thread(choose_engine, settings)
     if name == "vllm":
@@ -194,7 +191,7 @@ async def _hold_workers(settings: Settings, replica: str) -> None:
 
     choose_engine(settings)
     hosts = hosts_of(settings.rollout, service.own_host(settings))
-    assert hosts is not None  # rollout.node < rollout.nodes
+    assert hosts is not None
     await hold_workers(settings, vllm_settings(settings, replica, hosts), hosts)
 
 

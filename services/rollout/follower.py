@@ -239,7 +239,6 @@ class Follower:
         return wanted if record is None else PolicyUpdate(record, wanted.promoted_at_s)
 
     async def _overtaken(self, update: PolicyUpdate, wait_s: float | None) -> bool:
-        """Wait up to ``wait_s`` (None: forever) for a newer update."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 while self._wanted is update:
@@ -301,7 +300,6 @@ class Follower:
         return await self._puller.ask(attempt.address, record)
 
     async def _requested_file(self, address: str, update: PolicyUpdate) -> Offer:
-        """Wait for a slow file, unless a newer version appears."""
         writing = asyncio.ensure_future(self._puller.ask_for_file(address, update.record))
         overtaken = asyncio.ensure_future(self._overtaken(update, None))
         try:

@@ -152,7 +152,6 @@ class Rollout:
         max_groups: training groups held at a time; evaluation groups, mostly of one sample, ``group_size`` times as
             many.
         taking: set while new prompts may be taken.
-        plausibility: checks prompts, if given.
     """
 
     def __init__(

@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK, _WARPS = 4096, 8
-"""Logits per program iteration, and warps."""
 
 
 def forward(logits_NV: Tensor, targets_N: Tensor, temperatures_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from shared.errors import SettingsError
 
 LogitsType = Literal["model", "float32"]
-"""The model's own type, or float32."""
 
 
 def projection(output: nn.Module, kind: LogitsType) -> Callable[[Tensor], Tensor]:

@@ -92,7 +92,6 @@ def logits_transform(model: Any, name: str = "policy.model") -> LogitsTransform:
 
 
 def _check_head(model: Any, kind: str, name: str) -> None:
-    """Refuse several layers between hidden states and logits."""
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     for child_name, child in model.named_children():
         parts = set(child.modules())
@@ -107,7 +106,6 @@ def _is_about_logits(key: str) -> bool:
 
 
 def _take(settings: dict[str, Any], table: Mapping[str, str], kind: str) -> float | None:
-    """Remove and return ``table``'s settings for class ``kind``."""
     for key, classes in table.items():
         if key in settings and re.match(classes, kind):
             return float(settings.pop(key))

@@ -44,7 +44,6 @@ def check_source(setting: str, source: str, needed: tuple[str, ...]) -> None:
 
 
 def _check_hub(setting: str, name: str, needed: tuple[str, ...]) -> None:
-    """Refuse an uncached name if the hub is unreachable."""
     import httpx
     from huggingface_hub import constants, try_to_load_from_cache
 

@@ -15,7 +15,6 @@ import msgpack
 from shared.errors import PeerError
 
 MAX_BYTES = 64 << 20
-"""Maximum frame length."""
 _LENGTH = struct.Struct(">I")
 _CHUNK_BYTES = 1 << 20
 Frame = dict[str, Any]

@@ -14,7 +14,6 @@ import time
 PAGE = "page"
 """For links to the coordinator's page."""
 PAGE_S = 300.0
-"""Validity of such a link."""
 _NONCE_BYTES = 9
 _PROOF_BYTES = 18
 

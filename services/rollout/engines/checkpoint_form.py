@@ -5,8 +5,7 @@ Names may differ, or experts be separate where the parameter stacks them::
     published   model.layers.0.mlp.experts.gate_up_proj              (E, 2·i, h)
     checkpoint  model.layers.0.block_sparse_moe.experts.0.w1.weight  (i, h), …0.w3.weight, …1.w1.weight, …
 
-Engine loaders may silently skip other names. The conversion is the one by which transformers saves a model, determined
-by renaming the names in the checkpoint's files.
+Engine loaders may silently skip other names. transformers' own conversion for saving is used.
 """
 
 import copy

@@ -1,7 +1,6 @@
 """An :class:`Engine` with scripted completions, for tests without a model or torch.
 
-Each token is one decoding step, swaps fall between two, and versions are recorded per token. Token ids are character
-codes; 0 stops.
+Each token is one decoding step; swaps fall between two. Token ids are character codes; 0 stops.
 """
 
 import asyncio
@@ -44,12 +43,11 @@ def arithmetic(prompt: str, version: PolicyVersion, lot: random.Random) -> tuple
 
 
 class ScriptedEngine:
-    """An :class:`Engine` that answers from ``script``.
+    """Answers from ``script``; each ``logprob`` of a probe is the same.
 
     Args:
         pause: awaited between two decoding steps; block it to swap in mid-generation.
         receive: called in a thread with each staged offer; may raise WeightsError. By default all offers succeed.
-        logprob: reported for every token of a probe.
     """
 
     def __init__(

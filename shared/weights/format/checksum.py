@@ -4,8 +4,8 @@ The bytes are 64-bit words x in a matrix of ``COLUMNS`` columns (the last row is
 
     checksum = Σ_r b_r · Σ_c a_c · x_rc   mod 2^64          a, b: fixed odd numbers, one of each column and row
 
-Odd factors are invertible, so a single changed word is always detected; swaps or partial updates are missed with
-probability 2^-64. Not a signature. Enqueued on the current stream; one kernel on GPUs, to limit GIL contention.
+A single changed word is always detected (odd factors are invertible); swaps or partial updates are missed with
+probability 2^-64. Not a signature. One enqueued kernel on GPUs, to limit GIL contention.
 """
 
 import functools
@@ -43,7 +43,6 @@ def text(value: torch.Tensor) -> str:
 
 @functools.cache
 def _kernel() -> "Callable[[torch.Tensor, torch.Tensor], None] | None":
-    """Return the GPU kernel, if GPU and Triton exist."""
     if not torch.cuda.is_available():
         return None
     try:

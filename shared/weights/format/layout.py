@@ -53,7 +53,6 @@ class Header:
     version: PolicyVersion
     step: int
     layout: str
-    """The layout's digest."""
     checksums: tuple[str, ...]
 
     def encode(self) -> bytes:

@@ -23,7 +23,6 @@ FORMAT = 1
 """Increase if older readers would misread it."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
-"""Permitted number types, in bytes."""
 
 
 _FILE = re.compile(r"(?=.{1,255}\Z)[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)

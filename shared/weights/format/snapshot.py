@@ -39,7 +39,6 @@ from shared.weights.format import manifest as manifests
 from shared.weights.format.manifest import BucketEntry, Manifest, TensorEntry
 
 BUCKET_BYTES = 1 << 30
-"""Maximum bytes of tensors."""
 _READERS = 4
 MANIFEST = "manifest.json"
 ADAPTER = "adapter_model.safetensors"
@@ -212,7 +211,6 @@ def _copied(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _write_bucket(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[BucketEntry, dict[str, int]]:
-    """Write a file; return its entry and tensor offsets."""
     save_file(tensors, path)
     path.chmod(0o600)
     with path.open("rb") as file:
@@ -246,7 +244,6 @@ def _private(path: str, flags: int) -> int:
 
 
 def _read_bucket(location: Path, bucket: BucketEntry) -> torch.Tensor:
-    """Return a file's bytes (uint8) after checking size and hash."""
     path = location / bucket.file
     content = bytearray(bucket.nbytes)
     try:

@@ -85,7 +85,6 @@ class Puller:
             self._drop(offer.source)
 
     async def _hear(self, session: _Session, offer: Offer) -> None:
-        """Log the source's reason for a failed pull."""
         with contextlib.suppress(OSError, TimeoutError, PeerError):
             async with asyncio.timeout(min(_REASON_S, self._deadline_s)):
                 said = await frames.receive_async(session.reader)

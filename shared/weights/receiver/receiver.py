@@ -35,13 +35,10 @@ _MAX_SOURCES = 4
 
 _WARM_UP_S = 60.0
 _MAX_MAPPED = 2
-"""Mapped snapshots per source."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Session:
-    """State of a session between pulls."""
-
     name: str
     group: TransferGroup | None = None
     mapped: dict[tuple[ipc.Handle, ...], tuple[torch.Tensor, ...]] = dataclasses.field(default_factory=dict)

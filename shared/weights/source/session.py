@@ -85,7 +85,6 @@ class Session:
         self._name = uuid.uuid4().hex
         self._idle_s = idle_s
         self._asked = False
-        """Whether the peer has sent a request."""
         self._pulls = 0
         self._done: frames.Frame | None = None
         self._group: TransferGroup | None = None

@@ -110,8 +110,6 @@ class WeightSource:
                     time.sleep(0.1)
 
     def _serve(self, connection: socket.socket) -> None:
-        """Serve a connection in its own thread; raises RuntimeError if none can be started."""
-
         def run() -> None:
             try:
                 self._answer(connection)

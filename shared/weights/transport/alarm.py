@@ -28,7 +28,7 @@ def listening(store: Store, pull: int) -> Iterator[Interrupt]:
     ended, failed = threading.Event(), threading.Event()
 
     def listen() -> None:
-        with contextlib.suppress(RuntimeError):  # the source is gone
+        with contextlib.suppress(RuntimeError):
             while not ended.wait(_EVERY_S):
                 if store.check([_key(pull)]):
                     failed.set()

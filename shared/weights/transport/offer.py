@@ -25,7 +25,6 @@ class Offer:
     pull: int = 0
     """Number of the pull in its session; both sides meet under it."""
     store: tuple[str, int] = ("", 0)
-    """The session's TCPStore."""
     handles: tuple[tuple[Any, ...], ...] = ()
     """For ``ipc``: arguments of ``torch.UntypedStorage._new_shared_cuda`` per bucket (ints and bytes)."""
     manifest_digest: str = ""

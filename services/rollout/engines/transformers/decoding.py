@@ -129,7 +129,6 @@ class Batch:
         return whole
 
     def _uniform(self) -> torch.Tensor:
-        """Return a random number per row (n × 1, float64), by its group's generator."""
         uniform_N = torch.cat([lot.draw() for lot in self._lots])
         return uniform_N.to(self._device)[self._alive_n].unsqueeze(1)
 
@@ -262,7 +261,6 @@ class _Choice:
 
 
 def _pad_left(prompts: Sequence[Int32Array], padding: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids and mask (1 for tokens), P × L, with aligned ends."""
     length = max(len(prompt) for prompt in prompts)
     ids_PL = np.full((len(prompts), length), padding, dtype=np.int64)
     mask_PL = np.zeros((len(prompts), length), dtype=np.int64)

@@ -61,8 +61,7 @@ class TransformersEngine:
         max_rows: maximum samples per batch.
         alone: one request per batch (``run.deterministic = "run"``).
         threads: torch's CPU threads; 0: its default.
-        host: address at which replicas pull weights; empty: none.
-        deadline_s: timeout of each wait of a pull.
+        host: address for replicas' pulls; empty: none.
         drain: swap only after the running batch.
     """
 
@@ -192,7 +191,6 @@ class TransformersEngine:
             torch.set_num_threads(self._threads)
 
     def _gather(self) -> bool:
-        """Wait for requests; return False to close."""
         self._swap_held()
         while not self._waiting and not self._closing:
             self._receive(self._inbox.get())
@@ -291,7 +289,6 @@ class TransformersEngine:
         self._call(inbox.answer, item.answer, logprobs_T.cpu().numpy())
 
     def _tell_all(self) -> None:
-        """Cancel requests or fail them with the thread's error."""
         with self._door:
             self._shut = True
         ends: list[Reply] = [asked.answer for asked in (*self._running, *self._waiting)]

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from services.rollout.engines.transformers.decoding import LanguageModel
     from shared.settings import PolicySettings
 
-# Raised by transformers for unusable models: OSError (missing files, no network), ValueError (unknown architecture, bad
-# name), KeyError and TypeError (config.json), RuntimeError (shapes), ImportError (missing package), SafetensorError.
+# Raised for missing files, no network (OSError), an unknown architecture, a bad name (ValueError), config.json fields
+# (KeyError, TypeError), shapes (RuntimeError), or a missing package (ImportError).
 _UNUSABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError)
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -52,7 +52,6 @@ class OpenedModel:
     """Names that a snapshot must fill."""
     device: "torch.device"
     stop: tuple[int, ...]
-    """Token ids that end a completion."""
     context_tokens: int
     vocabulary: int
 
@@ -133,7 +132,6 @@ def open_model(policy: "PolicySettings", tokenizer: Tokenizer, device: str, cont
 
 
 def _log_as_we_do() -> None:
-    """Send transformers' logs to the root logger, without progress bars."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -32,13 +32,7 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Shadow:
-    """Weights receiver of one model.
-
-    Args:
-        opened: the model, only read here.
-        host: address for peers; empty: serves none.
-        deadline_s: timeout of each wait of a peer's pull.
-    """
+    """Weights receiver of one model, which it only reads; serves peers on ``host``, unless empty."""
 
     def __init__(self, opened: OpenedModel, host: str, deadline_s: float, secret: Secret) -> None:
         self._opened = opened

@@ -29,7 +29,6 @@ NOT_SERVED = {
 
 
 _OVERRIDABLE = frozenset({"max_num_seqs", "enforce_eager", "enable_prefix_caching"})
-"""Our arguments that rollout.vllm.arguments may override."""
 
 
 def gather(
@@ -50,12 +49,11 @@ def gather(
     """Return the AsyncEngineArgs for ``model`` (folder or name).
 
     Args:
-        seed: the same on every host of a replica; see ``trial.seed_of``.
+        seed: the same on every host of a replica.
         max_num_seqs: maximum samples per decoding step.
         gpu_memory_utilization: vLLM's share of a GPU. The rest must hold a second copy of the policy, or weights
             are streamed behind a pause (``shadow = "auto"``).
         arguments: further AsyncEngineArgs.
-        hosts: the engine's, if several.
 
     Raises:
         SettingsError: vLLM is missing or unsupported, or ``arguments`` contain a forbidden one.
@@ -111,7 +109,7 @@ def check_arguments(others: Mapping[str, Any], ours: Collection[str]) -> None:
 def engine_args(arguments: dict[str, Any], own: str = "") -> Any:
     """Return the AsyncEngineArgs of :func:`gather`'s result, and prepare this process's environment.
 
-    ``own`` is this host's address for the engine's other hosts, if any. Raises SettingsError for unknown arguments.
+    ``own`` is this host's address for other hosts, if any. Raises SettingsError for unknown arguments.
     """
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")

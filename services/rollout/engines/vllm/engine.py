@@ -7,12 +7,9 @@
     stage ──▶ every worker receives into its shadow, decoding goes on ──▶ ok of each rank
     swap  ──▶ one call between two steps of the model: shadow ─▶ live parameters; boundaries are noted
 
-- Logprobs come from the worker's token record (``"captured"``); vLLM's (``"native"``, or unknown model runners) cost
-  nearly half of the throughput.
-- The prefix cache is salted with the version, so new prompts never reuse older weights' cache.
-- A worker's death is noticed at once; engine processes do not outlive this one.
-- ``bucketed`` streams weights into the live parameters behind a pause; after a failure midway, requests are held
-  (``torn``) until another swap completes.
+Logprobs come from the worker's token record (``"captured"``); vLLM's (``"native"``, or unknown model runners) cost
+nearly half of the throughput. The prefix cache is salted with the version. A worker's death is noticed at once.
+``bucketed`` streams weights into the live parameters behind a pause.
 """
 
 import asyncio
@@ -46,7 +43,6 @@ LOGPROBS_CAPTURED = Gauge(
 )
 
 _CLOSE_S = 10.0
-"""Time for vLLM's processes to exit."""
 _WORD_S = 2.0
 """If vLLM reports the failure first, the worker's death follows within milliseconds."""
 
@@ -60,11 +56,9 @@ class VllmEngine:
     Args:
         llm: an AsyncLLM with :class:`services.rollout.engines.vllm.worker.WorkerExtension`.
         workers: each rank's ``penstock_open`` answer.
-        stop: token ids that end a completion.
         kv: keep or recompute running requests' key-value cache at a swap.
         update: swap under running requests, or when none runs.
         bucketed: stream weights into the live parameters.
-        adapters: whether vLLM serves adapters.
     """
 
     def __init__(
@@ -100,7 +94,6 @@ class VllmEngine:
         self.place = DeviceLocation(device="cuda" if uuids else "cpu", gpu_uuids=uuids, boot_id=boot_id())
         self.peer_address: str = workers[0]["peer_address"]
         self.stop = stop
-        """Token ids that end a completion."""
         self.context_tokens = int(llm.model_config.max_model_len)
         self.vocabulary = int(llm.model_config.get_vocab_size())
         LOGPROBS_CAPTURED.set(not native)
@@ -219,7 +212,6 @@ class VllmEngine:
 
     @contextlib.asynccontextmanager
     async def _quiet(self) -> AsyncIterator[None]:
-        """Drain or pause requests during a swap; hold them afterwards if torn."""
         pause = self._bucketed or self._kv == "recompute"
         try:
             if self._update == "drain":
@@ -235,7 +227,6 @@ class VllmEngine:
                 await self._gate.open()
 
     async def _call(self, method: str, *arguments: Any) -> list[Answer]:
-        """Return every rank's answer to a worker-extension call."""
         try:
             answers: list[Answer] = await self._living(self._llm.collective_rpc(method, args=arguments))
         except EngineDied:
@@ -266,7 +257,6 @@ class VllmEngine:
                 await asyncio.wait({task}, timeout=_CLOSE_S)
 
     async def _last_word(self) -> str:
-        """Return which worker died, or ""."""
         died = self._reports.died
         await asyncio.wait({died}, timeout=_WORD_S)
         return died.result() if died.done() and not died.cancelled() else ""

@@ -1,7 +1,7 @@
-"""One request through vLLM: parameters, refusals, and its output joined with the workers' records.
+"""One request through vLLM: parameters, refusals and output.
 
-Requests are matched by name: tokens come from vLLM, logprobs and versions from the workers' rows (``worker_channel``),
-one per sample. With ``native``, logprobs come from vLLM too, at a large cost in throughput.
+Tokens come from vLLM, versions and logprobs from the workers' rows (``worker_channel``), matched by request name. With
+``native``, logprobs come from vLLM too, at a large cost in throughput.
 """
 
 import asyncio
@@ -19,7 +19,6 @@ from shared.errors import PermanentError
 _ROW_S = 60.0
 """Rows arrive within milliseconds; later, the worker is lost."""
 _GREEDY = 1e-5
-"""vLLM's threshold of greedy decoding."""
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
@@ -27,7 +26,6 @@ class Requests:
     """Sends requests to the AsyncLLM ``llm``.
 
     Args:
-        stop: token ids that end a completion.
         native: whether logprobs are vLLM's own.
         held: whether the model is paused, which delays rows.
     """
@@ -42,7 +40,6 @@ class Requests:
         self._held = held
         self._numbers = itertools.count()
         self.adapter: Any = None
-        """vLLM's request for the live adapter, if any."""
 
     async def samples(self, request: GenerationRequest, version: PolicyVersion) -> tuple[GeneratedSample, ...]:
         """Return samples; the prefix cache is per ``version``.

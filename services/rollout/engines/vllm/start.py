@@ -41,10 +41,8 @@ async def open_vllm(
 
     Args:
         arguments: from :func:`services.rollout.engines.vllm.arguments.gather`.
-        hosts: the engine's, if several.
         stop: token ids that end a completion, besides the model's own.
         peer_host: address at which to serve weights under ``share_secret``; "": none.
-        deadline_s: timeout of each wait of a peer.
         stat_loggers: replace vLLM's own; several engines of a process share one.
 
     Raises:
@@ -118,7 +116,6 @@ def _stop_tokens(llm: Any, stop: Sequence[int]) -> tuple[int, ...]:
 
 
 def _is_bucketed(shadow: str, workers: list[dict[str, Any]]) -> bool:
-    """Return whether memory for a shadow is short, so that weights are streamed."""
     if shadow != "auto":
         return shadow == "bucketed"
     tightest = min(workers, key=lambda worker: int(worker["free_bytes"] - worker["policy_bytes"]))

@@ -7,9 +7,10 @@ their request is finished::
     a request finished      its row ─▶ pinned host memory (no wait) ─▶ :class:`Finished`
     a swap                  every held request: (tokens drawn so far, new version)
 
-Rows belong to requests and survive preemption. Positions are scheduler counts (exact without speculative decoding), so
-redrawn tokens overwrite discarded ones. Partially read prompts write to a spill cell. Logprobs use the sampled logits,
-after temperature, in float32. Legend: n requests of a step, V vocabulary.
+Rows survive preemption. Positions are scheduler counts (exact without speculative decoding), so redrawn tokens
+overwrite discarded ones. Partially read prompts write to a spill cell. Logprobs are float32, after temperature.
+
+Legend: n requests of a step, V vocabulary.
 """
 
 import dataclasses
@@ -34,7 +35,6 @@ class Finished:
     versions: tuple[Versions, ...]
     """Per request: (first token, version), ascending."""
     logprobs: torch.Tensor
-    """All requests', concatenated."""
     ready: Callable[[], None]
 
     def rows(self) -> Iterable[tuple[str, bytes, Versions]]:

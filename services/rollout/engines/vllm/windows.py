@@ -13,14 +13,9 @@ from shared.process.importing import importing
 
 
 def check_windows(model: nn.Module, source: str, context_tokens: int, *, trust_remote_code: bool = False) -> None:
-    """Compare windows of the loaded ``model`` with ``source``'s configuration.
+    """Compare windows of the loaded ``model`` with the configuration in ``source`` (folder or name).
 
-    Args:
-        source: folder or name of the checkpoint.
-        context_tokens: longest sequence served; longer windows are ignored.
-
-    Raises:
-        SettingsError: a layer's window differs.
+    Windows longer than ``context_tokens`` are ignored. Raises SettingsError if a layer's differs.
     """
     held = {name: window for name, module in model.named_modules() if (window := _window(module))}
     if not held:

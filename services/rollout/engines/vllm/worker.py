@@ -54,7 +54,6 @@ class PolicyWorker:
     """Weights and token record of one rank, for the thread that steps the model.
 
     Args:
-        worker: vLLM's, with its model loaded.
         reporting: the replica's address and secret file, if any.
         capture: keep logprobs on the device, else only count tokens.
         peers: (host, port, deadline in seconds) of rank 0's source; empty host: none.
@@ -160,7 +159,6 @@ class PolicyWorker:
             self._report(staging, error, time.monotonic() - began_s)
 
     def _room(self, offer: Offer) -> FlatSnapshot:
-        """Return a shadow that no swap or peer still reads."""
         if self._source is not None:
             self._source.withdraw(self._patience_s)
         if self._swapped is not None:

@@ -65,7 +65,7 @@ class Reporter:
     Args:
         address: :attr:`Reports.address`.
         secret: the replica's; empty within one host.
-        beside: whether the replica is on this host, so that this process's parent ends too.
+        beside: whether this process's parent ends too, as the replica is on this host.
 
     Raises:
         PeerError: the replica is unreachable, or refuses this worker.
@@ -89,7 +89,6 @@ class Reporter:
         threading.Thread(target=self._watch, name="replica watch", daemon=True).start()
 
     def _greet(self, rank: int, secret: bytes) -> int:
-        """Authenticate; return the replica's process id."""
         challenge = frames.receive(self._socket, _GREETING_S)
         pids = [os.getpid(), os.getppid()] if self._beside else []
         proof = prove(secret, challenge["nonce"], rank)
@@ -140,7 +139,6 @@ def _connect(address: str) -> socket.socket:
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """Set TCP_NODELAY; break TCP connections silent for ``_SILENT_S`` seconds."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
@@ -244,7 +242,6 @@ class Reports:
             writer.close()
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int | None:
-        """Admit a worker and return its rank, else None."""
         nonce = secrets.token_bytes(32)
         try:
             writer.write(frames.pack({"kind": "challenge", "nonce": nonce, "pid": os.getpid()}))
@@ -293,7 +290,6 @@ class Reports:
 
 
 def _hello(message: Frame) -> tuple[int, set[int], bytes]:
-    """Return a greeting's rank, processes and proof; raises OSError otherwise."""
     rank, pids, proof = (message.get(name) for name in ("rank", "pids", "proof"))
     if not _is_whole(rank, 0, _MAX_RANKS - 1) or not isinstance(pids, list) or not isinstance(proof, bytes):
         raise OSError("a greeting without rank, processes and proof")

@@ -96,8 +96,6 @@ class Workers:
         self._tell(self.ended.set_result, f"the first host does not answer: {outlast(self._hosts.rendezvous)}")
 
     def _tell(self, call: Any, value: Any) -> None:
-        """Call ``call(value)`` in the event loop, unless already done or closed."""
-
         def once() -> None:
             with contextlib.suppress(asyncio.InvalidStateError):
                 call(value)

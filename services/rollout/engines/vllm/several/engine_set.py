@@ -35,7 +35,6 @@ class EngineSet:
         self.ranks, self.place, self.peer_address = first.ranks, first.place, first.peer_address
         self.stop, self.context_tokens, self.vocabulary = first.stop, first.context_tokens, first.vocabulary
         self.version: PolicyVersion | None = None
-        """The version of every engine."""
         self._router = Router(len(engines))
         self._gate = SwapGate()
         self._secret = b""
@@ -106,7 +105,6 @@ class EngineSet:
         return SwapReport(slowest, reports[0].path, sum(report.copied_bytes for report in reports))
 
     async def _named(self, number: int, work: Awaitable[R]) -> R:
-        """Return the result of ``work``; name the engine in errors."""
         try:
             return await work
         except (EngineDied, WeightsError) as error:
@@ -119,7 +117,6 @@ class EngineSet:
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
-    """Wait for all; return results, or raise the worst failure."""
     results = await asyncio.gather(*work, return_exceptions=True)
     failures = [result for result in results if isinstance(result, BaseException)]
     if failures:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from shared.bus.messages import Int32Array
 
 _PROMPTS = 4096
-"""Recent prompts whose engine is remembered."""
 
 
 class Router:
@@ -16,7 +15,6 @@ class Router:
 
     def __init__(self, engines: int) -> None:
         self.outstanding = [0] * engines
-        """Samples still to generate, per engine."""
         self._engine_of: OrderedDict[bytes, int] = OrderedDict()
 
     @contextlib.contextmanager

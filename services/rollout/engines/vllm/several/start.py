@@ -31,12 +31,8 @@ async def open_engines(
 ) -> tuple[VllmEngine | EngineSet, Choice]:
     """Return ``count`` engines on one GPU as one, and the reason for their number.
 
-    Args:
-        arguments: for one engine with the whole GPU; sequences and memory are split.
-        serving: further arguments of :func:`services.rollout.engines.vllm.start.open_vllm`.
-
-    Raises:
-        SettingsError: vLLM cannot serve this, or memory is short.
+    ``arguments`` are for one engine with the whole GPU; sequences and memory are split. Raises SettingsError if vLLM
+    cannot serve this or memory is short.
     """
     limit = await asyncio.to_thread(_upper_limit, count, arguments, hosts, serving)
     if limit.engines == 1:
@@ -79,7 +75,6 @@ class _Starter:
         self._gpu = Gpu() if torch.cuda.is_available() else None
         self._demand = _demand(arguments) if self._gpu else None
         self.sharing = f"; they share the GPU by {sharing()}" if self._gpu else ""
-        """Sharing mode, as the end of a sentence."""
 
     async def open(self, engines: int) -> EngineSet:
         """Start ``engines`` engines in parallel."""
@@ -116,7 +111,7 @@ class _Starter:
             load.cancel()
             await asyncio.wait({load})
         if not load.cancelled():
-            load.result()  # raises its error
+            load.result()
         if busy is None:
             return Choice(1, "NVML does not report how busy the GPU is")
         choice = plan.by_load(busy, limit)
@@ -126,7 +121,6 @@ class _Starter:
         return -(-int(self._arguments["max_num_seqs"]) // engines)
 
     def _share(self, number: int, engines: int, sequences: int) -> dict[str, Any]:
-        """Return engine ``number``'s arguments: own seed, part of sequences and memory."""
         whole = self._arguments
         own = {"max_num_seqs": sequences, "seed": (whole["seed"] + number) % (1 << 31)}
         if self._gpu is None or self._demand is None:
@@ -135,7 +129,6 @@ class _Starter:
         return {**whole, **own, **memory}
 
     async def _start(self, shares: list[dict[str, Any]], first: int, statistics: SharedStatistics) -> list[VllmEngine]:
-        """Start engines from ``first`` on in parallel; close them if one fails."""
         loggers = await asyncio.to_thread(lambda: [statistics.factory(first + place) for place in range(len(shares))])
         starts = [
             open_vllm(share, **{**self._serving, **_role(number)}, stat_loggers=[logger])
@@ -154,7 +147,6 @@ class _Starter:
 
     @contextlib.asynccontextmanager
     async def _started(self) -> AsyncIterator[list[VllmEngine]]:
-        """Yield a list for engines, closed on failure."""
         engines: list[VllmEngine] = []
         try:
             yield engines
@@ -169,7 +161,6 @@ def _role(number: int) -> dict[str, Any]:
 
 
 async def _decode(engine: VllmEngine, sequences: int) -> None:
-    """Decode random prompts, ``sequences`` at a time, until cancelled."""
     random = np.random.default_rng(0)
     new_tokens = max(1, min(_NEW_TOKENS, engine.context_tokens - _PROMPT_TOKENS))
     sampling = Sampling(samples=_GROUP, max_new_tokens=new_tokens, temperature=1.0)

@@ -67,6 +67,6 @@ def first_missing(covered: Intervals, wanted: Intervals) -> int | None:
     if not len(covered):
         return int(wanted[0, 0])
     found = np.searchsorted(covered[:, 0], wanted[:, 0], side="right") - 1
-    held = np.where(found >= 0, covered[np.maximum(found, 0), 1], 0)  # end of the covered part
+    held = np.where(found >= 0, covered[np.maximum(found, 0), 1], 0)
     missing = np.flatnonzero(held < wanted[:, 1])
     return None if not len(missing) else int(max(wanted[missing[0], 0], held[missing[0]]))

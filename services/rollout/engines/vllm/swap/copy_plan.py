@@ -7,12 +7,9 @@ recorded instead of made::
                                   fill_(parameter view, constant)         a fill (padded vocabularies)
                                   anything else into a parameter          CopyPlanRefused
 
-- A plan writes every parameter byte exactly once (proved by interval arithmetic; ties count once), as the loader does.
-- Tracing changes no parameter, buffer or shadow tensor.
-- Operations other than plain copies are refused.
-
-Sources are (part, offset, strides); parts are shadow storages by first use (bucket numbers, in layout order), so copies
-can be replayed from another buffer. Meta tensors may be traced for that only.
+A plan writes every parameter byte exactly once (proved by interval arithmetic; ties count once). Tracing changes
+nothing. Sources are (part, offset, strides); parts are shadow storages by first use (bucket numbers, in layout order),
+so copies can be replayed from another buffer. Meta tensors may be traced for that only.
 """
 
 from collections import defaultdict
@@ -36,7 +33,6 @@ from services.rollout.engines.vllm.swap.byte_coverage import (
 from services.rollout.engines.vllm.swap.copies import Copy, CopyPlan, Fill, Region, coalesced
 
 Load: TypeAlias = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
-"""A model's ``load_weights`` of (name, tensor) pairs."""
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
 
 _aten = torch.ops.aten
@@ -159,8 +155,6 @@ def _numbered(tensors: Iterable[torch.Tensor]) -> _Storages:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records writes into ``destinations``, and what derives from ``sources``."""
-
     def __init__(self, sources: _Storages, destinations: _Storages) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.sources = sources
@@ -228,12 +222,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records tensors written and read in its block, also on the meta device.
-
-    Args:
-        live: not written; writes are only checked for shape.
-        sources: recorded for :meth:`cut`.
-    """
+    """Records tensors written and read in its block (reads of ``sources`` only), also on the meta device; keeps ``live`` as is."""
 
     def __init__(self, live: Iterable[torch.Tensor] = (), sources: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -38,7 +38,7 @@ def packing_experts_again(model: nn.Module, device: torch.device) -> Iterator[No
         yield
     finally:
         for method, kernel in kernels:
-            if method.moe_kernel is None:  # not reloaded
+            if method.moe_kernel is None:
                 method.moe_kernel = kernel
 
 
@@ -127,5 +127,4 @@ class DirectWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _copy_to_place(param: torch.Tensor, loaded_weight: torch.Tensor, place: tuple[Any, Any, int]) -> None:
-    """Copy ``loaded_weight`` into a (shape, strides, offset) part of ``param``."""
     param.data.as_strided(*place).copy_(loaded_weight)

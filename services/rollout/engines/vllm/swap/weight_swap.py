@@ -113,10 +113,7 @@ class WeightSwapper:
         return copied
 
     def differences(self) -> int | None:
-        """Return how many copies differ bitwise from the shadow, or None without plan or shadow.
-
-        For tests: reads all weights and waits for the device.
-        """
+        """Return how many copies differ bitwise from the shadow, or None without both; slow, for tests."""
         return None if self._plan is None or self._layout else self._plan.differences()
 
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
@@ -136,7 +133,6 @@ class WeightSwapper:
         return plan
 
     def _refuse_cut(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raise WeightsError if the loader took only a part of ``name`` and no rank takes the rest."""
         from vllm.distributed import get_tensor_model_parallel_world_size
 
         expert_parallel = self._config.parallel_config.enable_expert_parallel
@@ -158,7 +154,6 @@ class WeightSwapper:
         return copied
 
     def _is_prepared_for(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Whether neither ``tensors`` nor parameters moved; takes microseconds."""
         return (
             bool(self._tensors)
             and self._tensors.keys() == tensors.keys()
@@ -176,7 +171,6 @@ class WeightSwapper:
     # ---------------------------------------------------------------- layer by layer
 
     def _reload(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> int:
-        """Run vLLM's layerwise reload; return its bytes."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         given = 0
