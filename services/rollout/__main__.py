@@ -29,10 +29,7 @@ async def open_engine(
 ) -> tuple[Engine, Codec]:
     """Return the configured engine and its codec; heartbeats continue while a model loads.
 
-    ``host`` is this replica's address for others; ``explain`` is called with the number of vLLM engines and the reason.
-
-    Raises:
-        SettingsError: no such model or device, or unsupported settings.
+    ``explain`` is called with the number of vLLM engines and the reason. Raises SettingsError if unsupported.
     """
     name = await asyncio.to_thread(choose_engine, settings)
     if name == "vllm":
@@ -45,7 +42,7 @@ async def open_engine(
 
 
 def choose_engine(settings: Settings) -> str:
-    """Return the engine that ``rollout.engine`` selects on this host; raises SettingsError if unsupported."""
+    """Return the engine that ``rollout.engine`` selects on this host; may raise SettingsError."""
     name: str = settings.rollout.engine
     if name == "auto":
         name = pick_engine(settings.run.device)
@@ -95,7 +92,7 @@ async def _open_vllm(
 
 
 def vllm_settings(settings: Settings, replica: str, hosts: Hosts | None) -> dict[str, Any]:
-    """Return the vLLM settings of the hosts of ``replica``; raises SettingsError if vLLM or its arguments are unfit."""
+    """Return the vLLM settings of the hosts of ``replica``; may raise SettingsError."""
     from services.rollout.engines.transformers.smoke_test import seed_of
     from services.rollout.engines.vllm.arguments import gather
 

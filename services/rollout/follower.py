@@ -72,13 +72,7 @@ _IDLE_S = 1.0
 
 
 class Follower:
-    """Keeps ``engine`` on the head.
-
-    Args:
-        deadline_s: timeout of each wait of a pull.
-        give_up_s: failing pulls for this long send waiters away.
-        hold: the version to keep.
-    """
+    """Keeps ``engine`` on the head; pulls failing for ``give_up_s`` send waiters away."""
 
     def __init__(
         self,
@@ -130,12 +124,7 @@ class Follower:
         return newest is not None and held is not None and held == self._engine.version and newest > held
 
     async def wait_for(self, version: PolicyVersion) -> None:
-        """Wait until the engine has ``version`` or a newer one.
-
-        Raises:
-            NotHere: pulls have failed for ``give_up_s``.
-            asyncio.CancelledError: the replica stops.
-        """
+        """Wait until the engine has ``version`` or a newer one; raises NotHere if pulls keep failing, or is cancelled."""
         async with self._changed:
             await self._changed.wait_for(
                 lambda: self._holds(version) or self.kept_back or self.gave_up or self._released
@@ -151,7 +140,7 @@ class Follower:
             )
 
     async def check_kept(self, version: PolicyVersion) -> None:
-        """Ensure that all further tokens are of ``version``; raises NotHere if this replica does not keep it."""
+        """Ensure that all further tokens are of ``version``; else raises NotHere."""
         if self._hold.version != version:
             await self._hold.refresh()
         if not (self._hold.version == version == self._engine.version):

@@ -1,7 +1,7 @@
 """Compare a replica's logprobs of the trainer's probe with the trainer's own.
 
 A large gap emits an event, a notice and a metric; the guard ``probe`` pauses the run. Number types and kernels cause
-some thousandths of a nat; above ``weights.probe_gap_nats`` the policies differ, which biases every importance ratio.
+some thousandths of a nat; above ``weights.probe_gap_nats``, importance ratios are wrong.
 """
 
 import logging
@@ -76,8 +76,7 @@ class ProbeCheck:
 def gap_of(gaps: Sequence[Float32Array]) -> tuple[float, float]:
     """Return the mean and largest gap (nats) of ``gaps``, per token by sequence.
 
-    The mean is the larger of the short sequences' and the longest one's, of which only tokens beyond a window are
-    given.
+    The mean is the larger of the short sequences' and the longest one's, given only beyond a window.
     """
     known = [np.nan_to_num(gap, nan=np.inf) for gap in gaps]
     short = min(len(gap) for gap in known)

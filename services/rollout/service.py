@@ -97,12 +97,7 @@ class Generation:
         self.rate = Rate(time.monotonic())
 
     async def handle(self, prompt: Prompt, purpose: Purpose) -> RolloutGroup:
-        """Generate the group of ``prompt`` from the stream of ``purpose``.
-
-        Raises:
-            PermanentError: it can never be generated.
-            NotHere: its weights cannot be pulled here.
-        """
+        """Generate the group of ``prompt`` from the stream of ``purpose``; raises PermanentError or NotHere."""
         with GROUPS_IN_PROGRESS.track_inprogress():
             if self._plausibility is not None:
                 await self._plausibility.check(prompt, purpose)

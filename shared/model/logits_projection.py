@@ -22,8 +22,7 @@ LogitsType = Literal["model", "float32"]
 def projection(output: nn.Module, kind: LogitsType) -> Callable[[Tensor], Tensor]:
     """Return the function from hidden states (N × D) to logits (N × V) in type ``kind``.
 
-    Raises:
-        SettingsError: float32 with an ``output`` that is not a plain linear layer.
+    Raises SettingsError for float32 unless ``output`` is a plain linear layer.
     """
     own: Callable[[Tensor], Tensor] = output.forward
     if kind == "model":

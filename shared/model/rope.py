@@ -19,14 +19,9 @@ _FIXED = frozenset(("default", "linear", "llama3", "yarn", "proportional", "mrop
 
 
 def settle_rope(model: nn.Module, context_tokens: int = 0, *, name: str = "policy.model") -> None:
-    """Fix the frequencies of a Hugging Face ``model`` with weights.
+    """Fix the frequencies of a loaded ``model`` for ``context_tokens``, the run's longest sequence (0: the model's own).
 
-    Args:
-        context_tokens: the run's longest sequence; 0: the model's own.
-        name: the model's setting, for errors.
-
-    Raises:
-        SettingsError: a rotary embedding is unknown or depends on the batch.
+    Raises SettingsError if a rotary embedding is unknown or depends on the batch.
     """
     for module in model.modules():
         for layer_type, kind in _kinds(module):

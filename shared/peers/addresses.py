@@ -12,11 +12,7 @@ _ANY = ("", "0.0.0.0", "::")  # noqa: S104 - named to refuse them, not bound her
 
 
 def listen(host: str, port: int, setting: str) -> socket.socket:
-    """Return a socket listening on ``host``:``port`` (0: any free one).
-
-    Raises:
-        SettingsError: the port (from ``setting``) is taken, or the host is not local.
-    """
+    """Return a socket listening on ``host``:``port`` (0: any free one); raises SettingsError, naming ``setting``."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -43,21 +43,13 @@ def readable(connection: socket.socket, timeout_s: float | None = 0.0) -> bool:
 
 
 def receive(connection: socket.socket, deadline_s: float | None, largest: int = MAX_BYTES) -> Frame:
-    """Return the next frame, of at most ``largest`` bytes, within ``deadline_s`` (None: no limit).
-
-    Raises:
-        PeerError: timeout, disconnect, or invalid data.
-    """
+    """Return the next frame, of at most ``largest`` bytes, within ``deadline_s`` (None: no limit); raises PeerError."""
     ends_at_s = None if deadline_s is None else time.monotonic() + deadline_s
     return _unpack(_read(connection, _length(_read(connection, _LENGTH.size, ends_at_s), largest), ends_at_s))
 
 
 async def receive_async(reader: asyncio.StreamReader, largest: int = MAX_BYTES) -> Frame:
-    """Return the next frame, of at most ``largest`` bytes, without a deadline.
-
-    Raises:
-        PeerError: disconnect or invalid data.
-    """
+    """Return the next frame, of at most ``largest`` bytes, without a deadline; raises PeerError."""
     try:
         size = _length(await reader.readexactly(_LENGTH.size), largest)
         return _unpack(await reader.readexactly(size))

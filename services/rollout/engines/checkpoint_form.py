@@ -23,7 +23,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 class CheckpointForm:
-    """The checkpoint in ``source`` (folder or hub name); ``trust_remote_code`` runs its code."""
+    """The checkpoint in ``source`` (folder or hub name)."""
 
     def __init__(self, source: str, trust_remote_code: bool = False) -> None:
         self._source = source
@@ -35,7 +35,7 @@ class CheckpointForm:
         self._sizes: dict[str, int] = defaultdict(int)
 
     def open(self) -> None:
-        """Determine each tensor's form, once; takes about a second. Raises WeightsError if the model cannot be built."""
+        """Determine each tensor's form, which takes about a second; may raise WeightsError."""
         if self._outline is not None:
             return
         try:
@@ -59,11 +59,7 @@ class CheckpointForm:
         self._outline = model
 
     def convert(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (published name, value) ``tensors`` in checkpoint form, each once all its parts have arrived.
-
-        Raises:
-            WeightsError: a tensor is missing or unknown.
-        """
+        """Yield (published name, value) ``tensors`` in checkpoint form; raises WeightsError for missing or unknown ones."""
         self.open()
         waiting: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
         for name, tensor in tensors:
@@ -96,7 +92,7 @@ class CheckpointForm:
 
 
 def checkpoint_names(source: str) -> set[str]:
-    """Return tensor names of the safetensors files in ``source`` (folder or hub name), if any."""
+    """Return tensor names in the safetensors files of ``source``, if any."""
     import json
 
     from safetensors import safe_open

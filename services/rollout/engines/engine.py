@@ -7,10 +7,9 @@ An engine turns a prompt's token ids into a group of samples, and takes new weig
                    stage(offer of 8)  swap(8)
     version_spans                     [[0, 7], [3, 8]]
 
-- ``behavior_logprobs`` are of the whole softmax after temperature, under that decoding step's weights. Temperature 0 is
-  greedy and reports logprobs at temperature 1.
-- Staging runs beside decoding. A swap is atomic, between two decoding steps; running groups continue, by default on
-  their key-value cache, and later tokens carry the new version.
+- ``behavior_logprobs`` are of the whole softmax after temperature, under that step's weights. Temperature 0 is greedy
+  and reports logprobs at temperature 1.
+- Swaps are atomic, between two decoding steps. Running groups continue, by default on their key-value cache.
 - The stop token, if any, is the last of ``token_ids``.
 """
 
@@ -53,7 +52,7 @@ class GeneratedSample:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class GeneratedGroup:
-    """All samples of a request; Unix seconds since the engine took it up."""
+    """All samples of a request; Unix times, starting when the engine took it up."""
 
     samples: tuple[GeneratedSample, ...]
     started_at_s: float
@@ -70,7 +69,7 @@ class SwapReport:
 
 
 class EngineDied(StateLost):
-    """The engine failed; the process stops and others redo its work."""
+    """The engine failed; the process stops."""
 
 
 class Engine(Protocol):
@@ -94,17 +93,13 @@ class Engine(Protocol):
 
     @property
     def torn(self) -> bool:
-        """Whether a swap failed midway: generation waits until another completes."""
+        """Whether a swap failed midway, which blocks generation until another completes."""
 
     async def generate(self, request: GenerationRequest) -> GeneratedGroup:
         """Return ``request.sampling.samples`` completions; cancellation withdraws the request."""
 
     async def stage(self, offer: "Offer") -> None:
-        """Receive ``offer`` beside the live weights during generation.
-
-        Raises:
-            WeightsError: incomplete or unfit; the live weights remain.
-        """
+        """Receive ``offer`` beside the live weights; after a WeightsError these remain."""
 
     async def swap(self, version: PolicyVersion) -> SwapReport:
         """Put the staged ``version`` in place; return once the next token uses it.

@@ -1,6 +1,6 @@
 """Convert prompts to token ids and token ids to text.
 
-Text includes the tokenizer's special tokens; messages use its chat template. Impossible prompts raise PermanentError.
+Text includes the tokenizer's special tokens; messages use its chat template.
 """
 
 from collections.abc import Sequence

@@ -43,11 +43,12 @@ def arithmetic(prompt: str, version: PolicyVersion, lot: random.Random) -> tuple
 
 
 class ScriptedEngine:
-    """Answers from ``script``; each ``logprob`` of a probe is the same.
+    """Answers from ``script``.
 
     Args:
         pause: awaited between two decoding steps; block it to swap in mid-generation.
-        receive: called in a thread with each staged offer; may raise WeightsError. By default all offers succeed.
+        receive: called in a thread with each staged offer; may raise WeightsError.
+        logprob: of every token of a probe.
     """
 
     def __init__(

@@ -57,10 +57,8 @@ class FlatSnapshot:
     def fill(self, tensors: Iterable[tuple[str, torch.Tensor]], version: PolicyVersion, step: int) -> Header:
         """Copy ``tensors`` (name, tensor on any device) in, cast to the layout's types; return the new header.
 
-        Iterators are consumed one tensor at a time. Waits once for the device, for checksums.
-
-        Raises:
-            WeightsError: a tensor is missing, unknown or misshapen.
+        Iterators are consumed one tensor at a time. Waits once for the device. Raises WeightsError for tensors that do
+        not fit.
         """
         self.void(f"version {version} took its place: the pull is torn")
         self._copy(tensors)

@@ -66,11 +66,7 @@ class Header:
 
 
 def plan_layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]], bucket_bytes: int = BUCKET_BYTES) -> Layout:
-    """Pack (name, dtype, shape) in order into buckets; larger tensors get their own.
-
-    Raises:
-        WeightsError: duplicate name or unknown number type.
-    """
+    """Pack (name, dtype, shape) in order into buckets; raises WeightsError for duplicate names or unknown types."""
     entries: dict[str, TensorEntry] = {}
     sizes: list[int] = []
     for name, dtype, shape in tensors:

@@ -62,9 +62,9 @@ def write_snapshot(
     tensors: Iterable[tuple[str, torch.Tensor]],
     dtype: torch.dtype | None,
 ) -> Snapshot:
-    """Write ``tensors`` (Hugging Face name, tensor on any device) atomically as ``folder``/v<version>.
+    """Write (Hugging Face name, tensor) ``tensors`` atomically as ``folder``/v<version>, replacing a dead trainer's.
 
-    ``tensors`` is consumed one at a time. None as ``dtype`` keeps types. Replaces a dead trainer's snapshot.
+    ``tensors`` is consumed one at a time. None as ``dtype`` keeps types.
 
     Raises:
         WeightsError: storage error or duplicate name.
@@ -80,12 +80,9 @@ def write_adapter(
     configuration: bytes,
     dtype: torch.dtype,
 ) -> Snapshot:
-    """Write an adapter's ``factors`` (PEFT names) atomically as ``folder``/v<version>.
+    """Write an adapter's ``factors`` (PEFT names) atomically as ``folder``/v<version>; raises WeightsError.
 
     ``configuration`` is the content of adapter_config.json.
-
-    Raises:
-        WeightsError: storage error.
     """
 
     def fill(beside: Path) -> Manifest:
@@ -125,11 +122,7 @@ def _write_whole(folder: Path, version: PolicyVersion, fill: Callable[[Path], Ma
 
 
 def read_snapshot(location: Path, digest: str) -> dict[str, torch.Tensor]:
-    """Return the snapshot's tensors by name, on the CPU, in order of writing.
-
-    Raises:
-        WeightsError: missing, torn, corrupt, or of another digest.
-    """
+    """Return the snapshot's tensors by name, on the CPU; raises WeightsError if missing, corrupt or of another digest."""
     try:
         data = (location / MANIFEST).read_bytes()
     except OSError as error:

@@ -62,11 +62,7 @@ class Puller:
         return await self._question("ask", source, record, self._deadline_s)
 
     async def ask_for_file(self, source: str, record: PolicyRecord) -> Offer:
-        """Let ``source`` write the version to shared storage, if the fabric is broken; return its location.
-
-        Raises:
-            WeightsError: as for :meth:`ask`, or writing failed.
-        """
+        """Let ``source`` write the version to shared storage; return its location, or raise WeightsError."""
         return await self._question("file", source, record, FILE_DEADLINES * self._deadline_s)
 
     async def finish(self, offer: Offer, error: str | None) -> None:
@@ -174,11 +170,7 @@ class Puller:
 
 
 def file_offer(record: PolicyRecord, deadline_s: float) -> Offer:
-    """Return ``record``'s file snapshot as an offer; reads the manifest, whose digest is in the ledger, only.
-
-    Raises:
-        WeightsError: missing, or not the ledger's.
-    """
+    """Return ``record``'s file snapshot as an offer, after checking its manifest; raises WeightsError."""
     location = Path(record.location)
     try:
         data = (location / "manifest.json").read_bytes()

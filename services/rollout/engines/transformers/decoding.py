@@ -245,7 +245,7 @@ class _Choice:
     def draw(self, logits_nV: torch.Tensor, uniform_n1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each row's token and its logprob under softmax(logits / temperature).
 
-        Inverts the float64 cumulative distribution at a uniform number in [0, 1); probability 0 is never drawn.
+        Inverts the float64 cumulative distribution; probability 0 is never drawn.
         """
         logprobs_nV = torch.log_softmax(logits_nV / self.temperature_n1, dim=-1)
         if self.all_greedy:

@@ -57,7 +57,7 @@ class TransformersEngine:
     """An :class:`Engine` on a transformers model.
 
     Args:
-        opened: the model; the engine owns its parameters.
+        opened: owned by the engine from now on.
         max_rows: maximum samples per batch.
         alone: one request per batch (``run.deterministic = "run"``).
         threads: torch's CPU threads; 0: its default.

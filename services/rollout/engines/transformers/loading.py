@@ -74,7 +74,7 @@ def open_tokenizer(policy: "PolicySettings") -> Tokenizer:
 
 
 def check_for_vllm(policy: "PolicySettings") -> None:
-    """Raise SettingsError if vLLM and the trainer compute the model differently, or it does not exist."""
+    """Raise SettingsError for models that vLLM and the trainer compute differently."""
     check_model("policy.model", policy.model)
     with importing():
         from transformers import AutoConfig
@@ -89,12 +89,10 @@ def check_for_vllm(policy: "PolicySettings") -> None:
 
 
 def open_model(policy: "PolicySettings", tokenizer: Tokenizer, device: str, context_tokens: int = 0) -> OpenedModel:
-    """Return ``policy``'s causal language model on ``device`` (``auto``: a GPU if available).
-
-    ``context_tokens`` is the run's longest sequence (``shared.model.rope``); 0: the model's own.
+    """Return the model on ``device`` (``auto``: a GPU if available), for sequences up to ``context_tokens`` (0: its own).
 
     Raises:
-        SettingsError: no such model or device, or an unknown kind of rotary embeddings.
+        SettingsError: no such model or device, or unknown rotary embeddings.
     """
     check_model("policy.model", policy.model)
     with importing():

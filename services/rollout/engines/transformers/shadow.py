@@ -5,8 +5,7 @@
     trainer or peer ══▶ receive(offer) ─▶ flat snapshot ─▶ pairs() ─▶ copied in between two decoding steps
                                               └─▶ Source ══▶ other replicas, each bucket as soon as it is there
 
-Each new version overwrites the one snapshot; peers get a moment to finish, then fail on checksums. Versions received by
-file are not served.
+Each version overwrites the last; slow peers then fail on checksums. Versions received by file are not served.
 """
 
 import threading
@@ -32,7 +31,7 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Shadow:
-    """Weights receiver of one model, which it only reads; serves peers on ``host``, unless empty."""
+    """Receives one model's weights; serves peers on ``host``, unless empty."""
 
     def __init__(self, opened: OpenedModel, host: str, deadline_s: float, secret: Secret) -> None:
         self._opened = opened
@@ -48,7 +47,7 @@ class Shadow:
         return "" if self._source is None else self._source.address
 
     def receive(self, offer: Offer) -> None:
-        """Receive a version and serve it meanwhile, from one thread; raises WeightsError if incomplete or unfit."""
+        """Receive and serve a version, from one thread; raises WeightsError."""
         if self._closed.is_set():
             raise WeightsError("expected an open replica, found that it stops")
         if self._source is not None:
@@ -68,7 +67,7 @@ class Shadow:
         return self._snapshot
 
     def pairs(self, version: PolicyVersion) -> Pairs:
-        """Return each parameter with its value in ``version``; raises WeightsError if another was received last."""
+        """Return each parameter with its value in ``version``, the last received; else raises WeightsError."""
         found = None if self._snapshot is None or self._snapshot.header is None else self._snapshot.header.version
         if found != version:
             raise WeightsError(f"expected version {version} to be received before it is swapped to, found {found}")

@@ -13,11 +13,7 @@ from shared.errors import SettingsError
 
 
 def try_out(opened: OpenedModel) -> None:
-    """Decode two tokens of two samples, to detect undecodable models at the start.
-
-    Raises:
-        SettingsError: no usual key-value cache, or the device is too small.
-    """
+    """Decode two tokens of two samples; raises SettingsError without a usual key-value cache or enough memory."""
     request = GenerationRequest(np.zeros(1, dtype=np.int32), Sampling(samples=2, max_new_tokens=2, temperature=1.0))
     try:
         with torch.inference_mode():

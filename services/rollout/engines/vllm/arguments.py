@@ -51,12 +51,11 @@ def gather(
     Args:
         seed: the same on every host of a replica.
         max_num_seqs: maximum samples per decoding step.
-        gpu_memory_utilization: vLLM's share of a GPU. The rest must hold a second copy of the policy, or weights
-            are streamed behind a pause (``shadow = "auto"``).
+        gpu_memory_utilization: the rest must hold a second copy of the policy, or weights are streamed behind a pause.
         arguments: further AsyncEngineArgs.
 
     Raises:
-        SettingsError: vLLM is missing or unsupported, or ``arguments`` contain a forbidden one.
+        SettingsError: vLLM is missing or unsupported, or an argument is forbidden.
     """
     check_version()
     others = dict(arguments or {})
@@ -96,7 +95,7 @@ def check_version() -> str:
 
 
 def check_arguments(others: Mapping[str, Any], ours: Collection[str]) -> None:
-    """Raise SettingsError for a key of rollout.vllm.arguments that has its own setting or is unsupported."""
+    """Raise SettingsError for keys of rollout.vllm.arguments with own settings, or unsupported."""
     for name in others:
         if name in ours:
             raise SettingsError(
@@ -107,9 +106,9 @@ def check_arguments(others: Mapping[str, Any], ours: Collection[str]) -> None:
 
 
 def engine_args(arguments: dict[str, Any], own: str = "") -> Any:
-    """Return the AsyncEngineArgs of :func:`gather`'s result, and prepare this process's environment.
+    """Return the AsyncEngineArgs of :func:`gather`'s result, and prepare the environment; may raise SettingsError.
 
-    ``own`` is this host's address for other hosts, if any. Raises SettingsError for unknown arguments.
+    ``own`` is this host's address for other hosts, if any.
     """
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")

@@ -51,13 +51,12 @@ R = TypeVar("R")
 
 
 class VllmEngine:
-    """An :class:`Engine` on vLLM; created by :func:`services.rollout.engines.vllm.start.open_vllm`.
+    """An :class:`Engine` on vLLM; see :func:`services.rollout.engines.vllm.start.open_vllm`.
 
     Args:
         llm: an AsyncLLM with :class:`services.rollout.engines.vllm.worker.WorkerExtension`.
         workers: each rank's ``penstock_open`` answer.
         kv: keep or recompute running requests' key-value cache at a swap.
-        update: swap under running requests, or when none runs.
         bucketed: stream weights into the live parameters.
     """
 
@@ -116,12 +115,7 @@ class VllmEngine:
     # ---------------------------------------------------------------- generating
 
     async def generate(self, request: GenerationRequest) -> GeneratedGroup:
-        """Return completions.
-
-        Raises:
-            PermanentError: vLLM refuses this request.
-            EngineDied: the engine failed.
-        """
+        """Return completions; raises PermanentError if vLLM refuses the request, or EngineDied."""
         return await self._living(self._group(request))
 
     async def _group(self, request: GenerationRequest) -> GeneratedGroup:

@@ -23,12 +23,7 @@ _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
 class Requests:
-    """Sends requests to the AsyncLLM ``llm``.
-
-    Args:
-        native: whether logprobs are vLLM's own.
-        held: whether the model is paused, which delays rows.
-    """
+    """Sends requests to ``llm``; ``native`` logprobs are vLLM's own, ``held`` returns whether the model is paused."""
 
     def __init__(
         self, llm: Any, reports: Reports, *, stop: tuple[int, ...], native: bool, held: Callable[[], bool]
@@ -42,12 +37,7 @@ class Requests:
         self.adapter: Any = None
 
     async def samples(self, request: GenerationRequest, version: PolicyVersion) -> tuple[GeneratedSample, ...]:
-        """Return samples; the prefix cache is per ``version``.
-
-        Raises:
-            PermanentError: vLLM refuses this request.
-            EngineDied: the engine failed.
-        """
+        """Return samples; the prefix cache is per ``version``. Raises PermanentError or EngineDied."""
         greedy = request.sampling.temperature < _GREEDY  # vLLM draws one greedy sample; all are equal
         count = 1 if greedy else request.sampling.samples
         name = f"g{next(self._numbers)}"
@@ -101,12 +91,7 @@ class Requests:
         )
 
     async def run(self, name: str, token_ids: Int32Array, salt: str, parameters: Any) -> Any:
-        """Return vLLM's output of a request, with all samples.
-
-        Raises:
-            PermanentError: vLLM refuses this request.
-            EngineDied: the engine failed.
-        """
+        """Return vLLM's output with all samples; raises PermanentError or EngineDied."""
         from vllm import exceptions
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -127,7 +112,7 @@ class Requests:
         return last
 
     async def rows(self, name: str, count: int) -> list[TokenRow]:
-        """Wait for a finished request's rows, which come with the next step, so not during a pause."""
+        """Wait for a finished request's rows, which come with the next step."""
         while True:
             held = self._held()
             try:

@@ -40,10 +40,9 @@ async def open_vllm(
     """Return an engine; the event loop continues meanwhile. If it spans hosts, the others run ``node``.
 
     Args:
-        arguments: from :func:`services.rollout.engines.vllm.arguments.gather`.
         stop: token ids that end a completion, besides the model's own.
         peer_host: address at which to serve weights under ``share_secret``; "": none.
-        stat_loggers: replace vLLM's own; several engines of a process share one.
+        stat_loggers: replace vLLM's own; several engines share one.
 
     Raises:
         SettingsError: vLLM cannot serve this.

@@ -62,13 +62,8 @@ class TokenRow:
 class Reporter:
     """A worker's end; ends this process when the replica dies. ``obey`` gets messages in a thread.
 
-    Args:
-        address: :attr:`Reports.address`.
-        secret: the replica's; empty within one host.
-        beside: whether this process's parent ends too, as the replica is on this host.
-
-    Raises:
-        PeerError: the replica is unreachable, or refuses this worker.
+    ``beside`` is whether the replica is on this host, so that this process's parent ends too. Raises PeerError if the
+    replica is unreachable or refuses this worker.
     """
 
     def __init__(

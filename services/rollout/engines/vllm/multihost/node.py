@@ -31,12 +31,7 @@ _ASK_EVERY_S, _SILENT_S = 1.0, 15.0
 
 
 async def hold_workers(settings: Settings, arguments: dict[str, Any], hosts: Hosts) -> None:
-    """Hold this host's workers until the first host ends them.
-
-    Raises:
-        SettingsError: vLLM cannot start with ``arguments``.
-        EngineDied: the first host or a worker ended unexpectedly.
-    """
+    """Hold this host's workers until the first host ends them; raises SettingsError or EngineDied."""
     async with attend(settings) as (stop, status):
         workers = Workers(arguments, hosts)
         stopping = asyncio.ensure_future(stop.wait())

@@ -47,10 +47,9 @@ class Memory:
     free_bytes: int
 
     def arguments(self, engines: int, utilization: float, demand: Demand) -> dict[str, Any]:
-        """Return vLLM's memory arguments for each of ``engines`` that start together.
+        """Return memory arguments for each of ``engines`` that start together; raises SettingsError if too large.
 
-        In total at most ``utilization`` of the GPU, leaving a shadow of the weights each. Raises SettingsError if too
-        large.
+        In total at most ``utilization`` of the GPU, leaving each a shadow of the weights.
         """
         shadows_bytes = _SHADOW * engines * demand.policy_bytes
         share_bytes = min(utilization * self.total_bytes, self.free_bytes - shadows_bytes) / engines

@@ -29,10 +29,9 @@ _WARM_UP_S = 2.0
 async def open_engines(
     count: int | Literal["auto"], arguments: dict[str, Any], hosts: Hosts | None = None, **serving: Any
 ) -> tuple[VllmEngine | EngineSet, Choice]:
-    """Return ``count`` engines on one GPU as one, and the reason for their number.
+    """Return ``count`` engines on one GPU as one, and the reason for their number; may raise SettingsError.
 
-    ``arguments`` are for one engine with the whole GPU; sequences and memory are split. Raises SettingsError if vLLM
-    cannot serve this or memory is short.
+    ``arguments`` are for one engine with the whole GPU; sequences and memory are split.
     """
     limit = await asyncio.to_thread(_upper_limit, count, arguments, hosts, serving)
     if limit.engines == 1:

@@ -133,7 +133,7 @@ class CopyPlan:
 
     @torch.no_grad()
     def differences(self) -> int:
-        """Return how many copies differ bitwise (cast ones: by value) from their sources; waits for the device."""
+        """Return how many copies differ bitwise (cast ones: by value); waits for the device."""
         pairs = [pair for group in self._groups for pair in zip(*group, strict=True)]
         return sum(not torch.equal(destination, source.to(destination.dtype)) for destination, source in pairs)
 

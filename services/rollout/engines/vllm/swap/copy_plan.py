@@ -50,7 +50,7 @@ class LoaderRefused(CopyPlanRefused):
 def trace(load: Load, tensors: Tensors, parameters: Tensors, buffers: Tensors = _NONE) -> CopyPlan:
     """Return the plan of what ``load`` does with ``tensors`` (stable shadow views).
 
-    ``parameters`` are complete; ties may repeat. ``buffers`` are loaded completely or not at all. Neither changes.
+    ``parameters`` are complete, ties may repeat; ``buffers`` are optional. Neither changes.
 
     Raises:
         CopyPlanRefused: not only copies, or bytes are missing; :class:`LoaderRefused` if ``load`` raised.
@@ -67,10 +67,7 @@ def trace(load: Load, tensors: Tensors, parameters: Tensors, buffers: Tensors = 
 
 
 def first_cut(read: Iterable[Region], tensors: Mapping[str, Region]) -> str:
-    """Return the first of ``tensors`` that ``read`` covers only in part, or "".
-
-    A loader with narrower heads than the checkpoint silently takes the first rows.
-    """
+    """Return the first of ``tensors`` that ``read`` covers only in part, as a loader with narrower heads silently does, or ""."""
     parts: dict[int, list[Intervals]] = defaultdict(list)
     for region in read:
         parts[region.storage].append(_touched(region))
@@ -222,7 +219,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records tensors written and read in its block (reads of ``sources`` only), also on the meta device; keeps ``live`` as is."""
+    """Records writes, and reads of ``sources``, in its block, also on the meta device; ``live`` keeps its values."""
 
     def __init__(self, live: Iterable[torch.Tensor] = (), sources: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -53,12 +53,10 @@ def fuse_gates_again(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def counting_direct_writes(model: nn.Module) -> Iterator[None]:
-    """Keep what the loader copies into parameters without ``weight_loader`` in a reload, which vLLM would lose.
+    """Keep what loaders copy into parameters without ``weight_loader``, which a reload would lose.
 
-    Loaders of models with attention sinks (GPT-OSS, MiMo-V2, MiniMax-M2) do so with ``parameter.copy_``.
-
-    Raises:
-        WeightsError: the loader changes a parameter in another way, or in both ways.
+    Models with attention sinks (GPT-OSS, MiMo-V2, MiniMax-M2) do so with ``parameter.copy_``. Raises WeightsError for
+    other changes, or both.
     """
     from vllm.model_executor.model_loader.reload import layerwise
 

@@ -63,7 +63,7 @@ class WeightSwapper:
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Choose the path for ``tensors`` (stable shadow views by Hugging Face name, in layout order).
 
-        Cheap if nothing moved since the last call. Raises WeightsError if they do not fit.
+        Cheap if nothing moved. Raises WeightsError if they do not fit.
         """
         if self._is_prepared_for(tensors):
             return
@@ -82,10 +82,7 @@ class WeightSwapper:
         self._say()
 
     def swap(self) -> tuple[Path, int]:
-        """Make the prepared tensors live; return the path and the bytes.
-
-        A plan only enqueues copies; a layerwise reload leaves the device idle before and after.
-        """
+        """Make the prepared tensors live; return the path and the bytes. A plan only enqueues copies."""
         self.prepare(self._tensors)
         self.torn = True
         if self._plan is not None:
@@ -99,7 +96,7 @@ class WeightSwapper:
     def stream(self, buckets: Iterable[tuple[int, torch.Tensor]], layout: Layout) -> int:
         """Make a version live bucket by bucket; return the bytes.
 
-        ``buckets`` are (number, reusable uint8 tensor), each requested after the previous one is applied.
+        ``buckets`` are (number, reusable uint8 tensor).
 
         Raises:
             WeightsError: ``buckets`` failed midway (torn), or they do not fit (not torn).
