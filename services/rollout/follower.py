@@ -10,9 +10,8 @@
                                    or at once for a newer update, which also ends a round
 
 Versions never decrease; overtaken ones are skipped. A version kept for an evaluation (``version_hold``) stays until
-that ends; a late replica asks every source for it once, else follows the head. Prompts wait for ``min_version`` without
-timeout, but are returned if pulls keep failing or an older version is kept. If no source repairs torn weights, the
-process stops.
+that ends. Prompts wait for ``min_version`` without timeout, but are returned if pulls keep failing or an older version
+is kept. If no source repairs torn weights, the process stops.
 """
 
 import asyncio
@@ -124,7 +123,7 @@ class Follower:
         return newest is not None and held is not None and held == self._engine.version and newest > held
 
     async def wait_for(self, version: PolicyVersion) -> None:
-        """Wait until the engine has ``version`` or a newer one; raises NotHere if pulls keep failing, or is cancelled."""
+        """Wait until the engine has ``version`` or a newer one; raises NotHere if pulls keep failing."""
         async with self._changed:
             await self._changed.wait_for(
                 lambda: self._holds(version) or self.kept_back or self.gave_up or self._released

@@ -26,7 +26,7 @@ def own_context(config: Mapping[str, Any]) -> int:
 
 
 def check_context(config: Mapping[str, Any], limit: int, max_new_tokens: int, model: str) -> None:
-    """Raise SettingsError if a one-token prompt and its completion may exceed ``limit`` (0: the model's own context)."""
+    """Raise SettingsError if a one-token prompt and its completion may exceed ``limit`` (0: the model's own)."""
     own = own_context(config)
     context = limit or own
     if context and max_new_tokens >= context:

@@ -1,7 +1,6 @@
 """Check that a policy is a Hugging Face folder or a reachable hub name.
 
-Runs first, because model libraries retry an unreachable hub for most of a minute, and fall back to pickled weights
-(``.bin``).
+Model libraries would retry for most of a minute, or read pickled weights (``.bin``).
 """
 
 import re

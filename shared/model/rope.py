@@ -1,9 +1,9 @@
 """Rotary embeddings with frequencies fixed per run, not per batch.
 
 With ``longrope`` (Phi-3, arXiv:2402.13753) transformers chooses frequencies per batch, so logprobs would depend on
-batching. A run, like vLLM, chooses once: long factors if its context (``rollout.vllm.max_model_len``, else the model's
-own) exceeds ``original_max_position_embeddings``. ``dynamic`` is plain up to ``max_position_embeddings``, the replicas'
-limit; vLLM's differs and is refused, as are unknown kinds.
+batching. A run, like vLLM, chooses once: long factors if its context exceeds ``original_max_position_embeddings``.
+``dynamic`` is plain up to ``max_position_embeddings``, the replicas' limit; vLLM's differs and is refused, as are
+unknown kinds.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ _FIXED = frozenset(("default", "linear", "llama3", "yarn", "proportional", "mrop
 
 
 def settle_rope(model: nn.Module, context_tokens: int = 0, *, name: str = "policy.model") -> None:
-    """Fix the frequencies of a loaded ``model`` for ``context_tokens``, the run's longest sequence (0: the model's own).
+    """Fix the frequencies of a loaded ``model`` for ``context_tokens`` (0: the model's own).
 
     Raises SettingsError if a rotary embedding is unknown or depends on the batch.
     """

@@ -28,8 +28,7 @@ def uninterrupted() -> None:
 def poll(done: Callable[[], bool], deadline_s: float, what: str, interrupt: Interrupt = uninterrupted) -> None:
     """Wait until ``done()``, which must not block.
 
-    Raises:
-        WeightsError: ``deadline_s`` passed, or ``interrupt`` raised.
+    Raises WeightsError after ``deadline_s``, or if ``interrupt`` does.
     """
     ends_at_s = time.monotonic() + deadline_s
     pause_s = _FIRST_PAUSE_S
@@ -50,8 +49,7 @@ def bounded(
 ) -> T:
     """Run ``call()`` in a thread and return its result; ``discard`` gets a late one there.
 
-    Raises:
-        WeightsError: timeout, interruption, or failure (from its own error).
+    Raises WeightsError on timeout, interruption, or failure (from its own error).
     """
     attempt = _Attempt(call, discard)
     threading.Thread(target=attempt.run, name=f"bounded: {what}"[:60], daemon=True).start()

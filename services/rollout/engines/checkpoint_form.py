@@ -59,7 +59,7 @@ class CheckpointForm:
         self._outline = model
 
     def convert(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (published name, value) ``tensors`` in checkpoint form; raises WeightsError for missing or unknown ones."""
+        """Yield (published name, value) ``tensors`` in checkpoint form; raises WeightsError if these do not match."""
         self.open()
         waiting: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
         for name, tensor in tensors:

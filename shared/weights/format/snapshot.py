@@ -122,7 +122,7 @@ def _write_whole(folder: Path, version: PolicyVersion, fill: Callable[[Path], Ma
 
 
 def read_snapshot(location: Path, digest: str) -> dict[str, torch.Tensor]:
-    """Return the snapshot's tensors by name, on the CPU; raises WeightsError if missing, corrupt or of another digest."""
+    """Return the snapshot's tensors by name, on the CPU; raises WeightsError if it does not match ``digest``."""
     try:
         data = (location / MANIFEST).read_bytes()
     except OSError as error:

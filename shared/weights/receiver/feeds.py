@@ -1,7 +1,6 @@
-"""A receiver's bucket sources, one class per transport; the receiver requests each bucket once, in order.
+"""A receiver's bucket sources, one class per transport; buckets are requested once, in order.
 
-``start(n, into)`` begins a transfer (at most ``ahead`` outstanding), ``land(n)`` returns once its bytes are there in
-stream order.
+``start(n, into)`` begins a transfer (at most ``ahead`` outstanding), ``land(n)`` waits for it in stream order.
 """
 
 from collections import deque

@@ -80,10 +80,8 @@ class Receiver:
     def receive_each(self, offer: Offer, buffer: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (number, bytes) of each verified bucket through ``buffer`` (uint8, the largest bucket's size).
 
-        Bytes are valid until the next request, in the caller's stream order.
-
-        Raises:
-            WeightsError: a bucket is missing or corrupt; earlier ones were valid.
+        Bytes are valid until the next request, in the caller's stream order. Raises WeightsError; earlier buckets were
+        valid.
         """
         self._prepare(offer)
         if buffer.numel() < max(offer.layout.bucket_bytes):

@@ -38,11 +38,7 @@ class Shelf:
             self._cut += 1
 
     def find(self, version: PolicyVersion, interrupt: Interrupt) -> tuple[FlatSnapshot, Header]:
-        """Return the snapshot with ``version``, complete or arriving; waits briefly for it.
-
-        Raises:
-            WeightsError: gone, or not there yet.
-        """
+        """Return the snapshot with ``version``, complete or arriving, after a short wait; else raises WeightsError."""
         found: list[tuple[FlatSnapshot, Header]] = []
 
         def decided() -> bool:
@@ -71,11 +67,7 @@ class Shelf:
 
     @contextlib.contextmanager
     def pull(self, snapshot: FlatSnapshot) -> Iterator[Interrupt]:
-        """Count the block as a pull; the yielded function raises some time after a withdrawal.
-
-        Raises:
-            WeightsError: the snapshot has left the shelf.
-        """
+        """Count the block as a pull; the yielded function raises some time after a withdrawal. May raise WeightsError."""
         with self._changed:
             if self._snapshot is not snapshot:
                 raise WeightsError("expected the weights that were found, found that they just left this source")

@@ -44,13 +44,10 @@ _PATIENCE_S = 2.0
 
 
 class WeightSource:
-    """Serves clients that know ``secret`` on ``host``:``port`` (0: any free one), until closed.
+    """Serves clients that know ``secret`` on ``host``:``port`` (0: any free one), until closed; may raise SettingsError.
 
-    ``deadline_s`` limits each wait, ``idle_s`` the time between requests. ``file_folder`` and ``file_dtype`` (None:
-    unchanged) are for pulls by file.
-
-    Raises:
-        SettingsError: the port is taken.
+    ``deadline_s`` limits each wait, ``idle_s`` the time between requests. ``file_folder`` and ``file_dtype`` are for
+    pulls by file.
     """
 
     def __init__(

@@ -50,11 +50,7 @@ class Transfer:
     """One enqueued broadcast."""
 
     def land(self, deadline_s: float, interrupt: Interrupt = uninterrupted) -> None:
-        """Return when its bytes are there in stream order.
-
-        Raises:
-            WeightsError: timeout, interruption, or peer gone.
-        """
+        """Return when its bytes are there in stream order; raises WeightsError."""
         raise NotImplementedError
 
 
@@ -71,11 +67,7 @@ class TransferGroup:
         self._backend: Any = None
 
     def meet(self, pull: int, interrupt: Interrupt = uninterrupted) -> None:
-        """Wait for every rank to reach this pull.
-
-        Raises:
-            WeightsError: timeout or interruption.
-        """
+        """Wait for every rank to reach this pull; raises WeightsError."""
         left = threading.Event()
 
         def leave() -> None:
@@ -129,12 +121,9 @@ def open_group(
     host: str,
     interrupt: Interrupt = uninterrupted,
 ) -> TransferGroup:
-    """Return the group of ``ranks`` processes, if all open it within ``deadline_s``.
+    """Return the group of ``ranks`` processes, if all open it within ``deadline_s``; else raises WeightsError.
 
     ``store`` connects to the rendezvous (may block); ``host`` is this process's address, for gloo.
-
-    Raises:
-        WeightsError: a rank or the store is missing, or the library refused.
     """
 
     def opened() -> TransferGroup:

@@ -16,11 +16,7 @@ _lock = threading.Lock()
 
 
 def share(snapshot: FlatSnapshot) -> tuple[Handle, ...]:
-    """Return a handle per bucket, made once because torch tracks every handle.
-
-    Raises:
-        WeightsError: this allocator's memory cannot be shared.
-    """
+    """Return a handle per bucket, made once because torch tracks every handle; raises WeightsError if not shareable."""
     with _lock:
         if snapshot not in _shared:
             storages: list[Any] = [bucket.untyped_storage() for bucket in snapshot.buckets]
@@ -33,11 +29,7 @@ def share(snapshot: FlatSnapshot) -> tuple[Handle, ...]:
 
 
 def map_buckets(handles: tuple[Handle, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return the buckets (uint8) behind ``handles`` on ``device``, the same GPU.
-
-    Raises:
-        WeightsError: their process is gone, or the GPU differs.
-    """
+    """Return the buckets (uint8) behind ``handles`` on ``device``, the same GPU; raises WeightsError if gone."""
     index = device.index if device.index is not None else torch.cuda.current_device()
     try:
         with torch.cuda.device(index):

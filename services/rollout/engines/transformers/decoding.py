@@ -7,10 +7,9 @@
       3 4 5 + 6           ──▶  │ logits of last token │─▶ row 1 ┘ of prompt 0  ─▶ row 1  4  ⏎
                                └──────────────────────┘   row 2 ─ of prompt 1      row 2  9  ⏎
 
-Each row has its own temperature and length limit. Once half of the rows are finished, they are dropped (compaction).
+Once half of the rows are finished, they are dropped (compaction).
 
-Shapes: P prompts, N rows of the whole batch, n remaining rows, L padded prompt tokens, T new tokens at most,
-V vocabulary.
+Shapes: P prompts, N rows of the whole batch, n remaining rows, L padded prompt tokens, T new tokens, V vocabulary.
 """
 
 import dataclasses

@@ -89,7 +89,7 @@ def check_for_vllm(policy: "PolicySettings") -> None:
 
 
 def open_model(policy: "PolicySettings", tokenizer: Tokenizer, device: str, context_tokens: int = 0) -> OpenedModel:
-    """Return the model on ``device`` (``auto``: a GPU if available), for sequences up to ``context_tokens`` (0: its own).
+    """Return the model on ``device`` (``auto``: a GPU if available), with ``context_tokens`` (0: its own context).
 
     Raises:
         SettingsError: no such model or device, or unknown rotary embeddings.

@@ -92,7 +92,7 @@ class TokenRecord:
         self._versions[request] = [(min(first, drawn), version) for first, version in self._versions[request]]
 
     def step(self, requests: Sequence[str], computed_n: npt.NDArray[Any], scheduled_n: npt.NDArray[Any]) -> None:
-        """Announce a step's requests (unknown ones are ignored), with tokens read before and now; the next logits are theirs."""
+        """Announce a step's requests, with tokens read before and now; the next logits are theirs."""
         row_n = np.fromiter((self._rows.get(request, -1) for request in requests), dtype=np.int64, count=len(requests))
         read_n = np.asarray(computed_n, dtype=np.int64) + scheduled_n
         position_n = read_n - self._prompt[row_n]

@@ -12,7 +12,7 @@ from shared.process.importing import importing
 
 
 def check_windows(model: nn.Module, source: str, context_tokens: int, *, trust_remote_code: bool = False) -> None:
-    """Compare windows, up to ``context_tokens``, with the configuration in ``source``; raises SettingsError if different."""
+    """Compare windows, up to ``context_tokens``, with the configuration in ``source``; may raise SettingsError."""
     held = {name: window for name, module in model.named_modules() if (window := _window(module))}
     if not held:
         return

@@ -6,8 +6,7 @@
     a worker ended, or the first host's rendezvous is gone ─▶ the workers end ─▶ exit 1: the replica restarts
     SIGTERM ─▶ they continue until the first host has finished ─▶ exit 0
 
-Workers talk directly to the first host's process, the replica. This one uses neither bus nor run state and exports no
-replica metrics; ``/readyz`` reports its workers.
+Workers talk to the first host's process, the replica. This one uses neither bus nor run state.
 """
 
 import asyncio

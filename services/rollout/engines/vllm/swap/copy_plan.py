@@ -1,15 +1,15 @@
 """Trace how checkpoint tensors become a model's parameters, and replay it as one copy.
 
-Engines fuse and shard parameters, as only the model's loader knows. It runs once over views of the shadow, with writes
+Only the model's loader knows how parameters are fused and sharded. It runs once over views of the shadow, with writes
 recorded instead of made::
 
     load_weights ──▶ recorder ──▶ copy_(parameter view, shadow view)      a copy of the plan
                                   fill_(parameter view, constant)         a fill (padded vocabularies)
                                   anything else into a parameter          CopyPlanRefused
 
-A plan writes every parameter byte exactly once (proved by interval arithmetic; ties count once). Tracing changes
-nothing. Sources are (part, offset, strides); parts are shadow storages by first use (bucket numbers, in layout order),
-so copies can be replayed from another buffer. Meta tensors may be traced for that only.
+A plan writes every parameter byte exactly once (proved by interval arithmetic). Sources are (part, offset, strides);
+parts are shadow storages by first use (bucket numbers, in layout order), so another buffer can replace them. Meta
+tensors may be traced for that only.
 """
 
 from collections import defaultdict
@@ -67,7 +67,7 @@ def trace(load: Load, tensors: Tensors, parameters: Tensors, buffers: Tensors = 
 
 
 def first_cut(read: Iterable[Region], tensors: Mapping[str, Region]) -> str:
-    """Return the first of ``tensors`` that ``read`` covers only in part, as a loader with narrower heads silently does, or ""."""
+    """Return the first of ``tensors`` that ``read`` covers only in part, as loaders with narrower heads do, or ""."""
     parts: dict[int, list[Intervals]] = defaultdict(list)
     for region in read:
         parts[region.storage].append(_touched(region))
