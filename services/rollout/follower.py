@@ -217,7 +217,6 @@ class Follower:
             await self._told.wait()
 
     async def _allowed(self, wanted: PolicyUpdate) -> PolicyUpdate | None:
-        """Return ``wanted``, the kept version if the engine is behind it, or None."""
         held = self._hold.version
         if held is None or held >= wanted.record.version or held == self._unreachable:
             return wanted
@@ -255,7 +254,6 @@ class Follower:
         return errors or ["expected a record with a source or a location, found neither"]
 
     async def _attempts(self, update: PolicyUpdate, *, again: bool) -> list[PullAttempt]:
-        """Return the tree's sources; after a failure, peers that report the version."""
         told = None if again else update.sources.get(self._replica)
         if told is None and update.record.source:
             told = tuple(holders(await heartbeats(self._bus), update, self._replica, self._lot))

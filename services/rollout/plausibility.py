@@ -1,7 +1,4 @@
-"""Dead-letter prompts that cannot belong to this run; reads the bus only if the message is not enough.
-
-Prompts of unknown groups or versions, or with too many samples, would occupy a slot or the engine forever.
-"""
+"""Dead-letter prompts that cannot belong to this run: they would occupy a slot or the engine forever."""
 
 from collections.abc import Awaitable, Callable
 

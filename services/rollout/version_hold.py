@@ -1,7 +1,4 @@
-"""The version kept for an evaluation (``shared.bus.stores.evaluations``), and the maximum time.
-
-Read before swaps and periodically, to decide when to answer evaluation prompts and when to release.
-"""
+"""The version kept for an evaluation (``shared.bus.stores.evaluations``), and the maximum time."""
 
 import asyncio
 import time

@@ -48,7 +48,6 @@ def check_rope_for_vllm(config: Any, name: str = "policy.model") -> None:
 
 
 def _kinds(module: nn.Module) -> Iterator[tuple[str | None, str]]:
-    """Yield (layer type, rope type); None: for all layers."""
     found = getattr(module, "rope_type", None)
     if isinstance(found, str):
         yield None, found

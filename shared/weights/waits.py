@@ -63,8 +63,6 @@ def bounded(
 
 
 class _Attempt(Generic[T]):
-    """A call in a thread; its result is taken or discarded."""
-
     def __init__(self, call: Callable[[], T], discard: Callable[[T], None]) -> None:
         self._call = call
         self._discard = discard

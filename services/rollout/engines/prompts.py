@@ -1,7 +1,4 @@
-"""Convert prompts to token ids and token ids to text.
-
-Text includes the tokenizer's special tokens; messages use its chat template.
-"""
+"""Convert prompts to token ids and token ids to text; messages use the chat template."""
 
 from collections.abc import Sequence
 from typing import Protocol

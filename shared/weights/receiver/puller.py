@@ -111,7 +111,6 @@ class Puller:
         raise WeightsError(f"{source}: {refusal}")  # the session continues
 
     async def _exchange(self, verb: str, source: str, record: PolicyRecord) -> frames.Frame:
-        """Send a request; replace once a session that died while idle."""
         fresh = source not in self._sessions
         try:
             return await self._asked(verb, source, record)

@@ -210,8 +210,6 @@ class Receiver:
 
 
 class _Figures:
-    """Bucket checksums, gathered on the device and polled by the host."""
-
     def __init__(self, count: int, device: torch.device) -> None:
         self._on_device = torch.zeros(count, 2, dtype=torch.int64, device=device)  # 16 bytes apart for kernels
         self._on_host = torch.zeros(count, 2, dtype=torch.int64, pin_memory=device.type == "cuda")

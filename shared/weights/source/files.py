@@ -21,7 +21,7 @@ class Files:
         self._written: tuple[Header, Snapshot] | None = None
 
     def write(self, snapshot: FlatSnapshot, header: Header) -> Snapshot:
-        """Return the snapshot's files, written now or before; raises WeightsError if storage failed or the weights changed."""
+        """Return the snapshot's files, written now or before; raises WeightsError if that fails."""
         if self._folder is None:
             raise WeightsError("expected a folder for snapshots at this source, found none: set weights.folder")
         with self._lock:

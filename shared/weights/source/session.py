@@ -104,7 +104,6 @@ class Session:
             self._drop_group()
 
     def _next(self) -> bool:
-        """Handle one request; return False if the puller left or was silent for ``idle_s``."""
         if not frames.readable(self.connection, self._idle_s if self._asked else self._deadline_s):
             if self._asked:
                 return False
@@ -257,7 +256,6 @@ class Session:
             poll(arrived.reached, self._deadline_s, "the last bucket", interrupt)
 
     def _watch(self) -> None:
-        """Read messages during a pull; raises WeightsError if the puller left, gave up or misbehaved."""
         if self._done is None and frames.readable(self.connection):
             frame = self._said()
             if frame.get("verb") != "done":

@@ -44,10 +44,9 @@ _PATIENCE_S = 2.0
 
 
 class WeightSource:
-    """Serves clients that know ``secret`` on ``host``:``port`` (0: any free one), until closed; may raise SettingsError.
+    """Serves clients that know ``secret`` on ``host``:``port`` (0: any free one); may raise SettingsError.
 
-    ``deadline_s`` limits each wait, ``idle_s`` the time between requests. ``file_folder`` and ``file_dtype`` are for
-    pulls by file.
+    ``deadline_s`` limits each wait, ``idle_s`` the time between requests. ``file_*`` are for pulls by file.
     """
 
     def __init__(

@@ -132,7 +132,6 @@ class Batch:
         return uniform_N.to(self._device)[self._alive_n].unsqueeze(1)
 
     def _prefill(self) -> torch.Tensor:
-        """Run each prompt (P × L) once; repeat the last logits per row."""
         mask_PL = self._mask[:, : self._prompt_length]
         output = self._model(
             input_ids=self._input_ids,

@@ -306,7 +306,6 @@ class TransformersEngine:
 
 
 def _part(request: GenerationRequest, first: int, samples: int) -> GenerationRequest:
-    """Return a request for ``samples`` from ``first`` on, with its own random numbers."""
     sampling = dataclasses.replace(request.sampling, samples=samples)
     seed = request.seed
     if first:

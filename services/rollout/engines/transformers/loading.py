@@ -84,7 +84,7 @@ def check_for_vllm(policy: "PolicySettings") -> None:
     try:
         config = AutoConfig.from_pretrained(policy.model, trust_remote_code=policy.trust_remote_code)
     except _UNUSABLE:
-        return  # vLLM reports the error
+        return
     check_rope_for_vllm(config)
 
 

@@ -136,7 +136,7 @@ def serving(model: str) -> Iterator[None]:
         yield
     except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
         said = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        if "root cause above" in said:  # logged by another vLLM process
+        if "root cause above" in said:
             said = "the last error above this line in the replica's log is why"
         raise SettingsError(
             f"expected vLLM to start with {model!r}, found that it cannot ({said}): change policy.model or rollout.vllm"

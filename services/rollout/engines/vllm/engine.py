@@ -137,7 +137,7 @@ class VllmEngine:
     # ---------------------------------------------------------------- weights
 
     async def stage(self, offer: Offer) -> None:
-        """Receive ``offer`` beside the live weights, or only remember it for streaming."""
+        """Receive ``offer``, or only remember it for streaming."""
         self._staged = None
         if _is_adapter(offer):
             await asyncio.to_thread(self._check_adapter, offer)
@@ -232,7 +232,6 @@ class VllmEngine:
     # ---------------------------------------------------------------- living and dying
 
     async def _living(self, work: Coroutine[Any, Any, R]) -> R:
-        """Return the result of ``work``; cancel it when workers die or this closes."""
         task = asyncio.ensure_future(work)
         either: set[asyncio.Future[Any]] = {task, self._reports.died}
         try:

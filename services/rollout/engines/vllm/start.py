@@ -42,7 +42,7 @@ async def open_vllm(
     Args:
         stop: token ids that end a completion, besides the model's own.
         peer_host: address at which to serve weights under ``share_secret``; "": none.
-        stat_loggers: replace vLLM's own; several engines share one.
+        stat_loggers: replace vLLM's own.
 
     Raises:
         SettingsError: vLLM cannot serve this.

@@ -54,7 +54,6 @@ class PolicyWorker:
     """Weights and token record of one rank, for the thread that steps the model.
 
     Args:
-        reporting: the replica's address and secret file, if any.
         capture: keep logprobs on the device, else only count tokens.
         peers: (host, port, deadline in seconds) of rank 0's source; empty host: none.
     """

@@ -38,7 +38,7 @@ async def hold_workers(settings: Settings, arguments: dict[str, Any], hosts: Hos
             either: set[asyncio.Future[Any]] = {workers.ready, stopping}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not workers.ready.done():
-                return  # nothing depends on them yet
+                return
             workers.ready.result()
             status.state = "working"
             log.info("workers are ready", extra={"node": hosts.node, "nodes": hosts.nodes})

@@ -1,4 +1,4 @@
-"""This process's GPU by NVML (without a CUDA context), and whether CUDA MPS serves it."""
+"""This process's GPU by NVML, without a CUDA context."""
 
 import asyncio
 import os

@@ -230,7 +230,6 @@ def _parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _derived(model: nn.Module) -> str:
-    """Name what was derived from the weights besides parameters, or ""."""
     for name, module in model.named_modules():
         kind, method = type(module).__name__, getattr(module, "quant_method", None)
         if method is not None and type(method).__name__ not in _PLAIN:
@@ -245,7 +244,6 @@ def _derived(model: nn.Module) -> str:
 
 @contextlib.contextmanager
 def _checkpoint_form(model: nn.Module) -> Iterator[None]:
-    """Give ``model`` its pre-load parameters on the meta device within the block."""
     from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
@@ -256,7 +254,7 @@ def _checkpoint_form(model: nn.Module) -> Iterator[None]:
         for module, live in held.items():
             for name, recorded in get_layerwise_info(module).restore_metadata[0].items():
                 fresh = restore_layer_refs(to_meta_tensor(recorded), module)
-                if hasattr(fresh, "weight_loader"):  # an earlier reload wrapped it
+                if hasattr(fresh, "weight_loader"):
                     fresh.weight_loader = _get_original_loader(fresh)
                 module._parameters[name] = made.setdefault(id(live.get(name)), fresh) if name in live else fresh
         yield
