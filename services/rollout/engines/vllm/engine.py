@@ -160,7 +160,7 @@ class VllmEngine:
         staging = next(self._stagings)
         self._reports.tell({"kind": "stage", "offer": offer.pack(), "staging": staging})
         try:
-            async with asyncio.timeout(2 * offer.deadline_s):  # the workers' own waits end earlier
+            async with asyncio.timeout(2 * offer.deadline_s):  # the workers' waits have their own deadlines
                 error, self.receive_s = await self._living(self._reports.staged(staging, self.ranks))
         except TimeoutError as late:
             self._reports.tell({"kind": "abort"})

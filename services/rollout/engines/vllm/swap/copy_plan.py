@@ -50,7 +50,7 @@ class LoaderRefused(CopyPlanRefused):
 def trace(load: Load, tensors: Tensors, parameters: Tensors, buffers: Tensors = _NONE) -> CopyPlan:
     """Return the plan of what ``load`` does with ``tensors`` (stable shadow views).
 
-    ``parameters`` are complete, ties may repeat; ``buffers`` are optional. Neither changes.
+    ``parameters`` are complete, ties may repeat; ``buffers`` are covered completely or not at all. Neither changes.
 
     Raises:
         CopyPlanRefused: not only copies, or bytes are missing; :class:`LoaderRefused` if ``load`` raised.

@@ -55,8 +55,9 @@ def fuse_gates_again(model: nn.Module) -> None:
 def counting_direct_writes(model: nn.Module) -> Iterator[None]:
     """Keep what loaders copy into parameters without ``weight_loader``, which a reload would lose.
 
-    Models with attention sinks (GPT-OSS, MiMo-V2, MiniMax-M2) do so with ``parameter.copy_``. Raises WeightsError for
-    other changes, or both.
+    Models with attention sinks (GPT-OSS, MiMo-V2, MiniMax-M2) do so with ``parameter.copy_``.
+
+    Raises WeightsError if a parameter is changed in another way, or in both.
     """
     from vllm.model_executor.model_loader.reload import layerwise
 

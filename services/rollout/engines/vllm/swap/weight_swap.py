@@ -110,7 +110,7 @@ class WeightSwapper:
         return copied
 
     def differences(self) -> int | None:
-        """Return how many copies differ bitwise from the shadow, or None without both; slow, for tests."""
+        """Return how many copies differ bitwise from the shadow, or None without a plan or shadow; slow, for tests."""
         return None if self._plan is None or self._layout else self._plan.differences()
 
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
