@@ -12,7 +12,7 @@ from shared.peers.addresses import listen
 
 
 def serve_store(host: str, port: int, setting: str, timeout: timedelta, **options: Any) -> TCPStore:
-    """Return a store served on ``host``:``port`` (0: any free one) only; may raise SettingsError, naming ``setting``."""
+    """Return a store served on ``host``:``port`` (0: any free one) only; SettingsErrors name ``setting``."""
     listener = listen(host, port, setting)
     bound = listener.getsockname()[1]
     return TCPStore(

@@ -67,7 +67,7 @@ class Shelf:
 
     @contextlib.contextmanager
     def pull(self, snapshot: FlatSnapshot) -> Iterator[Interrupt]:
-        """Count the block as a pull; the yielded function raises some time after a withdrawal. May raise WeightsError."""
+        """Count the block as a pull; the yielded function raises WeightsError some time after a withdrawal."""
         with self._changed:
             if self._snapshot is not snapshot:
                 raise WeightsError("expected the weights that were found, found that they just left this source")
