@@ -1,1 +1,1 @@
-"""Rollout: a group of completions for every prompt, under the newest weights."""
+"""Rollout: generate completions for prompts with the newest weights."""

@@ -1,6 +1,6 @@
-"""Start one rollout replica: ``python -m services.rollout --config run.toml --replica rollout-0``.
+"""Start a rollout replica: ``python -m services.rollout --config run.toml --replica rollout-0``.
 
-Where its engine spans hosts (``rollout.nodes``), that is said on each with the same name; the first is the replica.
+If the engine spans hosts (``rollout.nodes``), run this on each with the same name; the first is the replica.
 """
 
 import asyncio
@@ -22,21 +22,14 @@ from shared.settings import Settings, check_plain_engine, check_reproducible
 Explain = Callable[[int, str], Awaitable[None]]
 
 _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""The ranks for which vLLM has kernels."""
 
 
 async def open_engine(
     settings: Settings, replica: str, host: str, secret: RunSecret, explain: Explain
 ) -> tuple[Engine, Codec]:
-    """Return the engine of ``rollout.engine`` and the codec of its vocabulary; heartbeats go on while a model loads.
+    """Return the configured engine and its codec; heartbeats continue while a model loads.
 
-    Args:
-        host: the address at which other replicas reach this one.
-        secret: that of the run, which they must know.
-        explain: is called with the number of vLLM's engines and the reason for it.
-
-    Raises:
-        SettingsError: there is no such model or device, or the engine cannot do what is set.
+    ``explain`` is called with the number of vLLM engines and the reason. Raises SettingsError if unsupported.
     """
     name = await asyncio.to_thread(choose_engine, settings)
     if name == "vllm":
@@ -49,11 +42,7 @@ async def open_engine(
 
 
 def choose_engine(settings: Settings) -> str:
-    """Return what ``rollout.engine`` means on this host.
-
-    Raises:
-        SettingsError: it cannot do what is set.
-    """
+    """Return the engine that ``rollout.engine`` selects on this host; may raise SettingsError."""
     name: str = settings.rollout.engine
     if name == "auto":
         name = pick_engine(settings.run.device)
@@ -67,7 +56,7 @@ def choose_engine(settings: Settings) -> str:
 
 
 def pick_engine(device: str) -> str:
-    """Return ``vllm`` where it is installed and ``device`` means a GPU that is there, else ``transformers``."""
+    """Return ``vllm`` if installed and ``device`` is an available GPU, else ``transformers``."""
     if device == "cpu" or importlib.util.find_spec("vllm") is None:
         return "transformers"
     import torch
@@ -103,11 +92,7 @@ async def _open_vllm(
 
 
 def vllm_settings(settings: Settings, replica: str, hosts: Hosts | None) -> dict[str, Any]:
-    """Return what every host of ``replica`` starts vLLM with.
-
-    Raises:
-        SettingsError: vLLM is missing or of a version that is not known to work, or its arguments hold what they must not.
-    """
+    """Return the vLLM settings of the hosts of ``replica``; may raise SettingsError."""
     from services.rollout.engines.transformers.smoke_test import seed_of
     from services.rollout.engines.vllm.arguments import gather
 
@@ -127,7 +112,7 @@ def vllm_settings(settings: Settings, replica: str, hosts: Hosts | None) -> dict
 
 
 def vllm_arguments(settings: Settings) -> dict[str, Any]:
-    """Return ``rollout.vllm.arguments`` with what serving the run's adapters needs."""
+    """Return ``rollout.vllm.arguments`` plus those for adapters."""
     given = settings.rollout.vllm.arguments
     if not settings.publishes_adapters:
         return given
@@ -178,7 +163,7 @@ async def run(settings: Settings, replica: str) -> None:
 
         now = await context.live.refresh()
         engine, codec = await open_engine(now, replica, context.host, context.secret, explain)
-        engine.update_by(context.live.settings.weights.update)  # it may have changed while the model was loaded
+        engine.update_by(context.live.settings.weights.update)  # may have changed during loading
         context.live.listen(lambda now: engine.update_by(now.weights.update))
         rollout = Rollout(
             context.bus,
@@ -203,7 +188,7 @@ async def _hold_workers(settings: Settings, replica: str) -> None:
 
     choose_engine(settings)
     hosts = hosts_of(settings.rollout, service.own_host(settings))
-    assert hosts is not None  # rollout.node < rollout.nodes
+    assert hosts is not None
     await hold_workers(settings, vllm_settings(settings, replica, hosts), hosts)
 
 

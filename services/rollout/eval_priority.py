@@ -1,10 +1,9 @@
-"""Training first: evaluation groups take the room in the engine that training leaves, and a small share of it always.
+"""Training first: evaluation groups get the engine's free room, at least a small share.
 
 ::
 
-    room for evaluation = max(capacity − samples of training in the engine, capacity / 8), or one group where the engine has none of it
-
-It counts samples; it knows no engine and no bus.
+    room for evaluation = max(capacity − samples of training in the engine, capacity / 8)
+                          or one group if the engine has none
 """
 
 import asyncio
@@ -15,7 +14,7 @@ _SHARE = 8
 
 
 class Precedence:
-    """Who may go into an engine that decodes ``capacity`` samples at a time."""
+    """Admission to an engine with ``capacity`` samples."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -25,7 +24,7 @@ class Precedence:
 
     @contextlib.asynccontextmanager
     async def turn(self, samples: int, *, training: bool) -> AsyncIterator[None]:
-        """Be inside with a group of ``samples``: at once for training, else as soon as there is room."""
+        """Hold room for ``samples``: at once for training, else when available."""
         if training:
             self._training += samples
         else:

@@ -1,4 +1,4 @@
-"""Follow the head: pull every version that the coordinator makes the head, and let the engine swap to it.
+"""Follow the head: pull each version that the coordinator makes the head, and swap the engine to it.
 
 ::
 
@@ -6,14 +6,12 @@
                                ▲                  │ WeightsError: gone, too slow, torn, corrupt, does not fit
                                │                  ▼
                                │             the next source (see ``sources``)
-                               └── all failed: the old version goes on serving; again after a growing wait,
-                                   or at once for a newer update, which also ends a round between two sources
+                               └── all failed: old version keeps serving; retry with backoff,
+                                   or at once for a newer update, which also ends a round
 
-Versions never go down, and one that a newer update overtook is not pulled. A version that this replica keeps for an evaluation (``version_hold``)
-stays until that is over; one that comes late to it, as it started just now, asks every source for that version once, and goes to the head
-where none has it any more. A prompt waits for its ``min_version`` here, for as long as it takes; only while pulls have been failing for a
-while, or an older version is kept, it is given back for another replica to try, and none is taken.
-An engine whose weights are torn generates nothing: when no source can make it whole, the process stops.
+Versions never decrease; overtaken ones are skipped. A version kept for an evaluation (``version_hold``) stays until
+that ends. Prompts wait for ``min_version`` without timeout, but are returned if pulls keep failing or an older version
+is kept. If no source repairs torn weights, the process stops.
 """
 
 import asyncio
@@ -63,7 +61,7 @@ WEIGHT_PULL_FAILURES = Counter(
     "Attempts to pull that failed, by transport (none: nothing was offered) and by what failed: ask, receive, swap.",
     ["transport", "reason"],
 )
-WEIGHT_PULL_FAILURES.labels("none", "ask")  # a line that is there at 0 shows the first increase
+WEIGHT_PULL_FAILURES.labels("none", "ask")  # starts the series at 0, so that its first increase is visible
 WEIGHT_PULLS_OVERTAKEN = Counter(
     "penstock_rollout_weight_pulls_overtaken_total", "Versions that were given up for a newer one."
 )
@@ -73,15 +71,7 @@ _IDLE_S = 1.0
 
 
 class Follower:
-    """Keeps ``engine`` on the head.
-
-    Args:
-        puller: asks sources, as this replica.
-        deadline_s: no wait of a pull takes longer.
-        probe_gap_nats: see :class:`ProbeCheck`.
-        give_up_s: a waiter is sent away once pulls have been failing for so long.
-        hold: knows which version to keep.
-    """
+    """Keeps ``engine`` on the head; pulls failing for ``give_up_s`` send waiters away."""
 
     def __init__(
         self,
@@ -116,29 +106,24 @@ class Follower:
 
     @property
     def failing(self) -> bool:
-        """Whether the newest attempt to pull failed."""
+        """Whether the last pull failed."""
         return self._failing_since_s is not None
 
     @property
     def gave_up(self) -> bool:
-        """Whether pulls have been failing for so long that whoever waits is sent away."""
+        """Whether pulls have failed for ``give_up_s``."""
         since_s = self._failing_since_s
         return since_s is not None and time.monotonic() - since_s >= self._give_up_s
 
     @property
     def kept_back(self) -> bool:
-        """Whether there is a newer version than the one that is kept for an evaluation."""
+        """Whether an older version than the head is kept for an evaluation."""
         newest = None if self._wanted is None else self._wanted.record.version
         held = self._hold.version
         return newest is not None and held is not None and held == self._engine.version and newest > held
 
     async def wait_for(self, version: PolicyVersion) -> None:
-        """Wait until the engine holds ``version`` or a newer one.
-
-        Raises:
-            NotHere: pulls have been failing for ``give_up_s``: another replica may do better.
-            asyncio.CancelledError: the replica stops; the worker gives the prompt back.
-        """
+        """Wait until the engine has ``version`` or a newer one; raises NotHere if pulls keep failing."""
         async with self._changed:
             await self._changed.wait_for(
                 lambda: self._holds(version) or self.kept_back or self.gave_up or self._released
@@ -154,11 +139,7 @@ class Follower:
             )
 
     async def check_kept(self, version: PolicyVersion) -> None:
-        """See to it that every token from now on is of ``version``.
-
-        Raises:
-            NotHere: this replica does not keep it: another may.
-        """
+        """Ensure that all further tokens are of ``version``; else raises NotHere."""
         if self._hold.version != version:
             await self._hold.refresh()
         if not (self._hold.version == version == self._engine.version):
@@ -168,16 +149,12 @@ class Follower:
             )
 
     async def release(self) -> None:
-        """Send everybody away who waits, now and later: a replica that stops need not wait for a version."""
+        """Send all waiters away, because the replica stops."""
         self._released = True
         await self._notify()
 
     async def run(self) -> None:
-        """Follow the head until cancelled.
-
-        Raises:
-            EngineDied: the engine cannot go on.
-        """
+        """Follow the head until cancelled; raises EngineDied."""
         self._status.source = self._engine.peer_address
         for entry, update in await self._bus.newest(streams.POLICY, PolicyUpdate):
             self._after = entry
@@ -197,7 +174,7 @@ class Follower:
                     self._told.set()
 
     async def _exists(self, record: PolicyRecord) -> bool:
-        """Whether the ledger may know this version: it is no newer than the newest, and its weights are those of its record."""
+        """Whether it is not newer than the ledger's newest version, and has its record's weights."""
         ledger = Ledger(self._bus)
         known, standing = await ledger.policy(record.version), await ledger.standing(0)
         newest = standing.newest_version
@@ -229,19 +206,17 @@ class Follower:
                 retried, failures = update, failures + 1
 
     async def _next(self) -> PolicyUpdate:
-        """Wait for an update that the engine is behind, and may go to."""
         while True:
             self._told.clear()
             wanted = self._wanted
             if wanted is not None and not self._holds(wanted.record.version):
-                await self._hold.refresh()  # after the update: what it overtakes is held by now, or never
+                await self._hold.refresh()  # after the update, to see the holds that it affects
                 if (found := await self._allowed(wanted)) is not None:
                     return found
                 await self._notify()
             await self._told.wait()
 
     async def _allowed(self, wanted: PolicyUpdate) -> PolicyUpdate | None:
-        """Return the update to go to: ``wanted``, the version to keep if the engine is not there yet, or None if it is."""
         held = self._hold.version
         if held is None or held >= wanted.record.version or held == self._unreachable:
             return wanted
@@ -251,7 +226,6 @@ class Follower:
         return wanted if record is None else PolicyUpdate(record, wanted.promoted_at_s)
 
     async def _overtaken(self, update: PolicyUpdate, wait_s: float | None) -> bool:
-        """Wait so long (None: for ever) for a newer update; return whether there is one."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 while self._wanted is update:
@@ -262,7 +236,7 @@ class Follower:
     # ---------------------------------------------------------------- one version
 
     async def _pull(self, update: PolicyUpdate, *, again: bool) -> list[str]:
-        """Try each source in turn; return no errors once the version is live, else what each of them said."""
+        """Try each source; return all errors, or none once the version is live."""
         errors: list[str] = []
         for attempt in await self._attempts(update, again=again):
             if errors and self._wanted is not update and update.record.version != self._hold.version:
@@ -280,7 +254,6 @@ class Follower:
         return errors or ["expected a record with a source or a location, found neither"]
 
     async def _attempts(self, update: PolicyUpdate, *, again: bool) -> list[PullAttempt]:
-        """In the order of the coordinator's tree; where that failed before, of those who say that they hold the version."""
         told = None if again else update.sources.get(self._replica)
         if told is None and update.record.source:
             told = tuple(holders(await heartbeats(self._bus), update, self._replica, self._lot))
@@ -313,7 +286,6 @@ class Follower:
         return await self._puller.ask(attempt.address, record)
 
     async def _requested_file(self, address: str, update: PolicyUpdate) -> Offer:
-        """Wait for a file that takes long to write, but not once there is a newer version."""
         writing = asyncio.ensure_future(self._puller.ask_for_file(address, update.record))
         overtaken = asyncio.ensure_future(self._overtaken(update, None))
         try:
@@ -326,7 +298,7 @@ class Follower:
             overtaken.cancel()
             await asyncio.wait([writing, overtaken])
 
-    # ---------------------------------------------------------------- what becomes of it
+    # ---------------------------------------------------------------- outcome
 
     async def _note_success(self, record: PolicyRecord) -> None:
         POLICY_VERSION.set(record.version)

@@ -1,8 +1,4 @@
-"""Whether a prompt can be one of this run's: what its message alone does not tell, asked of the bus only where it may not.
-
-A prompt of a group that was never admitted, of a version that does not exist, or of more samples than the settings allow would hold
-its slot for ever, or the engine; it is buried at once.
-"""
+"""Dead-letter prompts that cannot belong to this run: they would occupy a slot or the engine forever."""
 
 from collections.abc import Awaitable, Callable
 
@@ -13,16 +9,11 @@ from shared.errors import PermanentError
 from shared.settings import Settings
 
 _TIMES = 64
-"""A group may have this many times the samples that the run's file says: ``sampling.group_size`` may be raised while it runs."""
+"""Multiple of the configured group size, which may be raised during the run."""
 
 
 class Plausibility:
-    """Checks prompts of one replica.
-
-    Args:
-        settings: of the run's file.
-        refresh: returns the settings as they are now.
-    """
+    """Checks prompts of one replica; ``refresh`` returns the current settings."""
 
     def __init__(self, bus: Bus, settings: Settings, refresh: Callable[[], Awaitable[Settings]]) -> None:
         self._ledger = Ledger(bus)
@@ -34,11 +25,7 @@ class Plausibility:
         self._newest = PolicyVersion(-1)
 
     async def check(self, prompt: Prompt, purpose: Purpose) -> None:
-        """Check a prompt that came on the stream of ``purpose``.
-
-        Raises:
-            PermanentError: it is none of this run's.
-        """
+        """Check a prompt from the stream of ``purpose``; raises PermanentError if it is foreign."""
         if prompt.purpose is not purpose:
             raise PermanentError(f"expected a prompt to {purpose} on this stream, found one to {prompt.purpose}")
         if prompt.sampling.samples > self._most_samples:
@@ -56,7 +43,7 @@ class Plausibility:
             )
 
     async def _check_run(self, prompt: Prompt, *, training: bool) -> None:
-        """Read how far the run is, and compare. A bus that came back empty knows nothing yet."""
+        """Compare with the run's progress; a bus that restarted empty proves nothing."""
         extent = await self._ledger.extent()
         if training and extent.cursor is not None:
             self._cursor = extent.cursor

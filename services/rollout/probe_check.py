@@ -1,7 +1,7 @@
-"""Check what a replica serves: its logprobs of the trainer's probe against the trainer's own.
+"""Compare a replica's logprobs of the trainer's probe with the trainer's own.
 
-A gap that is too large is an event, a notice and a metric, and the guard ``probe`` pauses the run. A gap of some thousandths of a nat comes from number types and kernels. One above ``weights.probe_gap_nats`` means that
-rollout and trainer are not the same policy, and every importance ratio is off by as much.
+A large gap raises an alarm, and the guard ``probe`` pauses the run. Number types and kernels cause some thousandths of
+a nat; above ``weights.probe_gap_nats``, importance ratios are wrong.
 """
 
 import logging
@@ -20,7 +20,7 @@ from shared.process.telemetry import WEIGHTS_PROBE, Status, tell
 log = logging.getLogger(__name__)
 
 _LAST = 24
-"""Tokens at the end of a long sequence, all beyond the window that it passes by 32."""
+"""Last tokens of a long sequence, all beyond the window, which it exceeds by 32."""
 
 PROBE_GAP = Gauge(
     "penstock_rollout_probe_gap_nats", "Mean absolute difference of trainer's and replica's logprobs of the last probe."
@@ -32,11 +32,7 @@ PROBE_ALARMS = Counter("penstock_rollout_probe_alarms_total", "Probes whose mean
 
 
 class ProbeCheck:
-    """Compares an engine with the probes of records.
-
-    Args:
-        limit_nats: a mean gap above this is an alarm.
-    """
+    """Checks an engine with records' probes; a mean gap above ``limit_nats`` raises an alarm."""
 
     def __init__(self, bus: Bus, engine: Engine, status: Status, replica: str, limit_nats: float) -> None:
         self._bus = bus
@@ -46,11 +42,7 @@ class ProbeCheck:
         self._limit_nats = limit_nats
 
     async def check(self, record: PolicyRecord) -> None:
-        """Score ``record``'s probe, where it has one, under the live weights, which must be the record's.
-
-        Raises:
-            EngineDied: the engine cannot go on.
-        """
+        """Score ``record``'s probe, if any; the live weights must be the record's. Raises EngineDied."""
         if record.probe is None:
             return
         mean_nats, max_nats = await self._gaps(record.probe)
@@ -82,10 +74,9 @@ class ProbeCheck:
 
 
 def gap_of(gaps: Sequence[Float32Array]) -> tuple[float, float]:
-    """Return the mean gap and the largest (nats); ``gaps`` are of each token, by sequence.
+    """Return the mean and largest gap (nats) of ``gaps``, per token by sequence.
 
-    A sequence longer than the others goes beyond a window, where only its last tokens are: the mean is the larger one of theirs and of the short
-    sequences'.
+    The mean is the larger of the short sequences' and the longest one's, given only beyond a window.
     """
     known = [np.nan_to_num(gap, nan=np.inf) for gap in gaps]
     short = min(len(gap) for gap in known)

@@ -6,11 +6,9 @@
     eval_prompts ─▶     the same handler, the same batches, training first          ──▶ eval_rollouts
     policy ─▶ follower ──▶ engine.stage, engine.swap      hold ──▶ which version to keep for an evaluation
 
-Evaluation prompts are taken while the engine serves the version that is held for them, and training prompts unless the head is
-past a version that is kept, or cannot be pulled: those that are admitted then wait for the head.
-Order of shutdown: both workers stop taking, finish what they hold or give it back; the follower stops; the engine closes, and
-with it what it serves to other replicas.
-An engine that died ends the process; what it held is redone by others, or by the next process of this name.
+Evaluation prompts are taken while the held version is served; training prompts unless the head is past a kept version
+or cannot be pulled. Shutdown order: workers finish or return prompts, the follower stops, the engine closes. If the
+engine dies, the process ends and others redo its work.
 """
 
 import asyncio
@@ -59,17 +57,17 @@ _REGULATE_S = 0.05
 
 @dataclasses.dataclass(slots=True)
 class Rate:
-    """Samples and tokens of the last ``RATE_WINDOW_S`` seconds; times are monotonic seconds."""
+    """Throughput over ``RATE_WINDOW_S`` monotonic seconds."""
 
     started_s: float
     finished: deque[tuple[float, int, int]] = dataclasses.field(default_factory=deque)
 
     def add(self, now_s: float, samples: int, tokens: int) -> None:
-        """Count a group that is finished."""
+        """Count a finished group."""
         self.finished.append((now_s, samples, tokens))
 
     def per_second(self, now_s: float) -> tuple[float, float]:
-        """Return (samples, tokens) a second."""
+        """Return (samples, tokens) per second."""
         while self.finished and self.finished[0][0] < now_s - RATE_WINDOW_S:
             self.finished.popleft()
         window_s = max(1e-3, min(RATE_WINDOW_S, now_s - self.started_s))
@@ -77,7 +75,7 @@ class Rate:
 
 
 class Generation:
-    """The handler: from a prompt to its rollout group."""
+    """The handler: prompt to rollout group."""
 
     def __init__(
         self,
@@ -99,12 +97,7 @@ class Generation:
         self.rate = Rate(time.monotonic())
 
     async def handle(self, prompt: Prompt, purpose: Purpose) -> RolloutGroup:
-        """Generate the group of ``prompt``, which came on the stream of ``purpose``.
-
-        Raises:
-            PermanentError: this prompt can never be generated.
-            NotHere: the weights that it needs cannot be pulled here.
-        """
+        """Generate the group of ``prompt`` from the stream of ``purpose``; raises PermanentError or NotHere."""
         with GROUPS_IN_PROGRESS.track_inprogress():
             if self._plausibility is not None:
                 await self._plausibility.check(prompt, purpose)
@@ -148,16 +141,12 @@ class Generation:
 
 
 class Rollout:
-    """One replica, from its start to its stop in order; the engine is its own from now on.
+    """One replica, from start to orderly stop; it owns the engine.
 
     Args:
-        puller: asks sources of weights, as this replica.
-        weights: how versions reach the replicas.
-        max_groups: training groups that are held at a time; evaluation groups, mostly of one sample, may be
-            ``group_size`` times as many.
-        seed: the run's.
+        max_groups: training groups held at a time; evaluation groups, mostly of one sample, ``group_size`` times as
+            many.
         taking: set while new prompts may be taken.
-        plausibility: says which prompts can be this run's; None: all can.
     """
 
     def __init__(
@@ -224,11 +213,7 @@ class Rollout:
         )
 
     async def run(self, stop: asyncio.Event, report_s: float) -> None:
-        """Serve until ``stop``; write status every ``report_s``.
-
-        Raises:
-            StateLost: the engine died; nothing that was held is lost.
-        """
+        """Serve until ``stop``, with status every ``report_s``; raises StateLost if the engine died."""
         try:
             async with asyncio.TaskGroup() as around:
                 following = around.create_task(self._follower.run())
@@ -257,7 +242,6 @@ class Rollout:
             await asyncio.sleep(_REGULATE_S)
 
     def _regulate(self) -> None:
-        """Say which prompts may be taken now."""
         open_to_all = self._cordon is None or self._cordon.is_set()
         held = self._hold.version
         _set(self._training, open_to_all and not self._follower.kept_back and not self._follower.gave_up)
@@ -280,7 +264,7 @@ class Rollout:
 
 
 def seed_of(run_seed: int, prompt: Prompt) -> int:
-    """Return the seed of a group's random numbers: the same on every replica and at every delivery."""
+    """Return the group's seed: the same on every replica and delivery."""
     words = [run_seed, list(Purpose).index(prompt.purpose), prompt.group_id]
     return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0])
 

@@ -1,11 +1,11 @@
-"""From whom a replica pulls a version: the order in which to try. Pure functions over what the bus says.
+"""The order in which to try sources of a version, from the bus's records.
 
 ::
 
     parent in the coordinator's tree ─▶ trainer ─▶ a file that the trainer writes on request ─▶ the record's own file
     not in the tree (joined later), or the tree's parent failed before: peers that hold the version ─▶ trainer ─▶ …
 
-By file only, where no process serves the version.
+If no process serves the version, only the file is tried.
 """
 
 import dataclasses
@@ -18,12 +18,12 @@ from shared.bus.stores.heartbeats import Heartbeat
 
 Kind = Literal["peer", "trainer", "requested_file", "file"]
 PEERS = 3
-"""So many peers, drawn by lot, are tried before the trainer is."""
+"""Random peers to try before the trainer."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PullAttempt:
-    """One place to try. ``address`` is ``host:port``; empty for ``file``, which the record tells."""
+    """A source; ``address`` is ``host:port``, or empty for ``file`` (see the record)."""
 
     kind: Kind
     address: str = ""
@@ -35,11 +35,7 @@ class PullAttempt:
 
 
 def attempts(record: PolicyRecord, told: Sequence[str], own_address: str) -> list[PullAttempt]:
-    """Return the places to try for ``record``, in order.
-
-    Args:
-        told: addresses of peers to try before the trainer, which may itself be among them.
-    """
+    """Return the sources for ``record``, in order; ``told`` are peers to try first, possibly with the trainer."""
     found: list[PullAttempt] = []
     if record.source:
         peers = [address for address in dict.fromkeys(told) if address not in (own_address, record.source)]
@@ -51,7 +47,7 @@ def attempts(record: PolicyRecord, told: Sequence[str], own_address: str) -> lis
 
 
 def holders(beats: Iterable[Heartbeat], update: PolicyUpdate, replica: str, lot: random.Random) -> list[str]:
-    """Return the addresses of up to ``PEERS`` other replicas that say they hold ``update``'s version, in random order."""
+    """Return up to ``PEERS`` random addresses of other replicas that report ``update``'s version."""
     found = [
         beat.source
         for beat in beats

@@ -1,8 +1,4 @@
-"""Which version this replica keeps for an evaluation: what the bus says (``shared.bus.stores.evaluations``), and for how long at most.
-
-It is looked at before every swap, and a few times a second besides, to know when to answer evaluation prompts and when to let go.
-It moves no weights.
-"""
+"""The version kept for an evaluation (``shared.bus.stores.evaluations``), and the maximum time."""
 
 import asyncio
 import time
@@ -29,17 +25,17 @@ class Hold:
         self._seen: Holding | None = None
         self._until_s = 0.0
         self._untold = False
-        """Whether somebody who looked in between saw a change that ``run`` has not told: it may be over by its next look."""
+        """Whether another reader saw a change that ``run`` has yet to report."""
 
     @property
     def version(self) -> PolicyVersion | None:
-        """The version to keep; None: go with the head."""
+        """The version to keep; None: follow the head."""
         if self._seen is None or not self._seen.names(self._replica) or time.monotonic() >= self._until_s:
             return None
         return self._seen.version
 
     async def refresh(self) -> None:
-        """Learn what is held now."""
+        """Read the current hold."""
         found = await holding(self._bus)
         known = self._seen
         if found is not None and (known is None or known.version != found.version):
@@ -48,7 +44,7 @@ class Hold:
         self._seen = found
 
     async def run(self, changed: Callable[[], Awaitable[None]]) -> None:
-        """Look for ever; call ``changed`` after each change."""
+        """Poll forever; call ``changed`` after each change."""
         told: PolicyVersion | None = None
         while True:
             await self.refresh()

@@ -1,1 +1,1 @@
-"""Parts of models that trainer, reward and rollout share: logits, rotary embeddings, context length, model folders."""
+"""Model parts that several services share."""

@@ -1,4 +1,4 @@
-"""How long a sequence may be: a model's context, by its config and by the run's settings. Imports neither torch nor transformers."""
+"""Maximum sequence lengths. Imports neither torch nor transformers."""
 
 import json
 from collections.abc import Mapping
@@ -11,11 +11,7 @@ _NAMES = ("max_position_embeddings", "n_positions", "max_seq_len")
 
 
 def own_context(config: Mapping[str, Any]) -> int:
-    """Return the longest sequence that a model reads, in tokens; 0: its config does not say.
-
-    Args:
-        config: the fields of a Hugging Face config.json, of a composite model too.
-    """
+    """Return the maximum sequence length in tokens from config.json fields; 0: not specified."""
     text = config.get("text_config")
     fields = {**config, **text} if isinstance(text, Mapping) else config
     own = next((int(fields[name]) for name in _NAMES if isinstance(fields.get(name), int)), 0)
@@ -30,17 +26,7 @@ def own_context(config: Mapping[str, Any]) -> int:
 
 
 def check_context(config: Mapping[str, Any], limit: int, max_new_tokens: int, model: str) -> None:
-    """Refuse completions that leave a prompt no room.
-
-    Args:
-        config: as for :func:`own_context`.
-        limit: ``rollout.vllm.max_model_len``; 0: the model's own context.
-        max_new_tokens: ``sampling.max_new_tokens``.
-        model: ``policy.model``.
-
-    Raises:
-        SettingsError: a prompt of one token and its completion may exceed the context.
-    """
+    """Raise SettingsError if a one-token prompt and its completion may exceed ``limit`` (0: the model's own)."""
     own = own_context(config)
     context = limit or own
     if context and max_new_tokens >= context:
@@ -56,7 +42,7 @@ def check_context(config: Mapping[str, Any], limit: int, max_new_tokens: int, mo
 
 
 def read_config(model: str) -> Mapping[str, Any]:
-    """Return the fields of config.json in the folder ``model``; none for a name of a hub."""
+    """Return config.json's fields in the folder ``model``; empty for a hub name."""
     file = Path(model) / "config.json"
     found: Mapping[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
     return found

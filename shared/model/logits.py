@@ -1,15 +1,13 @@
-"""Logprobs and entropies of tokens from their logits: in torch's operations, or on a GPU in one pass over the logits as they are.
+"""Logprobs and entropies (nats, float32) from logits: by torch operations, or a fused GPU kernel.
 
-    x_V = logits_V / the token's temperature,  p = softmax(x),  logprob = x_target − log Σ e^x,  entropy = −Σ p_V log p_V
+    x_V = logits_V / temperature,  p = softmax(x),  logprob = x_target − log Σ e^x,  entropy = −Σ p_V log p_V
 
-Torch writes a float32 of each logit several times over on the way: a third of a training step of a 0.5B model with 152k words
-(``benchmarks/trainer.py``). The fused way (Triton; :mod:`shared.model.logits_kernel`) reads each logit in its own type once for both numbers, and once more for the
-gradient, which it has from x and log Σ e^x alone::
+Torch's float32 copies cost a third of a training step (0.5B model, 152k words; ``benchmarks/trainer.py``). The kernel
+reads each logit once in its own type, and once more for the gradient::
 
     ∂ logprob / ∂ x_v = [v = target] − p_v              ∂ entropy / ∂ x_v = −p_v (log p_v + entropy)
 
-Shapes: ``N`` tokens, ``V`` vocabulary. Logprobs and entropies are in nats, float32. Knows no model; whoever has many tokens takes
-them in chunks.
+Shapes: ``N`` tokens, ``V`` vocabulary. Callers chunk large N.
 """
 
 import functools
@@ -28,14 +26,13 @@ def logprobs_and_entropies(
     entropy_gradient: bool = False,
     fused: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Return each target's logprob, and the entropy of the distribution that it is from.
+    """Return each target's logprob, and its distribution's entropy.
 
     Args:
-        logits_NV: of any floating type.
         targets_N: token ids (int64).
-        temperatures_N: what the logits of each are divided by, float32.
+        temperatures_N: float32.
         entropy_gradient: whether entropies carry a gradient.
-        fused: whether one kernel may do it, where there is one.
+        fused: use the kernel if available.
     """
     if fused and logits_NV.is_cuda and _has_triton():
         found: tuple[Tensor, Tensor] = _Fused.apply(  # type: ignore[no-untyped-call]
@@ -50,7 +47,7 @@ def logprobs_and_entropies(
 
 
 def logprobs(logits_NV: Tensor, targets_N: Tensor, temperatures_N: Tensor) -> Tensor:
-    """Return each target's logprob alone; arguments as above."""
+    """Return logprobs only."""
     if logits_NV.is_cuda and _has_triton():
         return logprobs_and_entropies(logits_NV, targets_N, temperatures_N)[0]
     return _chosen(_all_logprobs(logits_NV, temperatures_N), targets_N)
@@ -70,8 +67,6 @@ def _has_triton() -> bool:
 
 
 class _Fused(torch.autograd.Function):
-    """The same by :mod:`shared.model.logits_kernel`."""
-
     @staticmethod
     def forward(
         ctx: Any, logits_NV: Tensor, targets_N: Tensor, temperatures_N: Tensor, entropy_gradient: bool

@@ -1,7 +1,7 @@
-"""Logprobs and entropies, and the logits' gradient, as a Triton kernel each. Imported by :mod:`shared.model.logits` alone.
+"""Triton kernels for :mod:`shared.model.logits` only.
 
-A program has a row in the forward pass, and a block of a row in the backward pass. What a row's numbers need is gathered in one
-pass, the largest logit moving along (Milakov & Gimelshein 2018, arXiv:1805.02867)::
+A forward program handles a row, as one online softmax (Milakov & Gimelshein 2018, arXiv:1805.02867), a backward program
+a block of a row::
 
     m = max x,  s = Σ e^(x − m),  u = Σ e^(x − m) (x − m)          log Σ e^x = m + log s,  entropy = log s − u / s
 """
@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK, _WARPS = 4096, 8
-"""Logits of a row that a program has in hand, and the warps that share them."""
 
 
 def forward(logits_NV: Tensor, targets_N: Tensor, temperatures_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -34,7 +33,7 @@ def backward(
     chosen_gradient_N: Tensor,
     entropy_gradient_N: Tensor,
 ) -> Tensor:
-    """Return the gradient of the logits, in their type."""
+    """Return the logits' gradient, in their type."""
     logits_NV = logits_NV.contiguous()
     rows, width = logits_NV.shape
     gradient_NV = torch.empty_like(logits_NV)
@@ -50,7 +49,7 @@ def backward(
 def _forward(logits, targets, temperatures, chosen, entropies, normalizers, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     scale = 1.0 / tl.load(temperatures + row)
-    largest = -1e30  # finite, so that nothing is ∞ − ∞ before the first logit
+    largest = -1e30  # finite, to avoid ∞ − ∞
     total = 0.0
     weighted = 0.0
     for start in range(0, width, BLOCK):

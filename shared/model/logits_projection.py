@@ -1,9 +1,8 @@
-"""Logits in float32 from hidden states and an output layer in half precision.
+"""Float32 logits from half-precision hidden states and output layer.
 
-A product of matrices in bfloat16 is added up in float32 and then rounded to 8 bits: a logit of 20 may be 0.06 off, and logprobs with it
-(``benchmarks/logits_precision.py``). Products of two bfloat16 numbers are exact in float32, so a product that keeps what it added up is
-that of float32 copies; MiniMax-M1's float32 output layer (arXiv:2506.13585, §3.2) for the price of writing wider logits. On GPUs it is
-one matrix product with another output type; elsewhere the factors are copied. Its gradients are products in the layer's own type, as ever.
+Bfloat16 products are accumulated in float32, then rounded to 8 bits: a logit of 20 may be off by 0.06
+(``benchmarks/logits_precision.py``). Keeping the accumulator equals MiniMax-M1's float32 output layer
+(arXiv:2506.13585, §3.2): one product on GPUs, copied factors elsewhere. Gradients are half-precision products.
 
 Shapes: ``N`` tokens, ``D`` hidden size, ``V`` vocabulary.
 """
@@ -18,14 +17,12 @@ from torch import Tensor, nn
 from shared.errors import SettingsError
 
 LogitsType = Literal["model", "float32"]
-"""The model's own type, or float32."""
 
 
 def projection(output: nn.Module, kind: LogitsType) -> Callable[[Tensor], Tensor]:
-    """Return what makes logits (N × V) of hidden states (N × D) as ``output`` does, in the type that ``kind`` says.
+    """Return the function from hidden states (N × D) to logits (N × V) in type ``kind``.
 
-    Raises:
-        SettingsError: float32 is asked for, and ``output`` is more than a linear layer.
+    Raises SettingsError for float32 unless ``output`` is a plain linear layer.
     """
     own: Callable[[Tensor], Tensor] = output.forward
     if kind == "model":
@@ -46,7 +43,7 @@ def _project(output: nn.Linear, own: Callable[[Tensor], Tensor], hidden_ND: Tens
 
 
 class _Product(torch.autograd.Function):
-    """``hidden @ weight.T`` of half precision, in float32; its gradients are products in half precision, added up in float32."""
+    """``hidden @ weight.T`` in float32, with half-precision gradients."""
 
     @staticmethod
     def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:

@@ -1,10 +1,9 @@
-"""What a model does between its hidden states and its logits, beside its output layer: scale and cap them.
+"""Scaling and capping around a model's output layer.
 
     logits_V = output(hidden_D / divisor) · factor,   then  cap · tanh(logits_V / cap)  where there is a cap
 
-Read off the model's config and class, as each family has a name and a meaning of its own for it: Granite divides by ``logits_scaling``,
-HyperCLOVA X multiplies by it. A setting of that sort that the table does not have is refused. Where logits are changed, that is done in
-float32. Imports torch, and no service.
+Depends on config and class: Granite divides by ``logits_scaling``, HyperCLOVA X multiplies by it. Unknown settings are
+refused. Changed logits are float32.
 
 Shapes: ``N`` tokens, ``D`` hidden size, ``V`` vocabulary.
 """
@@ -42,23 +41,23 @@ _NEUTRAL: tuple[Any, ...] = (None, 0, 1, False)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogitsTransform:
-    """How the hidden states before, and the logits after, an output layer are changed."""
+    """Changes before and after an output layer."""
 
     divisor: float = 1.0
-    """Of hidden states."""
+    """For hidden states."""
     factor: float = 1.0
-    """Of logits."""
+    """For logits."""
     cap: float | None = None
-    """Of logits, smoothly; None: there is none."""
+    """Soft cap of logits, or None."""
     words: int | None = None
-    """The first so many words have a logit; None: all."""
+    """Only this many first words have logits; None: all."""
 
     def before(self, hidden_ND: Tensor) -> Tensor:
-        """Return what the output layer is given."""
+        """Return the output layer's input."""
         return hidden_ND if self.divisor == 1 else hidden_ND / self.divisor
 
     def after(self, logits_NV: Tensor) -> Tensor:
-        """Return the model's logits from those of its output layer: float32 where they are changed."""
+        """Return the model's logits from the output layer's."""
         if self.words is not None:
             logits_NV = logits_NV[..., : self.words]
         if self.factor != 1:
@@ -70,15 +69,7 @@ PLAIN = LogitsTransform()
 
 
 def logits_transform(model: Any, name: str = "policy.model") -> LogitsTransform:
-    """Return what the causal model ``model`` does to its logits.
-
-    Args:
-        model: a Hugging Face model with an output layer.
-        name: the setting that chose it.
-
-    Raises:
-        SettingsError: its config has a setting about logits that is not known of this model.
-    """
+    """Return the transform of ``model`` (of setting ``name``); raises SettingsError if its config is unknown."""
     config, kind = model.config.get_text_config(), type(model).__name__
     _check_head(model, kind, name)
     fields = {**config.to_dict(), **{key: getattr(config, key, None) for key in _KNOWN}}  # some are properties
@@ -101,7 +92,6 @@ def logits_transform(model: Any, name: str = "policy.model") -> LogitsTransform:
 
 
 def _check_head(model: Any, kind: str, name: str) -> None:
-    """Refuse a model with more than one layer between its hidden states and its logits."""
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     for child_name, child in model.named_children():
         parts = set(child.modules())
@@ -116,7 +106,6 @@ def _is_about_logits(key: str) -> bool:
 
 
 def _take(settings: dict[str, Any], table: Mapping[str, str], kind: str) -> float | None:
-    """Remove from ``settings`` what ``table`` knows of models of class ``kind``, and return its value."""
     for key, classes in table.items():
         if key in settings and re.match(classes, kind):
             return float(settings.pop(key))

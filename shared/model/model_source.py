@@ -1,7 +1,6 @@
-"""Whether a policy can be opened at all: a folder in Hugging Face form, or the name of one on a hub that is in reach.
+"""Check that a policy is a Hugging Face folder or a reachable hub name.
 
-Asked before a model library is loaded, because those try an unreachable hub for the better part of a minute, and read weights in
-pickles (``.bin``) where there are no others.
+Model libraries would retry for most of a minute, or read pickled weights (``.bin``).
 """
 
 import re
@@ -16,11 +15,7 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def check_model(setting: str, source: str) -> None:
-    """Refuse at once what can be no model whose weights are safetensors.
-
-    Raises:
-        SettingsError: naming ``setting``, and the file where weights are pickled.
-    """
+    """Raise SettingsError, naming ``setting``, if ``source`` has no safetensors weights."""
     check_source(setting, source, ("config.json",))
     folder = Path(source)
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern)) if folder.is_dir() else []
@@ -32,11 +27,7 @@ def check_model(setting: str, source: str) -> None:
 
 
 def check_source(setting: str, source: str, needed: tuple[str, ...]) -> None:
-    """Refuse at once what can be neither a folder with one of the files ``needed`` nor a hub name in reach.
-
-    Raises:
-        SettingsError: naming ``setting``.
-    """
+    """Raise SettingsError unless ``source`` is a folder with one of the files ``needed`` or a reachable hub name."""
     if not source:
         raise SettingsError(
             f"expected a folder in Hugging Face form or a hub name in {setting}, found nothing: set {setting}"
@@ -52,7 +43,6 @@ def check_source(setting: str, source: str, needed: tuple[str, ...]) -> None:
 
 
 def _check_hub(setting: str, name: str, needed: tuple[str, ...]) -> None:
-    """Refuse a hub name that is not cached while the hub is out of reach: transformers would try for a minute."""
     import httpx
     from huggingface_hub import constants, try_to_load_from_cache
 

@@ -1,7 +1,4 @@
-"""A Hugging Face model as transformers defines it: the reference of self-tests. Knows no service; imports torch.
-
-Attention is "eager", the only implementation of transformers that computes everything a model asks for; others leave out soft caps and sinks.
-"""
+"""Reference Hugging Face models for self-tests, with "eager" attention: only it has soft caps and sinks."""
 
 import contextlib
 from collections.abc import Iterator
@@ -16,7 +13,7 @@ _IMPLEMENTATION = "_attn_implementation"
 
 @contextlib.contextmanager
 def eager_attention(model: Any) -> Iterator[None]:
-    """Let ``model`` attend as transformers defines it within the block, whatever implementation it was given."""
+    """Use eager attention within the block."""
     configurations = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     before = [(config, getattr(config, _IMPLEMENTATION, None)) for config in configurations.values()]
     chosen = [(config, implementation) for config, implementation in before if implementation is not None]
@@ -30,7 +27,7 @@ def eager_attention(model: Any) -> Iterator[None]:
 
 
 def ordinary_ids(config: Any) -> Int32Array:
-    """Return the token ids of a model that have no meaning of their own, as an image's or padding has."""
+    """Return token ids without special meanings such as image or padding."""
     special = set[int]()
     for part in (config, config.get_text_config()):
         for name, value in part.to_dict().items():

@@ -1,11 +1,9 @@
-"""Rotary embeddings whose frequencies are the run's, not the batch's.
+"""Rotary embeddings with frequencies fixed per run, not per batch.
 
-With ``longrope`` (Phi-3, arXiv:2402.13753) transformers picks frequencies by the longest sequence of each batch, so a token's logprob would
-depend on what it is batched or packed with. vLLM picks them once, by ``max_model_len``. So does a run: every process of it takes the
-long factors where the run's context, ``rollout.vllm.max_model_len`` or else the model's own, is beyond
-``original_max_position_embeddings``, and the short ones otherwise. ``dynamic`` frequencies are those of plain rotary embeddings while no
-sequence is longer than ``max_position_embeddings``, which no replica lets happen; vLLM's are not, so a run with vLLM refuses them.
-Kinds that are not known here are refused. Imports torch, and no service.
+With ``longrope`` (Phi-3, arXiv:2402.13753) transformers chooses frequencies per batch, so logprobs would depend on
+batching. A run, like vLLM, chooses once: long factors if its context exceeds ``original_max_position_embeddings``.
+``dynamic`` is plain up to ``max_position_embeddings``, the replicas' limit; vLLM's differs and is refused, as are
+unknown kinds.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,19 +15,13 @@ from torch import nn
 from shared.errors import SettingsError
 
 _FIXED = frozenset(("default", "linear", "llama3", "yarn", "proportional", "mrope", "axial"))
-"""Kinds whose frequencies depend on nothing but the config."""
+"""Frequencies depend only on the config."""
 
 
 def settle_rope(model: nn.Module, context_tokens: int = 0, *, name: str = "policy.model") -> None:
-    """Give ``model`` the frequencies of the run, whatever sequences it will read.
+    """Fix the frequencies of a loaded ``model`` for ``context_tokens`` (0: the model's own).
 
-    Args:
-        model: a Hugging Face model, with its weights, on any device.
-        context_tokens: the run's longest sequence; 0: the model's own.
-        name: the setting that chose the model.
-
-    Raises:
-        SettingsError: a rotary embedding is of a kind that is not known, or that cannot be made independent of the batch.
+    Raises SettingsError if a rotary embedding is unknown or depends on the batch.
     """
     for module in model.modules():
         for layer_type, kind in _kinds(module):
@@ -45,11 +37,7 @@ def settle_rope(model: nn.Module, context_tokens: int = 0, *, name: str = "polic
 
 
 def check_rope_for_vllm(config: Any, name: str = "policy.model") -> None:
-    """Refuse rotary embeddings whose frequencies in vLLM are others than in the trainer.
-
-    Raises:
-        SettingsError: they are.
-    """
+    """Raise SettingsError for rotary embeddings whose frequencies differ between vLLM and the trainer."""
     found = getattr(config.get_text_config(), "rope_parameters", None) or {}
     each = [found, *(value for value in found.values() if isinstance(value, Mapping))]
     if any(one.get("rope_type") == "dynamic" and not one.get("alpha") for one in each):
@@ -60,7 +48,6 @@ def check_rope_for_vllm(config: Any, name: str = "policy.model") -> None:
 
 
 def _kinds(module: nn.Module) -> Iterator[tuple[str | None, str]]:
-    """Return the rope type of each of the module's layer types; None is the only one."""
     found = getattr(module, "rope_type", None)
     if isinstance(found, str):
         yield None, found
@@ -75,7 +62,7 @@ def _settle_long(module: Any, layer_type: str | None, context_tokens: int, name:
     original = int(parameters["original_max_position_embeddings"])
     context = context_tokens or int(module.config.max_position_embeddings)
     long = context > original
-    if long and "long_mscale" in parameters:  # transformers computes these by the batch, and with the short factors
+    if long and "long_mscale" in parameters:  # transformers computes these per batch, with short factors
         raise SettingsError(
             f"expected sequences of at most {original} tokens for {type(module).__name__}, whose longer ones transformers computes in another way "
             f"than vLLM, found a context of {context}: lower rollout.vllm.max_model_len or change {name}"
@@ -110,7 +97,7 @@ def _parameters(module: Any, layer_type: str | None) -> Mapping[str, Any]:
 
 
 def _fix(module: Any, layer_type: str | None, frequencies: torch.Tensor | None) -> None:
-    """Set ``frequencies`` (None: those that it has) for good: transformers changes none of a module of type ``default``."""
+    """Set ``frequencies`` (None: current ones) as type ``default``, which transformers does not update."""
     prefix = "" if layer_type is None else f"{layer_type}_"
     if frequencies is not None:
         for buffer in (f"{prefix}inv_freq", f"{prefix}original_inv_freq"):

@@ -1,1 +1,1 @@
-"""Connections between processes beside the bus: addresses, framing, mutual proof of a shared secret."""
+"""Connections between processes beside the bus."""

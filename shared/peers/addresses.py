@@ -1,4 +1,4 @@
-"""Addresses and network interfaces of this machine, on which its processes listen. No torch."""
+"""Addresses and network interfaces of this machine."""
 
 import ipaddress
 import os
@@ -12,11 +12,7 @@ _ANY = ("", "0.0.0.0", "::")  # noqa: S104 - named to refuse them, not bound her
 
 
 def listen(host: str, port: int, setting: str) -> socket.socket:
-    """Return a socket that listens on ``host``:``port`` (0: any free one).
-
-    Raises:
-        SettingsError: the port is taken, or the host is none of this machine; ``setting`` decides the port.
-    """
+    """Return a socket listening on ``host``:``port`` (0: any free one); raises SettingsError, naming ``setting``."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -32,10 +28,9 @@ def listen(host: str, port: int, setting: str) -> socket.socket:
 
 
 def rendezvous_address(host: str, own: str) -> str:
-    """Return the address at which the first of several hosts listens for the others, who connect to ``host``.
+    """Return the listening address for other hosts that connect to ``host``.
 
-    That of ``host`` where it is one of this machine; ``own`` where it is not (behind a Service, say), or where only this machine
-    takes it for loopback, as Debian does with its own name.
+    It is ``own`` if ``host`` is not local (e.g. a Service), or locally resolves to loopback, as Debian's own name does.
     """
     try:
         resolved = {str(entry[4][0]) for entry in socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)}
@@ -48,11 +43,9 @@ def rendezvous_address(host: str, own: str) -> str:
 
 
 def use_interfaces(own: str, *, spans_hosts: bool) -> None:
-    """Have gloo and NCCL listen where others reach this process, and nowhere else, unless the environment says otherwise.
+    """Bind gloo and NCCL to the interface of ``own``, unless the environment sets it.
 
-    Args:
-        own: the address at which others reach this process; NCCL carries weights to them.
-        spans_hosts: whether gloo's groups have members on other hosts; otherwise they stay on loopback.
+    ``spans_hosts`` is whether gloo groups do; otherwise gloo uses loopback.
     """
     loopback = _interface_of("127.0.0.1")
     interface = loopback if is_loopback(own) else _interface_of(own)
@@ -64,7 +57,6 @@ def use_interfaces(own: str, *, spans_hosts: bool) -> None:
 
 
 def _interface_of(host: str) -> str:
-    """Return the name of the interface that has the address ``host``; "" where none has."""
     try:
         addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError:
@@ -86,7 +78,7 @@ def _is_own(address: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` is this machine alone."""
+    """Whether ``host`` is loopback."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,9 +1,6 @@
-"""Frames: how two processes of Penstock talk over one connection beside the bus. No torch.
+"""Frames: messages between two processes beside the bus.
 
-A frame is four bytes of length (big endian) and a MessagePack map. Longer than 64 MiB, or no map: the peer is none of ours, and
-the connection is closed. What the maps say is the business of who uses them: ``shared/weights/source/session.py`` (a puller and its source),
-``services/rollout/engines/vllm/worker_channel.py`` (a replica and the workers of its engine),
-``services/reward/executor/protocol.py`` (programs to run and what became of them).
+A frame is a four-byte length (big endian) and a MessagePack map of at most 64 MiB; anything else closes the connection.
 """
 
 import asyncio
@@ -18,24 +15,19 @@ import msgpack
 from shared.errors import PeerError
 
 MAX_BYTES = 64 << 20
-"""Longest frame that is read."""
 _LENGTH = struct.Struct(">I")
 _CHUNK_BYTES = 1 << 20
 Frame = dict[str, Any]
 
 
 def pack(frame: Frame) -> bytes:
-    """Return the bytes of a frame, length first."""
+    """Return a frame's bytes."""
     body: bytes = msgpack.packb(frame)
     return _LENGTH.pack(len(body)) + body
 
 
 def send(connection: socket.socket, frame: Frame, deadline_s: float) -> None:
-    """Send a frame.
-
-    Raises:
-        PeerError: the peer is gone or did not read within ``deadline_s``.
-    """
+    """Send a frame; raises PeerError if not read within ``deadline_s``."""
     try:
         connection.settimeout(deadline_s)
         connection.sendall(pack(frame))
@@ -44,28 +36,20 @@ def send(connection: socket.socket, frame: Frame, deadline_s: float) -> None:
 
 
 def readable(connection: socket.socket, timeout_s: float | None = 0.0) -> bool:
-    """Return whether the peer sent something, or left, within ``timeout_s`` (None: wait for ever)."""
+    """Return whether the peer sent or left within ``timeout_s`` (None: no limit)."""
     waiting = select.poll()
     waiting.register(connection, select.POLLIN)
     return bool(waiting.poll(None if timeout_s is None else timeout_s * 1000))
 
 
 def receive(connection: socket.socket, deadline_s: float | None, largest: int = MAX_BYTES) -> Frame:
-    """Return the next frame, of at most ``largest`` bytes; all of it must come within ``deadline_s`` (None: wait for ever).
-
-    Raises:
-        PeerError: it did not, the peer left, or what it sent is no frame.
-    """
+    """Return the next frame, of at most ``largest`` bytes, within ``deadline_s`` (None: no limit); raises PeerError."""
     ends_at_s = None if deadline_s is None else time.monotonic() + deadline_s
     return _unpack(_read(connection, _length(_read(connection, _LENGTH.size, ends_at_s), largest), ends_at_s))
 
 
 async def receive_async(reader: asyncio.StreamReader, largest: int = MAX_BYTES) -> Frame:
-    """Return the next frame, of at most ``largest`` bytes; the caller sets the deadline.
-
-    Raises:
-        PeerError: the peer left, or what it sent is no frame.
-    """
+    """Return the next frame, of at most ``largest`` bytes, without a deadline; raises PeerError."""
     try:
         size = _length(await reader.readexactly(_LENGTH.size), largest)
         return _unpack(await reader.readexactly(size))

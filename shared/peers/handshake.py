@@ -1,4 +1,4 @@
-"""Two processes that prove to each other that they know a secret, before anything else is said on their connection.
+"""Mutual proof of a shared secret at the start of a connection.
 
 ::
 
@@ -6,7 +6,7 @@
     client ──▶ {challenge: 32 bytes, proof: HMAC-SHA256 of both challenges as "client"}
     server ──▶ {proof: HMAC-SHA256 of both challenges as "server"}
 
-The secret is never sent. What is said afterwards is neither encrypted nor signed: this keeps strangers out, not an attacker who can change packets.
+Later messages are neither encrypted nor signed.
 """
 
 import asyncio
@@ -22,18 +22,14 @@ from shared.errors import PeerError
 from shared.peers import frames
 
 Secret = Callable[[], bytes]
-"""Returns the secret of the run as it is now."""
+"""Returns the run's current secret."""
 _NONCE_BYTES = 32
 _STRANGER_BYTES = 4096
-"""Longest frame that is read of a peer that has proved nothing yet."""
+"""Maximum frame length before authentication."""
 
 
 def admit(connection: socket.socket, secret: bytes, deadline_s: float) -> None:
-    """Let a client in that knows ``secret``, within twice the deadline.
-
-    Raises:
-        PeerError: it does not, it left, or it was too slow.
-    """
+    """Authenticate a client within twice the deadline; raises PeerError."""
     ours = secrets.token_bytes(_NONCE_BYTES)
     frames.send(connection, {"challenge": ours}, deadline_s)
     answer = frames.receive(connection, deadline_s, _STRANGER_BYTES)
@@ -43,11 +39,7 @@ def admit(connection: socket.socket, secret: bytes, deadline_s: float) -> None:
 
 
 async def admit_async(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
-    """Let a client in that knows ``secret``; the caller sets the deadline.
-
-    Raises:
-        PeerError: it does not, or it left.
-    """
+    """Authenticate a client, without a deadline; raises PeerError."""
     ours = secrets.token_bytes(_NONCE_BYTES)
     writer.write(frames.pack({"challenge": ours}))
     answer = await frames.receive_async(reader, _STRANGER_BYTES)
@@ -57,11 +49,7 @@ async def admit_async(reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 
 
 async def introduce(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
-    """Prove to a server that we know ``secret``, and see that it does; the caller sets the deadline.
-
-    Raises:
-        PeerError: it does not, it does not let us in, or it left.
-    """
+    """Authenticate to a server and verify it, without a deadline; raises PeerError."""
     theirs = _nonce(await frames.receive_async(reader, _STRANGER_BYTES))
     ours = secrets.token_bytes(_NONCE_BYTES)
     writer.write(frames.pack({"challenge": ours, "proof": _prove(secret, "client", theirs + ours)}))
@@ -91,7 +79,7 @@ def _check(frame: frames.Frame, secret: bytes, role: Literal["client", "server"]
 
 
 class Newcomers:
-    """Connections that have not been identified yet. One more than ``limit`` drops the oldest, so silent ones do not block others."""
+    """Unauthenticated connections; beyond ``limit`` the oldest is dropped, so that silent ones do not block others."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -102,7 +90,7 @@ class Newcomers:
         return len(self._drops)
 
     def enter(self, connection: object, drop: Callable[[], object]) -> None:
-        """Count ``connection``; ``drop`` ends it, and may be called from another thread."""
+        """Count ``connection``; ``drop`` may be called from another thread."""
         with self._lock:
             self._drops[connection] = drop
             oldest = next(iter(self._drops)) if len(self._drops) > self._limit else None
@@ -111,6 +99,6 @@ class Newcomers:
             dropped()
 
     def leave(self, connection: object) -> None:
-        """Stop counting ``connection``: it is identified or closed."""
+        """Stop counting ``connection``."""
         with self._lock:
             self._drops.pop(connection, None)

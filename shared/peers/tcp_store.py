@@ -1,7 +1,6 @@
-"""torch's TCPStore on one address: by itself it listens on all of them, whatever host it is given.
+"""torch's TCPStore bound to one address instead of all.
 
-A store has no password: any process that can connect may read, change and delete its keys. Only the processes that meet there should be
-able to reach it.
+Stores have no password, so restrict network access to them.
 """
 
 from datetime import timedelta
@@ -13,11 +12,7 @@ from shared.peers.addresses import listen
 
 
 def serve_store(host: str, port: int, setting: str, timeout: timedelta, **options: Any) -> TCPStore:
-    """Return a store that this process serves on ``host``:``port`` (0: any free one), and nowhere else.
-
-    Raises:
-        SettingsError: nothing can listen there; ``setting`` decides the port.
-    """
+    """Return a store served on ``host``:``port`` (0: any free one) only; SettingsErrors name ``setting``."""
     listener = listen(host, port, setting)
     bound = listener.getsockname()[1]
     return TCPStore(
@@ -32,5 +27,5 @@ def serve_store(host: str, port: int, setting: str, timeout: timedelta, **option
 
 
 def connect_store(host: str, port: int, timeout: timedelta) -> TCPStore:
-    """Return a connection to the store at ``host``:``port``. May block for longer than ``timeout`` where its process is stopped."""
+    """Return a connection to a store. May exceed ``timeout`` if its process is stopped."""
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)

@@ -1,4 +1,4 @@
-"""Signed texts that expire, which a process that knows a secret gives to one that does not, such as a browser.
+"""Signed, expiring texts for clients without the secret, such as browsers.
 
 ::
 
@@ -12,21 +12,20 @@ import secrets
 import time
 
 PAGE = "page"
-"""The purpose of the code in a link to the coordinator's page."""
+"""For links to the coordinator's page."""
 PAGE_S = 300.0
-"""How long such a link is valid."""
 _NONCE_BYTES = 9
 _PROOF_BYTES = 18
 
 
 def issue(secret: bytes, purpose: str, life_s: float) -> str:
-    """Return a ticket for ``purpose`` that is valid for ``life_s``."""
+    """Return a ticket for ``purpose``, valid for ``life_s``."""
     body = f"{int(time.time() + life_s):x}.{secrets.token_urlsafe(_NONCE_BYTES)}"
     return f"{body}.{_proof(secret, purpose, body)}"
 
 
 def is_valid(ticket: str, secret: bytes, purpose: str) -> bool:
-    """Whether ``ticket`` was issued with ``secret`` for ``purpose`` and has not expired."""
+    """Whether ``ticket`` is valid for ``purpose`` under ``secret``."""
     body, _, proof = ticket.rpartition(".")
     if not hmac.compare_digest(proof.encode(), _proof(secret, purpose, body).encode()):
         return False

@@ -1,1 +1,1 @@
-"""How weights move: snapshots, and the transports that carry them."""
+"""Weight snapshots and their transports."""

@@ -1,7 +1,4 @@
-"""Points in the order of a device's work, and a stream of one's own. On a CPU everything is done when it is called.
-
-All of torch's CUDA events and streams that weights need are here, so that the rest reads the same for both devices.
-"""
+"""Stream order for CUDA and the CPU, where all work is done at once."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,29 +8,29 @@ import torch
 
 
 class Point:
-    """A point in the order of a stream of ``device``; one that was never set counts as reached."""
+    """A point in the order of a stream of ``device``; reached if unset."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._event: Any = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def set(self) -> None:
-        """Set it behind all work that was given to the current stream."""
+        """Set it behind all work on the current stream."""
         if self._event is not None:
             self._event.record(torch.cuda.current_stream(self._device))
 
     def reached(self) -> bool:
-        """Return whether the device has come so far; never blocks."""
+        """Return whether the device has reached it, without waiting."""
         return self._event is None or bool(self._event.query())
 
     def follow(self) -> None:
-        """Let the current stream go on only behind it; does not block this thread."""
+        """Make the current stream, but not this thread, wait for it."""
         if self._event is not None:
             torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
 class Lane:
-    """A stream of one's own on ``device``, made once: torch has 32 of them and hands them out again and again."""
+    """A private stream on ``device``, created once because torch recycles its 32 streams."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -43,7 +40,7 @@ class Lane:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Make it the current stream of this thread for the block."""
+        """Make it the current stream for the block."""
         if self._stream is None:
             yield
             return

@@ -1,8 +1,7 @@
-"""Waiting with a deadline: the two ways in which anything here ever waits for another process.
+"""Waiting for other processes with a deadline.
 
-``poll`` asks again and again whether something is done, so that it can be interrupted and never holds a lock or the GIL;
-``bounded`` is for calls of libraries that may block for ever (a rendezvous with a stopped process): it runs them in a thread
-that is left behind when the deadline passes, and whose late result is thrown away.
+``poll`` tests repeatedly, so it is interruptible and holds no lock or GIL. ``bounded`` runs calls that may block
+forever in a thread, abandoned at the deadline.
 """
 
 import threading
@@ -14,10 +13,10 @@ from shared.errors import WeightsError
 
 T = TypeVar("T")
 Interrupt = Callable[[], None]
-"""Called again and again while something waits; raises :class:`WeightsError` to end the wait."""
+"""Called repeatedly during a wait; raises :class:`WeightsError` to end it."""
 
 FILE_DEADLINES = 10
-"""Writing or reading a snapshot by file may take so many deadlines: storage is slower than a fabric."""
+"""For file snapshots: storage is slower than a fabric."""
 _FIRST_PAUSE_S = 0.00005
 _LONGEST_PAUSE_S = 0.001
 
@@ -27,10 +26,9 @@ def uninterrupted() -> None:
 
 
 def poll(done: Callable[[], bool], deadline_s: float, what: str, interrupt: Interrupt = uninterrupted) -> None:
-    """Return as soon as ``done()``; it must answer without blocking.
+    """Wait until ``done()``, which must not block.
 
-    Raises:
-        WeightsError: ``deadline_s`` passed, or ``interrupt`` says so.
+    Raises WeightsError after ``deadline_s``, or if ``interrupt`` does.
     """
     ends_at_s = time.monotonic() + deadline_s
     pause_s = _FIRST_PAUSE_S
@@ -49,10 +47,9 @@ def bounded(
     interrupt: Interrupt = uninterrupted,
     discard: Callable[[T], None] = lambda late: None,
 ) -> T:
-    """Return what ``call()`` returns from a thread of its own; a result that comes too late goes to ``discard`` there.
+    """Run ``call()`` in a thread and return its result; ``discard`` gets a late one there.
 
-    Raises:
-        WeightsError: it took longer than ``deadline_s``, was interrupted, or failed (from its own error).
+    Raises WeightsError on timeout, interruption, or failure (from its own error).
     """
     attempt = _Attempt(call, discard)
     threading.Thread(target=attempt.run, name=f"bounded: {what}"[:60], daemon=True).start()
@@ -66,8 +63,6 @@ def bounded(
 
 
 class _Attempt(Generic[T]):
-    """One call in a thread: either its caller takes the result, or it is discarded."""
-
     def __init__(self, call: Callable[[], T], discard: Callable[[T], None]) -> None:
         self._call = call
         self._discard = discard
@@ -78,7 +73,7 @@ class _Attempt(Generic[T]):
         self.error: Exception | None = None
 
     def run(self) -> None:
-        """Call, then hand the result over, or discard it when nobody waits any more."""
+        """Call, then hand over or discard the result."""
         try:
             result = self._call()
         except Exception as error:  # noqa: BLE001 - handed to the caller, who raises it
@@ -106,5 +101,5 @@ def _told(error: Exception, what: str) -> WeightsError:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text: torch appends whole stack traces to its own."""
+    """Return an error's first line; torch appends stack traces."""
     return str(error).partition("\n")[0][:300]

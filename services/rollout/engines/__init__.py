@@ -1,1 +1,1 @@
-"""Inference engines behind one protocol (``engine``): vLLM, transformers in this process, and a script for tests."""
+"""Inference engines behind one protocol (``engine``)."""

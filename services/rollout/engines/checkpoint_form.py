@@ -1,14 +1,11 @@
-"""Turn the tensors that a trainer publishes into those that the checkpoint of ``policy.model`` holds, which inference engines read.
+"""Convert published tensors to ``policy.model``'s checkpoint form, which inference engines read.
 
-A trainer publishes tensors by the names of its model's parameters. A checkpoint may hold them in another form: under other prefixes,
-or, for a mixture, one matrix for each expert where the parameter stacks them::
+Names may differ, or experts be separate where the parameter stacks them::
 
     published   model.layers.0.mlp.experts.gate_up_proj              (E, 2·i, h)
     checkpoint  model.layers.0.block_sparse_moe.experts.0.w1.weight  (i, h), …0.w3.weight, …1.w1.weight, …
 
-What an engine's loader does with names that are not of a checkpoint differs by model and version: some it reads, some it refuses, some
-it skips without a word. So a replica gives its engine the names that it was started from, and no others. The conversion is transformers' own,
-the one by which it saves a model; which of its steps apply is found as loading finds it, by renaming the names in the checkpoint's files.
+Engine loaders may silently skip other names. transformers' own conversion for saving is used.
 """
 
 import copy
@@ -26,12 +23,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 class CheckpointForm:
-    """The form of the checkpoint in ``source``.
-
-    Args:
-        source: folder, or name on a hub, of a Hugging Face checkpoint.
-        trust_remote_code: whether its own code may be run.
-    """
+    """The checkpoint in ``source`` (folder or hub name)."""
 
     def __init__(self, source: str, trust_remote_code: bool = False) -> None:
         self._source = source
@@ -43,11 +35,7 @@ class CheckpointForm:
         self._sizes: dict[str, int] = defaultdict(int)
 
     def open(self) -> None:
-        """Find out how each published tensor is held in the checkpoint; takes a second, the first time.
-
-        Raises:
-            WeightsError: transformers cannot build the model.
-        """
+        """Determine each tensor's form, which takes about a second; may raise WeightsError."""
         if self._outline is not None:
             return
         try:
@@ -71,11 +59,7 @@ class CheckpointForm:
         self._outline = model
 
     def convert(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield ``tensors``, (published name, value), as the checkpoint holds them, each as soon as all that it is made of has come.
-
-        Raises:
-            WeightsError: one is not held in the checkpoint, or is missing.
-        """
+        """Yield (published name, value) ``tensors`` in checkpoint form; raises WeightsError if these do not match."""
         self.open()
         waiting: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
         for name, tensor in tensors:
@@ -108,7 +92,7 @@ class CheckpointForm:
 
 
 def checkpoint_names(source: str) -> set[str]:
-    """Return the names of the tensors in the safetensors files of ``source``, a folder or a hub's name; none without such files."""
+    """Return tensor names in the safetensors files of ``source``, if any."""
     import json
 
     from safetensors import safe_open
@@ -135,7 +119,7 @@ def _folder(source: str) -> Path | None:
 
 
 def outline(source: str, trusted: bool) -> Any:
-    """Return the model as the trainer builds it, without weights."""
+    """Return the trainer's model without weights."""
     with importing():
         from transformers import AutoConfig, AutoModelForCausalLM
     config = AutoConfig.from_pretrained(source, trust_remote_code=trusted)
@@ -144,10 +128,7 @@ def outline(source: str, trusted: bool) -> Any:
 
 
 def _conversions(outline: Any, *, loading: bool) -> list[Any]:
-    """Return the steps by which transformers loads a checkpoint of this model, or those that saving it undoes.
-
-    None before version 5 of transformers, whose models have their parameters as the files do.
-    """
+    """Return transformers' loading (or saving) conversions; empty before version 5."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange
@@ -160,7 +141,7 @@ def _conversions(outline: Any, *, loading: bool) -> list[Any]:
 def _loaded(
     names: set[str], conversions: list[Any], prefix: str, state: dict[str, Any]
 ) -> tuple[dict[str, str], list[Any]]:
-    """Rename ``names`` as loading does; return the checkpoint's name of each tensor that it holds as it is, and the steps that were used."""
+    """Rename ``names`` as loading does; return checkpoint names of unconverted tensors, and the steps used."""
     if not conversions:
         return {name: name for name in names & state.keys()}, []
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -178,7 +159,7 @@ def _loaded(
 
 
 def _reversed(names: Iterable[str], conversions: list[Any]) -> dict[str, tuple[str, str, Any]]:
-    """Return, by each of ``names``: the first name of what it is saved as, its pattern, and the converter of its value, if it has one."""
+    """Return by name: the first saved name, its pattern, and its converter, if any."""
     if not conversions:
         return {name: (name, "", None) for name in names}
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key

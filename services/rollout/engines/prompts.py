@@ -1,8 +1,4 @@
-"""Prompts to token ids and token ids to text. A prompt that can never be generated raises PermanentError: it is buried.
-
-A prompt's text is tokenized as the tokenizer does it by itself, special tokens included; messages go through its chat
-template, up to where the assistant speaks. It knows no bus and no engine.
-"""
+"""Convert prompts to token ids and token ids to text; messages use the chat template."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -15,33 +11,29 @@ from shared.errors import PermanentError
 
 
 class Codec(Protocol):
-    """Text to token ids and back."""
+    """Conversion between text and token ids."""
 
     def encode(self, prompt: Prompt) -> Int32Array:
-        """Return the token ids of a prompt.
-
-        Raises:
-            PermanentError: this prompt can never be generated, with the reason.
-        """
+        """Return a prompt's token ids; raises PermanentError if it can never be generated."""
 
     def decode(self, completions: Sequence[Int32Array]) -> list[str]:
-        """Return the texts of completions, special tokens left out."""
+        """Return completions' texts, without special tokens."""
 
 
 class Reader(Protocol):
-    """What can be read: an opened model, or an engine that opened one."""
+    """A model's limits."""
 
     @property
     def context_tokens(self) -> int:
-        """Most tokens of a prompt and its completion."""
+        """Maximum tokens of a prompt plus its completion."""
 
     @property
     def vocabulary(self) -> int:
-        """How many token ids there are."""
+        """Number of token ids."""
 
 
 class TokenizerCodec:
-    """A tokenizer of transformers, held to what the model can read."""
+    """A transformers tokenizer with the model's limits."""
 
     def __init__(self, tokenizer: Tokenizer, reader: Reader) -> None:
         self._tokenizer = tokenizer
@@ -50,7 +42,7 @@ class TokenizerCodec:
         self._say_nothing = {tokenizer.pad_token_id, tokenizer.unk_token_id}
 
     def encode(self, prompt: Prompt) -> Int32Array:
-        """Return the token ids of a prompt (see :class:`Codec`)."""
+        """Return a prompt's token ids."""
         token_ids = np.array(self._token_ids(prompt), dtype=np.int32)
         if len(token_ids) == 0:
             raise PermanentError(f"expected a prompt of at least one token in {prompt.problem}, found an empty one")
@@ -74,7 +66,7 @@ class TokenizerCodec:
         return token_ids
 
     def decode(self, completions: Sequence[Int32Array]) -> list[str]:
-        """Return the texts of completions (see :class:`Codec`)."""
+        """Return completions' texts."""
         return self._tokenizer.batch_decode([ids.tolist() for ids in completions], skip_special_tokens=True)
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
@@ -105,16 +97,16 @@ class TokenizerCodec:
 
 
 class CharacterCodec:
-    """Character codes as token ids, 0 to stop: the vocabulary of the scripted engine."""
+    """Character codes as token ids, 0 to stop."""
 
     stop = 0
 
     def encode(self, prompt: Prompt) -> Int32Array:
-        """Return the character codes of a prompt's text (see :class:`Codec`)."""
+        """Return a prompt's character codes."""
         if not prompt.text:
             raise PermanentError(f"expected a text in {prompt.problem}, found none")
         return np.array([ord(character) for character in prompt.text], dtype=np.int32)
 
     def decode(self, completions: Sequence[Int32Array]) -> list[str]:
-        """Return the texts of completions (see :class:`Codec`)."""
+        """Return completions' texts."""
         return ["".join(chr(code) for code in ids.tolist() if code != self.stop) for ids in completions]

@@ -1,8 +1,6 @@
-"""An engine that reads its completions from a script: for tests of everything around it, without a model or torch.
+"""An :class:`Engine` with scripted completions, for tests without a model or torch.
 
-It is a whole :class:`Engine` otherwise: every token is one decoding step, a swap falls between two of them, and versions
-are recorded per token. Token ids are character codes, 0 stops. It holds no weights: unless a test hands it something
-that receives, whatever is offered is taken as received.
+Each token is one decoding step; swaps fall between two. Token ids are character codes; 0 stops.
 """
 
 import asyncio
@@ -30,13 +28,13 @@ if TYPE_CHECKING:
     from shared.weights.transport.offer import Offer
 
 Script = Callable[[str, PolicyVersion, random.Random], tuple[str, float]]
-"""(prompt's text, version, lot) → (completion, its probability)."""
+"""(prompt text, version, random generator) → (completion, its probability)."""
 
 _SUM = re.compile(r"(\d+)\+(\d+)=$")
 
 
 def arithmetic(prompt: str, version: PolicyVersion, lot: random.Random) -> tuple[str, float]:
-    """Answer ``12+34=`` rightly with probability 0.5, else off by one; anything else with ``?``."""
+    """Answer ``12+34=`` correctly with probability 0.5, else off by one; anything else with ``?``."""
     found = _SUM.search(prompt)
     if found is None:
         return "?", 1.0
@@ -45,15 +43,12 @@ def arithmetic(prompt: str, version: PolicyVersion, lot: random.Random) -> tuple
 
 
 class ScriptedEngine:
-    """An :class:`Engine` that answers from ``script``.
+    """Answers from ``script``.
 
     Args:
-        script: what it says to a prompt.
-        seed: of the lot.
-        pause: awaited between two decoding steps; a test that holds it back swaps in mid-generation.
-        receive: called in a thread with each offer that is staged; may raise WeightsError.
-        peer_address: where it says that others may pull.
-        logprob: what it says of every token of a probe.
+        pause: awaited between two decoding steps; block it to swap in mid-generation.
+        receive: called in a thread with each staged offer; may raise WeightsError.
+        logprob: of every token of a probe.
     """
 
     def __init__(
@@ -78,16 +73,16 @@ class ScriptedEngine:
         self._closed = False
 
     def update_by(self, mode: UpdateMode) -> None:
-        """Note it; a swap here is always between two decoding steps."""
+        """Record the mode; swaps are always between two decoding steps."""
         self.update = mode
 
     @property
     def version(self) -> PolicyVersion | None:
-        """The version that the next token will be drawn under; None before the first swap."""
+        """The next token's version; None before the first swap."""
         return self._version
 
     async def generate(self, request: GenerationRequest) -> GeneratedGroup:
-        """Return a group of scripted completions (see :class:`Engine`)."""
+        """Return scripted completions."""
         if self._closed or self._version is None:
             raise EngineDied("expected an open engine with weights: a bug")
         started_at_s, sampling = time.time(), request.sampling
@@ -113,27 +108,27 @@ class ScriptedEngine:
 
     @property
     def peer_address(self) -> str:
-        """Where others may pull, as the test says."""
+        """The configured peer address."""
         return self._peer_address
 
     async def stage(self, offer: "Offer") -> None:
-        """Take ``offer`` as received (see :class:`Engine`)."""
+        """Receive ``offer`` (see :class:`Engine`)."""
         if self._received is not None:
             await asyncio.to_thread(self._received, offer)
 
     async def swap(self, version: PolicyVersion) -> SwapReport:
-        """Serve ``version`` from the next decoding step on (see :class:`Engine`)."""
+        """Serve ``version`` from the next step on."""
         if self._closed:
             raise EngineDied("expected an open engine: a bug")
         self._version = version
         return SwapReport(0.0, "copy", 0)
 
     async def logprobs(self, token_ids: Int32Array) -> Float32Array:
-        """Return what the test says (see :class:`Engine`)."""
+        """Return the configured logprob per token."""
         return np.full(len(token_ids) - 1, self._logprob, dtype=np.float32)
 
     async def close(self) -> None:
-        """Answer nothing any more."""
+        """Stop answering."""
         self._closed = True
 
 

@@ -1,1 +1,1 @@
-"""Formats of weights: layout in flat memory, buckets with checksums, manifest and snapshot files."""
+"""Layouts, checksums, manifests and snapshot files."""

@@ -1,13 +1,11 @@
-"""The checksum of a bucket: one read of its memory on the device where it lies, the same value on CPU and CUDA.
+"""Bucket checksums in one memory read, equal on CPU and CUDA.
 
-The bucket's bytes are 64-bit words x in a matrix of ``COLUMNS`` columns (the last row is filled with zeros)::
+The bytes are 64-bit words x in a matrix of ``COLUMNS`` columns (the last row is zero-padded)::
 
     checksum = Σ_r b_r · Σ_c a_c · x_rc   mod 2^64          a, b: fixed odd numbers, one of each column and row
 
-An odd factor is invertible mod 2^64, so any one changed word changes the value, wherever it lies; words that changed
-places or a bucket half old and half new change it but for a chance of about 2^-64. It finds accidents, it is no
-signature. Everything is enqueued on the current stream; on a GPU it is one kernel, so that a thread that shares the
-interpreter with a busy engine need not take its turn dozens of times for a bucket.
+A single changed word is always detected (odd factors are invertible); swaps or partial updates are missed with
+probability 2^-64. Not a signature. One enqueued kernel on GPUs, to limit GIL contention.
 """
 
 import functools
@@ -17,20 +15,20 @@ import torch
 
 COLUMNS = 1024
 SPREAD = -7046029254386353131
-"""The golden ratio in 64 bits: multiples of it lie far apart."""
+"""Golden ratio in 64 bits; its multiples are well spread."""
 _CHUNK_ROWS = 512
-"""Rows summed at once on a CPU: what stays in its cache."""
+"""Rows per CPU sum, for the cache."""
 
 
 def checksum(bucket: torch.Tensor) -> torch.Tensor:
-    """Return the checksum (int64[], same device) of ``bucket`` (uint8[n], n a multiple of 256); waits for nothing."""
+    """Return the checksum (int64[], same device) of ``bucket`` (uint8[n], n a multiple of 256); does not wait."""
     found = torch.zeros((), dtype=torch.int64, device=bucket.device)
     add_checksum(bucket, found)
     return found
 
 
 def add_checksum(bucket: torch.Tensor, to: torch.Tensor) -> None:
-    """Add the checksum of ``bucket`` to ``to`` (int64[], on its device): one enqueued kernel on a GPU."""
+    """Add ``bucket``'s checksum to ``to`` (int64[], same device)."""
     words = bucket.view(torch.int64)
     if (enqueue := _kernel()) is not None and bucket.is_cuda:
         enqueue(words, to)
@@ -39,13 +37,12 @@ def add_checksum(bucket: torch.Tensor, to: torch.Tensor) -> None:
 
 
 def text(value: torch.Tensor) -> str:
-    """Return a checksum as hex, as a header keeps it; waits for the device."""
+    """Return a checksum as hex; waits for the device."""
     return int(value).to_bytes(8, "little", signed=True).hex()
 
 
 @functools.cache
 def _kernel() -> "Callable[[torch.Tensor, torch.Tensor], None] | None":
-    """Return the GPU's kernel; None where there is no GPU, or no Triton to compile it."""
     if not torch.cuda.is_available():
         return None
     try:

@@ -1,4 +1,4 @@
-"""The checksum as one Triton kernel. Imported where there is a GPU, and by :mod:`shared.weights.format.checksum` alone."""
+"""The checksum as one Triton kernel, for :mod:`shared.weights.format.checksum` only."""
 
 import torch
 import triton
@@ -7,11 +7,11 @@ import triton.language as tl
 from shared.weights.format.checksum import COLUMNS, SPREAD
 
 _ROWS = 4
-"""Rows of a program: 32 KiB, read once."""
+"""Per program: 32 KiB."""
 
 
 def enqueue(words: torch.Tensor, to: torch.Tensor) -> None:
-    """Add the checksum of ``words`` (int64[n]) to ``to`` (int64[]), in order of the current stream."""
+    """Add the checksum of ``words`` (int64[n]) to ``to`` (int64[]) on the current stream."""
     programs = triton.cdiv(words.numel(), _ROWS * COLUMNS)
     with torch.cuda.device(words.device):
         _add[(programs,)](words, to, words.numel(), SPREAD, COLUMNS, _ROWS)

@@ -1,4 +1,4 @@
-"""One version of a policy in flat buckets on one device, and which buckets hold their bytes already.
+"""One version of a policy in flat buckets on one device.
 
 ::
 
@@ -6,9 +6,8 @@
     replica   begin(header)      bucket 0 arrives ─▶ mark(0), bucket 1 arrives ─▶ mark(1), …      or void(reason)
     a Source's threads           wait(0) ─▶ send, wait(1) ─▶ send, …
 
-Each mark is a point in the order of the device's stream, so nobody waits for the device itself. Storage never moves: views by
-:meth:`FlatSnapshot.tensors` stay valid for the life of the snapshot. One thread writes (fill, begin, mark, void), any
-number wait. Nothing here protects bytes from being overwritten while they are read: readers compare checksums.
+Marks are points in stream order. Storage never moves. One thread writes (fill, begin, mark, void), any number wait.
+Bytes may be overwritten while being read; readers compare checksums.
 """
 
 import threading
@@ -28,11 +27,7 @@ _INTERRUPT_EVERY_S = 0.05
 
 
 class FlatSnapshot:
-    """Buckets of one layout on one device.
-
-    Raises:
-        WeightsError: the layout holds nothing.
-    """
+    """Buckets of one layout; raises WeightsError if empty."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         if not layout.bucket_bytes:
@@ -42,7 +37,7 @@ class FlatSnapshot:
         self.device = device
         self.buckets = tuple(torch.zeros(size, dtype=torch.uint8, device=device) for size in layout.bucket_bytes)
         self.header: Header | None = None
-        """None: it holds no whole or arriving version."""
+        """None: no complete or arriving version."""
         self._tensors = {entry.name: view(self.buckets[entry.bucket], entry) for entry in layout.tensors}
         self._changed = threading.Condition()
         self._marked = [False] * len(self.buckets)
@@ -50,23 +45,20 @@ class FlatSnapshot:
         self._reason = "it was never filled"
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors by Hugging Face name, as views of the buckets; always the same storage."""
+        """Return permanent views of the buckets by Hugging Face name."""
         return dict(self._tensors)
 
     @property
     def whole(self) -> bool:
-        """Whether every bucket holds its bytes."""
+        """Whether every bucket is complete."""
         with self._changed:
             return self.header is not None and all(self._marked)
 
     def fill(self, tensors: Iterable[tuple[str, torch.Tensor]], version: PolicyVersion, step: int) -> Header:
-        """Copy ``tensors`` (name, tensor on any device) in, cast to the layout's types, and return the new header.
+        """Copy ``tensors`` (name, tensor on any device) in, cast to the layout's types; return the new header.
 
-        An iterator is consumed lazily and each tensor is copied before the next is asked for. Waits once for the device,
-        at the end, for the checksums.
-
-        Raises:
-            WeightsError: a tensor is missing, unknown or of another shape.
+        Iterators are consumed one tensor at a time. Waits once for the device. Raises WeightsError for tensors that do
+        not fit.
         """
         self.void(f"version {version} took its place: the pull is torn")
         self._copy(tensors)
@@ -78,7 +70,7 @@ class FlatSnapshot:
         return header
 
     def begin(self, header: Header) -> None:
-        """Forget which buckets are there: those of ``header``'s version will arrive."""
+        """Unmark all buckets for ``header``'s version."""
         if header.layout != self.layout_digest:
             raise WeightsError(
                 f"expected a version of the layout {self.layout_digest[:12]}…, found {header.layout[:12]}…: "
@@ -90,14 +82,14 @@ class FlatSnapshot:
             self._changed.notify_all()
 
     def mark(self, bucket: int) -> None:
-        """Say that the bytes of ``bucket`` are there, in the order of the current stream."""
+        """Mark ``bucket`` as complete, in stream order."""
         with self._changed:
             self._points[bucket].set()
             self._marked[bucket] = True
             self._changed.notify_all()
 
     def void(self, reason: str) -> None:
-        """Say that this holds no version any more; whoever waits for a bucket gets ``reason``."""
+        """Invalidate the version; waiters fail with ``reason``."""
         with self._changed:
             self.header = None
             self._reason = reason
@@ -107,12 +99,10 @@ class FlatSnapshot:
     def wait(
         self, bucket: int, deadline_s: float, header: Header | None = None, interrupt: Interrupt = uninterrupted
     ) -> None:
-        """Block until ``bucket`` is marked, and let the current stream wait for its bytes.
-
-        With ``header``, only that version counts.
+        """Wait until ``bucket`` is marked (of ``header``'s version, if given); the current stream waits for its bytes.
 
         Raises:
-            WeightsError: not marked within ``deadline_s``, interrupted, void, or another version by now.
+            WeightsError: timeout, interruption, void, or another version.
         """
         wanted = header if header is not None else self.header
         left_s = deadline_s

@@ -1,12 +1,12 @@
-"""Where each tensor of a policy lies in flat memory, and what a version's bytes must add up to. Pure data, no torch.
+"""A policy's layout in flat memory, and a version's checksums. Pure data, no torch.
 
 A layout belongs to a model, a header to a version of it::
 
-    Layout   {"format": 1, "tensors": [{"name", "dtype", "shape", "offset", "bucket"}, …], "bucket_bytes": [268435456, …]}
-    Header   {"format": 1, "version": 12, "step": 12, "layout": <digest>, "checksums": ["9f86…", …]}
+    Layout {"format": 1, "tensors": [{"name", "dtype", "shape", "offset", "bucket"}, …], "bucket_bytes": [268435456, …]}
+    Header {"format": 1, "version": 12, "step": 12, "layout": <digest>, "checksums": ["9f86…", …]}
 
-The layout travels once per puller and model; the header with every version. The header's digest (SHA-256) is what the
-ledger keeps as ``manifest_digest``, so one short string vouches for every weight of a pull, as it does for a file.
+Layouts are sent once per puller and model. The header's SHA-256 is the ledger's ``manifest_digest`` and verifies all
+weights of a pull.
 """
 
 import dataclasses
@@ -19,14 +19,14 @@ from shared.errors import WeightsError
 from shared.weights.format.manifest import DTYPE_BYTES, FORMAT, TensorEntry
 
 BUCKET_BYTES = 512 << 20
-"""Most bytes of a bucket, unless a single tensor is larger."""
+"""Maximum bucket size, unless a tensor is larger."""
 ALIGNMENT_BYTES = 256
-"""Every tensor starts at a multiple of this within its bucket: what the widest copy kernels want."""
+"""Tensor alignment within a bucket, for the widest copy kernels."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
-    """Tensors by their Hugging Face names, packed into buckets of ``bucket_bytes[i]`` bytes."""
+    """Tensors by Hugging Face name, in buckets of ``bucket_bytes[i]`` bytes."""
 
     tensors: tuple[TensorEntry, ...]
     bucket_bytes: tuple[int, ...]
@@ -37,41 +37,36 @@ class Layout:
         return sum(self.bucket_bytes)
 
     def encode(self) -> bytes:
-        """Return the canonical bytes of the layout."""
+        """Return the canonical bytes."""
         return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, sort_keys=True).encode()
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the canonical bytes, hex."""
+        """SHA-256 of the canonical bytes."""
         return hashlib.sha256(self.encode()).hexdigest()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Header:
-    """One version of a layout: the checksum (hex) of each bucket."""
+    """A version of a layout, with bucket checksums (hex)."""
 
     version: PolicyVersion
     step: int
     layout: str
-    """Digest of the layout."""
     checksums: tuple[str, ...]
 
     def encode(self) -> bytes:
-        """Return the canonical bytes of the header."""
+        """Return the canonical bytes."""
         return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, sort_keys=True).encode()
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the canonical bytes, hex."""
+        """SHA-256 of the canonical bytes."""
         return hashlib.sha256(self.encode()).hexdigest()
 
 
 def plan_layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]], bucket_bytes: int = BUCKET_BYTES) -> Layout:
-    """Pack (name, dtype, shape) in their order into buckets of at most ``bucket_bytes``; a larger tensor stands alone.
-
-    Raises:
-        WeightsError: a name came twice, or a number type is unknown.
-    """
+    """Pack (name, dtype, shape) in order into buckets; raises WeightsError for duplicate names or unknown types."""
     entries: dict[str, TensorEntry] = {}
     sizes: list[int] = []
     for name, dtype, shape in tensors:
@@ -90,11 +85,7 @@ def plan_layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]], bucket_byte
 
 
 def decode_layout(data: bytes) -> Layout:
-    """Return the layout in ``data``.
-
-    Raises:
-        WeightsError: these bytes are none, or its tensors do not lie within their buckets.
-    """
+    """Decode a layout; raises WeightsError if invalid or tensors exceed their buckets."""
     try:
         fields = json.loads(data)
         tensors = tuple(TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in fields["tensors"])
@@ -112,11 +103,7 @@ def _lies_within(entry: TensorEntry, bucket_bytes: tuple[int, ...]) -> bool:
 
 
 def decode_header(data: bytes) -> Header:
-    """Return the header in ``data``.
-
-    Raises:
-        WeightsError: these bytes are none.
-    """
+    """Decode a header; raises WeightsError if invalid."""
     try:
         fields = json.loads(data)
         if fields.pop("format") != FORMAT:

@@ -1,4 +1,4 @@
-"""The manifest of a snapshot: which tensor lies where, and what its bytes must hash to. Pure data, no files, no torch.
+"""A snapshot's manifest: tensor locations and file hashes. Pure data, no files, no torch.
 
 ::
 
@@ -6,7 +6,7 @@
      "tensors": [{"name": "model.norm.weight", "dtype": "bfloat16", "shape": [128], "offset": 1160, "bucket": 0}, …],
      "buckets": [{"file": "bucket-00000.safetensors", "nbytes": 2048, "sha256": "9f86…"}, …]}
 
-A snapshot's digest is the SHA-256 of the manifest's bytes, so one short string in the ledger vouches for every weight.
+Its SHA-256 is the snapshot's digest in the ledger and verifies every weight.
 """
 
 import dataclasses
@@ -20,10 +20,9 @@ from shared.bus.messages import PolicyVersion
 from shared.errors import WeightsError
 
 FORMAT = 1
-"""Raised when older readers would misread the new form."""
+"""Increase if older readers would misread it."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
-"""The number types that a snapshot may hold, with their sizes in bytes."""
 
 
 _FILE = re.compile(r"(?=.{1,255}\Z)[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
@@ -31,7 +30,7 @@ _FILE = re.compile(r"(?=.{1,255}\Z)[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor: its Hugging Face name, and its place as a byte offset in the file of its bucket."""
+    """A tensor, with its byte offset in its bucket's file."""
 
     name: str
     dtype: str
@@ -41,13 +40,13 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """Size in bytes."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BucketEntry:
-    """One safetensors file of the snapshot."""
+    """A safetensors file."""
 
     file: str
     nbytes: int
@@ -69,16 +68,12 @@ class Manifest:
 
 
 def digest(manifest: bytes) -> str:
-    """Return the digest of a snapshot from the bytes of its manifest."""
+    """Return a manifest's digest."""
     return hashlib.sha256(manifest).hexdigest()
 
 
 def decode(data: bytes, where: str) -> Manifest:
-    """Return the manifest in ``data``; ``where`` names it in errors.
-
-    Raises:
-        WeightsError: these bytes are no manifest, of a newer format, or their entries contradict each other.
-    """
+    """Decode a manifest from ``where``; raises WeightsError if invalid, too new or inconsistent."""
     try:
         fields = json.loads(data)
         if fields["format"] != FORMAT:

@@ -1,24 +1,20 @@
-"""Snapshots by file: write one whole or not at all, and read it whole or not at all.
+"""Atomic snapshots by file.
 
 ::
 
     <folder>/.v000012.4711.tmp/   being written by process 4711
     <folder>/v000012/             committed, by the one rename
-        manifest.json             what lies where; its SHA-256 is the snapshot's digest, which the ledger keeps
-        bucket-00000.safetensors  at most BUCKET_BYTES each, but for a single larger tensor
+        manifest.json             its SHA-256 is the snapshot's digest in the ledger
+        bucket-00000.safetensors  at most BUCKET_BYTES each, except for a larger tensor
         ...
 
-An adapter alone is a snapshot whose files have the names that PEFT gives them, so that an inference engine reads the folder::
+An adapter's files have PEFT's names, for inference engines::
 
     <folder>/v000012/
         manifest.json, adapter_model.safetensors, adapter_config.json
 
-A reader is handed location and digest by the ledger. It uses exactly the bytes that it has hashed, so a file that is torn,
-exchanged or deleted meanwhile raises :class:`WeightsError` and never yields other weights.
-
-Tied parameters stand once, under the name of the first; ``module.named_parameters()`` gives them like that. Whoever loads a
-snapshot copies into parameters, so ties hold there by themselves. Only number types change on the way: floating point
-tensors are written as the ``dtype`` asked for, others as they are.
+Readers use only verified bytes; torn, replaced or deleted files raise :class:`WeightsError`. Tied parameters are stored
+once, under the first name; floating point tensors are cast to ``dtype``.
 """
 
 import contextlib
@@ -43,7 +39,6 @@ from shared.weights.format import manifest as manifests
 from shared.weights.format.manifest import BucketEntry, Manifest, TensorEntry
 
 BUCKET_BYTES = 1 << 30
-"""Largest bucket, in bytes of tensors."""
 _READERS = 4
 MANIFEST = "manifest.json"
 ADAPTER = "adapter_model.safetensors"
@@ -53,7 +48,7 @@ _UNFINISHED = re.compile(r"\.v(\d{6,})\.[^/]*\.tmp")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A committed snapshot: its folder, the digest of its manifest, and its size in bytes, manifest included."""
+    """A committed snapshot, with its manifest's digest and its bytes including the manifest."""
 
     location: Path
     digest: str
@@ -67,13 +62,12 @@ def write_snapshot(
     tensors: Iterable[tuple[str, torch.Tensor]],
     dtype: torch.dtype | None,
 ) -> Snapshot:
-    """Write ``tensors`` (Hugging Face name, tensor on any device) as ``folder``/v<version>, visible whole or not at all.
+    """Write (Hugging Face name, tensor) ``tensors`` atomically as ``folder``/v<version>, replacing a dead trainer's.
 
-    ``tensors`` is consumed lazily and each tensor is copied before the next is asked for, so a generator may gather them
-    one by one. Without ``dtype`` floating point stays as it is, too. A snapshot of the same number that a dead trainer left is replaced.
+    ``tensors`` is consumed one at a time. None as ``dtype`` keeps types.
 
     Raises:
-        WeightsError: the storage refused (full, read-only), or a name came twice.
+        WeightsError: storage error or duplicate name.
     """
     return _write_whole(folder, version, lambda beside: _write_buckets(beside, version, step, tensors, dtype))
 
@@ -86,13 +80,9 @@ def write_adapter(
     configuration: bytes,
     dtype: torch.dtype,
 ) -> Snapshot:
-    """Write an adapter (names of a PEFT file) as ``folder``/v<version>, visible whole or not at all; ``factors`` as ``tensors``.
+    """Write an adapter's ``factors`` (PEFT names) atomically as ``folder``/v<version>; raises WeightsError.
 
-    Args:
-        configuration: the bytes of adapter_config.json.
-
-    Raises:
-        WeightsError: the storage refused (full, read-only).
+    ``configuration`` is the content of adapter_config.json.
     """
 
     def fill(beside: Path) -> Manifest:
@@ -132,11 +122,7 @@ def _write_whole(folder: Path, version: PolicyVersion, fill: Callable[[Path], Ma
 
 
 def read_snapshot(location: Path, digest: str) -> dict[str, torch.Tensor]:
-    """Return the tensors of the snapshot at ``location`` by name, on the CPU, in their order of writing.
-
-    Raises:
-        WeightsError: it is missing, torn or corrupt, or not the snapshot with this digest.
-    """
+    """Return the snapshot's tensors by name, on the CPU; raises WeightsError if it does not match ``digest``."""
     try:
         data = (location / MANIFEST).read_bytes()
     except OSError as error:
@@ -147,18 +133,18 @@ def read_snapshot(location: Path, digest: str) -> dict[str, torch.Tensor]:
             "it is corrupt, or another trainer's snapshot of the same number"
         )
     manifest = manifests.decode(data, str(location))
-    with ThreadPoolExecutor(_READERS) as pool:  # hashing takes longest, and lets other threads run
+    with ThreadPoolExecutor(_READERS) as pool:  # hashing dominates and releases the GIL
         buckets = list(pool.map(lambda bucket: _read_bucket(location, bucket), manifest.buckets))
     return {entry.name: _view(buckets[entry.bucket], entry) for entry in manifest.tensors}
 
 
 def committed(folder: Path) -> list[tuple[PolicyVersion, Path]]:
-    """Return the snapshots that are whole in ``folder``, oldest first."""
+    """Return committed snapshots, oldest first."""
     return [(PolicyVersion(number), path) for number, path in sorted(_numbered(folder, _COMMITTED))]
 
 
 def keep_newest(folder: Path, keep: int) -> None:
-    """Delete all but the ``keep`` newest snapshots, and what dead trainers left unfinished of versions that exist."""
+    """Delete all but the ``keep`` newest snapshots, and unfinished copies of existing versions."""
     whole = committed(folder)
     newest = whole[-1][0] if whole else -1
     old = [path for _, path in whole[: max(0, len(whole) - keep)]]
@@ -218,7 +204,6 @@ def _copied(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _write_bucket(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[BucketEntry, dict[str, int]]:
-    """Write one file; return its entry and the byte offset of each tensor in it."""
     save_file(tensors, path)
     path.chmod(0o600)
     with path.open("rb") as file:
@@ -252,7 +237,6 @@ def _private(path: str, flags: int) -> int:
 
 
 def _read_bucket(location: Path, bucket: BucketEntry) -> torch.Tensor:
-    """Return the bytes (uint8) of a bucket's file after checking their number and their hash."""
     path = location / bucket.file
     content = bytearray(bucket.nbytes)
     try:
@@ -273,5 +257,5 @@ def _view(bucket: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return what manifests and layouts call a number type."""
+    """Return a number type's name in manifests."""
     return str(dtype).removeprefix("torch.")

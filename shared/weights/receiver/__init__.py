@@ -1,1 +1,1 @@
-"""The pulling side: the control connection (``puller``), and the ranks that receive buckets (``receiver``)."""
+"""The pulling side of weight transfers."""

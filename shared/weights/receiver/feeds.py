@@ -1,7 +1,6 @@
-"""Where a receiver's buckets come from, one class for each transport. Buckets are asked for in order, each once.
+"""A receiver's bucket sources, one class per transport; buckets are requested once, in order.
 
-``start(n, into)`` begins to move bucket ``n`` (at most ``ahead`` of them before the oldest is landed), ``land(n)`` returns when its
-bytes are there in the order of the current stream. Nothing here checks the bytes.
+``start(n, into)`` begins a transfer (at most ``ahead`` outstanding), ``land(n)`` waits for it in stream order.
 """
 
 from collections import deque
@@ -20,7 +19,7 @@ from shared.weights.waits import FILE_DEADLINES, Interrupt, bounded
 
 
 class Feed:
-    """The buckets of one version, in order."""
+    """The buckets of one version."""
 
     ahead = 1
 
@@ -29,11 +28,11 @@ class Feed:
         raise NotImplementedError
 
     def land(self) -> None:
-        """Return when the oldest bucket that was started is there; raises WeightsError."""
+        """Wait for the oldest started bucket; raises WeightsError."""
 
 
 class GroupFeed(Feed):
-    """Buckets that a source broadcasts through a group."""
+    """Buckets that a source broadcasts."""
 
     def __init__(self, group: TransferGroup, deadline_s: float, interrupt: Interrupt) -> None:
         self.ahead = group.window
@@ -43,7 +42,7 @@ class GroupFeed(Feed):
         self._under_way: deque[Transfer] = deque()
 
     def start(self, number: int, into: torch.Tensor) -> None:
-        """Begin to move bucket ``number``."""
+        """Begin a broadcast."""
         self._under_way.append(self._group.broadcast(into))
 
     def land(self) -> None:
@@ -52,18 +51,18 @@ class GroupFeed(Feed):
 
 
 class MappedFeed(Feed):
-    """Buckets of another process on the same GPU."""
+    """Buckets of a process on the same GPU."""
 
     def __init__(self, buckets: tuple[torch.Tensor, ...]) -> None:
         self._buckets = buckets
 
     def start(self, number: int, into: torch.Tensor) -> None:
-        """Begin to move bucket ``number``."""
+        """Begin a copy."""
         into.copy_(self._buckets[number][: into.numel()], non_blocking=True)
 
 
 class FileFeed(Feed):
-    """Buckets put together from a snapshot by file, whose own digest was checked when it was read."""
+    """Buckets from a snapshot by file, verified by its digest."""
 
     def __init__(self, offer: Offer, interrupt: Interrupt) -> None:
         self._tensors = bounded(
@@ -75,8 +74,8 @@ class FileFeed(Feed):
         self._entries = _by_bucket(offer.layout)
 
     def start(self, number: int, into: torch.Tensor) -> None:
-        """Begin to move bucket ``number``."""
-        into.zero_()  # what lies between tensors is part of a bucket's checksum
+        """Assemble the bucket."""
+        into.zero_()  # checksums include the padding
         for entry in self._entries.get(number, ()):
             tensor = self._tensors.get(entry.name)
             if tensor is None or tuple(tensor.shape) != entry.shape or str(tensor.dtype) != f"torch.{entry.dtype}":

@@ -1,12 +1,12 @@
-"""Asks sources for versions and tells them how it ended: the control side of a pull, in the rollout process. No torch.
+"""The control side of a pull, in the rollout process. No torch.
 
 ::
 
-    offer = await puller.ask(source, record)       ← its header must be the one that the ledger vouches for
+    offer = await puller.ask(source, record)       ← its header must match the ledger
     await engine.stage(offer)                      ← every rank's Receiver joins the group and receives
-    await puller.finish(offer, error=None)         ← or the error: then the session is dropped, the next one is new
+    await puller.finish(offer, error=None)         ← or the error, which drops the session
 
-One connection a source stays open between pulls; it is the session, and the group of the ranks lives as long as it.
+Each source keeps one open connection, its session, with the ranks' group.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class _Session:
 
 
 class Puller:
-    """Asks on behalf of a replica of ``ranks`` processes at ``place``, by the run's ``secret``; no answer may take longer than ``deadline_s``."""
+    """Requests weights for ``ranks`` processes at ``place``; answers are due within ``deadline_s``."""
 
     def __init__(self, place: DeviceLocation, ranks: int, deadline_s: float, secret: Secret) -> None:
         self._place = place
@@ -51,26 +51,22 @@ class Puller:
         self._secret = secret
         self._sessions: dict[str, _Session] = {}
         self._layouts: dict[str, Layout] = {}
-        """By digest, the newest last."""
+        """By digest, newest last."""
 
     async def ask(self, source: str, record: PolicyRecord) -> Offer:
-        """Return what ``source`` (host:port) offers of ``record``'s version; the source waits for the ranks from now on.
+        """Return the offer of ``source`` (host:port) for ``record``'s version, for which it then awaits the ranks.
 
         Raises:
-            WeightsError: the source is gone, has not that version, or has other weights of that number.
+            WeightsError: the source is gone, or lacks these weights.
         """
         return await self._question("ask", source, record, self._deadline_s)
 
     async def ask_for_file(self, source: str, record: PolicyRecord) -> Offer:
-        """Let ``source`` write the version to shared storage, and return where: the last resort over a broken fabric.
-
-        Raises:
-            WeightsError: as for :meth:`ask`, or the source could not write.
-        """
+        """Let ``source`` write the version to shared storage; return its location, or raise WeightsError."""
         return await self._question("file", source, record, FILE_DEADLINES * self._deadline_s)
 
     async def finish(self, offer: Offer, error: str | None) -> None:
-        """Tell the source that the pull ended; after an error the session is dropped. Never raises for a source that is gone."""
+        """Report the end of a pull, unless the source is gone; an error drops the session."""
         session = self._sessions.get(offer.source)
         if session is None or offer.transport == "file":
             return
@@ -85,7 +81,6 @@ class Puller:
             self._drop(offer.source)
 
     async def _hear(self, session: _Session, offer: Offer) -> None:
-        """Log what the source says of a pull that failed, where it said so: it may know why."""
         with contextlib.suppress(OSError, TimeoutError, PeerError):
             async with asyncio.timeout(min(_REASON_S, self._deadline_s)):
                 said = await frames.receive_async(session.reader)
@@ -113,10 +108,9 @@ class Puller:
         except BaseException:
             self._drop(source)
             raise
-        raise WeightsError(f"{source}: {refusal}")  # the session goes on
+        raise WeightsError(f"{source}: {refusal}")  # the session continues
 
     async def _exchange(self, verb: str, source: str, record: PolicyRecord) -> frames.Frame:
-        """Ask; a session that was left idle and died meanwhile is replaced once."""
         fresh = source not in self._sessions
         try:
             return await self._asked(verb, source, record)
@@ -153,7 +147,6 @@ class Puller:
         return offer
 
     def _layout(self, offer: Offer) -> Layout:
-        """Return the offered layout, from memory where the source left it out."""
         if not offer.layout.tensors:
             known = self._layouts.get(offer.header.layout)
             if known is None:
@@ -176,13 +169,7 @@ class Puller:
 
 
 def file_offer(record: PolicyRecord, deadline_s: float) -> Offer:
-    """Return ``record``'s snapshot by file as an offer; blocks for the manifest only.
-
-    Its header has no checksums of buckets: what vouches for the bytes is the manifest, whose digest the ledger keeps.
-
-    Raises:
-        WeightsError: it is missing, or another snapshot than the ledger's.
-    """
+    """Return ``record``'s file snapshot as an offer, after checking its manifest; raises WeightsError."""
     location = Path(record.location)
     try:
         data = (location / "manifest.json").read_bytes()

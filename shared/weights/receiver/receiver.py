@@ -1,4 +1,4 @@
-"""Receives one version of the weights into a rank of a replica: every bucket, whole and verified, or an error.
+"""Receives one verified version of the weights into a replica's rank, or fails.
 
 ::
 
@@ -6,9 +6,8 @@
     MappedFeed (IPC)       ├─ start ─▶ land ─▶ shadow.mark ─▶ checksum ──▶ all checksums to the host, compared
     FileFeed               ┘     several buckets ahead, on a CUDA stream of its own
 
-Blocking calls for a thread that is not the decoding one. The host only enqueues and polls; memory that the checksums need is
-taken before a byte moves, so that no allocation waits for a transfer. After any failure the shadow is void and the session's
-group is thrown away: neither is trusted again. This asks no source and answers none; see ``puller``.
+Calls block, so do not use the decoding thread. The host only enqueues and polls; checksum memory is allocated first, as
+allocations could wait for transfers. A failure voids the shadow and discards the group.
 """
 
 import contextlib
@@ -32,24 +31,21 @@ from shared.weights.transport.sockets import own_address
 from shared.weights.waits import poll
 
 _MAX_SOURCES = 4
-"""Sources whose groups stay open; the one that was used least recently goes."""
+"""Sources with open groups, by recent use."""
 
 _WARM_UP_S = 60.0
 _MAX_MAPPED = 2
-"""Snapshots of one source that stay mapped: a trainer has two."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Session:
-    """What is kept of one session with a source between pulls."""
-
     name: str
     group: TransferGroup | None = None
     mapped: dict[tuple[ipc.Handle, ...], tuple[torch.Tensor, ...]] = dataclasses.field(default_factory=dict)
 
 
 class Receiver:
-    """Rank ``rank`` (from 1) of a replica of ``ranks`` processes, on ``device``. One receive at a time."""
+    """Rank ``rank`` (from 1) of ``ranks`` processes, on ``device``; one receive at a time."""
 
     def __init__(self, rank: int, ranks: int, device: torch.device) -> None:
         self._rank = rank
@@ -58,18 +54,16 @@ class Receiver:
         self._lane = Lane(device)
         _warm_up(device)
         self._sessions: dict[str, _Session] = {}
-        """By source, the least recently used first."""
+        """By source, least recently used first."""
         self._aborted = threading.Event()
         self._quiet = True
-        """Whether nothing that failed may still write into a shadow."""
+        """Whether no failed transfer may still write into a shadow."""
 
     def receive(self, offer: Offer, shadow: FlatSnapshot) -> None:
-        """Fill ``shadow`` with the offered version and verify it; its buckets are marked as they arrive.
-
-        Nothing on the device may still read or write the shadow when this begins.
+        """Fill and verify ``shadow``, marking buckets as they arrive. No device work may still use it.
 
         Raises:
-            WeightsError: the shadow is void then, and may hold anything.
+            WeightsError: the shadow is then void.
         """
         self._prepare(offer)
         if shadow.layout != offer.layout:
@@ -84,29 +78,26 @@ class Receiver:
             raise
 
     def receive_each(self, offer: Offer, buffer: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (number, bytes) of bucket after bucket, each verified, all through ``buffer`` (uint8, as long as the largest).
+        """Yield (number, bytes) of each verified bucket through ``buffer`` (uint8, the largest bucket's size).
 
-        The bytes are there in the order of the stream that is current in the caller, and stay until the next is asked for;
-        a caller who reads them on another stream waits for it first.
-
-        Raises:
-            WeightsError: a bucket did not come, or came damaged; what was yielded before was sound.
+        Bytes are valid until the next request, in the caller's stream order. Raises WeightsError; earlier buckets were
+        valid.
         """
         self._prepare(offer)
         if buffer.numel() < max(offer.layout.bucket_bytes):
             raise WeightsError(f"expected a buffer of {max(offer.layout.bucket_bytes)} bytes, found {buffer.numel()}")
         try:
             yield from self._receive_each(offer, buffer)
-        except BaseException:  # a caller who stops in the middle, too: the source would go on sending
+        except BaseException:  # also if the caller stops early: the source would keep sending
             self._drop(offer.source)
             raise
 
     def abort(self) -> None:
-        """End a receive in progress with WeightsError; for another thread."""
+        """End a receive with WeightsError, from another thread."""
         self._aborted.set()
 
     def close(self) -> None:
-        """Throw all groups away."""
+        """Discard all groups."""
         self._aborted.set()
         for source in list(self._sessions):
             self._drop(source)
@@ -121,7 +112,7 @@ class Receiver:
         values = found.texts(offer.deadline_s, self._check_aborted)
         if expected:
             _compare(expected, values, offer)
-        else:  # a file whose own digest was verified: the shadow gets a header of its own
+        else:  # already verified: the shadow gets its own header
             shadow.header = dataclasses.replace(offer.header, checksums=values)
 
     def _take(self, feed: Feed, shadow: FlatSnapshot, found: "_Figures") -> None:
@@ -219,10 +210,8 @@ class Receiver:
 
 
 class _Figures:
-    """Checksums of ``count`` buckets, gathered on the device and read on the host by polling."""
-
     def __init__(self, count: int, device: torch.device) -> None:
-        self._on_device = torch.zeros(count, 2, dtype=torch.int64, device=device)  # 16 bytes apart: kernels ask
+        self._on_device = torch.zeros(count, 2, dtype=torch.int64, device=device)  # 16 bytes apart for kernels
         self._on_host = torch.zeros(count, 2, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._copied = Point(device)
 
@@ -230,7 +219,7 @@ class _Figures:
         add_checksum(bucket, self._on_device[number, 0])
 
     def texts(self, deadline_s: float, interrupt: Callable[[], None]) -> tuple[str, ...]:
-        """Return them as text; raises WeightsError when the device takes longer than ``deadline_s``."""
+        """Return them as text; raises WeightsError after ``deadline_s``."""
         self._on_host.copy_(self._on_device, non_blocking=True)
         self._copied.set()
         poll(self._copied.reached, deadline_s, "the checksums of the device", interrupt)
@@ -238,7 +227,7 @@ class _Figures:
 
 
 def _warm_up(device: torch.device) -> None:
-    """Load every kernel that a pull uses: a first launch waits for the device, on which NCCL may wait for a peer by then."""
+    """Load all kernels: first launches wait for the device, where NCCL may await a peer."""
     figures = _Figures(2, device)
     for number in (0, 1):
         figures.add(number, torch.zeros(256, dtype=torch.uint8, device=device))

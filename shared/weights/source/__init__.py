@@ -1,1 +1,1 @@
-"""The serving side of a pull of weights: in the trainer, and in replicas that relay."""
+"""The serving side of weight transfers."""

@@ -1,4 +1,4 @@
-"""The last resort of a source: what it serves, written as a snapshot by file for a puller that no group reaches."""
+"""Serve weights as files to a puller that no group reaches."""
 
 import threading
 from pathlib import Path
@@ -12,7 +12,7 @@ from shared.weights.format.snapshot import Snapshot, write_snapshot
 
 
 class Files:
-    """Writes what is served as a snapshot by file, once a version, when a puller asks for it."""
+    """Writes the served snapshot to files on request, once per version."""
 
     def __init__(self, folder: Path | None, dtype: torch.dtype | None) -> None:
         self._folder = folder
@@ -21,11 +21,7 @@ class Files:
         self._written: tuple[Header, Snapshot] | None = None
 
     def write(self, snapshot: FlatSnapshot, header: Header) -> Snapshot:
-        """Return the snapshot's files, written now or before.
-
-        Raises:
-            WeightsError: no folder is set, the storage refused, or the weights changed meanwhile.
-        """
+        """Return the snapshot's files, written now or before; raises WeightsError if that fails."""
         if self._folder is None:
             raise WeightsError("expected a folder for snapshots at this source, found none: set weights.folder")
         with self._lock:

@@ -1,4 +1,4 @@
-"""One puller's connection at a source, served by one thread: its questions, its group, its pulls.
+"""One puller's connection at a source, in its own thread.
 
 ::
 
@@ -7,7 +7,7 @@
      └──────────────────────── the same group, the next version ◀───────────────────────────────────┘
 
     puller                                                        source
-      (each proves that it knows the secret of the run: ``shared.peers.handshake``)
+      (mutual authentication: ``shared.peers.handshake``)
       {verb: ask, version, ranks, known_layout, place}  ──▶
                                                       ◀──  {offer} | {error}
       (bytes move through the group, or IPC)
@@ -15,8 +15,7 @@
       {verb: file, version, ranks, place}             ──▶
                                                       ◀──  {offer} | {error}
 
-Any failure ends the session: the connection closes, the group is thrown away, and the puller comes back with a new one. While
-bytes move the connection is watched, so that a puller that dies or gives up ends its pull at once.
+Failures, including a puller's death during a transfer, close the connection and discard the group.
 """
 
 import contextlib
@@ -65,7 +64,7 @@ class _Question:
 
 
 class Session:
-    """Serve the puller at the other end of ``connection`` until it leaves or misbehaves."""
+    """Serves the puller on ``connection``."""
 
     def __init__(
         self,
@@ -86,7 +85,6 @@ class Session:
         self._name = uuid.uuid4().hex
         self._idle_s = idle_s
         self._asked = False
-        """Whether the peer has asked for something."""
         self._pulls = 0
         self._done: frames.Frame | None = None
         self._group: TransferGroup | None = None
@@ -94,7 +92,7 @@ class Session:
         self._lanes: dict[torch.device, Lane] = {}
 
     def run(self) -> None:
-        """Answer until the puller leaves; whatever a peer does ends here."""
+        """Answer until the puller leaves; contains all peer errors."""
         try:
             tune(self.connection)
             while self._next():
@@ -106,7 +104,6 @@ class Session:
             self._drop_group()
 
     def _next(self) -> bool:
-        """Handle one question; return False when the puller left between two, or said nothing for ``idle_s``: it may come back."""
         if not frames.readable(self.connection, self._idle_s if self._asked else self._deadline_s):
             if self._asked:
                 return False
@@ -259,11 +256,6 @@ class Session:
             poll(arrived.reached, self._deadline_s, "the last bucket", interrupt)
 
     def _watch(self) -> None:
-        """Read what the puller says during its pull.
-
-        Raises:
-            WeightsError: it left, gave up, or says what does not belong here.
-        """
         if self._done is None and frames.readable(self.connection):
             frame = self._said()
             if frame.get("verb") != "done":
@@ -274,7 +266,7 @@ class Session:
 
 
 def choose_transport(place: DeviceLocation, ranks: int, device: torch.device) -> Transport:
-    """Return how bytes travel from ``device`` to ``place``: NCCL between GPUs, IPC within one, else through the hosts."""
+    """Return NCCL between GPUs, IPC within one, else gloo."""
     if place.device == "cpu" or device.type == "cpu":
         return "gloo"
     own = plain_uuid(torch.cuda.get_device_properties(device).uuid)

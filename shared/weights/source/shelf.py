@@ -1,6 +1,6 @@
-"""What a source serves, and how many pulls of it are under way: the one thing that its owner and its sessions share.
+"""A source's snapshot and pulls, shared by owner and sessions.
 
-The owner's calls take a lock for an instant and never wait, but for ``clear``, which is told how long it may.
+The owner's calls lock briefly and never wait, except ``clear``.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from shared.weights.waits import Interrupt, poll
 
 
 class Shelf:
-    """What a source serves, if anything, and how many pulls of it are under way."""
+    """The served snapshot, if any, and its pulls."""
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
@@ -23,7 +23,7 @@ class Shelf:
         self._snapshot: FlatSnapshot | None = None
         self._pulls = 0
         self._cut = 0
-        """Pulls that began before so many withdrawals are over."""
+        """Pulls that began before this many withdrawals are over."""
 
     def put(self, snapshot: FlatSnapshot | None) -> None:
         """Serve ``snapshot`` from now on."""
@@ -31,18 +31,14 @@ class Shelf:
             self._snapshot = snapshot
 
     def clear(self, wait_s: float) -> None:
-        """Serve nothing, give pulls ``wait_s`` to end, then make what is left fail."""
+        """Stop serving; after ``wait_s``, remaining pulls fail."""
         with self._changed:
             self._snapshot = None
             self._changed.wait_for(lambda: self._pulls == 0, wait_s)
             self._cut += 1
 
     def find(self, version: PolicyVersion, interrupt: Interrupt) -> tuple[FlatSnapshot, Header]:
-        """Return the snapshot that holds or receives ``version``; a newer one than is here may come for a moment.
-
-        Raises:
-            WeightsError: it is gone, or not there yet.
-        """
+        """Return the snapshot with ``version``, complete or arriving, after a short wait; else raises WeightsError."""
         found: list[tuple[FlatSnapshot, Header]] = []
 
         def decided() -> bool:
@@ -71,11 +67,7 @@ class Shelf:
 
     @contextlib.contextmanager
     def pull(self, snapshot: FlatSnapshot) -> Iterator[Interrupt]:
-        """Count the block as a pull under way; what it gets raises when the snapshot was withdrawn too long ago.
-
-        Raises:
-            WeightsError: the snapshot left the shelf since it was found.
-        """
+        """Count the block as a pull; the yielded function raises WeightsError some time after a withdrawal."""
         with self._changed:
             if self._snapshot is not snapshot:
                 raise WeightsError("expected the weights that were found, found that they just left this source")

@@ -1,4 +1,4 @@
-"""Serves the newest snapshot of one process to pullers: a TCP server, and a thread with its own process group for each.
+"""Serves a process's newest snapshot by TCP, with one thread and process group per puller.
 
 ::
 
@@ -7,9 +7,8 @@
       withdraw(wait_s)             ◀── look ── Session 2 ═══ group ═══ replica
                                               TCPStore: where groups meet
 
-The owner never waits for a puller: ``offer`` puts a reference on the shelf. Whoever overwrites a snapshot that is still
-being pulled makes that pull fail, by its checksums at the latest. A snapshot may be offered while it still arrives; its buckets
-are sent on as they are marked.
+The owner never waits for pullers; overwriting a snapshot makes its pulls fail, at the latest by checksum. Arriving
+snapshots are relayed as buckets are marked.
 """
 
 import contextlib
@@ -35,23 +34,19 @@ from shared.weights.transport.sockets import reachable
 log = logging.getLogger(__name__)
 
 MAX_SESSIONS = 256
-"""Pullers at a time; more are refused."""
+"""More pullers are refused."""
 MAX_STRANGERS = 64
-"""Connections that have not proved yet that they know the secret; one more drops the oldest."""
+"""Unauthenticated connections; one more drops the oldest."""
 IDLE_S = 1800.0
-"""A puller that has asked for nothing for so long is dropped; it connects again when it wants to."""
+"""Time after which idle pullers must reconnect."""
 _PATIENCE_S = 2.0
-"""How long a puller that is told of a version before this process has it may wait for it here."""
+"""Time that a puller may wait for a new version."""
 
 
 class WeightSource:
-    """Serves those who know ``secret`` on ``host``:``port`` (0: any free one) until closed; no wait of it takes longer than ``deadline_s``,
-    but for the next question of a puller, ``idle_s``.
+    """Serves clients that know ``secret`` on ``host``:``port`` (0: any free one); may raise SettingsError.
 
-    ``file_folder`` and ``file_dtype`` (None: as they are) are for pullers that ask for a file.
-
-    Raises:
-        SettingsError: the port is taken.
+    ``deadline_s`` limits each wait, ``idle_s`` the time between requests. ``file_*`` are for pulls by file.
     """
 
     def __init__(
@@ -80,18 +75,15 @@ class WeightSource:
         self._spawn(self._accept, "source")
 
     def offer(self, snapshot: FlatSnapshot) -> None:
-        """Serve ``snapshot`` from now on, whatever it holds or will hold; returns at once.
-
-        Pulls of another snapshot go on, and fail by themselves when that is overwritten.
-        """
+        """Serve ``snapshot``, complete or not; does not wait."""
         self._shelf.put(snapshot)
 
     def withdraw(self, wait_s: float) -> None:
-        """Serve nothing more; return when no pull is under way, or after ``wait_s``: what is left then fails."""
+        """Stop serving; wait up to ``wait_s`` for pulls, then make them fail."""
         self._shelf.clear(wait_s)
 
     def close(self) -> None:
-        """Stop serving; pulls in progress fail. Returns within about the deadline."""
+        """Stop serving; pulls fail. Takes at most about the deadline."""
         self._closed = True
         self._shelf.clear(0.0)
         with contextlib.suppress(OSError):
@@ -108,18 +100,12 @@ class WeightSource:
             try:
                 connection, _ = self._listener.accept()
                 self._serve(connection)
-            except (OSError, RuntimeError):  # out of file descriptors or threads, say
+            except (OSError, RuntimeError):  # e.g. out of file descriptors or threads
                 if not self._closed:
                     log.warning("accepting a puller failed", exc_info=True)
                     time.sleep(0.1)
 
     def _serve(self, connection: socket.socket) -> None:
-        """Serve a connection in a thread of its own.
-
-        Raises:
-            RuntimeError: no thread can be started.
-        """
-
         def run() -> None:
             try:
                 self._answer(connection)
@@ -139,7 +125,6 @@ class WeightSource:
             raise
 
     def _answer(self, connection: socket.socket) -> None:
-        """Raises PeerError for a peer that does not know the secret."""
         admit(connection, self._secret(), self._deadline_s)
         self._strangers.leave(connection)
         if len(self._pullers) >= MAX_SESSIONS:

@@ -1,1 +1,1 @@
-"""Transports of weights: process groups over NCCL or gloo, and CUDA IPC on one GPU."""
+"""Transports of weights: process groups and CUDA IPC."""

@@ -1,7 +1,6 @@
-"""How the ranks of a replica hear at once that a source gave a pull up: NCCL itself would let them wait for the deadline.
+"""Tell ranks at once that a source abandoned a pull; NCCL would wait for the deadline.
 
-The source sets a key in the session's store; each rank asks for it from a thread of its own, since a question to a process that
-is stopped may block for ever. Nothing depends on it but how soon a failure is seen.
+Ranks query the session's store in a thread, because queries to a stopped process may block forever.
 """
 
 import contextlib
@@ -18,18 +17,18 @@ _SOUND_S = 1.0
 
 
 def sound(store: Store, pull: int) -> None:
-    """Tell the ranks that this pull will not go on; never raises."""
+    """Notify the ranks; never raises."""
     with contextlib.suppress(WeightsError):
         bounded(lambda: store.set(_key(pull), "failed"), _SOUND_S, "the store of this process")
 
 
 @contextlib.contextmanager
 def listening(store: Store, pull: int) -> Iterator[Interrupt]:
-    """Give the block an interrupt that raises WeightsError once the source gave the pull up."""
+    """Yield an interrupt that raises WeightsError once the source abandons the pull."""
     ended, failed = threading.Event(), threading.Event()
 
     def listen() -> None:
-        with contextlib.suppress(RuntimeError):  # the source is gone, which others notice
+        with contextlib.suppress(RuntimeError):
             while not ended.wait(_EVERY_S):
                 if store.check([_key(pull)]):
                     failed.set()

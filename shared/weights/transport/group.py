@@ -1,17 +1,15 @@
-"""A source and the ranks of one replica, as a process group: the only place that makes one for weights.
+"""The process group of a source (rank 0) and one replica's ranks (1…TP).
 
-Rank 0 is the source, 1…TP are the replica's. A group belongs to a session and is used for pull after pull; after any failure it
-is thrown away, since neither NCCL nor gloo can be trusted with the next message then. It never touches torch's default
-group. Steps of a pull, the same on both ends::
+A group serves a session's pulls until a failure, after which neither NCCL nor gloo can be trusted. torch's default
+group is not used. Both ends of a pull::
 
-    meet(pull)       through the store: bytes move only when every rank is there, so that no GPU spins for one that is not
+    meet(pull)       through the store: bytes move only when every rank is there, so that no GPU spins
     broadcast(b) …   enqueued, at most ``window`` of them ahead of the oldest
     transfer.land()  by polling, with a deadline: then the bytes are there in the order of the current stream
 
-Facts of torch that this stands on (2.11 to 2.13): a rendezvous and a store's question to a stopped process may block for ever,
-so both run in ``bounded`` threads; ``ProcessGroupGloo.abort`` leaves a pending receive pending, so gloo receives into memory of
-the group's own and a late message cannot reach a snapshot; an operation of ``ProcessGroupNCCL`` first waits for the caller's
-stream, and its watchdog ends the process on errors unless the environment at construction says otherwise.
+torch 2.11 to 2.13: queries to a stopped process may block forever, so ``bounded`` runs them.
+``ProcessGroupGloo.abort`` leaves receives pending, so gloo receives into the group's own memory. ``ProcessGroupNCCL``
+operations wait for the caller's stream, and its watchdog ends the process on errors by default.
 """
 
 import contextlib
@@ -31,16 +29,16 @@ from shared.weights.stream_order import Lane, Point
 from shared.weights.waits import Interrupt, bounded, first_line, poll, uninterrupted
 
 _NCCL_WINDOW = 64
-"""Broadcasts in flight: with 256 MiB over NVLink about 45 ms, more than a thread may wait for the GIL."""
+"""Broadcasts in flight: 256 MiB over NVLink take 45 ms, more than a thread may wait for the GIL."""
 _GLOO_WINDOW = 2
 _MAX_CTAS = 32
-"""Of the GPU's multiprocessors (132 on an H200), what a broadcast may take from decoding and training."""
+"""Multiprocessors (of 132 on an H200) per broadcast."""
 _WARM_UP_BYTES = 1 << 20
 _ERROR_GRACE_S = 0.25
 _QUIET = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # its monitor would ask the store, which may be a stopped process's
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # its monitor would query a store that may be stopped
     "TORCH_NCCL_BLOCKING_WAIT": None,
     "NCCL_ASYNC_ERROR_HANDLING": None,
     "NCCL_BLOCKING_WAIT": None,
@@ -49,19 +47,15 @@ _environment = threading.Lock()
 
 
 class Transfer:
-    """One broadcast that was enqueued."""
+    """One enqueued broadcast."""
 
     def land(self, deadline_s: float, interrupt: Interrupt = uninterrupted) -> None:
-        """Return when its bytes are there in the order of the current stream.
-
-        Raises:
-            WeightsError: not within ``deadline_s``, interrupted, or the peer is gone.
-        """
+        """Return when its bytes are there in stream order; raises WeightsError."""
         raise NotImplementedError
 
 
 class TransferGroup:
-    """A process group of one session. One thread uses it at a time; any may abort it."""
+    """A session's process group. Used by one thread at a time; any may abort it."""
 
     window: int
 
@@ -73,11 +67,7 @@ class TransferGroup:
         self._backend: Any = None
 
     def meet(self, pull: int, interrupt: Interrupt = uninterrupted) -> None:
-        """Return when every rank of the group has come to this pull.
-
-        Raises:
-            WeightsError: one did not within the deadline, or interrupted.
-        """
+        """Wait for every rank to reach this pull; raises WeightsError."""
         left = threading.Event()
 
         def leave() -> None:
@@ -101,7 +91,7 @@ class TransferGroup:
                 self.store.delete_key(f"pull/{pull - 1}/{rank}")
 
     def broadcast(self, bucket: torch.Tensor) -> Transfer:
-        """Enqueue ``bucket`` (uint8) from rank 0 to all; raises WeightsError when the group is broken."""
+        """Enqueue ``bucket`` (uint8) from rank 0 to all; raises WeightsError if broken."""
         raise NotImplementedError
 
     def _enqueue(self, tensor: torch.Tensor) -> Any:
@@ -114,9 +104,9 @@ class TransferGroup:
             raise WeightsError(f"expected to move a bucket, found: {first_line(error)}") from error
 
     def abort(self) -> bool:
-        """End whatever is under way and free the group, without waiting longer than twice the deadline; never raises.
+        """Free the group within twice the deadline; never raises.
 
-        Return whether nothing writes into a bucket any more.
+        Return whether nothing can still write into a bucket.
         """
         raise NotImplementedError
 
@@ -131,12 +121,9 @@ def open_group(
     host: str,
     interrupt: Interrupt = uninterrupted,
 ) -> TransferGroup:
-    """Return the group of ``ranks`` processes; all of them must open it within ``deadline_s``.
+    """Return the group of ``ranks`` processes, if all open it within ``deadline_s``; else raises WeightsError.
 
-    ``store`` connects to the rendezvous (it may block); ``host`` is this process's own address, for gloo.
-
-    Raises:
-        WeightsError: a rank did not come, the store is gone, or the library refused.
+    ``store`` connects to the rendezvous (may block); ``host`` is this process's address, for gloo.
     """
 
     def opened() -> TransferGroup:
@@ -174,7 +161,7 @@ class _GlooGroup(TransferGroup):
         return _GlooTransfer(self._enqueue(arriving), arriving, bucket)
 
     def abort(self) -> bool:
-        last = [self._backend]  # dropping it waits for what is pending: that must be no thread that does other work
+        last = [self._backend]  # dropping it waits for pending work: use a thread
         self._backend = None
         threading.Thread(target=lambda: _end(last.pop(), threading.Event()), name="end gloo", daemon=True).start()
         return True
@@ -216,14 +203,14 @@ class _NcclGroup(TransferGroup):
                 raise
 
     def _warm_up(self, deadline_s: float) -> None:
-        """Build the communicator and its connections, which happens in the first broadcast and may block."""
+        """Create connections by a first broadcast, which may block."""
         with Lane(self._device).entered():
             self.broadcast(torch.zeros(_WARM_UP_BYTES, dtype=torch.uint8, device=self._device)).land(deadline_s)
 
     def broadcast(self, bucket: torch.Tensor) -> Transfer:
         work = self._enqueue(bucket)
         with self._fence.entered():
-            work.wait()  # lets the fence wait, not this thread
+            work.wait()  # makes the fence wait, not this thread
             arrived = Point(self._device)
             arrived.set()
         self._newest = arrived
@@ -231,13 +218,13 @@ class _NcclGroup(TransferGroup):
 
     def abort(self) -> bool:
         aborted = threading.Event()
-        last = [self._backend]  # dropping it joins its threads, and one may wait for the store: not here
+        last = [self._backend]  # dropping it may wait for the store: use a thread
         self._backend = None
         threading.Thread(target=lambda: _end(last.pop(), aborted), name="end an NCCL group", daemon=True).start()
         try:
             poll(aborted.is_set, self._deadline_s, "the end of an NCCL group")
             poll(self._newest.reached, self._deadline_s, "the end of NCCL's kernels")
-        except WeightsError:  # a thread that hangs in NCCL is left behind
+        except WeightsError:  # a thread that hangs in NCCL is abandoned
             return False
         return True
 
@@ -255,7 +242,7 @@ class _NcclTransfer(Transfer):
     def _landed(self) -> bool:
         if self._arrived.reached():
             return True
-        if self._work.is_completed():  # NCCL saw an error: the event will not come, unless both came just now
+        if self._work.is_completed():  # NCCL error: the event will not come, unless both came just now
             self._completed_at_s = self._completed_at_s or time.monotonic()
             if time.monotonic() - self._completed_at_s > _ERROR_GRACE_S:
                 raise WeightsError("expected a bucket, found that NCCL lost the peer")
@@ -264,7 +251,7 @@ class _NcclTransfer(Transfer):
 
 def _make_nccl(store: Store, rank: int, ranks: int, deadline_s: float) -> Any:
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=2 * deadline_s)  # ours comes first
+    options._timeout = timedelta(seconds=2 * deadline_s)  # ours expires first
     options.config.max_ctas = _MAX_CTAS
     with _quiet_watchdog():
         return dist.ProcessGroupNCCL(store, rank, ranks, options)
@@ -272,7 +259,7 @@ def _make_nccl(store: Store, rank: int, ranks: int, deadline_s: float) -> Any:
 
 @contextlib.contextmanager
 def _quiet_watchdog() -> Iterator[None]:
-    """Let groups made in the block leave this process alone when they fail; others keep their own settings."""
+    """Let groups made in the block fail without ending the process."""
     with _environment:
         before = {name: os.environ.get(name) for name in _QUIET}
         _set_environment(_QUIET)

@@ -1,4 +1,4 @@
-"""Weights between two processes on one GPU: CUDA IPC handles of whole buckets, without pickle."""
+"""Weights between processes on one GPU: CUDA IPC handles of buckets, without pickle."""
 
 import threading
 import weakref
@@ -16,11 +16,7 @@ _lock = threading.Lock()
 
 
 def share(snapshot: FlatSnapshot) -> tuple[Handle, ...]:
-    """Return a handle for each bucket, made once for each snapshot: torch keeps account of every one that it makes.
-
-    Raises:
-        WeightsError: this allocator's memory cannot be shared.
-    """
+    """Return a handle per bucket, made once because torch tracks every handle; raises WeightsError if not shareable."""
     with _lock:
         if snapshot not in _shared:
             storages: list[Any] = [bucket.untyped_storage() for bucket in snapshot.buckets]
@@ -33,11 +29,7 @@ def share(snapshot: FlatSnapshot) -> tuple[Handle, ...]:
 
 
 def map_buckets(handles: tuple[Handle, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return the buckets (uint8) behind ``handles`` as this process sees them on ``device``, the same GPU.
-
-    Raises:
-        WeightsError: their process is gone, or they are of another GPU.
-    """
+    """Return the buckets (uint8) behind ``handles`` on ``device``, the same GPU; raises WeightsError if gone."""
     index = device.index if device.index is not None else torch.cuda.current_device()
     try:
         with torch.cuda.device(index):
@@ -47,6 +39,6 @@ def map_buckets(handles: tuple[Handle, ...], device: torch.device) -> tuple[torc
 
 
 def _map(handle: Handle, index: int) -> torch.Tensor:
-    # the first number is the source's name of the GPU, which may have another one here
+    # the first element is the source's GPU index, which may differ
     storage = torch.UntypedStorage._new_shared_cuda(index, *handle[1:])
     return torch.empty(0, dtype=torch.uint8, device=f"cuda:{index}").set_(storage)

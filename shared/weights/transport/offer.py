@@ -1,8 +1,4 @@
-"""What a source of weights says to a replica that asked for a version: all that its workers need to join and receive.
-
-Made by :class:`shared.weights.source.source.Source` (or from a file by the puller), handed through the engine to every worker of
-the replica, and used there by :class:`shared.weights.receiver.receiver.Receiver`. It crosses process borders as plain data.
-"""
+"""A source's answer to a replica, with which its workers receive a version. Crosses processes as plain data."""
 
 import dataclasses
 from typing import Any, Literal
@@ -15,28 +11,27 @@ _PLAIN = ("source", "transport", "deadline_s", "session", "pull", "manifest_dige
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Offer:
-    """One version at one source."""
+    """One version at a source."""
 
     source: str
-    """``host:port`` of the source's server, or the snapshot's folder for ``file``."""
+    """``host:port``, or the snapshot's folder for ``file``."""
     transport: Transport
     layout: Layout
     header: Header
     deadline_s: float
-    """No wait of this pull may take longer: for a peer, for a bucket."""
+    """Timeout of each wait, for a peer or a bucket."""
     session: str = ""
-    """Names the two-party group. The same session goes on with the group that it has; a new one builds its own."""
+    """Names the two-party group, which lives as long."""
     pull: int = 0
-    """Counts the pulls of a session: both sides meet under this number before any byte moves."""
+    """Number of the pull in its session; both sides meet under it."""
     store: tuple[str, int] = ("", 0)
-    """Where the session's rendezvous is (a TCPStore)."""
     handles: tuple[tuple[Any, ...], ...] = ()
-    """For ``ipc``: of each bucket, what ``torch.UntypedStorage._new_shared_cuda`` takes (ints and bytes)."""
+    """For ``ipc``: arguments of ``torch.UntypedStorage._new_shared_cuda`` per bucket (ints and bytes)."""
     manifest_digest: str = ""
-    """For ``file``: the digest of the folder's manifest."""
+    """For ``file``."""
 
     def pack(self) -> dict[str, Any]:
-        """Return this as bytes, numbers, texts and lists of them."""
+        """Return this as plain data for MessagePack."""
         return {
             **{name: getattr(self, name) for name in _PLAIN},
             "layout": self.layout.encode(),
@@ -47,7 +42,7 @@ class Offer:
 
     @classmethod
     def unpack(cls, fields: dict[str, Any]) -> "Offer":
-        """Return the offer in what :meth:`pack` gave."""
+        """Return :meth:`pack`'s offer."""
         host, port = fields["store"]
         return cls(
             **{name: fields[name] for name in _PLAIN},

@@ -1,4 +1,4 @@
-"""Where a process's weights live: what a source needs to know of a puller to choose how bytes travel. No torch."""
+"""The location of a process's weights, which determines the transport. No torch."""
 
 import dataclasses
 from pathlib import Path
@@ -9,20 +9,20 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceLocation:
-    """A kind of device, the GPUs by UUID (in the order of ranks; none on a CPU), and the boot that they belong to."""
+    """Kind of device, GPU UUIDs (by rank; empty on a CPU), and boot."""
 
     device: Literal["cuda", "cpu"] = "cpu"
     gpu_uuids: tuple[str, ...] = ()
     boot_id: str = ""
-    """Equal for two processes exactly when they run under the same kernel."""
+    """Equal exactly for processes under the same kernel."""
 
     def pack(self) -> dict[str, Any]:
-        """Return this as texts and lists of them."""
+        """Return this as plain data."""
         return {"device": self.device, "gpu_uuids": list(self.gpu_uuids), "boot_id": self.boot_id}
 
 
 def boot_id() -> str:
-    """Return the kernel's boot id, or "" where there is none."""
+    """Return the kernel's boot id, or ""."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -30,5 +30,5 @@ def boot_id() -> str:
 
 
 def plain_uuid(uuid: object) -> str:
-    """Return a GPU's UUID in one form: NVML says ``GPU-1b…``, torch says ``1b…``."""
+    """Normalize a GPU's UUID: ``GPU-1b…`` in NVML, ``1b…`` in torch."""
     return str(uuid).lower().removeprefix("gpu-")

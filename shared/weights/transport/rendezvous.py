@@ -1,4 +1,4 @@
-"""Where the groups of a source meet: a TCPStore in the source's process, on the source's own address alone."""
+"""Rendezvous of a source's groups: a TCPStore on its own address only."""
 
 from datetime import timedelta
 
@@ -8,11 +8,7 @@ from shared.peers import tcp_store
 
 
 class Rendezvous:
-    """The store of one source, for all of its sessions.
-
-    Raises:
-        SettingsError: nothing can listen on ``host``.
-    """
+    """A source's store for all sessions; raises SettingsError if ``host`` cannot be bound."""
 
     def __init__(self, host: str, deadline_s: float) -> None:
         self._deadline_s = deadline_s
@@ -20,10 +16,10 @@ class Rendezvous:
         self.port: int = self._server.port
 
     def connect(self, host: str, session: str) -> Store:
-        """Return a connection of its own, by ``host``: a store answers one question at a time."""
+        """Return a separate connection, because a store answers one query at a time."""
         return connect_store((host, self.port), session, self._deadline_s)
 
 
 def connect_store(address: tuple[str, int], session: str, deadline_s: float) -> Store:
-    """Return the store of one session. May block for longer than the deadline where the other process is stopped."""
+    """Return a session's store. May exceed the deadline if the other process is stopped."""
     return PrefixStore(f"weights/{session}", tcp_store.connect_store(*address, timedelta(seconds=deadline_s)))

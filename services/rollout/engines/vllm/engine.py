@@ -1,4 +1,4 @@
-"""vLLM behind the engine's protocol: token ids in and out, weights swapped under running requests.
+"""vLLM behind the engine protocol.
 
 ::
 
@@ -7,17 +7,9 @@
     stage ──▶ every worker receives into its shadow, decoding goes on ──▶ ok of each rank
     swap  ──▶ one call between two steps of the model: shadow ─▶ live parameters; boundaries are noted
 
-What it promises besides :class:`Engine`:
-
-- Behavior logprobs are those of the worker's token record (``logprobs = "captured"``): vLLM's own cost nearly half of the
-  rate. ``"native"``, and a model runner of an unknown kind, use vLLM's.
-- New prompts never reuse the prefix cache of older weights: the cache is salted with the version.
-- A worker that dies is noticed at once, whatever waits for it; the engine's processes do not outlive this one.
-- In ``bucketed`` mode weights stream into the live parameters behind a pause. If that fails in the middle, requests stay
-  held (``torn``) until another swap is whole.
-
-What happens inside the workers is :mod:`services.rollout.engines.vllm.worker`'s business; what one request asks and gets is
-:mod:`services.rollout.engines.vllm.requests`', how the arguments of vLLM come about :mod:`services.rollout.engines.vllm.arguments`'.
+Logprobs come from the worker's token record (``"captured"``); vLLM's (``"native"``, or unknown model runners) cost
+nearly half of the throughput. The prefix cache is salted with the version. A worker's death is noticed at once.
+``bucketed`` streams weights into the live parameters behind a pause.
 """
 
 import asyncio
@@ -51,25 +43,21 @@ LOGPROBS_CAPTURED = Gauge(
 )
 
 _CLOSE_S = 10.0
-"""vLLM's processes are given so long to end by themselves."""
 _WORD_S = 2.0
-"""Where vLLM is first to know that it cannot go on, it is heard within milliseconds which worker is gone."""
+"""If vLLM reports the failure first, the worker's death follows within milliseconds."""
 
 Answer = dict[str, Any]
 R = TypeVar("R")
 
 
 class VllmEngine:
-    """An :class:`Engine` on vLLM; made by :func:`services.rollout.engines.vllm.start.open_vllm`.
+    """An :class:`Engine` on vLLM; see :func:`services.rollout.engines.vllm.start.open_vllm`.
 
     Args:
-        llm: an AsyncLLM whose workers have :class:`services.rollout.engines.vllm.worker.WorkerExtension`.
-        workers: what each rank's ``penstock_open`` answered.
-        stop: token ids that end a completion.
-        kv: what becomes of the key-value cache of running requests at a swap: kept, or computed again.
-        update: swap under running requests, or when none runs.
-        bucketed: stream weights into the live parameters, for want of memory beside them.
-        adapters: whether vLLM serves adapters.
+        llm: an AsyncLLM with :class:`services.rollout.engines.vllm.worker.WorkerExtension`.
+        workers: each rank's ``penstock_open`` answer.
+        kv: keep or recompute running requests' key-value cache at a swap.
+        bucketed: stream weights into the live parameters.
     """
 
     def __init__(
@@ -94,18 +82,17 @@ class VllmEngine:
         self._staged: Offer | None = None
         self._swapping = asyncio.Lock()
         self.torn = False
-        """Whether a swap failed in the middle: requests are held until another one is whole."""
+        """Whether requests are held because a swap failed midway."""
         self._requests = Requests(
             llm, reports, stop=stop, native=native, held=lambda: self.torn or self._swapping.locked()
         )
         self.receive_s = 0.0
-        """Seconds that the workers took for the newest staging, from the first wait for the shadow to verified bytes."""
+        """The last staging's seconds, from the wait for the shadow to verified bytes."""
         self.ranks = len(workers)
         uuids = tuple(str(worker["gpu_uuid"]) for worker in workers if worker["gpu_uuid"])
         self.place = DeviceLocation(device="cuda" if uuids else "cpu", gpu_uuids=uuids, boot_id=boot_id())
         self.peer_address: str = workers[0]["peer_address"]
         self.stop = stop
-        """Every token id that ends a completion."""
         self.context_tokens = int(llm.model_config.max_model_len)
         self.vocabulary = int(llm.model_config.get_vocab_size())
         LOGPROBS_CAPTURED.set(not native)
@@ -113,27 +100,22 @@ class VllmEngine:
             log.warning("vLLM returns logprobs at the cost of much of the rate", extra={"why": workers[0]["refusal"]})
 
     def update_by(self, mode: UpdateMode) -> None:
-        """Take the next versions between two decoding steps, or once what runs is finished."""
+        """Swap between two decoding steps or after running completions."""
         self._update = mode
 
     def share_secret(self, secret: bytes) -> None:
-        """Serve weights to the processes that know ``secret`` from now on, and to no others."""
+        """Serve weights only to processes that know ``secret``."""
         self._reports.tell({"kind": "secret", "secret": secret})
 
     @property
     def version(self) -> PolicyVersion | None:
-        """The version of the weights that the next token will be drawn from; None before the first swap."""
+        """The next token's version; None before the first swap."""
         return self._version
 
     # ---------------------------------------------------------------- generating
 
     async def generate(self, request: GenerationRequest) -> GeneratedGroup:
-        """Return a group of completions (see :class:`Engine`).
-
-        Raises:
-            PermanentError: vLLM refuses this request.
-            EngineDied: the engine cannot go on.
-        """
+        """Return completions; raises PermanentError if vLLM refuses the request, or EngineDied."""
         return await self._living(self._group(request))
 
     async def _group(self, request: GenerationRequest) -> GeneratedGroup:
@@ -145,17 +127,17 @@ class VllmEngine:
             return GeneratedGroup(samples, started_at_s, time.time())
 
     async def logprobs(self, token_ids: Int32Array) -> Float32Array:
-        """Return the logprobs of ``token_ids[1:]`` under the live weights, teacher-forced at temperature 1."""
+        """Return teacher-forced logprobs of ``token_ids[1:]`` at temperature 1."""
         return await self._living(self._requests.logprobs(token_ids))
 
     async def rehearse(self, request: GenerationRequest) -> None:
-        """Generate a group for measurements under whatever weights there are, and drop it."""
+        """Generate and drop a group, for measurements."""
         await self._living(self._requests.rehearse(request))
 
     # ---------------------------------------------------------------- weights
 
     async def stage(self, offer: Offer) -> None:
-        """Receive ``offer`` beside the live weights (see :class:`Engine`); only remember it, if they are to be streamed."""
+        """Receive ``offer``, or only remember it for streaming."""
         self._staged = None
         if _is_adapter(offer):
             await asyncio.to_thread(self._check_adapter, offer)
@@ -172,13 +154,13 @@ class VllmEngine:
         if not (Path(offer.source) / "adapter_model.safetensors").is_file():
             raise WeightsError(f"expected adapter_model.safetensors in {offer.source}, found none")
         if offer.manifest_digest:
-            read_snapshot(Path(offer.source), offer.manifest_digest)  # raises where a file is torn or another's
+            read_snapshot(Path(offer.source), offer.manifest_digest)  # raises if torn or another version's
 
     async def _receive(self, offer: Offer) -> None:
         staging = next(self._stagings)
         self._reports.tell({"kind": "stage", "offer": offer.pack(), "staging": staging})
         try:
-            async with asyncio.timeout(2 * offer.deadline_s):  # each wait of the workers has a deadline of its own
+            async with asyncio.timeout(2 * offer.deadline_s):  # the workers' waits have their own deadlines
                 error, self.receive_s = await self._living(self._reports.staged(staging, self.ranks))
         except TimeoutError as late:
             self._reports.tell({"kind": "abort"})
@@ -190,7 +172,7 @@ class VllmEngine:
             raise WeightsError(error)
 
     async def swap(self, version: PolicyVersion) -> SwapReport:
-        """Make what was staged live between two steps of the model (see :class:`Engine`)."""
+        """Put staged weights in place between two steps."""
         offer = self._staged
         if offer is None or offer.header.version != version:
             raise WeightsError(f"expected policy version {version} to be staged, found another or none")
@@ -205,7 +187,7 @@ class VllmEngine:
         if _is_adapter(offer):
             answers = await self._call("penstock_adapt", offer.source, int(offer.header.version))
         elif streamed:
-            self.torn = True  # whatever happens from here on, until it is known to be whole
+            self.torn = True  # until the swap completes
             answers = await self._call("penstock_stream", offer.pack())
         else:
             answers = await self._call("penstock_swap", int(offer.header.version))
@@ -224,7 +206,6 @@ class VllmEngine:
 
     @contextlib.asynccontextmanager
     async def _quiet(self) -> AsyncIterator[None]:
-        """Do with what runs as settings ask, for the length of a swap; hold requests after it, if the weights are torn."""
         pause = self._bucketed or self._kv == "recompute"
         try:
             if self._update == "drain":
@@ -240,19 +221,17 @@ class VllmEngine:
                 await self._gate.open()
 
     async def _call(self, method: str, *arguments: Any) -> list[Answer]:
-        """Return every rank's answer to a call of the worker extension."""
         try:
             answers: list[Answer] = await self._living(self._llm.collective_rpc(method, args=arguments))
         except EngineDied:
             raise
-        except Exception as error:  # vLLM raises bare ones
+        except Exception as error:  # vLLM raises bare exceptions
             raise EngineDied(f"{method} failed in a worker: {error}") from error
         return answers
 
     # ---------------------------------------------------------------- living and dying
 
     async def _living(self, work: Coroutine[Any, Any, R]) -> R:
-        """Return what ``work`` gives, for as long as the workers live; cancel it when they die or this closes."""
         task = asyncio.ensure_future(work)
         either: set[asyncio.Future[Any]] = {task, self._reports.died}
         try:
@@ -271,13 +250,12 @@ class VllmEngine:
                 await asyncio.wait({task}, timeout=_CLOSE_S)
 
     async def _last_word(self) -> str:
-        """Return which worker is gone, if one is; else ""."""
         died = self._reports.died
         await asyncio.wait({died}, timeout=_WORD_S)
         return died.result() if died.done() and not died.cancelled() else ""
 
     async def close(self) -> None:
-        """End the engine's processes; what still waits is cancelled."""
+        """End the engine's processes and cancel requests."""
         if self._llm is None:
             return
         dead = self._reports.died.done()
@@ -287,7 +265,7 @@ class VllmEngine:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         await asyncio.to_thread(self._llm.shutdown, 1.0 if dead else _CLOSE_S)
-        self._llm = None  # it would shut down again when the interpreter ends, without the modules that it needs
+        self._llm = None  # else it shuts down again at interpreter exit, without needed modules
         await self._reports.close()
 
 

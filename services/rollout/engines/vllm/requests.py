@@ -1,9 +1,7 @@
-"""One request through vLLM: what is asked, what it refuses, and what comes back joined with what its workers noted.
+"""One request through vLLM: parameters, refusals and output.
 
-A request's name ties vLLM's output to the rows of the workers' token records (``worker_channel``): its tokens come from vLLM, logprobs and
-versions from the rows, one a sample. With ``native`` logprobs come from vLLM too, at the cost of much of the rate.
-
-It knows neither which weights are live nor when they change: :mod:`services.rollout.engines.vllm.engine` holds requests back around that.
+Tokens come from vLLM, versions and logprobs from the workers' rows (``worker_channel``), matched by request name. With
+``native``, logprobs come from vLLM too, at a large cost in throughput.
 """
 
 import asyncio
@@ -19,21 +17,13 @@ from shared.bus.messages import FinishReason, Float32Array, Int32Array, PolicyVe
 from shared.errors import PermanentError
 
 _ROW_S = 60.0
-"""A finished request's row comes within milliseconds; this long means that the worker is lost."""
+"""Rows arrive within milliseconds; later, the worker is lost."""
 _GREEDY = 1e-5
-"""vLLM's own border of greedy decoding."""
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
 class Requests:
-    """Asks vLLM.
-
-    Args:
-        llm: an AsyncLLM.
-        stop: token ids that end a completion.
-        native: whether logprobs are vLLM's own.
-        held: whether no step of the model is made now, so that rows may be late.
-    """
+    """Sends requests to ``llm``; ``native`` logprobs are vLLM's own, ``held`` returns whether the model is paused."""
 
     def __init__(
         self, llm: Any, reports: Reports, *, stop: tuple[int, ...], native: bool, held: Callable[[], bool]
@@ -45,16 +35,10 @@ class Requests:
         self._held = held
         self._numbers = itertools.count()
         self.adapter: Any = None
-        """vLLM's request for the adapter that is live; none with whole weights."""
 
     async def samples(self, request: GenerationRequest, version: PolicyVersion) -> tuple[GeneratedSample, ...]:
-        """Return the samples of ``request``; prompts share the prefix cache of ``version`` alone.
-
-        Raises:
-            PermanentError: vLLM refuses this request.
-            EngineDied: the engine cannot go on.
-        """
-        greedy = request.sampling.temperature < _GREEDY  # vLLM draws one sample of a greedy request; all are the same
+        """Return samples; the prefix cache is per ``version``. Raises PermanentError or EngineDied."""
+        greedy = request.sampling.temperature < _GREEDY  # vLLM draws one greedy sample; all are equal
         count = 1 if greedy else request.sampling.samples
         name = f"g{next(self._numbers)}"
         self._reports.expect(name)
@@ -68,7 +52,7 @@ class Requests:
         return drawn * (request.sampling.samples // count)
 
     async def logprobs(self, token_ids: Int32Array) -> Float32Array:
-        """Return the logprobs of ``token_ids[1:]`` under the live weights, teacher-forced at temperature 1."""
+        """Return teacher-forced logprobs of ``token_ids[1:]`` at temperature 1."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -76,7 +60,7 @@ class Requests:
         parameters = SamplingParams(
             max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False, output_kind=final
         )
-        # As a salt, the name keeps the prefix cache out: a cached prefix has no logprobs.
+        # As a salt, it bypasses the prefix cache, which has no logprobs.
         name = f"probe{next(self._numbers)}"
         finished = await self.run(name, token_ids, name, parameters)
         ids = token_ids.tolist()
@@ -84,13 +68,13 @@ class Requests:
         return np.array(found, dtype=np.float32)
 
     async def rehearse(self, request: GenerationRequest) -> None:
-        """Generate the samples of ``request`` without their logprobs, and drop them."""
+        """Generate and drop samples, without logprobs."""
         parameters = self.parameters(request, request.sampling.samples)
         name = f"rehearsal{next(self._numbers)}"
         await self.run(name, request.prompt_token_ids, name, parameters)
 
     def parameters(self, request: GenerationRequest, count: int) -> Any:
-        """Return vLLM's parameters for ``count`` samples of ``request``."""
+        """Return vLLM's parameters for ``count`` samples."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -99,7 +83,7 @@ class Requests:
             temperature=request.sampling.temperature,
             max_tokens=request.sampling.max_new_tokens,
             stop_token_ids=list(self._stop),
-            ignore_eos=True,  # what the model names is among them
+            ignore_eos=True,  # the model's own are in ``stop``
             detokenize=False,
             logprobs=0 if self._native else None,
             flat_logprobs=self._native,
@@ -107,16 +91,11 @@ class Requests:
         )
 
     async def run(self, name: str, token_ids: Int32Array, salt: str, parameters: Any) -> Any:
-        """Return vLLM's one output of a request, all samples in it.
-
-        Raises:
-            PermanentError: vLLM refuses this request.
-            EngineDied: the engine cannot go on.
-        """
+        """Return vLLM's output with all samples; raises PermanentError or EngineDied."""
         from vllm import exceptions
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        refusals = (ValueError, getattr(exceptions, "VLLMClientError", ValueError))  # the latter from 0.3x on
+        refusals = (ValueError, getattr(exceptions, "VLLMClientError", ValueError))  # the latter since 0.3x
         prompt = {"prompt_token_ids": token_ids.tolist(), "cache_salt": salt}
         last: Any = None
         try:
@@ -133,7 +112,7 @@ class Requests:
         return last
 
     async def rows(self, name: str, count: int) -> list[TokenRow]:
-        """Wait for what the worker noted of a finished request. It is let go with the next step, and none is made in a pause."""
+        """Wait for a finished request's rows, which come with the next step."""
         while True:
             held = self._held()
             try:
@@ -147,7 +126,6 @@ class Requests:
 
 
 def _sample(output: Any, row: TokenRow, native: bool) -> GeneratedSample:
-    """Join what vLLM returned of a sample with what its worker noted."""
     token_ids = np.array(output.token_ids, dtype=np.int32)
     length = len(token_ids)
     logprobs = np.array(output.logprobs.logprobs, dtype=np.float32) if native else row.logprobs

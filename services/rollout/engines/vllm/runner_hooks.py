@@ -1,14 +1,12 @@
-"""Listen to a model runner of vLLM: which requests it holds, and what its sampler draws from which logits.
+"""Observe vLLM's model runner: its requests, logits and drawn tokens.
 
 ::
 
     execute_model(scheduler output)   new, resumed and finished requests ─▶ record
     sample / sampler                  the batch's order and counts, logits and tokens ─▶ record
 
-vLLM has two runners. The newer one ("V2", ``vllm.v1.worker.gpu.model_runner``) hands its sampler an input batch and gets the
-processed logits back; the older one ("V1", ``vllm.v1.worker.gpu_model_runner``, also that of the CPU) applies temperature to
-the logits in place. Both sample outside of CUDA graphs. Of a runner that is neither, only tokens are counted, which any
-scheduler's output is enough for.
+Runner "V2" (``vllm.v1.worker.gpu.model_runner``) returns processed logits; "V1" (``vllm.v1.worker.gpu_model_runner``,
+also on CPUs) applies temperature in place. Both sample outside CUDA graphs. For other runners, only tokens are counted.
 """
 
 from collections.abc import Callable
@@ -20,11 +18,7 @@ from services.rollout.engines.vllm.token_record import Finished, TokenRecord
 
 
 class RunnerTap:
-    """Feeds ``record`` from ``runner`` from now on; hands finished requests to ``deliver``.
-
-    Args:
-        logits: listen to the sampler; otherwise tokens are only counted.
-    """
+    """Feed ``record`` from ``runner``; hand finished requests to ``deliver``. Without ``logits``, only count tokens."""
 
     def __init__(self, runner: Any, record: TokenRecord, deliver: Callable[[Finished], None], logits: bool) -> None:
         self._runner = runner
@@ -33,7 +27,7 @@ class RunnerTap:
         self._logits = logits
         self._scheduled: dict[str, int] = {}
         self.listening = True
-        """Off: nothing is noted of requests that come from now on. For measurements."""
+        """If False, later requests are not recorded; for measurements."""
         runner.execute_model = self._around_execution(runner.execute_model)
         if not logits:
             return
@@ -107,7 +101,7 @@ class RunnerTap:
 
 
 def can_listen(runner: Any) -> str:
-    """Return why ``runner`` cannot be listened to; empty when it can."""
+    """Return why ``runner`` cannot be observed, or ""."""
     sampler = getattr(runner, "sampler", None)
     if getattr(runner, "speculative_config", None) is not None:
         return "speculative decoding accepts several tokens a step"

@@ -1,7 +1,7 @@
-"""Start vLLM: from plain values to a running :class:`VllmEngine`, or one sentence that says which setting to change.
+"""Start vLLM as a :class:`VllmEngine`, or name the setting to change.
 
-It runs in processes of its own, started afresh (a fork would copy our threads' locks and sockets). Its metrics (``vllm:…``)
-land in this process's registry, where ``/metrics`` finds them; its log lines go through our log.
+It runs in spawned processes (a fork would copy our threads' locks and sockets). Metrics (``vllm:…``) and logs go
+through this process.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from shared.process.importing import importing
 log = logging.getLogger(__name__)
 
 _configuring = threading.Lock()
-"""vLLM keeps what it configures with in globals, and engines may start at the same time."""
+"""vLLM configures itself through globals; engines may start together."""
 
 
 async def open_vllm(
@@ -37,15 +37,12 @@ async def open_vllm(
     deadline_s: float = 30.0,
     stat_loggers: list[type] | None = None,
 ) -> VllmEngine:
-    """Return an engine; the event loop goes on while it loads. Of one that spans hosts this is the first's part; the others run ``node``.
+    """Return an engine; the event loop continues meanwhile. If it spans hosts, the others run ``node``.
 
     Args:
-        arguments: what :func:`services.rollout.engines.vllm.arguments.gather` returned.
-        hosts: those that the engine spans, as gathered, where it spans several.
-        stop: token ids that end a completion, besides those that the model itself names: the tokenizer's.
-        peer_host: where to serve weights to replicas that know the secret of ``share_secret``; "": nowhere.
-        deadline_s: no wait of a peer may take longer.
-        stat_loggers: vLLM's loggers of statistics, where not its own; several engines of a process share one.
+        stop: token ids that end a completion, besides the model's own.
+        peer_host: address at which to serve weights under ``share_secret``; "": none.
+        stat_loggers: replace vLLM's own.
 
     Raises:
         SettingsError: vLLM cannot serve this.
@@ -94,11 +91,7 @@ def _start(arguments: dict[str, Any], hosts: Hosts | None, stat_loggers: list[ty
 
 
 def check(workers: list[dict[str, Any]]) -> None:
-    """Refuse workers that cannot report, or that were started otherwise than the first.
-
-    Raises:
-        SettingsError: there is one.
-    """
+    """Raise SettingsError for workers that cannot report or differ from the first."""
     for worker in workers:
         if worker["error"]:
             raise SettingsError(worker["error"])
@@ -122,7 +115,6 @@ def _stop_tokens(llm: Any, stop: Sequence[int]) -> tuple[int, ...]:
 
 
 def _is_bucketed(shadow: str, workers: list[dict[str, Any]]) -> bool:
-    """Return whether weights must be streamed into the live parameters, for want of memory beside them."""
     if shadow != "auto":
         return shadow == "bucketed"
     tightest = min(workers, key=lambda worker: int(worker["free_bytes"] - worker["policy_bytes"]))

@@ -1,4 +1,4 @@
-"""A gate that requests pass on their way into an engine: shut while weights are swapped, if that is asked for."""
+"""A gate before an engine, shut for swaps."""
 
 import asyncio
 import contextlib
@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 
 class SwapGate:
-    """Open at first. Lets requests through while it is open, and knows how many are inside."""
+    """Initially open; counts requests inside."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Condition()
@@ -15,12 +15,12 @@ class SwapGate:
 
     @property
     def is_shut(self) -> bool:
-        """Whether nobody gets in."""
+        """Whether requests wait."""
         return self._shut
 
     @contextlib.asynccontextmanager
     async def passage(self) -> AsyncIterator[None]:
-        """Wait until the gate is open; be inside meanwhile."""
+        """Wait for the gate; count as inside meanwhile."""
         async with self._changed:
             await self._changed.wait_for(lambda: not self._shut)
             self._inside += 1
@@ -32,13 +32,13 @@ class SwapGate:
                 self._changed.notify_all()
 
     async def shut(self, *, empty: bool = False) -> None:
-        """Let nobody in any more; wait until nobody is inside, if ``empty``."""
+        """Shut the gate; if ``empty``, wait until it is empty."""
         self._shut = True
         async with self._changed:
             await self._changed.wait_for(lambda: not (empty and self._inside))
 
     async def open(self) -> None:
-        """Let everybody in."""
+        """Open the gate."""
         self._shut = False
         async with self._changed:
             self._changed.notify_all()

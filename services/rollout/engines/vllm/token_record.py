@@ -1,18 +1,16 @@
-"""What a worker of vLLM notes of every token that it draws: its logprob, and the version that drew it.
+"""Records each token's logprob and version in a vLLM worker.
 
-vLLM itself returns logprobs as Python lists through two processes, which costs nearly half of the rate. Here they stay on
-the device until their request is finished::
+vLLM returns logprobs as Python lists, which costs nearly half of the throughput. Here they stay on the device until
+their request is finished::
 
-    step of the runner      sampler ─▶ (processed logits, token) ─▶ token logprob ─▶ scatter ─▶ flat buffer, row × position
-    a request finished      its row ─▶ pinned host memory (no wait) ─▶ :class:`Finished`, for whoever sends it away
-    a swap                  every request that is held: (tokens drawn so far, new version)
+    step of the runner      sampler ─▶ (processed logits, token) ─▶ token logprob ─▶ scatter ─▶ buffer, row × position
+    a request finished      its row ─▶ pinned host memory (no wait) ─▶ :class:`Finished`
+    a swap                  every held request: (tokens drawn so far, new version)
 
-Rows belong to requests, not to vLLM's slots: a request that is preempted and resumed elsewhere keeps its row. Positions come
-from the scheduler's counts, which are exact without speculative decoding, so a token that vLLM throws away and draws again
-overwrites what stood there. Rows of prompts that are not read to their end write to one spill cell. A logprob is taken from
-the very logits that the token is drawn from, after temperature, in float32.
+Rows survive preemption. Positions are scheduler counts (exact without speculative decoding), so redrawn tokens
+overwrite discarded ones. Partially read prompts write to a spill cell. Logprobs are float32, after temperature.
 
-It knows no process, no socket and no weights. Legend: n requests of a step, V vocabulary.
+Legend: n requests of a step, V vocabulary.
 """
 
 import dataclasses
@@ -29,19 +27,18 @@ _ROWS, _TOKENS = 64, 1024
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Finished:
-    """Requests whose last token is drawn. ``logprobs`` (float32, on the host) may be read once ``ready`` has passed."""
+    """Finished requests; read ``logprobs`` (float32, host) after ``ready``."""
 
     requests: tuple[str, ...]
     lengths: tuple[int, ...]
-    """Logprobs of each; asynchronous scheduling may have drawn one past the stop."""
+    """Logprobs per request; asynchronous scheduling may draw one past the stop."""
     versions: tuple[Versions, ...]
-    """Of each, (first token, version) with ascending first tokens."""
+    """Per request: (first token, version), ascending."""
     logprobs: torch.Tensor
-    """Of all of them, one after the other."""
     ready: Callable[[], None]
 
     def rows(self) -> Iterable[tuple[str, bytes, Versions]]:
-        """Wait until the logprobs are there; yield (request, float32 logprobs in bytes, versions)."""
+        """Wait for the logprobs; yield (request, float32 bytes, versions)."""
         self.ready()
         values, start = self.logprobs.numpy(), 0
         for request, length, versions in zip(self.requests, self.lengths, self.versions, strict=True):
@@ -50,7 +47,7 @@ class Finished:
 
 
 class TokenRecord:
-    """Logprobs and versions of the requests that one worker holds. Used by the thread that steps the model, and no other."""
+    """Records of one worker, for the thread that steps the model only."""
 
     def __init__(self, device: torch.device, logprobs: bool = True) -> None:
         self._device = device
@@ -67,15 +64,11 @@ class TokenRecord:
 
     @property
     def held(self) -> dict[str, int]:
-        """Tokens drawn so far of every request that is held."""
+        """Tokens drawn so far, per held request."""
         return {request: int(self._drawn[row]) for request, row in self._rows.items()}
 
     def admit(self, request: str, prompt_tokens: int, known_tokens: int, max_new_tokens: int) -> None:
-        """Take up a request, or take it up again after it was preempted.
-
-        Args:
-            known_tokens: prompt and completion tokens that the model must read before it draws the next.
-        """
+        """Add a request, or re-add it after preemption; ``known_tokens`` are read before the next draw."""
         row = self._rows.get(request)
         if row is None:
             if not self._free:
@@ -88,7 +81,7 @@ class TokenRecord:
         self._rewind(request, row, known_tokens)
 
     def resume(self, request: str, completion_tokens: int) -> None:
-        """Go on with a preempted request of which ``completion_tokens`` are kept; further ones will be drawn again."""
+        """Continue a preempted request; tokens after ``completion_tokens`` are redrawn."""
         row = self._rows.get(request)
         if row is not None:
             self._rewind(request, row, int(self._prompt[row]) + completion_tokens)
@@ -99,10 +92,7 @@ class TokenRecord:
         self._versions[request] = [(min(first, drawn), version) for first, version in self._versions[request]]
 
     def step(self, requests: Sequence[str], computed_n: npt.NDArray[Any], scheduled_n: npt.NDArray[Any]) -> None:
-        """Say which requests a step of the model reads, and how many of their tokens it has read before and reads now.
-
-        Where logprobs are kept, the next logits are theirs, in this order. Other requests than those held draw unnoticed.
-        """
+        """Announce a step's requests, with tokens read before and now; the next logits are theirs."""
         row_n = np.fromiter((self._rows.get(request, -1) for request in requests), dtype=np.int64, count=len(requests))
         read_n = np.asarray(computed_n, dtype=np.int64) + scheduled_n
         position_n = read_n - self._prompt[row_n]
@@ -117,19 +107,19 @@ class TokenRecord:
 
     @torch.inference_mode()
     def store(self, logits_nV: torch.Tensor, token_n: torch.Tensor) -> None:
-        """Note the logprobs of the tokens that were drawn from ``logits_nV``; without a :meth:`step` before it, nothing."""
+        """Record logprobs of tokens drawn from ``logits_nV``, if a :meth:`step` was announced."""
         index_n, self._index_n = self._index_n, None
         if index_n is not None:
             self._logprobs.scatter_(0, index_n, token_logprobs(logits_nV, token_n.view(-1)))
 
     def swap(self, version: int) -> None:
-        """Note that every token from here on is drawn by ``version``."""
+        """Record that later tokens are of ``version``."""
         self._version = version
         for request, drawn in self.held.items():
             self._versions[request].append((drawn, version))
 
     def release(self, requests: Iterable[str]) -> Finished | None:
-        """Let finished requests go; return what was noted of them, if there is any that is held."""
+        """Release finished requests; return their records, if any."""
         rows = {request: self._rows.pop(request) for request in requests if request in self._rows}
         if not rows:
             return None
@@ -148,7 +138,6 @@ class TokenRecord:
 
     @torch.inference_mode()
     def _grow(self, rows: int, tokens: int) -> None:
-        """Make room for so many requests of so many tokens; what is there stays."""
         grown = torch.zeros(rows * tokens + 1, dtype=torch.float32, device=self._device)
         if self._capacity:
             old = self._logprobs[:-1].view(self._capacity, self._tokens)
@@ -162,7 +151,7 @@ class TokenRecord:
 
 
 def token_logprobs(logits_nV: torch.Tensor, token_n: torch.Tensor) -> torch.Tensor:
-    """Return log softmax(logits)[token] in float32, without a second tensor of the logits' size on a GPU."""
+    """Return log softmax(logits)[token] in float32, on GPUs without a copy of the logits."""
     token_n1 = token_n.to(torch.int64).unsqueeze(1)
     if logits_nV.is_cuda:
         from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs

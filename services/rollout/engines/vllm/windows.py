@@ -1,7 +1,6 @@
-"""Refuse a model whose layers attend within other windows in vLLM than in the trainer.
+"""Refuse models whose attention windows differ between vLLM and the trainer.
 
-The trainer follows transformers: a token attends to ``sliding_window`` tokens, itself among them. vLLM 0.32 gives Cohere 2's layers one more.
-Logprobs then differ for every token beyond the window, by 0.03 nats in a tiny model with a window of 24.
+vLLM 0.32 gives Cohere 2's layers one token more than transformers, which changed logprobs by 0.03 nats.
 """
 
 from typing import Any
@@ -13,16 +12,7 @@ from shared.process.importing import importing
 
 
 def check_windows(model: nn.Module, source: str, context_tokens: int, *, trust_remote_code: bool = False) -> None:
-    """Compare the windows of vLLM's ``model`` with the configuration in ``source``, as the trainer reads it.
-
-    Args:
-        model: of vLLM, loaded.
-        source: folder or name of the checkpoint.
-        context_tokens: the longest sequence that is served; windows of that length are none.
-
-    Raises:
-        SettingsError: a layer's differs from it.
-    """
+    """Compare windows, up to ``context_tokens``, with the configuration in ``source``; may raise SettingsError."""
     held = {name: window for name, module in model.named_modules() if (window := _window(module))}
     if not held:
         return
@@ -40,6 +30,6 @@ def check_windows(model: nn.Module, source: str, context_tokens: int, *, trust_r
 
 
 def _window(module: nn.Module) -> int:
-    """Return how many tokens a layer of vLLM's attends to; 0: all, or it is no such layer."""
+    """Return a layer's window in tokens; 0: unlimited, or no attention."""
     held: Any = getattr(module, "sliding_window", None) if hasattr(module, "impl") else None
     return held if isinstance(held, int) else 0

@@ -1,7 +1,6 @@
-"""What Penstock does inside each worker process of vLLM: tokens are recorded, weights arrive and become live.
+"""Penstock in each vLLM worker: records tokens, receives weights and makes them live.
 
-vLLM mixes :class:`WorkerExtension` into its worker; its methods are called by name, between two steps of the model, in the
-thread that steps it::
+vLLM calls :class:`WorkerExtension`'s methods by name, between two steps, in the thread that steps the model::
 
     penstock_open                reports, token record, a source for peers
     penstock_swap(version)       shadow ─▶ live parameters, in order of the steps' stream; boundaries are noted
@@ -9,9 +8,8 @@ thread that steps it::
     penstock_adapt(folder)       an adapter instead
     penstock_held, _listen       what is recorded, and whether: for tests and measurements
 
-The methods are collective: every rank runs them between the same two steps. What need not wait for a step comes through the
-replica's socket instead: ``stage`` (a thread receives into the shadow, its end is reported, decoding goes on) and ``abort``. How tensors find their place in the model is
-``weight_swap``'s business, how they get here the receiver's.
+They are collective: every rank runs them between the same steps. ``stage`` and ``abort`` use the replica's socket and
+do not wait for a step.
 """
 
 import logging
@@ -45,21 +43,19 @@ from shared.weights.transport.place import plain_uuid
 
 log = logging.getLogger(__name__)
 
-bind_stores()  # vLLM imports this module in each worker before the workers meet
+bind_stores()  # imported in each worker before the rendezvous
 
 _SWITCH_S = 0.0005
-"""How long the thread that steps the model may hold the interpreter while the one that receives weights wants it: Python's own
-5 ms, a dozen times a pull, cost as much as the transfer."""
+"""Switch interval between stepping and receiving threads: Python's 5 ms cost as much per pull as the transfer.
+"""
 
 
 class PolicyWorker:
-    """The weights and the record of one rank. Its methods are for the thread that steps the model.
+    """Weights and token record of one rank, for the thread that steps the model.
 
     Args:
-        worker: of vLLM, its model loaded.
-        reporting: where the replica listens, and the file with the secret that it asks for, if it does.
-        capture: keep logprobs on the device; otherwise tokens are only counted.
-        peers: (host, port, deadline in seconds) of the source that rank 0 opens for other replicas; empty host: none.
+        capture: keep logprobs on the device, else only count tokens.
+        peers: (host, port, deadline in seconds) of rank 0's source; empty host: none.
     """
 
     def __init__(self, worker: Any, reporting: tuple[str, str], capture: bool, peers: tuple[str, int, float]) -> None:
@@ -72,7 +68,7 @@ class PolicyWorker:
         trusted = served.trust_remote_code
         check_windows(self._model, served.model, served.max_model_len, trust_remote_code=trusted)
         beside = worker.parallel_config.node_rank == 0
-        # vLLM's own way to notice that a worker's parent died waits for the next step of the model, and none comes.
+        # vLLM notices a dead parent only at the next step, which never comes.
         if not beside and not die_with(os.getppid(), signal.SIGKILL):
             raise PeerError("expected the process that started this worker, found it gone")
         address, secret_file = reporting
@@ -96,12 +92,12 @@ class PolicyWorker:
             self._source = WeightSource(peers[0], peers[1], lambda: self._secret, deadline_s=peers[2])
         self.refusal = can_listen(worker.model_runner) if capture else "internal.logprobs says so"
         self.record: TokenRecord | None = None
-        if self._rank == 0:  # every rank of tensor parallelism draws the same tokens
+        if self._rank == 0:  # tensor-parallel ranks draw the same tokens
             self.record = TokenRecord(self._device, logprobs=not self.refusal)
             self.tap = RunnerTap(worker.model_runner, self.record, self._deliver, logits=not self.refusal)
 
     def describe(self) -> dict[str, Any]:
-        """Return what the replica must know of this rank. ``policy_bytes`` are those of the whole policy, roughly."""
+        """Return this rank's data; ``policy_bytes`` approximates the whole policy."""
         on_gpu = self._device.type == "cuda"
         model = self._config.model_config
         return {
@@ -119,7 +115,7 @@ class PolicyWorker:
     # ---------------------------------------------------------------- weights beside the live ones
 
     def stage(self, offer: Offer, staging: int) -> None:
-        """Begin to receive ``offer`` into the shadow, and report the end of it as ``staging``."""
+        """Receive ``offer`` into the shadow; report the end as ``staging``."""
         if self._thread is not None and self._thread.is_alive():
             raise WeightsError("expected the staging before to have ended, found it in progress")
         self._staged = None
@@ -127,7 +123,7 @@ class PolicyWorker:
         self._thread.start()
 
     def _obey(self, told: Frame) -> None:
-        """Do what the replica tells between, or during, steps of the model; called in a thread of its own."""
+        """Execute replica messages at any time, in its own thread."""
         if told["kind"] == "abort":
             self._receiver.abort()
             return
@@ -144,7 +140,6 @@ class PolicyWorker:
         self._reporter.send(lambda: [message])
 
     def _receive(self, offer: Offer, staging: int) -> None:
-        """The thread of a staging."""
         error, began_s = "a bug, see the log of the engine's process", time.monotonic()
         try:
             if self._device.type == "cuda":
@@ -163,7 +158,6 @@ class PolicyWorker:
             self._report(staging, error, time.monotonic() - began_s)
 
     def _room(self, offer: Offer) -> FlatSnapshot:
-        """Return a shadow that nobody reads any more: not the last swap, and no peer."""
         if self._source is not None:
             self._source.withdraw(self._patience_s)
         if self._swapped is not None:
@@ -172,17 +166,13 @@ class PolicyWorker:
             self._shadow = None
             self._shadow = FlatSnapshot(offer.layout, self._device)
         if self._source is not None:
-            self._source.offer(self._shadow)  # buckets go on to peers as they arrive
+            self._source.offer(self._shadow)  # peers get buckets as they arrive
         return self._shadow
 
     # ---------------------------------------------------------------- weights into the model
 
     def swap(self, version: int) -> tuple[str, int]:
-        """Put what was staged in place, in order of the stream that steps the model.
-
-        Returns:
-            The path that was taken, and the bytes that were copied.
-        """
+        """Enqueue the staged weights on the stepping stream; return the path and the bytes."""
         shadow = self._shadow
         if shadow is None or self._staged != version:
             raise WeightsError(f"expected policy version {version} to be staged, found {self._staged}")
@@ -197,24 +187,24 @@ class PolicyWorker:
         return path, copied_bytes
 
     def stream(self, offer: Offer) -> tuple[str, int]:
-        """Receive ``offer`` bucket by bucket straight into the live parameters; nothing may be decoded meanwhile."""
+        """Receive ``offer`` into the live parameters; decoding must be paused."""
         buffer = torch.empty(max(offer.layout.bucket_bytes), dtype=torch.uint8, device=self._device)
         copied_bytes = self._swapper.stream(self._receiver.receive_each(offer, buffer), offer.layout)
         self.note(int(offer.header.version))
         return "bucketed", copied_bytes
 
     def differences(self) -> int | None:
-        """Return how many live tensors differ from the shadow; None where there is no plan."""
+        """Return how many live tensors differ from the shadow, or None without a plan."""
         return self._swapper.differences()
 
     def note(self, version: int) -> None:
-        """Every token from here on is drawn by ``version``."""
+        """Record that later tokens are of ``version``."""
         if self.record is not None:
             self.record.swap(version)
 
     @property
     def torn(self) -> bool:
-        """Whether the live weights are of no whole version."""
+        """Whether live weights mix versions."""
         return self._swapper.torn
 
     def _deliver(self, finished: Finished) -> None:
@@ -228,12 +218,12 @@ class PolicyWorker:
 
 
 class WorkerExtension:
-    """The methods that vLLM's worker gets. Arguments and answers are what msgpack can carry."""
+    """vLLM worker methods; arguments and answers are msgpack."""
 
     _policy: PolicyWorker
 
     def penstock_open(self, reporting: list[str], capture: bool, peers: list[Any]) -> dict[str, Any]:
-        """Connect to the replica and begin to record tokens."""
+        """Connect to the replica and start recording."""
         sys.setswitchinterval(_SWITCH_S)
         (address, secret_file), (host, port, deadline_s) = reporting, peers
         try:
@@ -251,7 +241,7 @@ class WorkerExtension:
         return self._answer(lambda: self._policy.stream(Offer.unpack(offer)))
 
     def penstock_adapt(self, folder: str, version: int) -> dict[str, Any]:
-        """Load the adapter in ``folder`` in place of the one before, as ``version``."""
+        """Load or replace the adapter by ``folder`` as ``version``."""
 
         def adapt() -> tuple[str, int]:
             self.add_lora(adapter_request(folder, in_place=True))  # type: ignore[attr-defined]
@@ -261,15 +251,15 @@ class WorkerExtension:
         return self._answer(adapt)
 
     def penstock_held(self) -> dict[str, int]:
-        """Return the tokens drawn so far of every request that is held."""
+        """Return tokens drawn so far, per held request."""
         return self._policy.record.held if self._policy.record is not None else {}
 
     def penstock_compare(self) -> int | None:
-        """Return how many live tensors differ from what was received; None where there is no plan: for measurements."""
+        """Return how many live tensors differ from received ones, or None without a plan; for measurements."""
         return self._policy.differences()
 
     def penstock_listen(self, on: bool) -> None:
-        """Record the tokens of requests that come from now on, or do not: for measurements."""
+        """Set whether later requests are recorded; for measurements."""
         if self._policy.record is not None:
             self._policy.tap.listening = on
 
@@ -282,7 +272,7 @@ class WorkerExtension:
 
 
 def adapter_request(folder: str, in_place: bool = False) -> Any:
-    """Return what vLLM needs to know of the one adapter that we use; ``in_place`` reads its folder again."""
+    """Return vLLM's request for our single adapter; ``in_place`` rereads its folder."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(lora_name="policy", lora_int_id=1, lora_path=folder, load_inplace=in_place)

@@ -1,4 +1,4 @@
-"""One socket between a replica and the workers of its engine: rows of finished requests, stagings, and death.
+"""One socket between a replica and its engine's workers.
 
 ::
 
@@ -9,12 +9,9 @@
                                   ◀── stage, abort          a reader thread: no step of the model is waited for
     rollout process      Reports  ──▶ per request: logprobs and versions; per staging: ok or an error of each rank
 
-Within one host it is a Unix socket in a folder that only its owner may enter. Where the engine spans hosts it is a TCP port,
-which takes nothing from a connection that has not answered its challenge: HMAC-SHA256 of it and of the rank under the secret
-(``rollout.secret_file``). What is said after that is not encrypted, as vLLM's own traffic between hosts is not.
-
-The socket is also how each side learns that the other is gone: a worker whose replica died ends itself at once, and a replica
-whose worker died is told before vLLM notices; a host that vanishes without a word is missed after ``_SILENT_S``.
+Within a host: a Unix socket in a private folder. Across hosts: TCP, authenticated by HMAC-SHA256 of a challenge and the
+rank (``rollout.secret_file``), not encrypted. Workers end with their replica; a worker's death is reported at once, a
+vanished host's after ``_SILENT_S``.
 """
 
 import asyncio
@@ -47,7 +44,7 @@ from shared.peers.handshake import Newcomers
 log = logging.getLogger(__name__)
 
 _STRANGER_BYTES, _STRANGERS = 4096, 64
-"""What a connection may say before it has proved itself, and how many such there may be: one more drops the oldest."""
+"""Limits of unauthenticated connections: bytes, and number; one more drops the oldest."""
 _MAX_RANKS, _MAX_PIDS = 1 << 16, 16
 _GREETING_S = 10.0
 _SILENT_S = 15
@@ -56,22 +53,17 @@ _CHILD = re.compile(r"(?:(\d+)_)?(g\d+)(?:-.*)?")
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class TokenRow:
-    """What a worker noted of one sample: logprobs (float32, T or more) and (first token, version) pairs."""
+    """One sample's logprobs (float32, T or more) and (first token, version) pairs."""
 
     logprobs: Float32Array
     versions: tuple[tuple[int, int], ...]
 
 
 class Reporter:
-    """A worker's end. ``obey`` gets what the replica tells, in a thread. Ends this process when the replica goes away.
+    """A worker's end; ends this process when the replica dies. ``obey`` gets messages in a thread.
 
-    Args:
-        address: :attr:`Reports.address`.
-        secret: that of the replica; none within one host.
-        beside: whether the replica runs on this host, so that the process that started this one ends with it too.
-
-    Raises:
-        PeerError: the replica cannot be reached, or does not let this worker in.
+    ``beside`` is whether the replica is on this host, so that this process's parent ends too. Raises PeerError if the
+    replica is unreachable or refuses this worker.
     """
 
     def __init__(
@@ -92,7 +84,6 @@ class Reporter:
         threading.Thread(target=self._watch, name="replica watch", daemon=True).start()
 
     def _greet(self, rank: int, secret: bytes) -> int:
-        """Prove that this is a worker of the replica; return the replica's process."""
         challenge = frames.receive(self._socket, _GREETING_S)
         pids = [os.getpid(), os.getppid()] if self._beside else []
         proof = prove(secret, challenge["nonce"], rank)
@@ -104,7 +95,7 @@ class Reporter:
         return int(challenge["pid"])
 
     def send(self, messages: Callable[[], Iterable[Frame]]) -> None:
-        """Send what ``messages`` returns; it is called in the writer's thread, where it may wait for a device."""
+        """Send ``messages()``, called in the writer's thread, where it may wait for a device."""
         self._waiting.put(messages)
 
     def _write(self) -> None:
@@ -114,7 +105,7 @@ class Reporter:
                     self._socket.sendall(frames.pack(message))
 
     def _watch(self) -> None:
-        """Obey until the replica's end; then end the process that started this one, if that is not the replica, and this."""
+        """Obey until the replica's end; then end this process, and its parent unless that is the replica."""
         parent = os.getppid()
         with contextlib.suppress(OSError, PeerError):
             while True:
@@ -126,7 +117,7 @@ class Reporter:
 
 
 def prove(secret: bytes, nonce: bytes, rank: int) -> bytes:
-    """Return what rank ``rank`` answers the challenge ``nonce``: HMAC-SHA256 under ``secret``."""
+    """Return HMAC-SHA256 of the challenge ``nonce`` and ``rank`` under ``secret``."""
     return hmac.digest(secret, nonce + rank.to_bytes(4, "little"), hashlib.sha256)
 
 
@@ -143,7 +134,6 @@ def _connect(address: str) -> socket.socket:
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """Send at once, and break a TCP connection whose other host says nothing for ``_SILENT_S`` seconds."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
@@ -156,20 +146,15 @@ def _keep_alive(connection: socket.socket) -> None:
 
 
 class Reports:
-    """The replica's end.
-
-    Args:
-        host: where to listen for workers of other hosts too; "": all are on this one.
-        secret: what they must know.
-    """
+    """The replica's end. ``host`` is for other hosts' workers ("": none), which must know ``secret``."""
 
     def __init__(self, host: str = "", secret: bytes = b"") -> None:
         self.address = ""
-        """Where workers report, once this is open: ``unix:/path`` or ``host:port``."""
+        """The workers' address, once open: ``unix:/path`` or ``host:port``."""
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Done, with what is known of it, once a worker has gone away."""
+        """Done, with the known reason, once a worker has died."""
         self.pids: set[int] = set()
-        """Processes of the engine on this host: those of the workers, and the one that started them."""
+        """Local processes of the engine: the workers and their parent."""
         self._host, self._secret = host, secret
         self._folder: Path | None = None
         self._rows: dict[str, dict[int, TokenRow]] = {}
@@ -182,7 +167,7 @@ class Reports:
         self._closed = False
 
     async def open(self) -> None:
-        """Listen."""
+        """Start listening."""
         if self._host:
             self._server = await asyncio.start_server(self._serve, self._host, 0)
             self.address = f"{self._host}:{self._server.sockets[0].getsockname()[1]}"
@@ -199,29 +184,29 @@ class Reports:
             writer.write(data)
 
     def expect(self, request: str) -> None:
-        """Keep the rows of ``request`` (of the form ``g<number>``) from now on; those of others are dropped."""
+        """Keep the rows of ``request`` (``g<number>``) from now on; others are dropped."""
         self._rows[request] = {}
 
     def forget(self, request: str) -> None:
-        """Drop what came and comes of ``request``."""
+        """Drop past and future rows of ``request``."""
         self._rows.pop(request, None)
 
     async def rows(self, request: str, samples: int) -> list[TokenRow]:
-        """Wait for all ``samples`` rows of ``request``, in their order."""
+        """Wait for all ``samples`` rows of ``request``, in order."""
         async with self._changed:
             await self._changed.wait_for(lambda: len(self._rows[request]) >= samples)
         found = self._rows[request]
         return [found[place] for place in range(samples)]
 
     async def staged(self, staging: int, ranks: int) -> tuple[str, float]:
-        """Wait until every rank has ended staging ``staging``; return the first error or nothing, and the longest seconds."""
+        """Wait for every rank's end of ``staging``; return the first error or "", and the maximum seconds."""
         async with self._changed:
             await self._changed.wait_for(lambda: len(self._stagings.get(staging, {})) >= ranks)
         ends = self._stagings.pop(staging).values()
         return next((error for error, _ in ends if error), ""), max(seconds for _, seconds in ends)
 
     async def close(self) -> None:
-        """Stop listening; workers that are still there end themselves."""
+        """Stop listening; remaining workers end themselves."""
         self._closed = True
         for reader in self._readers:
             reader.cancel()
@@ -252,7 +237,6 @@ class Reports:
             writer.close()
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int | None:
-        """Let a worker in and return its rank; None for anybody else."""
         nonce = secrets.token_bytes(32)
         try:
             writer.write(frames.pack({"kind": "challenge", "nonce": nonce, "pid": os.getpid()}))
@@ -290,7 +274,7 @@ class Reports:
             self._changed.notify_all()
 
     def _keep(self, message: Frame) -> bool:
-        """Keep a row that is expected. vLLM names a sample ``<place>_<ours>-<random>``, without the place if it is alone."""
+        """Keep an expected row. vLLM names samples ``<place>_<ours>-<random>``, or without the place if single."""
         found = _CHILD.fullmatch(message["request"])
         if found is None or found[2] not in self._rows:
             return False
@@ -301,7 +285,6 @@ class Reports:
 
 
 def _hello(message: Frame) -> tuple[int, set[int], bytes]:
-    """Return rank, processes and proof of a worker's greeting; raises OSError for anything else."""
     rank, pids, proof = (message.get(name) for name in ("rank", "pids", "proof"))
     if not _is_whole(rank, 0, _MAX_RANKS - 1) or not isinstance(pids, list) or not isinstance(proof, bytes):
         raise OSError("a greeting without rank, processes and proof")

@@ -1,11 +1,11 @@
-"""The hosts of an engine that spans several: which of them this one is, where they meet, and the secret that they share.
+"""The hosts of an engine: numbers, rendezvous and shared secret. Imports neither vLLM nor torch.
 
 ::
 
-    host 0 (the replica)    vLLM's engine ─▶ ranks 0 … n-1           ◀─┐ reports: rows, stagings, death (``worker_channel``)
+    host 0 (the replica)    vLLM's engine ─▶ ranks 0 … n-1           ◀─┐ rows, stagings, death (``worker_channel``)
     host 1 (``node``)                    ranks n … 2n-1          ──┘ steps of the model: vLLM's own queues and groups
 
-Every host starts vLLM with the same arguments but for its number. No vLLM and no torch here.
+All start vLLM with the same arguments except their number.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from shared.settings import RolloutSettings
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hosts:
-    """Host ``node`` of ``nodes``; they meet at ``rendezvous`` (host:port); others reach this one at ``own``."""
+    """Host ``node`` of ``nodes``, with address ``own``; they meet at ``rendezvous`` (host:port)."""
 
     nodes: int
     node: int
@@ -28,7 +28,7 @@ class Hosts:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What vLLM's AsyncEngineArgs must know of them."""
+        """Their AsyncEngineArgs."""
         address, _, port = self.rendezvous.rpartition(":")
         return {
             "distributed_executor_backend": "mp",
@@ -40,11 +40,7 @@ class Hosts:
 
 
 def hosts_of(rollout: RolloutSettings, own: str) -> Hosts | None:
-    """Return the hosts that settings name; None where an engine lies within one.
-
-    Raises:
-        SettingsError: there is no secret.
-    """
+    """Return the configured hosts, or None if single; raises SettingsError without a secret."""
     if rollout.nodes == 1 or rollout.secret_file is None:
         return None
     secret_of(rollout.secret_file)
@@ -52,5 +48,5 @@ def hosts_of(rollout: RolloutSettings, own: str) -> Hosts | None:
 
 
 def secret_of(file: Path) -> bytes:
-    """Return what the hosts of a replica share. Raises SettingsError where there is none."""
+    """Return the hosts' shared secret; raises SettingsError if missing."""
     return read_secret(file, "rollout.secret_file, the same on every host of the replica")

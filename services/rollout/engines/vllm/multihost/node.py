@@ -1,14 +1,12 @@
-"""A further host of an engine that spans several: it holds workers of it, and nothing else.
+"""A further host of an engine, which only runs workers.
 
 ::
 
     start ─▶ vLLM's executor ─▶ workers ─▶ they meet those of the first host at rollout.rendezvous ─▶ ready
-    a worker ended, or the first host's rendezvous is gone ─▶ the workers end ─▶ exit 1: the whole replica starts again
-    SIGTERM ─▶ they go on until the first host has finished what it holds, and ends ─▶ exit 0
+    a worker ended, or the first host's rendezvous is gone ─▶ the workers end ─▶ exit 1: the replica restarts
+    SIGTERM ─▶ they continue until the first host has finished ─▶ exit 0
 
-What is generated, pulled, swapped and reported is between the workers and the first host's process, which is the replica:
-``worker`` and ``worker_channel``. This one knows neither bus nor run state, has no name there, and exports no metric of a
-replica's; ``/readyz`` says whether its workers are there.
+Workers talk to the first host's process, the replica. This one uses neither bus nor run state.
 """
 
 import asyncio
@@ -32,12 +30,7 @@ _ASK_EVERY_S, _SILENT_S = 1.0, 15.0
 
 
 async def hold_workers(settings: Settings, arguments: dict[str, Any], hosts: Hosts) -> None:
-    """Hold this host's workers until the first host ends them.
-
-    Raises:
-        SettingsError: vLLM cannot start with ``arguments``.
-        EngineDied: the first host, or a worker here, ended without this process having been told to stop.
-    """
+    """Hold this host's workers until the first host ends them; raises SettingsError or EngineDied."""
     async with attend(settings) as (stop, status):
         workers = Workers(arguments, hosts)
         stopping = asyncio.ensure_future(stop.wait())
@@ -45,7 +38,7 @@ async def hold_workers(settings: Settings, arguments: dict[str, Any], hosts: Hos
             either: set[asyncio.Future[Any]] = {workers.ready, stopping}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not workers.ready.done():
-                return  # nobody has begun to rely on them
+                return
             workers.ready.result()
             status.state = "working"
             log.info("workers are ready", extra={"node": hosts.node, "nodes": hosts.nodes})
@@ -59,19 +52,19 @@ async def hold_workers(settings: Settings, arguments: dict[str, Any], hosts: Hos
 
 
 class Workers:
-    """vLLM's executor of one host, in a thread of its own."""
+    """vLLM's executor, in its own thread."""
 
     def __init__(self, arguments: dict[str, Any], hosts: Hosts) -> None:
         self._arguments, self._hosts = arguments, hosts
         self._loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[None] = self._loop.create_future()
-        """Done once the workers have loaded the model and met those of the first host."""
+        """Done once the workers have met the first host's."""
         self.ended: asyncio.Future[str] = self._loop.create_future()
-        """Done, with what is known of it, once they are gone, or have nobody to work for."""
+        """Done, with the reason, once they or the first host are gone."""
         threading.Thread(target=self._hold, name="workers", daemon=True).start()
 
     def kill(self) -> None:
-        """End the workers that are there, those that still wait for the first host's too."""
+        """End all workers, including waiting ones."""
         for child in multiprocessing.active_children():
             child.kill()
 
@@ -97,8 +90,6 @@ class Workers:
         self._tell(self.ended.set_result, f"the first host does not answer: {outlast(self._hosts.rendezvous)}")
 
     def _tell(self, call: Any, value: Any) -> None:
-        """Call ``call(value)`` in the event loop, unless somebody was quicker or the loop is over."""
-
         def once() -> None:
             with contextlib.suppress(asyncio.InvalidStateError):
                 call(value)
@@ -108,10 +99,7 @@ class Workers:
 
 
 def outlast(rendezvous: str) -> str:
-    """Wait until the rendezvous at host:port, which lives in a worker of the first host, no longer answers; return why.
-
-    vLLM's workers would wait for ever: until they report to the replica, nothing else tells them.
-    """
+    """Wait until the rendezvous at host:port stops answering; return why. vLLM's workers alone would wait forever."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     address, _, port = rendezvous.rpartition(":")

@@ -1,4 +1,4 @@
-"""Where vLLM's workers meet: a TCPStore on the address of their rendezvous, where torch's own listens on every one."""
+"""Bind vLLM's rendezvous store to one address; torch's own listens on all."""
 
 import importlib
 import os
@@ -12,10 +12,7 @@ from shared.peers.tcp_store import serve_store
 
 
 def bind_stores() -> None:
-    """Have the stores that ``torch.distributed.init_process_group`` serves in this process listen on one address.
-
-    It takes no other store from vLLM, which names ``tcp://`` addresses.
-    """
+    """Bind ``torch.distributed.init_process_group``'s ``tcp://`` stores to one address."""
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
     rendezvous.TCPStore = _open_store
 

@@ -1,4 +1,4 @@
-"""Several vLLM engines on one GPU, behind the protocol of one: a small model leaves the GPU idle while one scheduler works.
+"""Several vLLM engines on one GPU, which a small model's single scheduler would leave idle.
 
 ::
 

@@ -6,11 +6,8 @@
     stage    ─▶ engine 0 pulls ─▶ the others copy its shadow         CUDA IPC on a GPU, gloo on a CPU
     swap     ─▶ gate shut ─▶ all engines between two of their steps ─▶ gate open
 
-Weights cross the network once. The other engines pull from engine 0 as replicas pull from one another (``weights/source``), so
-their shadows are verified in the same way. Offers by file are read by each engine.
-
-No group starts while the engines hold different versions. If a swap succeeds in only some of them, the set is ``torn``: groups wait
-until a later swap succeeds in all.
+Each engine verifies its copy, and reads offers by file itself. No group starts while versions differ: after a partial
+swap the set is ``torn`` until a later one succeeds in all.
 """
 
 import asyncio
@@ -30,11 +27,7 @@ R = TypeVar("R")
 
 
 class EngineSet:
-    """An :class:`Engine` of two or more engines, of which the first serves weights to the others; made by ``start``.
-
-    Args:
-        deadline_s: for each wait of an engine that pulls from the first.
-    """
+    """Two or more engines; the first serves the others within ``deadline_s`` per wait. Created by ``start``."""
 
     def __init__(self, engines: Sequence[VllmEngine], *, deadline_s: float) -> None:
         first = engines[0]
@@ -42,7 +35,6 @@ class EngineSet:
         self.ranks, self.place, self.peer_address = first.ranks, first.place, first.peer_address
         self.stop, self.context_tokens, self.vocabulary = first.stop, first.context_tokens, first.vocabulary
         self.version: PolicyVersion | None = None
-        """The version that every engine holds."""
         self._router = Router(len(engines))
         self._gate = SwapGate()
         self._secret = b""
@@ -55,32 +47,32 @@ class EngineSet:
 
     @property
     def torn(self) -> bool:
-        """Whether no group may start until another swap succeeds in every engine."""
+        """Whether groups wait for a swap of every engine."""
         return any(engine.torn for engine in self.engines) or len({engine.version for engine in self.engines}) > 1
 
     def update_by(self, mode: UpdateMode) -> None:
-        """Take the next versions between two decoding steps, or once running completions have ended."""
+        """Swap between two decoding steps or after running completions."""
         for engine in self.engines:
             engine.update_by(mode)
 
     def share_secret(self, secret: bytes) -> None:
-        """Serve weights to the processes that know ``secret`` from now on, and to no others."""
+        """Serve weights only to processes that know ``secret``."""
         self._secret = secret
         self.engines[0].share_secret(secret)
 
     async def generate(self, request: GenerationRequest) -> GeneratedGroup:
-        """Return a group of completions, all from one engine (see :class:`Engine`)."""
+        """Return completions, all from one engine."""
         async with self._gate.passage():
             with self._router.turn(request.prompt_token_ids, request.sampling.samples) as number:
                 return await self._named(number, self.engines[number].generate(request))
 
     async def logprobs(self, token_ids: Int32Array) -> Float32Array:
-        """Return the logprobs of ``token_ids[1:]`` from each engine in turn, so that a probe's sequences check them all."""
+        """Return logprobs of ``token_ids[1:]`` from each engine in turn, so that a probe checks all."""
         number, self._probes = self._probes % len(self.engines), self._probes + 1
         return await self._named(number, self.engines[number].logprobs(token_ids))
 
     async def stage(self, offer: Offer) -> None:
-        """Receive ``offer`` in the first engine and pass it on to the others (see :class:`Engine`)."""
+        """Receive ``offer`` in the first engine; pass it on."""
         if offer.transport == "file":
             await _all(self._named(number, engine.stage(offer)) for number, engine in enumerate(self.engines))
             return
@@ -99,7 +91,7 @@ class EngineSet:
         await puller.finish(passed, None)
 
     async def swap(self, version: PolicyVersion) -> SwapReport:
-        """Make the staged version live in every engine (see :class:`Engine`)."""
+        """Make the staged version live in every engine."""
         await self._gate.shut()
         try:
             swaps = (self._named(number, engine.swap(version)) for number, engine in enumerate(self.engines))
@@ -113,7 +105,6 @@ class EngineSet:
         return SwapReport(slowest, reports[0].path, sum(report.copied_bytes for report in reports))
 
     async def _named(self, number: int, work: Awaitable[R]) -> R:
-        """Return the result of ``work``; its failure names the engine."""
         try:
             return await work
         except (EngineDied, WeightsError) as error:
@@ -126,7 +117,6 @@ class EngineSet:
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
-    """Return all results; wait for every one of them even if some fail, and raise the worst failure."""
     results = await asyncio.gather(*work, return_exceptions=True)
     failures = [result for result in results if isinstance(result, BaseException)]
     if failures:

@@ -1,4 +1,4 @@
-"""The GPU of this process by NVML, which makes no CUDA context, and whether CUDA MPS serves it."""
+"""This process's GPU by NVML, without a CUDA context."""
 
 import asyncio
 import os
@@ -15,11 +15,7 @@ _SAMPLES, _INTERVAL_S = 20, 0.1
 
 
 class Gpu:
-    """The first GPU that ``CUDA_VISIBLE_DEVICES`` names.
-
-    Raises:
-        SettingsError: NVML does not know it.
-    """
+    """The first GPU in ``CUDA_VISIBLE_DEVICES``; raises SettingsError if NVML does not know it."""
 
     def __init__(self) -> None:
         from vllm.third_party import pynvml
@@ -42,7 +38,7 @@ class Gpu:
         return Memory(int(memory.total), int(memory.free))
 
     async def busy_share(self) -> float | None:
-        """Return the share of the next two seconds in which the GPU works; None where NVML does not report it."""
+        """Return the GPU's busy share of the next two seconds, or None if not reported."""
         samples: list[float] = []
         for _ in range(_SAMPLES):
             await asyncio.sleep(_INTERVAL_S)
@@ -54,7 +50,7 @@ class Gpu:
 
 
 def sharing() -> str:
-    """Say how CUDA lets processes share a GPU: by MPS, where its daemon answers, else in time slices."""
+    """Return how CUDA shares a GPU: by MPS if its daemon answers, else in time slices."""
     control = shutil.which(_MPS_CONTROL)
     if control is not None:
         try:

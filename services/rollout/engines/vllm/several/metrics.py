@@ -1,11 +1,11 @@
-"""vLLM's metrics of several engines in one process: one set of collectors, told apart by the label ``engine``."""
+"""vLLM metrics of several engines in one process, with the label ``engine``."""
 
 import threading
 from typing import Any
 
 
 class SharedStatistics:
-    """vLLM's Prometheus logger, which each AsyncLLM would replace by its own, for ``engines`` engines."""
+    """vLLM's Prometheus logger for all ``engines``; each AsyncLLM would replace it."""
 
     def __init__(self, engines: int) -> None:
         self._engines = engines
@@ -14,11 +14,11 @@ class SharedStatistics:
         self._lock = threading.Lock()
 
     def grow(self, engines: int) -> None:
-        """Start again with labels for ``engines`` engines."""
+        """Restart with labels for ``engines`` engines."""
         self._engines, self._logger = engines, self._opened(self._config, engines)
 
     def factory(self, engine: int) -> type:
-        """Return what the AsyncLLM of ``engine`` makes its logger from."""
+        """Return the AsyncLLM's logger factory."""
         from vllm.v1.metrics.loggers import PrometheusStatLogger
 
         shared = self

@@ -1,4 +1,4 @@
-"""Decide how many engines share a GPU, and how much of its memory each of them takes. Arithmetic only."""
+"""Choose how many engines share a GPU, and their memory. Arithmetic only."""
 
 import dataclasses
 from typing import Any
@@ -6,25 +6,25 @@ from typing import Any
 from shared.errors import SettingsError
 
 MAX_ENGINES = 3
-"""More are not chosen automatically: in time slices a fourth engine decoded 6 % less on an H200 (0.5B, 512 sequences)."""
+"""In time slices, a fourth engine decoded 6 % less on an H200 (0.5B, 512 sequences)."""
 _LARGE_PARAMETERS = 6_500_000_000
-"""Models of 7B parameters and more keep a GPU busy with one engine."""
+"""From 7B on, one engine keeps a GPU busy."""
 _BUSY = 0.9
-"""The share of time in which the GPU should work."""
+"""Target share of busy time."""
 _CORES_PER_ENGINE = 2
 _ENGINE_BYTES = 4 << 30
-"""CUDA context, CUDA graphs and activations of one engine with a small model."""
+"""CUDA context, graphs and activations of a small model."""
 _WEIGHT_COPIES = 1.25
-"""Weights with vLLM's padding, and activations, which grow with the model."""
+"""Weights with padding, and activations that grow with the model."""
 _LOGIT_COPIES = 6
-"""Float32 copies of a step's logits while tokens are drawn."""
+"""Float32 copies of a step's logits."""
 _SHADOW = 1.05
 _LEAST_KV_CACHE_BYTES = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
-    """A number of engines, and the reason in words for people."""
+    """A number of engines, and the reason as text."""
 
     engines: int
     reason: str
@@ -32,7 +32,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Demand:
-    """What one engine needs: the weights' bytes, and those of a step's logits in float32."""
+    """Bytes of an engine's weights and of a step's float32 logits."""
 
     policy_parameters: int
     policy_bytes: int
@@ -41,18 +41,15 @@ class Demand:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of a GPU before the first engine starts."""
+    """GPU bytes before the first engine starts."""
 
     total_bytes: int
     free_bytes: int
 
     def arguments(self, engines: int, utilization: float, demand: Demand) -> dict[str, Any]:
-        """Return vLLM's memory arguments for each of ``engines`` that start at the same time.
+        """Return memory arguments for each of ``engines`` that start together; raises SettingsError if too large.
 
-        What they take together is at most ``utilization`` of the GPU, and leaves room for a shadow of the weights each.
-
-        Raises:
-            SettingsError: the memory does not hold so many engines.
+        In total at most ``utilization`` of the GPU, leaving each a shadow of the weights.
         """
         shadows_bytes = _SHADOW * engines * demand.policy_bytes
         share_bytes = min(utilization * self.total_bytes, self.free_bytes - shadows_bytes) / engines
@@ -64,13 +61,13 @@ class Memory:
                 f"found {share_bytes / 2**30:.1f} GiB for each: lower rollout.engines_per_gpu or raise "
                 "rollout.vllm.gpu_memory_utilization"
             )
-        # vLLM checks this share against the memory that is free when an engine starts, when others have begun to take theirs.
+        # At start-up, vLLM compares it with free memory, which other engines already use.
         startup_share = 0.5 * share_bytes / self.total_bytes
         return {"kv_cache_memory_bytes": kv_cache_bytes, "gpu_memory_utilization": startup_share}
 
 
 def upper_limit(memory: Memory, cores: int, utilization: float, demand: Demand) -> Choice:
-    """Return the largest number of engines that parameters, ``cores`` of this machine and memory allow."""
+    """Return the maximum number of engines for parameters, ``cores`` and memory."""
     if demand.policy_parameters >= _LARGE_PARAMETERS:
         return Choice(1, f"a model of {demand.policy_parameters / 1e9:.1f}B parameters keeps the GPU busy")
     by_cores = max(1, cores // _CORES_PER_ENGINE)
@@ -84,6 +81,6 @@ def upper_limit(memory: Memory, cores: int, utilization: float, demand: Demand) 
 
 
 def by_load(busy: float, limit: Choice) -> Choice:
-    """Return the number of engines for a GPU that one engine keeps busy for the share ``busy`` of the time."""
+    """Return the number of engines, if one keeps the GPU busy for the share ``busy``."""
     engines = max(1, min(limit.engines, round(_BUSY / max(busy, 0.01))))
     return Choice(engines, f"one engine kept the GPU busy for {busy:.0%} of the time; {limit.reason}")

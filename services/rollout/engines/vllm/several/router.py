@@ -1,4 +1,4 @@
-"""Choose the engine for each group: the least loaded one, or the one that has read the prompt before."""
+"""Choose each group's engine: the least loaded, or the one that has read the prompt."""
 
 import contextlib
 import hashlib
@@ -8,20 +8,18 @@ from collections.abc import Iterator
 from shared.bus.messages import Int32Array
 
 _PROMPTS = 4096
-"""Prompts whose engine is remembered, the newest."""
 
 
 class Router:
-    """Counts the outstanding samples of ``engines`` engines, numbered from 0."""
+    """Counts outstanding samples per engine."""
 
     def __init__(self, engines: int) -> None:
         self.outstanding = [0] * engines
-        """Samples that each engine has to generate."""
         self._engine_of: OrderedDict[bytes, int] = OrderedDict()
 
     @contextlib.contextmanager
     def turn(self, prompt_token_ids: Int32Array, samples: int) -> Iterator[int]:
-        """Yield the engine for a group of ``samples`` completions, which count as outstanding meanwhile."""
+        """Yield the engine for a group, whose ``samples`` count as outstanding meanwhile."""
         engine = self._choose(hashlib.blake2b(prompt_token_ids.tobytes(), digest_size=16).digest(), samples)
         self.outstanding[engine] += samples
         try:
@@ -30,7 +28,7 @@ class Router:
             self.outstanding[engine] -= samples
 
     def forget_prompts(self) -> None:
-        """Forget which engine has read which prompt: new weights do not use the prefix cache of old ones."""
+        """Forget prompts, as new weights do not reuse the prefix cache."""
         self._engine_of.clear()
 
     def _choose(self, prompt: bytes, samples: int) -> int:

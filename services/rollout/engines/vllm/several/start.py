@@ -1,4 +1,4 @@
-"""Start the engines of a replica, and decide how many it needs: ``rollout.engines_per_gpu``."""
+"""Choose and start a replica's engines (``rollout.engines_per_gpu``)."""
 
 import asyncio
 import contextlib
@@ -29,14 +29,9 @@ _WARM_UP_S = 2.0
 async def open_engines(
     count: int | Literal["auto"], arguments: dict[str, Any], hosts: Hosts | None = None, **serving: Any
 ) -> tuple[VllmEngine | EngineSet, Choice]:
-    """Return ``count`` engines on one GPU as one, and how their number came about.
+    """Return ``count`` engines on one GPU as one, and the reason for their number; may raise SettingsError.
 
-    Args:
-        arguments: vLLM's for one engine with the whole GPU; sequences and memory are split.
-        serving: what :func:`services.rollout.engines.vllm.start.open_vllm` takes besides.
-
-    Raises:
-        SettingsError: vLLM cannot serve this, or the memory does not hold so many engines.
+    ``arguments`` are for one engine with the whole GPU; sequences and memory are split.
     """
     limit = await asyncio.to_thread(_upper_limit, count, arguments, hosts, serving)
     if limit.engines == 1:
@@ -72,17 +67,16 @@ def _demand(arguments: dict[str, Any]) -> Demand:
 
 
 class _Starter:
-    """Starts engines that share what ``arguments`` give to one. The GPU's free memory is read once, here. Made in a thread."""
+    """Starts engines that share ``arguments``' resources. Reads free GPU memory; create in a thread."""
 
     def __init__(self, arguments: dict[str, Any], serving: dict[str, Any]) -> None:
         self._arguments, self._serving = arguments, serving
         self._gpu = Gpu() if torch.cuda.is_available() else None
         self._demand = _demand(arguments) if self._gpu else None
         self.sharing = f"; they share the GPU by {sharing()}" if self._gpu else ""
-        """How the engines share the GPU, as the end of a sentence."""
 
     async def open(self, engines: int) -> EngineSet:
-        """Return ``engines`` engines, started in parallel."""
+        """Start ``engines`` engines in parallel."""
         async with self._started() as opened:
             statistics = SharedStatistics(engines)
             shares = [self._share(number, engines, self._sequences(engines)) for number in range(engines)]
@@ -90,7 +84,7 @@ class _Starter:
             return self._set(opened)
 
     async def open_by_load(self, limit: Choice) -> tuple[VllmEngine | EngineSet, Choice]:
-        """Return as many engines as the GPU has time for while the first one decodes; it starts with a ``limit``-th of the memory."""
+        """Return as many engines as suit the load under the first, which gets a ``limit``-th of the memory."""
         assert self._gpu is not None
         async with self._started() as opened:
             statistics = SharedStatistics(1)
@@ -116,7 +110,7 @@ class _Starter:
             load.cancel()
             await asyncio.wait({load})
         if not load.cancelled():
-            load.result()  # raises
+            load.result()
         if busy is None:
             return Choice(1, "NVML does not report how busy the GPU is")
         choice = plan.by_load(busy, limit)
@@ -126,7 +120,6 @@ class _Starter:
         return -(-int(self._arguments["max_num_seqs"]) // engines)
 
     def _share(self, number: int, engines: int, sequences: int) -> dict[str, Any]:
-        """Return the arguments of engine ``number``: its own seed and its part of sequences and memory."""
         whole = self._arguments
         own = {"max_num_seqs": sequences, "seed": (whole["seed"] + number) % (1 << 31)}
         if self._gpu is None or self._demand is None:
@@ -135,7 +128,6 @@ class _Starter:
         return {**whole, **own, **memory}
 
     async def _start(self, shares: list[dict[str, Any]], first: int, statistics: SharedStatistics) -> list[VllmEngine]:
-        """Start engines ``first``, ``first + 1``, … in parallel; close them again if one fails."""
         loggers = await asyncio.to_thread(lambda: [statistics.factory(first + place) for place in range(len(shares))])
         starts = [
             open_vllm(share, **{**self._serving, **_role(number)}, stat_loggers=[logger])
@@ -154,7 +146,6 @@ class _Starter:
 
     @contextlib.asynccontextmanager
     async def _started(self) -> AsyncIterator[list[VllmEngine]]:
-        """Yield a list for engines, which are closed if the body fails."""
         engines: list[VllmEngine] = []
         try:
             yield engines
@@ -164,12 +155,11 @@ class _Starter:
 
 
 def _role(number: int) -> dict[str, Any]:
-    """The memory for shadows is set aside; the first engine alone serves weights."""
+    """Reserve memory for shadows; only the first engine serves weights."""
     return {"shadow": "full"} if number == 0 else {"shadow": "full", "peer_host": ""}
 
 
 async def _decode(engine: VllmEngine, sequences: int) -> None:
-    """Let ``engine`` decode random prompts, ``sequences`` at a time, until cancelled."""
     random = np.random.default_rng(0)
     new_tokens = max(1, min(_NEW_TOKENS, engine.context_tokens - _PROMPT_TOKENS))
     sampling = Sampling(samples=_GROUP, max_new_tokens=new_tokens, temperature=1.0)

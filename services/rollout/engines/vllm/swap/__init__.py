@@ -1,4 +1,4 @@
-"""Replace the weights of a running vLLM model: by one traced copy plan, or by vLLM's layerwise reload.
+"""Replace a running vLLM model's weights.
 
 tensors ──▶ copy_plan (traced once) ──▶ copies ──▶ live parameters
 """

@@ -1,10 +1,8 @@
-"""Which bytes of a storage a set of strided views touches: interval arithmetic, no tensors.
+"""The bytes that strided views touch: interval arithmetic without tensors.
 
-A view of shape (3, 4) and strides (10, 1) over two-byte numbers, at byte 100, touches three runs of eight bytes::
+Shape (3, 4), strides (10, 1), two-byte numbers, at byte 100::
 
     intervals(100, (3, 4), (10, 1), 2)    [[100, 108], [120, 128], [140, 148]]
-
-Many such arrays are joined by :func:`union`, which refuses bytes that stand twice, and asked by :func:`first_missing`.
 """
 
 from collections.abc import Sequence
@@ -18,7 +16,7 @@ Intervals: TypeAlias = npt.NDArray[np.int64]
 
 
 class TouchedTwice(Exception):
-    """A byte that should stand once stands twice; ``byte`` is where."""
+    """Byte number ``byte`` is covered twice."""
 
     def __init__(self, byte: int) -> None:
         super().__init__(f"byte {byte} is touched twice")
@@ -26,7 +24,7 @@ class TouchedTwice(Exception):
 
 
 def intervals(offset: int, shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> Intervals:
-    """Return the runs of bytes that a view touches: ``offset`` in bytes, ``strides`` in items."""
+    """Return a view's byte runs: ``offset`` in bytes, ``strides`` in items."""
     if 0 in shape:
         return np.empty((0, 2), dtype=np.int64)
     run, starts = item_bytes, np.array([offset], dtype=np.int64)
@@ -39,11 +37,7 @@ def intervals(offset: int, shape: Sequence[int], strides: Sequence[int], item_by
 
 
 def union(parts: Sequence[Intervals]) -> Intervals:
-    """Return all intervals in order, neighbours joined.
-
-    Raises:
-        TouchedTwice: two of them overlap.
-    """
+    """Return sorted intervals, adjacent ones joined; raises TouchedTwice on overlap."""
     if not parts:
         return np.empty((0, 2), dtype=np.int64)
     joined = np.concatenate(parts)
@@ -57,7 +51,7 @@ def union(parts: Sequence[Intervals]) -> Intervals:
 
 
 def merged(parts: Sequence[Intervals]) -> Intervals:
-    """Return all intervals in order; those that overlap or are neighbours are joined."""
+    """Return sorted intervals, overlapping or adjacent ones joined."""
     joined = np.concatenate([np.empty((0, 2), dtype=np.int64), *parts])
     joined = joined[np.argsort(joined[:, 0], kind="stable")]
     reach = np.maximum.accumulate(joined[:, 1])
@@ -66,13 +60,13 @@ def merged(parts: Sequence[Intervals]) -> Intervals:
 
 
 def first_missing(covered: Intervals, wanted: Intervals) -> int | None:
-    """Return the lowest byte of ``wanted`` that ``covered`` (a union) does not hold, None where it holds all."""
+    """Return the lowest byte of ``wanted`` missing from ``covered`` (a union), or None."""
     if not len(wanted):
         return None
     wanted = wanted[np.argsort(wanted[:, 0], kind="stable")]
     if not len(covered):
         return int(wanted[0, 0])
     found = np.searchsorted(covered[:, 0], wanted[:, 0], side="right") - 1
-    held = np.where(found >= 0, covered[np.maximum(found, 0), 1], 0)  # up to where the wanted interval is held
+    held = np.where(found >= 0, covered[np.maximum(found, 0), 1], 0)
     missing = np.flatnonzero(held < wanted[:, 1])
     return None if not len(missing) else int(max(wanted[missing[0], 0], held[missing[0]]))

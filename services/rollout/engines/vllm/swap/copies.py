@@ -1,12 +1,12 @@
-"""Copies between storages as data, and how they are carried out at once.
+"""Copies between storages as data, executed in bulk.
 
 ::
 
     Copy(destination Region, source Region) × N ──▶ joined where neighbours on both sides
                                                 ──▶ grouped by number type and order ──▶ one _foreach_copy_ a group
 
-A :class:`CopyPlan` is made by :func:`services.rollout.engines.vllm.swap.copy_plan.trace`, which answers for what it covers; this module only
-moves bytes. Nothing here waits for a device.
+:func:`services.rollout.engines.vllm.swap.copy_plan.trace` builds plans. Only :meth:`CopyPlan.differences` waits for a
+device.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ _WIDE = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Region:
-    """A strided view of storage number ``storage``: ``offset`` in bytes, ``strides`` in items."""
+    """A view of storage number ``storage``: ``offset`` in bytes, ``strides`` in items."""
 
     storage: int
     offset: int
@@ -38,7 +38,7 @@ class Region:
 
     @property
     def contiguous(self) -> bool:
-        """Whether its items lie one after the other in their order."""
+        """Whether its items are contiguous and in order."""
         wanted = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size != 1 and stride != wanted:
@@ -47,14 +47,14 @@ class Region:
         return True
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Return the view of ``storage`` that this describes."""
+        """Return this view of ``storage``."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset // self.dtype.itemsize, self.shape, self.strides)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Copy:
-    """Bytes that go from the shadow into parameters."""
+    """A copy from the shadow into parameters."""
 
     destination: Region
     source: Region
@@ -62,14 +62,14 @@ class Copy:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fill:
-    """Bytes of parameters that the loader sets to a constant."""
+    """Parameter bytes set to a constant."""
 
     destination: Region
     value: float
 
 
 class CopyPlan:
-    """Copies and fills on live storages; made by a trace. Keeps the storages of both sides alive."""
+    """Traced copies and fills; keeps the storages of both sides alive."""
 
     def __init__(
         self,
@@ -94,16 +94,16 @@ class CopyPlan:
 
     @property
     def parts(self) -> int:
-        """Storages of the shadow: the buckets."""
+        """Number of shadow storages (buckets)."""
         return len(self._sources)
 
     def copies_of(self, part: int) -> list[Copy]:
-        """Return the copies whose source is storage number ``part``."""
+        """Return copies from storage ``part``."""
         return [copy for copy in self.copies if copy.source.storage == part]
 
     @torch.no_grad()
     def replay(self) -> int:
-        """Enqueue all copies and fills on the current stream; return the bytes copied."""
+        """Enqueue everything on the current stream; return the bytes copied."""
         assert self._groups, "a plan that was traced on the meta device is replayed part by part"
         _enqueue(self._groups)
         self.replay_fills()
@@ -111,9 +111,9 @@ class CopyPlan:
 
     @torch.no_grad()
     def replay_part(self, part: int, buffer: torch.Tensor) -> int:
-        """Enqueue the copies of one part from ``buffer`` (uint8), which holds its bytes; return the bytes copied.
+        """Enqueue a part's copies from ``buffer`` (uint8); return the bytes copied.
 
-        All parts once, in any order, and :meth:`replay_fills` are one :meth:`replay`.
+        All parts in any order plus :meth:`replay_fills` equal :meth:`replay`.
         """
         assert buffer.dtype == torch.uint8, "a bucket is a tensor of bytes"
         assert buffer.is_contiguous(), "a bucket lies in one piece"
@@ -133,14 +133,14 @@ class CopyPlan:
 
     @torch.no_grad()
     def differences(self) -> int:
-        """Return how many copies do not equal their sources, bit by bit (cast ones: by value). Waits for the device."""
+        """Return how many copies differ bitwise (cast ones: by value); waits for the device."""
         pairs = [pair for group in self._groups for pair in zip(*group, strict=True)]
         return sum(not torch.equal(destination, source.to(destination.dtype)) for destination, source in pairs)
 
     def _grouped(
         self, copies: Iterable[Copy], sources: Sequence[torch.UntypedStorage]
     ) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-        """Return views in groups of like number types and order: one strided pair makes a whole foreach slow."""
+        """Group views by number types and order: one strided pair slows a whole foreach."""
         groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
         for copy in copies:
             to, of = self._destinations[copy.destination.storage], sources[copy.source.storage]
@@ -160,7 +160,7 @@ def _enqueue(groups: Iterable[tuple[list[torch.Tensor], list[torch.Tensor]]]) ->
 
 
 def coalesced(copies: Iterable[Copy]) -> list[Copy]:
-    """Return ``copies``, the plain ones as bytes and joined where they are neighbours on both sides."""
+    """Return plain copies as bytes, joined if adjacent on both sides."""
     plain: list[Copy] = []
     others: list[Copy] = []
     for copy in copies:
@@ -194,7 +194,7 @@ def _follows(before: Region, after: Region) -> bool:
 
 
 def _widened(copy: Copy, to: torch.UntypedStorage, of: torch.UntypedStorage) -> Copy:
-    """Return the same copy of bytes in the widest items that fit both sides: copy kernels are paid per item."""
+    """Use the widest items that fit both sides: copy kernels cost per item."""
     addresses = (to.data_ptr(), of.data_ptr(), copy.destination.offset, copy.source.offset, copy.source.nbytes)
     dtype = next(dtype for dtype in _WIDE if all(value % dtype.itemsize == 0 for value in addresses))
     shape = (copy.source.nbytes // dtype.itemsize,)

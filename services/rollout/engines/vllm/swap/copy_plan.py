@@ -1,24 +1,15 @@
-"""How the tensors of a checkpoint become the parameters of a model, traced once and then replayed as one copy.
+"""Trace how checkpoint tensors become a model's parameters, and replay it as one copy.
 
-Inference engines fuse and shard parameters: query, key and value projections lie in one tensor, each rank holds its rows.
-Only the model's own loader knows how. It is run once over views of the shadow, with every write caught instead of made::
+Only the model's loader knows how parameters are fused and sharded. It runs once over views of the shadow, with writes
+recorded instead of made::
 
     load_weights ──▶ recorder ──▶ copy_(parameter view, shadow view)      a copy of the plan
                                   fill_(parameter view, constant)         a fill (padded vocabularies)
                                   anything else into a parameter          CopyPlanRefused
 
-What a plan promises:
-
-- Its copies and fills write every byte of every parameter exactly once (proved by interval arithmetic), so replaying it
-  is the same as running the loader, whatever the parameters held before. Tied parameters count once.
-- Tracing changes nothing: no parameter, no buffer, no tensor of the shadow.
-- What is not a plain copy (concatenated, cast into fresh memory, quantized) is refused, never guessed.
-
-The sources stand as (part, offset, strides), where a part is one storage of the shadow in the order in which ``tensors``
-first touches it: the bucket's number, for tensors in the order of their layout. So the copies of one bucket can be
-replayed from another buffer that holds its bytes. Tensors on the meta device may be traced, for that use alone.
-
-It knows no engine: which model, which parameters and what else depends on them is the caller's business.
+A plan writes every parameter byte exactly once (proved by interval arithmetic). Sources are (part, offset, strides);
+parts are shadow storages by first use (bucket numbers, in layout order), so another buffer can replace them. Meta
+tensors may be traced for that only.
 """
 
 from collections import defaultdict
@@ -42,7 +33,6 @@ from services.rollout.engines.vllm.swap.byte_coverage import (
 from services.rollout.engines.vllm.swap.copies import Copy, CopyPlan, Fill, Region, coalesced
 
 Load: TypeAlias = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
-"""A model's ``load_weights``: takes (name, tensor) pairs and writes them into its parameters."""
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
 
 _aten = torch.ops.aten
@@ -50,21 +40,20 @@ _NONE: Tensors = MappingProxyType({})
 
 
 class CopyPlanRefused(Exception):
-    """Loading this model is not a matter of plain copies; the text says why."""
+    """The model is not loaded by plain copies only."""
 
 
 class LoaderRefused(CopyPlanRefused):
-    """The model's loader itself raised on these tensors."""
+    """The model's loader raised."""
 
 
 def trace(load: Load, tensors: Tensors, parameters: Tensors, buffers: Tensors = _NONE) -> CopyPlan:
-    """Return the plan of what ``load`` does with ``tensors`` (stable views of the shadow) to a model.
+    """Return the plan of what ``load`` does with ``tensors`` (stable shadow views).
 
-    ``parameters`` are all that the model has, tied ones under each of their names or once. Its ``buffers`` need not be
-    loaded, but one that is must be covered as a whole too. Both keep their values.
+    ``parameters`` are complete, ties may repeat; ``buffers`` are covered completely or not at all. Neither changes.
 
     Raises:
-        CopyPlanRefused: it is not a plan of copies, or not of all bytes; :class:`LoaderRefused` where ``load`` raised.
+        CopyPlanRefused: not only copies, or bytes are missing; :class:`LoaderRefused` if ``load`` raised.
     """
     for name, parameter in parameters.items():
         if is_lazy(parameter) or not parameter.numel():
@@ -78,10 +67,7 @@ def trace(load: Load, tensors: Tensors, parameters: Tensors, buffers: Tensors = 
 
 
 def first_cut(read: Iterable[Region], tensors: Mapping[str, Region]) -> str:
-    """Return the name of the first of ``tensors`` of which ``read`` has some bytes, but not all; "" where there is none.
-
-    A loader whose heads are narrower than the checkpoint's takes the first rows and says nothing.
-    """
+    """Return the first of ``tensors`` that ``read`` covers only in part, as loaders with narrower heads do, or ""."""
     parts: dict[int, list[Intervals]] = defaultdict(list)
     for region in read:
         parts[region.storage].append(_touched(region))
@@ -98,13 +84,13 @@ def first_cut(read: Iterable[Region], tensors: Mapping[str, Region]) -> str:
 
 
 def sources_of(tensors: Tensors) -> dict[str, Region]:
-    """Return where each of ``tensors`` is, in the numbers that a traced plan's sources have."""
+    """Return each tensor's region, numbered as a plan's sources."""
     storages = _numbered(tensors.values())
     return {name: storages.region(tensor) for name, tensor in tensors.items()}
 
 
 def _run(load: Load, tensors: Tensors, recorder: "_Recorder", live: Tensors, held: Tensors) -> None:
-    sources = [(name, tensor.detach()) for name, tensor in tensors.items()]  # loaders hang attributes on them
+    sources = [(name, tensor.detach()) for name, tensor in tensors.items()]  # loaders set attributes on them
     try:
         with torch.no_grad(), recorder:
             load(iter(sources))
@@ -114,14 +100,14 @@ def _run(load: Load, tensors: Tensors, recorder: "_Recorder", live: Tensors, hel
         raise recorder.refusal or LoaderRefused(f"the model's loader refused the tensors: {error!r}") from error
     finally:
         replaced = _put_back(live, held)
-    if recorder.refusal:  # caught by the loader
+    if recorder.refusal:  # the loader caught the exception
         raise recorder.refusal
     if replaced:
         raise CopyPlanRefused(f"the loader replaces the parameter {replaced} instead of writing into it")
 
 
 def _put_back(live: Tensors, held: Tensors) -> str:
-    """Undo ``parameter.data = …``, which no mode sees; return the name of the first so replaced."""
+    """Undo ``parameter.data = …``, which dispatch modes miss; return the first such name."""
     first = ""
     for name, tensor in live.items():
         if _place(tensor.data) != _place(held[name]):
@@ -138,7 +124,7 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class _Storages:
-    """Storages by number, in the order in which they came; by identity, as addresses are 0 on the meta device."""
+    """Storages by first use and identity, because meta addresses are 0."""
 
     def __init__(self) -> None:
         self.kept: list[torch.UntypedStorage] = []
@@ -166,8 +152,6 @@ def _numbered(tensors: Iterable[torch.Tensor]) -> _Storages:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Catches what a loader writes into ``destinations``, and follows what it makes out of ``sources``."""
-
     def __init__(self, sources: _Storages, destinations: _Storages) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.sources = sources
@@ -194,7 +178,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _write(self, operation: Any, args: Any, kwargs: Any) -> None:
-        """Record a write into a parameter."""
         if operation is _aten.copy_.default:
             self._copy(args[0], args[1])
         elif operation not in (_aten.zero_.default, _aten.fill_.Scalar):
@@ -217,7 +200,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _follow(
         self, operation: Any, taken: list[torch.Tensor], made: list[torch.Tensor], written: list[torch.Tensor]
     ) -> None:
-        """Remember what was made, and what of it was computed from the tensors; a view of a tensor is the tensor."""
+        """Record new tensors and whether they derive from sources; a view counts as its base."""
         given = _numbered(taken)
         for tensor in made:
             if tensor not in given:
@@ -236,12 +219,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Remembers which tensors are written into in its block, and which are read; works on the meta device.
-
-    Args:
-        live: tensors that keep their values: what would be written into them is checked for its shape alone.
-        sources: tensors whose reads are remembered for :meth:`cut`.
-    """
+    """Records writes, and reads of ``sources``, in its block, also on the meta device; ``live`` keeps its values."""
 
     def __init__(self, live: Iterable[torch.Tensor] = (), sources: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -264,11 +242,11 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return args[0]
 
     def reached(self, tensor: torch.Tensor) -> bool:
-        """Whether any part of ``tensor`` was written into."""
+        """Whether any part of ``tensor`` was written."""
         return tensor in self._written
 
     def cut(self, tensors: Tensors) -> str:
-        """Return the name of the first of ``tensors`` (``sources``) that was read in part; "" where there is none."""
+        """Return the first of ``tensors`` (``sources``) read only in part, or ""."""
         return first_cut(self._read, {name: self._sources.region(tensor) for name, tensor in tensors.items()})
 
 
@@ -277,7 +255,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def written_by(operation: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """Return the tensors that ``operation`` writes into, by its schema."""
+    """Return the tensors that ``operation`` writes, by schema."""
     found: list[torch.Tensor] = []
     for number, argument in enumerate(operation._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -289,10 +267,10 @@ def written_by(operation: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def _prove_coverage(writes: Iterable[Copy | Fill], regions: Mapping[str, Region], optional: Iterable[str]) -> None:
-    """Check that ``writes`` cover every byte of ``regions`` exactly once; of ``optional`` ones, every byte or none.
+    """Check that ``writes`` cover ``regions`` exactly once; ``optional`` ones completely or not at all.
 
     Raises:
-        CopyPlanRefused: with the name of the first parameter that is not covered, or covered twice.
+        CopyPlanRefused: names the first violation.
     """
     parts: dict[int, list[Intervals]] = defaultdict(list)
     for write in writes:

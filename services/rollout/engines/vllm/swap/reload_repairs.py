@@ -1,8 +1,4 @@
-"""Mend what vLLM's layerwise reload leaves stale: what layers made of their weights the first time, and do not make again.
-
-None of these is reported by vLLM; each was found by comparing an engine's logprobs after a reload with those of transformers. See
-``tests/rollout/engines/vllm/test_weight_swap.py``, which fails without them.
-"""
+"""Repair state that vLLM's layerwise reload silently leaves stale, because layers derive it only at the first load."""
 
 import contextlib
 import inspect
@@ -20,10 +16,7 @@ from shared.errors import WeightsError
 
 
 def process_tied(model: nn.Module) -> None:
-    """Let modules that share the weight of an earlier one process it too; vLLM's layerwise reload forgets them.
-
-    On the CPU a tied output head holds its weight packed, so it would go on answering with the old one.
-    """
+    """Process modules that share an earlier weight, which reloads skip: a CPU's packed tied head would stay stale."""
     seen: set[int] = set()
     for module in model.modules():
         weight, method = module._parameters.get("weight"), getattr(module, "quant_method", None)
@@ -36,11 +29,7 @@ def process_tied(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def packing_experts_again(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Let the experts of a mixture be packed for the CPU as when they were loaded first.
-
-    A layer that has its kernel writes reloaded weights into the old ones' place and does not pack them, so the kernel would read
-    weights in one order that are stored in another.
-    """
+    """Repack a mixture's experts for the CPU: the existing kernel reads packed weights, reloaded ones are unpacked."""
     methods: list[Any] = [getattr(module, "quant_method", None) for module in model.modules() if device.type == "cpu"]
     kernels = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]
     for method, _ in kernels:
@@ -49,12 +38,12 @@ def packing_experts_again(model: nn.Module, device: torch.device) -> Iterator[No
         yield
     finally:
         for method, kernel in kernels:
-            if method.moe_kernel is None:  # this layer was not reloaded
+            if method.moe_kernel is None:
                 method.moe_kernel = kernel
 
 
 def fuse_gates_again(model: nn.Module) -> None:
-    """Write the gates of router and shared expert into the tensor that holds both, where a mixture has made one at its first step."""
+    """Copy router and shared-expert gates into the tensor that a mixture fuses at its first step."""
     for module in model.modules():
         layer: Any = module
         combined = getattr(layer, "_combined_gate_weight", None)
@@ -64,14 +53,11 @@ def fuse_gates_again(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def counting_direct_writes(model: nn.Module) -> Iterator[None]:
-    """Let a reload keep what the model's loader copies into parameters by itself, without the parameters' ``weight_loader``.
+    """Keep what loaders copy into parameters without ``weight_loader``, which a reload would lose.
 
-    Between the two halves of a layerwise reload parameters have no memory, and vLLM keeps only what comes through their ``weight_loader``.
-    Loaders of models with attention sinks (GPT-OSS, MiMo-V2, MiniMax-M2) also call ``parameter.copy_``: such weights would be lost and the
-    old ones served.
+    Models with attention sinks (GPT-OSS, MiMo-V2, MiniMax-M2) do so with ``parameter.copy_``.
 
-    Raises:
-        WeightsError: the loader changes a parameter in another way, or in both ways.
+    Raises WeightsError if a parameter is changed in another way, or in both.
     """
     from vllm.model_executor.model_loader.reload import layerwise
 
@@ -87,7 +73,7 @@ def counting_direct_writes(model: nn.Module) -> Iterator[None]:
 
 
 class DirectWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives ``vllm``, its module ``layerwise``, each ``copy_`` in its block into a parameter of ``model`` that is on the meta device."""
+    """Passes ``copy_`` into meta parameters of ``model`` to ``vllm``'s ``layerwise`` module."""
 
     def __init__(self, model: nn.Module, vllm: ModuleType) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -102,7 +88,7 @@ class DirectWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def indirectly(self) -> Iterator[None]:
-        """Ignore writes: they are those of a ``weight_loader``, which vLLM keeps."""
+        """Ignore writes of a ``weight_loader``, which vLLM keeps."""
         self._indirect = True
         try:
             yield
@@ -140,5 +126,4 @@ class DirectWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _copy_to_place(param: torch.Tensor, loaded_weight: torch.Tensor, place: tuple[Any, Any, int]) -> None:
-    """Copy ``loaded_weight`` into the part of ``param`` of this (shape, strides, offset)."""
     param.data.as_strided(*place).copy_(loaded_weight)

@@ -1,4 +1,4 @@
-"""Put pulled weights in place of the live ones of a vLLM model: by a traced plan, or by vLLM's own layerwise reload.
+"""Swap received weights into a vLLM model: by a traced plan, or by vLLM's layerwise reload.
 
 ::
 
@@ -8,14 +8,9 @@
                                                                behind a pause
     stream(buckets, layout)       ──▶ the same two paths without a shadow: bucket after bucket, behind a pause
 
-A plan writes parameters and nothing else. So it is refused too where something else was made out of the weights when the
-model was loaded (packed for the CPU, quantized, MLA's absorbed projections, fused experts): those need their layer's own
-processing, which is what the layerwise reload runs.
-
-Whatever is refused as not fitting this model leaves the live weights as they are. A stream or a layerwise reload that
-breaks in the middle leaves a model whose weights are ``torn``: whole again after the next swap that succeeds.
-
-All of it belongs between two decoding steps, in the worker's own thread; when that is, is the engine's business.
+Plans are also refused if loading derives other state from weights (CPU packing, quantization, MLA's absorbed
+projections, fused experts). Refused weights leave the live ones unchanged; a failed stream or reload leaves them
+``torn`` until the next swap. Call between two decoding steps, in the worker's thread.
 """
 
 import contextlib
@@ -44,11 +39,11 @@ log = logging.getLogger(__name__)
 Path: TypeAlias = Literal["plan", "layerwise"]
 
 _PLAIN = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
-"""vLLM's methods that use parameters on the GPU as the loader left them."""
+"""Methods that use GPU parameters unchanged."""
 
 
 class WeightSwapper:
-    """Swaps the weights of one worker's ``model`` (vLLM's, already loaded)."""
+    """Swaps weights of a worker's loaded ``model``."""
 
     def __init__(self, model: nn.Module, vllm_config: Any, device: torch.device) -> None:
         self.path: Path = "layerwise"
@@ -66,12 +61,9 @@ class WeightSwapper:
         self._addresses: list[int] = []
 
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Decide how ``tensors`` (stable views of the shadow by Hugging Face name, in the order of their layout) go in.
+        """Choose the path for ``tensors`` (stable shadow views by Hugging Face name, in layout order).
 
-        Cheap when neither they nor the parameters have moved since the last time.
-
-        Raises:
-            WeightsError: they do not fit this model.
+        Cheap if nothing moved. Raises WeightsError if they do not fit.
         """
         if self._is_prepared_for(tensors):
             return
@@ -90,11 +82,7 @@ class WeightSwapper:
         self._say()
 
     def swap(self) -> tuple[Path, int]:
-        """Make the bytes that now lie in the prepared tensors live; return the path taken and the bytes.
-
-        By the plan, the copies are enqueued on the current stream and nothing is waited for. Layerwise, the device is
-        idle before and after.
-        """
+        """Make the prepared tensors live; return the path and the bytes. A plan only enqueues copies."""
         self.prepare(self._tensors)
         self.torn = True
         if self._plan is not None:
@@ -106,12 +94,12 @@ class WeightSwapper:
         return self.path, copied
 
     def stream(self, buckets: Iterable[tuple[int, torch.Tensor]], layout: Layout) -> int:
-        """Make a version live bucket by bucket, each applied before the next is asked for; return the bytes.
+        """Make a version live bucket by bucket; return the bytes.
 
-        ``buckets`` are (number, uint8 tensor that may be overwritten for the next one), each of ``layout`` once.
+        ``buckets`` are (number, reusable uint8 tensor).
 
         Raises:
-            WeightsError: from ``buckets``, in the middle of which the weights are torn; or they do not fit, and are not.
+            WeightsError: ``buckets`` failed midway (torn), or they do not fit (not torn).
         """
         if self._layout != layout.digest:
             self.prepare(_meta_views(layout))
@@ -122,14 +110,10 @@ class WeightSwapper:
         return copied
 
     def differences(self) -> int | None:
-        """Return how many of the plan's copies differ from the shadow, bit by bit; None without a plan or a shadow.
-
-        For tests and measurements: it reads all weights and waits for the device.
-        """
+        """Return how many copies differ bitwise from the shadow, or None without a plan or shadow; slow, for tests."""
         return None if self._plan is None or self._layout else self._plan.differences()
 
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
-        """Run the model's loader on published tensors."""
         return self._model.load_weights(self._form.convert(tensors))
 
     # ---------------------------------------------------------------- by the plan
@@ -146,7 +130,6 @@ class WeightSwapper:
         return plan
 
     def _refuse_cut(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raise WeightsError for the tensor ``name`` ("": none) that the loader took a part of, where no rank takes the rest."""
         from vllm.distributed import get_tensor_model_parallel_world_size
 
         expert_parallel = self._config.parallel_config.enable_expert_parallel
@@ -162,13 +145,12 @@ class WeightSwapper:
         with torch.inference_mode(False):
             for number, bucket in buckets:
                 copied += plan.replay_part(number, bucket)
-                self._wait()  # the buffer is written again for the next bucket
+                self._wait()  # the next bucket reuses the buffer
             plan.replay_fills()
         self._wait()
         return copied
 
     def _is_prepared_for(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Return whether ``tensors`` are those of before, and the parameters where they were. Costs some microseconds."""
         return (
             bool(self._tensors)
             and self._tensors.keys() == tensors.keys()
@@ -186,7 +168,6 @@ class WeightSwapper:
     # ---------------------------------------------------------------- layer by layer
 
     def _reload(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> int:
-        """Run vLLM's layerwise reload; return the bytes it was given."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         given = 0
@@ -197,7 +178,7 @@ class WeightSwapper:
                 given += tensor.nbytes
                 yield name, tensor
 
-        # It warns of every layer without weights of its own: rotary embeddings, a tied head. Coverage is checked before.
+        # It warns of layers without own weights; coverage is checked before.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
         self._wait()
         with _loading(self._config), torch.device(self._device):
@@ -206,7 +187,7 @@ class WeightSwapper:
                 try:
                     with counting_direct_writes(self._model):
                         self._load(counted())
-                finally:  # also where it broke: parameters must not stay on the meta device
+                finally:  # parameters must never stay on the meta device
                     finalize_layerwise_reload(self._model, self._config.model_config)
             process_tied(self._model)
             fuse_gates_again(self._model)
@@ -214,17 +195,13 @@ class WeightSwapper:
         return given
 
     def _check_fit(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Let the loader run over parameters in the checkpoint's form, none of them live, with tensors without values.
-
-        Raises:
-            WeightsError: it raised, or left a parameter as it was.
-        """
+        """Run the loader with meta tensors on non-live parameters; raises WeightsError if it fails or skips one."""
         stand_ins = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
         live = (*self._model.parameters(), *self._model.buffers())
         with _checkpoint_form(self._model), Writes(live, stand_ins.values()) as writes:
             try:
                 self._load(stand_ins.items())
-            except Exception as error:  # whatever a loader raises on tensors of other names and shapes
+            except Exception as error:  # loaders raise anything on unknown tensors
                 reason = str(error) if isinstance(error, WeightsError) else repr(error)
                 raise WeightsError(f"expected weights of this model, found others: {reason}") from error
             missing = [name for name, parameter in self._model.named_parameters() if not writes.reached(parameter)]
@@ -242,7 +219,6 @@ class WeightSwapper:
 
 @contextlib.contextmanager
 def _loading(vllm_config: Any) -> Iterator[None]:
-    """Be in the state in which vLLM loads weights, whichever state its worker is in."""
     from vllm.config import set_current_vllm_config
 
     with set_current_vllm_config(vllm_config), torch.inference_mode(False), torch.no_grad():
@@ -254,7 +230,6 @@ def _parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _derived(model: nn.Module) -> str:
-    """Say what was made out of the weights beside the parameters; "" where nothing was."""
     for name, module in model.named_modules():
         kind, method = type(module).__name__, getattr(module, "quant_method", None)
         if method is not None and type(method).__name__ not in _PLAIN:
@@ -269,7 +244,6 @@ def _derived(model: nn.Module) -> str:
 
 @contextlib.contextmanager
 def _checkpoint_form(model: nn.Module) -> Iterator[None]:
-    """Give ``model`` the parameters that it had before it was loaded, on the meta device, and then its own again."""
     from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
@@ -280,7 +254,7 @@ def _checkpoint_form(model: nn.Module) -> Iterator[None]:
         for module, live in held.items():
             for name, recorded in get_layerwise_info(module).restore_metadata[0].items():
                 fresh = restore_layer_refs(to_meta_tensor(recorded), module)
-                if hasattr(fresh, "weight_loader"):  # an earlier reload has wrapped it
+                if hasattr(fresh, "weight_loader"):
                     fresh.weight_loader = _get_original_loader(fresh)
                 module._parameters[name] = made.setdefault(id(live.get(name)), fresh) if name in live else fresh
         yield
@@ -301,13 +275,12 @@ def _views(layout: Layout, bucket: int, buffer: torch.Tensor) -> Iterator[tuple[
 
 
 def _meta_views(layout: Layout) -> dict[str, torch.Tensor]:
-    """Return tensors that stand for those of a shadow that there is none of."""
     buckets = [torch.empty(size, dtype=torch.uint8, device="meta") for size in layout.bucket_bytes]
     return dict(pair for number, bucket in enumerate(buckets) for pair in _views(layout, number, bucket))
 
 
 def _copies(buckets: Iterable[tuple[int, torch.Tensor]], layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of each bucket; copied, as a layer keeps them until its last one has come."""
+    """Copy each bucket's tensors, as layers keep them until their last one."""
     for number, bucket in buckets:
         for name, tensor in _views(layout, number, bucket):
             yield name, tensor.clone()
