@@ -27,9 +27,9 @@
     history        scripts → people                           trimmed (every state of the run, with its reason)
     <stream>.dead  scripts → API                              a person revives or discards it
 
-A data stream's entries are deleted on hand-over, so ``XLEN(prompts) + XLEN(rollouts) + XLEN(experience)`` is the number of groups in
-flight. No data stream is trimmed by length. Every other key is declared beside the store that owns it (``keys.key``). This module only
-names streams; ``bus`` moves their entries.
+A data stream's entries are deleted on hand-over, so ``XLEN(prompts) + XLEN(rollouts) + XLEN(experience)`` is the
+number of groups in flight. No data stream is trimmed by length. Every other key is declared beside the store that
+owns it (``keys.key``). This module only names streams; ``bus`` moves their entries.
 """
 
 import dataclasses

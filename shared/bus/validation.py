@@ -1,8 +1,8 @@
 """Checks of decoded values: whole numbers, numbers, texts, enumerations, arrays, tuples, dictionaries and JSON.
 
-A :class:`Reader` checks a value and returns it as its field holds it. Its errors say what was expected and what was sent. For many
-values at once it checks types and bounds by a few passes at the speed of C; only where such a pass is not enough it reads them one
-by one, which also names the value that is refused.
+A :class:`Reader` checks a value and returns it as its field holds it. Its errors say what was expected and what was
+sent. For many values at once it checks types and bounds by a few passes at the speed of C; only where such a pass is
+not enough it reads them one by one, which also names the value that is refused.
 """
 
 import dataclasses
@@ -23,7 +23,9 @@ _JSON_SCALARS = frozenset((type(None), bool, int, float, str))
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FieldLimits:
-    """What a field may hold beside its type. The limits of a number in a tuple, an array or a dictionary are those of each."""
+    """What a field may hold beside its type. The limits of a number in a tuple, an array or a dictionary are those of
+    each.
+    """
 
     least: float = -math.inf
     most: float = math.inf

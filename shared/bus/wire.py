@@ -9,7 +9,8 @@ A message is a map ``{"kind": str, "schema": int, <field>: <value>, ...}``. A nu
             └────────┴───────┴─────────┴──────────────────┴───────────────────────────┘
 
 A tuple of many small records of one kind (a group's samples) is written by columns, so that a message has a few large
-arrays instead of many small ones: ``{"rows": 2, "text": ["46", "47"], "token_ids": {"lengths": [3, 2], "joined": array}}``.
+arrays instead of many small ones: ``{"rows": 2, "text": ["46", "47"], "token_ids": {"lengths": [3, 2], "joined":
+array}}``.
 
 Decoded arrays are read-only views of the received bytes. Unknown fields are ignored, missing ones take their default,
 a newer ``schema`` is refused. There is no pickle. This module knows no message type: classes register themselves

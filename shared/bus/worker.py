@@ -13,12 +13,14 @@
       ├── renew: every third of ``claim_after_s``; what is no longer ours is cancelled
       └── reclaim: what was given back, and what others have not renewed for ``claim_after_s``
 
-An exception in a handler costs its group and never the process, except those of ``ENDS_PROCESS``: memory ran out, an engine or a device
-is gone (``StateLost``), the settings are wrong, or another process took this one's place (``Fenced``).
+An exception in a handler costs its group and never the process, except those of ``ENDS_PROCESS``: memory ran out, an
+engine or a device is gone (``StateLost``), the settings are wrong, or another process took this one's place
+(``Fenced``).
 
-**Suspects.** What a process held when it died, or fell silent, may be what it died of. A few suspects at a time (the square root of
-``concurrency``) are worked on beside other entries; one that was held at two such deaths is worked on alone in its process (``crowd``). Only
-an attempt that was made alone counts when the process dies of it, so an entry that ends its handlers is buried and takes no other with it.
+**Suspects.** What a process held when it died, or fell silent, may be what it died of. A few suspects at a time (the
+square root of ``concurrency``) are worked on beside other entries; one that was held at two such deaths is worked on
+alone in its process (``crowd``). Only an attempt that was made alone counts when the process dies of it, so an entry
+that ends its handlers is buried and takes no other with it.
 
 While ``taking`` is not set it takes nothing new and finishes what it holds.
 Order of shutdown: stop taking; wait up to ``drain_s`` for what is held; cancel the rest and give it back uncounted.

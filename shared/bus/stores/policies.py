@@ -1,4 +1,6 @@
-"""The policy's versions: their records, states, checkpoints, pins and releases. The base of the ledger, which commits and promotes them."""
+"""The policy's versions: their records, states, checkpoints, pins and releases. The base of the ledger, which commits
+and promotes them.
+"""
 
 from enum import StrEnum
 
@@ -79,8 +81,9 @@ class Policies:
         return await self._versions(REVOKED)
 
     async def mark(self, version: PolicyVersion) -> tuple[int, int] | None:
-        """Return what was so when ``version`` was committed: how many groups were trained, and the place in the dataset of the
-        first prompt that was not."""
+        """Return what was so when ``version`` was committed: how many groups were trained, and the place in the
+        dataset of the first prompt that was not.
+        """
         mark = await self._bus.hget(MARKS, str(version))
         if mark is None:
             return None
@@ -98,5 +101,7 @@ class Policies:
                 await self._bus.write(CHECKPOINTS, "HDEL", str(version))
 
     async def forget_checkpoint(self, folder: str) -> bool:
-        """Note that a checkpoint is about to be deleted; False where it has to stay (it is pinned, or a rollback goes back to it)."""
+        """Note that a checkpoint is about to be deleted; False where it has to stay (it is pinned, or a rollback goes
+        back to it).
+        """
         return bool(await self._bus.script("forget_checkpoint", folder=folder))

@@ -1,7 +1,8 @@
 """Rollbacks: begin one, in one transaction, and follow it until every replica serves the version.
 
-The coordinator asks for people and for the regression gate (``services.coordinator.policies.rollback``, which also sees every rollback
-through), the trainer where the newest checkpoint is damaged and an older one is not (``services.trainer.rank0.resume``).
+The coordinator asks for people and for the regression gate (``services.coordinator.policies.rollback``, which also
+sees every rollback through), the trainer where the newest checkpoint is damaged and an older one is not
+(``services.trainer.rank0.resume``).
 """
 
 import dataclasses

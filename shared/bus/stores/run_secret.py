@@ -1,7 +1,9 @@
-"""The secret of a run, by which its processes know each other on ports beside the bus. It is a key on the bus, so every process that can use the bus has it.
+"""The secret of a run, by which its processes know each other on ports beside the bus. It is a key on the bus, so
+every process that can use the bus has it.
 
-The first process of a run creates it. With every heartbeat each process restores a key that is missing, so a bus that lost its data gets
-the same secret back; if a new process created another in between, all processes adopt the one on the bus.
+The first process of a run creates it. With every heartbeat each process restores a key that is missing, so a bus that
+lost its data gets the same secret back; if a new process created another in between, all processes adopt the one on
+the bus.
 """
 
 import secrets
@@ -16,7 +18,9 @@ SECRET = key(
 
 
 class RunSecret:
-    """The secret of the run of ``bus``; empty until :meth:`refresh` has returned. It is in no settings, arguments or logs."""
+    """The secret of the run of ``bus``; empty until :meth:`refresh` has returned. It is in no settings, arguments or
+    logs.
+    """
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus

@@ -1,4 +1,6 @@
-"""Count, mean and squared differences of a scorer's values over all reward replicas. A group that is scored again counts once."""
+"""Count, mean and squared differences of a scorer's values over all reward replicas. A group that is scored again
+counts once.
+"""
 
 from collections.abc import Sequence
 
