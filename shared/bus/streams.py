@@ -10,7 +10,7 @@
          └── policy ──▶ every rollout replica
 
     stream         writers → reader                           an entry leaves when
-    prompts        coordinator, trainer (stale groups) → rollout   its RolloutGroup is published, in the same transaction
+    prompts        coordinator, trainer → rollout             its RolloutGroup is published, in the same transaction
     rollouts       rollout → reward                           its Experience is published, in the same transaction
     experience     reward → trainer                           its step is committed: moved to the journal; or its group is
                                                               dropped, or requeued

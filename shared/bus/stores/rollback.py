@@ -1,8 +1,7 @@
-"""Rollbacks: begin one, in one transaction, and follow it until every replica serves the version.
+"""Rollbacks: begin one, in one transaction, and track it until every replica serves the version.
 
-The coordinator asks for people and for the regression gate (``services.coordinator.policies.rollback``, which also
-sees every rollback through), the trainer where the newest checkpoint is damaged and an older one is not
-(``services.trainer.rank0.resume``).
+Begun by the coordinator for people and the regression gate (``services.coordinator.policies.rollback``, which
+completes every rollback), and by the trainer if the newest checkpoint is damaged (``services.trainer.rank0.resume``).
 """
 
 import dataclasses
@@ -19,13 +18,13 @@ from shared.bus.stores.ledger import Ledger, RunStatus
 
 ROLLBACK = key("rollback", "hash", "until the next one", "the rollback under way, or the last one (`Rollback`)")
 SOURCE = "rollback"
-"""The source of a rollback's events."""
+"""Source of a rollback's events."""
 
 
 def descendants(records: Iterable[PolicyRecord], ancestor: PolicyVersion) -> list[PolicyVersion]:
-    """Return every version that comes from ``ancestor``, oldest first, without itself.
+    """Return all descendants of ``ancestor``, oldest first.
 
-    A parent is always older than its child, so one pass in the order of versions finds them all.
+    A parent is always older than its child, so one pass suffices.
     """
     found = {ancestor}
     for record in sorted(records, key=lambda record: record.version):
@@ -42,14 +41,14 @@ async def begin_rollback(
     Args:
         bus: of the run.
         ledger: of the run.
-        status: the run as it was read before ``records``: where it moves on, so does its newest version.
+        status: read before ``records``, so a change since then is noticed by its newest version.
         records: every version.
         target: the version to go back to.
-        reason: why; empty: not said.
+        reason: may be empty.
 
     Returns:
         "ok", or why nothing was changed: "moved" (read again), "busy" (another rollback is under way), "no_checkpoint",
-        "state:<state>" (the run is neither running nor paused).
+        "state:<state>" (neither running nor paused).
     """
     counts, mark = await bus.counts(), await ledger.mark(target.version)
     now_s, left = time.time(), descendants(records, target.version)
@@ -67,7 +66,7 @@ async def begin_rollback(
 
 
 class Stage(StrEnum):
-    """How far a rollback is."""
+    """Progress of a rollback."""
 
     LOADING = "loading"
     PULLING = "pulling"
@@ -87,42 +86,42 @@ class Rollback:
     stage: Stage
     reason: str
     from_step: int
-    """The step at which the run was."""
+    """The run's step before."""
     revoked: int
-    """How many versions were revoked."""
+    """Number of revoked versions."""
     undone: int
-    """How many groups were trained on the branch that was left."""
+    """Number of groups trained on the abandoned branch."""
     resumes: bool
-    """Whether the run goes on once the version is live: it was running."""
+    """Whether the run continues once the version is live, as it was running."""
     version: PolicyVersion | None
-    """The new version with the target's weights; None until the trainer has published it."""
+    """The new version with the target's weights; None until published."""
     detail: str
     """What it waits for, or why it failed."""
     unloadable: str
-    """Why the trainer cannot load the checkpoint; empty: it was not found so."""
+    """Why the trainer cannot load the checkpoint; empty: no error."""
     started_at_s: float
     changed_at_s: float
 
     @property
     def strands(self) -> bool:
-        """Whether it left the run with nothing to go on from."""
+        """Whether it left the run nothing to continue from."""
         return self.stage is Stage.FAILED and bool(self.unloadable)
 
 
 async def current_rollback(bus: Bus) -> Rollback | None:
-    """Return the rollback under way, or the last one."""
+    """Return the current or last rollback."""
     raw = await bus.hgetall(ROLLBACK)
     return _read({name.decode(): value.decode() for name, value in raw.items()}) if raw else None
 
 
 async def steer_rollback(bus: Bus, rollback: str, **fields: str | int) -> bool:
-    """Write fields of the rollback of this id; False where another has begun, or it has ended."""
+    """Update this rollback; False if another has begun or it has ended."""
     words = [word for pair in fields.items() for word in pair]
     return bool(await bus.script("steer_rollback", id=rollback, now_s=time.time(), fields=words))
 
 
 async def count_load(bus: Bus) -> int:
-    """Count that the trainer tries to load the checkpoint of the rollback under way; return how often it did."""
+    """Count and return the trainer's attempts to load the rollback's checkpoint."""
     return int(await bus.write(ROLLBACK, "HINCRBY", "loads", 1))
 
 
