@@ -1,12 +1,12 @@
-"""Hostile messages on every stream of a live run, and the exact audit after them.
+"""Hostile messages on every stream of a live run, then the exact audit.
 
 ::
 
     harvest (real entries of every stream) ──▶ mutate ──▶ XADD ──▶ services ──▶ dead letters, or dropped as a copy
                                                                        └──▶ honest groups, trained once each
 
-A mutation is bytes that are no message, a message of another kind, or a field that holds what it must not. Whoever may write to the bus can
-still write a perfect forgery of a group that is in flight; such are left out, as nothing but a signature tells them apart.
+A mutation is no message, a message of another kind, or has an invalid field. Perfect forgeries of a group in flight
+are left out: only a signature could detect them.
 """
 
 import copy
@@ -35,15 +35,13 @@ DATA = streams.GROUPED_STREAMS
 BROADCAST = (streams.POLICY, streams.STEPS, streams.EVENTS)
 AT_ONCE = 48
 FOREIGN = 10**12
-"""Group ids of messages that would be read: no run admits so many."""
+"""Group ids of readable forgeries: beyond any run's."""
 FINE = ("trained", "dropped:stale", "dropped:run_ended")
 FLAGS: Mapping[str, object] = {"internal.max_attempts": 2, "evaluation.every_steps": 25, "evaluation.problems": 8}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Figures:
-    """What was sent and what became of it."""
-
     seed: int
     messages: int
     by_stream: dict[str, int]
@@ -78,7 +76,7 @@ class Hostile:
         ]
 
     def entry(self, honest: Mapping[bytes, bytes], others: Sequence[Mapping[bytes, bytes]]) -> dict[bytes, bytes]:
-        """Return the fields of one hostile entry made of ``honest``, or of one of another stream."""
+        """Return a hostile entry made of ``honest`` or one of ``others``."""
         self._number += 1
         draw = self.random.random()
         if draw < 0.08:
@@ -140,7 +138,7 @@ def _deep(levels: int) -> Any:
 
 
 def _group(fields: Any) -> dict[str, Any] | None:
-    """Return the map that holds the group's id, wherever the message keeps it."""
+    """Return the map that holds the group's id."""
     while isinstance(fields, dict):
         if "group_id" in fields:
             return fields
@@ -156,8 +154,6 @@ def _places(value: Any) -> Any:
 
 
 class Fuzz:
-    """Feeds one run."""
-
     def __init__(self, run: Run, bus: Bus, seed: int) -> None:
         self._run = run
         self._bus = bus
@@ -167,7 +163,7 @@ class Fuzz:
         self.by_stream: Counter[str] = Counter()
 
     async def harvest(self) -> None:
-        """Keep real entries of every stream; where none was ever seen there, one that tests make."""
+        """Keep real entries of every stream; builders make the missing ones."""
         for stream, kept in self._honest.items():
             for entry, fields in await raw(self._bus).xrange(self._bus.keys.of(stream), count=20):
                 if (stream, entry) not in self._sent and b"data" in fields:
@@ -188,7 +184,7 @@ class Fuzz:
         return self._honest[stream] or [{b"id": number, b"data": wire.encode(example)}]
 
     async def feed(self, messages: int) -> None:
-        """Send so many, in portions that the services can take."""
+        """Send ``messages`` in batches that the services can take."""
         while sum(self.by_stream.values()) < messages:
             await self.harvest()
             for stream in (*DATA, *BROADCAST):
@@ -204,7 +200,7 @@ class Fuzz:
             await self._run.until(self._is_taken)
 
     async def _harm_keys(self) -> None:
-        """Write nonsense where services read what they are told."""
+        """Write nonsense to keys that services read."""
         keys, client, chance = self._bus.keys, raw(self._bus), self._hostile.random
         nonsense = chance.choice(
             (b"", b"{", b"[[[]]]", b"null", b"\xff\xfe", b"1e999", b'{"version": []}', b"[" * 3000)
@@ -221,7 +217,7 @@ class Fuzz:
         return max(lengths) < 2 * AT_ONCE
 
     async def gone(self) -> bool:
-        """Whether every hostile entry of the training streams, and of versions, has left its stream."""
+        """Whether every hostile training entry and version has left its stream."""
         for stream in (*streams.TRAINING_STREAMS, streams.PUBLISHED):
             rows = await raw(self._bus).xrange(self._bus.keys.of(stream))
             if any((stream, entry) in self._sent for entry, _ in rows):
@@ -239,7 +235,7 @@ def _is_report(fields: Mapping[bytes, bytes]) -> bool:
 
 
 async def fuzz(folder: Path, seed: int, messages: int) -> Figures:
-    """Feed a live run with hostile messages, let it go on, stop it, and audit it."""
+    """Fuzz a live run, let it continue, stop and audit it."""
     async with running(folder, flags=FLAGS) as run:
         bus = await run.connect()
         await run.more_steps(bus, 3)
@@ -257,7 +253,7 @@ async def fuzz(folder: Path, seed: int, messages: int) -> Figures:
 
 
 async def audit(bus: Bus, feeder: Fuzz, seed: int, restarts: int) -> Figures:
-    """Account for every honest group by its id, and for every entry by the counters."""
+    """Account for every honest group by id, and for every entry by the counters."""
     status, counts = await Ledger(bus).status(), await bus.counts()
     endings: dict[bytes, list[str]] = {}
     for _, fields in await raw(bus).xrange(bus.keys.of(streams.AUDIT)):

@@ -1,12 +1,11 @@
-"""A storm: random faults, one after the other, on a real run; afterwards nothing is lost and learning has gone on.
+"""A storm of random faults on a real run; afterwards nothing is lost and learning has continued.
 
 ::
 
     draw a fault from the seed's deck ──▶ do it ──▶ wait for the next commit (its recovery) ──▶ wait for one more ──▶ again
     at the end: two commits in calm ──▶ stop ──▶ audit ──▶ figures
 
-The seed fixes the order of faults and what they strike; when they strike depends on how fast the machine works. Every kind comes
-once before any comes twice.
+The seed fixes the faults' order and targets, not their times. Every kind comes once before any comes twice.
 """
 
 import asyncio
@@ -33,15 +32,13 @@ log = logging.getLogger(__name__)
 
 _REWARDED_STEPS = 10
 _LEASE_S = 4.0
-"""Longer than a coordinator's lease: one that is frozen so long is followed."""
+"""Longer than a lease, so another coordinator leads."""
 _CLAIM_S = 3.0
-"""Longer than internal.claim_after_s of these runs: entries of a replica that is frozen so long are taken over."""
+"""Longer than internal.claim_after_s here, so a frozen replica's entries are taken over."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Figures:
-    """What a storm did and what it cost."""
-
     seed: int
     seconds: float
     faults: dict[str, int]
@@ -55,7 +52,7 @@ class Figures:
     groups_undone: int
     """Trained on a branch that a rollback left."""
     groups_redone: int
-    """Deliveries that were not the first of their entry, as far as they were seen."""
+    """Observed repeated deliveries."""
     groups_lost: int
     versions: int
     batches_watched: int
@@ -64,8 +61,6 @@ class Figures:
 
 
 class Storm:
-    """The faults of one storm."""
-
     def __init__(self, run: Run, server: TcpServer, proxy: FaultProxy, bus: Bus, watcher: Watcher, seed: int) -> None:
         self._run = run
         self._server = server
@@ -95,11 +90,10 @@ class Storm:
             "roll back": self._roll_back,
         }
         self.recoveries: list[tuple[str, float]] = []
-        """Each fault and the seconds from its beginning (a pause: from its end) to the next commit."""
+        """Each fault and the seconds from its beginning (a pause: end) to the next commit."""
         self._since_s = 0.0
 
     async def rage(self, length_s: float) -> None:
-        """Do one fault after the other for ``length_s``."""
         end_s = time.monotonic() + length_s
         deck: list[str] = []
         while time.monotonic() < end_s:
@@ -254,8 +248,8 @@ class Storm:
 
 
 async def storm(folder: Path, seed: int, length_s: float) -> Figures:
-    """Storm for ``length_s`` over a new run in ``folder``; hold what must hold, and return the figures."""
-    # Recoveries are timed, and what is killed here starts as it does for users.
+    """Storm a new run for ``length_s``, audit it, and return the figures."""
+    # Not forked: recoveries are timed, so processes start as for users.
     async with harmed(folder, seed, forked=False) as (run, server, proxy, bus):
         watcher = Watcher(bus)
         async with watcher.watching():

@@ -1,4 +1,4 @@
-"""Laws of the command line: thin clients of a coordinator, and a sentence for everything that is wrong."""
+"""Laws of the command line."""
 
 import http.server
 import io
@@ -73,7 +73,7 @@ EVENTS = {
 
 
 class Coordinator:
-    """A small real HTTP server that answers as the coordinator does."""
+    """An HTTP server that answers like the coordinator."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -269,7 +269,7 @@ def test_a_run_is_one_line_in_a_log() -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A settings file with which nothing is wrong."""
+    """Valid settings."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')

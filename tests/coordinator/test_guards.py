@@ -1,4 +1,4 @@
-"""Laws of the guards: each finds what it looks for and nothing else, says why, and does what its setting says."""
+"""Laws of the guards: each detects only its condition, gives the reason, and follows its setting."""
 
 import asyncio
 import dataclasses
@@ -25,7 +25,7 @@ from tests.support.coordinator_players import Trainer, make, replicas, running, 
 
 
 def steps(**metrics: list[float]) -> list[StepReport]:
-    """One report a value; every list is as long."""
+    """Return one report per value; lists have equal lengths."""
     count = len(next(iter(metrics.values())))
     return [
         StepReport(

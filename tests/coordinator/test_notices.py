@@ -1,4 +1,4 @@
-"""Laws of the notices: what whoever watches a run must read is said whole, at once, on every surface."""
+"""Laws of the notices: shown whole, at once, on every surface."""
 
 import dataclasses
 import io

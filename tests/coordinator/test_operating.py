@@ -1,4 +1,4 @@
-"""Laws of what people do to a running system: change its settings, drain it, tell replicas, look after dead letters and versions."""
+"""Laws of operation: settings, drain, replicas, dead letters, versions."""
 
 import asyncio
 import subprocess
@@ -237,7 +237,7 @@ async def test_a_cordoned_worker_finishes_what_it_holds_and_takes_nothing_new(bu
     fresh = Cordon(bus, "rollout-0", lambda: left.append(False))
     await fresh.begin()
     await fresh.refresh()
-    assert (fresh.taking.is_set(), left) == (True, [True])  # who comes under that name is wanted
+    assert (fresh.taking.is_set(), left) == (True, [True])  # a new process under that name takes work
     stop.set()
     await working
 

@@ -1,6 +1,6 @@
-"""Laws of the alert rules: each fires by what it is about, and not before; each has a section in the runbook.
+"""Laws of the alert rules: each fires by its cause, not before, and has a runbook section.
 
-promtool evaluates the chart's own file over series written by hand, a value a minute, and is asked for ALERTS.
+promtool evaluates the chart's file over handwritten series, one value a minute.
 """
 
 import dataclasses
@@ -25,14 +25,14 @@ ONE = 'run="r",instance="x",service="s"'
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fault:
-    """Series that are fine at first; the minute at which nothing fires yet, and the one at which the alert does."""
+    """Series without alert at one minute, and with it at another."""
 
     alert: str
     series: dict[str, str]
     fine_at: int
     fires_at: int
     labels: str
-    """Of the alert, besides its name, state and severity."""
+    """Of the alert, besides name, state and severity."""
 
 
 RUNNING = {f'penstock_coordinator_run_state{{{RUN},state="running"}}': "1x120"}
@@ -129,7 +129,7 @@ FAULTS = (
         RUN,
     ),
     Fault(
-        "PenstockGradientExplosion",  # of a policy that has mostly nothing left to learn, an ordinary gradient is none
+        "PenstockGradientExplosion",  # a policy with little left to learn: an ordinary gradient does not fire
         {
             f"penstock_trainer_grad_norm{{{ONE}}}": "0x60 0.5x10 50x10",
             f"penstock_trainer_grad_norm_limit{{{ONE}}}": "1x80",
@@ -221,7 +221,6 @@ FAULTS = (
 
 
 def rules() -> dict[str, dict[str, dict[str, str]]]:
-    """Return the alerts by name."""
     groups = yaml.safe_load(RULES.read_text())["groups"]
     return {rule["alert"]: rule for group in groups for rule in group["rules"] if "alert" in rule}
 
@@ -321,7 +320,7 @@ def test_shorter_minutes_leave_the_shipped_rules_as_they_are_but_for_durations()
 
 
 def _in_milliseconds(rules: dict[str, Any]) -> str:
-    """Return the rules as text with every duration in the same unit."""
+    """Return the rules as text with all durations in ms."""
     units = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000}
     text = json.dumps(rules, sort_keys=True)
     return re.sub(r"\b(\d+)(ms|s|m|h)\b", lambda found: f"{int(found[1]) * units[found[2]]}ms", text)

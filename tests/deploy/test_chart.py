@@ -1,4 +1,4 @@
-"""Whatever the chart renders, on clusters of several versions, with and without the CRDs that it can use."""
+"""Laws of all rendered objects, on several cluster versions, with and without CRDs."""
 
 import functools
 import itertools
@@ -39,7 +39,7 @@ NEEDS_CRDS = ("two-pools", "everything", "two-nodes-per-engine")
 
 @pytest.fixture(scope="module")
 def matrix(helm: None) -> Mapping[tuple[str, int, bool], Release]:
-    """Every case on the oldest and the newest cluster, with the CRDs and, where the case allows it, without."""
+    """Every case on the oldest and newest cluster, with CRDs and, if allowed, without."""
     found: dict[tuple[str, int, bool], Release] = {}
     for version, crds in itertools.product((OLDEST, NEWEST), (True, False)):
         names = [name for name in CASES if crds or name not in NEEDS_CRDS]
@@ -67,7 +67,9 @@ def test_every_object_is_valid_for_the_cluster_it_was_rendered_for(
     import kubernetes_validate
     from kubernetes_validate import utils
 
-    monkeypatch.setattr(utils, "schema_contents", functools.cache(utils.schema_contents))  # or read a file an object
+    monkeypatch.setattr(
+        utils, "schema_contents", functools.cache(utils.schema_contents)
+    )  # it would read a file per object
     different = {
         (version, json.dumps(one, sort_keys=True))  # most objects are the same in every case
         for (_, version, _), release in matrix.items()
@@ -94,7 +96,7 @@ def test_every_custom_resource_is_one_of_its_crd(releases: list[Release]) -> Non
     for one in itertools.chain.from_iterable(release.objects for release in releases):
         if one["kind"] in models:
             found = models[one["kind"]].model_validate(one).model_dump(mode="json", by_alias=True, exclude_unset=True)
-            assert found["spec"] == one["spec"]  # a field that the CRD does not know would be gone
+            assert found["spec"] == one["spec"]  # an unknown field would be gone
             seen.add(one["kind"])
     assert seen == models.keys()
 
@@ -104,7 +106,7 @@ JOB_SET_FIELDS: Json = {
     "failurePolicy": {"maxRestarts", "restartStrategy", "rules"},
     "replicatedJobs": {"name", "replicas", "template", "groupName", "dependsOn"},
 }
-"""What the CRD of JobSet (v1alpha2, 0.10) documents of the fields that the chart uses; no package has a model of it."""
+"""The used fields of JobSet's CRD (v1alpha2, 0.10), of which no package has a model."""
 
 
 def test_every_job_set_has_fields_of_its_crd_and_holds_a_job(
@@ -129,7 +131,7 @@ LEADER_WORKER_SET_FIELDS: Json = {
     "leaderWorkerTemplate": {"leaderTemplate", "workerTemplate", "size", "restartPolicy", "subGroupPolicy"},
     "rolloutStrategy": {"type", "rollingUpdateConfiguration"},
 }
-"""What the types of LeaderWorkerSet (v1) declare of the fields that the chart uses; no package has a model of it."""
+"""The used fields of LeaderWorkerSet (v1), of which no package has a model."""
 
 
 def test_every_leader_worker_set_has_fields_of_its_crd_and_holds_a_pod(
@@ -328,7 +330,7 @@ def test_every_pod_passes_the_restricted_pod_security_standard_but_those_with_rd
         for wrong in breaches(pod["spec"])
     }
     assert found <= exceptions
-    assert ("trainer", "capabilities added: ['IPC_LOCK']") in found  # the examples with RDMA are looked at
+    assert ("trainer", "capabilities added: ['IPC_LOCK']") in found
 
 
 RESTRICTED_VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected"}
@@ -371,7 +373,7 @@ def test_the_files_of_a_pod_are_read_only_and_no_pod_has_a_token(releases: list[
 
 def test_a_pod_may_take_longer_to_end_than_its_service_to_drain() -> None:
     release = render(values(bus={"drainSeconds": 45}))
-    leave_s = 10  # shared.process.service ends a process so long after bus.drain_s
+    leave_s = 10  # as shared.process.service, after bus.drain_s
     for role in ("coordinator", "rollout", "reward", "trainer"):
         spec = template_of(release.workload(role))["spec"]
         (container,) = spec["containers"]
@@ -428,7 +430,7 @@ ACCEPTED = {
 
 def test_checkov_finds_nothing_but_what_is_accepted_with_a_reason(tmp_path: Path) -> None:
     checkov = need_checkov()
-    release = render(CASES["everything"], crds={**KEDA, **OPERATOR})  # a JobSet is nothing that checkov knows
+    release = render(CASES["everything"], crds={**KEDA, **OPERATOR})  # checkov does not know JobSets
     manifest = tmp_path / "manifest.yaml"
     manifest.write_text(yaml.safe_dump_all([*release.objects, *release.hooks]))
     command = [
@@ -448,11 +450,11 @@ def test_checkov_finds_nothing_but_what_is_accepted_with_a_reason(tmp_path: Path
     assert found["summary"]["parsing_errors"] == 0
     wrong = {(one["check_id"], one["check_name"], one["resource"]) for one in found["results"]["failed_checks"]}
     assert {one for one in wrong if one[0] not in ACCEPTED} == set()
-    assert ACCEPTED.keys() == {one[0] for one in wrong}  # what is accepted in vain goes
+    assert ACCEPTED.keys() == {one[0] for one in wrong}  # unused exceptions must go
 
 
 def need_checkov() -> tuple[str, ...]:
-    """Return what starts checkov: beside the checkout, where .ci/run puts it, or wherever the shell finds it."""
+    """Return checkov's command: installed beside the checkout, or from PATH."""
     own = ROOT / ".venv-checkov/bin"
     if (own / "checkov").exists():
         return str(own / "python"), str(own / "checkov")  # a script's first line cannot hold a path with a space

@@ -1,4 +1,4 @@
-"""What values of the chart mean: what an upgrade keeps, what the store and the notes follow from, what is refused and how."""
+"""Laws of the chart's values: upgrades, dependencies, refusals."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

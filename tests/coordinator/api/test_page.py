@@ -1,4 +1,4 @@
-"""The page for people, in a real Chromium, on a real coordinator: what it shows, what it does, and what it never does."""
+"""The web page in a real Chromium, on a real coordinator."""
 
 import asyncio
 import contextlib
@@ -42,7 +42,7 @@ HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title=
 
 @pytest.fixture
 async def parts(bus: Bus, tmp_path: Path) -> AsyncIterator[Coordinator]:
-    """A run whose problems, answers and so completions are an attack."""
+    """A run whose problems, answers and completions are an attack."""
     problems = tmp_path / "hostile.jsonl"
     row = {"prompt": f"what is {HOSTILE}?", "answer": HOSTILE}
     problems.write_text("".join(json.dumps(row) + "\n" for _ in range(10)), encoding="utf-8")
@@ -54,7 +54,7 @@ async def parts(bus: Bus, tmp_path: Path) -> AsyncIterator[Coordinator]:
 
 @contextlib.asynccontextmanager
 async def served(parts: Coordinator, folder: Path, access: Access) -> AsyncIterator[str]:
-    """Serve the API and the page as a coordinator's process does."""
+    """Serve the API and the page."""
     server = Server("127.0.0.1", 0)
     announced = folder / "coordinator.json"
     app = make_app(dataclasses.replace(parts.api, access=access))
@@ -203,7 +203,7 @@ async def test_it_shows_the_run_as_it_goes_on_and_text_of_the_run_stays_text(
             await tell(bus, "test", "attack", HOSTILE)
             await shows(page, "#events", HOSTILE)
             assert await page.locator("main img, main script").count() == 0
-            assert await page.locator("dialog").count() == 0  # no token is asked for where none is needed
+            assert await page.locator("dialog").count() == 0  # no token is needed
     leave.set()
     await beating
 
@@ -221,11 +221,11 @@ async def test_a_pause_asks_for_a_token_that_may_operate_and_for_a_reason(
         await shows(page, "dialog", "Nothing more is admitted")
         await page.keyboard.press("Escape")
         assert (await Ledger(bus).status()).state is RunState.RUNNING
-        assert await page.evaluate("document.activeElement.id") == "pause"  # the focus is where it was
+        assert await page.evaluate("document.activeElement.id") == "pause"  # the focus has not moved
         await page.keyboard.press("Enter")
         await (
             page.locator("dialog[open]").get_by_label("Why?").fill(f"lunch {HOSTILE}")
-        )  # the one before may still be going
+        )  # the previous one may still be running
         await page.get_by_role("button", name="Pause", exact=True).click()
         await shows(page, "dialog h2", "A token that may operate")
         await page.get_by_label("Token", exact=True).fill(TOKEN)
@@ -331,7 +331,7 @@ async def test_a_replica_is_cordoned_and_drained_and_a_dead_letter_put_back_or_d
         assert await cordons(bus) == {"rollout-0": Word.DRAINING}
         await shows(page, "#operations", "drain: finishing")
         await page.locator("[data-key='replica-trainer-0']").click()
-        assert await page.locator("dialog button").all_inner_texts() == ["Close"]  # there is one of it
+        assert await page.locator("dialog button").all_inner_texts() == ["Close"]
         await page.keyboard.press("Escape")
         for command, left in (("Put back", 1), ("Discard", 0)):
             await page.locator("#dead button").first.click()

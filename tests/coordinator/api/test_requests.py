@@ -1,4 +1,4 @@
-"""Laws of every request: who may, in which form, once."""
+"""Laws of every request: authorization, form, idempotency."""
 
 import asyncio
 import dataclasses
@@ -130,7 +130,7 @@ async def test_without_a_token_only_names_of_this_machine_are_answered(
 
 
 def every_request(parts: Coordinator) -> list[tuple[str, str]]:
-    """Return (method, path) of every route of the API and the page, and of some that are no routes."""
+    """Return (method, path) of every route, and of some that do not exist."""
     described = make_routes(parts.api).openapi()["paths"]
     routes = [(method.upper(), path) for path, methods in described.items() for method in methods]
     names = {"stream": "prompts", "entry": "1-0", "run_id": "other", "replica": "rollout-0"}
@@ -141,7 +141,7 @@ def every_request(parts: Coordinator) -> list[tuple[str, str]]:
 
 
 async def written_by(bus: Bus, requests: Awaitable[None]) -> tuple[set[bytes], int]:
-    """Return the keys that ``requests`` leave on the bus, and how many commands were sent meanwhile that write."""
+    """Return the keys left by ``requests`` and the number of write commands."""
     keys = set(await raw(bus).keys("*"))
     await raw(bus).config_resetstat()
     await requests
@@ -154,7 +154,7 @@ async def written_by(bus: Bus, requests: Awaitable[None]) -> tuple[set[bytes], i
 
 @pytest.fixture
 async def quiet(bus: Bus, tmp_path: Path) -> Coordinator:
-    """A coordinator none of whose loops run, so that what is written is written by requests."""
+    """A coordinator without loops, so that only requests write."""
     await Ledger(bus).create()
     return make(bus, settings(tmp_path, steps=50, coordinator={"autostart": False}))
 

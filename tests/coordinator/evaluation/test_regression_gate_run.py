@@ -1,4 +1,4 @@
-"""A law of the gate on a real run: a learning rate made absurd while the run goes on ruins the policy, and the run takes itself back."""
+"""On a real run, an absurd live learning rate ruins the policy, and the gate rolls the run back."""
 
 import asyncio
 import contextlib
