@@ -1,4 +1,4 @@
-"""Laws of the rollout service: what becomes of a prompt, and which weights serve it."""
+"""Laws of the rollout service."""
 
 import asyncio
 import dataclasses
@@ -67,7 +67,7 @@ async def announce_at(bus: Bus, location: Path, version: int, digest: str) -> No
 
 
 async def evaluate(bus: Bus, version: int, *replicas: str, timeout_s: float = 60.0) -> None:
-    """Say that an evaluation of ``version`` is under way, which ``replicas`` (all, if none is named) keep."""
+    """Begin an evaluation of ``version`` on ``replicas`` (default: all)."""
     held = Holding(PolicyVersion(version), replicas, timeout_s).encode()
     await raw(bus).hset(bus.keys.named("evaluation"), mapping={"version": version, "holding": held})
 
@@ -270,7 +270,7 @@ async def test_a_replica_that_stops_does_not_wait_for_a_version_that_may_never_c
 async def test_a_replica_that_starts_serves_the_head_at_once(bus: Bus, tmp_path: Path) -> None:
     for version in (4, 5, 6):
         await announce(bus, tmp_path, version)
-    (tmp_path / "v000004" / "manifest.json").unlink()  # it is not even looked at
+    (tmp_path / "v000004" / "manifest.json").unlink()  # never read
     status = Status()
     serving = Serving(rollout(bus, ScriptedEngine(), status))
     await until(lambda: status.version == 6)

@@ -1,4 +1,4 @@
-"""Laws of from whom a replica pulls: the coordinator's tree, and the order in which a replica tries."""
+"""Laws of weight sources: the coordinator's tree, and each replica's order."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""Laws of the terminal: no text of a run steers it, whichever command prints the text."""
+"""No text of a run can control the terminal, in any command."""
 
 import http.server
 import io
@@ -60,7 +60,7 @@ DONE = {**ROW, "kind": "export", "state": "succeeded", "result": {**ROW["result"
 
 
 class Hostile(http.server.BaseHTTPRequestHandler):
-    """A coordinator of a run whose every text is hostile; what it is asked to stop it refuses so, too."""
+    """A coordinator whose every text, including refusals, is hostile."""
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
@@ -118,7 +118,7 @@ ARGUMENTS = {
     "runs delete": ["x"],
 }
 LOCAL = {"up", "report", "settings", "audit-rewards"}
-"""These read a run's folder or settings; what `up` shows has laws below, and the audit in tests/reward/test_audit.py."""
+"""These read local files; `up` is tested below, the audit in tests/reward/test_audit.py."""
 
 
 def commands(group: Any, prefix: str = "") -> Iterator[str]:
@@ -147,7 +147,7 @@ def test_no_command_prints_what_steers_a_terminal(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if name == "tail":  # it follows for ever: here until the first event was printed
+    if name == "tail":  # it follows forever: stop after the first event
         monkeypatch.setattr(console, "say", said := _Said())
     flags = [] if name == "runs delete" else ["--json"] * json_
     words = [*name.split(), *ARGUMENTS.get(name, []), "--url", url, *flags]
@@ -161,7 +161,7 @@ def test_no_command_prints_what_steers_a_terminal(
 
 
 class _Said:
-    """Takes one line through the door, then ends the command as Ctrl-C does."""
+    """Takes one line, then ends the command like Ctrl-C."""
 
     def __init__(self) -> None:
         self.text = ""

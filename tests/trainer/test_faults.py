@@ -1,6 +1,6 @@
-"""Laws of what goes wrong in a step: no memory for a sample, a gradient that is not finite.
+"""Faults in a step: no memory for a sample, a gradient that is not finite.
 
-The real engine on one rank in this process; two ranks and real processes are in test_trainer_service.
+The real engine on one rank; test_service has two ranks and real processes.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ def refused_by_the_host() -> None:
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Let a forward pass with gradients of more than so many tokens find no memory, until a block ``with`` it ends."""
+    """Fail forward passes with gradients above a number of tokens, within a ``with`` block."""
     forward = Policy.forward
 
     def limit(
@@ -84,7 +84,7 @@ def test_a_micro_batch_that_does_not_fit_is_cut_and_the_step_is_the_same(memory:
 @pytest.mark.parametrize("refused", [refused_by_a_device, refused_by_the_host])
 def test_a_sample_that_does_not_fit_alone_is_left_out_and_counted(memory: Any, refused: Callable[[], None]) -> None:
     one = One(settings())
-    # prompts of 3, 4, 5, 6 tokens with samples of 2, 5, 3, 4: only 6 + 5 − 1 positions are more than 9
+    # prompts of 3, 4, 5, 6 tokens with samples of 2, 5, 3, 4: only 6 + 5 − 1 positions exceed 9
     memory(9, refused)
     found = one.learn(batch())
     assert found["dropped_out_of_memory"] == 1.0
@@ -201,7 +201,7 @@ def test_a_gradient_that_is_not_finite_reaches_neither_weights_nor_optimizer(zer
 
 
 def optimizer_tensors(one: One) -> list[torch.Tensor]:
-    """Every tensor of the optimizers' states: moments, counters of steps, and weights in float32."""
+    """All optimizer tensors: moments, step counters, float32 weights."""
     engines = [engine for engine in (one.engine, one.critic) if engine is not None]
     states = [engine._engine.optimizer.state_dict() for engine in engines]
     return [leaf.clone() for leaf in torch.utils._pytree.tree_leaves(states) if isinstance(leaf, torch.Tensor)]

@@ -1,8 +1,8 @@
-"""Learning is honest: it comes from the rewards and from the learning rate, and from nothing else.
+"""Learning comes from the rewards and the learning rate alone.
 
-Three short whole runs of the example: as it is, with a learning rate of 0, and with rewards drawn by lot. They are judged
-by the probability that a policy gives to the right answers of the held-out problems, computed here with plain
-transformers. (Greedy accuracy would not do for the lot: the example starts out undecided, so a breath tips it.)
+Three short runs of the example: unchanged, with learning rate 0, and with random rewards. Measured is the probability
+of right held-out answers, by plain transformers: greedy accuracy would be too sensitive for random rewards, as the
+example starts undecided.
 """
 
 import json
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(900)
 ROOT = Path(__file__).parents[2]
 POLICY = ROOT / "examples" / "arithmetic" / "policy"
 ALONE = "--rollout.replicas=1"
-"""One replica is enough to learn; the example itself has two."""
+"""The example itself has two replicas."""
 LOT = '--reward.scorers=[{kind = "random", name = "answer"}]'
 
 
@@ -30,7 +30,7 @@ async def run(folder: Path, run_id: str, *flags: str) -> Path:
 
 
 def probability_of_answers(policy: Path) -> float:
-    """Return the mean probability of a right answer, sampled at temperature 1, over the held-out problems."""
+    """Return the mean probability of a right held-out answer at temperature 1."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(policy), AutoTokenizer.from_pretrained(policy)

@@ -1,6 +1,7 @@
-"""Laws of several ranks: two learn what one learns, agree where one of them fails, and come back from what they wrote.
+"""Two ranks learn what one learns, agree on failures, and resume from what they wrote.
 
-The two ranks are real processes of the launcher (``tests/support/trainer_ranks.py``), started once for all laws; one rank is this process.
+The two are real launcher processes (``tests/support/trainer_ranks.py``), started once for all laws; the one is this
+process.
 """
 
 import os
@@ -28,7 +29,7 @@ LAUNCH = (
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What two ranks found."""
+    """Results of two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     done = subprocess.run(
@@ -42,7 +43,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def one(longer: int = 0, **tables: Any) -> dict[str, Any]:
-    """What one rank finds in the same two steps."""
+    """Results of one rank in the same two steps."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with smooth_adam():

@@ -1,4 +1,4 @@
-"""Laws of a full disk: whatever writes into the run's folder says so, keeps what was there, and continues when there is room."""
+"""On a full disk, writers into the run's folder report it, keep the old files, and continue once there is space."""
 
 import asyncio
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
-"""Laws of the ports of a run: every process listens on loopback, or on the address that was configured, and nowhere else.
+"""Every process of a run listens only on loopback or the configured address.
 
-Runs are real ones; what they listen on is asked of the kernel, for each process below ``penstock up``. Engines over two hosts and
-trainers over two hosts are looked at where they are tested (``test_rollout_nodes``, ``test_trainer_nodes``).
+Real runs; the kernel lists the ports of each process below ``penstock up``. Engines and trainers across hosts are
+covered by ``tests/rollout/engines/vllm/test_nodes.py`` and ``tests/trainer/test_nodes.py``.
 """
 
 import os

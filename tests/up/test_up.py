@@ -1,4 +1,4 @@
-"""Laws of `penstock up`: with real child processes and a real Valkey; the services are tiny scripts."""
+"""`penstock up` with real child processes and a real Valkey; the services are tiny scripts."""
 
 import json
 import os
@@ -101,7 +101,7 @@ server.serve_forever()
 
 
 class Up:
-    """`penstock up` on scripts, in a process of its own."""
+    """`penstock up` on scripts, as a process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -210,7 +210,7 @@ async def test_what_a_run_leaves_is_this_users_alone(up: Up) -> None:
 
 
 async def test_what_a_dead_process_left_behind_is_ended(up: Up) -> None:
-    """A rank of a killed launcher, in a session of its own."""
+    """A rank of a killed launcher, in a separate session."""
     up.script("coordinator-0", COORDINATOR)
     up.script(
         "trainer-0",
@@ -327,7 +327,7 @@ async def test_services_stop_upstream_first_and_the_bus_last(up: Up) -> None:
         up.script(name)
     up.start()
     await until(lambda: all(up.ready(name) for name in ("trainer-0", "reward-0", "rollout-0", "coordinator-0")))
-    await until(lambda: len(list(up.run_folder.glob("*.heeds"))) == 3)  # ready is said of who only begins to be
+    await until(lambda: len(list(up.run_folder.glob("*.heeds"))) == 3)  # ready is also reported while starting
     pids = [up.pid(name) for name in up.table()]
     socket, snapshots = place_of_socket(up), place_of_snapshots(up)
     assert snapshots.exists()

@@ -1,4 +1,4 @@
-"""Laws of a checkpoint's form: what a trainer publishes reaches an engine by the names, and in the shapes, that the checkpoint's files have."""
+"""What a trainer publishes reaches an engine under the names and shapes of the checkpoint's files."""
 
 import json
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ CONFIGS = {
 
 
 def saved(folder: Path, of: Any) -> dict[str, torch.Tensor]:
-    """Save ``of`` with random weights and buffers; return the files' tensors."""
+    """Save ``of`` with random weights; return the files' tensors."""
     torch.manual_seed(0)
     with torch.no_grad():
         for tensor in (*of.parameters(), *of.buffers()):
@@ -69,7 +69,7 @@ def test_what_the_files_hold_decides_and_not_what_this_version_would_save(tmp_pa
     stacked = dict(model.named_parameters())
     save_file({name: tensor.detach() for name, tensor in stacked.items()}, tmp_path / "model.safetensors")
     assert_equal(converted(tmp_path, model), {name: tensor.detach() for name, tensor in stacked.items()})
-    # the prefix of the trunk may be absent, and files may be several
+    # the trunk's prefix may be absent, and files may be several
     bare = {name.removeprefix("model."): tensor.contiguous() for name, tensor in whole.items()}
     (tmp_path / "model.safetensors").unlink()
     parts = [{name: bare[name] for name in sorted(bare)[start::2]} for start in (0, 1)]

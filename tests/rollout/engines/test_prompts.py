@@ -1,4 +1,4 @@
-"""Laws of text and tokens, and of opening a policy: what cannot be read is told in one sentence."""
+"""Laws of text and tokens, and of opening a policy."""
 
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ def test_a_saved_policy_is_opened_with_its_stop_tokens_and_limits(tmp_path: Path
     opened = open_model(policy, open_tokenizer(policy), "cpu")
     assert (opened.stop, opened.context_tokens, opened.vocabulary) == ((1,), 512, 48)
     assert opened.parameters["model.norm.weight"].dtype == torch.bfloat16
-    assert "lm_head.weight" in opened.parameters  # tied: may come, need not
+    assert "lm_head.weight" in opened.parameters  # tied: optional
     assert "lm_head.weight" not in opened.required
 
 

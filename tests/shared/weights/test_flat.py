@@ -1,4 +1,4 @@
-"""Laws of flat snapshots and of their checksums."""
+"""Laws of flat snapshots and checksums."""
 
 import threading
 import time

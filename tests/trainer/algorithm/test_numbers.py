@@ -1,4 +1,4 @@
-"""Laws of the update rule's formulas, with numbers worked by hand."""
+"""Formulas of the update rule, with numbers worked by hand."""
 
 import math
 from typing import Any
@@ -194,11 +194,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         for kind in ("token_tis", "sequence_tis", "token_mask", "sequence_mask", "geometric_mask")
     },
 }
-"""Every policy loss and every correction, the weights of the corrections without bounds of their own."""
+"""Every policy loss and correction; corrections without bounds of their own."""
 
 
 def _objective(log_ratios: list[float], advantage: float, **algorithm: Any) -> tuple[objective.Objective, torch.Tensor]:
-    """The objective of one sample, and the gradient of its policy logprobs."""
+    """One sample's objective and the gradient of its policy logprobs."""
     samples = np.array([len(log_ratios)])
     policy = torch.full((len(log_ratios),), -1.0, requires_grad=True)
     batch: Any = mock.Mock(lengths_S=samples, places_S=np.array([0]))
@@ -233,7 +233,7 @@ def test_without_an_advantage_loss_and_gradient_are_exactly_zero_for_any_log_rat
 @pytest.mark.parametrize("loss", PRESETS)
 @pytest.mark.parametrize("advantage", [-1.5, 1.5])
 def test_no_log_ratio_makes_a_loss_a_gradient_or_a_figure_infinite(loss: str, advantage: float) -> None:
-    # one token 89 nats from its anchor, as float32's e^89 is infinite; k3 of the reference has the same distance
+    # one token 89 nats from its anchor (float32's e^89 is infinite); k3 of the reference has the same distance
     kl = {"coefficient": 0.1, "where": "loss", "estimator": "k3"}
     out, gradient = _objective([89.0, -89.0, 0.5], advantage, **PRESETS[loss], kl=kl)
     assert math.isfinite(float(out.sum.detach()))

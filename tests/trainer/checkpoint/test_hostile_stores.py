@@ -1,6 +1,6 @@
-"""Laws of stores that strangers can write to: no name leaves the folder, no pickle runs, and with a key nothing unsigned is used.
+"""With a hostile store, no name leaves the folder, no pickle runs, and with a key only signed data is used.
 
-The store is moto's server over real HTTP; manifests and pickles are those that an attacker with write access would leave.
+moto's server over HTTP, with an attacker's manifests and pickles.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ def entry(name: object, nbytes: object = len(CONTENT), sha256: object = "") -> d
 
 
 def plant(storage: Storage, files: Any, **state: object) -> str:
-    """Write a manifest with a right digest, and an object for each file that it names; return the checkpoint's name."""
+    """Write a manifest with a correct digest and its objects; return the checkpoint's name."""
     known = dataclasses.asdict(CheckpointState(1, PolicyVersion(1), 8, "", 1, 1))
     data = json.dumps({"state": {**known, **state}, "files": files}, sort_keys=True).encode()
     name = f"step-000001-v000001-{hashlib.sha256(data).hexdigest()[:16]}"
@@ -176,7 +176,7 @@ def test_a_marker_whose_names_leave_the_folder_is_no_checkpoint(tmp_path: Path) 
 
 
 class Bomb:
-    """A pickle that creates a folder as it is read."""
+    """A pickle that creates a folder when loaded."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -209,7 +209,7 @@ def test_each_file_of_a_checkpoint_that_would_run_code_is_refused_by_name_and_th
     rank.engine.save(tmp_path / "made")
     names = sorted(path.relative_to(tmp_path / "made") for path in (tmp_path / "made").rglob("*.pt"))
     assert len(names) == (2 if zero_stage else 1)
-    rank.engine.load(tmp_path / "made")  # as it was written, it loads
+    rank.engine.load(tmp_path / "made")  # as written, it loads
     for name in names:
         folder = tmp_path / "hostile"
         shutil.copytree(tmp_path / "made", folder)

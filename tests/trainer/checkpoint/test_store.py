@@ -1,6 +1,6 @@
-"""Laws of checkpoints in object storage: whole or none, found on a new machine, and a store that is away stops nothing.
+"""Checkpoints in object storage: whole or absent, found on a new machine; an unreachable store stops nothing.
 
-The store is moto's server over real HTTP (``tests/support/object_storage.py``), the bus a real Valkey, the trainer a real process.
+moto's server over HTTP, a real Valkey and trainer process.
 """
 
 import asyncio
@@ -43,13 +43,13 @@ from tests.trainer.test_service import GROUPS, Run, bus_of, feed
 
 V = PolicyVersion
 _LONG_S = 150.0
-"""For what a trainer does, on a busy machine."""
+"""For the trainer on a busy machine."""
 
 
 def written(
     root: Path, step: int, *, version: int | None = None, journal_entry: str = "", fill: str = ""
 ) -> Checkpoint:
-    """A whole checkpoint on disk, of two files that nobody loads."""
+    """A whole checkpoint of two files that are never loaded."""
     version = step if version is None else version
     for name in ("engine/engine/mp_rank_00_model_states.pt", "engine/engine/zero_pp_rank_0_mp_rank_00_optim_states.pt"):
         path = local_store.beside(root, step) / name
@@ -139,7 +139,7 @@ def test_a_folder_that_became_another_checkpoints_is_not_stored_as_the_first(
         upload(self, path, name)
         if not path.name.startswith("zero"):
             return
-        written(tmp_path, 1, version=9)  # a rollback came, and the step was made again
+        written(tmp_path, 1, version=9)  # step 1 again, after a rollback
 
     with monkeypatch.context() as patch:
         patch.setattr(ObjectStore, "upload", slow)
@@ -165,7 +165,7 @@ def test_what_uploads_left_goes_once_a_newer_one_is_whole(tmp_path: Path, storag
 
 
 class Slow:
-    """A copy that fails until it may succeed."""
+    """A copy that fails until released."""
 
     def __init__(self) -> None:
         self.works, self.failed = False, 0
@@ -277,7 +277,7 @@ async def test_a_bug_in_a_copy_ends_the_task_that_the_driver_waits_for() -> None
 
 
 class Kept:
-    """A retention, and the journal that it looks after."""
+    """A retention and its journal."""
 
     def __init__(self, bus: Bus, folder: Path, storage: Storage, **more: Any) -> None:
         self.root, self._bus = folder / "checkpoints", bus
@@ -394,7 +394,7 @@ async def test_with_bus_and_folder_lost_the_run_goes_on_from_the_store_and_no_ve
 
 
 async def test_with_the_folder_there_a_start_needs_no_store(bus: Bus, tmp_path: Path, storage: Storage) -> None:
-    of = settings(tmp_path, storage, bus.run_id, endpoint="http://127.0.0.1:9")  # where nobody listens
+    of = settings(tmp_path, storage, bus.run_id, endpoint="http://127.0.0.1:9")  # where nothing listens
     made = written(of.run_folder / "checkpoints", 4)
     await raw(bus).hset(bus.keys.named("run"), mapping={"step": 4, "newest_version": 4})
     assert (await resume_of(bus, of)).checkpoint == made
@@ -477,7 +477,7 @@ def test_without_boto3_the_setting_is_refused_in_a_sentence(storage: Storage, mo
 
 
 def lose_machine(run: Run) -> None:
-    """What a node takes with it: the run's folder, and the weights that it published."""
+    """Lose the run's folder and published weights with the node."""
     shutil.rmtree(run.folder / "runs")
     shutil.rmtree(run.folder / f"weights-{run.run_id}")
 
@@ -506,7 +506,7 @@ async def test_a_run_whose_machine_is_lost_goes_on_elsewhere_from_the_store_with
         return await run.weights(ledger)
 
     async with bus_of(run) as (bus, ledger):
-        # Killed in the middle of an upload, with its machine: steps 1 and 2 are still in the journal.
+        # Killed during an upload, with its machine: steps 1 and 2 are still in the journal.
         async with run.trainer() as process:
             await feed(bus, 0, GROUPS)
             await run.reaches(ledger, 1, process)
@@ -523,7 +523,7 @@ async def test_a_run_whose_machine_is_lost_goes_on_elsewhere_from_the_store_with
         assert await steps_in_journal(bus) == [1, 2]
         lose_machine(run)
 
-        # On another machine. A store that is away stops nothing, and gets the newest checkpoint when it is back.
+        # On another machine. An unreachable store stops nothing, and gets the newest checkpoint later.
         async with run.trainer() as process:
             again = await weights_of(3)
             assert all(torch.equal(again[name], expected[name]) for name in expected)
@@ -545,7 +545,7 @@ async def test_a_run_whose_machine_is_lost_goes_on_elsewhere_from_the_store_with
             os.kill(process.pid, signal.SIGKILL)
         lose_machine(run)
 
-        # Once more, and the newest checkpoint is damaged: the one before it and the journal give the same weights.
+        # Again, with the newest checkpoint damaged: the previous one and the journal give the same weights.
         storage.damage(f"{run.run_id}/checkpoints/step-000005", "mp_rank_00_model_states.pt")
         async with run.trainer() as process:
             found = await weights_of(7)
@@ -554,7 +554,7 @@ async def test_a_run_whose_machine_is_lost_goes_on_elsewhere_from_the_store_with
             (uri,) = {where for version, where in (await ledger.checkpoints()).items() if version == 5}
             assert uri.startswith(f"s3://runs/team/{run.run_id}/checkpoints/step-000004-v000005-")
 
-            # A rollback to a version whose checkpoint is in the store alone.
+            # A rollback to a checkpoint that only the store has.
             shutil.rmtree(run.folder / "runs" / run.run_id / "checkpoints")
             await _begin(bus, ledger, tmp_path, 5)
             back = await weights_of(8)

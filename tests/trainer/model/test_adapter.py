@@ -1,4 +1,4 @@
-"""Laws of adapters: what is published is what the trainer computes with, for layers, experts and routers alike; or it is refused."""
+"""Published adapters compute what the trainer does, for layers, experts and routers, or are refused."""
 
 import copy
 import warnings
@@ -54,7 +54,7 @@ def gpt_oss() -> Any:
 
 
 def trained(model: Any) -> Any:
-    """Give the adapters in ``model`` factors that change what it computes."""
+    """Give the adapters in ``model`` effective factors."""
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
         if ".lora_B." in name:
@@ -75,7 +75,7 @@ def assert_merged_as_by_peft(adapted: Any, by_peft: Any, plain: Any) -> None:
         for weight in ("self_attn.q_proj.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
         if f"model.layers.{layer}.{weight}" in before
     }
-    # Sums over at most 4 ranks of products below 10, in another order: 1e-5 is a few roundings of float32.
+    # Sums over at most 4 ranks of products below 10, reordered: 1e-5 is a few roundings of float32.
     assert all(torch.allclose(found[name], expected[name], atol=1e-5) for name in expected)
 
 
@@ -126,7 +126,7 @@ def engine(zero_stage: int) -> TrainingEngine:
             "algorithm": {"groups_per_step": 4},
             "trainer": {
                 "learning_rate": 1e-2, "zero_stage": zero_stage, "max_grad_norm": 1e9, "optimizer": "adamw",
-                # at stage 3, weights as small as these would else stay whole
+                # at stage 3, small weights would else stay whole
                 "deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}} if zero_stage == 3 else {},
             },
         }

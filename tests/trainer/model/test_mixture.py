@@ -1,4 +1,4 @@
-"""Laws of mixtures of experts in training: a policy routes as its replicas do, and no loss but the algorithm's is trained."""
+"""Mixtures of experts: trainer and replicas route alike, and only the algorithm's loss is trained."""
 
 import copy
 from typing import Any
@@ -43,7 +43,7 @@ def test_a_router_with_noise_routes_in_training_as_in_generation(name: str, chec
     training = logprobs(policy)
     assert torch.equal(training, logprobs(policy))
     assert torch.equal(training, logprobs(Policy(model).eval()))
-    # the noise would matter: the model alone, in training mode, answers differently each time
+    # the noise would matter: in training mode the model alone answers differently each time
     ids = torch.arange(40)[None]
     assert not torch.equal(model.train()(input_ids=ids).logits, model(input_ids=ids).logits)
 

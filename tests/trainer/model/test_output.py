@@ -1,4 +1,4 @@
-"""Laws of what surrounds a model's layers: its logits, its rotary frequencies, its context, and the noise of training mode."""
+"""A model's logits, rotary frequencies, context, and training noise."""
 
 from collections.abc import Callable
 from pathlib import Path

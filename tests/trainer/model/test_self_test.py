@@ -1,4 +1,4 @@
-"""Laws of the self-test at a trainer's start: it passes what is right, names what is wrong, and changes nothing."""
+"""The self-test at a trainer's start names what is wrong and changes nothing."""
 
 import contextlib
 import tempfile
@@ -81,7 +81,7 @@ def test_half_precision_passes_within_the_spread_of_its_roundings(folders: dict[
 
 
 def blind_to_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have convolutions read a packed row as one sequence."""
+    """Make convolutions read a packed row as one sequence."""
     monkeypatch.setattr(mixers, "install", lambda module: None)
     monkeypatch.setattr(mixers, "unpackable", lambda module: "")
 
@@ -130,7 +130,7 @@ def test_half_precision_hides_no_small_mistake(folders: dict[str, Path], monkeyp
 
     monkeypatch.setattr(self_test, "unmodified", without)
     monkeypatch.setattr(self_test, "_has_room", lambda narrow: False)
-    result = self_test.run(policy, "rows")  # within what roundings of bfloat16 do
+    result = self_test.run(policy, "rows")  # within bfloat16's roundings
     assert result.widened is None
     monkeypatch.undo()
     scale[0] = 1.0

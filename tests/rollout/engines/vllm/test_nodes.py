@@ -1,6 +1,6 @@
-"""Laws of an engine that spans hosts: two tensor parallel ranks of real vLLM, each in a process tree of its own command.
+"""Laws of an engine across hosts: two tensor-parallel ranks of real vLLM, each in its own process tree.
 
-On CPUs over gloo; where there are two GPUs, each host has one of them, and they speak NCCL.
+Over gloo on CPUs; with two GPUs, over NCCL with one each.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ from tests.support.tolerance import FORWARD
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.filterwarnings("ignore"),  # vLLM's own imports warn
-    pytest.mark.timeout(600),  # so that it begins among the first: its engines take most of a minute to start
+    pytest.mark.timeout(600),  # so that it begins early: its engines start slowly
 ]
 
 ROOT = Path(__file__).parents[4]
@@ -67,7 +67,7 @@ EXACT = 2e-2 if GPUS else FORWARD
 
 
 def environment(node: int) -> dict[str, str]:
-    """Return what a host sees besides: nothing of the other's GPU."""
+    """A host's environment, with only its own GPU."""
     own = {"CUDA_VISIBLE_DEVICES": str(node), "NCCL_SOCKET_IFNAME": "lo"} if GPUS else {}
     return {**ENVIRONMENT, **own}
 
@@ -190,7 +190,7 @@ async def test_weights_that_are_pulled_change_on_both_hosts_between_the_same_two
 
     async def flows() -> bool:
         first, second = await engine._llm.collective_rpc("penstock_held")
-        assert second == {}  # tokens are noted where the replica is
+        assert second == {}  # tokens are recorded at the replica
         return int(sum(first.values())) > 5
 
     await until(flows, timeout_s=60)
@@ -210,7 +210,7 @@ async def test_weights_that_are_pulled_change_on_both_hosts_between_the_same_two
 
 
 def variant_of(engine: VllmEngine) -> VllmEngine:
-    """Return the engine without a stop, so that groups are as long as they may be."""
+    """Return the engine without stop ids, for groups of full length."""
     made = variant(engine, stop=())
     made.ranks = engine.ranks
     return made
@@ -225,7 +225,7 @@ async def test_the_second_host_says_that_its_workers_are_there_and_nothing_of_a_
         assert (await client.get("/healthz")).status_code == 200
         exported = (await client.get("/metrics")).text
     assert "penstock_build_info{" in exported
-    assert "penstock_rollout_" not in exported  # a second policy version, of 0, would raise an alarm
+    assert "penstock_rollout_" not in exported  # a second policy version, of 0, would raise an alert
 
 
 @pytest.mark.parametrize("stranger", ["silent", "babbling", "with another secret", "proving another rank"])
