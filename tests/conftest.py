@@ -130,7 +130,6 @@ def need_module(name: str, package: str) -> None:
 
 @pytest.fixture(scope="session")
 def helm() -> None:
-    """Require Helm and Kubernetes' schemas."""
     need_module("helm_sdkpy", "helm-sdkpy")
     need_module("kubernetes_validate", "kubernetes-validate")
 
@@ -208,6 +207,5 @@ def server_of_objects() -> Iterator["Storage"]:
 
 @pytest.fixture
 def storage(server_of_objects: "Storage") -> "Storage":
-    """An empty bucket."""
     server_of_objects.clear()
     return server_of_objects

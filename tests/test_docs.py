@@ -145,7 +145,6 @@ def test_every_metric_that_the_documents_name_is_declared() -> None:
 
 
 def metrics(path: Path) -> set[str]:
-    """Return the metrics that a module creates."""
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call) and node.args]
     made = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in KINDS]
     return {str(call.args[0].value) for call in made if isinstance(call.args[0], ast.Constant)}

@@ -36,8 +36,6 @@ PLACES = ("status", "alerts", "events", "trips")
 
 @dataclasses.dataclass(slots=True)
 class Fault:
-    """A current fault."""
-
     wanted: frozenset[str]
     """Alerts, and guards by place, that it must raise."""
     event: str
@@ -57,8 +55,6 @@ class Alarms:
         self._patience_s = PATIENCE_S
         self._faults: list[Fault] = []
         """Current faults, newest last."""
-
-    # ---------------------------------------------------------------- shorter minutes
 
     async def hurry(self, minute_s: float, times: Mapping[str, float], targets: Mapping[str, str]) -> None:
         """Scrape, and evaluate the shipped rules, with minutes of ``minute_s`` seconds (``times``: see
@@ -83,8 +79,6 @@ class Alarms:
         await self._run.until(lambda: self._run.prometheus.ask("up == 1"))
         self._run.send("prometheus", signal.SIGHUP)
         await self._run.until(lambda: self._run.prometheus.ask(f'up{{instance="{min(targets)}"}} == 1'))
-
-    # ---------------------------------------------------------------- what is said
 
     @contextlib.asynccontextmanager
     async def raised(

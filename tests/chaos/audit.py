@@ -62,8 +62,6 @@ def reward_means(folder: Path) -> list[float]:
 
 
 class Watcher:
-    """Observes past the proxy."""
-
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self.served: set[int] = set()
@@ -105,7 +103,6 @@ class Watcher:
 
     @property
     def redone(self) -> int:
-        """Number of observed repeated deliveries."""
         return sum(times - 1 for times in self.deliveries.values())
 
     async def _read_journal(self) -> None:

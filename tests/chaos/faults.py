@@ -123,7 +123,6 @@ class Faults:
 
     @contextlib.contextmanager
     def frozen(self, name: str) -> Iterator[None]:
-        """Freeze a process tree while the body runs."""
         found = self.tree(name)
         for process in found:
             process.suspend()
@@ -184,7 +183,6 @@ class Faults:
 
     @contextlib.contextmanager
     def storage_away(self) -> Iterator[None]:
-        """Make object storage unreachable while the body runs."""
         self.storage.stop()
         try:
             yield
@@ -254,12 +252,8 @@ def _data_bytes(pid: int) -> int:
     return int(lines["VmData"].split()[0]) * 1024
 
 
-# -------------------------------------------------------------------- the run
-
-
 @contextlib.asynccontextmanager
 async def prepared(folder: Path, storage: Storage) -> AsyncIterator[Faults]:
-    """A training run with hurried alarms."""
     scorer = folder / "scorer"
     write_whole(scorer, "")
     server = TcpServer(folder / "valkey")

@@ -55,8 +55,6 @@ class Figures:
 
 
 class Hostile:
-    """Makes hostile entries out of real ones."""
-
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self._number = 0
@@ -113,7 +111,6 @@ class Hostile:
         return {b"id": str(number).encode(), b"data": msgpack.packb(fields)}
 
     def _spoil(self, fields: Any) -> None:
-        """Replace, add or remove something, somewhere."""
         places = list(_places(fields))
         container, key = self.random.choice(places)
         if self.random.random() < 0.1 and isinstance(container, dict):
@@ -138,7 +135,6 @@ def _deep(levels: int) -> Any:
 
 
 def _group(fields: Any) -> dict[str, Any] | None:
-    """Return the map that holds the group's id."""
     while isinstance(fields, dict):
         if "group_id" in fields:
             return fields
@@ -184,7 +180,6 @@ class Fuzz:
         return self._honest[stream] or [{b"id": number, b"data": wire.encode(example)}]
 
     async def feed(self, messages: int) -> None:
-        """Send ``messages`` in batches that the services can take."""
         while sum(self.by_stream.values()) < messages:
             await self.harvest()
             for stream in (*DATA, *BROADCAST):
@@ -200,7 +195,6 @@ class Fuzz:
             await self._run.until(self._is_taken)
 
     async def _harm_keys(self) -> None:
-        """Write nonsense to keys that services read."""
         keys, client, chance = self._bus.keys, raw(self._bus), self._hostile.random
         nonsense = chance.choice(
             (b"", b"{", b"[[[]]]", b"null", b"\xff\xfe", b"1e999", b'{"version": []}', b"[" * 3000)

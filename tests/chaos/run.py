@@ -80,13 +80,10 @@ class TcpServer:
         self.process.wait(PATIENCE_S)
 
     def empty(self) -> None:
-        """Delete all data of the stopped server."""
         shutil.rmtree(self.data)
 
 
 class Run:
-    """``up``, and what was started by hand beside it."""
-
     def __init__(
         self,
         folder: Path,
@@ -110,16 +107,12 @@ class Run:
         with self._output.open("w") as output:
             self.process = forge.start("services.cli", words, output, forked=forked)
 
-    # ---------------------------------------------------------------- its processes
-
     def table(self) -> dict[str, Any]:
-        """Return ``up``'s process table."""
         with contextlib.suppress(OSError, ValueError):
             return dict(json.loads((self.folder / "up.json").read_text()))
         return {"processes": []}
 
     def pid(self, name: str) -> int | None:
-        """Return a running process's id."""
         if name in self._by_hand:
             return self._by_hand[name].pid
         return next((row["pid"] for row in self.table()["processes"] if row["name"] == name), None)
@@ -154,7 +147,6 @@ class Run:
         return process.wait()
 
     def check(self) -> None:
-        """Fail with all logs if the run ended early."""
         if self.process.poll() is not None:
             pytest.fail(f"`penstock up` ended early ({self.process.returncode}):\n{self.report()}")
 
@@ -180,7 +172,9 @@ class Run:
                 self.process.wait(PATIENCE_S)
 
     async def until(self, condition: Callable[[], object]) -> None:
-        """Wait until ``condition()`` (sync or async) is true; fail with all logs on timeout or if the run ended early."""
+        """Wait until ``condition()`` (sync or async) is true; fail with all logs on timeout or if the run ended
+        early.
+        """
 
         async def met() -> object:
             self.check()
@@ -191,8 +185,6 @@ class Run:
             await until(met, timeout_s=PATIENCE_S)
         except TimeoutError as error:
             raise TimeoutError(f"{words(condition)} not met: {error}\n{self.report()}") from error
-
-    # ---------------------------------------------------------------- its API
 
     async def ask(
         self, method: str, path: str, body: Mapping[str, object] | None = None, headers: Mapping[str, str] | None = None
@@ -209,7 +201,6 @@ class Run:
         return None
 
     async def command(self, path: str, body: Mapping[str, object] | None = None) -> dict[str, Any]:
-        """POST until done; return the answer."""
         found: dict[str, Any] = {}
 
         async def done() -> bool:
@@ -223,7 +214,6 @@ class Run:
         return found
 
     async def change(self, **changes: object) -> None:
-        """Change live settings; ``trainer__learning_rate`` is the dotted key."""
         wanted = {name.replace("__", "."): value for name, value in changes.items()}
 
         async def changed() -> bool:
@@ -237,11 +227,7 @@ class Run:
 
         await self.until(changed)
 
-    # ---------------------------------------------------------------- its progress
-
     async def connect(self, url: str | None = None) -> Bus:
-        """Return a bus, past the proxy with a ``url``."""
-
         await self.until(lambda: "bus" in self.table())
         bus = await Bus.connect(url or str(self.table()["bus"]), RUN_ID, wait_s=PATIENCE_S)
         bus.wait_for_ever()

@@ -126,8 +126,6 @@ class Storm:
         await until(committed, timeout_s=PATIENCE_S)
         return (await self._ledger.status()).last_commit_s or 0.0
 
-    # ---------------------------------------------------------------- kill
-
     def _one(self, service: str) -> str:
         return self._random.choice(sorted(self._run.names(service)) or [f"{service}-0"])
 
@@ -159,8 +157,6 @@ class Storm:
         self._server.start()
         await until(lambda: answers(self._server.port), timeout_s=PATIENCE_S)
 
-    # ---------------------------------------------------------------- freeze
-
     async def _freeze(self, service: str, seconds: float) -> None:
         await self._freeze_process(self._one(service), seconds)
 
@@ -178,8 +174,6 @@ class Storm:
         self._server.send(signal.SIGSTOP)
         await asyncio.sleep(_LEASE_S)
         self._server.send(signal.SIGCONT)
-
-    # ---------------------------------------------------------------- the network
 
     async def _cut(self) -> None:
         for _ in range(self._random.randint(1, 5)):
@@ -200,8 +194,6 @@ class Storm:
         self._proxy.delay_s = 0.05
         await asyncio.sleep(2.0)
         self._proxy.delay_s = 0.0
-
-    # ---------------------------------------------------------------- people
 
     async def _join(self) -> None:
         service = self._random.choice(("rollout", "reward"))

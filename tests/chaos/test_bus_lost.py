@@ -68,7 +68,6 @@ def _in_flight(checkpoint: Checkpoint | None) -> int:
 
 
 async def _restored(bus: Bus) -> list[Mapping[str, Any]]:
-    """Return each restored run's event."""
     return [event.fields for _, event in await bus.newest(EVENTS, Event, 1000) if event.name == "run restored"]
 
 

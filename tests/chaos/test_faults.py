@@ -196,7 +196,6 @@ async def _ruin(faults: Faults) -> None:
 
 @contextlib.asynccontextmanager
 async def meanwhile(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
-    """Run endless ``work`` while the body runs."""
     task = asyncio.create_task(work)
     try:
         yield
@@ -213,7 +212,6 @@ async def _restart_again_and_again(faults: Faults) -> None:
 
 
 async def _kill_for_ever(run: Run, name: str) -> None:
-    """Kill a process whenever Prometheus has seen it."""
     while True:
         with contextlib.suppress(psutil.Error):
             started_s = psutil.Process(run.pid(name) or 0).create_time() - 0.5

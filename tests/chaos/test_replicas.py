@@ -24,7 +24,6 @@ async def _there(bus: Bus, service: str) -> set[str]:
 
 
 async def _took(bus: Bus, names: set[str]) -> bool:
-    """Whether each consumer has taken an entry."""
     seen: set[str] = set()
     for stream in (streams.PROMPTS, streams.ROLLOUTS):
         rows = await raw(bus).xinfo_consumers(bus.keys.of(stream), stream.group)

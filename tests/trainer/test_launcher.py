@@ -39,7 +39,6 @@ class Host:
         )
 
     async def ranks(self) -> list[psutil.Process]:
-        """Return the ranks once all of them wait."""
         await until(lambda: {"0", "1", "2"} <= {path.name for path in self.folder.iterdir()})
         children: list[psutil.Process] = psutil.Process(self.process.pid).children()
         return children

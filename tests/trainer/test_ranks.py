@@ -29,7 +29,6 @@ LAUNCH = (
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Results of two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     done = subprocess.run(
@@ -43,7 +42,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def one(longer: int = 0, **tables: Any) -> dict[str, Any]:
-    """Results of one rank in the same two steps."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with smooth_adam():

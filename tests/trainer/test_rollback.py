@@ -193,9 +193,6 @@ async def test_a_version_published_before_the_rollback_is_never_promoted_after_i
         assert (await ledger.policy_states())[V(3)] is PolicyState.REVOKED
 
 
-# ---------------------------------------------------------------- refusals and interruptions
-
-
 @pytest.fixture
 async def ready(bus: Bus, tmp_path: Path) -> AsyncIterator[tuple[httpx.AsyncClient, Coordinator]]:
     async with at_step(bus, tmp_path, 4, checkpoint=2) as (parts, _):
@@ -365,9 +362,6 @@ async def test_a_checkpoint_that_a_rollback_goes_back_to_is_not_deleted(bus: Bus
         assert not await ledger.forget_checkpoint("/checkpoints/step-000001")
         assert await ledger.forget_checkpoint("/checkpoints/step-000002")
         assert await ledger.checkpoints() == {1: "/checkpoints/step-000001"}
-
-
-# ---------------------------------------------------------------- the trainer
 
 
 async def _begin(bus: Bus, ledger: Ledger, folder: Path, target: int) -> None:

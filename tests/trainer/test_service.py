@@ -115,7 +115,6 @@ class Run:
 
 
 def initial_weights() -> dict[str, torch.Tensor]:
-    """The weights from which every trainer starts."""
     found: dict[str, torch.Tensor] = load_file(MODEL / "model.safetensors")
     return found
 
@@ -249,7 +248,6 @@ async def test_a_replay_repeats_the_learning_rate_of_each_step(tmp_path: Path, s
 
 
 async def pulled(ledger: Ledger) -> tuple[PolicyRecord, dict[str, torch.Tensor]]:
-    """Pull the newest version from the trainer."""
     status = await ledger.status()
     assert status.newest_version is not None
     record = await ledger.policy(status.newest_version)

@@ -93,7 +93,6 @@ def reason_for_silence(expression: str) -> str:
 
 
 async def all_answered(run: Run, expressions: dict[str, str]) -> None:
-    """Wait until every expression returned data once."""
     waiting = dict(expressions)
 
     def answered() -> bool:

@@ -175,9 +175,6 @@ def gone(*pids: int) -> bool:
     return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
 
 
-# ---------------------------------------------------------------- restart
-
-
 async def test_a_killed_process_comes_back_and_so_does_the_bus_with_its_data(up: Up) -> None:
     up.script("coordinator-0", COORDINATOR)
     up.script("rollout-0")
@@ -266,9 +263,6 @@ async def test_waits_double_up_to_a_cap() -> None:
     assert [restarts.wait_s(failures) for failures in (1, 2, 3, 4, 5, 1000)] == [0.25, 0.5, 1.0, 1.5, 1.5, 1.5]
 
 
-# ---------------------------------------------------------------- failure
-
-
 async def test_wrong_settings_of_a_service_end_the_run_with_its_sentence(up: Up) -> None:
     up.script("coordinator-0", COORDINATOR)
     up.script(
@@ -316,9 +310,6 @@ async def test_a_process_that_never_gets_ready_ends_the_run_with_the_end_of_its_
     assert "trainer-0 stopped 3 times before it was ready (last: exit code 1)" in output
     assert "no module named torch" in output
     assert str(up.run_folder / "logs" / "trainer-0.log") in output
-
-
-# ---------------------------------------------------------------- stop
 
 
 async def test_services_stop_upstream_first_and_the_bus_last(up: Up) -> None:
@@ -486,9 +477,6 @@ async def test_one_up_holds_a_run_at_a_time(up: Up) -> None:
     assert "found another `penstock up` on" in other.stderr
     up.signal(signal.SIGTERM)
     up.wait()
-
-
-# ---------------------------------------------------------------- what it says
 
 
 def test_a_curve_goes_from_lowest_to_highest() -> None:

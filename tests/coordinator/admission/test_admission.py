@@ -163,9 +163,6 @@ async def full(bus: Bus) -> bool:
     return await bus.length(streams.PROMPTS) == 4
 
 
-# ---------------------------------------------------------------- promotion
-
-
 async def publish(bus: Bus, versions: int) -> None:
     ledger = Ledger(bus)
     epoch = await ledger.take_epoch()

@@ -28,7 +28,6 @@ FULL, ROOMY = "1mb", "0"
 
 @pytest.fixture(params=["valkey", pytest.param("redis", marks=pytest.mark.debian)])
 async def small(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Bus]:
-    """The bus of a server with limited memory."""
     binary = need("redis-server", "redis-server") if request.param == "redis" else ""
     server = TcpServer(tmp_path / "data", binary)
     server.start()
@@ -48,7 +47,6 @@ async def limit(bus: Bus, maxmemory: str) -> None:
 
 
 async def fill(bus: Bus) -> None:
-    """Fill the server to its limit."""
     await raw(bus).set("ballast", b"x" * 2_000_000)
     await limit(bus, FULL)
 

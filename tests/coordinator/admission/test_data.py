@@ -242,9 +242,6 @@ def test_a_row_that_names_no_scorer_of_the_run_is_bad(tmp_path: Path, value: obj
         _routed(tmp_path, value)
 
 
-# ---------------------------------------------------------------- misplaced and missing answers
-
-
 @pytest.mark.parametrize("role", ["assistant", "Assistant", "model"])
 def test_messages_that_end_with_the_policys_own_turn_are_bad_as_they_show_the_answer(tmp_path: Path, role: str) -> None:
     asked = [{"role": "user", "content": "1+1="}]

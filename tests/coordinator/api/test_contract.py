@@ -29,7 +29,6 @@ from tests.support.raw_redis import raw
 
 @pytest.fixture
 async def parts(bus: Bus, tmp_path: Path) -> AsyncIterator[Coordinator]:
-    """A coordinator of a run that is not started."""
     await Ledger(bus).create()
     async with running(make(bus, settings(tmp_path, steps=50, coordinator={"autostart": False}))) as found:
         yield found
@@ -288,9 +287,6 @@ async def test_a_bus_that_does_not_answer_is_unavailable_not_a_hang(
 
     monkeypatch.setattr(parts, "ANSWER_WITHIN_S", 0.0)
     assert is_problem(await http.get("/v1/policies"), 503, "expected the bus to answer")
-
-
-# ---------------------------------------------------------------- as a process
 
 
 def config(server: Server, folder: Path, **more: dict[str, object]) -> Path:

@@ -54,7 +54,6 @@ async def parts(bus: Bus, tmp_path: Path) -> AsyncIterator[Coordinator]:
 
 @contextlib.asynccontextmanager
 async def served(parts: Coordinator, folder: Path, access: Access) -> AsyncIterator[str]:
-    """Serve the API and the page."""
     server = Server("127.0.0.1", 0)
     announced = folder / "coordinator.json"
     app = make_app(dataclasses.replace(parts.api, access=access))
@@ -66,9 +65,6 @@ async def served(parts: Coordinator, folder: Path, access: Access) -> AsyncItera
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
         server.close()
-
-
-# ---------------------------------------------------------------- its files
 
 
 async def test_its_files_need_no_token_and_may_load_from_their_own_origin_only(
@@ -93,9 +89,6 @@ def test_nothing_in_it_parses_html_or_names_another_origin() -> None:
         for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "localStorage"):
             assert word not in text, f"{file.name} says {word}"
         assert "//" not in text.replace("http://www.w3.org/2000/svg", "").replace("// ", "").replace("//\n", "")
-
-
-# ---------------------------------------------------------------- sessions
 
 
 def bearer(token: str) -> dict[str, str]:
@@ -156,9 +149,6 @@ def test_a_session_ends() -> None:
     assert Access(TOKEN.encode()).role(f"Bearer {ticket}", "cookie") is None
     ticket = tickets.issue(TOKEN.encode(), "session cookie", 60.0)
     assert Access(TOKEN.encode()).role(f"Bearer {ticket}", "cookie") is Role.OPERATE
-
-
-# ---------------------------------------------------------------- in a browser
 
 
 async def test_it_shows_the_run_as_it_goes_on_and_text_of_the_run_stays_text(

@@ -45,9 +45,6 @@ def problem(answer: httpx.Response, status: int, words: str) -> None:
     assert words in answer.json()["detail"]
 
 
-# ---------------------------------------------------------------- who may
-
-
 async def test_a_token_reads_or_operates_and_probes_need_none(parts: Coordinator) -> None:
     access = Access(OPERATE.encode(), READ.encode())
     async with client(parts, access) as nobody, client(parts, access, READ) as reader:
@@ -295,9 +292,6 @@ async def test_registered_runs_are_bounded_and_can_be_deleted(
         problem(await http.delete(f"/v1/runs/{bus.run_id}"), 409, "coordinator's own")
 
 
-# ---------------------------------------------------------------- in which form
-
-
 async def test_what_cannot_be_answered_or_read_is_a_problem(parts: Coordinator) -> None:
     async with client(parts) as http:
         problem(await http.get("/v1/run", headers={"Accept": "text/html"}), 406, "found Accept: text/html")
@@ -336,9 +330,6 @@ async def test_a_list_is_given_page_by_page(parts: Coordinator, bus: Bus) -> Non
         ("created", "running", "for start"),
     ]
     assert second["next"] is None
-
-
-# ---------------------------------------------------------------- once
 
 
 async def test_a_key_is_answered_once_and_again_with_the_same(parts: Coordinator) -> None:

@@ -36,7 +36,6 @@ async def unjudged(found: Evaluation) -> Evaluation:
 
 
 async def alone(evaluating: Awaitable[list[Evaluation] | None]) -> Evaluation:
-    """Return the result of an evaluation of one set."""
     found = await evaluating
     assert found is not None
     (only,) = found

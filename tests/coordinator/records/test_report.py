@@ -117,7 +117,9 @@ def write_lines(file: Path, lines: Sequence[Mapping[str, object]]) -> None:
 
 
 def checked(report: Path) -> dict[str, Any]:
-    """Return a report's records; check that it refers to no other file and runs only the script that its policy names."""
+    """Return a report's records; check that it refers to no other file and runs only the script that its policy
+    names.
+    """
     html = report.read_text()
     assert not re.search(r"<[^>]*\\b(src|href)=", html)
     scripts = re.findall(r"<script([^>]*)>(.*?)</script>", html, re.DOTALL)
@@ -131,7 +133,6 @@ def checked(report: Path) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def shown(folder: Path, lines: Sequence[Mapping[str, object]] = ()) -> AsyncIterator["Page"]:
-    """Open a report of these steps in a browser."""
     if lines:
         write_lines(folder / "metrics.jsonl", lines)
     async with opened(write_report(folder).as_uri()) as page:
@@ -204,9 +205,6 @@ async def test_a_step_that_was_made_again_counts_once(tmp_path: Path) -> None:
     async with shown(tmp_path, lines) as page:
         await shows(page, ".tile b", "0.1 → 0.3")
         await shows(page, "#tables tr", "02100.0%")
-
-
-# ---------------------------------------------------------------- charts
 
 
 async def test_ticks_are_round_and_hold_the_values(tmp_path: Path) -> None:

@@ -27,7 +27,6 @@ CONFIGS = {
 
 
 def saved(folder: Path, of: Any) -> dict[str, torch.Tensor]:
-    """Save ``of`` with random weights; return the files' tensors."""
     torch.manual_seed(0)
     with torch.no_grad():
         for tensor in (*of.parameters(), *of.buffers()):

@@ -48,14 +48,10 @@ def decode(
 
 @torch.inference_mode()
 def forward_logprobs(model: Any, prompt: list[int], sample: GeneratedSample, temperature: float) -> Any:
-    """Reference: one forward pass over prompt and completion."""
     ids = torch.tensor([[*prompt, *sample.token_ids.tolist()]])
     logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
     logprobs = torch.log_softmax(logits / (temperature or 1.0), -1)
     return logprobs[torch.arange(len(sample.token_ids)), ids[0, len(prompt) :]].numpy()
-
-
-# -------------------------------------------------------------------- what is drawn
 
 
 def test_logprobs_are_those_of_a_plain_forward_pass_whatever_the_batch_and_its_padding() -> None:
@@ -184,9 +180,6 @@ def test_a_model_that_cannot_be_decoded_is_told_at_the_start() -> None:
     config = MambaConfig(vocab_size=48, hidden_size=16, num_hidden_layers=1, state_size=4)
     with pytest.raises(SettingsError, match=r"found MambaForCausalLM, which failed to decode .*: change policy.model"):
         try_out(tiny.opened(MambaForCausalLM(config).eval().requires_grad_(False)))
-
-
-# -------------------------------------------------------------------- how weights change
 
 
 @torch.inference_mode()
@@ -321,9 +314,6 @@ async def test_an_engine_that_drains_swaps_once_the_running_batch_is_finished() 
     later = await engine.generate(request(5, 6))
     assert later.samples[0].version_spans.tolist() == [[0, 1]]
     await engine.close()
-
-
-# -------------------------------------------------------------------- the engine's thread
 
 
 async def test_requests_that_wait_together_share_a_batch_up_to_the_cap() -> None:

@@ -57,9 +57,6 @@ def test_a_prompt_that_the_model_cannot_read_is_refused_with_a_sentence(
         codec(template).encode(asking(**fields))
 
 
-# -------------------------------------------------------------------- opening a policy
-
-
 def test_a_saved_policy_is_opened_with_its_stop_tokens_and_limits(tmp_path: Path) -> None:
     policy = PolicySettings(model=str(tiny.save(tmp_path)), dtype="bfloat16")
     opened = open_model(policy, open_tokenizer(policy), "cpu")

@@ -248,8 +248,6 @@ def test_a_password_is_never_shown() -> None:
 
 
 class _Answers:
-    """Answers like an old or evicting server."""
-
     def __init__(self, version: dict[str, str], memory: dict[str, object]) -> None:
         self._info: dict[str, dict[str, object]] = {"server": dict(version), "memory": memory}
 

@@ -72,7 +72,6 @@ def declarations() -> dict[str, str]:
 
 
 def rows() -> list[str]:
-    """Return the documented listing of keys."""
     owners = declarations()
     declared = [DECLARED[name] for name in sorted(owners)]
     assert {each.name for each in DECLARED.values() if isinstance(each, Key)} == owners.keys()

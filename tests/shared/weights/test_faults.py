@@ -193,9 +193,6 @@ async def test_a_pull_without_a_group_to_join_ends_at_the_deadline(start: Start)
     await puller.close()
 
 
-# ------------------------------------------------------------- the TCP port
-
-
 def connected(address: str, timeout_s: float) -> socket.socket:
     host, _, port = address.rpartition(":")
     return socket.create_connection((host, int(port)), timeout_s)

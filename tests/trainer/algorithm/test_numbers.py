@@ -29,9 +29,6 @@ def logs(*ratios: float) -> torch.Tensor:
     return torch.log(torch.tensor(ratios))
 
 
-# ---------------------------------------------------------------- advantages
-
-
 def test_rloo_compares_a_sample_with_the_others_alone() -> None:
     assert group_advantages(rewards(1, 0, 0, 0), "rloo").tolist() == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3])
 
@@ -114,9 +111,6 @@ def test_normalised_values_have_mean_zero_and_deviation_one() -> None:
     assert float(found.std()) == pytest.approx(1.0, rel=1e-4)  # ε beside a deviation of 2.9
 
 
-# ---------------------------------------------------------------- aggregation
-
-
 @pytest.mark.parametrize(("kind", "expected"), [("token", 3.0), ("sequence", 2.75), ("constant", 0.75)])
 def test_a_batchs_loss_weighs_tokens_or_samples(kind: aggregation.Aggregation, expected: float) -> None:
     loss, lengths = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), torch.tensor([2, 3])
@@ -129,9 +123,6 @@ def test_an_empty_micro_batch_adds_nothing_and_still_has_a_gradient() -> None:
     for kind in ("token", "sequence", "constant"):
         aggregation.total(empty * 1.0, none, kind).backward()
     assert empty.grad is not None
-
-
-# ---------------------------------------------------------------- losses
 
 
 def test_dual_clip_bounds_what_a_bad_token_that_became_likelier_costs() -> None:
@@ -178,9 +169,6 @@ def test_the_policy_gradient_is_the_advantage() -> None:
     losses.policy_gradient(policy, torch.tensor([2.0, -1.0])).loss_N.sum().backward()
     assert policy.grad is not None
     assert policy.grad.tolist() == [-2.0, 1.0]
-
-
-# ---------------------------------------------------------------- corrections
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -289,9 +277,6 @@ def test_log_linear_proximal_goes_from_behavior_to_the_policy_as_tokens_age() ->
     assert found.tolist() == pytest.approx([-1.0, -2.0, -1.5, -1.25])
 
 
-# ---------------------------------------------------------------- kl
-
-
 def test_the_three_estimates_of_a_token() -> None:
     sampled, other = torch.tensor([-1.0, -1.0]), torch.tensor([-2.0, 0.0])  # x = -1, 1
     assert kl.estimate(sampled, other, "k1").tolist() == [1.0, -1.0]
@@ -328,9 +313,6 @@ def test_the_coefficient_moves_towards_the_target_by_at_most_a_fifth_a_horizon()
     assert kl.next_coefficient(0.1, measured=0.11, target=0.1, samples=100, horizon=1000) == pytest.approx(0.101)
     assert kl.next_coefficient(0.1, measured=9.0, target=0.1, samples=100, horizon=1000) == pytest.approx(0.102)
     assert kl.next_coefficient(0.1, measured=0.0, target=0.1, samples=100, horizon=1000) == pytest.approx(0.098)
-
-
-# ---------------------------------------------------------------- preference, critic, diagnostics
 
 
 def test_a_groups_pair_is_its_best_and_its_worst() -> None:

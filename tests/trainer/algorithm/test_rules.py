@@ -152,7 +152,6 @@ def real_row(generator: np.random.Generator, prompt: int, lengths: Sequence[int]
 
 
 def separate_logprobs(model: Any, rows: Sequence[PackedRow]) -> torch.Tensor:
-    """One forward pass per sequence, without packing or padding."""
     found = []
     for packed in rows:
         for sample in packed.samples:

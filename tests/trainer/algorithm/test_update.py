@@ -48,8 +48,6 @@ def policy(entropy_gradient: bool = False) -> Policy:
 
 
 class One:
-    """A learner on one rank."""
-
     def __init__(self, of: Settings) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -80,7 +78,6 @@ class One:
             self.learner.try_out([group])
 
     def whole(self) -> dict[str, torch.Tensor]:
-        """The policy's whole tensors at any ZeRO stage."""
         return {name: tensor.clone() for name, tensor in self.engine.tensors()}
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -119,7 +116,6 @@ def _sample(prompt: Any, ids: Any, gap: float, generator: np.random.Generator) -
 
 
 def timeless(measured: dict[str, float]) -> dict[str, float]:
-    """Drop measurements of time."""
     return {name: value for name, value in measured.items() if name not in ("model_tflops_per_s", "mfu")}
 
 

@@ -112,9 +112,6 @@ def test_what_a_killed_trainer_left_half_written_is_no_part_of_the_next_checkpoi
     assert [file.name for file in written(tmp_path, 4).files] == [MODEL, OPTIMIZER]
 
 
-# ---------------------------------------------------------------- the run goes back
-
-
 class Played:
     """A run of two groups a step with a fake trainer, which has died at ``step``."""
 
@@ -125,7 +122,9 @@ class Played:
         self.parts = make(bus, self.settings)
 
     async def reach(self, step: int, every: int, *, journal_from: int | None = None) -> None:
-        """Commit steps, with a checkpoint every ``every`` that trims the journal; ``journal_from``: only of that step."""
+        """Commit steps, with a checkpoint every ``every`` that trims the journal; ``journal_from``: only of that
+        step.
+        """
         trainer = await Trainer(self.bus).start()
         for _ in range(step):
             made = await trainer.step()
@@ -340,9 +339,6 @@ async def test_a_checkpoint_that_is_known_under_its_later_version_only_is_gone_b
         found = await run.resume()
         assert found.went_back
         assert await run.ledger.revoked() == {1, 2}
-
-
-# ---------------------------------------------------------------- the trainer
 
 
 @pytest.mark.slow

@@ -63,9 +63,6 @@ def plant(storage: Storage, files: Any, **state: object) -> str:
     return name
 
 
-# ---------------------------------------------------------------- names and sizes
-
-
 NAMES = [
     "../../../PWNED", "/tmp/PWNED", "engine/../../PWNED", "engine/./PWNED", "engine//PWNED", "engine/", "..", ".", "",
     "engine\\..\\PWNED", "engine/a\0b", "engine/a\nb", ".hidden", "engine/.hidden", "a/b/c/d/e", "a" * 256, "é", "state.json\n", "CON:", 7, None,
@@ -172,12 +169,7 @@ def test_a_marker_whose_names_leave_the_folder_is_no_checkpoint(tmp_path: Path) 
     assert local_store.damage(made.folder) == "state.json is not what was written"
 
 
-# ---------------------------------------------------------------- pickles
-
-
 class Bomb:
-    """A pickle that creates a folder when loaded."""
-
     def __init__(self, path: Path) -> None:
         self._path = path
 
@@ -257,9 +249,6 @@ def test_a_file_of_deepspeed_that_the_marker_does_not_list_is_damage(tmp_path: P
     more = made.folder / "engine/engine/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
     more.write_text("read in the place of another")
     assert local_store.damage(made.folder).endswith(f"{more.name} is not one of the files that were written")
-
-
-# ---------------------------------------------------------------- signatures
 
 
 def signer(*keys: bytes, run_id: str = "r") -> Signer:
@@ -391,9 +380,6 @@ async def test_a_trainer_signs_what_it_writes_refuses_what_another_key_signed_an
     assert local_store.damage(made.with_name("step-000003"), signer=signer(SECOND, run_id="signed")) == ""
 
 
-# ---------------------------------------------------------------- snapshots
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -418,9 +404,6 @@ def test_a_snapshots_manifest_with_a_negative_shape_is_refused(shape: list[int])
     data = json.dumps({"format": 1, "version": 1, "step": 1, "tensors": [tensor], "buckets": [bucket]}).encode()
     with pytest.raises(WeightsError, match="expected w to lie within its bucket in here"):
         snapshots.decode(data, "here")
-
-
-# ---------------------------------------------------------------- models
 
 
 OPENERS: dict[str, Callable[[str], object]] = {

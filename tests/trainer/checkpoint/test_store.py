@@ -62,9 +62,6 @@ def store_of(storage: Storage, run_id: str = "r", **more: Any) -> CheckpointStor
     return CheckpointStore(ObjectStore(storage.settings(**more), run_id))
 
 
-# ---------------------------------------------------------------- one checkpoint
-
-
 def test_what_was_stored_comes_back_byte_by_byte_and_only_its_manifest_makes_it_a_checkpoint(
     tmp_path: Path, storage: Storage
 ) -> None:
@@ -161,12 +158,7 @@ def test_what_uploads_left_goes_once_a_newer_one_is_whole(tmp_path: Path, storag
     assert {name.split("/")[2][:11] for name in storage.names("r/")} == {"step-000002", "step-000003"}
 
 
-# ---------------------------------------------------------------- the uploader
-
-
 class Slow:
-    """A copy that fails until released."""
-
     def __init__(self) -> None:
         self.works, self.failed = False, 0
         self.copied: list[str] = []
@@ -273,12 +265,7 @@ async def test_a_bug_in_a_copy_ends_the_task_that_the_driver_waits_for() -> None
         await uploader.run()
 
 
-# ---------------------------------------------------------------- what follows from a checkpoint
-
-
 class Kept:
-    """A retention and its journal."""
-
     def __init__(self, bus: Bus, folder: Path, storage: Storage, **more: Any) -> None:
         self.root, self._bus = folder / "checkpoints", bus
         self.made = Retention(settings(folder, storage, bus.run_id, **more), bus)
@@ -354,9 +341,6 @@ async def test_where_the_folder_outlives_its_machine_a_checkpoint_counts_at_once
 
 async def _has_checkpoint(ledger: Ledger, version: int) -> bool:
     return V(version) in await ledger.checkpoints()
-
-
-# ---------------------------------------------------------------- where a run goes on
 
 
 def settings(folder: Path, storage: Storage, run_id: str, **more: Any) -> Settings:
@@ -445,9 +429,6 @@ async def test_a_damaged_manifest_is_told_and_a_run_of_which_nothing_can_be_read
     assert await events(bus) == ["stored checkpoint damaged", "run cannot continue"]
 
 
-# ---------------------------------------------------------------- settings
-
-
 def test_several_hosts_say_that_their_folder_outlives_them(tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
     config.write_text('[trainer]\nnodes = 2\nrendezvous = "a:1"\n[trainer.store]\nuri = "s3://runs"\n')
@@ -471,9 +452,6 @@ def test_without_boto3_the_setting_is_refused_in_a_sentence(storage: Storage, mo
         SettingsError, match=r"expected boto3 for trainer\.store\.uri, found none .*: install penstock\[s3\]"
     ):
         store_of(storage)
-
-
-# ---------------------------------------------------------------- the trainer
 
 
 def lose_machine(run: Run) -> None:

@@ -78,7 +78,6 @@ async def run(bus: Bus, tmp_path: Path) -> Run:
 
 @contextlib.asynccontextmanager
 async def trainer(bus: Bus, run: Run) -> AsyncIterator[None]:
-    """A trainer's heartbeats and exports."""
     leave = asyncio.Event()
     beating = asyncio.create_task(Presence(bus, "trainer", "trainer-0", 0.2, Status(state="waiting")).run(leave))
     exporting = asyncio.create_task(Exporter(bus, run.settings).run())
@@ -92,7 +91,6 @@ async def trainer(bus: Bus, run: Run) -> AsyncIterator[None]:
 
 
 def processes(parent: int | None = None) -> list[psutil.Process]:
-    """Return the export processes of ``parent`` (default: this one)."""
     with contextlib.suppress(psutil.Error):
         return [one for one in psutil.Process(parent).children() if "services.trainer.export" in one.cmdline()]
     return []

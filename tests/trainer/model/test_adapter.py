@@ -54,7 +54,6 @@ def gpt_oss() -> Any:
 
 
 def trained(model: Any) -> Any:
-    """Give the adapters in ``model`` effective factors."""
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
         if ".lora_B." in name:
@@ -157,9 +156,6 @@ def test_a_step_with_adapters_of_experts_is_the_same_at_every_zero_stage_and_aft
             parameter.data.zero_()
     other.load(tmp_path)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in other.factors())
-
-
-# ---------------------------------------------------------------- refusals
 
 
 def targets(*names: str, **lora: Any) -> PolicySettings:

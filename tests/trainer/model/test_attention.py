@@ -47,9 +47,6 @@ def loop_varlen_of_torch_2_11(
     return loop_varlen(query, key, value, *ends, scale=scale, window_size=window_size, enable_gqa=True)
 
 
-# ---------------------------------------------------------------- the mechanism
-
-
 def one_by_one(segments: Segments, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, extras: Extras) -> Tensor:
     """Attention of H × T × D by its formula, per segment: T × H × D."""
     scale = q.shape[-1] ** -0.5 if extras.scale is None else extras.scale
@@ -157,9 +154,6 @@ def test_a_sink_counts_in_half_precision_as_its_exact_value() -> None:
     assert float(out[0, 0, 0, 0]) == pytest.approx(0.50356, abs=0.002)  # bfloat16's spacing is 0.0039 there
 
 
-# ---------------------------------------------------------------- a whole model
-
-
 @pytest.mark.parametrize("way", ["varlen", "varlen of torch 2.11", "segments", "short rows whole", "all rows whole"])
 def test_packed_logprobs_and_gradients_are_those_of_separate_sequences(
     way: str, monkeypatch: pytest.MonkeyPatch
@@ -254,9 +248,6 @@ def test_keys_are_the_prompts_and_then_the_segments_own() -> None:
     with_sink = attention_layout.ragged(segments, CPU, first_keys=1)
     assert with_sink.keys.places.tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 4, 5, 0, 6]
     assert (with_sink.key_ends.tolist(), with_sink.longest_key) == ([0, 3, 7, 12, 14], 5)
-
-
-# ---------------------------------------------------------------- what is refused
 
 
 def pack(model: Any) -> None:

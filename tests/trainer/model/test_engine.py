@@ -61,8 +61,6 @@ def settings(zero_stage: int = 0, **trainer: Any) -> Settings:
 
 
 class Stepper:
-    """An engine that repeats steps on one batch."""
-
     def __init__(self, of: Settings) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -186,9 +184,6 @@ def test_a_checkpointed_layer_in_parts_computes_all_but_its_last_product_again(m
     assert sum(products.values()) == 2 * (4 * once - last + 3 * trained * stepper.engine.sizes.output_weights)
 
 
-# ---------------------------------------------------------------- logits
-
-
 @pytest.mark.parametrize("bonus", [0.0, 0.3])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_chunked_logprobs_entropies_and_gradients_are_those_of_all_logits_at_once(
@@ -220,9 +215,6 @@ def test_without_gradients_chunks_are_the_same_too() -> None:
     assert torch.allclose(plain.entropy_N, chunked.entropy_N, atol=ULPS)
 
 
-# ---------------------------------------------------------------- fused kernels
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_fused_kernels_of_a_gpu_compute_what_torch_does() -> None:
     need_module("liger_kernel", "liger-kernel")
@@ -247,9 +239,6 @@ def test_fused_kernels_are_not_pretended_where_there_is_no_gpu() -> None:
     assert type(model.model.norm).forward is before
     with pytest.raises(SettingsError, match="expected a GPU, found cpu"):
         kernels.install(model, "liger", "cpu")
-
-
-# ---------------------------------------------------------------- costs and packing
 
 
 def test_a_forward_pass_costs_its_products() -> None:
@@ -312,9 +301,6 @@ def test_a_known_gpu_has_a_peak_and_an_unknown_one_has_none() -> None:
     assert peak_tflops("NVIDIA H200") == 989.0
     assert peak_tflops("NVIDIA H100 PCIe") == 756.0
     assert peak_tflops("Some GPU") == 0.0
-
-
-# ---------------------------------------------------------------- measures and settings
 
 
 def test_each_phase_has_its_seconds_and_its_memory() -> None:

@@ -66,9 +66,6 @@ def test_a_gpu_gives_what_torch_does(dtype: torch.dtype, tolerance: float, width
         assert torch.allclose(plain, fused_one, rtol=tolerance if number == 2 else 1e-5, atol=1e-5)
 
 
-# -------------------------------------------------------------------- logits in float32
-
-
 def _layer(device: str, *, bias: bool = False) -> tuple[nn.Linear, torch.Tensor]:
     torch.manual_seed(0)
     output = nn.Linear(64, 3000, bias=bias).to(device, torch.bfloat16)

@@ -42,7 +42,6 @@ def rows(shape: Sequence[tuple[int, Sequence[int]]], *, shares_prompt: bool = Tr
 
 
 def by_itself(model: Any, of: Sequence[PackedRow]) -> Tensor:
-    """The logprobs of transformers' model, per sequence."""
     parts = []
     for row in of:
         for sample in row.samples:
@@ -181,9 +180,6 @@ def test_a_copy_of_a_policy_keeps_its_sequences_apart_too() -> None:
         assert torch.equal(copy.deepcopy(policy)(batch).policy_logprobs_N, policy(batch).policy_logprobs_N)
 
 
-# ---------------------------------------------------------------- costs
-
-
 def test_a_row_that_repeats_its_prompt_costs_what_its_sequences_cost() -> None:
     (shared,), (repeated,) = rows(((10, (3, 1, 5)),)), rows(((10, (3, 1, 5)),), shares_prompt=False)
     assert (shared.tokens, repeated.tokens) == (10 + 2 + 0 + 4, 3 * 10 + 2 + 0 + 4)
@@ -203,9 +199,6 @@ def test_repeated_prompts_count_towards_the_cap_of_a_micro_batch() -> None:
     assert [piece.places for piece in split_row(repeated, 24)] == [(0, 1), (2,)]  # 12 + 10; 14 tokens
     (pair,) = rows(((10, (3, 3)),), shares_prompt=False)
     assert assign_pieces([pair], 12, 1, split=False) == [[[pair]]]  # a preference pair stays together
-
-
-# ---------------------------------------------------------------- plans
 
 
 def test_similar_lengths_go_together_and_a_long_one_alone() -> None:

@@ -24,9 +24,6 @@ from tests.trainer.model.test_attention import small
 LONG = ((30, (25, 7)), (6, (3,)))
 
 
-# ---------------------------------------------------------------- logits
-
-
 @pytest.mark.parametrize(
     ("kind", "fields", "expected"),
     [
@@ -95,9 +92,6 @@ def test_a_critic_needs_no_logits_and_is_not_refused_for_them(tmp_path: Path) ->
     assert Critic(trunk, width)(micro_batch(rows(0, LONG))).tolist() == [0.0] * 35
 
 
-# ---------------------------------------------------------------- rotary frequencies
-
-
 def phi3(original: int = 24) -> Any:
     """A Phi-3 whose short and long factors differ, trained for ``original`` tokens and stretched to 512."""
     factors = {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 4.0, 6.0, 9.0]}
@@ -151,9 +145,6 @@ def test_a_rope_type_that_is_not_known_is_refused() -> None:
         settle_rope(model)
 
 
-# ---------------------------------------------------------------- context
-
-
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
@@ -183,9 +174,6 @@ def test_lengths_that_cannot_be_had_are_refused_before_anything_starts(limit: in
         check_context({"max_position_embeddings": 512}, limit, new, "m")
     check_context({"max_position_embeddings": 512}, 512, 511, "m")
     check_context({}, 0, 10_000, "m")
-
-
-# ---------------------------------------------------------------- noise
 
 
 def noisy(kind: str) -> Any:

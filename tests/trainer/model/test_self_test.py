@@ -81,7 +81,6 @@ def test_half_precision_passes_within_the_spread_of_its_roundings(folders: dict[
 
 
 def blind_to_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make convolutions read a packed row as one sequence."""
     monkeypatch.setattr(mixers, "install", lambda module: None)
     monkeypatch.setattr(mixers, "unpackable", lambda module: "")
 
@@ -140,8 +139,6 @@ def test_half_precision_hides_no_small_mistake(folders: dict[str, Path], monkeyp
 
 
 class _Halved(torch.autograd.Function):
-    """The identity, with half of its gradient."""
-
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
         return value.view_as(value)
@@ -182,9 +179,6 @@ def test_what_transformers_cannot_run_is_refused_in_a_sentence(folders: dict[str
         SettingsError, match="that transformers can run, found that Qwen3ForCausalLM raises RuntimeError"
     ):
         self_test.run(policy, "sequences")
-
-
-# ---------------------------------------------------------------- critics
 
 
 def critic(folder: Path, packing: Any = "auto", dtype: torch.dtype = torch.float32) -> Critic:

@@ -62,7 +62,6 @@ class Calls:
 
 @pytest.fixture
 def calls() -> Iterator[Calls]:
-    """Calls on this thread and those started meanwhile."""
     found = Calls()
     before = sys.getprofile()
     threading.setprofile(found.note)

@@ -53,7 +53,6 @@ class Fused(nn.Module):
 
 
 def shadow(layer: Fused, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Return two buckets and their tensors."""
     width = layer.width
     shapes = {
         "q": (width, width),

@@ -147,16 +147,11 @@ def variant(engine: VllmEngine, **options: Any) -> VllmEngine:
 
 
 async def tokens_flow(engine: VllmEngine, tokens: int = 20) -> None:
-    """Wait until requests are in progress."""
-
     async def flow() -> bool:
         (held,) = await engine._llm.collective_rpc("penstock_held")
         return int(sum(held.values())) > tokens
 
     await until(flow)
-
-
-# -------------------------------------------------------------------- what is generated
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
@@ -260,13 +255,9 @@ async def test_what_the_codec_and_the_pullers_must_know_is_there(engine: VllmEng
     assert (engine.ranks, engine.place.device, engine.peer_address, engine.torn) == (1, "cpu", "", False)
 
 
-# -------------------------------------------------------------------- weights
-
-
 async def swapped_midway(
     engine: VllmEngine, offered: Offer, samples: int = 3, new_tokens: int = 200
 ) -> tuple[GeneratedSample, ...]:
-    """Generate a group during the swap to ``offered``."""
     running = asyncio.ensure_future(engine.generate(request(samples=samples, new_tokens=new_tokens)))
     await tokens_flow(engine)
     await put(engine, offered)
@@ -286,7 +277,9 @@ async def test_a_swap_falls_between_two_tokens_and_the_cache_stays(engine: VllmE
 
 
 def kept_cache(old: Any, new: Any, token_ids: Int32Array, border: int) -> Float32Array:
-    """Return the logprobs of a completion of PROMPT whose tokens from ``border`` on ``new`` drew on the cache of ``old``."""
+    """Return the logprobs of a completion of PROMPT whose tokens from ``border`` on ``new`` drew on the cache of
+    ``old``.
+    """
     ids = torch.tensor([[*PROMPT.tolist(), *token_ids.tolist()]])
     read = len(PROMPT) + border - 1
     cache = DynamicCache()
@@ -391,9 +384,6 @@ async def test_closing_cancels_what_runs(engine: VllmEngine) -> None:
     assert running.cancelled()
 
 
-# -------------------------------------------------------------------- another engine: native logprobs, adapters, death
-
-
 def adapter(folder: Path, version: int, seed: int, tensors: bool = True) -> Offer:
     """Write a PEFT adapter of the query projection; return its offer."""
     folder = folder / f"adapter-{version}"
@@ -424,7 +414,6 @@ def _factors(seed: int) -> dict[str, torch.Tensor]:
 
 
 def adapted(of: Any, seed: int) -> Any:
-    """Return a copy of ``of`` with the adapter merged."""
     merged = model(7, tied=False)
     merged.load_state_dict(of.state_dict())
     factors = _factors(seed)
@@ -533,9 +522,6 @@ def _runs(pid: int) -> bool:
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
     return False
-
-
-# -------------------------------------------------------------------- what is refused
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,6 @@ async def open_two(folder: Path, of: Any, **arguments: Any) -> EngineSet:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EngineSet]:
-    """Two engines without stop ids."""
     opened = await open_two(tmp_path_factory.mktemp("policy"), model(0, stop=None))
     yield opened
     await opened.close()
@@ -128,7 +127,6 @@ def check(group: GeneratedGroup, version: int, prompt: Any = PROMPT) -> None:
 
 @contextmanager
 def cut_off(engines: EngineSet) -> Any:
-    """Point the second engine's pull at a closed port."""
     address, engines.peer_address = engines.peer_address, "127.0.0.1:9"
     try:
         yield
@@ -223,7 +221,6 @@ async def test_a_version_by_file_is_read_by_every_engine(engines: EngineSet, tmp
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def others(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EngineSet]:
-    """Two engines with adapters."""
     base = model(5, tied=False, stop=None)
     opened = await open_two(tmp_path_factory.mktemp("untied"), base, enable_lora=True, max_lora_rank=8, max_loras=1)
     yield opened

@@ -67,7 +67,6 @@ EXACT = 2e-2 if GPUS else FORWARD
 
 
 def environment(node: int) -> dict[str, str]:
-    """A host's environment, with only its own GPU."""
     own = {"CUDA_VISIBLE_DEVICES": str(node), "NCCL_SOCKET_IFNAME": "lo"} if GPUS else {}
     return {**ENVIRONMENT, **own}
 
@@ -142,7 +141,6 @@ async def node(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Node]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(node: Node) -> AsyncIterator[VllmEngine]:
-    """The first host: as the replica opens it."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment(0).items():
             patch.setenv(name, value)
@@ -276,9 +274,6 @@ async def test_a_host_that_holds_workers_hears_that_the_first_is_gone() -> None:
     first.kill()
     assert await asyncio.wait_for(outlasting, 30)
     await first.wait()
-
-
-# -------------------------------------------------------------------- what is refused
 
 
 def test_a_secret_that_is_none_is_one_sentence(tmp_path: Path) -> None:

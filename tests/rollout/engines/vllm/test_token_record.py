@@ -135,13 +135,8 @@ def test_without_logprobs_tokens_are_counted_all_the_same() -> None:
     assert let_go(record, "a") == {"a": ([], [(0, 0), (1, 1)])}
 
 
-# -------------------------------------------------------------------- runners
-
-
 @dataclasses.dataclass
 class Scheduled:
-    """The scheduler's output for one step."""
-
     num_scheduled_tokens: dict[str, int]
     scheduled_new_reqs: list[Any] = dataclasses.field(default_factory=list)
     finished_req_ids: set[str] = dataclasses.field(default_factory=set)
@@ -262,9 +257,6 @@ def test_a_runner_of_an_unknown_kind_is_only_counted() -> None:
 
 def test_speculative_decoding_is_not_captured() -> None:
     assert "several tokens" in can_listen(SimpleNamespace(speculative_config=object()))
-
-
-# -------------------------------------------------------------------- reports
 
 
 SECRET = b"only the two of us know"

@@ -27,7 +27,6 @@ needs_vllm = pytest.mark.skipif(
 
 @cache
 def seen() -> dict[str, dict[str, Any]]:
-    """Return the results of ``tests.support.vllm_models``, by scene."""
     command = [sys.executable, "-m", "tests.support.vllm_models"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
