@@ -1,4 +1,4 @@
-"""Move messages: publish, read, hand over, leave, commit. Every change of more than one key is one Lua script.
+"""Move messages: publish, read, hand over, leave, commit. Changes of several keys are one Lua script.
 
 Delivery is at least once, the effect exactly once: the script that publishes an entry's result also acknowledges the
 entry, and does nothing if another consumer was first.
@@ -31,7 +31,6 @@ CAUSES = key("causes", "hash", "until its entry leaves", "`<stream>:<entry>` →
 
 _PAGE_ENTRIES = 256
 _GIVEN_BACK = "given-back"
-"""The consumer of entries that were given back."""
 _LONGEST_REASON = 2000
 _AT_ONCE_MS = 86_400_000
 
@@ -40,8 +39,7 @@ _AT_ONCE_MS = 86_400_000
 class Delivery(Generic[M]):
     """One entry held by this consumer.
 
-    ``attempts`` includes this attempt. Earlier ones ended with an error, or with the death of a process that worked
-    on this entry alone.
+    ``attempts`` includes this one. Earlier ones ended with an error, or with a process that worked on this entry alone.
     """
 
     stream: Stream
@@ -51,7 +49,7 @@ class Delivery(Generic[M]):
     data: bytes
     kind: type[M]
     crashes: int = 0
-    """Number of processes that died or fell silent while they held it among other entries."""
+    """Processes that died or fell silent holding it among other entries."""
 
     def message(self) -> M:
         """Decode it. Raises :class:`MessageError`."""
@@ -66,7 +64,7 @@ class Delivery(Generic[M]):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Depth:
-    """Depth of a stream: all entries, those held by consumers, and the age of the oldest in seconds."""
+    """Depth of a stream: all entries, held entries, age of the oldest in seconds."""
 
     entries: int
     pending: int
@@ -78,9 +76,9 @@ class Bus(Commands):
 
     Args:
         client: from :func:`connection.open_client`.
-        run_id: the hash tag of all keys.
-        wait_s: how long a call waits for an unreachable server; None: forever.
-        audit_entries: number of group endings that ``audit`` keeps.
+        run_id: hash tag of all keys.
+        wait_s: timeout for an unreachable server; None: forever.
+        audit_entries: length of ``audit``.
     """
 
     def __init__(
@@ -89,16 +87,15 @@ class Bus(Commands):
         super().__init__(client, run_id, wait_s=wait_s)
         self.audit_entries = audit_entries
         self.server = ""
-        """Name and version, once connected."""
 
     @classmethod
     async def connect(
         cls, url: str, run_id: str, *, wait_s: float | None = None, audit_entries: int = 100_000
     ) -> "Bus":
-        """Open the bus, check its server, and create the consumer groups.
+        """Open the bus, check its server, create the consumer groups.
 
         Raises:
-            SettingsError: the URL or the server cannot be used.
+            SettingsError: URL or server cannot be used.
             BusUnavailable: no answer within ``wait_s``.
         """
         bus = cls(connection.open_client(url), run_id, wait_s=wait_s, audit_entries=audit_entries)
@@ -114,18 +111,18 @@ class Bus(Commands):
         return bus
 
     def of_run(self, run_id: str) -> "Bus":
-        """Return another run's bus, on the same connections."""
+        """Return another run's bus, on these connections."""
         return Bus(self._client, run_id, wait_s=self._wait_s, audit_entries=self.audit_entries)
 
     async def make_groups(self) -> None:
-        """Create missing consumer groups, at the beginning of their streams."""
+        """Create missing consumer groups, at their streams' beginning."""
         for stream in streams.GROUPED_STREAMS:
             await self.script("make_group", stream=stream, group=stream.group or "")
 
     # ---------------------------------------------------------------- publish and read
 
     async def publish(self, stream: Stream, message: object, group_id: str = "") -> EntryId:
-        """Append to a broadcast or trimmed stream; scripts write the data streams."""
+        """Append to a broadcast or trimmed stream."""
         fields: dict[Any, Any] = {"id": group_id, "data": wire.encode(message)}
         return await self.append(stream, fields)
 
@@ -138,7 +135,7 @@ class Bus(Commands):
     async def read(
         self, stream: Stream, kind: type[M], consumer: str, count: int, block_s: float | None
     ) -> list[Delivery[M]]:
-        """Take up to ``count`` new entries; wait up to ``block_s`` for the first (None: do not wait)."""
+        """Take up to ``count`` new entries; wait up to ``block_s`` for the first."""
         words = ["XREADGROUP", "GROUP", stream.group or "", consumer, "COUNT", count, *block(block_s), "STREAMS"]
         command = self.call(lambda: self._client.execute_command(*words, self.keys.of(stream), ">"))
         answer = await self._unless_empty(command)
@@ -148,11 +145,10 @@ class Bus(Commands):
     async def own(
         self, stream: Stream, kind: type[M], consumer: str, page_entries: int = _PAGE_ENTRIES, *, suspect: bool = False
     ) -> AsyncIterator[Delivery[M]]:
-        """Take again what an earlier process of this name left unfinished, oldest first, in pages; not counted as an
-        attempt.
+        """Take an earlier process's unfinished entries again, oldest first, in pages; no attempt is counted.
 
         Args:
-            suspect: note on each entry that a process died while it held it.
+            suspect: note on each that a process died holding it.
         """
         start = "-"
         while True:
@@ -169,7 +165,7 @@ class Bus(Commands):
             start = f"({text(page[-1][0])}"
 
     async def _unless_empty(self, command: Awaitable[list[Any]]) -> list[Any]:
-        """Return the rows; if the server lost its data, create the consumer groups and return no rows."""
+        """Return the rows; create the consumer groups if the server lost its data."""
         try:
             return await command
         except ResponseError as error:
@@ -181,10 +177,10 @@ class Bus(Commands):
     async def reclaim(
         self, stream: Stream, kind: type[M], consumer: str, min_idle_s: float, count: int, *, suspect: bool = False
     ) -> list[Delivery[M]]:
-        """Take over entries that were given back, or that were not renewed for ``min_idle_s``.
+        """Take over entries given back, or not renewed for ``min_idle_s``.
 
         Args:
-            suspect: note on entries of a silent consumer that they may have killed it.
+            suspect: note on the latter that they may have killed their consumer.
         """
         reclaimed = self.script(
             "reclaim", stream=stream, group=stream.group or "", consumer=consumer,
@@ -197,7 +193,7 @@ class Bus(Commands):
         ]
 
     async def try_alone(self, delivery: Delivery[Any], consumer: str, *, passed: bool = False) -> bool:
-        """Count this attempt before the entry is handled alone; False if it is no longer ours.
+        """Count this attempt before the entry is handled alone; False if no longer ours.
 
         Args:
             passed: the attempt ended and does not count.
@@ -209,21 +205,21 @@ class Bus(Commands):
         return bool(tried)
 
     async def note_crash(self, delivery: Delivery[M]) -> Delivery[M]:
-        """Note that a process died while it held the entry among others."""
+        """Note that a process died holding the entry among others."""
         crashes = int(await self.write(CRASHES, "HINCRBY", _field(delivery), 1))
         return dataclasses.replace(delivery, crashes=crashes)
 
     async def note_cause(self, delivery: Delivery[Any], cause: str) -> None:
-        """Note why an attempt failed, for the process that may later bury the entry."""
+        """Note why an attempt failed, in case another process buries the entry."""
         await self.write(CAUSES, "HSET", _field(delivery), cause[:_LONGEST_REASON])
 
     async def cause(self, delivery: Delivery[Any]) -> str:
-        """Return why the newest attempt failed; "" if its process died."""
+        """Return the newest attempt's error; "" if its process died."""
         noted = await self.hget(CAUSES, _field(delivery))
         return "" if noted is None else text(noted)
 
     async def forget(self, delivery: Delivery[Any]) -> None:
-        """Forget crashes and causes of a finished entry."""
+        """Forget a finished entry's crashes and causes."""
         for noted in (CRASHES, CAUSES):
             await self.write(noted, "HDEL", _field(delivery))
 
@@ -249,7 +245,7 @@ class Bus(Commands):
     async def tail(
         self, stream: Stream, kind: type[M], after: str, count: int, block_s: float | None
     ) -> list[tuple[EntryId, M]]:
-        """Return messages after the entry ``after``; unreadable ones are logged and skipped."""
+        """Return messages after ``after``; unreadable ones are logged and skipped."""
         while True:
             entries = await self.xread({stream: after}, count, block_s)
             messages = self._messages(kind, entries)
@@ -258,7 +254,7 @@ class Bus(Commands):
             after = entries[-1][0]
 
     async def newest(self, stream: Stream, kind: type[M], count: int = 1) -> list[tuple[EntryId, M]]:
-        """Return the newest messages, newest first, without taking them."""
+        """Return the newest messages, newest first."""
         return self._messages(kind, await self.xrevrange(stream, count=count))
 
     def _messages(self, kind: type[M], entries: Sequence[Row]) -> list[tuple[EntryId, M]]:
@@ -273,22 +269,20 @@ class Bus(Commands):
     # ---------------------------------------------------------------- finish an entry
 
     async def hand_over(self, delivery: Delivery[Any], output: Stream, result: object) -> bool:
-        """Publish ``result`` (a message or its bytes) and acknowledge the input in one transaction; False if another
-        consumer was first.
-        """
+        """Publish ``result`` (message or bytes) and acknowledge the input; False if another consumer was first."""
         payload = result if isinstance(result, bytes) else wire.encode(result)
         return bool(await self.script("hand_over", **_input(delivery), output=output, payload=payload))
 
     async def drop(self, delivery: Delivery[Any], reason: str, detail: str = "") -> bool:
-        """Drop a group, counted under ``dropped:<reason>``."""
+        """Drop a group, counted as ``dropped:<reason>``."""
         return await self._leave(delivery, f"dropped:{reason}", detail, keep=False)
 
     async def bury(self, delivery: Delivery[Any], reason: str) -> bool:
-        """Move an entry to the dead letters, counted under ``dead:<stream>``."""
+        """Move an entry to the dead letters, counted as ``dead:<stream>``."""
         return await self._leave(delivery, f"dead:{delivery.stream.name}", reason, keep=True)
 
     async def acknowledge(self, delivery: Delivery[Any]) -> bool:
-        """Acknowledge an entry of a stream without successor (evaluation results)."""
+        """Acknowledge an entry without successor (evaluation results)."""
         return await self._leave(delivery, "", "", keep=False)
 
     async def _leave(self, delivery: Delivery[Any], outcome: str, detail: str, *, keep: bool) -> bool:
@@ -301,11 +295,11 @@ class Bus(Commands):
         return bool(left)
 
     async def requeue(self, delivery: Delivery[Any], prompt: object) -> bool:
-        """Send the group of a stale experience back to the prompts."""
+        """Send a stale experience's group back to the prompts."""
         return bool(await self.script("requeue", **_input(delivery), payload=wire.encode(prompt)))
 
     async def renew(self, stream: Stream, consumer: str, entries: Sequence[EntryId]) -> set[EntryId]:
-        """Renew ``entries``; return those that are still this consumer's."""
+        """Renew ``entries``; return those still held."""
         if not entries:
             return set()
         ours = await self.script("renew", stream=stream, group=stream.group or "", consumer=consumer, entries=entries)
@@ -314,19 +308,19 @@ class Bus(Commands):
     async def give_back(
         self, stream: Stream, consumer: str, entry_id: EntryId, *, idle_s: float, uncounted: int = 0
     ) -> int:
-        """Let any consumer take an entry, as if it had been idle for ``idle_s`` already.
+        """Let any consumer take an entry, as if idle for ``idle_s``.
 
         Args:
-            uncounted: number of its attempts that do not count.
+            uncounted: attempts that do not count.
         """
         return await self._give(stream, consumer, [entry_id], int(idle_s * 1000), uncounted, _GIVEN_BACK)
 
     async def give_all_back(self, stream: Stream, consumer: str) -> int:
-        """Give back everything that ``consumer`` holds, without counting this attempt; return the number of entries."""
+        """Give back everything held, without counting this attempt; return the number of entries."""
         return await self._give(stream, consumer, [], _AT_ONCE_MS, 1, _GIVEN_BACK)
 
     async def leave_suspects(self, stream: Stream, consumer: str) -> int:
-        """Give back everything that ``consumer`` holds as suspects; return the number of entries."""
+        """Give back everything held, as suspects; return the number of entries."""
         return await self._give(stream, consumer, [], _AT_ONCE_MS, 0, consumer)
 
     async def _give(
@@ -341,16 +335,16 @@ class Bus(Commands):
     # ---------------------------------------------------------------- look
 
     async def length(self, stream: Stream) -> int:
-        """Return the number of entries in a stream."""
+        """Return a stream's number of entries."""
         return int(await self.ask("XLEN", stream))
 
     async def depths(self, *of: Stream) -> list[Depth]:
-        """Return the depths of streams, all read at one moment."""
+        """Return the depths of streams at one moment."""
         answer = await self.script("depths", streams=of, groups=[stream.group or "" for stream in of])
         return [_depth(int(entries), int(pending), text(oldest)) for entries, pending, oldest in answer]
 
     async def depth(self, stream: Stream) -> Depth:
-        """Return the depth of a stream."""
+        """Return a stream's depth."""
         return (await self.depths(stream))[0]
 
     async def counts(self) -> dict[str, int]:
@@ -358,11 +352,11 @@ class Bus(Commands):
         return read_counts(await self.hgetall(COUNTS))
 
     async def remove(self, stream: Stream) -> None:
-        """Delete a stream with all its entries."""
+        """Delete a stream."""
         await self.write(stream, "DEL")
 
     async def memory_bytes(self) -> tuple[int, int]:
-        """Return the memory used and the server's maxmemory (0: not set)."""
+        """Return memory used and maxmemory (0: not set)."""
         return await self.call(lambda: connection.memory_bytes(self._client))
 
 

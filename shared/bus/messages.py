@@ -1,9 +1,9 @@
-"""Messages on the bus and their parts, independent of bus, settings and services::
+"""Messages on the bus and their parts::
 
     Prompt ──▶ RolloutGroup(prompt, samples) ──▶ Experience(group, rewards) ──▶ PolicyRecord ──▶ PolicyUpdate
 
-Times are Unix seconds. Token ids are int32; logprobs are float32 in nats under the sampling distribution (after
-temperature). ``T`` is a completion's length in tokens, ``P`` a prompt's, ``K`` a number of spans.
+Times are Unix seconds, token ids int32, logprobs float32 nats under the sampling distribution (after temperature).
+``T``: completion tokens, ``P``: prompt tokens, ``K``: spans.
 """
 
 import dataclasses
@@ -19,19 +19,17 @@ from shared.bus.validation import FieldLimits
 from shared.bus.wire import columns, message, record
 
 GroupId = NewType("GroupId", int)
-"""A prompt's place in the run's order of admission: 0, 1, 2, …; never reused."""
+"""Place in the run's order of admission: 0, 1, 2, …; never reused."""
 PolicyVersion = NewType("PolicyVersion", int)
-"""Number of a set of weights in the ledger; never reused. 0 is the initial policy."""
+"""Number of a set of weights; never reused. 0 is the initial policy."""
 
 MOST_SAMPLES = 65_536
-"""Hard limit of a group's size."""
 _ID = FieldLimits(0, (1 << 53) - 1)
 _INT32 = FieldLimits(0, (1 << 31) - 1)
 _NAME = FieldLimits(length=1024)
 _TIME = FieldLimits(0.0, 1e11)
-"""Unix seconds that a calendar can show."""
 _LOGPROB = FieldLimits(-80.0, 0.1)
-"""Sampled tokens never have a probability below e⁻⁸⁰; values above 0 come from rounding."""
+"""Sampled tokens have a probability of at least e⁻⁸⁰; above 0 is rounding."""
 _LARGEST = float(np.finfo(np.float32).max)
 _ANY_LOGPROB = FieldLimits(-1e6, 0.1)
 
@@ -48,7 +46,7 @@ class Purpose(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why a completion ended: stop token or length limit."""
+    """Why a completion ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -57,9 +55,8 @@ class FinishReason(StrEnum):
 class ScoreStatus(StrEnum):
     """Outcomes of a scorer. All but ``UNAVAILABLE`` carry a value.
 
-    ``TIMEOUT``, ``CRASHED``, ``MEMORY``, ``OUTPUT_LIMIT`` and ``FORBIDDEN``: the *completion* made its check fail (an
-    endless expression, a program that uses too much). ``UNAVAILABLE``: the scorer could not work; the group is
-    retried, then buried, never scored 0.
+    ``TIMEOUT``, ``CRASHED``, ``MEMORY``, ``OUTPUT_LIMIT``, ``FORBIDDEN``: the *completion* made its check fail.
+    ``UNAVAILABLE``: the scorer could not work; the group is retried, then buried, never scored 0.
     """
 
     OK = "ok"
@@ -98,14 +95,14 @@ class Sampling:
 @message("prompt", schema=1)
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prompt:
-    """One problem: text or messages, the reference answer, and data for its scorers.
+    """One problem with its reference answer.
 
-    A replica must hold at least ``min_version`` before it generates, which bounds the lag.
+    A replica needs at least ``min_version`` before it generates, which bounds the lag.
     """
 
     group_id: Annotated[GroupId, _ID]
     problem: Annotated[str, FieldLimits(length=65_536)]
-    """Place in the dataset: ``file:line``."""
+    """Dataset place, ``file:line``."""
     sampling: Sampling
     text: str | None = None
     messages: Annotated[tuple[ChatMessage, ...], FieldLimits(length=65_536)] | None = None
@@ -116,13 +113,11 @@ class Prompt:
     purpose: Purpose = Purpose.TRAIN
     admitted_at_s: Annotated[float, _TIME] = 0.0
     requeues: Annotated[int, _INT32] = 0
-    """Times the group was requeued as stale."""
     scorers: Annotated[tuple[str, ...], _NAME] = ()
-    """Names of its scorers; empty: all."""
+    """Empty: all scorers."""
 
 
 def _check_samples(arrays: Mapping[str, Joined]) -> None:
-    """Raise ValueError if the samples' arrays do not belong together."""
     missing = {"token_ids", "behavior_logprobs", "version_spans"} - arrays.keys()
     if missing:
         raise ValueError(f"expected arrays as {', '.join(sorted(missing))}, found others")
@@ -155,8 +150,7 @@ def _ascend(starts: Int32Array, spans: list[int], tokens: list[int]) -> bool:
 class Sample:
     """One completion with its tokens and behavior logprobs.
 
-    ``version_spans`` (int32, K × 2) has rows of (first token, policy version). Tokens 0–2 by version 7 and the rest
-    by 8::
+    ``version_spans`` (int32, K × 2) has rows (first token, policy version)::
 
         token_ids          41  9  3 17  2
         version_spans      [[0, 7], [3, 8]]        oldest_version 7, newest_version 8
@@ -170,24 +164,24 @@ class Sample:
 
     @property
     def oldest_version(self) -> PolicyVersion:
-        """The oldest version that wrote a token."""
+        """The oldest version of a token."""
         return PolicyVersion(int(self.version_spans[:, 1].min()))
 
     @property
     def newest_version(self) -> PolicyVersion:
-        """The newest version that wrote a token."""
+        """The newest version of a token."""
         return PolicyVersion(int(self.version_spans[:, 1].max()))
 
     @property
     def versions(self) -> frozenset[PolicyVersion]:
-        """Every version that wrote a token."""
+        """All versions of tokens."""
         return frozenset(PolicyVersion(int(version)) for version in self.version_spans[:, 1])
 
 
 @message("rollout_group", schema=1)
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class RolloutGroup:
-    """All samples of one prompt, not yet scored."""
+    """All samples of one prompt, unscored."""
 
     prompt: Prompt
     prompt_token_ids: Annotated[Int32Array, _INT32]
@@ -197,7 +191,7 @@ class RolloutGroup:
     finished_at_s: Annotated[float, _TIME]
 
     def check(self) -> None:
-        """Raise ValueError if there are more samples than requested."""
+        """Raise ValueError for more samples than requested."""
         if len(self.samples) > self.prompt.sampling.samples:
             raise ValueError(
                 f"expected at most the {self.prompt.sampling.samples} samples of the prompt, found {len(self.samples)}"
@@ -210,34 +204,34 @@ class RolloutGroup:
 
     @property
     def newest_version(self) -> PolicyVersion:
-        """The newest version in any sample."""
+        """The newest version of any sample."""
         return max(sample.newest_version for sample in self.samples)
 
     @property
     def oldest_version(self) -> PolicyVersion:
-        """The oldest version in any sample."""
+        """The oldest version of any sample."""
         return min(sample.oldest_version for sample in self.samples)
 
     @property
     def versions(self) -> frozenset[PolicyVersion]:
-        """Every version in any sample."""
+        """All versions of samples."""
         return frozenset().union(*(sample.versions for sample in self.samples))
 
 
 @record
 @dataclasses.dataclass(frozen=True, slots=True)
 class Score:
-    """One scorer's score of one sample. ``value`` is None exactly if ``status`` is ``UNAVAILABLE``."""
+    """One scorer's result. ``value`` is None exactly if ``status`` is ``UNAVAILABLE``."""
 
     scorer: Annotated[str, _NAME]
     status: ScoreStatus
     value: float | None
     detail: str = ""
     lenient: tuple[str, ...] = ()
-    """Lenient rules without which the value would be 0 (docs/rewards.md, "Leniency")."""
+    """Lenient rules that the value depends on (docs/rewards.md, "Leniency")."""
 
     def check(self) -> None:
-        """Raise ValueError if the value does not fit the status."""
+        """Raise ValueError if value and status disagree."""
         if (self.value is None) != (self.status is ScoreStatus.UNAVAILABLE):
             raise ValueError(
                 f"expected a value exactly of a scorer that did its work, found {self.value} as {self.status}"
@@ -247,7 +241,7 @@ class Score:
 @record
 @dataclasses.dataclass(frozen=True, slots=True)
 class SampleScores:
-    """All scores of one sample, in the order of the settings."""
+    """One sample's scores, in the order of the settings."""
 
     scores: Annotated[tuple[Score, ...], FieldLimits(length=1024)]
 
@@ -255,9 +249,8 @@ class SampleScores:
 @message("experience", schema=1)
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Experience:
-    """A group with its rewards: ``rewards[i]`` (float32) and ``scores[i]`` belong to ``group.samples[i]``.
-
-    ``reference_logprobs`` are those of all samples' tokens, concatenated.
+    """A group with its rewards: ``rewards[i]`` (float32) and ``scores[i]`` of ``group.samples[i]``;
+    ``reference_logprobs`` of all samples' tokens, concatenated.
     """
 
     group: RolloutGroup
@@ -266,10 +259,10 @@ class Experience:
     scored_at_s: Annotated[float, _TIME]
     score_s: float
     reference_logprobs: Annotated[Float32Array, _ANY_LOGPROB] | None = None
-    """Under the frozen initial policy, at the sampling temperature; None if the trainer computes them."""
+    """Under the initial policy, at the sampling temperature; None if the trainer computes them."""
 
     def check(self) -> None:
-        """Raise ValueError if rewards, scores or reference logprobs do not fit the samples."""
+        """Raise ValueError if the parts do not fit the samples."""
         samples = len(self.group.samples)
         if not samples or len(self.rewards) != samples or len(self.scores) != samples:
             raise ValueError(
@@ -290,34 +283,30 @@ class Experience:
 @record
 @dataclasses.dataclass(frozen=True, slots=True)
 class Misfit:
-    """A forward pass that did not fit into memory: all ranks split it.
-
-    A single sample that does not fit is skipped on the ranks in ``ranks``.
-    """
+    """A forward pass that did not fit into memory: all ranks split it. A single sample is skipped on ``ranks``."""
 
     attempt: Annotated[int, _INT32]
-    """Index of the pass over the step's updates; failed ones count."""
+    """Index of the pass, including failed ones, over the step's updates."""
     ranks: Annotated[tuple[int, ...], _INT32]
-    """Ranks that ran out of memory, ascending."""
 
 
 @message("step_plan", schema=1)
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Distribution of a step's samples over forward passes; a replay that follows it is bitwise equal."""
+    """A step's distribution over forward passes; following it makes a replay bitwise equal."""
 
     micro_batch_tokens: Annotated[int, FieldLimits(1, (1 << 53) - 1)]
     layout: str
-    """Digest of the samples per micro-batch and rank, before any split."""
+    """Digest of samples per micro-batch and rank, before splits."""
     misfits: tuple[Misfit, ...] = ()
 
 
 @record
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Probe:
-    """A few sequences with the trainer's logprobs, by which a replica checks the weights that it serves.
+    """Sequences with the trainer's logprobs, by which a replica checks its weights.
 
-    Sequences are concatenated; lengths [3, 2] give five ``token_ids`` and three ``logprobs``::
+    Concatenated; lengths [3, 2] give five ``token_ids`` and three ``logprobs``::
 
         token_ids   41  9  3 | 17  2
         logprobs        a  b |     c        nats, teacher-forced at temperature 1
@@ -328,7 +317,7 @@ class Probe:
     logprobs: Annotated[Float32Array, _ANY_LOGPROB]
 
     def check(self) -> None:
-        """Raise ValueError if lengths and logprobs do not fit the tokens."""
+        """Raise ValueError if the lengths disagree."""
         tokens, sequences = len(self.token_ids), len(self.lengths)
         if int(self.lengths.sum(dtype=np.int64)) != tokens or len(self.logprobs) != tokens - sequences:
             raise ValueError(
@@ -348,22 +337,22 @@ class Probe:
 @message("policy_record", schema=1)
 @dataclasses.dataclass(frozen=True, slots=True)
 class PolicyRecord:
-    """The ledger's immutable record of a version."""
+    """The ledger's record of a version."""
 
     version: Annotated[PolicyVersion, _INT32]
     parent: Annotated[PolicyVersion, _INT32] | None
     step: Annotated[int, _ID]
     created_at_s: Annotated[float, _TIME]
     manifest_digest: Annotated[str, _NAME]
-    """SHA-256, hex, of the header of a pull or the manifest of a snapshot on disk, which vouch for every weight."""
+    """SHA-256, hex, of the pull's header or the snapshot's manifest, which vouch for every weight."""
     location: str
-    """Folder of the snapshot on disk; empty: there is none."""
+    """Snapshot folder; empty: none."""
     metrics: Annotated[dict[str, float], FieldLimits(finite=False)] = dataclasses.field(default_factory=dict)
     source: Annotated[str, _NAME] = ""
-    """``host:port`` where the trainer serves this version; empty: by file only."""
+    """``host:port`` of the trainer's source; empty: by file only."""
     probe: Probe | None = None
     settings_revision: Annotated[int, _ID] = 0
-    """Revision of the live settings that its step was trained under."""
+    """Live settings revision of its step."""
 
 
 @message("policy_update", schema=1)
@@ -374,13 +363,13 @@ class PolicyUpdate:
     record: PolicyRecord
     promoted_at_s: Annotated[float, _TIME]
     sources: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    """By replica: addresses to pull from, in order; the trainer's is last."""
+    """By replica: addresses to pull from, in order, the trainer's last."""
 
 
 @message("step_report", schema=1)
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepReport:
-    """Measurements of one optimizer step; ``metrics`` are listed in docs/reference/metrics.md."""
+    """Measurements of a step; docs/reference/metrics.md lists ``metrics``."""
 
     step: Annotated[int, _ID]
     version: Annotated[PolicyVersion, _INT32]

@@ -1,7 +1,7 @@
-"""Validate decoded values: numbers, texts, enumerations, arrays, tuples, dictionaries and JSON.
+"""Validate decoded values.
 
-A :class:`Reader` checks a value and returns it as its field holds it; errors say what was expected and sent. Many
-values are first checked at C speed, in bulk, and one by one only if that fails, to name the refused value.
+A :class:`Reader` checks a value and returns it as its field holds it. Many values are checked in bulk, at C speed,
+and one by one only if that fails, to name the refused value.
 """
 
 import dataclasses
@@ -15,27 +15,27 @@ import numpy as np
 import numpy.typing as npt
 
 INVALID = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""Errors that reading a hostile value may raise."""
+"""What reading hostile values may raise."""
 _MOST_DEPTH = 32
 _JSON_SCALARS = frozenset((type(None), bool, int, float, str))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FieldLimits:
-    """Limits of a field beside its type; for a container, those of each number in it."""
+    """Limits of a field; for a container, of each number in it."""
 
     least: float = -math.inf
     most: float = math.inf
     length: int = 1 << 26
-    """Maximum number of characters, or of entries of a tuple or dictionary."""
+    """Maximum characters or entries."""
     shape: tuple[int | None, ...] = (None,)
     """Of an array; None: any length."""
     finite: bool = True
-    """Whether a float must be finite. Arrays with limits always must be."""
+    """Always true of arrays with limits."""
 
     @property
     def bounded(self) -> bool:
-        """Whether numbers have a lower or upper limit."""
+        """Whether numbers are limited."""
         return not (math.isinf(self.least) and math.isinf(self.most))
 
 
@@ -50,8 +50,8 @@ class Reader:
 
     Args:
         one: reads a value.
-        every: reads many values at once; default: one by one.
-        test: an expression of ``{v}`` that is true only of values that ``one`` returns unchanged; "": none.
+        every: reads many values; default: one by one.
+        test: expression of ``{v}``, true only of values that ``one`` returns unchanged; "": none.
     """
 
     __slots__ = ("every", "one", "test")
@@ -63,7 +63,7 @@ class Reader:
 
 
 def shown(value: object) -> str:
-    """Return a short form of any value for an error message."""
+    """Shorten a value for an error message."""
     if value is None or isinstance(value, (bool, int, float)):
         return repr(value)
     return repr(value[:40]) if isinstance(value, (str, bytes)) else type(value).__name__

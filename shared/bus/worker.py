@@ -1,4 +1,4 @@
-"""A service as a function from message to message: take, handle, hand over, at most ``concurrency`` at a time.
+"""A service as a function of messages: take, handle, hand over, at most ``concurrency`` at a time.
 
 ::
 
@@ -11,15 +11,13 @@
       │            ├── ENDS_PROCESS   ──▶ the process ends; what it held is suspect
       │            └── anything else  ──▶ a bug: logged with its traceback, then as TemporaryError
       ├── renew: every third of ``claim_after_s``; what is no longer ours is cancelled
-      └── reclaim: what was given back, and what others have not renewed for ``claim_after_s``
+      └── reclaim: what was given back, or not renewed for ``claim_after_s``
 
-**Suspects** are the entries that a process held when it died or fell silent; one of them may be the cause. A few at a
-time (the square root of ``concurrency``) are handled beside other entries; after a second such death an entry is
-handled alone in its process (``crowd``). Only a death during an attempt made alone counts as an attempt, so only the
-entry that kills its handlers is buried.
+**Suspects**: entries held by a process that died or fell silent. A few at a time (the square root of ``concurrency``)
+run beside others; after a second such death an entry runs alone in its process (``crowd``). Only deaths during
+attempts made alone count.
 
-While ``taking`` is not set, it takes nothing new. Shutdown: stop taking; wait up to ``drain_s`` for held entries;
-cancel the rest and give it back uncounted.
+Shutdown: stop taking; wait up to ``drain_s`` for held entries; cancel the rest and give it back uncounted.
 """
 
 import asyncio
@@ -55,14 +53,13 @@ HANDLER_ERRORS = Counter(
 )
 
 ENDS_PROCESS = (MemoryError, StateLost, SettingsError, Fenced)
-"""Exceptions of a handler that end the process; any other costs only the group."""
+"""End the process if a handler raises them; others cost only the group."""
 _ALONE_FROM = 2
-"""Deaths after which an entry is handled alone."""
 _LOOK_S = 0.05
 _AT_ONCE_S = 86_400.0
 
 Bug = Callable[[str, str], Awaitable[None]]
-"""Receives a handler's bug: the group and the exception's text."""
+"""Receives the group and the exception's text."""
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -73,12 +70,12 @@ class Patience:
     """Timeouts and attempts of a worker."""
 
     claim_after_s: float = 30.0
-    """Entries not renewed for this long are taken over."""
+    """Unrenewed entries are taken over after this."""
     max_attempts: int = 5
     retry_s: float = 0.5
-    """First wait after a temporary failure; doubles with each attempt, up to ``claim_after_s``."""
+    """First wait after a temporary failure; doubles up to ``claim_after_s``."""
     drain_s: float = 20.0
-    """Maximum wait of a shutdown for held entries."""
+    """Maximum wait of a shutdown."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -87,7 +84,7 @@ class WorkCounts:
 
     handed_over: int = 0
     late: int = 0
-    """Results dropped because another consumer finished the entry first."""
+    """Results dropped because another consumer was first."""
     retried: int = 0
     buried: int = 0
     given_back: int = 0
@@ -95,7 +92,7 @@ class WorkCounts:
     last_error: str = ""
 
     def add(self, stream: Stream, outcome: str, entries: int = 1) -> None:
-        """Count ``entries`` under the field ``outcome``, also for Prometheus."""
+        """Count ``entries`` here and for Prometheus."""
         setattr(self, outcome, getattr(self, outcome) + entries)
         ENTRIES.labels(stream.name, outcome).inc(entries)
 
@@ -138,18 +135,16 @@ class Worker(Generic[In, Out]):
         self._held: dict[EntryId, asyncio.Task[None]] = {}
         self._suspects: deque[Delivery[In]] = deque()
         self._tried: set[asyncio.Task[None]] = set()
-        """Suspects being handled."""
         self._alone: Delivery[In] | None = None
-        """The entry whose attempt was counted in advance."""
+        """Its attempt was counted in advance."""
         self._leaving: set[EntryId] = set()
-        """Handled and leaving the stream: a renewal may find them no longer ours."""
+        """Handled, leaving the stream: renewals may not find them."""
         self._free = asyncio.Event()
         self._broken: asyncio.Future[None] | None = None
         self.counts = WorkCounts()
         for outcome in ("handed_over", "late", "retried", "buried", "given_back", "reclaimed"):
-            ENTRIES.labels(source.name, outcome)  # a series that exists at 0 shows its first increment
+            ENTRIES.labels(source.name, outcome)  # as above
         self.resting = False
-        """Whether it reads nothing, as ``taking`` is not set."""
 
     @property
     def held(self) -> int:
@@ -204,7 +199,7 @@ class Worker(Generic[In, Out]):
                     await self._start(delivery)
 
     def _may_try(self) -> bool:
-        """Whether the next suspect may begin; few at a time, so that a second death leaves few to handle alone."""
+        """Whether the next suspect may begin; few at a time, so that few must run alone after a second death."""
         if not self._suspects:
             return False
         few = 1 if self._suspects[0].crashes >= _ALONE_FROM else math.isqrt(self._concurrency)

@@ -1,4 +1,4 @@
-"""Evaluations: the current one with the replicas that hold its version, answers, results, and the gate's decisions.
+"""Evaluations: the current one with its holding and answers, results, and the gate's decisions.
 
 ::
 
@@ -6,8 +6,8 @@
     replica       newer version announced ─▶ reads the holding ─▶ if named and serving that version, keeps it
     coordinator   end: the holding is gone ─▶ the replica continues to the head
 
-The holding is written before a newer version is announced, so a replica cannot miss it. A replica keeps a version for
-at most ``timeout_s``, by its own clock, from when it first saw the holding.
+The holding is written before a newer version is announced, so replicas see it. They keep a version for at most
+``timeout_s`` by their own clocks.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ class EvaluationRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Description:
-    """The current evaluation. Problems are numbered across all sets."""
+    """The current evaluation, problems numbered across sets."""
 
     version: PolicyVersion
     step: int
@@ -76,7 +76,7 @@ class Holding:
 
     version: PolicyVersion
     replicas: tuple[str, ...]
-    """Replicas that keep it and answer; empty: all."""
+    """Replicas that keep it; empty: all."""
     timeout_s: float
 
     def names(self, replica: str) -> bool:

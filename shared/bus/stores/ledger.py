@@ -4,10 +4,9 @@
 
     created ──▶ running ◀──▶ paused          published ──▶ live ──▶ retired
         └──────────┴──────────┴──▶ stopped                    └──────────┴──▶ revoked
-                   └──▶ finished (and running again, where run.steps is raised)
+                   └──▶ finished (and running again, if run.steps is raised)
 
-Starting a trainer takes the next *epoch*; commits under an older epoch are refused, so a trainer presumed dead cannot
-write.
+A new trainer takes the next *epoch*; commits under older epochs are refused.
 """
 
 import dataclasses
@@ -50,7 +49,6 @@ ENDED = (RunState.STOPPED, RunState.FINISHED)
 
 
 _SELF_TEST = "self_test:"
-"""Field prefix of self-test outcomes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,28 +62,26 @@ class RunStatus:
     step: int
     """Committed optimizer steps."""
     cursor: int
-    """Prompts admitted so far; the next group id."""
+    """Prompts admitted; the next group id."""
     shift: int
-    """The next prompt is at ``cursor - shift`` in the dataset: a rollback moves back there, group ids never do."""
+    """The next prompt is at ``cursor - shift`` in the dataset; rollbacks move back there, group ids never do."""
     head: PolicyVersion | None
-    """The version that replicas serve."""
     newest_version: PolicyVersion | None
-    """Newest committed version; the coordinator makes it the head."""
+    """Newest commit; to become the head."""
     tip: PolicyVersion | None
-    """Parent of the next version: the newest one, or the target of a rollback."""
+    """Parent of the next version: the newest, or a rollback's target."""
     trainer_epoch: int
     first_admission_s: float | None
     last_commit_s: float | None
     paused_s: float
-    """Total duration of ended pauses."""
     bus_full: str = ""
-    """Why admission waits for bus memory; empty: it does not."""
+    """Why admission waits for bus memory; or empty."""
     doing: str = ""
-    """Secondary activity of the leading coordinator, in words."""
+    """The leader's secondary activity."""
     closed: bool = False
-    """The run has ended and its records are complete."""
+    """The run has ended, with complete records."""
     self_tests: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Outcome of the trainer's newest self-test, by part: policy, critic."""
+    """By part (policy, critic): outcome of the newest self-test."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,35 +91,32 @@ class JournalEntry:
     entry: EntryId
     step: int
     settings_revision: int
-    """Revision of the live settings it was trained under."""
     data: bytes
     plan: StepPlan | None = None
-    """Layout of the step; None if committed by an older Penstock."""
+    """None if committed by an older Penstock."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Standing:
-    """What the bus knows about a group id."""
+    """What the bus knows about a group."""
 
     admitted: bool
-    """Whether this id was admitted; true for every id if the bus lost its data."""
+    """True for every id if the bus lost its data."""
     trained: bool
     newest_version: PolicyVersion | None
-    """The newest existing version, if known."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Extent:
-    """Progress of the run; None if the bus lost its data."""
+    """Progress; None if the bus lost its data."""
 
     cursor: int | None
-    """Number of admitted groups."""
     newest_version: PolicyVersion | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdmissionState:
-    """Inputs of admission, read in one round trip."""
+    """Inputs of admission, from one round trip."""
 
     state: RunState
     cursor: int
@@ -143,7 +136,7 @@ class Ledger(Policies):
     def __init__(self, bus: Bus) -> None:
         super().__init__(bus)
         self.term: int | None = None
-        """Term of this coordinator's lease; None: not checked."""
+        """Lease term; None: not checked."""
 
     def _term(self) -> Argument:
         return "" if self.term is None else self.term
@@ -169,12 +162,12 @@ class Ledger(Policies):
         return Extent(None if cursor is None else int(cursor), _version(newest))
 
     async def account(self) -> tuple[RunStatus, dict[str, int]]:
-        """Return the status and the endings of groups, of one moment; the rest of the cursor is in flight."""
+        """Return, of one moment, the status and the endings of groups; the rest of the cursor is in flight."""
         run, ended = await self._bus.ask_all(("HGETALL", RUN), ("HGETALL", COUNTS), at_once=True)
         return read_status(run), read_counts(ended)
 
     async def close(self) -> None:
-        """Note that the run has ended and its records are complete."""
+        """Note that the run has ended, with complete records."""
         await self._bus.write(RUN, "HSET", "closed_at_s", time.time())
 
     async def reopen(self) -> None:
@@ -182,7 +175,7 @@ class Ledger(Policies):
         await self._bus.write(RUN, "HDEL", "closed_at_s")
 
     async def transition(self, to: RunState, reason: str, allowed: Sequence[RunState]) -> tuple[bool, RunState]:
-        """Change the run's state if it is in ``allowed``; return whether it did, and the previous state."""
+        """Change the state if in ``allowed``; return whether it did, and the previous state."""
         changed, state = await self._bus.script(
             "transition", to=to.value, reason=reason, now_s=time.time(),
             history_entries=streams.HISTORY.max_entries or 0, allowed=[state.value for state in allowed],
@@ -190,21 +183,20 @@ class Ledger(Policies):
         return bool(changed), RunState(state.decode() or "created")
 
     async def note(self, name: Literal["doing", "guards"], said: str) -> None:
-        """Publish the leader's activity; no effect if another coordinator leads."""
+        """Publish the leader's activity; no effect from others."""
         await self._bus.script("note", term=self._term(), field=name, text=said)
 
     async def note_self_test(self, part: str, outcome: str) -> None:
-        """Record the outcome of the trainer's self-test of ``part``."""
+        """Record the outcome of a self-test."""
         await self._bus.write(RUN, "HSET", f"{_SELF_TEST}{part}", outcome)
 
     async def admit(
         self, prompts: Sequence[Prompt], slots: int, groups_per_step: int, steps: int, newest: PolicyVersion
     ) -> int:
-        """Admit ``prompts``, in order, into free slots; group ids start at the cursor. Never admits more than the
-        remaining steps can use.
+        """Admit ``prompts``, in order, into free slots, never more than the remaining steps can use; group ids start
+        at the cursor.
 
-        Returns the number admitted; -1 if the run is not running or another coordinator leads; -2 if the cursor or
-        the newest version changed.
+        Returns the number admitted; -1 if not running or not the leader; -2 if the cursor or newest version changed.
         """
         admitted = await self._bus.script(
             "admit", slots=slots, groups_per_step=groups_per_step, steps=steps, now_s=time.time(), term=self._term(),
@@ -225,7 +217,7 @@ class Ledger(Policies):
         )  # fmt: skip
 
     async def set_bus_full(self, sentence: str) -> None:
-        """Record why admission waits for memory; "": it does not."""
+        """Record why admission waits; or ""."""
         await self._bus.write(RUN, "HSET", "bus_full", sentence)
 
     async def in_flight(self) -> int:
@@ -235,28 +227,28 @@ class Ledger(Policies):
     # ---------------------------------------------------------------- trainer
 
     async def take_epoch(self) -> int:
-        """Become the run's only trainer: commits by older ones are refused from now on."""
+        """Become the run's only trainer: older ones' commits are refused."""
         return int(await self._bus.write(RUN, "HINCRBY", "trainer_epoch", 1))
 
     async def epochs(self) -> tuple[int, int]:
-        """Return the trainer's epoch, and that of the newest rollback (0: none)."""
+        """Return the epochs of the trainer and of the newest rollback (0: none)."""
         trainer, rollback = await self._bus.hmget(RUN, "trainer_epoch", "rollback_epoch")
         return int(trainer or 0), int(rollback or 0)
 
     async def note_batch(self, entries: Sequence[EntryId]) -> None:
-        """Record the batch about to be trained, for the next trainer process."""
+        """Record the batch about to be trained."""
         await self._bus.write(TRYING, "SET", " ".join(entries))
 
     async def noted_batch(self) -> frozenset[str]:
-        """Return the last batch of the previous trainer process."""
+        """Return the previous trainer process's last batch."""
         return frozenset((await self._bus.get(TRYING) or b"").decode().split())
 
     async def restore(
         self, step: int, cursor: int, position: int, newest: PolicyVersion, counts: Mapping[str, int]
     ) -> bool:
-        """Restore an empty bus from a checkpoint; False if the bus already knows the run.
+        """Restore an empty bus from a checkpoint; False if it knows the run.
 
-        Groups in flight at the checkpoint are counted as ``dropped:bus_lost``; their prompts are drawn again.
+        Groups then in flight count as ``dropped:bus_lost``; their prompts are drawn again.
         """
         lost = cursor - sum(count for name, count in counts.items() if name != "requeued")
         fields = {"step": step, "cursor": cursor, "shift": cursor - position, "newest_version": newest}
@@ -272,9 +264,9 @@ class Ledger(Policies):
         report: StepReport | None,
         plan: StepPlan | None = None,
     ) -> None:
-        """Move ``deliveries`` and ``plan`` to the journal and publish ``record``, in one transaction.
+        """Atomically move ``deliveries`` and ``plan`` to the journal and publish ``record``.
 
-        Without deliveries, ``record`` is a version of the already committed step.
+        Without deliveries, ``record`` is another version of the committed step.
 
         Raises:
             Fenced: another trainer took over, the ledger is at another step, or an entry is no longer ours.
@@ -291,7 +283,7 @@ class Ledger(Policies):
             raise Fenced(f"expected to commit step {record.step} as version {record.version}, found {answer.decode()}")
 
     async def standing(self, group_id: int) -> Standing:
-        """Return what the bus knows about a group id and existing versions."""
+        """Return what the bus knows about a group."""
         (cursor, newest), trained = await self._bus.ask_all(
             ("HMGET", RUN, "cursor", "newest_version"), ("GETBIT", TRAINED, min(group_id, _MOST_BITS))
         )
@@ -305,13 +297,13 @@ class Ledger(Policies):
         return [_journal_entry(row) for row in rows]
 
     async def last_journal_entry(self) -> str:
-        """Return the last entry written, even if trimmed since; "" if none."""
+        """Return the last entry, even if trimmed; "" if none."""
         if not await self._bus.ask("EXISTS", streams.JOURNAL):
             return ""
         return text((await self._bus.ask("XINFO STREAM", streams.JOURNAL))["last-generated-id"])
 
     async def trim_journal(self, through: str) -> None:
-        """Trim the journal through an entry that a checkpoint covers."""
+        """Trim the journal through an entry."""
         milliseconds, _, sequence = through.partition("-")
         after = f"{milliseconds}-{int(sequence or 0) + 1}"
         await self._bus.write(streams.JOURNAL, "XTRIM", "MINID", after)
@@ -321,9 +313,9 @@ class Ledger(Policies):
     async def promote(
         self, delivery: Delivery[PolicyRecord], sources: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     ) -> bool:
-        """Make a published version the head and notify every replica; False if it, or a newer one, was promoted before.
+        """Make a version the head and notify every replica; False if it, or a newer one, already was.
 
-        ``sources``: by replica, the addresses to pull from.
+        ``sources``: by replica, addresses to pull from.
         """
         record = delivery.message()
         update = PolicyUpdate(record=record, promoted_at_s=time.time(), sources=dict(sources))

@@ -1,4 +1,4 @@
-"""Settings that may change during a run: numbered revisions on the bus, read by every service.
+"""Settings that may change during a run: numbered revisions on the bus.
 
 ::
 
@@ -7,9 +7,8 @@
                                                                ▼
                                        settings(revision) = the run's file + the values of that revision
 
-Revision 0 is the run's file. Each revision holds all values that differ from it, and the journal notes the revision
-of each step, so a replay repeats it. Settings outside ``CHANGEABLE`` never change. Holders of a :class:`Live` read
-``settings`` when needed, or listen.
+Revision 0 is the run's file; others hold all values that differ. The journal notes each step's revision for replays.
+Settings outside ``CHANGEABLE`` never change.
 """
 
 import dataclasses
@@ -44,9 +43,9 @@ CHANGEABLE = (
 
 
 GROUP_GROWTH = 4
-"""Maximum growth of the group size over the run's file, by which services were sized."""
+"""Maximum growth of the group size over the run's file, which sized the services."""
 FLIGHT_GROWTH = 16
-"""Maximum growth of the samples in flight: slots × sampling.group_size."""
+"""Same for samples in flight: slots × sampling.group_size."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,15 +54,14 @@ class Revision:
 
     revision: int
     changes: dict[str, Json]
-    """Requested: dotted key → new value."""
+    """Requested: dotted key → value."""
     values: dict[str, Json]
-    """All values that differ from the run's file."""
+    """All differences from the run's file."""
     reason: str
     at_s: float
     change_id: str = ""
     step: int = 0
-    """Committed steps at the request. Later steps use this or a later revision, except one whose batch was already taken.
-    """
+    """Committed steps at the request. Later steps use it, except one whose batch was already taken."""
 
 
 class Live:
@@ -81,13 +79,13 @@ class Live:
         self.revision = 0
 
     def listen(self, listener: Callable[[Settings], None]) -> None:
-        """Call ``listener`` with the settings after each change."""
+        """Call ``listener`` after each change."""
         self._listeners.append(listener)
 
     async def refresh(self) -> Settings:
         """Read the newest revision; return the settings.
 
-        If this process cannot apply a revision, it logs that and keeps the previous one.
+        A revision that cannot be applied is logged and skipped.
         """
         number = self.revision
         try:
@@ -114,7 +112,7 @@ class Live:
         return number
 
     async def at(self, number: int) -> Settings:
-        """Return a revision's settings; the run's file if the bus no longer knows it."""
+        """Return a revision's settings; the run's file if unknown."""
         if number == self.revision:
             return self.settings
         revision = await self.read(number)
@@ -155,7 +153,7 @@ class Live:
 
 
 def check_changeable(changes: Mapping[str, object]) -> None:
-    """Raise SettingsError if a key may not change during the run."""
+    """Raise SettingsError if a key may not change."""
     wrong = [key for key in changes if key not in CHANGEABLE]
     if wrong:
         raise SettingsError(
@@ -164,7 +162,7 @@ def check_changeable(changes: Mapping[str, object]) -> None:
 
 
 def check_growth(file: Settings, settings: Settings) -> None:
-    """Raise SettingsError if ``settings`` may need more memory than services sized by ``file`` have."""
+    """Raise SettingsError if services sized by ``file`` may lack memory for ``settings``."""
     most, size = GROUP_GROWTH * file.sampling.group_size, settings.sampling.group_size
     if size > most:
         raise SettingsError(
