@@ -35,7 +35,7 @@ class Joined:
 
 
 ColumnCheck = Callable[[Mapping[str, Joined]], None]
-"""Raises ValueError if the array columns of a record do not belong together."""
+"""Raises ValueError if array columns do not belong together."""
 
 
 def write_columns(names: Iterable[str], records: Sequence[object]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class Pipeline(Protocol):
 
 
 class Client(Protocol):
-    """The used part of a redis-py client, of one server or a cluster."""
+    """The used part of redis-py's clients."""
 
     def execute_command(self, *words: str | bytes | int | float) -> Awaitable[Any]:
         """Run one command; redis-py decodes the answer."""
@@ -63,11 +63,10 @@ _OPTIONS: dict[str, Any] = {
 
 _ENCODE = "change bus.url; in a password, write / as %2F, @ as %40, : as %3A, # as %23, ? as %3F and % as %25"
 _MOST_CONNECTIONS = 64
-"""Per process and server; further calls wait."""
 
 
 def first_server(url: str) -> tuple[str, int] | None:
-    """Return host and port of the first server in ``url``; None for a socket or an embedded server."""
+    """Return host and port of the URL's first server; None for a socket or embedded."""
     parts = urlsplit(url)
     scheme, _, form = parts.scheme.partition("+")
     if scheme not in ("redis", "rediss"):
@@ -79,7 +78,7 @@ def first_server(url: str) -> tuple[str, int] | None:
 
 
 def open_client(url: str) -> Client:
-    """Return a client, which connects on its first command.
+    """Return a client; it connects on its first command.
 
     Raises:
         SettingsError: unknown form of URL.
@@ -101,12 +100,12 @@ def open_client(url: str) -> Client:
             url, max_connections=_MOST_CONNECTIONS, timeout=None, retry=Retry(NoBackoff(), 0), **_OPTIONS
         )
         return cast(Client, redis.Redis.from_pool(pool))
-    except ValueError:  # its text may contain part of the password
+    except ValueError:  # it may contain part of the password
         raise SettingsError(f"expected a bus URL, found {redact(url)!r}: {_ENCODE}") from None
 
 
 async def close_client(client: Client) -> None:
-    """Close a client's connections, including those to sentinels."""
+    """Close connections, including those to sentinels."""
     manager = getattr(getattr(client, "connection_pool", None), "sentinel_manager", None)
     for sentinel in manager.sentinels if manager is not None else ():
         await sentinel.aclose()
@@ -180,7 +179,7 @@ async def check_server(client: Client) -> str:
 
 
 async def probe(url: str) -> str:
-    """Return the server's name and version, over a separate connection.
+    """Connect briefly; return name and version.
 
     Raises:
         SettingsError: unknown form of URL, or the server is too old or may evict data.
@@ -194,13 +193,12 @@ async def probe(url: str) -> str:
 
 
 async def memory_bytes(client: Client) -> tuple[int, int]:
-    """Return the memory used and maxmemory (0: not set)."""
+    """Return memory used and maxmemory (0: not set)."""
     found = _one_node(await client.info("memory"))
     used = int(found.get("used_memory", 0)) - int(found.get("mem_not_counted_for_evict", 0))
     return used, int(found.get("maxmemory", 0))
 
 
 def _one_node(info: dict[str, Any]) -> dict[str, Any]:
-    """Return one node's section of a cluster's answer."""
     first = next(iter(info.values()), None)
     return first if isinstance(first, dict) and "redis_version" not in info and "maxmemory" not in info else info

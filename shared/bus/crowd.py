@@ -27,7 +27,7 @@ class Crowd:
 
     @contextlib.asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
-        """Wait until others have finished, and work while none begins."""
+        """Wait for others to finish, and work alone."""
         self._waiting += 1
         try:
             await self._until(lambda: not self._alone and not self._sharing)
@@ -46,5 +46,5 @@ class Crowd:
             await self._changed.wait()
 
     def _wake(self) -> None:
-        self._changed.set()  # wakes all waiters; each checks again
+        self._changed.set()
         self._changed.clear()

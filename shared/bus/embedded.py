@@ -1,7 +1,7 @@
-"""The embedded bus: one Valkey process of this user on a private Unix socket, with its data in the run's folder.
+"""The embedded bus: a Valkey process on a private Unix socket, with its data in the run's folder.
 
-It needs no port and serves no other user. Its append-only file keeps all acknowledged writes if Valkey is killed; if
-the machine dies, the last fsync window is lost. The supervisor of the run's processes starts it.
+Its append-only file keeps all acknowledged writes if Valkey is killed; if the machine dies, the last fsync window is
+lost. The run's supervisor starts it.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ _LONGEST_SOCKET_PATH = 100  # the kernel allows 107 bytes
 
 
 def socket_path(run_id: str) -> Path:
-    """Return a fresh socket path in a new private folder, short enough for the kernel."""
+    """Return a socket path in a new private folder, short enough for the kernel."""
     folder = Path(tempfile.mkdtemp(prefix="penstock-"))
     path = folder / "valkey.sock"
     if len(str(path).encode()) > _LONGEST_SOCKET_PATH:
@@ -66,7 +66,7 @@ def command(socket: Path, data: Path) -> list[str]:
 
 @contextlib.contextmanager
 def serving(data: Path) -> Iterator[str]:
-    """Serve ``data`` while the body runs, to inspect a finished run or to measure; yield the URL.
+    """Serve a finished run's ``data`` while the body runs; yield the URL.
 
     Raises:
         SettingsError: as :func:`command`.

@@ -1,6 +1,6 @@
-"""Names of a run's keys, each declared once beside the store that owns it; ``docs/reference/bus.md`` lists them.
+"""Names of a run's keys, each declared beside its store; ``docs/reference/bus.md`` lists them.
 
-All keys of a run share one hash tag, so that scripts work on a cluster.
+One hash tag per run lets scripts work on a cluster.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ class Named(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Key:
-    """A key of a run; ``<part>`` in its name makes it one key per part."""
+    """A key; ``<part>`` in its name makes it one key per part."""
 
     name: str
     kind: str = ""
@@ -39,7 +39,6 @@ class Key:
 
 
 DECLARED: dict[str, Named] = {}
-"""All declared keys and streams, by name."""
 
 
 def declare(named: Named) -> None:
@@ -81,9 +80,9 @@ class Keys:
             )
 
     def of(self, named: Named) -> str:
-        """Return a key's or stream's name on the server."""
+        """Return the full name."""
         return self.named(named.name)
 
     def named(self, name: str) -> str:
-        """Return the server's name of this run's key ``name``."""
+        """Return the full name of ``name``."""
         return f"penstock:{{{self.run_id}}}:{name}"

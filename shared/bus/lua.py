@@ -1,11 +1,11 @@
 """Lua scripts with named keys and arguments.
 
-Each script's header declares both in order, as Lua locals; ``...`` after the last name makes it a list::
+The header declares both in order, as Lua locals; ``...`` after the last name makes it a list::
 
     -- KEYS: stream
     -- ARGV: group consumer entries...
 
-Keys are passed as stream or key objects; a key with a declared name is filled in.
+Keys are stream or key objects; declared ones are filled in.
 """
 
 import dataclasses
@@ -31,7 +31,6 @@ class Script:
 
     name: str
     text: str
-    """The source sent to the server."""
     digest: str
     keys: tuple[str, ...]
     arguments: tuple[str, ...]

@@ -1,7 +1,7 @@
 """Compile a reader that checks a record's fields and constructs it.
 
-If all fields were sent and pass their tests, this costs one call per remaining field; otherwise :func:`read_fields`
-reads them one by one, applies defaults and names the wrong field. For a text, a number and an array the source is::
+Fields that fail their tests fall back to :func:`read_fields`, which applies defaults and names the wrong field. For a
+text, a number and an array the source is::
 
     def read(fields):
         if type(fields) is not dict:
@@ -17,8 +17,7 @@ reads them one by one, applies defaults and names the wrong field. For a text, a
             at = "array"; v_array = read_array(v_array)
         except INVALID as error:
             raise ValueError(f"{at}: {error}") from error
-        built = cls(v_text, v_number, v_array)
-        return built
+        return cls(v_text, v_number, v_array)
 """
 
 from collections.abc import Mapping
@@ -28,7 +27,7 @@ from shared.bus.validation import INVALID, Reader, shown
 
 
 def record_reader(cls: type, readers: Mapping[str, Reader]) -> Reader:
-    """Compile the reader of a dataclass from its fields' readers."""
+    """Compile a dataclass's reader."""
     check = getattr(cls, "check", None)
     known: dict[str, Any] = {f"read_{name}": reader.one for name, reader in readers.items()}
     known |= {"cls": cls, "check": check, "INVALID": INVALID, "slow": lambda fields: read_fields(cls, readers, fields)}
@@ -63,7 +62,7 @@ def _source(readers: Mapping[str, Reader], *, checked: bool) -> str:
 
 
 def read_fields(cls: type, readers: Mapping[str, Reader], fields: Any) -> Any:
-    """Read a record field by field; the compiled reader is equivalent."""
+    """Read field by field, with the same result."""
     if type(fields) is not dict:
         raise TypeError(f"expected the fields of a {cls.__name__}, found {shown(fields)}")
     values, name = {}, ""

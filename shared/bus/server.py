@@ -1,8 +1,8 @@
-"""Wait for the bus server, and run commands and scripts on it.
+"""Run commands and scripts on a bus server that may be away.
 
-Every call waits for an unreachable server with capped exponential backoff. Repeating a script whose answer was lost
-is safe: the second run changes nothing. At ``maxmemory``, only scripts that make a run grow are refused (admission,
-start of an evaluation); all other writes are scripts with ``allow-oom``, so that what is in flight can finish.
+Calls wait with capped exponential backoff; repeating a script whose answer was lost is safe. At ``maxmemory``, only
+scripts that make a run grow are refused (admission, start of an evaluation); others have ``allow-oom``, so that what
+is in flight can finish.
 """
 
 import asyncio
@@ -45,11 +45,11 @@ _BACKOFF = Backoff(0.05, longest_s=2.0)
 
 
 class Server:
-    """A server that may be temporarily unreachable.
+    """A server that may be away.
 
     Args:
         client: from :func:`connection.open_client`.
-        wait_s: how long a call waits for it; None: forever.
+        wait_s: timeout of a call; None: forever.
     """
 
     def __init__(self, client: connection.Client, *, wait_s: float | None = None) -> None:
@@ -59,7 +59,7 @@ class Server:
         self._wait_s = wait_s
 
     def wait_for_ever(self) -> None:
-        """From now on, wait for the server without a limit."""
+        """Wait without a limit from now on."""
         self._wait_s = None
 
     async def close(self) -> None:
@@ -67,8 +67,7 @@ class Server:
         await connection.close_client(self._client)
 
     async def call(self, command: Callable[[], Awaitable[R]]) -> R:
-        """Run ``command``, repeated with capped exponential backoff while the server is unreachable or cannot write
-        to disk.
+        """Run ``command``, repeatedly while the server is unreachable or cannot write to disk.
 
         Raises:
             BusUnavailable: no answer for ``wait_s``.
@@ -127,7 +126,7 @@ async def _answered(command: Callable[[], Awaitable[R]]) -> R:
     """Return the answer.
 
     Raises:
-        BusUnavailable: the server refuses writes because it cannot write to disk.
+        BusUnavailable: the server cannot write to disk.
     """
     try:
         return await command()
@@ -145,8 +144,7 @@ def _cancels() -> int:
 def _raise_swallowed(cancels: int) -> None:
     """Raise the cancellation that redis-py swallowed since there were ``cancels``.
 
-    Before Python 3.12, its ``asyncio.wait_for`` may swallow one just as the command is sent, and a loop over the bus
-    would never stop.
+    Before Python 3.12, its ``asyncio.wait_for`` may swallow one just as the command is sent.
     """
     if _cancels() > cancels:
         raise asyncio.CancelledError

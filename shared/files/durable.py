@@ -1,4 +1,4 @@
-"""Atomically written and, if requested, durable files; handling of full disks."""
+"""Atomic and durable files; full disks."""
 
 import asyncio
 import contextlib
@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 LEAST_BYTES = 4 * 2**20
-"""Less free space counts as full: a checkpoint or the bus's data needs more."""
+"""Less counts as full."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of a full disk, quota or file size limit."""
 _AGAIN_S = 1.0
 
 
@@ -48,7 +47,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def replace_folder(written: Path, folder: Path) -> None:
-    """Rename ``written`` to ``folder``, replacing it; the name survives the machine, its contents need :func:`flush`."""
+    """Replace ``folder`` by ``written``; the name survives the machine, its contents need :func:`flush`."""
     if folder.exists():
         replaced = folder.with_name(f".{folder.name}.old.tmp")
         shutil.rmtree(replaced, ignore_errors=True)
@@ -59,7 +58,7 @@ def replace_folder(written: Path, folder: Path) -> None:
 
 
 class Kept:
-    """A small, regularly updated file; while the disk is full, writing is retried each second.
+    """A regularly updated file; if the disk is full, writes are retried each second.
 
     Args:
         path: the file.
@@ -94,7 +93,7 @@ class Kept:
 
 
 def no_room(path: Path, error: OSError) -> str:
-    """Return the message for a file that cannot be written now."""
+    """Return the message for an unwritable file."""
     way_out = "free space there" if error.errno in NO_ROOM else "make it writable"
     return (
         f"cannot write {path.name} in {path.parent} ({error.strerror or error}): {way_out}, or move run.folder; "
@@ -103,7 +102,7 @@ def no_room(path: Path, error: OSError) -> str:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the space available to an ordinary user; a missing folder counts as full."""
+    """Return the user's free space; 0 for a missing folder."""
     try:
         found = os.statvfs(folder)
     except OSError:

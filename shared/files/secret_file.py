@@ -1,4 +1,4 @@
-"""Secret files (tokens, keys) readable by one user. Secrets are never settings, which are dumped."""
+"""Secret files (tokens, keys) readable by one user."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ _SHORTEST = 16
 
 
 def make_secret(path: Path) -> None:
-    """Write a new secret for this user alone; an existing one is kept.
+    """Write a new secret, unless one exists.
 
     Raises:
         OSError: it cannot be written.

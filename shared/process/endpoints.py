@@ -1,10 +1,10 @@
-"""/metrics, /healthz and /readyz of a process over HTTP, served by a daemon thread.
+"""/metrics, /healthz and /readyz over HTTP, on a daemon thread.
 
-``/healthz`` shows that the process runs; ``/readyz`` answers 200 if ``ready()``, else 503, with the same JSON.
+``/readyz`` answers 200 if ``ready()``, else 503.
 
-They need no token, so against DNS rebinding ``Host`` must be an IP address, ``localhost``, this machine's name or
-``run.host``; off loopback, also a private network's name (``trainer``, ``trainer.runs.svc``). Each read on a
-connection has a timeout of seconds, and a connection above ``MAX_CONNECTIONS`` closes the oldest.
+Without a token, against DNS rebinding, ``Host`` must be an IP address, ``localhost``, this machine's name or
+``run.host``; off loopback, also a private network's name (``trainer.runs.svc``). Reads time out, and a connection
+above ``MAX_CONNECTIONS`` closes the oldest.
 """
 
 import contextlib
@@ -31,11 +31,10 @@ log = logging.getLogger(__name__)
 
 BUILD = Gauge("penstock_build_info", "1 for the version of Penstock that this process runs.", ["version", "python"])
 MAX_CONNECTIONS = 64
-"""Each has a thread."""
 _TIMEOUT_S = 5.0
 _PROBES = ("/healthz", "/readyz")
 _PRIVATE = re.compile(r"[a-z0-9_-]+|.+\.(?:svc|local|internal|lan|home\.arpa)")
-"""Names without a dot (Docker Compose), of a cluster or of a private network: never a public web page's."""
+"""Names in Docker Compose, a cluster or a private network, never of public pages."""
 _Answer = tuple[int, str, bytes]
 
 
@@ -51,7 +50,7 @@ class Endpoints:
         is_private = not is_loopback(host)
 
         def answer(path: str, hosts: list[str]) -> _Answer:
-            is_probe = not hosts and path in _PROBES  # HTTP/1.0 without Host; browsers always send one
+            is_probe = not hosts and path in _PROBES  # browsers always send Host
             admitted = is_probe or admits(hosts, names, private=is_private)
             return _answer(path, ready) if admitted else _problem(421, _misdirected(hosts))
 

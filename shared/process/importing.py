@@ -11,7 +11,7 @@ _UNCOMPILED = "TORCHDYNAMO_DISABLE"
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Pause garbage collection while importing, then freeze the new objects, nearly all of which stay.
+    """Pause garbage collection while importing, then freeze the new objects.
 
     torch, transformers and DeepSpeed are thousands of modules, and each collection scans all earlier ones.
     """
@@ -27,10 +27,7 @@ def importing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
-    """Disable torch.compile in the body.
-
-    The decorator alone imports torch's compiler, about two seconds of CPU, even if the function is never called.
-    """
+    """Disable torch.compile in the body: its decorator alone imports torch's compiler, about two seconds of CPU."""
     before = os.environ.get(_UNCOMPILED)
     os.environ[_UNCOMPILED] = "1"
     try:

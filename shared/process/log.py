@@ -1,5 +1,5 @@
-"""Logging: JSON lines, or short plain lines at a terminal. Event text is constant, values go in ``extra``. Text is
-escaped as for a terminal, also in files, which are read in one.
+"""Logging: JSON lines, or short lines at a terminal. Event text is constant, values go in ``extra``. Text is escaped
+for terminals, in which files are read too.
 """
 
 import json
@@ -14,7 +14,7 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object per line: time, level, logger, event, and the values in ``extra``."""
+    """JSON objects: time, level, logger, event, and ``extra``."""
 
     def __init__(self, replica: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Common frame of every service: read flags, connect, handle SIGTERM, send heartbeats, stop in order.
+"""Common frame of every service: flags, connection, signals, heartbeats, shutdown.
 
 ::
 
@@ -42,7 +42,7 @@ from shared.text.redaction import redacted
 from shared.text.terminal import escaped, escaped_line
 
 _LEAVE_S = 10.0
-"""A stopping process is killed by the kernel this long after ``bus.drain_s``."""
+"""Time after ``bus.drain_s`` until the kernel kills a stopping process."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,18 +52,18 @@ class Context:
     settings: Settings
     service: str
     replica: str
-    """Name on the bus; the same after a restart."""
+    """The same after a restart."""
     bus: Bus
     status: Status
     stop: asyncio.Event
     live: Live
     cordon: Cordon
     secret: RunSecret
-    """Authenticates processes of the run on ports beside the bus."""
+    """Authenticates the run's processes on other ports."""
 
     @property
     def host(self) -> str:
-        """Address at which other processes reach this one."""
+        """Address for other processes."""
         return own_host(self.settings)
 
     @property
@@ -74,7 +74,7 @@ class Context:
 
 
 def parse(service: str, arguments: Sequence[str]) -> tuple[Settings, str]:
-    """Parse a service's command line into settings and the replica's name.
+    """Parse a command line into settings and the replica's name.
 
     Raises:
         SettingsError: the settings are wrong.
@@ -100,7 +100,7 @@ def parse(service: str, arguments: Sequence[str]) -> tuple[Settings, str]:
 
 
 def _beside_up(settings: Settings) -> Settings:
-    """Return settings with the bus server's URL; an embedded bus is that of the run's ``penstock up``."""
+    """Return settings with a server's URL; embedded: that of the run's ``penstock up``."""
     if settings.bus.url != "embedded":
         return settings
     table = settings.run_folder / "up.json"
@@ -115,7 +115,7 @@ def _beside_up(settings: Settings) -> Settings:
 
 
 def _registered(url: str, run_id: str, flags: Sequence[str]) -> Settings:
-    """Return a registered run's settings, with ``bus.url`` replaced by ``url``."""
+    """Return a registered run's settings, with ``url`` as ``bus.url``."""
 
     async def fetch() -> str:
         bus = await Bus.connect(url, run_id, wait_s=30.0)
@@ -136,9 +136,9 @@ def _registered(url: str, run_id: str, flags: Sequence[str]) -> Settings:
 
 @contextlib.asynccontextmanager
 async def serve(settings: Settings, service: str, replica: str) -> AsyncIterator[Context]:
-    """Connect to the bus, serve metrics and send heartbeats while the body runs; SIGTERM and SIGINT set ``stop``.
+    """Connect, serve metrics and send heartbeats while the body runs; SIGTERM and SIGINT set ``stop``.
 
-    A stopping process that hangs (e.g. the bus is gone) is ended ``_LEAVE_S`` after ``bus.drain_s``.
+    A hanging shutdown (e.g. the bus is gone) is ended ``_LEAVE_S`` after ``bus.drain_s``.
     """
     stop, told_to_stop = _listen_for_stop(settings.bus.drain_s)
     status = Status()
@@ -179,7 +179,7 @@ async def serve(settings: Settings, service: str, replica: str) -> AsyncIterator
 
 @contextlib.asynccontextmanager
 async def attend(settings: Settings) -> AsyncIterator[tuple[asyncio.Event, Status]]:
-    """Serve metrics without a bus while the body runs; SIGTERM and SIGINT set the event. It ends like :func:`serve`."""
+    """Serve metrics without a bus; SIGTERM and SIGINT set the event. It ends like :func:`serve`."""
     stop, _ = _listen_for_stop(settings.bus.drain_s)
     status = Status()
     endpoints = Endpoints(
@@ -212,12 +212,12 @@ def _listen_for_stop(drain_s: float) -> tuple[asyncio.Event, Callable[[], None]]
 
 
 def seconds_left() -> float:
-    """Return the time left before :func:`serve` ends this process; 0 if it is not stopping."""
+    """Return the time before :func:`serve` ends this process; 0 if not stopping."""
     return signal.getitimer(signal.ITIMER_REAL)[0]
 
 
 def readiness(status: Status, bus_available: bool) -> dict[str, Json]:
-    """Return the JSON of /readyz: ``ready``, state, and checks by name."""
+    """Return /readyz: ``ready``, state, checks by name."""
     checks: dict[str, Json] = {
         "bus": {"ok": bus_available, "detail": "answers" if bus_available else "does not answer"},
         "work": {"ok": status.ready, "detail": status.last_error or status.state},
@@ -226,10 +226,10 @@ def readiness(status: Status, bus_available: bool) -> dict[str, Json]:
 
 
 def own_host(settings: Settings) -> str:
-    """Return this process's address for others: ``run.host``, else its pod's, else that of the route to the bus.
+    """Return this process's address: ``run.host``, else its pod's, else that of the route to the bus.
 
     Raises:
-        SettingsError: none of these is known.
+        SettingsError: none is known.
     """
     if named := settings.run.host or os.environ.get("POD_IP"):
         return named
@@ -238,7 +238,7 @@ def own_host(settings: Settings) -> str:
 
 
 def _address_towards(host: str, port: int) -> str:
-    """Return this machine's address on its route to a server; sends nothing."""
+    """Return the local address of the route to a server; sends nothing."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, port))
@@ -257,9 +257,9 @@ def main(
     *,
     loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> int:
-    """Run a service; return its exit code (0 stopped in order, 2 wrong settings, 1 a bug).
+    """Run a service; return its exit code (0 stopped in order, 2 wrong settings, 1 a bug, or ``run``'s).
 
-    ``run`` may return another code for an orderly stop; ``loop`` replaces asyncio's event loop.
+    ``loop`` replaces asyncio's event loop.
     """
     try:
         settings, replica = parse(service, sys.argv[1:] if arguments is None else arguments)
@@ -276,8 +276,7 @@ def main(
 def leave(code: int) -> NoReturn:
     """Exit with ``code`` after exit handlers and flushing, without waiting for threads.
 
-    If a library's thread never ends (a rendezvous with a stopped process), the normal exit of the interpreter aborts
-    in C++.
+    A library's endless thread (a rendezvous with a stopped process) would abort the interpreter's exit in C++.
     """
     atexit._run_exitfuncs()
     logging.shutdown()
@@ -287,9 +286,9 @@ def leave(code: int) -> NoReturn:
 
 
 def refuse(service: str, error: Exception) -> int:
-    """Print why a service cannot start, one sentence per line; return its exit code.
+    """Print why a service cannot start; return its exit code.
 
-    Each line begins with the service's name, so `penstock up` can find it in a launcher's output.
+    Lines begin with the service's name, by which `penstock up` finds them in a launcher's output.
     """
     for line in str(error).splitlines():
         print(f"penstock {service}: {escaped_line(redacted(line))}", file=sys.stderr)  # noqa: T201

@@ -1,4 +1,4 @@
-"""Heartbeats and events of a process on the bus. Its HTTP side is ``endpoints``."""
+"""A process's heartbeats and events on the bus."""
 
 import asyncio
 import dataclasses
@@ -28,7 +28,6 @@ _EVENT_EVERY_S = 60.0
 
 
 WEIGHTS_PROBE = "weights probe"
-"""The comparison of a replica's logprobs with the trainer's."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -40,9 +39,8 @@ class Status:
     last_error: str = ""
     values: dict[str, float] = dataclasses.field(default_factory=dict)
     address: str = ""
-    """``host:port`` of the HTTP endpoints."""
     source: str = ""
-    """``host:port`` where it serves weights to other replicas."""
+    """``host:port`` of weights for other replicas."""
     settings_revision: int = 0
     taking: bool = True
     failures: dict[str, PartFailure] = dataclasses.field(default_factory=dict)
@@ -55,7 +53,7 @@ class Status:
 
 
 class Presence:
-    """Sends a heartbeat every ``heartbeat_s``, each after a call of ``hear``."""
+    """Sends heartbeats every ``heartbeat_s``, after calling ``hear``."""
 
     def __init__(
         self,
@@ -73,7 +71,7 @@ class Presence:
         self._status = status
         self._hear = hear
         self._started_at_s = time.time()
-        BUS_AVAILABLE.set_function(lambda: bus.available)  # scrapes see the current value, even while a heartbeat waits
+        BUS_AVAILABLE.set_function(lambda: bus.available)  # current even while a heartbeat waits
 
     async def run(self, stop: asyncio.Event) -> None:
         """Send heartbeats until ``stop``, then remove the last."""
@@ -121,10 +119,10 @@ class Presence:
 
 
 class HandlerFailures:
-    """Bugs in one replica's handlers, for its heartbeat and for events.
+    """Bugs in a replica's handlers, for heartbeats and events.
 
     Args:
-        part: the handler's name, for people.
+        part: the handler, for people.
     """
 
     def __init__(self, part: str, bus: Bus, replica: str, status: Status) -> None:
@@ -135,7 +133,7 @@ class HandlerFailures:
         self._told_s = -math.inf
 
     async def note(self, group: str, error: str) -> None:
-        """Note an exception that cost a group an attempt."""
+        """Note an exception."""
         before, problem = self._status.failures.get(self._part), f"group {group[:100]}"
         failed = 1 + (before.failed if before else 0)
         self._status.failures[self._part] = PartFailure(self._part, error[:500], problem, failed, 0, time.time())
@@ -145,6 +143,6 @@ class HandlerFailures:
 
 
 async def tell(bus: Bus, source: str, name: str, detail: str, **fields: Json) -> None:
-    """Write an event on the bus and in the log."""
+    """Write an event, also to the log."""
     log.info(name, extra={"detail": detail, **fields})
     await bus.publish(EVENTS, Event(at_s=time.time(), source=source, name=name, detail=detail, fields=fields))

@@ -10,7 +10,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>\\]+")
 _USER = re.compile(r"(://[^:/?#@]*):.*@")
 _OPTION = re.compile(r"([?&][^=&#]*(?:pass|secret|token|credential|api_?key)[^=&#]*=)[^&#]*", re.IGNORECASE)
 SECRET_NAME = re.compile(r"(?:.*_)?(?:password|passwd|secret|api_?key|token)", re.IGNORECASE)
-"""Names of secret values in other programs' tables."""
+"""Secret names in other programs' tables."""
 
 
 def redact(url: str) -> str:

@@ -1,8 +1,7 @@
-r"""Escape characters that control a terminal, or reorder what it shows, as ``\u001b``.
+r"""Escape characters that control a terminal, or reorder its text, as ``\u001b`` (valid in JSON).
 
-JSON's escapes keep a line of JSON valid. Escaped are control characters C0 and C1 except newline and tab, DEL,
-bidirectional and other invisible formatting, line and paragraph separators, tags, and surrogates, which cannot be
-printed.
+Escaped: C0 and C1 except newline and tab, DEL, bidirectional and invisible formatting, line and paragraph separators,
+tags, and surrogates.
 """
 
 import re

@@ -1,11 +1,8 @@
-"""Alarms that a harmed run must raise: alerts over Prometheus' HTTP API; guards in status, events, a metric and an
-alert.
+"""Alarms that a fault must raise: alerts over Prometheus' HTTP API; guards in status, events, a metric and an alert.
 
 ::
 
     until none is raised ──▶ raised(...): the body causes the fault ──▶ seen(): each was, at least once ──▶ the body mends it
-
-A failure shows the missing alarms, the last state, and all logs.
 """
 
 import asyncio
@@ -29,18 +26,17 @@ from tests.deploy.test_alerts import RULES
 
 _LOOK_S = 0.1
 _PATIENCE_MINUTES = 120
-"""At least twice the longest range of the rules, in their minutes."""
+"""Minutes; twice the longest range of the rules."""
 PLACES = ("status", "alerts", "events", "trips")
-"""Where a tripped guard is seen: as ``<guard> in <place>``."""
 
 
 @dataclasses.dataclass(slots=True)
 class Fault:
     wanted: frozenset[str]
-    """Alerts, and guards by place, that it must raise."""
+    """Alerts, and guards by place."""
     event: str
     trips: dict[str, float]
-    """Trips of each guard before it, from Prometheus."""
+    """Trips before it, from Prometheus."""
     seen: set[str] = dataclasses.field(default_factory=set)
 
     @property
@@ -54,13 +50,11 @@ class Alarms:
         self._bus = bus
         self._patience_s = PATIENCE_S
         self._faults: list[Fault] = []
-        """Current faults, newest last."""
 
     async def hurry(self, minute_s: float, times: Mapping[str, float], targets: Mapping[str, str]) -> None:
-        """Scrape, and evaluate the shipped rules, with minutes of ``minute_s`` seconds (``times``: see
-        :func:`hurried`).
+        """Evaluate the shipped rules with minutes of ``minute_s`` seconds (``times``: see :func:`hurried`).
 
-        ``targets``: instance → address of processes that ``up`` does not know: executors.
+        ``targets``: instance → address of processes unknown to ``up``.
         """
         self._patience_s = max(PATIENCE_S, _PATIENCE_MINUTES * minute_s)
         folder = self._run.folder / "prometheus"
@@ -84,11 +78,10 @@ class Alarms:
     async def raised(
         self, alerts: Collection[str] = (), guards: Collection[str] = ()
     ) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-        """Check that the body's fault raises ``alerts`` (names, or ``name/instance``) and trips ``guards``, none
-        raised before.
+        """Check that the fault raises ``alerts`` (``name`` or ``name/instance``) and trips ``guards``, none raised
+        before.
 
-        Yields a wait for all of them, to call while the fault lasts. Starvation alerts may be raised before: on two
-        cores either side may be short without a fault.
+        Yields a wait for all of them. Starvation alerts may be raised before: on two cores either side may be short.
         """
         wanted = frozenset((*alerts, *(f"{name} in {place}" for name in guards for place in PLACES)))
         before = {*(name for name in alerts if "Starving" not in name), *(f"{name} in status" for name in guards)}
@@ -104,7 +97,7 @@ class Alarms:
             print(f"{time.monotonic() - started_s:5.1f} s: {', '.join(sorted({*alerts, *guards}))}")
 
     async def see(self, wanted: Collection[str]) -> None:
-        """Wait until each of ``wanted`` was seen, since the fault (:meth:`raised`) if there is one."""
+        """Wait until each of ``wanted`` was seen, since the fault if there is one."""
         seen = self._faults[-1].seen if self._faults else set()
         await self._look(wanted, lambda now: set(wanted) - seen - now, "never raised")
 
@@ -124,9 +117,9 @@ class Alarms:
             ) from error
 
     async def _now(self, wanted: Collection[str]) -> set[str]:
-        """Return the raised alerts, also with their instance, and each guard by place.
+        """Return raised alerts, also with instance, and guards by place.
 
-        Status, events and trips are read only if needed: coordinator or bus may be harmed.
+        Other sources are read only if needed: the fault may harm them.
         """
         places = {
             name.rpartition(" in ")[2] for name in {*wanted, *(name for one in self._faults for name in one.missing)}

@@ -1,4 +1,4 @@
-"""Invariants of any run, checked on the bus, its files and observations.
+"""Invariants of any run.
 
 ::
 
@@ -24,7 +24,7 @@ from tests.support.raw_redis import raw
 
 
 async def audit_groups(bus: Bus) -> dict[str, int]:
-    """Check that every admitted group ended exactly once, revived or discarded letters aside; return the counters."""
+    """Check that every group ended once, revived or discarded letters aside; return the counters."""
     status, counts = await Ledger(bus).status(), await bus.counts()
     rows = await raw(bus).xrange(bus.keys.of(AUDIT))
     endings: dict[int, list[str]] = {}
@@ -42,7 +42,7 @@ async def audit_groups(bus: Bus) -> dict[str, int]:
 
 
 async def audit_versions(bus: Bus) -> None:
-    """Check that no number is skipped or reused, and that each version becomes the head at most once."""
+    """Check that no number is skipped or reused, and no version becomes the head twice."""
     records = await Ledger(bus).policies()
     assert [record.version for record in records] == list(range(len(records))), "no number is skipped or used twice"
     steps = {record.version: record.step for record in records}
@@ -65,11 +65,9 @@ class Watcher:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self.served: set[int] = set()
-        """Versions that replicas reported, or that wrote committed tokens."""
         self.batches: list[tuple[int, frozenset[int]]] = []
-        """Groups seen in the journal: commit time (server clock, ms), versions of the tokens."""
+        """Commit time (server clock, ms) and versions of each group's tokens."""
         self.deliveries: dict[tuple[str, str], int] = {}
-        """Observed deliveries of each entry."""
         self.revocations: list[tuple[int, frozenset[int]]] = []
         """Versions revoked since a server time."""
         self._seen = "-"
@@ -88,13 +86,12 @@ class Watcher:
                 raise error
 
     async def note_revoked(self) -> None:
-        """Note the revoked versions, which may not be committed from now on."""
         revoked = await Ledger(self._bus).revoked()
         seconds, microseconds = await self._bus.call(raw(self._bus).time)
         self.revocations.append((1000 * seconds + microseconds // 1000 + 1, frozenset(map(int, revoked))))
 
     async def audit(self) -> None:
-        """Check that nothing unknown was served and nothing revoked was trained."""
+        """Check that nothing unknown was served and nothing revoked trained."""
         known = {int(record.version) for record in await Ledger(self._bus).policies()}
         assert self.served <= known, f"served but not in the ledger: {sorted(self.served - known)}"
         for since_ms, revoked in self.revocations:

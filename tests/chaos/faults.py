@@ -1,12 +1,12 @@
-"""A run that ``test_faults`` harms, and faults that mend themselves when their body ends.
+"""A run that ``test_faults`` harms; faults mend themselves after their body.
 
 ::
 
     Valkey ◀── penstock up: coordinator-0, rollout-0, reward-0, trainer-0, Prometheus with the shipped rules, hurried
                  │   └── checkpoints ──▶ object storage (moto's server, in this process)
-                 ├── rollout-odd     by hand: a policy that computes something else from the same weights; takes no prompt
-                 ├── reward-tight    by hand: a second scorer, a reward model that needs much memory; takes no group at first
-                 └── executor-isolated, executor-unsafe: no part of the run, scraped as if they were
+                 ├── rollout-odd     by hand: a policy that computes something else from the same weights
+                 ├── reward-tight    by hand: a second scorer, a reward model that needs much memory
+                 └── executor-isolated, executor-unsafe: scraped only
 """
 
 import asyncio
@@ -39,13 +39,12 @@ from tests.support.object_storage import Storage
 SCORER = f'{{kind = "python", function = "tests.chaos.spoiled_scorer:score", environment = ["{VARIABLE}"]}}'
 MAX_LAG, LONGER_LAG, STEPS = 1, 6, 4
 STILL, SLOW, RUINOUS = 1e-12, 1e-6, 0.02
-"""Learning rates: weights stay unchanged; groups keep differing answers to the end; one step ruins the policy."""
+"""Learning rates: weights stay unchanged; answers keep differing; one step ruins the policy."""
 GROUPS, SAMPLES = 8, 64
-"""Of a step."""
 FLAGS = {
     "reward.scorers": f"[{SCORER}]",
     "reward.expression": "python",
-    "algorithm.advantage": "dr_grpo",  # not divided by the deviation: huge rewards give huge gradients
+    "algorithm.advantage": "dr_grpo",  # huge rewards give huge gradients
     "algorithm.max_lag": MAX_LAG,
     "rollout.replicas": 1,
     "internal.max_attempts": 2,
@@ -56,7 +55,7 @@ FLAGS = {
     "trainer.learning_rate": SLOW,
     "trainer.checkpoint_every_steps": 10,
     "guards.pause": '["no_signal", "kl", "entropy", "lag", "unscored"]',
-    # lag ends at the next step, hardly seen; not probe: a replica is another model, and the run continues beside it
+    # lag ends at the next step; not probe: a replica is another model
     "guards.steps": STEPS,
     "guards.entropy_nats": 1e-3,
     "guards.stale_share": 0.35,  # a killed replica makes fewer stale groups
@@ -74,20 +73,20 @@ TIMES = {
     "run:penstock_trainer_lag_steps:mean5m": 3,
     "PenstockCheckpointNotStored": 0.1,
 }
-"""Longer minutes, in which processes must start several times, pulls reach their deadline (1 s; 10 s for a file) or
-slow steps be made. The half hour of PenstockCheckpointNotStored needs to hold only one upload.
+"""Longer minutes for process starts, pull deadlines (1 s; 10 s for a file) or slow steps. The half hour of
+PenstockCheckpointNotStored needs to hold one upload.
 """
 SLOW_STEP_S, SLOWER = 1.2, 5
-"""Minimum duration of the slow scorer's step, also as a multiple of a normal step."""
+"""Minimum of the slow scorer's step, also relative to a normal one."""
 FILE_BYTES = 1024**2
 """Less than a checkpoint's files, more than the trainer's log."""
 MODEL_WIDTH, MODEL_ROOM_BYTES = 1 << 20, 320 * 1024**2
-"""The reward model holds three numbers per place of a token. A group of 8 samples of at least 6 tokens needs 600 MB,
-too much; a sample of at most 10 needs 126 MB, which fits beside a process's first-time allocations.
+"""Three numbers per place of a token: 8 samples of at least 6 tokens need 600 MB, too much; one of at most 10 needs
+126 MB, which fits beside first-time allocations.
 """
 ISOLATED, UNSAFE, ODD, TIGHT = "executor-isolated", "executor-unsafe", "rollout-odd", "reward-tight"
 MEASURED_STEPS, STEADY_STEPS = 10, 25
-"""Steps to measure one; more than the guard `throughput` examines: two steps, and the eight before."""
+"""Steps to measure one; more than the guard `throughput` examines (2 + 8)."""
 
 
 class Faults:
@@ -104,17 +103,15 @@ class Faults:
         self.run, self.bus, self.server, self.storage = run, bus, server, storage
         self.isolated, self.around = isolated, around
         self.slow = ""
-        """Makes the scorer so slow that the trainer mostly waits."""
         self.alarms = Alarms(run, bus)
         self.raised = self.alarms.raised
         self._scorer = scorer
         self._pinned = PolicyVersion(0)
         self.ports = {ODD: free_port(), TIGHT: free_port()}
-        """Metrics ports of the replicas that leave."""
 
     @contextlib.contextmanager
     def scorer(self, does: str) -> Iterator[None]:
-        """Change the scorer's behavior (see ``spoiled_scorer``) while the body runs."""
+        """Change the scorer (see ``spoiled_scorer``)."""
         write_whole(self._scorer, does)
         try:
             yield
@@ -135,18 +132,17 @@ class Faults:
 
     @contextlib.asynccontextmanager
     async def frozen_trainer(self) -> AsyncIterator[None]:
-        """Freeze the trainer while its replica has the newest weights: otherwise it would generate nothing."""
+        """Freeze the trainer while its replica has the newest weights, so that it generates."""
         while True:
             with self.frozen("trainer-0"):
                 if await self._is_served():
                     yield
                     return
-            # The freeze broke off a pull: until the replica has caught up, the next freeze would find it behind too,
-            # and the throughput guard would take frozen seconds for normal.
+            # Let the replica finish the pull that the freeze broke off: the next freeze would find it behind, and
+            # the throughput guard would take frozen seconds for normal.
             await self.train(STEADY_STEPS)
 
     async def _is_served(self) -> bool:
-        """Whether the replica has the newest weights in a second."""
         settled_s, newest = time.time() + 1, (await Ledger(self.bus).status()).newest_version
         found: list[Heartbeat] = []
 
@@ -160,7 +156,7 @@ class Faults:
 
     @contextlib.contextmanager
     def files_limited(self, name: str) -> Iterator[None]:
-        """Limit a process's files to ``FILE_BYTES`` while the body runs."""
+        """Limit files to ``FILE_BYTES``."""
         before = {process.pid: process.rlimit(psutil.RLIMIT_FSIZE) for process in self.tree(name)}
         for pid, (_, most) in before.items():
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (FILE_BYTES, most))
@@ -172,7 +168,7 @@ class Faults:
 
     @contextlib.contextmanager
     def memory_limited(self, name: str, more_bytes: int) -> Iterator[None]:
-        """Limit a process to ``more_bytes`` of additional memory while the body runs."""
+        """Limit additional memory."""
         pid = self.tree(name)[0].pid
         before = resource.prlimit(pid, resource.RLIMIT_DATA)
         resource.prlimit(pid, resource.RLIMIT_DATA, (_data_bytes(pid) + more_bytes, before[1]))
@@ -190,7 +186,7 @@ class Faults:
             self.storage.start()
 
     async def left(self, name: str) -> int:
-        """Wait until a replica started by hand is gone, keep its metrics port closed, and return its exit code."""
+        """Wait for a replica started by hand, keep its metrics port closed, return its exit code."""
         code = await self.run.left(name)
         keeping = self.around.enter_context(socket.socket())
         keeping.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -204,13 +200,12 @@ class Faults:
         return [top, *top.children(recursive=True)]
 
     async def paused_by(self, guard: str) -> None:
-        """Check that a guard paused the run and is named in the reason."""
         await self.run.until(lambda: is_in(self.bus, RunState.PAUSED))
         reason = (await Ledger(self.bus).status()).reason
         assert reason.startswith(f"guard {guard}: "), reason
 
     async def fill(self, steps: int, **changes: object) -> None:
-        """Let groups for ``steps`` wait for the trainer, then make ``changes`` (see :meth:`Run.change`)."""
+        """Let groups for ``steps`` wait for the trainer, then make ``changes``."""
 
         async def full() -> bool:
             return await self.bus.length(EXPERIENCE) >= steps * GROUPS
@@ -233,7 +228,7 @@ class Faults:
         await self.run.command(f"/v1/policies/{self._pinned}/rollback", {"reason": "the test"})
 
     async def train(self, steps: int) -> float:
-        """Wait for ``steps`` more commits without a pause; return the seconds of one."""
+        """Wait for ``steps`` commits without a pause; return seconds per step."""
         ledger = Ledger(self.bus)
         started_s, goal = time.monotonic(), (await ledger.status()).step + steps
 
@@ -283,7 +278,7 @@ async def prepared(folder: Path, storage: Storage) -> AsyncIterator[Faults]:
 
 
 async def _join(faults: Faults, folder: Path) -> None:
-    """Start the replica of another model and the one with limited memory, cordoned; wait until they are ready."""
+    """Start both replicas, cordoned; wait until they are ready."""
     large, odd = await asyncio.to_thread(_large_model, folder / "large"), _other_model(folder / "odd")
     model = f'{{kind = "model", model = "{large}"}}'
     for service, name, flags in (
@@ -302,7 +297,7 @@ async def _join(faults: Faults, folder: Path) -> None:
 
 
 def _other_model(folder: Path) -> Path:
-    """Return a copy of the example's policy that takes the same weights but computes something else."""
+    """Return the example's policy with another computation."""
     shutil.copytree(ROOT / "examples" / "arithmetic" / "policy", folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 3e-3}))
@@ -310,6 +305,5 @@ def _other_model(folder: Path) -> Path:
 
 
 def _large_model(folder: Path) -> Path:
-    """Return a reward model that needs much memory per token and little else."""
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": MODEL_WIDTH}
     return reward_models.save(reward_models.qwen(**sizes), folder)

@@ -5,8 +5,7 @@
     harvest (real entries of every stream) ──▶ mutate ──▶ XADD ──▶ services ──▶ dead letters, or dropped as a copy
                                                                        └──▶ honest groups, trained once each
 
-A mutation is no message, a message of another kind, or has an invalid field. Perfect forgeries of a group in flight
-are left out: only a signature could detect them.
+Perfect forgeries of a group in flight are left out: only a signature could detect them.
 """
 
 import copy
@@ -35,7 +34,7 @@ DATA = streams.GROUPED_STREAMS
 BROADCAST = (streams.POLICY, streams.STEPS, streams.EVENTS)
 AT_ONCE = 48
 FOREIGN = 10**12
-"""Group ids of readable forgeries: beyond any run's."""
+"""Group ids of forgeries."""
 FINE = ("trained", "dropped:stale", "dropped:run_ended")
 FLAGS: Mapping[str, object] = {"internal.max_attempts": 2, "evaluation.every_steps": 25, "evaluation.problems": 8}
 
@@ -74,7 +73,6 @@ class Hostile:
         ]
 
     def entry(self, honest: Mapping[bytes, bytes], others: Sequence[Mapping[bytes, bytes]]) -> dict[bytes, bytes]:
-        """Return a hostile entry made of ``honest`` or one of ``others``."""
         self._number += 1
         draw = self.random.random()
         if draw < 0.08:
@@ -159,7 +157,7 @@ class Fuzz:
         self.by_stream: Counter[str] = Counter()
 
     async def harvest(self) -> None:
-        """Keep real entries of every stream; builders make the missing ones."""
+        """Keep real entries of every stream, or builders'."""
         for stream, kept in self._honest.items():
             for entry, fields in await raw(self._bus).xrange(self._bus.keys.of(stream), count=20):
                 if (stream, entry) not in self._sent and b"data" in fields:
@@ -211,7 +209,7 @@ class Fuzz:
         return max(lengths) < 2 * AT_ONCE
 
     async def gone(self) -> bool:
-        """Whether every hostile training entry and version has left its stream."""
+        """Whether all hostile training entries and versions have left."""
         for stream in (*streams.TRAINING_STREAMS, streams.PUBLISHED):
             rows = await raw(self._bus).xrange(self._bus.keys.of(stream))
             if any((stream, entry) in self._sent for entry, _ in rows):
@@ -220,7 +218,7 @@ class Fuzz:
 
 
 def _is_report(fields: Mapping[bytes, bytes]) -> bool:
-    """Whether this is a forged report, which the guards would believe."""
+    """Whether the guards would believe this forged report."""
     try:
         wire.decode(fields.get(b"data", b""), StepReport)
     except MessageError:
@@ -229,7 +227,6 @@ def _is_report(fields: Mapping[bytes, bytes]) -> bool:
 
 
 async def fuzz(folder: Path, seed: int, messages: int) -> Figures:
-    """Fuzz a live run, let it continue, stop and audit it."""
     async with running(folder, flags=FLAGS) as run:
         bus = await run.connect()
         await run.more_steps(bus, 3)

@@ -1,7 +1,5 @@
-"""The shipped alert rules with shorter minutes, so that a test sees them fire by a real fault.
-
-Only durations change: ``for``, ranges, subquery steps, offsets, and the one threshold that is a time
-(``THRESHOLDS_S``).
+"""The shipped alert rules with shorter minutes. Only durations change: ``for``, ranges, subquery steps, offsets, and
+``THRESHOLDS_S``.
 """
 
 import re
@@ -17,10 +15,7 @@ _PARTS = re.compile(
 
 
 def hurried(rules: dict[str, Any], minute_s: float, times: Mapping[str, float]) -> dict[str, Any]:
-    """Return a file's rules with minutes of ``minute_s`` seconds.
-
-    ``times``: alert or record name → factor of the minutes in its expression, not in its ``for``.
-    """
+    """Return rules with minutes of ``minute_s`` seconds; ``times``: factor by alert or record name, without its ``for``."""
 
     def shorter(rule: dict[str, Any]) -> dict[str, Any]:
         name = rule.get("alert") or rule["record"]

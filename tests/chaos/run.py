@@ -1,4 +1,4 @@
-"""A real run, by default the arithmetic example: ``penstock up``, services started by hand, its bus.
+"""A real run, by default the arithmetic example.
 
 ::
 
@@ -6,7 +6,7 @@
        │                  └ the harness's own: it may be killed, frozen, emptied, and started again
        └── up ──▶ coordinator-0, rollout-0, …       └── by hand: rollout-7, coordinator-spare, …
 
-The harness reads the bus past the proxy. ``bus=None`` leaves the bus to ``up`` (embedded).
+``bus=None`` leaves the bus to ``up`` (embedded).
 """
 
 import asyncio
@@ -52,7 +52,7 @@ FLAGS: Mapping[str, object] = {
 
 
 class TcpServer:
-    """A Valkey, or the Redis ``binary``, on a local port; it may be harmed."""
+    """A Valkey (or ``binary``) on a local port."""
 
     def __init__(self, data: Path, binary: str = "") -> None:
         self.data = data
@@ -124,7 +124,7 @@ class Run:
         ]
 
     def send(self, name: str, number: int) -> bool:
-        """Send a signal; False if the process does not run."""
+        """Send a signal; False if not running."""
         pid = self.pid(name)
         if pid is None:
             return False
@@ -134,13 +134,12 @@ class Run:
         return False
 
     def join(self, service: str, name: str, *flags: str) -> None:
-        """Start a replica by hand, from the run's settings and ``flags``."""
         words = ["--config", self.folder / "settings.toml", "--replica", name, *flags]
         with (self.folder / "logs" / f"{name}.log").open("ab") as log:
             self._by_hand[name] = forge.start(f"services.{service}", words, log, forked=self._forked)
 
     async def left(self, name: str) -> int:
-        """Wait for a process started by hand; return its exit code."""
+        """Return the exit code of a process started by hand."""
         process = self._by_hand[name]
         await until(lambda: process.poll() is not None, timeout_s=PATIENCE_S)
         del self._by_hand[name]
@@ -151,7 +150,7 @@ class Run:
             pytest.fail(f"`penstock up` ended early ({self.process.returncode}):\n{self.report()}")
 
     def report(self) -> str:
-        """Return ``up``'s output, the API's last answer, and the end of every log."""
+        """Return all output and the API's last answer."""
         logs = [f"--- {path.name}\n{path.read_text()[-1500:]}" for path in sorted((self.folder / "logs").glob("*.log"))]
         return "\n".join([self._output.read_text()[-3000:], self._answered, *logs])
 
@@ -172,9 +171,7 @@ class Run:
                 self.process.wait(PATIENCE_S)
 
     async def until(self, condition: Callable[[], object]) -> None:
-        """Wait until ``condition()`` (sync or async) is true; fail with all logs on timeout or if the run ended
-        early.
-        """
+        """Wait for ``condition()``; fail with all logs on timeout or if the run ended early."""
 
         async def met() -> object:
             self.check()
@@ -234,7 +231,7 @@ class Run:
         return bus
 
     async def more_steps(self, bus: Bus, count: int) -> None:
-        """Wait for ``count`` more commits, so that entries are in every process."""
+        """Wait for ``count`` more commits: entries are then everywhere."""
         ledger = Ledger(bus)
         goal = (await ledger.status()).step + count
 
@@ -264,7 +261,7 @@ async def running(
     prometheus: bool = False,
     forked: bool = True,
 ) -> AsyncIterator[Run]:
-    """A run that ends with the body; its processes are forks (``tests/support/forge.py``) if ``forked``."""
+    """A run that ends with the body; ``forked``: processes by ``tests/support/forge.py``."""
     run = Run(folder, bus_url, flags, config, prometheus, forked)
     try:
         yield run

@@ -1,7 +1,5 @@
-"""A user's scorer, exact unless the file in ``SPOILED_BY`` says otherwise.
-
-A separate module, so that its process loads little. Words: ``same`` (one reward for all), ``huge`` (rewards whose sum
-overflows), ``fail`` (raises), ``wait S`` (S seconds a sample).
+"""A user's scorer, exact unless the file in ``SPOILED_BY`` says ``same`` (one reward for all), ``huge`` (rewards
+whose sum overflows), ``fail`` (raises) or ``wait S`` (S seconds a sample).
 """
 
 import os
@@ -12,7 +10,7 @@ from shared.bus.messages import FinishReason, Prompt, Sample
 
 VARIABLE = "SPOILED_BY"
 HUGE = 3e38
-"""Finite in float32; the sum of two is not."""
+"""Finite in float32; its double is not."""
 
 
 def score(sample: Sample, prompt: Prompt) -> float:

@@ -1,11 +1,11 @@
-"""A storm of random faults on a real run; afterwards nothing is lost and learning has continued.
+"""A storm of random faults on a real run, which loses nothing and continues to learn.
 
 ::
 
     draw a fault from the seed's deck ──▶ do it ──▶ wait for the next commit (its recovery) ──▶ wait for one more ──▶ again
     at the end: two commits in calm ──▶ stop ──▶ audit ──▶ figures
 
-The seed fixes the faults' order and targets, not their times. Every kind comes once before any comes twice.
+The seed fixes the faults' order and targets, not their times.
 """
 
 import asyncio
@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 
 _REWARDED_STEPS = 10
 _LEASE_S = 4.0
-"""Longer than a lease, so another coordinator leads."""
+"""Longer than a lease."""
 _CLAIM_S = 3.0
-"""Longer than internal.claim_after_s here, so a frozen replica's entries are taken over."""
+"""Longer than internal.claim_after_s here."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,12 +45,10 @@ class Figures:
     recovery_p50_s: float
     recovery_p95_s: float
     slowest: str
-    """The fault with the longest recovery."""
     steps: int
     groups_admitted: int
     groups_trained: int
     groups_undone: int
-    """Trained on a branch that a rollback left."""
     groups_redone: int
     """Observed repeated deliveries."""
     groups_lost: int
@@ -222,8 +220,6 @@ class Storm:
         await self._run.command(f"/v1/services/{name}/uncordon")
 
     async def _roll_back(self) -> None:
-        """Go back to the newest checkpoint that is not the tip."""
-
         async def accepted() -> bool:
             self._run.check()
             tip, states = (await self._ledger.status()).tip, await self._ledger.policy_states()
@@ -240,8 +236,7 @@ class Storm:
 
 
 async def storm(folder: Path, seed: int, length_s: float) -> Figures:
-    """Storm a new run for ``length_s``, audit it, and return the figures."""
-    # Not forked: recoveries are timed, so processes start as for users.
+    # Not forked: recoveries are timed.
     async with harmed(folder, seed, forked=False) as (run, server, proxy, bus):
         watcher = Watcher(bus)
         async with watcher.watching():

@@ -1,4 +1,4 @@
-"""Laws of a run whose server is frozen, emptied, or replaced by its replica."""
+"""Laws of a run whose server is frozen, emptied or replaced."""
 
 import asyncio
 import contextlib
@@ -24,8 +24,8 @@ from tests.conftest import PATIENCE_S, free_port, need, until
 from tests.support.raw_redis import raw
 
 FROZEN_S = float(os.environ.get("PENSTOCK_FREEZE_S", "30"))
-"""Longer than the lease (3 s), heartbeats' TTL (2.5 s), internal.claim_after_s (2 s) and bus.drain_s (5 s) of these
-runs, and a connection's timeout (30 s).
+"""Longer than lease (3 s), heartbeat TTL (2.5 s), internal.claim_after_s (2 s), bus.drain_s (5 s) and connection
+timeout (30 s).
 """
 
 
@@ -61,7 +61,6 @@ async def _freeze(server: TcpServer) -> None:
 
 
 def _in_flight(checkpoint: Checkpoint | None) -> int:
-    """Return the number of groups in flight at the checkpoint."""
     if checkpoint is None:
         return 0
     return checkpoint.state.cursor - sum(n for name, n in checkpoint.state.counts.items() if name != "requeued")
@@ -73,7 +72,7 @@ async def _restored(bus: Bus) -> list[Mapping[str, Any]]:
 
 @contextlib.asynccontextmanager
 async def watched(folder: Path) -> AsyncIterator[tuple[TcpServer, int, str]]:
-    """Yield a Redis primary with replica and sentinel: the primary, the sentinel's port and the bus URL."""
+    """Yield a Redis primary with replica and sentinel: primary, sentinel port, bus URL."""
     binary, port = need("redis-server", "redis-server"), free_port()
     primary = TcpServer(folder / "primary", binary)
     replica = TcpServer(folder / "replica", binary)

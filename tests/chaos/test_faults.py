@@ -1,8 +1,7 @@
-"""Every guard and alert by its fault: one real run with a hurried Prometheus, one fault after the other.
+"""Every guard and alert by its fault: one real run with a hurried Prometheus.
 
-Faults come from outside (signals, limits, a broken scorer) or by the run's API; each test leaves a run that trains. A
-minute of the rules lasts two steps. A guard must appear in status, events, its metric and PenstockGuardActive.
-docs/operations.md lists the faults.
+Faults come from outside (signals, limits, a broken scorer) or the API; each test leaves a run that trains. A minute
+of the rules lasts two steps. docs/operations.md lists the faults.
 """
 
 import asyncio
@@ -190,7 +189,7 @@ async def test_a_learning_rate_out_of_proportion_pauses_the_run_and_whatever_els
 
 
 async def _ruin(faults: Faults) -> None:
-    """Raise the learning rate while groups of several steps wait for the trainer, far from the policy it then has."""
+    """Raise the learning rate while groups of several steps wait for the trainer."""
     await faults.fill(LONGER_LAG, trainer__learning_rate=RUINOUS)
 
 

@@ -1,7 +1,7 @@
-"""Every admitted prompt ends exactly once and no version number is reused, whatever is killed.
+"""Every admitted prompt ends once and no version number is reused, whatever is killed.
 
-Two trainer ranks on ``up``'s own bus. A rollout replica, the reward, a trainer rank, the coordinator and Valkey are
-killed in mid-work, and one replica is frozen longer than its entries are kept. The audit reads Valkey's files.
+A rollout replica, the reward, one of two trainer ranks, the coordinator and Valkey are killed in mid-work, and one
+replica is frozen longer than its entries are kept.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ FLAGS = {"run.steps": STEPS, "trainer.ranks": 2, "trainer.checkpoint_every_steps
 
 
 async def _kill_rank(run: Run, bus: Bus) -> None:
-    """Kill the last rank while the newest checkpoint is behind the ledger, so that there is something to replay."""
+    """Kill the last rank while there is something to replay."""
     pid = run.pid("trainer-0")
     assert pid is not None
     ranks = psutil.Process(pid).children()

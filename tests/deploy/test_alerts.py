@@ -1,6 +1,5 @@
-"""Laws of the alert rules: each fires by its cause, not before, and has a runbook section.
-
-promtool evaluates the chart's file over handwritten series, one value a minute.
+"""Laws of the alert rules: each fires by its cause, not before, and has a runbook section. promtool evaluates
+handwritten series, one value a minute.
 """
 
 import dataclasses
@@ -25,8 +24,6 @@ ONE = 'run="r",instance="x",service="s"'
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fault:
-    """Series without alert at one minute, and with it at another."""
-
     alert: str
     series: dict[str, str]
     fine_at: int
@@ -317,7 +314,6 @@ def test_shorter_minutes_leave_the_shipped_rules_as_they_are_but_for_durations()
 
 
 def _in_milliseconds(rules: dict[str, Any]) -> str:
-    """Return the rules as text with all durations in ms."""
     units = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000}
     text = json.dumps(rules, sort_keys=True)
     return re.sub(r"\b(\d+)(ms|s|m|h)\b", lambda found: f"{int(found[1]) * units[found[2]]}ms", text)

@@ -39,7 +39,7 @@ NEEDS_CRDS = ("two-pools", "everything", "two-nodes-per-engine")
 
 @pytest.fixture(scope="module")
 def matrix(helm: None) -> Mapping[tuple[str, int, bool], Release]:
-    """Every case on the oldest and newest cluster, with CRDs and, if allowed, without."""
+    """Every case on the oldest and newest cluster, with and without CRDs."""
     found: dict[tuple[str, int, bool], Release] = {}
     for version, crds in itertools.product((OLDEST, NEWEST), (True, False)):
         names = [name for name in CASES if crds or name not in NEEDS_CRDS]
@@ -103,7 +103,7 @@ JOB_SET_FIELDS: Json = {
     "failurePolicy": {"maxRestarts", "restartStrategy", "rules"},
     "replicatedJobs": {"name", "replicas", "template", "groupName", "dependsOn"},
 }
-"""The used fields of JobSet's CRD (v1alpha2, 0.10), of which no package has a model."""
+"""Used fields of JobSet's CRD (v1alpha2, 0.10); no package has a model."""
 
 
 def test_every_job_set_has_fields_of_its_crd_and_holds_a_job(
@@ -128,7 +128,7 @@ LEADER_WORKER_SET_FIELDS: Json = {
     "leaderWorkerTemplate": {"leaderTemplate", "workerTemplate", "size", "restartPolicy", "subGroupPolicy"},
     "rolloutStrategy": {"type", "rollingUpdateConfiguration"},
 }
-"""The used fields of LeaderWorkerSet (v1), of which no package has a model."""
+"""Used fields of LeaderWorkerSet (v1); no package has a model."""
 
 
 def test_every_leader_worker_set_has_fields_of_its_crd_and_holds_a_pod(
@@ -443,7 +443,6 @@ def test_checkov_finds_nothing_but_what_is_accepted_with_a_reason(tmp_path: Path
 
 
 def need_checkov() -> tuple[str, ...]:
-    """Return checkov's command: installed beside the checkout, or from PATH."""
     own = ROOT / ".venv-checkov/bin"
     if (own / "checkov").exists():
         return str(own / "python"), str(own / "checkov")  # a script's first line cannot hold a path with a space

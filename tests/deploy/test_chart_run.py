@@ -25,7 +25,7 @@ PATIENCE_S = 200.0
 
 
 def revisions() -> list[Json]:
-    """Return the values of an install, an upgrade of every service, and one of the trainer alone."""
+    """Return values of an install, a full upgrade, and one of the trainer alone."""
     found = values("cpu-smoke")
     config = re.sub(r"(?m)^(every_steps|problems) = .*$", r"\1 = 4", found["run"]["config"])  # short evaluations
     config = config.replace("groups_per_step = 32", "groups_per_step = 4").replace("steps = 200", "steps = 100000")
@@ -38,7 +38,7 @@ def revisions() -> list[Json]:
 
 
 class Api:
-    """The run's API as a client sees it: asked for the step continuously, always answered."""
+    """The run's API, asked for the step continuously."""
 
     def __init__(self, cluster: Cluster) -> None:
         token = cluster.content("Secret", "demo-penstock-api")["token"]
@@ -150,7 +150,7 @@ async def _passes_its_check(made: Cluster) -> None:
 
 
 async def _backlogs_are_numbers(bus: Bus) -> None:
-    """KEDA's backlogs: ``lag`` is null if the server cannot tell, as after deletions."""
+    """``lag`` is null if the server cannot tell, as after deletions."""
     for stream in (PROMPTS, ROLLOUTS, EVAL_PROMPTS, EVAL_ROLLOUTS):
         (group,) = await raw(bus).xinfo_groups(bus.keys.of(stream))
         assert group["name"].decode() == stream.group
@@ -172,7 +172,6 @@ async def _trains(made: Cluster, api: Api, count: int) -> None:
 
 
 async def _is_upgraded(made: Cluster, bus: Bus) -> None:
-    """Check that the first revision is gone and the trainer runs the second."""
     names = {made.pods[role].name for role in ("coordinator", "rollout", "reward", "trainer")}
     await until(lambda: _are_there(bus, names), timeout_s=PATIENCE_S)
     folder = Path(made.folder / "claims" / "demo-penstock-runs" / "demo" / "checkpoints")

@@ -1,7 +1,6 @@
-"""Laws of the dashboards: the files match the tables; every expression parses and uses existing metrics.
+"""Laws of the dashboards: files match the tables; expressions parse and use existing metrics.
 
-As grafana/dashboard-linter, except that ``run`` and ``instance`` choose series, not ``job``, which depends on the
-scraper.
+As grafana/dashboard-linter, except that ``run`` and ``instance`` choose series, not ``job``.
 """
 
 import importlib
@@ -25,16 +24,15 @@ from tests.support.promql import filled, metrics, metrics_now
 ROOT = Path(__file__).parents[2]
 UNITS = {"short", "percentunit", "s", "bytes", "Bps", "ops", "suffix: nats", "suffix: steps"}
 SCRAPED = {"up", "process_start_time_seconds", "process_resident_memory_bytes", "process_cpu_seconds_total"}
-"""Exported by Prometheus and its client for every process."""
 HEAVY = {"services/rollout/engines/vllm/engine.py": ["penstock_rollout_logprobs_captured"]}
-"""Files that cannot be imported without their engine, and their metrics."""
+"""Not importable without their engine, with their metrics."""
 
 each_board = pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.name)
 
 
 @cache
 def exported() -> frozenset[str]:
-    """Return all exported metric names, by importing every file that declares some."""
+    """Return all exported metric names, by importing the declaring files."""
     names = {name for found in HEAVY.values() for name in found}
     for file in sorted([*(ROOT / "services").rglob("*.py"), *(ROOT / "shared").rglob("*.py")]):
         path = str(file.relative_to(ROOT))

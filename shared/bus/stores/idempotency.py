@@ -8,13 +8,13 @@ _UNDER_WAY_S, _KEPT_S = 60, 86_400
 
 
 async def begin_answer(bus: Bus, digest: str, text: str) -> bytes | None:
-    """Begin a request; return None, or what is stored for this digest."""
+    """Begin a request; return what is stored for its digest."""
     name = IDEMPOTENCY.of(digest)
     return None if await bus.write(name, "SET", text, "NX", "EX", _UNDER_WAY_S) else await bus.get(name) or b""
 
 
 async def use_once(bus: Bus, digest: str, seconds: int) -> bool:
-    """Mark a digest as used for ``seconds``; False if it already was."""
+    """Mark a digest as used for ``seconds``; False if already used."""
     return bool(await bus.write(IDEMPOTENCY.of(digest), "SET", "used", "NX", "EX", seconds))
 
 

@@ -1,4 +1,4 @@
-"""The leader lease of the coordinators: it expires, and its term is a fencing token that scripts check."""
+"""The coordinators' leader lease; its term is a fencing token that scripts check."""
 
 from shared.bus.bus import Bus
 from shared.bus.keys import key
@@ -7,7 +7,7 @@ LEASE = key("lease", "hash", "expires unless renewed", "replica, process and ter
 
 
 async def claim_lease(bus: Bus, replica: str, process: str, ttl_s: float) -> tuple[int, str]:
-    """Take or renew the lease; return its term (0 if another replica holds it) and its holder."""
+    """Take or renew the lease; return term (0: another holds it) and holder."""
     term, leader = await bus.script("lease", replica=replica, process=process, ttl_ms=round(ttl_s * 1000))
     return int(term), leader.decode()
 

@@ -18,7 +18,6 @@ class Overview:
     status: RunStatus
     counts: dict[str, int]
     guards: bytes
-    """As noted by the leader."""
     evaluations: Mapping[bytes, bytes]
     """As :func:`shared.bus.stores.evaluations.results`."""
     revoked: frozenset[PolicyVersion]

@@ -1,6 +1,4 @@
-"""The policy's versions: records, states, checkpoints, pins and releases. Base of the ledger, which commits and
-promotes.
-"""
+"""The policy's versions: records, states, checkpoints, pins, releases."""
 
 from enum import StrEnum
 
@@ -49,12 +47,12 @@ class Policies:
         return {PolicyVersion(int(version)): PolicyState(state.decode()) for version, state in raw.items()}
 
     async def checkpoints(self) -> dict[PolicyVersion, str]:
-        """Return the location, a folder or URI, of every version's checkpoint."""
+        """Return each checkpoint's folder or URI."""
         raw = await self._bus.hgetall(CHECKPOINTS)
         return {PolicyVersion(int(version)): folder.decode() for version, folder in raw.items()}
 
     async def pins(self) -> frozenset[PolicyVersion]:
-        """Return versions whose checkpoints are kept from cleanup."""
+        """Return versions with pinned checkpoints."""
         return await self._versions(PINS)
 
     async def released(self) -> frozenset[PolicyVersion]:
@@ -62,11 +60,11 @@ class Policies:
         return await self._versions(RELEASED)
 
     async def pin(self, version: PolicyVersion, *, pinned: bool) -> bool:
-        """Pin or unpin a version's checkpoint; return whether that changed it."""
+        """Pin or unpin a checkpoint; return whether that changed it."""
         return await self._mark(PINS, version, marked=pinned)
 
     async def release(self, version: PolicyVersion, *, released: bool) -> bool:
-        """Release a version for use, or take that back; return whether that changed it."""
+        """Release a version for use, or not; return whether that changed it."""
         return await self._mark(RELEASED, version, marked=released)
 
     async def _mark(self, key: Key, version: PolicyVersion, *, marked: bool) -> bool:
@@ -81,7 +79,7 @@ class Policies:
         return await self._versions(REVOKED)
 
     async def mark(self, version: PolicyVersion) -> tuple[int, int] | None:
-        """Return, as of the commit of ``version``: groups trained, and the dataset place of the first untrained prompt."""
+        """Return, as of the commit: groups trained, and the dataset place of the first untrained prompt."""
         mark = await self._bus.hget(MARKS, str(version))
         if mark is None:
             return None
@@ -89,15 +87,15 @@ class Policies:
         return trained, position
 
     async def set_checkpoint(self, version: PolicyVersion, folder: str) -> None:
-        """Note a version's checkpoint, in a folder or under a URI."""
+        """Note a checkpoint's folder or URI."""
         await self._bus.write(CHECKPOINTS, "HSET", str(version), folder)
 
     async def drop_checkpoint(self, place: str) -> None:
-        """Forget a damaged checkpoint, for all versions, pinned or not."""
+        """Forget a damaged checkpoint, even if pinned."""
         for version, where in (await self.checkpoints()).items():
             if where == place:
                 await self._bus.write(CHECKPOINTS, "HDEL", str(version))
 
     async def forget_checkpoint(self, folder: str) -> bool:
-        """Forget a checkpoint about to be deleted; False if it must stay (pinned, or a rollback's target)."""
+        """Forget a checkpoint before its deletion; False if it must stay (pinned, or a rollback's target)."""
         return bool(await self._bus.script("forget_checkpoint", folder=folder))

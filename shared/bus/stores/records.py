@@ -7,20 +7,20 @@ from shared.bus.streams import Row, Stream
 
 
 async def page(bus: Bus, stream: Stream, before: str | None, count: int) -> list[Row]:
-    """Return the newest entries (before the entry ``before``), newest first."""
+    """Return the newest entries before ``before``, newest first."""
     return await bus.xrevrange(stream, f"({before}" if before else "+", count=count)
 
 
 async def newer(bus: Bus, stream: Stream, after: str, count: int) -> list[Row]:
-    """Return the newest entries after ``after`` ("": any), newest first."""
+    """Return the newest entries after ``after``, newest first."""
     return await bus.xrevrange(stream, start=f"({after}" if after else "-", count=count)
 
 
 async def following(bus: Bus, stream: Stream, after: str, count: int) -> list[Row]:
-    """Return the entries that follow ``after``, oldest first."""
+    """Return the entries after ``after``, oldest first."""
     return await bus.xread({stream: after}, count)
 
 
 async def wait_for_any(bus: Bus, after: Mapping[Stream, str], wait_s: float) -> None:
-    """Wait until one of several streams has an entry after these, for up to ``wait_s``."""
+    """Wait up to ``wait_s`` for an entry after these."""
     await bus.xread(after, 1, wait_s)

@@ -1,4 +1,4 @@
-"""All runs on a server, and the settings of those registered over HTTP, from which services may start."""
+"""All runs on a server, and the settings of those registered over HTTP."""
 
 import time
 
@@ -12,7 +12,7 @@ _AT_ONCE = 500
 
 
 async def registered_settings(bus: Bus) -> str | None:
-    """Return the settings that the run was registered with."""
+    """Return the run's registered settings."""
     text = await bus.get(SETTINGS)
     return None if text is None else text.decode()
 
@@ -32,14 +32,14 @@ class Registry:
         return await self._with(SETTINGS)
 
     async def status(self, run_id: str) -> tuple[RunStatus, bool] | None:
-        """Return a run's status and whether it is registered; None for an unknown run."""
+        """Return a run's status and whether it is registered."""
         bus = self._bus.of_run(run_id)
         if not await bus.ask("EXISTS", RUN):
             return None
         return await Ledger(bus).status(), await bus.get(SETTINGS) is not None
 
     async def register(self, run_id: str, settings: str) -> bool:
-        """Register a new run; False if another run has the id."""
+        """Register a run; False if its id is taken."""
         return bool(await self._bus.of_run(run_id).script("register", text=settings, now_s=time.time()))
 
     async def working(self, run_id: str) -> int:
@@ -47,7 +47,7 @@ class Registry:
         return len(await self._bus.keys_like(Keys(run_id).of(SERVICE.of("*"))))
 
     async def delete(self, run_id: str) -> bool:
-        """Delete a run with all its keys; False if it is running or paused."""
+        """Delete a run; False if it is running or paused."""
         if not await self._bus.of_run(run_id).script("unregister"):
             return False
         names = await self._bus.keys_like(Keys(run_id).named("*"))

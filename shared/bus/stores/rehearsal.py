@@ -1,7 +1,4 @@
-"""Rows on which every scorer is tried before training.
-
-The coordinator, which has the data, writes them before it admits anything; reward replicas read them at start.
-"""
+"""Rows on which every scorer is tried before training, written by the coordinator before it admits anything."""
 
 import logging
 from collections.abc import Sequence
@@ -25,7 +22,7 @@ async def offer(bus: Bus, prompts: Sequence[Prompt]) -> None:
 
 
 async def offered(bus: Bus) -> list[Prompt]:
-    """Return the prompts, if any; unreadable ones are logged and skipped."""
+    """Return the prompts; unreadable ones are logged and skipped."""
     rows = await bus.hgetall(REHEARSAL)
     prompts = []
     for index in sorted(rows):

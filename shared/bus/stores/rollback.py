@@ -1,7 +1,7 @@
-"""Rollbacks: begin one, in one transaction, and track it until every replica serves the version.
+"""Rollbacks: begin one atomically, and track it until every replica serves the version.
 
-Begun by the coordinator for people and the regression gate (``services.coordinator.policies.rollback``, which
-completes every rollback), and by the trainer if the newest checkpoint is damaged (``services.trainer.rank0.resume``).
+Begun by the coordinator (``services.coordinator.policies.rollback``) for people and the regression gate, and by the
+trainer if the newest checkpoint is damaged (``services.trainer.rank0.resume``).
 """
 
 import dataclasses
@@ -18,14 +18,10 @@ from shared.bus.stores.ledger import Ledger, RunStatus
 
 ROLLBACK = key("rollback", "hash", "until the next one", "the rollback under way, or the last one (`Rollback`)")
 SOURCE = "rollback"
-"""Source of a rollback's events."""
 
 
 def descendants(records: Iterable[PolicyRecord], ancestor: PolicyVersion) -> list[PolicyVersion]:
-    """Return all descendants of ``ancestor``, oldest first.
-
-    A parent is always older than its child, so one pass suffices.
-    """
+    """Return all descendants of ``ancestor``, oldest first; parents are older than their children."""
     found = {ancestor}
     for record in sorted(records, key=lambda record: record.version):
         if record.parent in found:
@@ -41,14 +37,13 @@ async def begin_rollback(
     Args:
         bus: of the run.
         ledger: of the run.
-        status: read before ``records``, so a change since then is noticed by its newest version.
+        status: read before ``records``, to notice changes since.
         records: every version.
         target: the version to go back to.
         reason: may be empty.
 
     Returns:
-        "ok", or why nothing was changed: "moved" (read again), "busy" (another rollback is under way), "no_checkpoint",
-        "state:<state>" (neither running nor paused).
+        "ok", "moved" (read again), "busy" (another is under way), "no_checkpoint", or "state:<state>" (neither running nor paused).
     """
     counts, mark = await bus.counts(), await ledger.mark(target.version)
     now_s, left = time.time(), descendants(records, target.version)
@@ -86,15 +81,14 @@ class Rollback:
     stage: Stage
     reason: str
     from_step: int
-    """The run's step before."""
     revoked: int
-    """Number of revoked versions."""
+    """Versions."""
     undone: int
-    """Number of groups trained on the abandoned branch."""
+    """Groups trained on the abandoned branch."""
     resumes: bool
-    """Whether the run continues once the version is live, as it was running."""
+    """Whether the run continues once the version is live."""
     version: PolicyVersion | None
-    """The new version with the target's weights; None until published."""
+    """With the target's weights; None until published."""
     detail: str
     """What it waits for, or why it failed."""
     unloadable: str
