@@ -1,4 +1,4 @@
-"""A rendered engine that spans pods runs: one group of its LeaderWorkerSet, and the bus."""
+"""A rendered engine across pods runs: its LeaderWorkerSet's group and the bus."""
 
 import asyncio
 import dataclasses
@@ -109,7 +109,7 @@ async def test_the_pods_of_a_replica_come_up_generate_and_drain_together(cluster
 
 
 async def _drains(first: Pod, second: Pod, bus: Bus) -> None:
-    """Both pods are stopped at once: the replica finishes what it holds before either ends."""
+    """Both pods are stopped at once; the replica finishes first."""
     tell(second, signal.SIGSTOP)  # each token waits for it
     await put(bus, prompt(2, 12))
     await until(lambda: in_hand(bus), timeout_s=PATIENCE_S)

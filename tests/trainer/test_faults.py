@@ -1,7 +1,4 @@
-"""Faults in a step: no memory for a sample, a gradient that is not finite.
-
-The real engine on one rank; test_service has two ranks and real processes.
-"""
+"""Faults in a step: no memory for a sample, a gradient that is not finite."""
 
 import contextlib
 import dataclasses
@@ -46,7 +43,7 @@ def refused_by_the_host() -> None:
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Fail forward passes with gradients above a number of tokens, within a ``with`` block."""
+    """Fail forward passes with gradients above a number of tokens."""
     forward = Policy.forward
 
     def limit(
@@ -84,7 +81,7 @@ def test_a_micro_batch_that_does_not_fit_is_cut_and_the_step_is_the_same(memory:
 @pytest.mark.parametrize("refused", [refused_by_a_device, refused_by_the_host])
 def test_a_sample_that_does_not_fit_alone_is_left_out_and_counted(memory: Any, refused: Callable[[], None]) -> None:
     one = One(settings())
-    # prompts of 3, 4, 5, 6 tokens with samples of 2, 5, 3, 4: only 6 + 5 − 1 positions exceed 9
+    # prompts of 3, 4, 5, 6, samples of 2, 5, 3, 4: only 6 + 5 − 1 exceeds 9
     memory(9, refused)
     found = one.learn(batch())
     assert found["dropped_out_of_memory"] == 1.0

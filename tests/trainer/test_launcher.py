@@ -1,4 +1,4 @@
-"""The launcher: a host's ranks get their numbers, live and die together, with one exit code."""
+"""A host's ranks get their numbers, live and die together, with one exit code."""
 
 import json
 import os
@@ -30,7 +30,7 @@ WAITING = (
 
 
 class Host:
-    """A launcher of three ranks that run until rank 0 is stopped; rank 0 exits with ``code``, the others with 0."""
+    """Three ranks that run until rank 0 is stopped and exits with ``code``."""
 
     def __init__(self, folder: Path, code: int = 0) -> None:
         self.folder = folder

@@ -1,8 +1,7 @@
 """Learning comes from the rewards and the learning rate alone.
 
-Three short runs of the example: unchanged, with learning rate 0, and with random rewards. Measured is the probability
-of right held-out answers, by plain transformers: greedy accuracy would be too sensitive for random rewards, as the
-example starts undecided.
+Runs of the example: unchanged, with learning rate 0, with random rewards. Measured is the probability of right
+held-out answers; greedy accuracy would be too sensitive, as the example starts undecided.
 """
 
 import json
@@ -18,19 +17,18 @@ pytestmark = pytest.mark.timeout(900)
 ROOT = Path(__file__).parents[2]
 POLICY = ROOT / "examples" / "arithmetic" / "policy"
 ALONE = "--rollout.replicas=1"
-"""The example itself has two replicas."""
 LOT = '--reward.scorers=[{kind = "random", name = "answer"}]'
 
 
 async def run(folder: Path, run_id: str, *flags: str) -> Path:
-    """Run 15 steps, or as ``flags`` say; return the run's folder."""
+    """Run 15 steps; return the run's folder."""
     words = ["config/arithmetic.toml", "--run.steps=15", f"--run.id={run_id}", f"--run.folder={folder}"]
     await forge.up([*words, "--evaluation.every_steps=1000", *flags], folder / "up.txt")
     return folder / run_id
 
 
 def probability_of_answers(policy: Path) -> float:
-    """Return the mean probability of a right held-out answer at temperature 1."""
+    """Return the mean probability of a right answer at temperature 1."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(policy), AutoTokenizer.from_pretrained(policy)

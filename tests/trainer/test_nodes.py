@@ -1,4 +1,4 @@
-"""A trainer across hosts: two processes with their own addresses, joined like pods."""
+"""A trainer across hosts: two processes joined like pods."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ from tests.trainer.test_service import GROUPS, Run, bus_of, feed, initial_weight
 
 @contextlib.contextmanager
 def hosts(run: Run, rendezvous: int, metrics: int, *, forked: bool = False) -> Iterator[list[forge.Started]]:
-    """Start the trainer on 127.0.0.1 and 127.0.0.2, each like a pod."""
+    """Start on 127.0.0.1 and 127.0.0.2, like pods."""
     flags = ["--trainer.nodes", "2", "--trainer.rendezvous", f"127.0.0.1:{rendezvous}"]
     found = []
     try:

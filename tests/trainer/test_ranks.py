@@ -1,8 +1,4 @@
-"""Two ranks learn what one learns, agree on failures, and resume from what they wrote.
-
-The two are real launcher processes (``tests/support/trainer_ranks.py``), started once for all laws; the one is this
-process.
-"""
+"""Two ranks (``tests/support/trainer_ranks.py``) learn what one learns, agree on failures, and resume."""
 
 import os
 import subprocess

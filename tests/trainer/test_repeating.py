@@ -38,7 +38,7 @@ def test_the_gradient_of_copied_rows_is_their_sum_and_always_the_same(device: st
 
 
 def test_the_kernel_that_sums_copies_adds_each_rows_in_their_order_and_gives_zero_where_there_are_none() -> None:
-    """In Triton's interpreter; rows wider than a block, and float16, whose sums are rounded once."""
+    """In Triton's interpreter; rows wider than a block, and float16."""
     assert interpreted(_SUMS) == ["torch.float32 True", "torch.float16 True"]
 
 
@@ -70,7 +70,7 @@ def test_a_replay_on_a_gpu_repeats_a_step_to_the_bit_with_dropout_and_short_of_m
 
 
 def _step(zero_stage: int, logits: LogitsType, chunk_tokens: int) -> tuple[float, dict[str, torch.Tensor]]:
-    """One step of a tiny bfloat16 policy: gradient norm and weights."""
+    """Return gradient norm and weights of a bfloat16 step."""
     trainer = {"learning_rate": 1e-3, "zero_stage": zero_stage}
     of = Settings.model_validate(
         {"policy": {"dtype": "bfloat16"}, "sampling": {"max_new_tokens": 8}, "trainer": trainer}
@@ -90,6 +90,6 @@ def test_a_step_with_float32_logits_is_the_same_with_weights_in_parts_and_in_chu
     for zero_stage, chunk_tokens in ((3, 0), (3, 5), (1, 5)):
         other_norm, other = _step(zero_stage, "float32", chunk_tokens)
         assert other_norm == pytest.approx(norm, rel=1e-2)  # gradients are summed in bfloat16, chunk by chunk
-        # AdamW's first step is ± the learning rate for each weight, rounded to 8 bits
+        # AdamW's first step is ± the learning rate, rounded to 8 bits
         assert max(float((weights[name] - other[name]).abs().max()) for name in weights) <= 2.1e-3 + 2**-8
     assert _step(1, "model", 0)[0] != norm

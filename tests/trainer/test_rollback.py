@@ -1,4 +1,4 @@
-"""Rollbacks: the abandoned branch is neither trained on nor served, and the run continues as a new branch."""
+"""Rollbacks: the abandoned branch is neither trained on nor served; the run continues."""
 
 import asyncio
 import contextlib
@@ -58,7 +58,7 @@ async def replica(bus: Bus, version: int) -> AsyncIterator[Status]:
 
 @contextlib.asynccontextmanager
 async def at_step(bus: Bus, folder: Path, step: int, checkpoint: int) -> AsyncIterator[tuple[Coordinator, Trainer]]:
-    """A run of two groups a step at ``step``, with a checkpoint of step ``checkpoint``; the test is the trainer."""
+    """A run of two groups a step with a checkpoint of step ``checkpoint``; the test is the trainer."""
     ledger = Ledger(bus)
     await ledger.create()
     async with running(make(bus, settings(folder, steps=50))) as parts, replicas(bus):
@@ -75,7 +75,7 @@ async def _head_is(ledger: Ledger, version: int) -> bool:
 
 
 async def _load_and_publish(bus: Bus) -> PolicyRecord:
-    """Act as the trainer after a rollback ended its epoch."""
+    """Act as the trainer after a rollback."""
     ledger = Ledger(bus)
     epoch = await ledger.take_epoch()
     status = await ledger.status()
@@ -398,7 +398,7 @@ async def test_the_trainer_goes_back_without_a_restart_and_repeats_its_step_bit_
         repeated = _weights(await ledger.policy(V(6)))
         assert all(torch.equal(repeated[name], third[name]) for name in third), "optimizer and schedule went back too"
         assert (await versions(ledger))[4:] == [(4, 3, 4), (5, 2, 2), (6, 5, 3)]
-        if ranks == 2:  # rank 0 of several exports in a separate process that is no rank
+        if ranks == 2:  # several ranks export in a separate process
             await Exports(bus).place(1, V(5), adapter=False)
             await until(lambda: _exported(bus))
             folder = _folder(run, 2).parent.parent / "exports" / "v000005"

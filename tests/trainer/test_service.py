@@ -55,7 +55,7 @@ LOG_LINEAR = 'preset = "a3po"'  # its proximal depends on each group's lag
 
 
 class Run:
-    """A run whose trainer the test starts and kills; the test plays the other services."""
+    """A run whose trainer the test starts and kills."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ def initial_weights() -> dict[str, torch.Tensor]:
 
 
 def experience(group_id: int, version: int = 0) -> Experience:
-    """A group that the small policy could have written, with differing rewards."""
+    """A group that the small policy could have written."""
     generator = np.random.default_rng(group_id)
 
     def sample(length: int) -> Sample:
@@ -145,12 +145,12 @@ def experience(group_id: int, version: int = 0) -> Experience:
 
 
 def _last_rank(pid: int, ranks: int) -> int:
-    """The last rank's process: a child of the launcher, or the trainer itself."""
+    """Return the last rank's process."""
     return pid if ranks == 1 else psutil.Process(pid).children()[-1].pid
 
 
 async def feed(bus: Bus, start: int, count: int, stream: Stream = EXPERIENCE, *, like: int | None = None) -> None:
-    """Append groups from ``start``; ``like``: with the contents of groups from ``like``."""
+    """Append groups from ``start``; ``like``: with contents from group ``like``."""
     for offset in range(count):
         made = experience(start + offset if like is None else like + offset)
         prompt = dataclasses.replace(made.group.prompt, group_id=GroupId(start + offset))
@@ -170,7 +170,7 @@ async def bus_of(run: Run) -> AsyncIterator[tuple[Bus, Ledger]]:
 async def _after(
     run: Run, steps: int, then: Callable[[forge.Started], Awaitable[None]] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return the weights after ``steps`` steps on the first groups; ``then`` gets the process."""
+    """Return the weights after ``steps`` steps; ``then`` gets the process."""
     async with bus_of(run) as (bus, ledger), run.trainer() as process:
         await feed(bus, 0, steps * GROUPS)
         await run.reaches(ledger, steps, process)
@@ -194,13 +194,13 @@ async def test_a_trainer_killed_after_a_commit_comes_back_at_its_step_with_the_s
     tmp_path: Path, server: Server, ranks: int, zero_stage: int, algorithm: str
 ) -> None:
     whole = Run(tmp_path, server, f"whole-{ranks}-{zero_stage}", algorithm, ranks=ranks, zero_stage=zero_stage)
-    undisturbed = asyncio.create_task(_after(whole, STEPS))  # in parallel: most of its time is a process's start
+    undisturbed = asyncio.create_task(_after(whole, STEPS))  # in parallel: mostly process start
 
     killed = Run(tmp_path, server, f"killed-{ranks}-{zero_stage}", algorithm, ranks=ranks, zero_stage=zero_stage)
     async with bus_of(killed) as (bus, ledger):
         await feed(bus, 0, 3 * GROUPS)
         async with killed.trainer() as process:
-            await killed.reaches(ledger, 3, process)  # the checkpoint is of step 2, the journal has step 3
+            await killed.reaches(ledger, 3, process)  # checkpoint of step 2, journal of step 3
             os.kill(_last_rank(process.pid, ranks), signal.SIGKILL)
             await asyncio.to_thread(process.wait, PATIENCE_S)
         published = await bus.length(PUBLISHED)
@@ -322,7 +322,7 @@ def _assert_scored_by(probe: Probe, tensors: dict[str, torch.Tensor]) -> None:
 async def test_two_ranks_learn_what_one_rank_learns_and_do_not_outlive_their_launcher(
     tmp_path: Path, server: Server
 ) -> None:
-    """With a critic, as processes; ``tests/trainer/test_ranks.py`` covers every algorithm and ZeRO stage."""
+    """With a critic; ``tests/trainer/test_ranks.py`` covers algorithms and ZeRO stages."""
 
     def run(ranks: int, zero_stage: int, cap: int) -> Run:
         name = f"ranks-{ranks}-{zero_stage}"
@@ -398,7 +398,7 @@ async def test_a_gradient_that_is_not_finite_leaves_with_its_batch_and_a_commit_
 
 
 def _overflowing(group_id: int) -> Experience:
-    """A valid group whose gradient overflows float32 without reward normalisation."""
+    """A valid group whose gradient overflows float32."""
     made = experience(group_id)
     rewards = np.where(np.arange(len(made.rewards)) % 2 == 0, 3e38, -3e38).astype(np.float32)
     return dataclasses.replace(made, rewards=rewards)

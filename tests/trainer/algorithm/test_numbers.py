@@ -134,7 +134,7 @@ def test_dual_clip_bounds_what_a_bad_token_that_became_likelier_costs() -> None:
 
 
 def test_gspo_clips_whole_samples_by_their_mean_ratio() -> None:
-    # means of 0.2, -0.1 and of 0.02, 0: exp(0.05) = 1.05127 is over 1.04, exp(0.01) = 1.01005 is not
+    # means of 0.2, -0.1 and of 0.02, 0: exp(0.05) = 1.05127 > 1.04, exp(0.01) = 1.01005 is not
     policy, lengths = torch.tensor([0.2, -0.1, 0.02, 0.0]), torch.tensor([2, 2])
     loss = losses.sequence_clipped_ratio(policy, torch.zeros(4), torch.ones(4), lengths, 0.03, 0.04)
     assert loss.loss_N.tolist() == pytest.approx([-1.04, -1.04, -1.0100502, -1.0100502], abs=ULPS)
@@ -182,11 +182,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         for kind in ("token_tis", "sequence_tis", "token_mask", "sequence_mask", "geometric_mask")
     },
 }
-"""Every policy loss and correction; corrections without bounds of their own."""
 
 
 def _objective(log_ratios: list[float], advantage: float, **algorithm: Any) -> tuple[objective.Objective, torch.Tensor]:
-    """One sample's objective and the gradient of its policy logprobs."""
     samples = np.array([len(log_ratios)])
     policy = torch.full((len(log_ratios),), -1.0, requires_grad=True)
     batch: Any = mock.Mock(lengths_S=samples, places_S=np.array([0]))
@@ -221,7 +219,7 @@ def test_without_an_advantage_loss_and_gradient_are_exactly_zero_for_any_log_rat
 @pytest.mark.parametrize("loss", PRESETS)
 @pytest.mark.parametrize("advantage", [-1.5, 1.5])
 def test_no_log_ratio_makes_a_loss_a_gradient_or_a_figure_infinite(loss: str, advantage: float) -> None:
-    # one token 89 nats from its anchor (float32's e^89 is infinite); k3 of the reference has the same distance
+    # one token 89 nats from its anchor (float32's e^89 is infinite), k3 likewise
     kl = {"coefficient": 0.1, "where": "loss", "estimator": "k3"}
     out, gradient = _objective([89.0, -89.0, 0.5], advantage, **PRESETS[loss], kl=kl)
     assert math.isfinite(float(out.sum.detach()))

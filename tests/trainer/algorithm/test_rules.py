@@ -1,4 +1,4 @@
-"""Laws of the update rule, with numbers worked by hand."""
+"""Laws of the update rule."""
 
 import dataclasses
 import math

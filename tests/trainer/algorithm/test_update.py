@@ -1,6 +1,4 @@
-"""A step with the real engine: every preset moves the weights, is bitwise repeatable, and does not depend on the cut
-into forward passes.
-"""
+"""Every preset moves the weights, bitwise repeatably and independent of the forward passes."""
 
 import dataclasses
 import functools
@@ -88,9 +86,8 @@ class One:
 
 @functools.cache
 def batch(gap: float = 0.3, equal: tuple[int, ...] = (), longer: int = 0) -> list[Experience]:
-    """Groups with behavior logprobs ``gap`` from the policy's on average; those in ``equal`` have equal rewards.
-
-    The last group's first sample is ``longer`` tokens longer.
+    """Groups with behavior logprobs ``gap`` from the policy's; those in ``equal`` have equal rewards. The last
+    group's first sample is ``longer`` tokens longer.
     """
     found = []
     for group in range(GROUPS):
@@ -216,7 +213,7 @@ def test_a_steered_coefficient_rises_while_the_policy_is_too_far() -> None:
     one = One(settings(kl={"coefficient": 0.1, "target": 1e-9}))
     for step in (1, 2, 3):
         one.learn(batch(), step)
-    # 16 of 10,000 samples: 0.2 · 16 / 10,000 per step up once it moved; the first step, without distance, as much down
+    # 16 of 10,000 samples: 0.2 · 16 / 10,000 per step up once it moved; at first as much down
     assert one.learner.kl_coefficient == pytest.approx(0.1 * 0.99968 * 1.00032 * 1.00032)
 
 
@@ -244,7 +241,7 @@ def test_reference_logprobs_that_came_with_their_groups_make_the_same_step(algor
     groups = [dataclasses.replace(e, reference_logprobs=logprobs) for e, logprobs in zip(batch(), came, strict=True)]
     for step in (1, 2):
         one, other = timeless(own.learn(batch(), step)), timeless(travelled.learn(groups, step))
-        if step == 1:  # policy and reference are still equal: a pair's order is rounding
+        if step == 1:  # policy and reference are still equal
             one["preference_accuracy"] = other["preference_accuracy"] = 0.0
         assert one == pytest.approx(other, abs=FORWARD)
     with pytest.raises(SettingsError, match="expected reference logprobs with group 0 in the journal, found none"):

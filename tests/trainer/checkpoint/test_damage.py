@@ -1,6 +1,5 @@
-"""Damaged checkpoints are found before loading, and the run continues from the newest intact one.
-
-Folders, Valkey and the coordinator's loops are real; the trainer is real in the last test only.
+"""Damaged checkpoints are found before loading, and the run continues from the newest intact one. Only the last test
+has a real trainer.
 """
 
 import json
@@ -113,7 +112,7 @@ def test_what_a_killed_trainer_left_half_written_is_no_part_of_the_next_checkpoi
 
 
 class Played:
-    """A run of two groups a step with a fake trainer, which has died at ``step``."""
+    """Two groups a step with a fake trainer, dead at ``step``."""
 
     def __init__(self, bus: Bus, folder: Path) -> None:
         self.bus, self.ledger = bus, Ledger(bus)
@@ -122,9 +121,7 @@ class Played:
         self.parts = make(bus, self.settings)
 
     async def reach(self, step: int, every: int, *, journal_from: int | None = None) -> None:
-        """Commit steps, with a checkpoint every ``every`` that trims the journal; ``journal_from``: only of that
-        step.
-        """
+        """Commit steps, with a checkpoint every ``every`` that trims the journal (``journal_from``: only that one)."""
         trainer = await Trainer(self.bus).start()
         for _ in range(step):
             made = await trainer.step()
@@ -325,7 +322,7 @@ async def _says(ledger: Ledger, start: str) -> bool:
 async def test_a_checkpoint_that_is_known_under_its_later_version_only_is_gone_back_to_under_that(
     bus: Bus, tmp_path: Path
 ) -> None:
-    """After a bus loss, the ledger lacks the version that the checkpoint was written as."""
+    """After a bus loss, the ledger lacks the checkpoint's version."""
     run = Played(bus, tmp_path)
     state = CheckpointState(0, V(7), 0, "", 1, 1, "00")
     folder = written(run.root, 0, version=7).folder
@@ -353,9 +350,7 @@ async def test_a_real_trainer_repeats_the_lost_steps_bit_for_bit_from_the_checkp
         async with run.trainer() as process:
             await run.reaches(ledger, 4, process)
             await until(lambda: _has_checkpoint(ledger, 4))
-            await until(
-                lambda: _is_trimmed(bus)
-            )  # else the journal still continues the previous checkpoint, and nothing is lost
+            await until(lambda: _is_trimmed(bus))  # else the journal continues the previous checkpoint
             expected = await run.weights(ledger)
         (file,) = _folder(run, 4).rglob("zero_pp_rank_0_mp_rank_00_optim_states.pt")
         flip(file)

@@ -1,7 +1,4 @@
-"""With a hostile store, no name leaves the folder, no pickle runs, and with a key only signed data is used.
-
-moto's server over HTTP, with an attacker's manifests and pickles.
-"""
+"""With a hostile store, no name leaves the folder, no pickle runs, and a key requires signatures."""
 
 import asyncio
 import dataclasses
@@ -51,7 +48,7 @@ def entry(name: object, nbytes: object = len(CONTENT), sha256: object = "") -> d
 
 
 def plant(storage: Storage, files: Any, **state: object) -> str:
-    """Write a manifest with a correct digest and its objects; return the checkpoint's name."""
+    """Write a manifest with a correct digest, and its objects."""
     known = dataclasses.asdict(CheckpointState(1, PolicyVersion(1), 8, "", 1, 1))
     data = json.dumps({"state": {**known, **state}, "files": files}, sort_keys=True).encode()
     name = f"step-000001-v000001-{hashlib.sha256(data).hexdigest()[:16]}"

@@ -1,7 +1,4 @@
-"""Checkpoints in object storage: whole or absent, found on a new machine; an unreachable store stops nothing.
-
-moto's server over HTTP, a real Valkey and trainer process.
-"""
+"""Checkpoints in object storage: whole or absent, found on a new machine; an unreachable store stops nothing."""
 
 import asyncio
 import contextlib
@@ -43,13 +40,11 @@ from tests.trainer.test_service import GROUPS, Run, bus_of, feed
 
 V = PolicyVersion
 _LONG_S = 150.0
-"""For the trainer on a busy machine."""
 
 
 def written(
     root: Path, step: int, *, version: int | None = None, journal_entry: str = "", fill: str = ""
 ) -> Checkpoint:
-    """A whole checkpoint of two files that are never loaded."""
     version = step if version is None else version
     for name in ("engine/engine/mp_rank_00_model_states.pt", "engine/engine/zero_pp_rank_0_mp_rank_00_optim_states.pt"):
         path = local_store.beside(root, step) / name
@@ -271,7 +266,7 @@ class Kept:
         self.made = Retention(settings(folder, storage, bus.run_id, **more), bus)
 
     async def step(self, step: int) -> Checkpoint:
-        """Commit a step and write its checkpoint; two are kept in the folder."""
+        """Commit a step and write its checkpoint; two are kept."""
         entry = await self._bus.append(JOURNAL, {"id": str(step), "step": str(step), "data": b""})
         made = written(self.root, step, journal_entry=entry)
         await self.made.note(made, local_store.superfluous(self.root, 2))
@@ -455,7 +450,6 @@ def test_without_boto3_the_setting_is_refused_in_a_sentence(storage: Storage, mo
 
 
 def lose_machine(run: Run) -> None:
-    """Lose the run's folder and published weights with the node."""
     shutil.rmtree(run.folder / "runs")
     shutil.rmtree(run.folder / f"weights-{run.run_id}")
 
@@ -484,7 +478,7 @@ async def test_a_run_whose_machine_is_lost_goes_on_elsewhere_from_the_store_with
         return await run.weights(ledger)
 
     async with bus_of(run) as (bus, ledger):
-        # Killed during an upload, with its machine: steps 1 and 2 are still in the journal.
+        # Killed during an upload, with its machine; the journal has steps 1 and 2.
         async with run.trainer() as process:
             await feed(bus, 0, GROUPS)
             await run.reaches(ledger, 1, process)
@@ -501,7 +495,7 @@ async def test_a_run_whose_machine_is_lost_goes_on_elsewhere_from_the_store_with
         assert await steps_in_journal(bus) == [1, 2]
         lose_machine(run)
 
-        # On another machine. An unreachable store stops nothing, and gets the newest checkpoint later.
+        # On another machine. An unreachable store gets the newest checkpoint later.
         async with run.trainer() as process:
             again = await weights_of(3)
             assert all(torch.equal(again[name], expected[name]) for name in expected)
@@ -523,7 +517,7 @@ async def test_a_run_whose_machine_is_lost_goes_on_elsewhere_from_the_store_with
             os.kill(process.pid, signal.SIGKILL)
         lose_machine(run)
 
-        # Again, with the newest checkpoint damaged: the previous one and the journal give the same weights.
+        # With the newest checkpoint damaged, the previous one and the journal give the same weights.
         storage.damage(f"{run.run_id}/checkpoints/step-000005", "mp_rank_00_model_states.pt")
         async with run.trainer() as process:
             found = await weights_of(7)
@@ -532,7 +526,7 @@ async def test_a_run_whose_machine_is_lost_goes_on_elsewhere_from_the_store_with
             (uri,) = {where for version, where in (await ledger.checkpoints()).items() if version == 5}
             assert uri.startswith(f"s3://runs/team/{run.run_id}/checkpoints/step-000004-v000005-")
 
-            # A rollback to a checkpoint that only the store has.
+            # Rollback to a checkpoint that only the store has.
             shutil.rmtree(run.folder / "runs" / run.run_id / "checkpoints")
             await _begin(bus, ledger, tmp_path, 5)
             back = await weights_of(8)

@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class Run:
-    """A run after step 1 (version 1), with checkpoint and snapshot."""
+    """A run after step 1 (version 1)."""
 
     def __init__(
         self, folder: Path, zero_stage: int, rank: int, dtype: str = "float32", model: Callable[[], Any] = tiny.model

@@ -1,4 +1,4 @@
-"""Exports over HTTP: made by the trainer beside its steps, despite kills, or failed with a reason."""
+"""Exports over HTTP succeed beside the steps, despite kills, or fail with a reason."""
 
 import asyncio
 import contextlib
@@ -49,7 +49,7 @@ V = PolicyVersion
 
 @pytest.fixture
 async def parts(bus: Bus, tmp_path: Path) -> AsyncIterator[Coordinator]:
-    """A run with pulled versions 0 to 4; 1 has a checkpoint, 2 is revoked, 4 is on disk."""
+    """Pulled versions 0 to 4; 1 has a checkpoint, 2 is revoked, 4 is on disk."""
     ledger = Ledger(bus)
     await ledger.create()
     for version in range(5):
@@ -70,7 +70,6 @@ async def http(parts: Coordinator) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.fixture
 async def run(bus: Bus, tmp_path: Path) -> Run:
-    """The run with a checkpoint of version 1."""
     found = Run(tmp_path, 1, 0)
     await Ledger(bus).set_checkpoint(V(1), str(found.checkpoint()))
     return found

@@ -1,4 +1,4 @@
-"""Memory savings change no result, and packing loses nothing. One rank, in this process."""
+"""Memory savings change no result, and packing loses nothing."""
 
 import ast
 import math
@@ -84,7 +84,7 @@ class Stepper:
 
 
 def step(of: Settings) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """Return the second step's measurements and the weights after it."""
+    """Return the second step's measurements and weights."""
     with smooth_adam():
         found = Stepper(of)
     return [found.step(number) for number in (1, 2)][-1], found.weights()
@@ -125,7 +125,7 @@ def test_moments_of_eight_bits_make_almost_the_same_steps_and_a_checkpoint_holds
         one.step(1)
         one.step(2)
     assert {torch.uint8, torch.float32} <= first.state_types()
-    # an 8-bit moment is off by up to 1/128; 0.008 of the movement is common, another optimizer gives more than 0.5
+    # an 8-bit moment is off by up to 1/128: 0.008 of the movement is common, another optimizer over 0.5
     assert 1e-4 < moved_apart(first.weights(), plain.weights(), dict(tiny.model(0).named_parameters())) < 0.05
     first.engine.save(tmp_path)
     second.engine.load(tmp_path)
@@ -180,7 +180,7 @@ def test_a_checkpointed_layer_in_parts_computes_all_but_its_last_product_again(m
     trained, layers, width, inner = len(batch.targets_N), 2, 32, 64
     once = batch.tokens * stepper.engine.sizes.linear_weights
     last = batch.tokens * layers * width * inner
-    # forward, recomputed, and two products of the backward pass; the output layer is not checkpointed
+    # forward, recomputed, two backward products; the output layer is not checkpointed
     assert sum(products.values()) == 2 * (4 * once - last + 3 * trained * stepper.engine.sizes.output_weights)
 
 
@@ -266,9 +266,9 @@ def long_row(tokens: int) -> PackedRow:
 
 
 def test_rows_fill_as_few_micro_batches_as_longest_first_finds_and_costs_are_even() -> None:
-    # 6 with 4, and 5 with 3 and 2: two full micro-batches
+    # two full micro-batches
     assert lengths(assign_pieces([long_row(n) for n in (2, 3, 4, 5, 6)], 10, 1)) == [[[6, 4], [5, 3, 2]]]
-    # first fit would be 6 with 4, and 5 with 3: costs are balanced within the cap
+    # first fit would be 6 with 4, and 5 with 3
     assert lengths(assign_pieces([long_row(n) for n in (3, 4, 5, 6)], 11, 1)) == [[[6, 3], [5, 4]]]
 
 
@@ -281,7 +281,7 @@ def test_a_row_that_fits_nowhere_is_split_so_that_costs_stay_even_unless_it_must
 
 
 def test_costs_are_balanced_where_tokens_alone_would_not_be() -> None:
-    # by attention, one row of 8 costs as much as many of 2: 36 pairs against 3 each
+    # by attention, a row of 8 costs 36 pairs, one of 2 only 3
     sizes = ModelSizes(linear_weights=0, attention_width=1)
     one, other = assign_pieces([long_row(8), *[long_row(2)] * 12], 100, 2, sizes=sizes)
     assert lengths([one, other]) == [[[8]], [[2] * 12]]

@@ -1,4 +1,4 @@
-"""Layers with state along the row: packed sequences do not affect each other."""
+"""Layers with state: packed sequences do not affect each other."""
 
 import copy
 import dataclasses
@@ -20,14 +20,13 @@ from tests.support import builders, tiny_hybrids
 from tests.support.tiny_hybrids import HYBRIDS, VOCABULARY
 
 TOLERANCE = 5e-5
-"""Nats, and of a gradient's norm: float32 sums are reordered. Worst is the gated delta rule, which solves triangular
-systems: transformers' own differs by 1e-5 with chunks of 32 instead of 64 tokens. A neighbour's tokens make 0.1 and
-more.
+"""Nats, and of a gradient's norm, by reordered float32 sums. Worst is the gated delta rule's triangular systems:
+transformers' own differs by 1e-5 with chunks of 32 instead of 64 tokens. A neighbour's tokens make over 0.1.
 """
 
 SHORT = ((9, (1, 7, 20)), (5, (2, 12)))
 LONG = ((150, (90, 33, 1, 2)), (40, (64, 5)), (200, (1,)))
-"""Tokens of each prompt and its completions: beyond a fork's prompt (128), a chunk (64) and a convolution (4)."""
+"""Tokens of prompts and completions, beyond a fork's prompt (128), a chunk (64) and a convolution (4)."""
 
 
 def rows(shape: Sequence[tuple[int, Sequence[int]]], *, shares_prompt: bool = True) -> list[PackedRow]:
@@ -83,8 +82,7 @@ def test_a_packed_sequence_has_the_logprobs_and_gradients_of_itself_alone(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(
     ("dtype", "mean_nats", "most_gradient"),
-    # float32 kernels may multiply in TF32 (10 bits); bfloat16 has 8. A lost boundary costs more than 0.5 of the
-    # gradient.
+    # float32 kernels may use TF32 (10 bits); bfloat16 has 8. A lost boundary costs over 0.5.
     [(torch.float32, 2e-3, 2e-2), (torch.bfloat16, 5e-2, 0.25)],
     ids=["float32", "bfloat16"],
 )
@@ -116,8 +114,7 @@ def test_a_layer_that_is_computed_again_keeps_the_boundaries_of_its_first_comput
 @pytest.mark.parametrize(
     ("name", "tokens"),
     [
-        # two chunks of 64 once, the other 22 with each completion, padded to 22 + 89; the rest with their prompts,
-        # padded to 200
+        # two chunks of 64 once, the other 22 per completion, padded to 22 + 89; the rest with prompts, padded to 200
         ("gated delta net", 128 + 3 * (22 + 89) + 3 * 200),
         ("Mamba", 3 * 239 + 3 * 239),  # all with their prompts, padded to 150 + 89
     ],

@@ -7,7 +7,7 @@ from tests.support.interpreted import interpreted
 
 
 def test_the_kernel_of_rms_norms_gives_the_outputs_and_gradients_of_its_formula() -> None:
-    """Against float64; more rows than programs, fewer, and widths that are no power of two."""
+    """Against float64; more rows than programs, fewer, odd widths."""
     for line in interpreted(_COMPARE):
         assert max(map(float, line.split())) < 2e-6, line
 

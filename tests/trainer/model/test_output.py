@@ -93,7 +93,7 @@ def test_a_critic_needs_no_logits_and_is_not_refused_for_them(tmp_path: Path) ->
 
 
 def phi3(original: int = 24) -> Any:
-    """A Phi-3 whose short and long factors differ, trained for ``original`` tokens and stretched to 512."""
+    """A Phi-3 trained for ``original`` tokens and stretched to 512, with differing factors."""
     factors = {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 4.0, 6.0, 9.0]}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": original, **factors}
     return small("phi3", rope_parameters=rope, original_max_position_embeddings=original)
@@ -220,7 +220,7 @@ def test_checkpointed_layers_are_computed_twice_while_training_and_once_in_eval_
     assert calls == [False] * 5
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # peft's, about a model that came from no folder
+@pytest.mark.filterwarnings("ignore::UserWarning")  # peft's, about a model from no folder
 def test_the_dropout_of_adapters_still_works_while_training() -> None:
     from services.trainer.model import adapter
 

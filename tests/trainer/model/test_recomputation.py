@@ -1,4 +1,4 @@
-"""Recomputation of activations changes no bit of a step, and follows from memory."""
+"""Recomputation of activations changes no bit, and follows from memory."""
 
 import warnings
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ GIB = 1 << 30
 
 
 def keeping(count: int, zero_stage: int, chunk: int = 0, **trainer: Any) -> tuple[Stepper, Recomputation]:
-    """Return an engine whose last ``count`` of two layers keep their activations; with both, also logits."""
+    """Return an engine whose last ``count`` of two layers keep activations; with both, also logits."""
     stepper = Stepper(settings(zero_stage, gradient_checkpointing=True, logits_chunk_tokens=chunk, **trainer))
     engine = stepper.engine
     recomputation = Recomputation(engine.policy, 64, engine.device, sharded=zero_stage == 3, automatic=True)
@@ -90,7 +90,7 @@ def _graph(node: Any) -> Iterator[Any]:
 
 
 def test_the_forecast_is_of_the_largest_forward_pass_that_settings_allow() -> None:
-    # 60 GiB lasting; 16,384 tokens took 16 more, so 32,768 are forecast to take 32; 0.9 of 140 GiB may be used
+    # 60 GiB lasting; 16,384 tokens took 16, so 32,768 take 32; 0.9 of 140 GiB may be used
     used = Usage(lasting=60 * GIB, peak=76 * GIB, tokens=16_384, available=140 * GIB)
     assert (used.free(16_384), used.free(32_768)) == (50 * GIB, 34 * GIB)
     assert Usage(60 * GIB, 130 * GIB, 32_768, 140 * GIB).free(32_768) == -4 * GIB

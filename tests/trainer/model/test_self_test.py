@@ -194,7 +194,7 @@ def test_a_critic_that_computes_what_its_model_does_passes_and_is_left_as_it_was
     result = self_test.run(tested, "auto")
 
     assert (result.of, result.packing, result.reason) == ("hidden states", "rows", "")
-    assert result.gap.max_nats < 1e-4  # entries of unit vectors times √32, by 2 layers of float32
+    assert result.gap.max_nats < 1e-4  # unit vectors times √32, by 2 float32 layers
     assert result.gap.gradient < 1e-4
     assert str(result).startswith("hidden states differ by ")
     assert all(torch.equal(weights[name], tensor) for name, tensor in tested.state_dict().items())
@@ -280,5 +280,5 @@ def test_a_probe_goes_beyond_windows_that_the_context_lets_a_sequence_pass() -> 
 def test_a_probe_of_a_window_shows_in_the_last_tokens_alone() -> None:
     short, long = np.full(15, 0.01, np.float32), np.full(95, 0.01, np.float32)
     assert gap_of([short] * 4 + [long]) == pytest.approx((0.01, 0.01))
-    long[-24:] = 0.3  # beyond the window: over all tokens 0.06 on average
+    long[-24:] = 0.3  # beyond the window
     assert gap_of([short] * 4 + [long]) == pytest.approx((0.3, 0.3))

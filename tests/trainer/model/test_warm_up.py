@@ -1,4 +1,4 @@
-"""Warming up while weights load draws no random number, changes no default, and never fails."""
+"""Warming up draws no random number, changes no default, and never fails."""
 
 import threading
 from typing import Any

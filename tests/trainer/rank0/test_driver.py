@@ -1,4 +1,4 @@
-"""Rank 0's driver: steps, checkpoints and failures, with a real Valkey and training thread."""
+"""Rank 0's driver: steps, checkpoints and failures."""
 
 import asyncio
 import dataclasses
@@ -46,7 +46,7 @@ def batch(number: int) -> list[Experience]:
 
 
 def poison(groups: list[Experience]) -> list[Experience]:
-    """Valid groups whose gradient overflows float32 without reward normalisation."""
+    """Valid groups whose gradient overflows float32."""
     rewards = np.array([3e38, -3e38, 3e38, -3e38], dtype=np.float32)
     return [dataclasses.replace(group, rewards=rewards) for group in groups]
 
@@ -172,7 +172,7 @@ async def test_a_driver_that_is_told_to_stop_has_the_steps_saved_that_no_checkpo
 
 
 class Scripted:
-    """A fake training side that records commands and answers with results by kind."""
+    """Records commands and answers with given results."""
 
     def __init__(self, driven: Driven, results: dict[CommandKind, Result] | None = None) -> None:
         self._driven = driven

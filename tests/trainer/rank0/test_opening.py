@@ -1,4 +1,4 @@
-"""A trainer's opening turns the bus and folder into commands. No model is loaded."""
+"""A trainer's opening turns bus and folder into commands."""
 
 import asyncio
 from pathlib import Path

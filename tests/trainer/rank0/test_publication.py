@@ -21,7 +21,7 @@ from tests.support import tiny, weights
 
 
 class Engine:
-    """A fake engine; each step adds 1 to every weight."""
+    """Each step adds 1 to every weight."""
 
     device = torch.device("cpu")
 
@@ -67,7 +67,6 @@ def publish(publication: Publication, engine: Any, version: int) -> PolicyRecord
 
 
 async def pull(record: PolicyRecord) -> dict[str, torch.Tensor]:
-    """Pull a version as a replica does."""
     puller, receiver = Puller(DeviceLocation("cpu", (), boot_id()), 1, 5.0, weights.secret), Receiver(1, 1, weights.CPU)
     try:
         offer = await puller.ask(record.source, record)

@@ -1,4 +1,4 @@
-"""Objects of the event loop and of the training thread are called only there."""
+"""Objects of the event loop and the training thread are called only there."""
 
 import asyncio
 import sys
@@ -46,7 +46,7 @@ ANY_THREAD = {"unstored_s", "__init__"}
 
 
 class Calls:
-    """Calls of methods of these classes, by thread, while :meth:`watched` runs."""
+    """Method calls by thread, while :meth:`watched` runs."""
 
     def __init__(self) -> None:
         self.by_class: dict[type, set[int]] = {}
@@ -122,7 +122,7 @@ async def test_a_version_that_is_made_while_its_checkpoint_is_stored_is_known_to
     async def checkpoints(self: Ledger) -> dict[PolicyVersion, str]:
         known = await look(self)
         if asyncio.current_task() is naming:
-            seen.set()  # it saw an unknown checkpoint; the other task gets as far as it can
+            seen.set()  # it saw an unknown checkpoint
             await asyncio.sleep(0.2)
         return known
 
